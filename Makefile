@@ -1,0 +1,49 @@
+# Commands of the project. They work from anywhere (make -C DIR ...), in any path, and need nothing but make, sh and
+# a Python; another Python than the one found: make setup PYTHON=/path/to/python3.12
+
+PYTHON =
+RUN = .venv/bin/python
+
+help:
+	@echo 'make setup   make .venv and install what requirements.txt pins; a second call installs nothing'
+	@echo 'make demo    train a small model on the source files of the standard library (minutes on two CPU cores)'
+	@echo 'make test    run the test suite (no GPU, no network)'
+	@echo 'make lint    check style and formatting'
+
+# .venv/installed.txt is a copy of the requirements.txt that was installed. It is written last, so that an install
+# which was interrupted counts for nothing, and compared by content, so that file times do not matter.
+# A Python is tried by running it: the name alone may be a launcher without the version behind it.
+setup:
+	@set -eu; \
+	if cmp -s requirements.txt .venv/installed.txt && $(RUN) -c '' 2>/dev/null; then exit 0; fi; \
+	rm -f .venv/installed.txt; \
+	if ! $(RUN) -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+		if [ -n '$(PYTHON)' ]; then set -- '$(PYTHON)'; else set -- python3.12 python3.11 python3 python; fi; \
+		found=; \
+		for candidate; do \
+			if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; \
+			then found=$$candidate; break; fi; \
+		done; \
+		if [ -z "$$found" ]; then \
+			echo 'make setup: no usable Python. Install Python 3.12 or 3.11 with its venv module' \
+				'(Debian, Ubuntu: apt install python3-venv), or name one: make setup PYTHON=/path/to/python3.12' >&2; \
+			exit 1; \
+		fi; \
+		echo "Making .venv with $$("$$found" -c 'import sys; print(sys.executable, sys.version.split()[0])')"; \
+		"$$found" -m venv --clear .venv; \
+	fi; \
+	$(RUN) -m pip install --disable-pip-version-check -r requirements.txt; \
+	cp requirements.txt .venv/installed.part; \
+	mv .venv/installed.part .venv/installed.txt
+
+demo: setup
+	$(RUN) train_gpt2_large.py --demo
+
+test: setup
+	$(RUN) -m pytest
+
+lint: setup
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+.PHONY: help setup demo test lint
