@@ -1,0 +1,1 @@
+"""Train every parameter of a decoder, exactly, under hard caps of GPU memory and RAM."""

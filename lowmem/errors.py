@@ -1,0 +1,31 @@
+"""The errors that a user can cause, each with its exit code (the scripts print one sentence and no traceback)."""
+
+
+class LowmemError(Exception):
+    """Anything that went wrong and can be said in one or two sentences."""
+
+    exit_code = 1
+
+
+class InputError(LowmemError):
+    """Bad usage or bad input, found before anything is written."""
+
+    exit_code = 2
+
+
+class PlanError(LowmemError):
+    """No plan fits under the caps; the message names the smallest that would."""
+
+    exit_code = 3
+
+
+class CapExceeded(LowmemError):
+    """Measured memory went over a cap that the user set."""
+
+    exit_code = 4
+
+
+class Stopped(LowmemError):
+    """A signal ended the run after a valid checkpoint was saved."""
+
+    exit_code = 75

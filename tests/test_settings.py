@@ -1,0 +1,491 @@
+"""The command line, the --config file and settings.json: what a user writes becomes Settings or one clear sentence."""
+
+import dataclasses
+import itertools
+import json
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowmem.cli import parse_arguments
+from lowmem.errors import InputError
+from lowmem.options import FLAGS, GROUPS, NAMES, OPTIONS, REFUSED, SPECIAL_ALIASES
+from lowmem.settings import DEMO, FIELD_NAMES, Settings, option_name
+from lowmem.units import GIB, MIB
+
+LARGE = Settings(model="gpt2-large", out="runs/gpt2-large")
+XL = Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB, out="runs/gpt2-xl")
+
+
+def parse(*argv: str, defaults: Settings = LARGE) -> Settings:
+    return parse_arguments(list(argv), defaults)
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(InputError) as error:
+        parse(*argv)
+    assert error.value.exit_code == 2
+    message = str(error.value)
+    assert "\n" not in message and message[-1] in ".?", message
+    return message
+
+
+# Options and defaults
+
+
+def test_without_options_the_script_decides():
+    assert parse() == LARGE
+    assert parse(defaults=XL) == XL
+
+
+def test_defaults_are_those_of_the_contract():
+    assert (LARGE.data, LARGE.init, LARGE.seq, LARGE.batch, LARGE.optimizer) == (
+        *("python-stdlib", "pretrained", 1024, 64, "adamw"),
+    )
+    assert (LARGE.gpu_limit_bytes, LARGE.ram_limit_bytes, LARGE.resume, LARGE.wandb) == (11 * GIB, None, "auto", None)
+
+
+def test_every_setting_is_an_option_and_no_name_means_two_things():
+    assert set(OPTIONS) == set(FIELD_NAMES)
+    assert sum(len(options) for options in GROUPS.values()) == len(FIELD_NAMES)
+    names = [name for option in OPTIONS.values() for name in (option_name(option.field)[2:], *option.aliases.split())]
+    names += [*SPECIAL_ALIASES, *REFUSED, "config", "help"]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_help_shows_every_option_with_the_scripts_default_and_no_alias(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse("--help", defaults=dataclasses.replace(XL, sample_prompt="100%"))
+    assert stopped.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name in FIELD_NAMES:
+        assert f" {option_name(name)} " in text
+    for shown in ("(default: gpt2-xl)", "(default: 16.0 GiB)", "(default: 11.0 GiB)", "(default: 3e-05)", "100%"):
+        assert shown in text
+    for hidden in ("--max-steps", "--max_steps", "--learning-rate", "--weight_decay", "--bf16", "--batch-size"):
+        assert hidden not in text
+
+
+OPTION_VALUES = [
+    ("--model gpt2", "model", "gpt2"),
+    ("--init random", "init", "random"),
+    ("--data org/name:config", "data", "org/name:config"),
+    ("--eval-data held.jsonl", "eval_data", "held.jsonl"),
+    ("--eval-fraction 0.1", "eval_fraction", 0.1),
+    ("--text-field content", "text_field", "content"),
+    ("--train-on all", "train_on", "all"),
+    ("--seq 512", "seq", 512),
+    ("--document-mask on", "document_mask", True),
+    ("--document-mask off", "document_mask", False),
+    ("--batch 8", "batch", 8),
+    ("--steps 3", "steps", 3),
+    ("--epochs 0.5", "epochs", 0.5),
+    ("--fixed-batch", "fixed_batch", True),
+    ("--lr 1e-4", "lr", 1e-4),
+    ("--schedule linear", "schedule", "linear"),
+    ("--warmup-steps 0.1", "warmup_steps", 0.1),
+    ("--warmup-steps 100", "warmup_steps", 100),
+    ("--weight-decay 0", "weight_decay", 0),
+    ("--clip-norm 0.5", "clip_norm", 0.5),
+    ("--clip-norm 0", "clip_norm", None),
+    ("--seed 7", "seed", 7),
+    ("--optimizer adamw8bit", "optimizer", "adamw8bit"),
+    ("--precision fp16", "precision", "fp16"),
+    ("--residual 16bit", "residual", "16bit"),
+    ("--device cpu", "device", "cpu"),
+    ("--gpu-limit 800MiB", "gpu_limit_bytes", 800 * MIB),
+    ("--gpu-limit none", "gpu_limit_bytes", None),
+    ("--ram-limit 16G", "ram_limit_bytes", 16 * GIB),
+    ("--ram-limit none", "ram_limit_bytes", None),
+    ("--micro-batch 4", "micro_batch", 4),
+    ("--micro-batch auto", "micro_batch", None),
+    ("--group 16", "group", 16),
+    ("--group auto", "group", None),
+    ("--segment-blocks 4", "segment_blocks", 4),
+    ("--segment-blocks auto", "segment_blocks", None),
+    ("--recompute off", "recompute", "off"),
+    ("--states streamed", "states", "streamed"),
+    ("--plan-only", "plan_only", True),
+    ("--out there", "out", "there"),
+    ("--run-name mine", "run_name", "mine"),
+    ("--resume never", "resume", "never"),
+    ("--resume runs/x", "resume", "runs/x"),
+    ("--save-every 10", "save_every", 10),
+    ("--keep-last 1", "keep_last", 1),
+    ("--eval-every 5", "eval_every", 5),
+    ("--eval-batches 3", "eval_batches", 3),
+    ("--log-every 10", "log_every", 10),
+    ("--sample-prompt def", "sample_prompt", "def"),
+    ("--wandb offline", "wandb", "offline"),
+]
+
+
+@pytest.mark.parametrize(("line", "field", "value"), OPTION_VALUES)
+def test_an_option_sets_its_field_and_nothing_else(line, field, value):
+    name, *values = line.split()
+    defaults = dataclasses.replace(LARGE, micro_batch=2, group=1, segment_blocks=1, ram_limit_bytes=GIB, batch=32)
+    freed = {"micro_batch": None, "group": None} if field == "batch" else {}
+    expected = dataclasses.replace(defaults, **{field: value}, **freed)
+    underscored = "--" + name[2:].replace("-", "_")
+    assert parse(name, *values, defaults=defaults) == expected
+    assert parse(underscored, *values, defaults=defaults) == expected
+    if values:
+        assert parse(f"{underscored}={values[0]}", defaults=defaults) == expected
+
+
+def test_every_option_is_covered_above():
+    assert {field for _, field, _ in OPTION_VALUES} | {"demo"} == set(FIELD_NAMES)
+
+
+# Who comes from another trainer
+
+ALIASES = [
+    *[("model_name_or_path gpt2", "model", "gpt2"), ("dataset_name wikitext", "data", "wikitext")],
+    *[("train_file a.txt", "data", "a.txt"), ("validation_file b.txt", "eval_data", "b.txt")],
+    *[(f"{name} 256", "seq", 256) for name in ("block_size", "max_length", "max_seq_length", "max_seq_len")],
+    ("global_batch_size 8", "batch", 8),
+    *[(f"{name} 8", "micro_batch", 8) for name in ("per_device_train_batch_size", "micro_batch_size")],
+    *[(f"{name} 9", "steps", 9) for name in ("max_steps", "max_iters")],
+    *[("num_train_epochs 3", "epochs", 3.0), ("learning_rate 1e-5", "lr", 1e-5)],
+    *[("lr_scheduler_type constant_with_warmup", "schedule", "constant"), ("warmup_ratio 0.1", "warmup_steps", 0.1)],
+    *[("max_grad_norm 2", "clip_norm", 2.0), ("grad_clip 0.0", "clip_norm", None)],
+    *[("optim adamw_torch", "optimizer", "adamw"), ("optim adamw_bnb_8bit", "optimizer", "adamw8bit")],
+    *[("dtype bfloat16", "precision", "bf16"), ("bf16", "precision", "bf16"), ("fp16 True", "precision", "fp16")],
+    *[("use_cpu", "device", "cpu"), ("gpu_limit_bytes 1G", "gpu_limit_bytes", GIB)],
+    *[("output_dir o", "out", "o"), ("out_dir o", "out", "o"), ("wandb_run_name r", "run_name", "r")],
+    *[("resume_from_checkpoint d", "resume", "d"), ("resume_from_checkpoint True", "resume", "auto")],
+    *[("save_steps 5", "save_every", 5), ("eval_steps 5", "eval_every", 5), ("save_total_limit 1", "keep_last", 1)],
+    *[("logging_steps 5", "log_every", 5), ("eval_iters 5", "eval_batches", 5), ("dry_run", "plan_only", True)],
+]
+
+
+@pytest.mark.parametrize(("line", "field", "value"), ALIASES)
+def test_names_of_other_trainers_are_understood_with_dashes_and_underscores(line, field, value):
+    name, *values = line.split()
+    for spelling in (f"--{name}", "--" + name.replace("_", "-")):
+        assert parse(spelling, *values) == dataclasses.replace(LARGE, **{field: value})
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_names_that_mean_something_else_are_refused_with_the_reason(name):
+    for spelling in (f"--{name}", "--" + name.replace("-", "_")):
+        for argv in ([spelling], [spelling, "8"], [f"{spelling}=8"]):
+            message = refusal(*argv)
+            assert message == f"{spelling} is not an option here: {REFUSED[name]}."
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        *[("batch_size", "--batch "), ("gradient_accumulation_steps", "--micro-batch")],
+        *[("gradient_checkpointing", "--recompute"), ("load_in_4bit", "adamw8bit"), ("load_in_8bit", "adamw8bit")],
+        *[("use_lora", "--gpu-limit"), ("lora", "--gpu-limit"), ("report_to", "--wandb")],
+    ],
+)
+def test_the_reason_names_what_to_use_instead(name, advice):
+    assert advice in refusal(f"--{name}", "4")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        *[("--step", "--steps"), ("--sqe", "--seq"), ("--gpu-limt", "--gpu-limit"), ("--batch_sizes", "--batch-size")],
+        *[("-lr", "--lr"), ("--warmup", "--warmup-"), ("--learning_rat", "--learning-rate (the same as --lr)")],
+        *[("--micro", "--micro-batch"), ("--confg", "--config"), ("--optimiser", "--optimizer")],
+    ],
+)
+def test_a_misspelt_option_is_answered_with_the_nearest(typed, meant):
+    for argv in ([typed, "3"], [f"{typed}=3"], ["--seq", "64", typed]):
+        message = refusal(*argv)
+        assert f"option {typed}" in message and meant in message
+
+
+def test_what_resembles_no_option_is_refused():
+    assert "--zzzzzzzz" in refusal("--zzzzzzzz")
+    assert "'train'" in refusal("train")
+
+
+# Conflicts
+
+
+@pytest.mark.parametrize(
+    "line", ["--steps 5 --max_steps 6", "--learning-rate 1 --lr 2", "--bf16 --fp16", "--bf16 --precision fp32"]
+)
+def test_two_spellings_that_disagree_are_refused(line):
+    assert "different values" in refusal(*line.split())
+
+
+def test_two_spellings_that_agree_and_one_option_typed_again_are_not():
+    assert parse("--steps", "5", "--max_steps", "5").steps == 5
+    assert parse("--keep-last", "5", "--keep_last", "6").keep_last == 6
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("--steps 5 --epochs 1", ["--steps", "--epochs"]),
+        ("--batch 10 --micro-batch 4", ["--batch 10", "--micro-batch"]),
+        ("--batch 4 --micro-batch 8", ["--batch 4", "--micro-batch"]),
+        ("--batch 8 --micro-batch 4 --group 4", ["--group 4", "2"]),
+        ("--batch 12 --micro-batch 2 --group 4", ["--group 4", "6"]),
+        ("--batch 8 --group 16", ["--group 16"]),
+        ("--steps 10 --warmup-steps 11", ["--warmup-steps 11", "10 steps"]),
+        ("--warmup-steps 1.5", ["--warmup-steps 1.5", "whole"]),
+        ("--seq 1", ["--seq 1"]),
+    ],
+)
+def test_combinations_that_cannot_run_are_refused_by_name(line, names):
+    message = refusal(*line.split())
+    assert all(name in message for name in names)
+
+
+def test_neighbours_of_the_impossible_are_accepted():
+    assert parse(*"--batch 12 --micro-batch 2 --group 6".split()).group == 6
+    assert parse(*"--batch 12 --group 12".split()).group == 12
+    assert parse(*"--steps 10 --warmup-steps 10".split()).warmup_steps == 10
+
+
+# Values
+
+WHOLE = (
+    "seq batch steps micro-batch group segment-blocks save-every keep-last eval-every eval-batches log-every".split()
+)
+BAD_VALUES = [
+    *itertools.product([f"--{name}" for name in WHOLE], ["0", "-1", "1.5", "x", "", "nan", "inf", "1e3", "9" * 30]),
+    *itertools.product(["--lr", "--epochs"], ["0", "-1", "nan", "inf", "-inf", "1e400", "x", ""]),
+    *itertools.product(["--weight-decay", "--clip-norm", "--warmup-steps"], ["-0.1", "nan", "inf", "x", ""]),
+    *itertools.product(["--eval-fraction"], ["0", "1", "-0.1", "1.5", "nan", "x"]),
+    *itertools.product(["--warmup_ratio"], ["1", "-0.1", "nan"]),
+    *itertools.product(["--seed"], ["-1", "0.5", str(2**32), "x"]),
+    *itertools.product(
+        ["--gpu-limit", "--ram-limit"], ["0", "0GiB", "-5GiB", "-5", "11", "11GB", "x", "", "nan", "inf"]
+    ),
+    *itertools.product(["--document-mask", "--fixed-batch", "--plan-only", "--demo"], ["maybe", "2", ""]),
+    *itertools.product(["--init", "--schedule", "--optimizer", "--precision", "--device", "--wandb"], ["best", ""]),
+    *itertools.product(["--train-on", "--recompute", "--states", "--bf16"], ["best", "none", ""]),
+    *itertools.product(["--precision"], ["bf32", "int8", "fp8"]),
+    *itertools.product(["--model", "--data", "--eval-data", "--out", "--run-name", "--resume"], ["", " "]),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_VALUES)
+def test_a_bad_value_is_one_sentence_that_names_the_option(name, value):
+    named = {"--warmup_ratio": "warmup"}.get(name, name)
+    assert named in refusal(f"{name}={value}")
+
+
+@pytest.mark.parametrize("argv", [["--steps"], ["--steps", "--seq", "8"], ["--max_steps"], ["--gpu-limit", "-5GiB"]])
+def test_an_option_without_its_value_is_named(argv):
+    assert refusal(*argv) == f"{argv[0]} needs a value."
+
+
+@pytest.mark.parametrize("name", ["--seq", "--max_steps", "--model", "--plan-only", "--config"])
+def test_two_dashes_are_no_value(name):
+    assert refusal(f"{name}=--") == f"{name} needs a value."
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *[
+            {"seq": "64"},
+            {"batch": True},
+            {"seq": 64.0},
+            {"seq": None},
+            {"lr": "1"},
+            {"lr": True},
+            {"lr": float("nan")},
+        ],
+        *[{"lr": 10**400}, {"plan_only": 1}, {"model": None}, {"model": 5}, {"out": "a\0b"}, {"precision": "fp8"}],
+        *[{"wandb": "no"}, {"gpu_limit_bytes": 1.5}, {"gpu_limit_bytes": MIB - 1}],
+    ],
+)
+def test_settings_made_in_code_are_checked_too(values):
+    with pytest.raises(InputError, match=option_name(next(iter(values)))):
+        Settings(**values)
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LARGE.steps = 5
+
+
+# --demo
+
+
+def test_demo_replaces_the_defaults_of_either_script():
+    assert parse("--demo") == dataclasses.replace(LARGE, demo=True, **DEMO)
+    assert parse("--demo", defaults=XL) == dataclasses.replace(XL, demo=True, **DEMO)
+
+
+def test_what_is_typed_wins_over_demo():
+    typed = parse("--demo", "--seq", "64", "--out", "x", "--lr", "1e-4")
+    assert typed == dataclasses.replace(parse("--demo"), seq=64, out="x", lr=1e-4)
+
+
+def test_another_length_or_batch_replaces_what_hangs_on_it():
+    assert (parse("--demo", "--epochs", "2").steps, parse("--demo", "--epochs", "2").epochs) == (None, 2.0)
+    assert parse("--demo", "--batch", "6").micro_batch is None
+    assert parse("--demo", "--batch", "6", "--micro-batch", "3").micro_batch == 3
+
+
+# --config and settings.json
+
+
+def config(tmp_path, content: object) -> tuple[str, str]:
+    path = tmp_path / "config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return "--config", str(path)
+
+
+def test_a_config_takes_fields_options_and_aliases_and_sizes_as_text(tmp_path):
+    content = {
+        "gpu_limit_bytes": GIB,
+        "ram-limit": "2GiB",
+        "max_steps": 5,
+        "--lr": 1e-4,
+        "plan_only": True,
+        "eval_data": None,
+    }
+    content |= {"micro_batch": "auto", "warmup_ratio": 0.5, "clip_norm": 0, "document-mask": "on"}
+    chosen = dict(gpu_limit_bytes=GIB, ram_limit_bytes=2 * GIB, steps=5, lr=1e-4, plan_only=True)
+    chosen |= dict(micro_batch=None, warmup_steps=0.5, clip_norm=None, document_mask=True)
+    assert parse(*config(tmp_path, content)) == dataclasses.replace(LARGE, **chosen)
+
+
+def test_typed_wins_over_the_file_and_the_file_over_defaults_and_demo(tmp_path):
+    file = config(tmp_path, {"seq": 128, "steps": 7, "demo": True})
+    assert (parse(*file).seq, parse(*file).steps, parse(*file).batch) == (128, 7, DEMO["batch"])
+    assert parse(*file, "--seq", "64").seq == 64
+    assert parse("--seq", "64", *file).seq == 64
+    assert (parse(*file, "--epochs", "1").steps, parse(*file, "--epochs", "1").epochs) == (None, 1.0)
+    assert parse(*file, "--demo", "off").batch == LARGE.batch
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"stepz": 5}, "--steps"),
+        ({"seq_lenght": 5}, "seq"),
+        ({"batch_size": 5}, "--micro-batch"),
+        ({"config": "other.json"}, "config"),
+        ({"": 1}, "Unknown option"),
+        ({"steps": 5, "max_steps": 6}, "max_steps"),
+        ({"steps": "five"}, "steps: 'five'"),
+        ({"steps": [5]}, "steps"),
+        ({"steps": 5.5}, "steps"),
+        ({"model": ["gpt2"]}, "--model"),
+        ({"gpu_limit": "11GB"}, "'11GB' is not a size"),
+        ({"seq": None}, "--seq"),
+        ('{"lr": NaN}', "lr"),
+        ('{"lr": 1e999}', "lr"),
+        ('{"lr": %s}' % ("9" * 5000), "too long"),
+        ("[" * 100_000, "too deep"),
+        ('{\n"steps": 5,\n}', "config.json:3: not valid JSON"),
+        ("", "config.json:1: not valid JSON"),
+        ("[]", "one JSON object"),
+        ("3", "one JSON object"),
+    ],
+)
+def test_a_bad_config_is_one_sentence_that_says_where(tmp_path, content, says):
+    assert says in refusal(*config(tmp_path, content))
+
+
+def test_a_config_that_cannot_be_read_is_named(tmp_path):
+    assert "nowhere.json" in refusal("--config", str(tmp_path / "nowhere.json"))
+    assert str(tmp_path) in refusal("--config", str(tmp_path))
+    (tmp_path / "latin.json").write_bytes(b'{"run_name": "\xe9"}')
+    assert "latin.json" in refusal("--config", str(tmp_path / "latin.json"))
+
+
+@pytest.mark.parametrize(
+    "line", ["", "--demo --wandb offline", "--epochs 2.5 --clip-norm 0 --gpu-limit none --group 4"]
+)
+def test_settings_json_gives_the_same_settings_again(tmp_path, line):
+    made = parse(*line.split(), defaults=XL)
+    assert Settings.from_json(made.to_json()) == made
+    assert set(json.loads(made.to_json())) == set(FIELD_NAMES)
+    assert parse(*config(tmp_path, made.to_json()), defaults=LARGE) == made
+
+
+def test_an_unknown_setting_in_settings_json_is_refused_with_the_nearest():
+    with pytest.raises(InputError, match="unknown setting 'step'; the nearest is 'steps'"):
+        Settings.from_json('{"step": 5}')
+
+
+# How long a run is
+
+
+def test_a_run_without_steps_or_epochs_is_one_pass():
+    assert LARGE.total_steps(120) == Settings(epochs=1).total_steps(120) == 120
+
+
+def test_steps_and_epochs_say_how_long_a_run_is():
+    assert Settings(steps=7).total_steps(120) == 7
+    assert Settings(epochs=0.01).total_steps(120) == 2
+    assert Settings(epochs=1e-9).total_steps(120) == 1
+
+
+def test_a_warmup_longer_than_the_epochs_is_refused():
+    with pytest.raises(InputError, match="--warmup-steps 200"):
+        Settings(epochs=1, warmup_steps=200).total_steps(120)
+
+
+# Whatever is typed
+
+SPELLINGS = [f"--{name}" for name in NAMES] + ["--" + name.replace("-", "_") for name in (*NAMES, *REFUSED)]
+SPELLINGS += ["--config", "--help", "-h", "--", "-", "---", "--=", "-x"]
+VALUES = ["1", "2", "64", "0", "-1", "0.5", "1e-4", "nan", "inf", "auto", "none", "on", "off", "11GiB", "16G", "random"]
+VALUES += ["cosine", "adamw", "bf16", "true", "", " ", "a b", "--", "-5GiB", "é", "\udce9", "%s", "{", "\0"]
+WORDS = (
+    st.sampled_from(SPELLINGS)
+    | st.sampled_from(VALUES)
+    | st.text(max_size=8)
+    | st.builds("--{}".format, st.text(max_size=8))
+    | st.builds("{}={}".format, st.sampled_from(SPELLINGS), st.sampled_from(VALUES) | st.text(max_size=8))
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(WORDS, max_size=6) | st.lists(st.tuples(st.sampled_from(SPELLINGS), st.sampled_from(VALUES)), max_size=4)
+)
+def test_any_command_line_gives_settings_or_one_sentence_or_help(words):
+    argv = [part for word in words for part in ([word] if isinstance(word, str) else word)]
+    try:
+        made = parse_arguments(argv, XL)
+    except InputError as error:
+        assert str(error)
+    except SystemExit as stopped:
+        assert stopped.code == 0
+    else:
+        assert Settings.from_json(made.to_json()) == made
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.dictionaries(
+        st.sampled_from([*FIELD_NAMES, *FLAGS, "x"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+            lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        ),
+        max_size=4,
+    )
+)
+def test_any_config_gives_settings_or_one_sentence(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    path.write_text(json.dumps(content))
+    try:
+        assert isinstance(parse("--config", str(path)), Settings)
+    except InputError as error:
+        assert str(error)
+
+
+def test_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parse("--out", "there", "--demo")
+    refusal("--out", "there", "--stepz", "4")
+    assert os.listdir(tmp_path) == []
