@@ -1,0 +1,157 @@
+"""fp32 weights held as two halves: the 16-bit number that computes, and what rounding left behind.
+
+Mixed-precision training usually stores a weight twice: 2 bytes that compute and 4 bytes of fp32 master, although the
+first half of the master *is* the working weight. Here a master weight is the pair (working, low) and nothing else:
+
+    bf16:  working = the upper 16 bits, rounded half up;   low = master bits - (working bits << 16), in int16
+    fp16:  working = master rounded to nearest even;       low = (master - working) / 2**(e - 39), in int16
+
+so it costs 4 bytes instead of 6, and the low half may lie in RAM while the GPU computes. Bytes per parameter:
+working 2 + low 2 (against 2 + 4), and `join(*split(w, dtype)) == w` to the last bit:
+
+  * bf16: every fp32 bit pattern, NaN and infinities too. Rounding is half *up*, not half to even: with ties to even the
+    low half would need 17 bits. The two differ on exact ties only.
+  * fp16: every fp32 number whose fp16 neighbour is normal, 2**-14 <= |w| < 65520 (e is the exponent field of the fp16
+    number). Below 2**-14 the master is kept to a multiple of 2**-39, an error of at most 2**-40 (9e-13); from 65520
+    on fp16 has no number to compute with and `working` is infinite.
+
+The idea of a 16-bit correction beside the working weight is FlashOptim's; its int16 form is exact for 99.7% of all
+patterns.
+"""
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+WORKING_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """``auto`` made concrete: bf16 on cards that have it, fp16 on older ones, fp32 on the CPU (16-bit products are
+    up to 70 times slower there). The CUDA branch has never run on a GPU."""
+    if precision != "auto":
+        return precision
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+
+
+def cast_explicitly(model: nn.Module, residual: torch.dtype) -> None:
+    """Gives `model`, whose matrices are in 16 bit and whose vectors (norms, biases) are in fp32, the precision that
+    autocast would: products in 16 bit, norms and softmax in fp32.
+
+    With `residual` fp32 the embeddings' output, and so the residual stream, is fp32; with a 16-bit `residual` it is
+    rounded after every block half, and a saved boundary costs half. The casts stand here, in the open, and not in
+    torch.autocast, whose rules differ between devices.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and residual is torch.float32:
+            module.forward = functools.partial(_embedding_in_fp32, module)
+        elif isinstance(module, nn.Linear):
+            module.forward = functools.partial(_linear, module)
+        elif isinstance(module, Conv1D):
+            module.forward = functools.partial(_conv1d, module)
+        elif "Norm" in type(module).__name__ and module._parameters:
+            module.forward = functools.partial(_norm_in_fp32, module)
+        if isinstance(module, GradientCheckpointingLayer):  # transformers' name for a block
+            module.register_forward_pre_hook(_extras_in_16_bit, with_kwargs=True)
+
+
+def _embedding_in_fp32(module: nn.Embedding, *arguments, **keywords) -> Tensor:
+    return type(module).forward(module, *arguments, **keywords).float()
+
+
+def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+    dtype = module.weight.dtype
+    return F.linear(x.to(dtype), module.weight, None if module.bias is None else module.bias.to(dtype))
+
+
+def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
+    dtype = module.weight.dtype
+    flat = torch.addmm(module.bias.to(dtype), x.to(dtype).flatten(0, -2), module.weight)
+    return flat.view(*x.shape[:-1], -1)
+
+
+def _norm_in_fp32(module: nn.Module, x: Tensor) -> Tensor:
+    return type(module).forward(module, x.float()).to(x.dtype)
+
+
+def _extras_in_16_bit(block: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict]:
+    """Rotary tables and additive masks meet queries and keys, which are in the matrices' dtype."""
+    dtype = next(parameter.dtype for parameter in block.parameters() if parameter.dim() >= 2)
+
+    def cast(value):
+        if isinstance(value, tuple):
+            return tuple(map(cast, value))
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    rest = {name: value if name == "hidden_states" else cast(value) for name, value in keywords.items()}
+    return (*arguments[:1], *map(cast, arguments[1:])), rest
+
+
+def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """fp32 `master` (any shape) as ``(working, low)``: `working` in `dtype`, `low` int16, or None where `dtype` is fp32
+    and the working weight is the master itself."""
+    if dtype is torch.float32:
+        return master, None
+    if dtype is torch.bfloat16:
+        bits = master.view(torch.int32)
+        high = (bits + 0x8000) >> 16
+        low = bits - (high << 16)
+        return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
+    working = master.to(torch.float16)
+    residual = master - working.float()
+    return working, torch.round(residual / _fp16_unit(working)).to(torch.int16)
+
+
+def join(working: Tensor, low: Tensor | None) -> Tensor:
+    """The fp32 master of ``(working, low)``: a new tensor, or `working` itself where it is fp32."""
+    if low is None:
+        return working
+    if working.dtype is torch.bfloat16:
+        return ((working.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+    return working.float() + low.float() * _fp16_unit(working)
+
+
+def _fp16_unit(working: Tensor) -> Tensor:
+    """2**(e - 39) as fp32, where e is the exponent field of each fp16 number: the unit that `low` counts in.
+
+    A normal number is 2**(e - 15) times a significand of 11 bits; its fp32 neighbours are multiples of 2**(e - 39) even
+    where `working` was rounded up to a power of two, and at most 2**13 of those units away.
+    """
+    exponent = (working.view(torch.int16).to(torch.int32) >> 10) & 0x1F
+    return ((exponent + (127 - 39)) << 23).view(torch.float32)
+
+
+class LossScale:
+    """Dynamic loss scaling for fp16 gradients (Micikevicius et al., 2018, arXiv:1710.03740).
+
+    The loss is multiplied by `scale` before backward and the gradients divided by it before the norm is taken. After an
+    overflow the scale is halved and the step not taken; after `growth_interval` good steps in a row it is doubled.
+    """
+
+    def __init__(self, enabled: bool, scale: float = 65536.0, growth_interval: int = 1000):
+        self.scale = scale if enabled else 1.0
+        self.enabled = enabled
+        self.growth_interval = growth_interval
+        self.good_steps = 0
+
+    def update(self, finite: bool) -> None:
+        if not self.enabled:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self.good_steps == self.growth_interval:
+            self.scale = min(self.scale * 2, 2.0**24)
+            self.good_steps = 0
+
+    def state(self) -> dict[str, float | int]:
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load(self, state: dict[str, float | int]) -> None:
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])

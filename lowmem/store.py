@@ -1,0 +1,174 @@
+"""Where every number lies: flat tensors of working weights, gradients and optimizer states.
+
+Each unit of the decoder is stored in two parts: its matrices, in the working dtype, which decay; and its vectors (norms
+and biases, 0.05% of GPT-2), in fp32, which do not. The model's parameters become views into their part's working
+weights, so an update is a few operations on long vectors and a few copies, whatever the number of parameters. Each
+parameter starts at a multiple of BLOCK elements, so that 8-bit states of one never share a scale with another's. A part
+is updated in pieces of at most PIECE elements, which bounds the staging ring.
+
+Bytes per parameter: 2 working (4 in fp32) on the device; 4 for the fp32 gradient while there is one; the optimizer's
+state (adam.py) on the device or in RAM.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lowmem.adam import BLOCK, Optimizer, slice_state, state_layout
+from lowmem.blocks import Decoder
+from lowmem.precision import join, split
+from lowmem.streaming import State, host_tensor
+
+PIECE = 2**22
+
+
+@dataclass
+class Piece:
+    """A run of one part's elements that is updated at once."""
+
+    part: "Part"
+    start: int
+    stop: int
+    decay: bool
+    state: State
+    streamed: bool
+
+
+class Part:
+    """One unit's matrices or vectors: `working` [n], `state` {name: [entries]}, `gradient` [n] fp32 or None.
+
+    `name` is unique in the store; `unit` counts the decoder's units from 0 (the embedding).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        unit: int,
+        parameters: dict[str, nn.Parameter],
+        device: torch.device,
+        dtype: torch.dtype,
+        optimizer: Optimizer,
+        *,
+        decay: bool,
+        streamed: bool,
+    ):
+        self.name, self.unit = name, unit
+        self.gradient: Tensor | None = None
+        self._places: dict[str, tuple[int, torch.Size]] = {}
+        end = 0
+        for parameter_name, parameter in parameters.items():
+            self._places[parameter_name] = (end, parameter.shape)
+            end += math.ceil(parameter.numel() / BLOCK) * BLOCK
+        self.working = torch.zeros(end, dtype=dtype, device=device)
+        self.page_locked = True
+        self.state: State = {}
+        for key, (entries, kind) in state_layout(optimizer, end, dtype).items():
+            if streamed:
+                self.state[key], locked = host_tensor(entries, kind, page_lock=device.type == "cuda")
+                self.page_locked &= locked
+            else:
+                self.state[key] = torch.zeros(entries, dtype=kind, device=device)
+        bounds = [(start, min(start + PIECE, end)) for start in range(0, end, PIECE)]
+        self.pieces = [
+            Piece(self, start, stop, decay, slice_state(optimizer, self.state, start, stop), streamed)
+            for start, stop in bounds
+        ]
+
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        """The elements of parameter `name` in `flat` [n], in the parameter's shape."""
+        start, shape = self._places[name]
+        return flat[start : start + shape.numel()].view(shape)
+
+    def gradient_of(self, name: str) -> Tensor:
+        """The fp32 accumulator of parameter `name`; the part's accumulators come into being with the first call."""
+        if self.gradient is None:
+            self.gradient = torch.zeros(self.working.numel(), dtype=torch.float32, device=self.working.device)
+        return self.view(self.gradient, name)
+
+    def write(self, name: str, master: Tensor) -> None:
+        """Sets parameter `name` to the fp32 tensor `master`, wherever that lies."""
+        high, low = split(master.to(torch.float32).contiguous(), self.working.dtype)
+        self.view(self.working, name).copy_(high)
+        if low is not None:
+            self.view(self.state["low"], name).copy_(low)
+
+    def master(self, name: str) -> Tensor:
+        """Parameter `name` in fp32, as a new tensor on the CPU."""
+        low = self.view(self.state["low"], name).cpu() if "low" in self.state else None
+        working = self.view(self.working, name).cpu()
+        return join(working, low) if low is not None else working.clone()
+
+    def names(self) -> list[str]:
+        return list(self._places)
+
+
+class Store:
+    """All parts of a decoder; making it gives the decoder's parameters (on the meta device until then) their storage.
+
+    The first `resident_units` of the decoder's units keep their state on the device: they are needed first in the
+    forward pass and their gradients are final last, so streaming them would overlap least. The rest is streamed.
+    """
+
+    def __init__(
+        self, decoder: Decoder, device: torch.device, dtype: torch.dtype, optimizer: Optimizer, resident_units: int
+    ):
+        self.parameter_count = sum(p.numel() for p in decoder.model.parameters())
+        self.parts: list[Part] = []
+        for index, unit in enumerate(decoder.units):
+            for kind, chosen in (
+                ("matrices", {name: p for name, p in unit.parameters.items() if p.dim() >= 2}),
+                ("vectors", {name: p for name, p in unit.parameters.items() if p.dim() < 2}),
+            ):
+                if not chosen:
+                    continue
+                part = Part(
+                    f"{unit.name} {kind}",
+                    index,
+                    chosen,
+                    device,
+                    dtype if kind == "matrices" else torch.float32,
+                    optimizer,
+                    decay=kind == "matrices",
+                    streamed=index >= resident_units,
+                )
+                self.parts.append(part)
+                for name, parameter in chosen.items():
+                    unit.parameters[name] = nn.Parameter(part.view(part.working, name))
+                    _replace_parameter(decoder.model, parameter, unit.parameters[name])
+        self.pieces = [piece for part in self.parts for piece in part.pieces]
+        self.device = device
+        self._part_of = {name: part for part in self.parts for name in part.names()}
+        for module in decoder.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
+
+    @property
+    def page_locked(self) -> bool:
+        return all(part.page_locked for part in self.parts)
+
+    def part_of(self, name: str) -> Part:
+        """The part that holds parameter `name`."""
+        return self._part_of[name]
+
+    def write(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Takes every (name, fp32 tensor) into its place; each tensor may be freed once the next is asked for."""
+        for name, master in weights:
+            self._part_of[name].write(name, master)
+            del master
+
+    def masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter's name and fp32 value, one at a time."""
+        for part in self.parts:
+            for name in part.names():
+                yield name, part.master(name)
+
+
+def _replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """`new` in every place where the model holds `old`: a tied weight has several."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                module._parameters[name] = new

@@ -1,0 +1,142 @@
+"""Optimizer states that live in RAM: exact-size buffers, and the ring through which they visit the GPU.
+
+A pass over the pieces of the model brings each piece's state to the device `AHEAD` pieces before it is needed, hands
+it out, and writes it back after use; copies in and copies out have a stream each, so that on a GPU both directions of
+the bus and the compute stream work at once. The ring is a fixed set of slots, each as large as the largest piece.
+
+Buffers in RAM are anonymous mappings of exactly the size asked for, registered with CUDA: PyTorch's own page-locked
+allocator rounds sizes up to powers of two (2.25 GiB take 4 GiB).
+
+On the CPU the same ring works synchronously: states are copied into a slot and back, and everything that does not say
+`cuda` is tested there. The CUDA lines have never run on a GPU.
+"""
+
+import mmap
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+AHEAD = 2
+
+
+class Piece(Protocol):
+    """What the ring needs to know of a piece: where its state lies (`None` home slots mean: on the device already)."""
+
+    state: State
+    streamed: bool
+
+
+def host_tensor(entries: int, dtype: torch.dtype, page_lock: bool) -> tuple[Tensor, bool]:
+    """Zeros [entries] of `dtype` in RAM, in a mapping of their own, and whether they are page-locked.
+
+    The mapping lives as long as the tensor. Where CUDA refuses to page-lock it (a limit on locked memory), it stays
+    pageable: copies then run at about half the speed and do not overlap.
+    """
+    size_bytes = entries * dtype.itemsize
+    tensor = torch.frombuffer(
+        mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
+    )[:size_bytes].view(dtype)
+    locked = page_lock and int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size_bytes, 0)) == 0
+    return tensor, locked
+
+
+class Ring:
+    """AHEAD + 1 slots on `device` through which streamed states pass."""
+
+    def __init__(self, device: torch.device, pieces: Sequence[Piece]):
+        """The slots are made to hold the largest streamed piece; none are made where nothing is streamed."""
+        largest: dict[str, tuple[int, torch.dtype]] = {}
+        for piece in pieces:
+            for name, tensor in piece.state.items() if piece.streamed else ():
+                largest[name] = (max(tensor.numel(), largest.get(name, (0,))[0]), tensor.dtype)
+        self._slots = [
+            {name: torch.empty(entries, dtype=dtype, device=device) for name, (entries, dtype) in largest.items()}
+            for _ in range(AHEAD + 1)
+        ]
+        self._copies = _CudaCopies(device) if device.type == "cuda" else _SynchronousCopies()
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(tensor.nbytes for slot in self._slots for tensor in slot.values())
+
+    def pass_over(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, State]]:
+        """Each piece in turn with its state on the device; what the caller does to that state before it asks for the
+        next piece is kept. To stop early is to leave the rest untouched.
+
+        One pass at a time, and always the same pieces in the same order: a fetch waits for its slot, not for its home.
+        """
+        streamed = [piece for piece in pieces if piece.streamed]
+        fetched = 0
+        used = 0
+        for piece in pieces:
+            while fetched < min(used + AHEAD + 1, len(streamed)):
+                self._copies.fetch(fetched % len(self._slots), streamed[fetched].state, self._slot(fetched, streamed))
+                fetched += 1
+            if not piece.streamed:
+                yield piece, piece.state
+                continue
+            slot = used % len(self._slots)
+            state = self._slot(used, streamed)
+            self._copies.wait_fetched(slot)
+            yield piece, state
+            self._copies.write_back(slot, state, piece.state)
+            used += 1
+
+    def _slot(self, index: int, streamed: list[Piece]) -> State:
+        slot = self._slots[index % len(self._slots)]
+        return {name: slot[name][: home.numel()] for name, home in streamed[index].state.items()}
+
+    def synchronize(self) -> None:
+        """Returns when everything written back has arrived in RAM."""
+        self._copies.synchronize()
+
+
+class _SynchronousCopies:
+    """The CPU's transfers: done when the call returns."""
+
+    def fetch(self, slot: int, home: State, state: State) -> None:
+        for name, tensor in home.items():
+            state[name].copy_(tensor)
+
+    def wait_fetched(self, slot: int) -> None:
+        pass
+
+    def write_back(self, slot: int, state: State, home: State) -> None:
+        for name, tensor in home.items():
+            tensor.copy_(state[name])
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _CudaCopies:
+    """Transfers on two side streams; a slot is refilled only after its write-back. Has never run on a GPU."""
+
+    def __init__(self, device: torch.device):
+        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._fetched = [torch.cuda.Event() for _ in range(AHEAD + 1)]
+        self._written = [torch.cuda.Event() for _ in range(AHEAD + 1)]
+
+    def fetch(self, slot: int, home: State, state: State) -> None:
+        self._in.wait_event(self._written[slot])  # an event never recorded is no obstacle
+        with torch.cuda.stream(self._in):
+            for name, tensor in home.items():
+                state[name].copy_(tensor, non_blocking=True)
+            self._fetched[slot].record()
+
+    def wait_fetched(self, slot: int) -> None:
+        torch.cuda.current_stream().wait_event(self._fetched[slot])
+
+    def write_back(self, slot: int, state: State, home: State) -> None:
+        self._out.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._out):
+            for name, tensor in home.items():
+                tensor.copy_(state[name], non_blocking=True)
+            self._written[slot].record()
+
+    def synchronize(self) -> None:
+        self._in.synchronize()
+        self._out.synchronize()

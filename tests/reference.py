@@ -1,0 +1,67 @@
+"""Plain implementations to compare with: one page, no tricks, nothing from lowmem but the data face."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, logging
+
+logging.set_verbosity_error()
+
+VOCABULARY = 97
+
+
+def tiny_config(family: str, dropout: float = 0.0):
+    """Small enough for a second, real enough to have every part: two or more heads, four blocks, grouped keys."""
+    if family == "gpt2":
+        return GPT2Config(
+            n_layer=4, n_embd=48, n_head=4, vocab_size=VOCABULARY, n_positions=64, bos_token_id=0, eos_token_id=0,
+            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        )  # fmt: skip
+    return LlamaConfig(
+        num_hidden_layers=4, hidden_size=48, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, max_position_embeddings=64, bos_token_id=0, eos_token_id=0, attention_dropout=dropout,
+    )  # fmt: skip
+
+
+def tiny_model(family: str, dropout: float = 0.0, seed: int = 0) -> nn.Module:
+    """fp32, on the CPU. Weights are larger than transformers would draw them, so that attention matters."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, dropout), attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(3)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.float()
+
+
+def plain_training(
+    model: nn.Module,
+    batches: list[tuple[Tensor, Tensor]],
+    *,
+    learning_rates: list[float],
+    weight_decay: float = 0.01,
+    clip_norm: float | None = 1.0,
+    autocast: bool = False,
+) -> Iterator[float]:
+    """The whole batch at once, transformers' own loss, torch.optim.AdamW, fp32 (or plain bf16 autocast); yields the
+    loss of each step. `batches`: (input_ids, labels), both [B, T], labels already shifted, -100 ignored."""
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, foreach=False, fused=False)
+    model.train()
+    for (input_ids, labels), learning_rate in zip(batches, learning_rates, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = model(input_ids=input_ids, use_cache=False).logits
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        loss.backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield loss.item()

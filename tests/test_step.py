@@ -1,0 +1,290 @@
+"""The invariant at the heart of the project: where tensors lie and in what order work is done changes no bit.
+
+What is equal, bit for bit (weights, low halves, m, v, losses and norms over 10 steps with dropout and clipping that
+bites): every group size, segment length, recompute on or off, states resident or streamed or mixed, updates deferred or
+not, in fp32, bf16 and fp16, exact, 8-bit and SGD states. `test_placement_and_schedule_change_no_bit` lists them.
+
+What is not equal: different micro-batch sizes. A weight's gradient is one matrix product per micro-batch, and the
+product over 2 sequences is summed in another order than the sum of two products over one each; dropout also draws other
+masks for other shapes. `test_micro_batch_sizes_agree_but_for_the_order_of_summation` measures by how much.
+"""
+
+import copy
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from reference import VOCABULARY, plain_training, tiny_model
+from transformers import AutoModelForCausalLM, OPTConfig
+
+from lowmem.adam import get_optimizer
+from lowmem.blocks import Decoder
+from lowmem.data import Batch
+from lowmem.precision import WORKING_DTYPES, LossScale, cast_explicitly
+from lowmem.schedule import learning_rate
+from lowmem.step import Schedule, Step
+from lowmem.store import Store
+
+SEQ, BATCH = 24, 4
+CPU = torch.device("cpu")
+
+
+def make_batches(count: int, batch: int = BATCH, seq: int = SEQ, seed: int = 1) -> list[Batch]:
+    """Half-predictable text with masked stretches, so that micro-batches hold different numbers of trained tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for index in range(count):
+        tokens = torch.randint(0, VOCABULARY, (batch, seq + 1), generator=generator)
+        tokens[:, 1::2] = tokens[:, :-1:2] * 3 % VOCABULARY
+        labels = tokens[:, 1:].clone()
+        labels[index % batch, 5:16] = -100
+        batches.append(Batch(tokens[:, :-1].contiguous(), labels))
+    return batches
+
+
+@dataclasses.dataclass
+class Outcome:
+    losses: list[float]
+    norms: list[float]
+    updated: list[bool]
+    weights: dict[str, torch.Tensor]
+    states: dict[tuple[str, str], torch.Tensor]
+    step: Step
+
+    def differences(self, other: "Outcome") -> list[str]:
+        """Names of everything that is not bitwise equal."""
+        found = [name for name in ("losses", "norms", "updated") if getattr(self, name) != getattr(other, name)]
+        for mine, theirs in ((self.weights, other.weights), (self.states, other.states)):
+            assert mine.keys() == theirs.keys()
+            found += [str(key) for key in mine if not torch.equal(mine[key], theirs[key])]
+        return found
+
+
+def train(
+    batches,
+    *,
+    family="gpt2",
+    seed=0,
+    precision="fp32",
+    optimizer="adamw",
+    dropout=0.1,
+    clip_norm=0.5,
+    resident_units=99,
+    residual="fp32",
+    rates=None,
+    before_step=None,
+    **schedule,
+) -> Outcome:
+    model = tiny_model(family, dropout, seed)
+    initial = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
+    if precision != "fp32":
+        cast_explicitly(model, torch.float32 if residual == "fp32" else WORKING_DTYPES[precision])
+    decoder = Decoder(model)
+    rule = get_optimizer(optimizer)
+    store = Store(decoder, CPU, WORKING_DTYPES[precision], rule, resident_units)
+    store.write(iter(initial))
+    layout = Schedule(**{"micro_batch": 2, "group": 1, "segment_blocks": 1, "recompute": True} | schedule)
+    step = Step(
+        decoder, store, rule, layout,
+        clip_norm=clip_norm, weight_decay=0.01, seed=3, loss_scale=LossScale(precision == "fp16"),
+    )  # fmt: skip
+    results = []
+    for index, batch in enumerate(batches):
+        if before_step:
+            before_step(step, index)
+        results.append(step(batch, index, rates[index] if rates else 3e-3))
+    step.flush()
+    states = {(part.name, name): tensor for part in store.parts for name, tensor in part.state.items()}
+    return Outcome(
+        [result.loss for result in results],
+        [result.grad_norm for result in results],
+        [result.updated for result in results],
+        dict(store.masters()),
+        states,
+        step,
+    )
+
+
+PLAIN = {"group": 1, "segment_blocks": 1, "recompute": True, "resident_units": 99, "defer": False}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_placement_and_schedule_change_no_bit(micro_batch):
+    """Every combination of recompute and placement, each under two of the other arrangements in turn."""
+    batches = make_batches(10)
+    plain = train(batches, micro_batch=micro_batch, **PLAIN)
+    assert min(plain.norms) > 0.5, "clipping must bite"
+    group = BATCH // micro_batch
+    arrangements = itertools.cycle(
+        {"group": group, "segment_blocks": segment_blocks, "defer": defer}
+        for group, segment_blocks, defer in [
+            (1, 1, True),
+            (group, 3, True),
+            (max(group // 2, 1), 2, False),
+            (group, 4, False),
+            (1, 3, True),
+        ]
+    )
+    for recompute, resident_units in itertools.product([True, False], [0, 2, 99]):
+        for arrangement in itertools.islice(arrangements, 2):
+            case = {"recompute": recompute, "resident_units": resident_units} | arrangement
+            assert train(batches, micro_batch=micro_batch, **case).differences(plain) == [], case
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "optimizer"),
+    [
+        ("gpt2", "bf16", "adamw"),
+        ("gpt2", "fp16", "adamw"),
+        ("gpt2", "bf16", "adamw8bit"),
+        ("gpt2", "fp32", "adamw8bit"),
+        ("gpt2", "bf16", "sgd"),
+        ("llama", "fp32", "adamw"),
+        ("llama", "bf16", "adamw"),
+    ],
+)
+def test_it_holds_in_every_precision_and_for_every_optimizer(family, precision, optimizer):
+    batches = make_batches(4)
+    kind = {"family": family, "precision": precision, "optimizer": optimizer}
+    plain = train(batches, **kind, **PLAIN)
+    for case in (
+        {"group": 2, "segment_blocks": 3, "recompute": True, "resident_units": 0, "defer": True},
+        {"group": 1, "segment_blocks": 2, "recompute": False, "resident_units": 3, "defer": True},
+    ):
+        assert train(batches, **kind, **case).differences(plain) == [], case
+
+
+def test_micro_batch_sizes_agree_but_for_the_order_of_summation():
+    """Dropout off, since its masks depend on the shape. Measured over 10 fp32 steps: losses within 2e-7 of each other,
+    every tensor within 1.3e-4 of its norm (fp32 rounds to 6e-8; Adam's m / sqrt(v) amplifies it where gradients nearly
+    cancel, as the keys' biases' do: attention does not depend on them, so theirs are nothing but rounding)."""
+    batches = make_batches(10)
+    outcomes = [train(batches, micro_batch=size, dropout=0.0, **PLAIN) for size in (1, 2, 4)]
+    for other in outcomes[1:]:
+        assert outcomes[0].differences(other) != []
+        assert other.losses == pytest.approx(outcomes[0].losses, rel=1e-6)
+        for name, weight in other.weights.items():
+            deviation = (weight - outcomes[0].weights[name]).norm() / weight.norm()
+            assert deviation < 1e-3, (name, deviation)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_fp32_follows_plain_transformers_and_torch_adamw(family):
+    """Largest relative deviation of 30 losses: 1.7e-7 measured, three roundings of the loss itself; 1e-5 allowed."""
+    batches, rates = _thirty_steps(seed=1)
+    reference = list(plain_training(tiny_model(family), _pairs(batches), learning_rates=rates))
+    ours = train(batches, family=family, dropout=0.0, clip_norm=1.0, rates=rates, group=2, segment_blocks=3)
+    assert reference[-1] < reference[0] - 0.4, "the reference must learn something"
+    assert ours.losses == pytest.approx(reference, rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_bf16_is_as_close_to_fp32_as_plain_autocast(family):
+    """Mean distance of the loss curve from fp32's against that of fp32 weights under torch.autocast, over 30 steps of 3
+    runs: at most 1.5 times. Measured over 12 runs of 40 steps: GPT-2 1.0, Llama 0.9 (with a 16-bit residual stream 1.9
+    and 1.3, which is why fp32 is the default)."""
+    distance = {"autocast": 0.0, "ours": 0.0}
+    for seed in range(3):
+        batches, rates = _thirty_steps(seed)
+        truth, autocast = (
+            list(
+                plain_training(tiny_model(family, seed=seed), _pairs(batches), learning_rates=rates, autocast=autocast)
+            )
+            for autocast in (False, True)
+        )
+        ours = train(
+            batches, family=family, seed=seed, precision="bf16", dropout=0.0, clip_norm=1.0, rates=rates, micro_batch=4
+        )
+        for name, losses in (("autocast", autocast), ("ours", ours.losses)):
+            distance[name] += sum(abs(loss - true) / true for loss, true in zip(losses, truth, strict=True))
+    assert 0 < distance["ours"] <= 1.5 * distance["autocast"], distance
+
+
+def test_a_micro_batch_counts_by_its_tokens():
+    """A batch whose rows hold 1 to 16 trained tokens: the loss and the update are those of the whole batch at once."""
+    batch = make_batches(1)[0]
+    labels = batch.labels.clone()
+    for row in range(BATCH):
+        labels[row, 1 + 5 * row :] = -100
+    batch = Batch(batch.input_ids, labels)
+    outcome = train([batch], micro_batch=1, dropout=0.0, clip_norm=None)
+    assert outcome.losses == pytest.approx(
+        list(plain_training(tiny_model("gpt2"), _pairs([batch]), learning_rates=[0.0])), rel=1e-6
+    )
+    whole = train([batch], micro_batch=4, dropout=0.0, clip_norm=None)
+    assert outcome.norms == pytest.approx(whole.norms, rel=1e-5)
+
+
+def test_a_decoder_without_parameters_after_its_blocks_trains(monkeypatch):
+    """OPT with norms after its blocks' halves and a tied head: its last unit is empty."""
+    config = OPTConfig(
+        num_hidden_layers=2, hidden_size=16, ffn_dim=32, num_attention_heads=2, vocab_size=VOCABULARY,
+        word_embed_proj_dim=16, do_layer_norm_before=False, max_position_embeddings=64, dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float()
+    monkeypatch.setattr("test_step.tiny_model", lambda *_: copy.deepcopy(model))
+    batches = make_batches(3)
+    plain = train(batches, **PLAIN)
+    assert plain.updated == [True] * 3
+    assert train(batches, group=2, resident_units=0).differences(plain) == []
+
+
+def test_a_micro_batch_without_trained_tokens_changes_nothing():
+    batch = make_batches(1)[0]
+    labels = batch.labels.clone()
+    labels[2:4] = -100
+    outcome = train([Batch(batch.input_ids, labels)], micro_batch=2, dropout=0.0)
+    assert outcome.updated == [True] and outcome.losses[0] > 0
+
+
+def test_every_parameter_is_trained():
+    before = dict(tiny_model("gpt2").named_parameters())
+    outcome = train(make_batches(2), precision="bf16")
+    for name, weight in outcome.weights.items():
+        share = (weight != before[name]).float().mean().item()
+        assert share > 0.5 if name.endswith("wpe.weight") else share > 0.99, (name, share)  # positions beyond SEQ decay
+
+
+def test_an_overflow_skips_the_update_whole_and_halves_the_scale():
+    """An fp16 gradient that overflows at step 1: weights, m, v and the count of updates stay as they were."""
+    batches = make_batches(3)
+
+    def overflow(step, index):
+        if index == 1:
+            step.loss_scale.scale = 2.0**40
+
+    good = train(batches[:1], precision="fp16", dropout=0.0)
+    stopped = train(batches[:2], precision="fp16", dropout=0.0, before_step=overflow)
+    assert stopped.updated == [True, False]
+    assert stopped.step.updates == good.step.updates == 1
+    assert stopped.step.loss_scale.scale == 2.0**39
+    for name, weight in good.weights.items():
+        assert torch.equal(weight, stopped.weights[name])
+    for key, state in good.states.items():
+        assert torch.equal(state, stopped.states[key])
+    assert train(batches, precision="fp16", dropout=0.0, before_step=overflow).updated == [True, False, False]
+
+
+def test_evaluation_sees_the_last_update_and_leaves_training_alone():
+    batches = make_batches(3)
+    seen = []
+
+    def evaluate(step, index):
+        seen.append(step.evaluate(batches[0]))
+
+    plain = train(batches)
+    assert train(batches, before_step=evaluate).differences(plain) == []
+    assert seen[0][1] == batches[0].trained_tokens
+    assert seen[2][0] < seen[0][0]
+    assert seen[1][0] != seen[0][0], "the update of step 0 must be visible before step 1"
+
+
+def _thirty_steps(seed: int) -> tuple[list[Batch], list[float]]:
+    rates = [learning_rate(k, peak=3e-3, updates=30, warmup_updates=3, schedule="cosine") for k in range(30)]
+    return make_batches(30, batch=8, seq=32, seed=seed), rates
+
+
+def _pairs(batches: list[Batch]):
+    return [(batch.input_ids, batch.labels) for batch in batches]
