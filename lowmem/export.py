@@ -1,0 +1,166 @@
+"""A trained model in Hugging Face format, written piece by piece: at most one shard of tensors is in RAM."""
+
+import copy
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from lowmem.errors import LowmemError
+from lowmem.models import build_model, some
+from lowmem.units import MIB, format_size
+from lowmem.weights import exact_empty
+
+
+def export_model(
+    folder: Path,
+    config: PretrainedConfig,
+    parameters: Iterable[tuple[str, Tensor]],
+    *,
+    tokenizer,
+    generation_config: GenerationConfig | None,
+    readme: str,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = 256 * MIB,
+) -> None:
+    """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it with the same logits, bit for bit.
+
+    `parameters` yields each name of `build_model(config).named_parameters()` once, in any order, on any device; a
+    tensor is copied as it comes, so the memory behind it may be used again. Names are those that `save_pretrained`
+    would write. The folder is made beside the old one and takes its place only when it is complete and on the disk.
+    Raises LowmemError where the disk is too small, ValueError where `parameters` is not what the config says.
+    """
+    model = build_model(config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial, previous = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "previous"))
+    if previous.exists() and not folder.exists():  # a run was killed between the two renames below
+        previous.rename(folder)
+    for stale in (partial, previous):
+        shutil.rmtree(stale, ignore_errors=True)
+    needed_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    free_bytes = shutil.disk_usage(folder.parent).free
+    if free_bytes < needed_bytes + 16 * MIB:
+        raise LowmemError(
+            f"the export to {folder} needs {format_size(needed_bytes)}, and {format_size(free_bytes)} are left on the "
+            "disk: free some room; an older export is untouched"
+        )
+    partial.mkdir()
+    try:
+        _write_shards(partial, model, shapes, parameters, dtype, shard_bytes)
+        _write_descriptions(partial, model, tokenizer, generation_config, dtype, readme)
+        for path in (*partial.rglob("*"), partial):
+            _flush(path)
+        if folder.exists():
+            folder.rename(previous)
+        partial.rename(folder)
+        _flush(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise LowmemError(f"the export to {folder} failed ({error}); an older export is untouched") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _write_shards(
+    folder: Path,
+    model: PreTrainedModel,
+    shapes: dict[str, tuple[int, ...]],
+    parameters: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> None:
+    file_name = _file_names(model)
+    shard: dict[str, Tensor] = {}
+    shards: list[list[str]] = []  # the names in each file
+
+    def write() -> None:
+        shards.append(list(shard))
+        save_file(shard, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        shard.clear()
+
+    total_bytes = 0
+    for name, tensor in parameters:
+        if shapes.pop(name, None) != tuple(tensor.shape):
+            raise ValueError(f"{name} {tuple(tensor.shape)} is no parameter of this config, or came twice")
+        tensor_bytes = tensor.numel() * dtype.itemsize
+        if shard and sum(kept.nbytes for kept in shard.values()) + tensor_bytes > shard_bytes:
+            write()
+        shard[file_name[name]] = exact_empty(tensor.shape, dtype).copy_(tensor.detach())
+        total_bytes += tensor_bytes
+        del tensor
+    write()
+    if shapes:
+        raise ValueError(f"{len(shapes)} parameters were not given: {some(shapes)}")
+
+    if len(shards) == 1:
+        (folder / "1.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, names in enumerate(shards, 1):
+        final_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / final_name)
+        weight_map |= dict.fromkeys(names, final_name)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _file_names(model: PreTrainedModel) -> dict[str, str]:
+    """{parameter's name: its name in files}: older names where transformers still writes those."""
+    parameters = dict(model.named_parameters())
+    old_name = {id(tensor): name for name, tensor in revert_weight_conversion(model, parameters).items()}
+    return {name: old_name.get(id(parameter), name) for name, parameter in parameters.items()}
+
+
+def _write_descriptions(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer,
+    generation_config: GenerationConfig | None,
+    dtype: torch.dtype,
+    readme: str,
+) -> None:
+    config = model.config
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype  # from_pretrained loads in this dtype unless told otherwise
+    if hasattr(config, "auto_map"):  # names Python files of the repository it came from, which are not here
+        del config.auto_map
+    generation_config = copy.deepcopy(generation_config) or GenerationConfig.from_model_config(config)
+    if tokenizer is not None:
+        for settings in (config.get_text_config(), generation_config):
+            for key in ("bos_token_id", "eos_token_id"):
+                token_id, old = getattr(tokenizer, key), getattr(settings, key, None)
+                if not (isinstance(old, list) and token_id in old):  # several ends, the tokenizer's among them: keep
+                    setattr(settings, key, token_id)
+        tokenizer.save_pretrained(folder)
+    config.save_pretrained(folder)
+    generation_config.save_pretrained(folder)
+
+    names = dict(model.named_parameters())
+    tied = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]
+    if tied:
+        source = next(name for name, parameter in names.items() if parameter is model.get_parameter(tied[0]))
+        readme = (
+            f"{readme.rstrip()}\n\nThe files hold no `{tied[0]}`: it is tied to `{source}`, and transformers ties it "
+            "on load. Loaders that look every weight up by its name (a strict `load_state_dict` of the files, some "
+            "model classes of vLLM and text-generation-inference) call it missing or, worse, leave it random: "
+            f"give them a copy of `{source}` under that name.\n"
+        )
+    (folder / "README.md").write_text(readme, encoding="utf-8")
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
