@@ -1,0 +1,55 @@
+"""Which device computes, and what has to be set before it does. The CUDA lines have never run on a GPU."""
+
+import os
+
+import torch
+
+from lowmem.errors import InputError
+from lowmem.precision import resolve_precision
+from lowmem.settings import Settings
+
+
+def set_environment() -> None:
+    """To be called before CUDA starts: segments that grow (reserved memory stays within 0.2% of allocated), and the
+    cuBLAS workspace that makes products reproducible. What the user has set stays."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        os.environ.setdefault(name, "expandable_segments:True")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def select_device(wanted: str) -> torch.device:
+    """`auto`, `cuda` or `cpu` made concrete; InputError where CUDA is asked for and there is none."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError("--device cuda: PyTorch finds no CUDA device here; use --device cpu, or install a CUDA build")
+    device = torch.device("cuda", torch.cuda.current_device())
+    capability = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    built = torch.cuda.get_arch_list()
+    if not any(name[:4] == capability[:4] and name <= capability for name in built):
+        raise InputError(
+            f"PyTorch {torch.__version__} has no code for {torch.cuda.get_device_name(device)} ({capability}); it "
+            f"has {' '.join(built)}. Cards before Turing need a CUDA 12.6 build of PyTorch 2.11 to 2.13"
+        )
+    return device
+
+
+def planned(settings: Settings) -> tuple[torch.device, str]:
+    """The device and the precision that `--plan-only` plans for: a GPU that has bf16, whether or not there is one here,
+    unless something else was asked for."""
+    device = torch.device("cpu" if settings.device == "cpu" else "cuda")
+    if device.type == "cuda" and settings.precision == "auto":
+        return device, "bf16"
+    return device, resolve_precision(settings.precision, device)
+
+
+def make_deterministic(device: torch.device) -> None:
+    """The same command gives the same bits: kernels that add in a fixed order, one attention kernel on every card.
+    The CPU's are so anyway."""
+    if device.type != "cuda":
+        return
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.matmul.allow_tf32 = False

@@ -1,0 +1,149 @@
+"""What stands around a run: what is said before it, what identifies it, and what it leaves behind."""
+
+import platform
+import shlex
+import statistics
+import sys
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PretrainedConfig
+
+from lowmem.blocks import Decoder
+from lowmem.budget import Budget
+from lowmem.export import export_model
+from lowmem.log import RunLog, write_json
+from lowmem.plan import Plan
+from lowmem.plots import draw_loss, draw_memory
+from lowmem.settings import Settings
+from lowmem.store import Store
+from lowmem.tokenizer import is_byte_level
+
+SAMPLE_TOKENS = 64
+
+
+def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: str) -> dict:
+    """What must not differ between a checkpoint and the run that goes on from it, because it would change the bits."""
+    names = (
+        *("model", "init", "seq", "batch", "document_mask", "fixed_batch", "lr", "schedule", "warmup_steps"),
+        *("weight_decay", "clip_norm", "seed", "optimizer", "residual"),
+    )
+    return {name: getattr(settings, name) for name in names} | {
+        "steps": steps,
+        "precision": plan.precision,
+        "micro_batch": plan.schedule.micro_batch,
+        "data": data_fingerprint,
+    }
+
+
+def said_aloud(settings: Settings, tokenizer, store: Store) -> list[str]:
+    """Sentences on what a user might not expect."""
+    said = [f"training on {device_name(store.device)}"]
+    if settings.init == "random":
+        said.append("weights are random (--init random), not pretrained")
+    if is_byte_level(tokenizer):
+        said.append("no tokenizer of the model is at hand, so a token is a byte (256, and one for the end of a text)")
+    if not store.page_locked:
+        said.append(
+            "page-locked memory was refused, so states are streamed from pageable memory, at about half the speed"
+        )
+    return said
+
+
+def device_name(device: torch.device) -> str:
+    """The card's name, or what the processor calls itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"the CPU ({platform.processor() or platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def build_report(
+    plan: dict, rows: list[dict], peaks: dict, device: str, sequences_per_step: int, eval_first: float | None
+) -> dict:
+    """report.json's content; a step's time is the median without the first, which also warms up."""
+    step_ms = [row["step_ms"] for row in rows]
+    seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if rows else None
+    evaluated = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    return {
+        "plan": plan,
+        "measured": peaks
+        | {"step_seconds": seconds, "sequences_per_second": sequences_per_step / seconds if seconds else None},
+        "loss": {
+            "first": rows[0]["loss"] if rows else None,
+            "last": rows[-1]["loss"] if rows else None,
+            "eval_first": eval_first,
+            "eval_last": evaluated[-1] if evaluated else eval_first,
+        },
+        "steps": len(rows),
+        "device": device,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the platform and the packages that a result depends on, where installed."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in ("torch", "transformers", "safetensors", "bitsandbytes"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def finish(
+    settings: Settings,
+    config: PretrainedConfig,
+    decoder: Decoder,
+    store: Store,
+    tokenizer,
+    log: RunLog,
+    budget: Budget,
+    plan: Plan,
+    eval_first: float | None,
+) -> None:
+    """Writes model/, report.json, loss.png and memory.png into the run folder, and says how it went."""
+    folder = Path(settings.out)
+    if settings.sample_prompt is not None:
+        log.say(_sample(decoder, tokenizer, settings.sample_prompt))
+    generation_config = GenerationConfig.from_model_config(config)
+    export_model(
+        folder / "model", config, store.masters(), tokenizer=tokenizer, generation_config=generation_config,
+        readme=_model_readme(plan, log.rows),
+    )  # fmt: skip
+    budget.check("the export")
+    peaks = asdict(budget.peaks())
+    report = build_report(plan.to_dict(), log.rows, peaks, device_name(store.device), settings.batch, eval_first)
+    write_json(folder / "report.json", report)
+    try:
+        draw_loss(log.rows, folder / "loss.png", eval_first)
+        draw_memory(plan.to_dict(), peaks, folder / "memory.png")
+    except ImportError:
+        log.say("matplotlib is not installed, so loss.png and memory.png were not drawn")
+    loss = report["loss"]
+    held_out = "" if loss["eval_last"] is None else f"; held-out {loss['eval_first']:.4f} -> {loss['eval_last']:.4f}"
+    log.say(
+        f"done: loss {loss['first']:.4f} -> {loss['last']:.4f}{held_out}; see {folder}/report.json and {folder}/model"
+    )
+    log.close()
+
+
+@torch.no_grad()
+def _sample(decoder: Decoder, tokenizer, prompt: str) -> str:
+    inputs = tokenizer(prompt, return_tensors="pt").to(decoder.head_weight.device)
+    decoder.model.eval()
+    tokens = decoder.model.generate(
+        **inputs, max_new_tokens=SAMPLE_TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id
+    )
+    return f"sample: {tokenizer.decode(tokens[0])}"
+
+
+def _model_readme(plan: Plan, rows: list[dict]) -> str:
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    last = f"{rows[-1]['loss']:.4f} after {rows[-1]['step']} steps" if rows else "not trained"
+    return (
+        f"# {plan.shape.name}, every parameter trained with lowmem\n\n"
+        f"Training loss: {last}. Command:\n\n    {command}\n\nPlan:\n\n```\n{plan.describe()}\n```\n"
+    )

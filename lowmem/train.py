@@ -1,0 +1,170 @@
+"""The training loop, once: plan, load, step, log, save, report. Both scripts and every experiment call this one."""
+
+import math
+import sys
+import time
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from lowmem import device as devices
+from lowmem.adam import get_optimizer
+from lowmem.blocks import Decoder
+from lowmem.budget import Budget, ram_available_bytes
+from lowmem.cli import parse_arguments
+from lowmem.data import Rows, load_data
+from lowmem.errors import CapExceeded, LowmemError, Stopped
+from lowmem.log import RunLog, write_json
+from lowmem.models import build_model, load_config
+from lowmem.plan import Plan, Shape, make_plan, residual_dtype
+from lowmem.precision import WORKING_DTYPES, LossScale, cast_explicitly, resolve_precision
+from lowmem.report import finish, run_identity, said_aloud
+from lowmem.resume import find_checkpoint, load_checkpoint, lock_run, save_checkpoint
+from lowmem.schedule import learning_rate, warmup_updates
+from lowmem.settings import Settings
+from lowmem.signals import StopRequest
+from lowmem.step import Step
+from lowmem.store import Store
+from lowmem.tokenizer import load_tokenizer
+from lowmem.weights import random_weights, read_weights
+
+SKIPPED_IN_A_ROW = 10  # steps without a finite gradient after which a run gives up
+
+
+def main(defaults: Settings, arguments: list[str] | None = None) -> int:
+    """A script's whole work; returns its exit code (errors.py)."""
+    try:
+        settings = parse_arguments(sys.argv[1:] if arguments is None else arguments, defaults)
+        with StopRequest() as stop:
+            run(settings, stop)
+    except torch.OutOfMemoryError as error:
+        return _fail(CapExceeded(f"out of GPU memory under --gpu-limit: {str(error).splitlines()[0]}"))
+    except LowmemError as error:
+        return _fail(error)
+    return 0
+
+
+def _fail(error: LowmemError) -> int:
+    print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+def run(settings: Settings, stop: StopRequest) -> None:
+    """Plans, and unless that is all that was asked for, trains."""
+    devices.set_environment()
+    if settings.plan_only:
+        device, precision = devices.planned(settings)
+    else:
+        device = devices.select_device(settings.device)
+        precision = resolve_precision(settings.precision, device)
+    config = load_config(settings.model, settings.init)
+    model = build_model(config)
+    if precision != "fp32":
+        cast_explicitly(model, residual_dtype(settings, precision))
+    decoder = Decoder(model)
+    ram_free_bytes = None if settings.plan_only else ram_available_bytes()[0]
+    plan = make_plan(Shape.of(settings.model, decoder), settings, device.type, precision, ram_free_bytes)
+    if settings.plan_only:
+        print(plan.describe())
+        Path(settings.out).mkdir(parents=True, exist_ok=True)
+        write_json(Path(settings.out) / "plan.json", plan.to_dict())
+        return
+    with lock_run(Path(settings.out)), closing(RunLog(Path(settings.out), settings)) as log:
+        log.say(plan.describe())
+        train(settings, config, decoder, device, plan, stop, log)
+
+
+def train(
+    settings: Settings, config: PretrainedConfig, decoder: Decoder, device: torch.device, plan: Plan,
+    stop: StopRequest, log: RunLog,
+) -> None:  # fmt: skip
+    """One run, from its data to its report."""
+    folder = Path(settings.out)
+    tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
+    data = load_data(
+        spec=settings.data, eval_spec=settings.eval_data, eval_fraction=settings.eval_fraction,
+        text_field=settings.text_field, train_on=settings.train_on, tokenizer=tokenizer, seq=settings.seq,
+        batch=settings.batch, steps=settings.steps, seed=settings.seed, document_mask=settings.document_mask,
+        fixed_batch=settings.fixed_batch, vocabulary_size=config.vocab_size,
+        max_positions=getattr(config, "max_position_embeddings", None),
+    )  # fmt: skip
+    steps = settings.total_steps(data.train.steps_per_epoch)
+    identity = {"identity": run_identity(settings, plan, steps, data.fingerprint)}
+    log.say(data.description)
+
+    budget = Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes)
+    budget.apply()
+    devices.make_deterministic(device)
+    optimizer = get_optimizer(settings.optimizer)
+    checkpoint = find_checkpoint(folder, settings.resume, log.say)
+    if checkpoint is None:  # before anything is allocated: what does not fit is refused here
+        pretrained = settings.init == "pretrained"
+        weights = read_weights(decoder.model, settings.model) if pretrained else random_weights(config, settings.seed)
+    store = Store(decoder, device, WORKING_DTYPES[plan.precision], optimizer, plan.resident_units)
+    loss_scale = LossScale(enabled=plan.precision == "fp16")
+    step = Step(
+        decoder, store, optimizer, plan.schedule, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
+        seed=settings.seed, loss_scale=loss_scale,
+    )  # fmt: skip
+    for sentence in said_aloud(settings, tokenizer, store):
+        log.say(sentence)
+    if checkpoint is None:
+        store.write(weights)
+        decoder.check(config.vocab_size, settings.document_mask)
+        first, eval_first = 0, evaluate(step, data.evaluation, settings.eval_batches)
+    else:
+        state = load_checkpoint(checkpoint, store, identity)
+        first, step.updates, eval_first = state["step"], state["updates"], state["eval_first"]
+        loss_scale.load(state["loss_scale"])
+        log.say(f"going on from {checkpoint}: {first} of {steps} steps are done")
+    write_json(folder / "plan.json", plan.to_dict())
+    write_json(folder / "settings.json", asdict(settings))
+    log.start(first, steps, plan.to_dict())
+
+    warmup, skipped = warmup_updates(settings.warmup_steps, steps), 0
+    for done in range(first + 1, steps + 1):
+        started = time.perf_counter()
+        batch = data.train.batch(done - 1)
+        rate = learning_rate(
+            step.updates, peak=settings.lr, updates=steps, warmup_updates=warmup, schedule=settings.schedule
+        )
+        result = step(batch, done - 1, rate)
+        seconds = time.perf_counter() - started
+        row = {
+            "step": done,
+            "epoch": done / data.train.steps_per_epoch,
+            "loss": result.loss,
+            "learning_rate": rate,
+            "grad_norm": result.grad_norm,
+            "tokens": batch.trained_tokens,
+            "tokens_per_second": batch.trained_tokens / seconds,
+            "step_ms": seconds * 1000,
+            **asdict(budget.peaks()),
+        }
+        if len(data.evaluation) and (done == steps or (settings.eval_every and done % settings.eval_every == 0)):
+            row["eval_loss"] = evaluate(step, data.evaluation, settings.eval_batches)
+        log.step(row)
+        budget.check(f"step {done}")
+        skipped = 0 if result.updated else skipped + 1
+        if skipped:
+            log.say(f"step {done}: the gradient's norm is {result.grad_norm}, so no update was made")
+        if skipped == SKIPPED_IN_A_ROW:
+            raise LowmemError(f"{skipped} steps in a row had no finite gradient; stopped at step {done}")
+        if stop.requested or done == steps or (settings.save_every and done % settings.save_every == 0):
+            step.flush()
+            state = {"step": done, "updates": step.updates, "loss_scale": loss_scale.state(), "eval_first": eval_first}
+            save_checkpoint(folder, store, state | identity, keep_last=settings.keep_last)
+        if stop.requested and done < steps:
+            raise Stopped(f"stopped by {stop.name} after step {done}; the same command goes on from there")
+    finish(settings, config, decoder, store, tokenizer, log, budget, plan, eval_first)
+
+
+def evaluate(step: Step, rows: Rows, batches: int) -> float | None:
+    """Mean loss per held-out token, in nats, over at most `batches` batches; None where nothing is held out."""
+    if len(rows) == 0:
+        return None
+    sums = [step.evaluate(rows.batch(index)) for index in range(min(batches, len(rows)))]
+    return math.fsum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)

@@ -1,0 +1,28 @@
+"""Fine-tune all 774,030,080 parameters of GPT-2-Large under 11 GiB of GPU memory: full Adam, fp32 master weights.
+
+What it takes, in GiB (2**30 bytes), for N parameters and a batch of 64 x 1,024 tokens:
+
+    working weights, bf16      2 N                            1.44
+    gradients, fp32            4 N                            2.88   whole model: summed over all micro-batches
+    Adam's m and v, fp32       8 N                            5.77   on the GPU as far as there is room, the rest in RAM
+    low half of the weights    2 N                            1.44   with m and v; hi + low is the fp32 master, exactly
+    boundaries, fp32           4 x 1,024 x 1,280 x 37 x 4     0.72   a micro-batch of 4, recomputed block by block
+    gradients of the first block's input                      0.31   64 x 1,024 x 1,280 x 4
+
+Kept the usual way (fp32 weights, gradients, m and v, all on the GPU) the first lines alone would be 11.53.
+
+    python train_gpt2_large.py                      # pretrained weights, Python's standard library as text
+    python train_gpt2_large.py --data wikitext --steps 500 --out runs/wikitext
+    python train_gpt2_large.py --plan-only          # what it will take; needs no GPU, no weights, no network
+    python train_gpt2_large.py --demo               # a small model, a minute on a laptop
+"""
+
+import sys
+
+from lowmem.settings import Settings
+from lowmem.train import main
+
+SETTINGS = Settings(model="gpt2-large", out="runs/gpt2-large")
+
+if __name__ == "__main__":
+    sys.exit(main(SETTINGS))
