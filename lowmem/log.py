@@ -7,11 +7,11 @@ row are bitwise the same whenever the same command runs on the same machine. A n
 a diverged loss, a skipped fp16 step) is null in the file, so that every program can read it, and NaN when read back.
 
 wandb is a guest: whatever it does (not installed, not logged in, unreachable, its process killed or frozen), the run
-says so once and goes on. It is never allowed to ask for a key, and every call to it runs in a thread that is left behind
-after 30 s: its own limits do not hold everywhere (0.31 waits for its service process without one, also when Python
-exits, and one start in twelve against a closed port hung there). It costs the training process about 20 MiB of RAM and
-has a process of its own, which the RAM cap does not count. What was not uploaded stays in the run folder for
-`wandb sync`.
+says so once and goes on. It is never allowed to ask for a key, and every call to it runs in a thread that is left
+behind after 30 s, since its own limits do not hold everywhere: 0.31 waits for its service process without one, also
+when Python exits, and now and then that process does not end when the server cannot be reached. It costs the training
+process about 20 MiB of RAM and has a process of its own, which the RAM cap does not count. What was not uploaded stays
+in the run folder for `wandb sync`.
 """
 
 import json
@@ -28,7 +28,9 @@ from queue import Empty, SimpleQueue
 
 from tqdm import tqdm
 
+from lowmem.budget import Peaks
 from lowmem.settings import Settings
+from lowmem.step import StepResult
 from lowmem.units import GIB, format_size
 
 _WANDB_LIMIT_SECONDS = 30  # for one call
@@ -54,6 +56,23 @@ def read_metrics(path: Path) -> list[dict]:
 def write_json(path: Path, content: dict) -> None:
     """Replaces `path` by `content`, whole or not at all; numbers that are not finite become null."""
     _replace(path, json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
+
+
+def step_row(
+    step: int, epoch: float, tokens: int, learning_rate: float, seconds: float, result: StepResult, peaks: Peaks
+) -> dict:
+    """One row of metrics.jsonl, but for `eval_loss`."""
+    return {
+        "step": step,
+        "epoch": epoch,
+        "loss": result.loss,
+        "learning_rate": learning_rate,
+        "grad_norm": result.grad_norm,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "step_ms": seconds * 1000,
+        **asdict(peaks),
+    }
 
 
 class RunLog:

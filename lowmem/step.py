@@ -256,6 +256,14 @@ class Step:
             self._updated = next(self._pending) + 1
 
 
+def mean_loss(step: Step, rows, batches: int) -> float | None:
+    """Loss per token of `rows` (data.Rows), in nats, over at most `batches` of its batches; None where it has none."""
+    if len(rows) == 0:
+        return None
+    sums = [step.evaluate(rows.batch(index)) for index in range(min(batches, len(rows)))]
+    return math.fsum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
+
+
 def _add_into(part: Part, name: str):
     """A hook that moves a parameter's fresh gradient into its fp32 accumulator."""
 

@@ -1,6 +1,5 @@
 """The training loop, once: plan, load, step, log, save, report. Both scripts and every experiment call this one."""
 
-import math
 import sys
 import time
 from contextlib import closing
@@ -15,18 +14,19 @@ from lowmem.adam import get_optimizer
 from lowmem.blocks import Decoder
 from lowmem.budget import Budget, ram_available_bytes
 from lowmem.cli import parse_arguments
-from lowmem.data import Rows, load_data
+from lowmem.data import load_data
 from lowmem.errors import CapExceeded, LowmemError, Stopped
-from lowmem.log import RunLog, write_json
+from lowmem.log import RunLog, step_row, write_json
 from lowmem.models import build_model, load_config
 from lowmem.plan import Plan, Shape, make_plan, residual_dtype
 from lowmem.precision import WORKING_DTYPES, LossScale, cast_explicitly, resolve_precision
+from lowmem.recompute import fuse_gelu
 from lowmem.report import finish, run_identity, said_aloud
 from lowmem.resume import find_checkpoint, load_checkpoint, lock_run, save_checkpoint
 from lowmem.schedule import learning_rate, warmup_updates
 from lowmem.settings import Settings
 from lowmem.signals import StopRequest
-from lowmem.step import Step
+from lowmem.step import Step, mean_loss
 from lowmem.store import Store
 from lowmem.tokenizer import load_tokenizer
 from lowmem.weights import random_weights, read_weights
@@ -62,6 +62,7 @@ def run(settings: Settings, stop: StopRequest) -> None:
         precision = resolve_precision(settings.precision, device)
     config = load_config(settings.model, settings.init)
     model = build_model(config)
+    fuse_gelu(model)
     if precision != "fp32":
         cast_explicitly(model, residual_dtype(settings, precision))
     decoder = Decoder(model)
@@ -114,7 +115,7 @@ def train(
     if checkpoint is None:
         store.write(weights)
         decoder.check(config.vocab_size, settings.document_mask)
-        first, eval_first = 0, evaluate(step, data.evaluation, settings.eval_batches)
+        first, eval_first = 0, mean_loss(step, data.evaluation, settings.eval_batches)
     else:
         state = load_checkpoint(checkpoint, store, identity)
         first, step.updates, eval_first = state["step"], state["updates"], state["eval_first"]
@@ -124,6 +125,15 @@ def train(
     write_json(folder / "settings.json", asdict(settings))
     log.start(first, steps, plan.to_dict())
 
+    def save(done: int) -> None:
+        step.flush()
+        state = {"step": done, "updates": step.updates, "loss_scale": loss_scale.state(), "eval_first": eval_first}
+        save_checkpoint(folder, store, state | identity, keep_last=settings.keep_last)
+        if stop.requested and done < steps:
+            raise Stopped(f"stopped by {stop.name} after step {done}; the same command goes on from there")
+
+    if stop.requested:
+        save(first)
     warmup, skipped = warmup_updates(settings.warmup_steps, steps), 0
     for done in range(first + 1, steps + 1):
         started = time.perf_counter()
@@ -133,19 +143,11 @@ def train(
         )
         result = step(batch, done - 1, rate)
         seconds = time.perf_counter() - started
-        row = {
-            "step": done,
-            "epoch": done / data.train.steps_per_epoch,
-            "loss": result.loss,
-            "learning_rate": rate,
-            "grad_norm": result.grad_norm,
-            "tokens": batch.trained_tokens,
-            "tokens_per_second": batch.trained_tokens / seconds,
-            "step_ms": seconds * 1000,
-            **asdict(budget.peaks()),
-        }
+        row = step_row(
+            done, done / data.train.steps_per_epoch, batch.trained_tokens, rate, seconds, result, budget.peaks()
+        )
         if len(data.evaluation) and (done == steps or (settings.eval_every and done % settings.eval_every == 0)):
-            row["eval_loss"] = evaluate(step, data.evaluation, settings.eval_batches)
+            row["eval_loss"] = mean_loss(step, data.evaluation, settings.eval_batches)
         log.step(row)
         budget.check(f"step {done}")
         skipped = 0 if result.updated else skipped + 1
@@ -154,17 +156,5 @@ def train(
         if skipped == SKIPPED_IN_A_ROW:
             raise LowmemError(f"{skipped} steps in a row had no finite gradient; stopped at step {done}")
         if stop.requested or done == steps or (settings.save_every and done % settings.save_every == 0):
-            step.flush()
-            state = {"step": done, "updates": step.updates, "loss_scale": loss_scale.state(), "eval_first": eval_first}
-            save_checkpoint(folder, store, state | identity, keep_last=settings.keep_last)
-        if stop.requested and done < steps:
-            raise Stopped(f"stopped by {stop.name} after step {done}; the same command goes on from there")
+            save(done)
     finish(settings, config, decoder, store, tokenizer, log, budget, plan, eval_first)
-
-
-def evaluate(step: Step, rows: Rows, batches: int) -> float | None:
-    """Mean loss per held-out token, in nats, over at most `batches` batches; None where nothing is held out."""
-    if len(rows) == 0:
-        return None
-    sums = [step.evaluate(rows.batch(index)) for index in range(min(batches, len(rows)))]
-    return math.fsum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)

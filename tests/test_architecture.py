@@ -17,7 +17,7 @@ TECHNIQUES = {
     "units": set(),
     "errors": set(),
     "precision": {"transformers"},
-    "recompute": {"lowmem.blocks"},
+    "recompute": {"transformers", "lowmem.blocks"},
     "loss": set(),
     "blocks": {"transformers"},
     "adam": {"lowmem.precision", "bitsandbytes"},
