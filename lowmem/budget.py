@@ -107,7 +107,7 @@ def ram_available_bytes() -> tuple[int, str]:
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
             limit, usage = _number(group / limit_name), _number(group / usage_name)
-            if limit is not None and usage is not None and limit < 2**62:
+            if limit is not None and usage is not None:  # no limit: "max" in version 2, 2**63 less a page in version 1
                 limits.append((max(limit - usage + _reclaimable(group), 0), str(group / limit_name)))
     return min(limits)
 

@@ -12,8 +12,9 @@ from lowmem.settings import Settings
 def set_environment() -> None:
     """To be called before CUDA starts: segments that grow (reserved memory stays within 0.2% of allocated), and the
     cuBLAS workspace that makes products reproducible. What the user has set stays."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        os.environ.setdefault(name, "expandable_segments:True")
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first is torch's from 2.9 on
+    if not any(name in os.environ for name in names):
+        os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -25,11 +26,17 @@ def select_device(wanted: str) -> torch.device:
     if not torch.cuda.is_available():
         raise InputError("--device cuda: PyTorch finds no CUDA device here; use --device cpu, or install a CUDA build")
     device = torch.device("cuda", torch.cuda.current_device())
-    capability = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    built = torch.cuda.get_arch_list()
-    if not any(name[:4] == capability[:4] and name <= capability for name in built):
+    major, minor = torch.cuda.get_device_capability(device)
+    built = torch.cuda.get_arch_list()  # sm_75, sm_90a: for that major version; compute_90: for all later
+    numbers = [
+        (name.split("_")[0], *divmod(int("".join(filter(str.isdigit, name.split("_")[1]))), 10)) for name in built
+    ]
+    if not any(
+        (kind == "sm" and of == major and at <= minor) or (kind == "compute" and (of, at) <= (major, minor))
+        for kind, of, at in numbers
+    ):
         raise InputError(
-            f"PyTorch {torch.__version__} has no code for {torch.cuda.get_device_name(device)} ({capability}); it "
+            f"PyTorch {torch.__version__} has no code for {torch.cuda.get_device_name(device)} (sm_{major}{minor}); it "
             f"has {' '.join(built)}. Cards before Turing need a CUDA 12.6 build of PyTorch 2.11 to 2.13"
         )
     return device
@@ -52,4 +59,7 @@ def make_deterministic(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cuda.matmul.allow_tf32 = False
+    products = torch.backends.cuda.matmul
+    products.allow_tf32 = False
+    products.allow_bf16_reduced_precision_reduction = False
+    products.allow_fp16_reduced_precision_reduction = False

@@ -9,9 +9,9 @@ a diverged loss, a skipped fp16 step) is null in the file, so that every program
 wandb is a guest: whatever it does (not installed, not logged in, unreachable, its process killed or frozen), the run
 says so once and goes on. It is never allowed to ask for a key, and every call to it runs in a thread that is left
 behind after 30 s, since its own limits do not hold everywhere: 0.31 waits for its service process without one, also
-when Python exits, and now and then that process does not end when the server cannot be reached. It costs the training
-process about 20 MiB of RAM and has a process of its own, which the RAM cap does not count. What was not uploaded stays
-in the run folder for `wandb sync`.
+when Python exits, and now and then that process does not end when the server cannot be reached; it is killed then. It
+costs the training process about 20 MiB of RAM and has a process of its own, which the RAM cap does not count. What was
+not uploaded stays in the run folder for `wandb sync`.
 """
 
 import json
@@ -171,9 +171,14 @@ class RunLog:
         """Ends what there is of wandb, which would otherwise be done, without a limit, when Python exits."""
         self._wandb = None
         teardown = getattr(sys.modules.get("wandb"), "teardown", None)
-        if teardown is not None:
-            with suppress(Exception):
-                _in_time(teardown, _WANDB_TEARDOWN_SECONDS)
+        if teardown is None:
+            return
+        try:
+            _in_time(teardown, _WANDB_TEARDOWN_SECONDS)
+        except TimeoutError:
+            _kill_wandbs_process()
+        except Exception:  # what failed has been said already
+            pass
 
     def _start_wandb(self, mode: str, constants: dict):
         import wandb
@@ -219,6 +224,16 @@ def _in_time(action, limit_seconds: float):
     if error is not None:
         raise error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
     return result
+
+
+def _kill_wandbs_process() -> None:
+    """Left alone it would outlive the run and hold on to its output: `train ... | tee` would not end."""
+    import psutil
+
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if child.name().startswith("wandb"):
+                child.kill()
 
 
 def _wandb_row(row: dict, tokens: int) -> dict:

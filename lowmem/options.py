@@ -164,7 +164,7 @@ GROUPS = {
     ),
     "run folder": (
         Option("out", "DIR", text, "run folder: plan, metrics, checkpoints, model", "output-dir out-dir run-dir"),
-        Option("run_name", "S", text, "name of the run in the log and in wandb", "wandb-run-name wandb-name "
+        Option("run_name", "S", text, "name of the run in wandb", "wandb-run-name wandb-name "
                "experiment-name", "the folder's name"),
         Option("resume", "auto|never|DIR", resume, "go on from the newest valid checkpoint in --out, never, or from "
                "the one in DIR", "resume-from-checkpoint resume-from"),
@@ -176,7 +176,7 @@ GROUPS = {
         Option("eval_batches", "N", integer, "batches that an evaluation reads", "eval-iters max-eval-batches"),
         Option("log_every", "N", integer, "steps between printed lines; metrics.jsonl has every step", "logging-steps "
                "log-interval log-every-n-steps"),
-        Option("sample_prompt", "S", text, "text to continue at each evaluation", "", "none"),
+        Option("sample_prompt", "S", text, "text to continue at the end of the run", "", "none"),
         Option("wandb", "disabled|offline|online", one_of("disabled", "offline", "online"), "logging to Weights & "
                "Biases", "wandb-mode", "WANDB_MODE, or disabled"),
     ),

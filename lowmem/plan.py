@@ -39,7 +39,7 @@ from lowmem.units import GIB, MIB, format_size, parse_size
 
 MICRO_BATCH_TOKENS = 4096
 PROCESS_BYTES = {"cuda": 2 * GIB, "cpu": 640 * MIB}  # interpreter, libraries, CUDA's host side, data; assumed
-WORKSPACE_BYTES = 2 * (8 * MIB + 128 * 1024)  # cuBLAS: 8,519,680 bytes per handle, the autograd thread has its own
+WORKSPACE_BYTES = 2 * 33 * MIB  # cuBLAS at :4096:8 and cuBLASLt, per handle: the autograd thread has its own
 RESERVE_BYTES = 256 * MIB  # what the arithmetic does not see: attention's scratch, rounding, fragments
 
 
@@ -86,9 +86,13 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        gpu_limit, ram_limit = self.settings.gpu_limit_bytes, self.settings.ram_limit_bytes
-        gpu_fits = self.gpu_bytes is None or gpu_limit is None or self.gpu_bytes <= gpu_limit
-        return gpu_fits and (ram_limit is None or self.ram_bytes <= ram_limit)
+        ram_limit = self.settings.ram_limit_bytes
+        return self.gpu_fits and (ram_limit is None or self.ram_bytes <= ram_limit)
+
+    @property
+    def gpu_fits(self) -> bool:
+        limit = self.settings.gpu_limit_bytes
+        return self.gpu_bytes is None or limit is None or self.gpu_bytes <= limit
 
     def to_dict(self) -> dict:
         """plan.json's content."""
@@ -146,23 +150,29 @@ class Plan:
 def make_plan(shape: Shape, settings: Settings, device: str, precision: str, ram_free_bytes: int | None = None) -> Plan:
     """The fixed choice for `device` ("cuda" or "cpu"); PlanError, naming the smallest caps that would do, if it does
     not fit. `ram_free_bytes`: what this machine has, if the plan is for this machine."""
-    limit = settings.ram_limit_bytes
-    if ram_free_bytes is not None:
-        limit = ram_free_bytes if limit is None else min(limit, ram_free_bytes)
-    judged = replace(settings, ram_limit_bytes=limit)
-    candidates = []
-    for micro_batch in _micro_batches(settings):
-        for recompute in _recompute_choices(shape, settings, device, micro_batch, precision, ram_free_bytes):
-            schedule = Schedule(micro_batch, settings.group or 1, settings.segment_blocks or 1, recompute)
-            candidates.append(_most_resident(shape, judged, device, precision, schedule))
-    for plan in candidates:
-        if plan.fits:
-            return replace(plan, settings=settings)
-    smallest = min(candidates, key=lambda plan: (plan.gpu_bytes or 0, plan.ram_bytes))
-    raise PlanError(_refusal(smallest, ram_free_bytes))
+    schedules = [
+        Schedule(micro_batch, settings.group or 1, settings.segment_blocks or 1, settings.recompute != "off")
+        for micro_batch in _micro_batches(settings)
+    ]
+    plans = [_most_resident(shape, settings, device, precision, schedule) for schedule in schedules]
+    chosen = next((plan for plan in plans if plan.fits), None)
+    if chosen is None:
+        raise PlanError(_refusal(min(plans, key=lambda plan: (0 if plan.gpu_fits else plan.gpu_bytes, plan.ram_bytes))))
+    # What happens to be free decides what is kept and whether to run at all, but not the micro-batch: that would change
+    # the result from one day to the next.
+    if device == "cpu" and settings.recompute == "auto" and ram_free_bytes is not None:
+        kept = _most_resident(shape, settings, device, precision, replace(chosen.schedule, recompute=False))
+        if kept.fits and kept.ram_breakdown["live_blocks"] <= ram_free_bytes // 4 and kept.ram_bytes <= ram_free_bytes:
+            chosen = kept
+    if ram_free_bytes is not None and chosen.ram_bytes > ram_free_bytes:
+        raise PlanError(
+            f"{shape.name} at {settings.batch} x {settings.seq} tokens needs {format_size(chosen.ram_bytes)} of RAM in "
+            f"this plan, and {format_size(ram_free_bytes)} are free here; free some, or lower --micro-batch or --seq."
+        )
+    return chosen
 
 
-def _refusal(plan: Plan, ram_free_bytes: int | None) -> str:
+def _refusal(plan: Plan) -> str:
     wants = [f"--ram-limit {math.ceil(plan.ram_bytes / MIB)}MiB"]
     if plan.gpu_bytes is not None:
         wants.insert(0, f"--gpu-limit {math.ceil(plan.gpu_bytes / MIB)}MiB")
@@ -191,18 +201,6 @@ def _micro_batches(settings: Settings) -> list[int]:
     return powers[::-1]
 
 
-def _recompute_choices(
-    shape: Shape, settings: Settings, device: str, micro_batch: int, precision: str, ram_free_bytes: int | None
-) -> list[bool]:
-    if settings.recompute != "auto":
-        return [settings.recompute == "on"]
-    if device != "cpu" or ram_free_bytes is None:
-        return [True]
-    blocks = len(shape.unit_parameters) - 2
-    kept = blocks * _block_activation_bytes(shape, micro_batch * (settings.group or 1) * settings.seq, precision)
-    return [False, True] if kept <= ram_free_bytes // 4 else [True]
-
-
 def _most_resident(shape: Shape, settings: Settings, device: str, precision: str, schedule: Schedule) -> Plan:
     """The plan with as many resident units as the GPU's cap allows (none need stay resident by themselves)."""
     units = len(shape.unit_parameters)
@@ -212,12 +210,8 @@ def _most_resident(shape: Shape, settings: Settings, device: str, precision: str
         counts = [0]
     else:
         counts = list(range(units, -1, -1))
-    plans = (_predict(shape, settings, device, precision, schedule, resident) for resident in counts)
-    last = None
-    for last in plans:
-        if last.fits:
-            return last
-    return last
+    plans = [_predict(shape, settings, device, precision, schedule, resident) for resident in counts]
+    return next((plan for plan in plans if plan.gpu_fits), plans[-1])  # the first one takes the least RAM
 
 
 def _predict(
@@ -280,7 +274,7 @@ def _loss_bytes(shape: Shape, tokens: int, dtype: torch.dtype) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """`python -m lowmem.plan`: the plan of any Hugging Face decoder, without a GPU and without weights."""
-    from lowmem.models import build_model, load_config
+    from lowmem.models import build_model, check_tokens, load_config
 
     parser = argparse.ArgumentParser(prog="python -m lowmem.plan", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="hub name, folder or config.json")
@@ -300,7 +294,9 @@ def main(arguments: list[str] | None = None) -> int:
             gpu_limit_bytes=limits[0],
             ram_limit_bytes=limits[1],
         )
-        shape = Shape.of(options.model, Decoder(build_model(load_config(options.model, "random"))))
+        config = load_config(options.model, "random")
+        check_tokens(config, settings.seq, largest_token_id=0)
+        shape = Shape.of(options.model, Decoder(build_model(config)))
         plan = make_plan(shape, settings, "cuda", "bf16")
     except LowmemError as error:
         print(f"lowmem.plan: {error}", file=sys.stderr)

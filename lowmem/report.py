@@ -38,17 +38,13 @@ def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: s
     }
 
 
-def said_aloud(settings: Settings, tokenizer, store: Store) -> list[str]:
+def said_aloud(settings: Settings, tokenizer, device: torch.device) -> list[str]:
     """Sentences on what a user might not expect."""
-    said = [f"training on {device_name(store.device)}"]
+    said = [f"training on {device_name(device)}"]
     if settings.init == "random":
         said.append("weights are random (--init random), not pretrained")
     if is_byte_level(tokenizer):
         said.append("no tokenizer of the model is at hand, so a token is a byte (256, and one for the end of a text)")
-    if not store.page_locked:
-        said.append(
-            "page-locked memory was refused, so states are streamed from pageable memory, at about half the speed"
-        )
     return said
 
 
@@ -124,18 +120,24 @@ def finish(
         log.say("matplotlib is not installed, so loss.png and memory.png were not drawn")
     loss = report["loss"]
     held_out = "" if loss["eval_last"] is None else f"; held-out {loss['eval_first']:.4f} -> {loss['eval_last']:.4f}"
-    log.say(
-        f"done: loss {loss['first']:.4f} -> {loss['last']:.4f}{held_out}; see {folder}/report.json and {folder}/model"
-    )
+    trained = "" if loss["last"] is None else f": loss {loss['first']:.4f} -> {loss['last']:.4f}"
+    log.say(f"done{trained}{held_out}; see {folder}/report.json and {folder}/model")
     log.close()
 
 
 @torch.no_grad()
 def _sample(decoder: Decoder, tokenizer, prompt: str) -> str:
     inputs = tokenizer(prompt, return_tensors="pt").to(decoder.head_weight.device)
+    prompt_tokens = inputs["input_ids"].shape[1]
+    positions = getattr(decoder.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    if not 0 < prompt_tokens < positions:
+        return f"no sample: --sample-prompt has {prompt_tokens} tokens, and the model goes on from 1 to {positions - 1}"
     decoder.model.eval()
     tokens = decoder.model.generate(
-        **inputs, max_new_tokens=SAMPLE_TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id
+        **inputs,
+        max_new_tokens=min(SAMPLE_TOKENS, positions - prompt_tokens),
+        do_sample=False,
+        pad_token_id=tokenizer.eos_token_id,
     )
     return f"sample: {tokenizer.decode(tokens[0])}"
 

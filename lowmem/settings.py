@@ -158,7 +158,7 @@ _TEXTS = ("model", "data", "eval_data", "text_field", "out", "run_name", "resume
 # What --demo puts in place of a script's defaults: a small model from random weights, minutes on two CPU cores.
 DEMO = {
     **{"model": "gpt2-demo", "init": "random", "out": "runs/demo"},
-    **{"seq": 256, "batch": 16, "micro_batch": 8, "steps": 200, "lr": 1e-3, "eval_every": 50, "eval_batches": 4},
+    **{"seq": 256, "batch": 16, "micro_batch": 8, "steps": 150, "lr": 1e-3, "eval_every": 50, "eval_batches": 4},
 }
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowmem.adam import BLOCK, Optimizer, slice_state, state_layout
 from lowmem.blocks import Decoder
 from lowmem.precision import join, split
-from lowmem.streaming import State, host_tensor
+from lowmem.streaming import State, host_tensor, page_lock
 
 PIECE = 2**22
 
@@ -62,13 +62,12 @@ class Part:
         for parameter_name, parameter in parameters.items():
             self._places[parameter_name] = (end, parameter.shape)
             end += math.ceil(parameter.numel() / BLOCK) * BLOCK
+        self.streamed = streamed
         self.working = torch.zeros(end, dtype=dtype, device=device)
-        self.page_locked = True
         self.state: State = {}
         for key, (entries, kind) in state_layout(optimizer, end, dtype).items():
             if streamed:
-                self.state[key], locked = host_tensor(entries, kind, page_lock=device.type == "cuda")
-                self.page_locked &= locked
+                self.state[key] = host_tensor(entries, kind)
             else:
                 self.state[key] = torch.zeros(entries, dtype=kind, device=device)
         bounds = [(start, min(start + PIECE, end)) for start in range(0, end, PIECE)]
@@ -145,9 +144,13 @@ class Store:
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(device)
 
-    @property
-    def page_locked(self) -> bool:
-        return all(part.page_locked for part in self.parts)
+    def page_lock(self) -> bool:
+        """Page-locks what is streamed to a GPU, and says whether all of it could be. To be called when the weights are
+        in place: locking makes every page resident, and until then loading needs the room."""
+        if self.device.type != "cuda":
+            return True
+        tensors = [tensor for part in self.parts if part.streamed for tensor in part.state.values()]
+        return all([page_lock(tensor) for tensor in tensors])
 
     def part_of(self, name: str) -> Part:
         """The part that holds parameter `name`."""

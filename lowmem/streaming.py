@@ -13,7 +13,9 @@ On the CPU the same ring works synchronously: states are copied into a slot and 
 
 import mmap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,18 +31,40 @@ class Piece(Protocol):
     streamed: bool
 
 
-def host_tensor(entries: int, dtype: torch.dtype, page_lock: bool) -> tuple[Tensor, bool]:
-    """Zeros [entries] of `dtype` in RAM, in a mapping of their own, and whether they are page-locked.
+class _Mapping(mmap.mmap):
+    """Memory that CUDA is told of when it goes: an address that stays registered cannot be registered again."""
 
-    The mapping lives as long as the tensor. Where CUDA refuses to page-lock it (a limit on locked memory), it stays
-    pageable: copies then run at about half the speed and do not overlap.
-    """
+    locked_address: int | None = None
+
+    def __del__(self):
+        if self.locked_address is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.locked_address)
+
+
+_mappings: WeakValueDictionary[int, _Mapping] = WeakValueDictionary()  # by address
+
+
+def host_tensor(entries: int, dtype: torch.dtype) -> Tensor:
+    """Zeros [entries] of `dtype` in RAM, in a mapping of their own that lives as long as the tensor and its views."""
     size_bytes = entries * dtype.itemsize
-    tensor = torch.frombuffer(
-        mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
-    )[:size_bytes].view(dtype)
-    locked = page_lock and int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size_bytes, 0)) == 0
-    return tensor, locked
+    mapping = _Mapping(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    _mappings[memory.data_ptr()] = mapping
+    return memory[:size_bytes].view(dtype)
+
+
+def page_lock(tensor: Tensor) -> bool:
+    """Registers a `host_tensor` with CUDA and says whether it worked; all its pages become resident at once.
+
+    Where CUDA refuses (a limit on locked memory) the tensor stays pageable: copies then run at about half the speed and
+    do not overlap. Has never run on a GPU.
+    """
+    if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
+        _mappings[tensor.data_ptr()].locked_address = tensor.data_ptr()
+        return True
+    with suppress(RuntimeError):  # the refusal would be reported by the next kernel's check, so let this be the next
+        torch.zeros(1, device="cuda")
+    return False
 
 
 class Ring:
@@ -117,6 +141,7 @@ class _CudaCopies:
 
     def __init__(self, device: torch.device):
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._in.wait_stream(torch.cuda.current_stream())  # kernels issued before may still use the slots' memory
         self._fetched = [torch.cuda.Event() for _ in range(AHEAD + 1)]
         self._written = [torch.cuda.Event() for _ in range(AHEAD + 1)]
 

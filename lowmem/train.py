@@ -15,9 +15,9 @@ from lowmem.blocks import Decoder
 from lowmem.budget import Budget, ram_available_bytes
 from lowmem.cli import parse_arguments
 from lowmem.data import load_data
-from lowmem.errors import CapExceeded, LowmemError, Stopped
+from lowmem.errors import CapExceeded, InputError, LowmemError, Stopped
 from lowmem.log import RunLog, step_row, write_json
-from lowmem.models import build_model, load_config
+from lowmem.models import build_model, check_tokens, load_config
 from lowmem.plan import Plan, Shape, make_plan, residual_dtype
 from lowmem.precision import WORKING_DTYPES, LossScale, cast_explicitly, resolve_precision
 from lowmem.recompute import fuse_gelu
@@ -44,6 +44,10 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
         return _fail(CapExceeded(f"out of GPU memory under --gpu-limit: {str(error).splitlines()[0]}"))
     except LowmemError as error:
         return _fail(error)
+    except OSError as error:  # a full disk or quota, a folder that went away
+        return _fail(
+            LowmemError(f"{error.filename or settings.out}: {error.strerror or error}; what was saved is safe")
+        )
     return 0
 
 
@@ -61,6 +65,7 @@ def run(settings: Settings, stop: StopRequest) -> None:
         device = devices.select_device(settings.device)
         precision = resolve_precision(settings.precision, device)
     config = load_config(settings.model, settings.init)
+    check_tokens(config, settings.seq, largest_token_id=0)
     model = build_model(config)
     fuse_gelu(model)
     if precision != "fp32":
@@ -70,8 +75,11 @@ def run(settings: Settings, stop: StopRequest) -> None:
     plan = make_plan(Shape.of(settings.model, decoder), settings, device.type, precision, ram_free_bytes)
     if settings.plan_only:
         print(plan.describe())
-        Path(settings.out).mkdir(parents=True, exist_ok=True)
-        write_json(Path(settings.out) / "plan.json", plan.to_dict())
+        try:
+            Path(settings.out).mkdir(parents=True, exist_ok=True)
+            write_json(Path(settings.out) / "plan.json", plan.to_dict())
+        except OSError as error:
+            raise InputError(f"--out {settings.out} cannot be written: {error.strerror}; give another folder") from None
         return
     with lock_run(Path(settings.out)), closing(RunLog(Path(settings.out), settings)) as log:
         log.say(plan.describe())
@@ -110,7 +118,7 @@ def train(
         decoder, store, optimizer, plan.schedule, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
         seed=settings.seed, loss_scale=loss_scale,
     )  # fmt: skip
-    for sentence in said_aloud(settings, tokenizer, store):
+    for sentence in said_aloud(settings, tokenizer, device):
         log.say(sentence)
     if checkpoint is None:
         store.write(weights)
@@ -121,6 +129,8 @@ def train(
         first, step.updates, eval_first = state["step"], state["updates"], state["eval_first"]
         loss_scale.load(state["loss_scale"])
         log.say(f"going on from {checkpoint}: {first} of {steps} steps are done")
+    if not store.page_lock():
+        log.say("page-locked memory was refused: states are streamed from pageable memory, at about half the speed")
     write_json(folder / "plan.json", plan.to_dict())
     write_json(folder / "settings.json", asdict(settings))
     log.start(first, steps, plan.to_dict())
@@ -154,6 +164,7 @@ def train(
         if skipped:
             log.say(f"step {done}: the gradient's norm is {result.grad_norm}, so no update was made")
         if skipped == SKIPPED_IN_A_ROW:
+            save(done)
             raise LowmemError(f"{skipped} steps in a row had no finite gradient; stopped at step {done}")
         if stop.requested or done == steps or (settings.save_every and done % settings.save_every == 0):
             save(done)

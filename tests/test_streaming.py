@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lowmem import streaming
-from lowmem.streaming import AHEAD, Ring, host_tensor
+from lowmem.streaming import AHEAD, Ring, host_tensor, page_lock
 
 CPU = torch.device("cpu")
 
@@ -179,15 +179,14 @@ def test_pieces_without_any_state_pass_too():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint8])
 @pytest.mark.parametrize("entries", [0, 1, 4096, 12_345])
 def test_a_host_tensor_is_zero_and_of_exactly_the_size_asked_for(entries, dtype):
-    tensor, locked = host_tensor(entries, dtype, page_lock=False)
+    tensor = host_tensor(entries, dtype)
     assert tensor.shape == (entries,) and tensor.dtype is dtype and tensor.device == CPU
     assert tensor.count_nonzero() == 0
     assert tensor.untyped_storage().nbytes() == max(entries * dtype.itemsize, 1)
-    assert not locked
 
 
 def test_a_host_tensor_keeps_its_memory_alive_and_its_own():
-    tensors = [host_tensor(1000, torch.int16, page_lock=False)[0] for _ in range(3)]
+    tensors = [host_tensor(1000, torch.int16) for _ in range(3)]
     for index, tensor in enumerate(tensors):
         tensor.fill_(index + 1)
     view = tensors[1][500:]
@@ -199,8 +198,8 @@ def test_a_host_tensor_keeps_its_memory_alive_and_its_own():
 
 
 @pytest.mark.parametrize(("answer", "expected"), [(0, True), (1, False)])
-def test_a_refused_page_lock_leaves_a_usable_tensor_and_says_so(monkeypatch, answer, expected):
-    asked = []
+def test_a_page_lock_is_given_back_with_the_memory_and_a_refusal_leaves_a_usable_tensor(monkeypatch, answer, expected):
+    asked, given_back = [], []
 
     class Runtime:
         @staticmethod
@@ -208,11 +207,29 @@ def test_a_refused_page_lock_leaves_a_usable_tensor_and_says_so(monkeypatch, ans
             asked.append((address, size_bytes, flags))
             return answer
 
+        cudaHostUnregister = given_back.append
+
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    tensor, locked = host_tensor(1000, torch.float32, page_lock=True)
-    assert locked is expected
-    assert asked == [(tensor.data_ptr(), 4000, 0)]
+    tensor = host_tensor(1000, torch.float32)
+    checks = []
+
+    def next_kernel(*_, device):
+        checks.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "zeros", next_kernel)
+    address = tensor.data_ptr()
+    assert page_lock(tensor) is expected
+    assert asked == [(address, 4000, 0)]
+    assert checks == ([] if expected else ["cuda"]), "a refusal must not be left for an innocent kernel to report"
     assert tensor.fill_(2.0).sum() == 2000
+    view = tensor[10:]
+    del tensor
+    gc.collect()
+    assert given_back == [] and view.sum() == 1980
+    del view
+    gc.collect()
+    assert given_back == ([address] if expected else [])
 
 
 # --- the CUDA transfers, on streams of our own ---

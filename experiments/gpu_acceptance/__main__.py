@@ -1,0 +1,180 @@
+"""Runs the jobs one after another within the time that there is (see the package's docstring).
+
+Exit codes: 0 if every job ran and every check held, 1 if not, 2 bad usage.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.gpu_acceptance import rows
+from experiments.gpu_acceptance.child import A_CHECK_FAILED, output_of
+from experiments.gpu_acceptance.jobs import JOBS, Job
+from lowmem.units import GIB
+
+RESULTS = rows.ROOT / "experiments" / "results" / "gpu_acceptance.jsonl"
+SHORTEST_SECONDS = 5.0  # a job is not begun with less
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python3 -m experiments.gpu_acceptance", allow_abbrev=False,
+        description="Measure on a GPU: correctness, training under caps, and the denominator. Rows go to a .jsonl.",
+    )  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=9.0, help="time for everything (%(default)s)")
+    parser.add_argument("--out", type=Path, help="folder of rows.jsonl (experiments/results/gpu_acceptance.jsonl)")
+    names = f"{', '.join(dict.fromkeys(job.section for job in JOBS))}, or a job such as {JOBS[0].full_name}"
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help=f"sections or jobs: {names}")
+    parser.add_argument("--again", action="store_true", help="run what has a good row already, too")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="on the CPU with tiny shapes: shows that every line runs"
+    )
+    options = parser.parse_args(arguments)
+    unknown = set(options.only) - {name for job in JOBS for name in (job.section, job.full_name)}
+    if unknown:
+        parser.error(f"--only {', '.join(sorted(unknown))}: no such section or job; there are {names}")
+    if not 0 < options.minutes < 60 * 24:
+        parser.error(f"--minutes {options.minutes:g}: give a number above 0")
+    chosen = [job for job in JOBS if not options.only or {job.section, job.full_name} & set(options.only)]
+
+    for number in SIGNALS:
+        signal.signal(number, _interrupt)
+    deadline = time.monotonic() + options.minutes * 60
+    try:
+        machine = probe()
+        device = "cpu" if options.dry_run else "cuda"
+        if not machine["names"]:
+            print("gpu_acceptance: lowmem cannot be imported here (see above); try make setup.", file=sys.stderr)
+            return 1
+        if device not in machine["names"]:
+            print("gpu_acceptance: PyTorch finds no GPU here; --dry-run runs it on the CPU, tiny.", file=sys.stderr)
+            return 2
+        with tempfile.TemporaryDirectory(prefix="gpu_acceptance_") as scratch:
+            path = RESULTS if options.out is None else options.out / "rows.jsonl"
+            if options.dry_run and options.out is None:
+                path = Path(scratch) / "rows.jsonl"
+            good = run_jobs(chosen, path, Path(scratch), machine, device, deadline, again=options.again)
+    except KeyboardInterrupt as interrupt:
+        print(
+            f"gpu_acceptance: stopped by {interrupt}; the rows so far stay, the same command goes on", file=sys.stderr
+        )
+        return 1
+    return 0 if good else 1
+
+
+def run_jobs(
+    jobs: Sequence[Job], path: Path, scratch: Path, machine: dict, device: str, deadline: float, *, again: bool = False
+) -> bool:
+    """Runs `jobs` in their order until `deadline` (of time.monotonic), rows to `path`; whether all are good.
+
+    `machine`: what `probe` gives; `device`: "cuda", or "cpu" for a dry run."""
+    shared = {
+        "commit": rows.commit(),
+        "sources": rows.sources(),
+        "device": machine["names"][device],
+        "versions": machine["versions"],
+        "dry_run": device == "cpu",
+    }
+    last_rows = {(row["section"], row["name"]): row for row in rows.read(path)}
+    good = True
+    for index, job in enumerate(jobs):
+        earlier = last_rows.get((job.section, job.name))
+        if not again and earlier is not None and _still_holds(earlier, shared):
+            print(f"there   {job.full_name}  (since {earlier['date']}; --again measures it again)", flush=True)
+            continue
+        command = ["python3", "-m", "experiments.gpu_acceptance", "--only", job.full_name]
+        caps = {
+            name: None if gib is None else int(gib * GIB)
+            for name, gib in (("gpu_bytes", job.gpu_gib), ("ram_bytes", job.ram_gib))
+        }
+        common = shared | {
+            "section": job.section,
+            "caps": caps,
+            "command": shlex.join(command + (["--dry-run"] if shared["dry_run"] else [])),
+        }
+        folder = scratch / str(index)
+        folder.mkdir()
+        good &= _run_job(job, path, folder, common, device, deadline)
+    return good
+
+
+def probe() -> dict:
+    """What this machine is: {"names": {"cpu": ..., "cuda": ... if there is one}, "versions": {...}}; no names where
+    not even lowmem can be imported, which stands on stderr then."""
+    command = [sys.executable, "-m", "experiments.gpu_acceptance.child", "probe"]
+    result = subprocess.run(command, cwd=rows.ROOT, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    return json.loads(result.stdout) if result.returncode == 0 else {"names": {}, "versions": {}}
+
+
+def _run_job(job: Job, path: Path, scratch: Path, common: dict, device: str, deadline: float) -> bool:
+    started = time.monotonic()
+    limit = min(job.seconds, deadline - started)
+    if limit < SHORTEST_SECONDS:
+        return _failed(path, job, common, 0.0, "skipped: out of time", None)
+    task = {
+        "name": job.name, "target": job.target, "options": job.options, "gpu_gib": job.gpu_gib, "ram_gib": job.ram_gib,
+        "device": device, "rows": str(path.resolve()), "scratch": str(scratch), "common": common,
+    }  # fmt: skip
+    threads = {"OMP_NUM_THREADS": "1"} if common["dry_run"] else {}  # tiny work: more would wait for each other
+    with open(scratch / "stderr.txt", "wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "experiments.gpu_acceptance.child", json.dumps(task)],
+            cwd=rows.ROOT, env=os.environ | threads, stdin=subprocess.PIPE, stderr=stderr, start_new_session=True,
+        )  # fmt: skip
+    try:
+        code = process.wait(timeout=limit)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:  # also when a signal ends this process: nothing may stay on the GPU
+        _end(process)
+    seconds = time.monotonic() - started
+    output = output_of(scratch)
+    if code is None:
+        return _failed(path, job, common, seconds, f"ended after {seconds:.0f} s: its time was over", output)
+    if code not in (0, A_CHECK_FAILED):
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        sentence = output.strip().splitlines()[-1] if output else "nothing was said"
+        return _failed(path, job, common, seconds, f"the process ended {how}: {sentence}", output)
+    if code and output:
+        print(output, file=sys.stderr)
+    return code == 0
+
+
+def _failed(path: Path, job: Job, common: dict, seconds: float, error: str, output: str | None) -> bool:
+    row = rows.make_row(common, job.name, seconds, error=error, output=output)
+    rows.append(path, row)
+    print(rows.summary(row), flush=True)
+    if output:
+        print(output, file=sys.stderr)
+    return False
+
+
+def _still_holds(row: dict, shared: dict) -> bool:
+    return row["ok"] and all(row[key] == shared[key] for key in ("sources", "device", "dry_run"))
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Whatever is left of a job's process group."""
+    process.stdin.close()
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _interrupt(number: int, _) -> None:
+    for caught in SIGNALS:
+        signal.signal(caught, signal.SIG_IGN)  # a second one must not disturb the cleaning up
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The invariant on the card: where tensors lie and in what order work is done changes no bit.
+
+A small GPT-2 with dropout and clipping trains a few steps under every kind of placement and schedule; weights, low
+halves, m, v, losses and norms must equal those of the plain arrangement. Parts are large enough that copies and kernels
+really overlap: a missing wait between streams shows as a different bit. Without dropout, the losses must also follow
+fp32 on the CPU, for two wrong runs can agree.
+
+What this cannot show: that other shapes take kernels that are as deterministic. Everything CUDA here has never run on a
+GPU.
+"""
+
+import gc
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import GPT2Config
+
+from experiments.gpu_acceptance.child import Result, Setting
+from lowmem import device as devices
+from lowmem.adam import get_optimizer
+from lowmem.blocks import Decoder
+from lowmem.budget import Budget
+from lowmem.data import Batch
+from lowmem.models import build_model
+from lowmem.precision import WORKING_DTYPES, LossScale, cast_explicitly
+from lowmem.step import Schedule, Step
+from lowmem.store import Store
+from lowmem.weights import random_weights
+
+ALL = 10**6
+PLAIN = {"resident_units": ALL, "group": 1, "segment_blocks": 1, "recompute": True, "defer": False}
+CASES = {
+    "the same again": {},
+    "streamed": {"resident_units": 0},
+    "deferred": {"defer": True},
+    "streamed, deferred": {"resident_units": 0, "defer": True},
+    "half streamed, deferred, groups of 2": {"resident_units": 3, "defer": True, "group": 2},
+    "streamed, deferred, one group, segments of 3": {
+        **{"resident_units": 0, "defer": True, "group": 4, "segment_blocks": 3},
+    },
+    "no recompute": {"recompute": False},
+    "no recompute, half streamed, deferred": {"recompute": False, "resident_units": 3, "defer": True},
+}
+MOST_LOSS_ERROR = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # relative to fp32 on the CPU, over the first steps
+
+
+@dataclass(frozen=True)
+class Shape:
+    config: GPT2Config
+    seq: int
+    batch: int
+    steps: int
+
+    @classmethod
+    def of(cls, tiny: bool, dropout: float) -> "Shape":
+        """35 million parameters, of which a unit of 3 to 6 is updated at once; `tiny`: 30 thousand."""
+        layers, width, heads, vocabulary, seq, steps = (3, 32, 2, 101, 16, 2) if tiny else (8, 512, 8, 16384, 256, 4)
+        config = GPT2Config(
+            n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocabulary, n_positions=seq, bos_token_id=0,
+            eos_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        )  # fmt: skip
+        return cls(config, seq, batch=8, steps=steps)
+
+    def batches(self) -> list[Batch]:
+        """Half-predictable tokens; every row of a batch has another number of trained ones."""
+        generator = torch.Generator().manual_seed(4)
+        batches = []
+        for _ in range(self.steps):
+            tokens = torch.randint(0, self.config.vocab_size, (self.batch, self.seq + 1), generator=generator)
+            tokens[:, 1::2] = tokens[:, :-1:2] * 3 % self.config.vocab_size
+            labels = tokens[:, 1:].clone()
+            for row in range(self.batch):
+                labels[row, self.seq - row :] = -100
+            batches.append(Batch(tokens[:, :-1].contiguous(), labels))
+        return batches
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything that a training leaves, on the CPU."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+    states: dict[str, Tensor]
+    page_locked: bool  # of the streamed states: pageable memory is copied without overlap, and shows nothing
+
+    def differences(self, other: "Outcome") -> list[str]:
+        """Names of what is not bitwise equal."""
+        found = [name for name in ("losses", "norms") if getattr(self, name) != getattr(other, name)]
+        for mine, theirs in ((self.weights, other.weights), (self.states, other.states)):
+            found += [name for name in mine if not torch.equal(mine[name], theirs[name])]
+        return found
+
+
+def check(setting: Setting) -> Result:
+    """A detail row per precision and arrangement."""
+    devices.set_environment()
+    device = torch.device(setting.device)
+    Budget(device, setting.gpu_limit_bytes, None).apply()
+    devices.make_deterministic(device)
+    done: dict[str, bool] = {}
+    shape = Shape.of(setting.dry_run, dropout=0.1)
+    for precision in ("bf16", "fp16"):
+        plain = train(shape, device, precision, **PLAIN)
+        for name, case in CASES.items():
+            outcome = train(shape, device, precision, **PLAIN | case)
+            different = plain.differences(outcome)
+            values = {"different": len(different), "first": different[:5], "losses": outcome.losses}
+            detail = f"{precision}, {name}"
+            checks = {
+                "every bit equal": not different,
+                "every number finite": all(map(math.isfinite, outcome.losses + outcome.norms)),
+            }
+            if device.type == "cuda" and case.get("resident_units", ALL) != ALL:
+                checks["page-locked"] = outcome.page_locked
+            done[detail] = all(checks.values())
+            setting.record(detail, values, checks)
+
+    shape = Shape.of(setting.dry_run, dropout=0.0)
+    truth = train(shape, torch.device("cpu"), "fp32", **PLAIN)
+    for precision, most in MOST_LOSS_ERROR.items():
+        outcome = train(shape, device, precision, **PLAIN)
+        pairs = zip(outcome.losses, truth.losses, strict=True)
+        error = max(abs(loss - true) / true for loss, true in pairs)
+        detail = f"{precision} follows fp32 on the CPU"
+        done[detail] = error <= most
+        setting.record(detail, {"error": error, "losses": outcome.losses}, {f"within {most:g}": done[detail]})
+    return Result({"parts": len(done)}, done)
+
+
+def train(
+    shape: Shape, device: torch.device, precision: str, *, resident_units: int, **schedule: int | bool
+) -> Outcome:
+    """`shape.steps` steps of AdamW from the same random weights, two sequences at a time."""
+    model = build_model(shape.config)
+    if precision != "fp32":
+        cast_explicitly(model, torch.float32)
+    decoder = Decoder(model)
+    optimizer = get_optimizer("adamw")
+    store = Store(decoder, device, WORKING_DTYPES[precision], optimizer, resident_units)
+    store.write(random_weights(shape.config, seed=0))
+    page_locked = store.page_lock()
+    step = Step(
+        decoder, store, optimizer, Schedule(micro_batch=2, **schedule),
+        clip_norm=0.1, weight_decay=0.01, seed=0, loss_scale=LossScale(precision == "fp16", scale=4096.0),
+    )  # fmt: skip
+    results = [step(batch, index, 1e-3) for index, batch in enumerate(shape.batches())]
+    step.flush()
+    states = {f"{part.name} {key}": tensor.cpu() for part in store.parts for key, tensor in part.state.items()}
+    losses, norms = [result.loss for result in results], [result.grad_norm for result in results]
+    outcome = Outcome(losses, norms, dict(store.masters()), states, page_locked)
+    if device.type == "cuda":  # hooks and parameters hold each other: a run would stay on the card beside the next
+        del model, decoder, store, step
+        gc.collect()
+    return outcome

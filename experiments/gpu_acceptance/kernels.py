@@ -1,0 +1,197 @@
+"""Is what the card computes right, piece by piece: bits where bits are promised, a measured error elsewhere.
+
+    split/join   the same bits as on the CPU, over random bit patterns; join(split(w)) = w
+    adamw        one update beside the CPU's: the same formula, but a card may fuse a product and a sum
+    loss         chunked, in the working dtype, against plain fp32 on the CPU
+    host memory  page-locked, arrives whole, and how fast: what streaming will cost
+    allocator    the cap is kept, segments grow
+
+Everything CUDA here has never run on a GPU.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from experiments.gpu_acceptance.child import Result, Setting
+from lowmem import device as devices
+from lowmem.adam import Hyperparameters, get_optimizer, state_layout, update
+from lowmem.budget import Budget, ram_peak_bytes
+from lowmem.loss import linear_cross_entropy
+from lowmem.precision import WORKING_DTYPES, join, split
+from lowmem.streaming import host_tensor, page_lock
+from lowmem.units import GIB, MIB
+
+MOST_ULPS = 8
+MOST_LOSS_ERROR = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 2e-3}  # relative
+MOST_GRADIENT_ERROR = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # norm of the difference / norm
+
+
+def check(setting: Setting) -> Result:
+    """All of the above; detail rows carry the figures."""
+    devices.set_environment()
+    device = torch.device(setting.device)
+    Budget(device, setting.gpu_limit_bytes, None).apply()
+    devices.make_deterministic(device)
+    done: dict[str, bool] = {}
+
+    def record(detail: str, values: dict, checks: dict[str, bool]) -> None:
+        done[detail] = all(checks.values())
+        setting.record(detail, values, checks)
+
+    size = 2**14 if setting.dry_run else 2**24
+    torch.zeros(1, device=device)
+    ram_bytes = ram_peak_bytes()
+    for name in ("bf16", "fp16"):
+        record(f"split and join, {name}", {"patterns": size}, split_and_join(device, WORKING_DTYPES[name], size))
+    for name, dtype in WORKING_DTYPES.items():
+        ulps = adamw_ulps(device, dtype, size)
+        record(f"adamw, {name}", ulps, {f"at most {MOST_ULPS} ulp": max(ulps.values()) <= MOST_ULPS})
+    shape = (96, 32, 1013) if setting.dry_run else (2048, 1280, 50257)
+    for name, dtype in WORKING_DTYPES.items():
+        errors = loss_errors(device, dtype, *shape)
+        within = {
+            "loss": errors["loss"] <= MOST_LOSS_ERROR[name],
+            "gradients": max(errors["hidden"], errors["weight"]) <= MOST_GRADIENT_ERROR[name],
+        }
+        record(f"chunked loss, {name}", errors, within)
+    record("host memory", *host_memory(device, (4 if setting.dry_run else 256) * MIB))
+    if device.type == "cuda":
+        record("allocator", *allocator(device, setting.gpu_limit_bytes))
+    return Result({"parts": len(done), "ram_bytes_with_device_started": ram_bytes}, done)
+
+
+def split_and_join(device: torch.device, dtype: torch.dtype, size: int) -> dict[str, bool]:
+    """Over `size` random fp32 bit patterns; for fp16 those whose fp16 neighbour is finite (precision.py)."""
+    generator = torch.Generator().manual_seed(0)
+    master = torch.randint(-(2**31), 2**31, (size,), generator=generator, dtype=torch.int64).to(torch.int32)
+    master = master.view(torch.float32)
+    if dtype is torch.float16:
+        master = master[master.abs() < 65520]
+    working, low = split(master, dtype)
+    working_there, low_there = split(master.to(device), dtype)
+    back = join(working_there, low_there).cpu()
+    exact = master if dtype is torch.bfloat16 else join(working, low)  # fp16 rounds below its normal range
+    return {
+        "split as on the CPU": _same_bits(working, working_there.cpu()) and torch.equal(low, low_there.cpu()),
+        "join as on the CPU": _same_bits(exact, back),
+    }
+
+
+def adamw_ulps(device: torch.device, dtype: torch.dtype, size: int) -> dict[str, float]:
+    """Largest distance from the CPU's result of one update, in units of the last place of the larger of old and new."""
+    generator = torch.Generator().manual_seed(1)
+    optimizer = get_optimizer("adamw")
+    hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=3, gradient_scale=0.7)
+    master = torch.randn(size, generator=generator).mul_(0.02)
+    gradient = torch.randn(size, generator=generator).mul_(1e-3)
+    working, low = split(master, dtype)
+    state = {key: torch.zeros(entries, dtype=kind) for key, (entries, kind) in _layout(optimizer, size, dtype)}
+    state["m"].copy_(torch.randn(size, generator=generator).mul_(1e-3))
+    state["v"].copy_(torch.rand(size, generator=generator).mul_(1e-6))
+    if low is not None:
+        state["low"].copy_(low)
+    before = {"weight": join(working, state.get("low")).clone(), "m": state["m"].clone(), "v": state["v"].clone()}
+    there = {key: tensor.to(device, copy=True) for key, tensor in state.items()}
+    working_there = working.to(device, copy=True)
+    update(optimizer, working_there, there, gradient.to(device, copy=True), hyper, True)
+    update(optimizer, working, state, gradient.clone(), hyper, True)
+    truth = {"weight": join(working, state.get("low")), "m": state["m"], "v": state["v"]}
+    found = {"weight": join(working_there, there.get("low")), "m": there["m"], "v": there["v"]}
+    coarsest = 2.0**-39 if dtype is torch.float16 else 0.0  # what fp16's low half counts in below its normal range
+    return {key: _ulps(found[key].cpu(), truth[key], before[key], coarsest) for key in truth}
+
+
+def loss_errors(device: torch.device, dtype: torch.dtype, tokens: int, width: int, vocabulary: int) -> dict[str, float]:
+    """Relative errors of the loss and of the norms of both gradients, against plain fp32 on the same operands."""
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(tokens, width, generator=generator).to(dtype)
+    weight = torch.randn(vocabulary, width, generator=generator).mul_(0.05).to(dtype)
+    labels = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    labels[::7] = -100
+    accumulator = torch.zeros(vocabulary, width, device=device)
+    loss, hidden_gradient = linear_cross_entropy(
+        hidden.to(device), weight.to(device), labels.to(device), scale=1024.0, weight_gradient=accumulator
+    )  # the scale keeps fp16's gradients out of its subnormals, as LossScale does
+    plain = [tensor.float().requires_grad_() for tensor in (hidden, weight)]
+    truth = F.cross_entropy(F.linear(*plain), labels, reduction="sum")
+    truth.backward()
+    return {
+        "loss": abs(loss.item() - truth.item()) / truth.item(),
+        "hidden": _distance(hidden_gradient.float().cpu() / 1024, plain[0].grad),
+        "weight": _distance(accumulator.cpu() / 1024, plain[1].grad),
+    }
+
+
+def host_memory(device: torch.device, size_bytes: int) -> tuple[dict, dict[str, bool]]:
+    """There and back through memory like that of streamed states; GiB/s each way, pageable memory beside it."""
+    entries = size_bytes // 4
+    home = host_tensor(entries, torch.float32)
+    locked = device.type == "cuda" and page_lock(home)
+    home.uniform_(generator=torch.Generator().manual_seed(3))
+    truth = home.clone()
+    there = torch.empty(entries, device=device)
+    values = {"size_bytes": size_bytes}
+    for name, memory in (("registered", home), ("pageable", truth.clone())):
+        for way, target, source in (("in", there, memory), ("out", memory, there)):
+            _synchronize(device)
+            started = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            _synchronize(device)
+            values[f"{name}_{way}_gib_per_second"] = size_bytes / GIB / (time.perf_counter() - started)
+        if name == "registered":
+            checks = {"arrives whole": torch.equal(home, truth) and torch.equal(there.cpu(), truth)}
+    if device.type == "cuda":
+        checks["page-locked"] = locked
+        values["stale_error_after_refusal"] = _stale_error(home)
+    return values, checks
+
+
+def allocator(device: torch.device, gpu_limit_bytes: int) -> tuple[dict, dict[str, bool]]:
+    """Whether the cap holds to the byte that was asked for, and whether segments are those that grow."""
+    kept = torch.zeros(64 * MIB, dtype=torch.uint8, device=device)
+    growing = all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+    try:
+        torch.empty(gpu_limit_bytes, dtype=torch.uint8, device=device)
+        refused = False
+    except torch.OutOfMemoryError:
+        refused = True
+    fits = torch.empty(gpu_limit_bytes - 2 * GIB, dtype=torch.uint8, device=device)
+    values = {"reserved_bytes": torch.cuda.memory_reserved(device), "kept_bytes": kept.numel() + fits.numel()}
+    return values, {"more than the cap is refused": refused, "expandable segments": growing}
+
+
+def _stale_error(registered: Tensor) -> str | None:
+    """What the next kernel says after CUDA refused to register memory (here: a second time); None: nothing."""
+    torch.cuda.cudart().cudaHostRegister(registered.data_ptr(), registered.nbytes, 0)
+    try:
+        torch.zeros(1, device="cuda").add_(1).item()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _layout(optimizer, size: int, dtype: torch.dtype):
+    return state_layout(optimizer, size, dtype).items()
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    kind = {2: torch.int16, 4: torch.int32}[a.itemsize]
+    return torch.equal(a.view(kind), b.view(kind))
+
+
+def _ulps(found: Tensor, truth: Tensor, before: Tensor, coarsest: float) -> float:
+    largest = torch.maximum(truth.abs(), before.abs())
+    spacing = (torch.nextafter(largest, torch.tensor(torch.inf)) - largest).clamp(min=coarsest)
+    return ((found.double() - truth.double()).abs() / spacing).max().item()
+
+
+def _distance(found: Tensor, truth: Tensor) -> float:
+    return ((found - truth).norm() / truth.norm()).item()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

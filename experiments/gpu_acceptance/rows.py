@@ -1,0 +1,117 @@
+"""The results file: one JSON object per line, each complete in itself and written whole before the next is begun.
+
+A row says what was measured (`values`), what had to hold (`checks`), and everything needed to measure it again. A job
+ends with a row that bears its name alone; rows before it, named "job: detail", are its parts. A job counts as done when
+its last row is `ok` and was made by the same sources on the same device: a digest of the code decides, because a
+commit's name says nothing about a working tree that was changed since.
+"""
+
+import hashlib
+import json
+import math
+import os
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = (
+    *("section", "name", "ok", "values", "checks", "error", "output", "seconds", "date"),
+    *("command", "caps", "commit", "sources", "device", "versions", "dry_run"),
+)
+
+
+def make_row(
+    common: dict,
+    name: str,
+    seconds: float,
+    *,
+    values: dict | None = None,
+    checks: dict[str, bool] | None = None,
+    error: str | None = None,
+    output: str | None = None,
+) -> dict:
+    """A row with all KEYS. `common`: the keys that all rows of a job share; `output`: the end of stderr, for what
+    went wrong."""
+    checks = checks or {}
+    row = common | {
+        "name": name,
+        "ok": error is None and all(checks.values()),
+        "values": _finite(values or {}),
+        "checks": checks,
+        "error": error,
+        "output": output,
+        "seconds": round(seconds, 3),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return {key: row[key] for key in KEYS}
+
+
+def append(path: Path, row: dict) -> None:
+    """Adds one line; after a half line that a killed process left, on a line of its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+
+
+def read(path: Path) -> list[dict]:
+    """All complete rows; half lines are left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def summary(row: dict) -> str:
+    """A row as one line for people."""
+    verdict = "ok    " if row["ok"] else "FAILED"
+    failed = [name for name, holds in row["checks"].items() if not holds]
+    facts = [row["error"]] if row["error"] else [f"not so: {name}" for name in failed]
+    facts += [
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in row["values"].items()
+        if isinstance(value, int | float | str) and len(str(value)) < 40
+    ]
+    return f"{verdict} {row['section']}/{row['name']}  {row['seconds']:.1f} s  {', '.join(facts[:6])}"
+
+
+def commit() -> str | None:
+    """The commit that is checked out, "+dirty" if files differ from it; None where git does not say."""
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--", ".", ":!experiments/results")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+dirty" if changed else "")
+
+
+def sources() -> str:
+    """A digest of the code that makes the rows."""
+    digest = hashlib.sha256()
+    patterns = ("lowmem/**/*.py", "experiments/gpu_acceptance/*.py", "train_gpt2_*.py")
+    for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def _git(*arguments: str) -> str:
+    result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    return result.stdout.strip()
+
+
+def _finite(value):
+    """`value` with null for numbers that JSON cannot write."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
