@@ -130,10 +130,12 @@ def _figure(width: float, height: float):
 
 
 def _colours(count: int) -> list:
-    """As many colours as names, no two alike: 20 that are told apart at a glance, then steps of a rainbow."""
+    """As many colours as names, no two alike: 18 that are told apart at a glance, then steps of a rainbow. No grey,
+    which is what was measured."""
     import matplotlib
 
-    if count <= 20:
-        twenty = matplotlib.colormaps["tab20"].colors
-        return list((twenty[::2] + twenty[1::2])[:count])
+    pairs = matplotlib.colormaps["tab20"].colors  # a strong and a pale one of each of ten hues, the eighth grey
+    hues = pairs[:14] + pairs[16:]
+    if count <= len(hues):
+        return list((hues[::2] + hues[1::2])[:count])
     return [matplotlib.colormaps["turbo"](index / count) for index in range(count)]

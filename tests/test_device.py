@@ -1,0 +1,56 @@
+"""Choosing the device: what is said of cards that this PyTorch has no code for, seen through an imitated torch.cuda."""
+
+import os
+
+import pytest
+import torch
+
+from lowmem.device import planned, select_device, set_environment
+from lowmem.errors import InputError
+from lowmem.settings import Settings
+
+TODAY = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+def card(monkeypatch, capability, built):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1), (13, 0)])
+def test_a_card_is_taken_where_there_is_code_for_its_version_or_code_to_compile(monkeypatch, capability):
+    card(monkeypatch, capability, TODAY)
+    assert select_device("auto") == select_device("cuda") == torch.device("cuda", 0)
+    assert select_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("capability", "built"), [((6, 1), TODAY), ((7, 0), TODAY), ((12, 0), ["sm_90a", "sm_100"]), ((8, 0), ["sm_86"])]
+)
+def test_a_card_without_code_is_refused_by_name(monkeypatch, capability, built):
+    card(monkeypatch, capability, built)
+    with pytest.raises(InputError, match=rf"a card \(sm_{capability[0]}{capability[1]}\); it has sm_"):
+        select_device("auto")
+
+
+def test_a_gpu_that_is_not_there_is_an_error_only_for_who_asks_for_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert select_device("auto") == torch.device("cpu")
+    with pytest.raises(InputError, match="--device cuda"):
+        select_device("cuda")
+
+
+def test_a_plan_is_for_a_gpu_with_bf16_unless_something_else_is_asked_for():
+    assert planned(Settings()) == (torch.device("cuda"), "bf16")
+    assert planned(Settings(precision="fp16")) == (torch.device("cuda"), "fp16")
+    assert planned(Settings(device="cpu")) == (torch.device("cpu"), "fp32")
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_what_the_user_set_for_the_allocator_stays_alone(monkeypatch, name):
+    monkeypatch.setattr(os, "environ", {name: "max_split_size_mb:64"})
+    set_environment()
+    assert [value for key, value in os.environ.items() if key.endswith("ALLOC_CONF")] == ["max_split_size_mb:64"]
