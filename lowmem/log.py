@@ -25,13 +25,16 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from lowmem.budget import Peaks
 from lowmem.settings import Settings
-from lowmem.step import StepResult
 from lowmem.units import GIB, format_size
+
+if TYPE_CHECKING:  # a name alone is not worth four seconds of importing transformers
+    from lowmem.step import StepResult
 
 _WANDB_LIMIT_SECONDS = 30  # for one call
 _WANDB_OWN_LIMIT_SECONDS = 20  # what wandb is told: so that it mostly ends by itself, and says why
@@ -59,7 +62,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def step_row(
-    step: int, epoch: float, tokens: int, learning_rate: float, seconds: float, result: StepResult, peaks: Peaks
+    step: int, epoch: float, tokens: int, learning_rate: float, seconds: float, result: "StepResult", peaks: Peaks
 ) -> dict:
     """One row of metrics.jsonl, but for `eval_loss`."""
     return {

@@ -97,8 +97,9 @@ def draw_memory(plan: dict, measured: dict, path: Path) -> None:
         axes.barh(len(labels) + 1, peak / GIB, color="0.35", height=0.6)
         for row, size in ((len(labels), left), (len(labels) + 1, peak)):
             axes.annotate(
-                format_size(size), (size / GIB, row), (4, 0), textcoords="offset points", va="center", fontsize=8
-            )
+                format_size(size), (size / GIB, row), (4, 0), textcoords="offset points", va="center", fontsize=8,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # legible where it meets the cap's line
+            )  # fmt: skip
         if cap is not None:
             top, bottom = len(labels) - 0.4, len(labels) + 1.4
             axes.plot([cap / GIB] * 2, [top, bottom], color="C3", linestyle="--", linewidth=1.2)
