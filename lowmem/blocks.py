@@ -70,6 +70,11 @@ class Decoder:
         self.architecture = type(model).__name__
         if model.config.is_encoder_decoder:
             raise InputError(f"{self.architecture} is an encoder-decoder; only decoders can be trained here")
+        if getattr(model.config.get_text_config(), "layerdrop", 0):
+            raise InputError(
+                f"{self.architecture}: leaving out whole blocks at random is not supported; set layerdrop to 0 in its "
+                "config.json"
+            )
         self._owner, self._list_name, self.blocks = self._find_blocks()
         self._head = model.get_output_embeddings()
         if type(self._head) is not nn.Linear:
@@ -183,6 +188,8 @@ class Decoder:
 
     def _find_blocks(self) -> tuple[nn.Module, str, nn.ModuleList]:
         count = self.model.config.get_text_config().num_hidden_layers
+        if count < 1:
+            raise InputError(f"{self.architecture}: its config says {count} blocks; at least one is needed")
         found = [
             (module, name, child)
             for module in self.model.modules()

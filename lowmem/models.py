@@ -159,7 +159,7 @@ def _read_config(path: Path) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as a config.json: {error}") from None
     kind = fields.get("model_type") if isinstance(fields, dict) else None
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if kind is not None and "auto_map" in fields:
             reason = "needs Python code from its repository, which is not run here; choose a model of transformers' own"
         else:
@@ -224,6 +224,6 @@ def model_from_config(config: PretrainedConfig) -> PreTrainedModel:
     config = copy.deepcopy(config)  # from_config writes the dtype into it
     try:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except (ValueError, ImportError) as error:  # no causal language model of this type, a field that does not fit
-        reason = str(error).split("\n")[0][:300]
+    except Exception as error:  # no causal language model of this type, or fields that every architecture checks itself
+        reason = (str(error) or type(error).__name__).split("\n")[0][:300]
         raise InputError(f"this {config.model_type} config makes no causal language model: {reason}") from error

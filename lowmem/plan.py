@@ -285,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print plan.json's content alone")
     options = parser.parse_args(arguments)
     try:
-        limits = [None if text == "none" else _size(text) for text in (options.gpu_limit, options.ram_limit)]
+        limits = [None if text.lower() == "none" else _size(text) for text in (options.gpu_limit, options.ram_limit)]
         settings = Settings(
             model=options.model,
             init="random",

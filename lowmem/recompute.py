@@ -39,7 +39,7 @@ class Dropout:
     micro_batch: int
 
     def begin(self, layer: int, device: torch.device) -> None:
-        """Seeds `device`'s generator for `layer` (-1: the embeddings)."""
+        """Seeds `device`'s generator for `layer` (-1: the embeddings; the number of blocks: the final norm)."""
         text = struct.pack("<4q", self.seed, self.step, self.micro_batch, layer)
         number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
         if device.type == "cuda":

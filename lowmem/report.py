@@ -32,6 +32,7 @@ def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: s
     )
     return {name: getattr(settings, name) for name in names} | {
         "steps": steps,
+        "device": plan.device,
         "precision": plan.precision,
         "micro_batch": plan.schedule.micro_batch,
         "data": data_fingerprint,
@@ -44,7 +45,7 @@ def said_aloud(settings: Settings, tokenizer, device: torch.device) -> list[str]
     if settings.init == "random":
         said.append("weights are random (--init random), not pretrained")
     if is_byte_level(tokenizer):
-        said.append("no tokenizer of the model is at hand, so a token is a byte (256, and one for the end of a text)")
+        said.append("the tokenizer is the byte-level one: a token is a byte (256, and one for the end of a text)")
     return said
 
 

@@ -174,7 +174,8 @@ class Step:
 
         self._update_through(last_unit)
         losses: list[Tensor] = []
-        for index, micro_batch in enumerate(micro_batches):
+        for index, (micro_batch, dropout) in enumerate(zip(micro_batches, dropouts, strict=True)):
+            dropout.begin(len(decoder.blocks), self._device)
             boundary = hidden[index].requires_grad_()
             final = decoder.final(boundary)
             micro_loss, gradient = self._loss(final.detach(), micro_batch.labels, scale)
@@ -245,6 +246,8 @@ class Step:
             if part.unit > unit:  # whatever units lie between have no parameters
                 yield part.unit - 1
                 unit = part.unit
+            if part.gradient is None:  # nothing of it took part in this step
+                continue
             place = slice(piece.start, piece.stop)
             update(self._optimizer, part.working[place], state, part.gradient[place], self._hyper, piece.decay)
             if piece is part.pieces[-1]:

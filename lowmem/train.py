@@ -1,5 +1,6 @@
 """The training loop, once: plan, load, step, log, save, report. Both scripts and every experiment call this one."""
 
+import math
 import sys
 import time
 from contextlib import closing
@@ -75,6 +76,9 @@ def run(settings: Settings, stop: StopRequest) -> None:
     plan = make_plan(Shape.of(settings.model, decoder), settings, device.type, precision, ram_free_bytes)
     if settings.plan_only:
         print(plan.describe())
+        if (Path(settings.out) / "settings.json").exists():
+            print(f"{settings.out} holds a run, so its plan.json is left alone", file=sys.stderr)
+            return
         try:
             Path(settings.out).mkdir(parents=True, exist_ok=True)
             write_json(Path(settings.out) / "plan.json", plan.to_dict())
@@ -123,10 +127,13 @@ def train(
     if checkpoint is None:
         store.write(weights)
         decoder.check(config.vocab_size, settings.document_mask)
-        first, eval_first = 0, mean_loss(step, data.evaluation, settings.eval_batches)
+        if (folder / "report.json").exists():
+            log.say(f"report.json, the pictures and model/ in {folder} are an earlier run's until this one ends")
+        first, skipped, eval_first = 0, 0, mean_loss(step, data.evaluation, settings.eval_batches)
     else:
         state = load_checkpoint(checkpoint, store, identity)
         first, step.updates, eval_first = state["step"], state["updates"], state["eval_first"]
+        skipped = state["skipped"]
         loss_scale.load(state["loss_scale"])
         log.say(f"going on from {checkpoint}: {first} of {steps} steps are done")
     if not store.page_lock():
@@ -137,35 +144,41 @@ def train(
 
     def save(done: int) -> None:
         step.flush()
-        state = {"step": done, "updates": step.updates, "loss_scale": loss_scale.state(), "eval_first": eval_first}
+        state = {"step": done, "updates": step.updates, "loss_scale": loss_scale.state()}
+        state |= {"skipped": skipped, "eval_first": eval_first}
         save_checkpoint(folder, store, state | identity, keep_last=settings.keep_last)
         if stop.requested and done < steps:
             raise Stopped(f"stopped by {stop.name} after step {done}; the same command goes on from there")
 
     if stop.requested:
         save(first)
-    warmup, skipped = warmup_updates(settings.warmup_steps, steps), 0
+    warmup = warmup_updates(settings.warmup_steps, steps)
     for done in range(first + 1, steps + 1):
+        if skipped >= SKIPPED_IN_A_ROW:
+            raise LowmemError(f"{skipped} steps in a row had no finite gradient; stopped at step {done - 1}")
         started = time.perf_counter()
         batch = data.train.batch(done - 1)
         rate = learning_rate(
             step.updates, peak=settings.lr, updates=steps, warmup_updates=warmup, schedule=settings.schedule
         )
         result = step(batch, done - 1, rate)
+        evaluating = len(data.evaluation) and (done == steps or done % (settings.eval_every or steps) == 0)
+        saving = done == steps or done % (settings.save_every or steps) == 0
+        if evaluating or saving:
+            step.flush()  # the update belongs to this step's time
         seconds = time.perf_counter() - started
         row = step_row(
             done, done / data.train.steps_per_epoch, batch.trained_tokens, rate, seconds, result, budget.peaks()
         )
-        if len(data.evaluation) and (done == steps or (settings.eval_every and done % settings.eval_every == 0)):
+        if evaluating:
             row["eval_loss"] = mean_loss(step, data.evaluation, settings.eval_batches)
         log.step(row)
         budget.check(f"step {done}")
         skipped = 0 if result.updated else skipped + 1
         if skipped:
             log.say(f"step {done}: the gradient's norm is {result.grad_norm}, so no update was made")
-        if skipped == SKIPPED_IN_A_ROW:
+        if saving or stop.requested or skipped == SKIPPED_IN_A_ROW:
             save(done)
-            raise LowmemError(f"{skipped} steps in a row had no finite gradient; stopped at step {done}")
-        if stop.requested or done == steps or (settings.save_every and done % settings.save_every == 0):
-            save(done)
+    if skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):
+        raise LowmemError(f"the loss of the last step is {log.rows[-1]['loss']}: nothing was exported")
     finish(settings, config, decoder, store, tokenizer, log, budget, plan, eval_first)

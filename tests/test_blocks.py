@@ -387,3 +387,8 @@ def test_the_check_leaves_training_mode_as_it_was(training):
     decoder.check(V)
     assert decoder.model.training is training
     assert all(block.training is training for block in decoder.blocks)
+
+
+def test_leaving_out_whole_blocks_at_random_is_refused():
+    with pytest.raises(InputError, match="layerdrop"):
+        Decoder(build(OPTConfig(**{**FAMILIES["opt"]().to_diff_dict(), "layerdrop": 0.1})))

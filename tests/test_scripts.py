@@ -789,3 +789,42 @@ def test_a_disk_that_is_full_when_a_row_is_written_is_said_in_a_sentence(train, 
     monkeypatch.setattr(RunLog, "step", full)
     assert train(tmp_path / "out") == 1
     assert "No space left on device" in last_line(capsys)
+
+
+def test_a_run_that_gave_up_does_not_end_well_when_it_is_started_again(train, tmp_path, capsys):
+    options = ["--lr", "1e30", "--schedule", "constant", "--steps", "14"]
+    for _ in range(2):
+        assert train(tmp_path / "out", *options) == 1
+        assert "10 steps in a row had no finite gradient; stopped at step" in last_line(capsys)
+        assert not (tmp_path / "out/model").exists() and not (tmp_path / "out/report.json").exists()
+
+
+def test_a_run_whose_last_loss_is_nan_exports_nothing(train, tmp_path, capsys):
+    for _ in range(2):
+        assert train(tmp_path / "out", "--lr", "1e30", "--schedule", "constant", "--steps", "4") == 1
+        assert "nothing was exported" in last_line(capsys)
+        assert not (tmp_path / "out/model").exists()
+
+
+def test_planning_leaves_a_runs_own_plan_alone(train, tmp_path, capsys):
+    assert train(tmp_path / "out") == 0
+    before = (tmp_path / "out/plan.json").read_bytes()
+    assert train(tmp_path / "out", "--plan-only", "--gpu-limit", "20GiB") == 0
+    assert (tmp_path / "out/plan.json").read_bytes() == before
+    assert "left alone" in last_line(capsys)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gpt2", "n_layer": 0},
+        {"model_type": ["gpt2"]},
+        {"model_type": "llama", "vocab_size": 100, "pad_token_id": 100, "num_hidden_layers": 1, "hidden_size": 64},
+    ],
+    ids=lambda config: str(config["model_type"]),
+)
+def test_a_config_that_makes_no_model_is_refused_in_a_sentence(train, tmp_path, capsys, config):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert train(tmp_path / "out", "--model", str(path), "--init", "random", "--plan-only") == 2
+    assert "Traceback" not in last_line(capsys) and not (tmp_path / "out").exists()

@@ -288,3 +288,20 @@ def _thirty_steps(seed: int) -> tuple[list[Batch], list[float]]:
 
 def _pairs(batches: list[Batch]):
     return [(batch.input_ids, batch.labels) for batch in batches]
+
+
+def test_dropout_after_the_blocks_does_not_depend_on_the_schedule(monkeypatch):
+    """No family here has it; a toy that drops out in its final norm."""
+
+    class DroppingNorm(torch.nn.LayerNorm):
+        def forward(self, x):
+            return torch.nn.functional.dropout(super().forward(x), 0.2, self.training)
+
+    model = tiny_model("gpt2", 0.1)
+    norm = DroppingNorm(48)
+    norm.load_state_dict(model.transformer.ln_f.state_dict())
+    model.transformer.ln_f = norm
+    monkeypatch.setattr("test_step.tiny_model", lambda *_: copy.deepcopy(model))
+    batches = make_batches(3)
+    plain = train(batches, **PLAIN)
+    assert train(batches, group=2, segment_blocks=3, recompute=False).differences(plain) == []
