@@ -28,10 +28,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem.documents import Documents, hold_out, read_documents
 from lowmem.errors import InputError
+from lowmem.loss import IGNORED as IGNORED_LABEL
 from lowmem.sources import open_source
 from lowmem.tokenizer import is_byte_level
 
-IGNORED_LABEL = -100
 STREAMED_EVALUATION_ROWS = 1024
 
 

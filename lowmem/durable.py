@@ -6,7 +6,7 @@ of files is written as
 
     entries = {name: write(folder / name, content), ...}       each hashed while it is written, then fsynced
     write_manifest(folder, entries)                            last: a folder without a manifest was never finished
-    flush_folder(folder)
+    flush_path(folder)
 
 and read through `checked`, which hashes what passes by, so that nothing is read twice. The hash is XXH3 of 128 bits
 where xxhash is installed (4 GiB/s on one core), else BLAKE2b (0.8 GiB/s); the manifest says which.
@@ -62,9 +62,9 @@ def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
     write(folder / MANIFEST, [to_json(content | {"own": _HASHES[_HASH](to_json(content)).hexdigest()})])
 
 
-def flush_folder(folder: Path) -> None:
-    """Makes the folder's list of names durable: files made in it, renamed, removed."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush_path(path: Path) -> None:
+    """Puts a file's content on the disk, or a folder's list of names: files made in it, renamed, removed."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from lowmem.durable import flush_path
 from lowmem.errors import LowmemError
 from lowmem.models import build_model, some
 from lowmem.units import MIB, format_size
@@ -59,11 +59,11 @@ def export_model(
         _write_shards(partial, model, shapes, parameters, dtype, shard_bytes)
         _write_descriptions(partial, model, tokenizer, generation_config, dtype, readme)
         for path in (*partial.rglob("*"), partial):
-            _flush(path)
+            flush_path(path)
         if folder.exists():
             folder.rename(previous)
         partial.rename(folder)
-        _flush(folder.parent)
+        flush_path(folder.parent)
     except (OSError, SafetensorError) as error:
         raise LowmemError(f"the export to {folder} failed ({error}); an older export is untouched") from error
     finally:
@@ -156,11 +156,3 @@ def _write_descriptions(
             f"give them a copy of `{source}` under that name.\n"
         )
     (folder / "README.md").write_text(readme, encoding="utf-8")
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,7 +17,7 @@ Killed at any moment, the newest complete checkpoint is the one from before or t
 sweeps the rest away. Bytes that rot later are found by their hash, and the checkpoint before is taken.
 
 RAM: one chunk of 16 MiB. Disk: the whole state (12 bytes per parameter for AdamW over 16-bit weights: XL 17.4 GiB),
-keep_last times, and once more while saving. Time: the disk's own.
+keep_last times, and once more while saving. Time: the disk's own. The copies to and from a GPU have never run on one.
 """
 
 import errno
@@ -34,7 +34,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from lowmem.durable import CHUNK_BYTES, MANIFEST, Damaged, Manifest, flush_folder, to_json, write, write_manifest
+from lowmem.durable import CHUNK_BYTES, MANIFEST, Damaged, Manifest, flush_path, to_json, write, write_manifest
 from lowmem.errors import InputError, LowmemError
 from lowmem.settings import FIELD_NAMES, option_name
 from lowmem.store import Part, Store
@@ -95,12 +95,12 @@ def save_checkpoint(folder: Path, store: Store, state: dict, *, keep_last: int) 
         entries = {_file_name(part): write(temporary / _file_name(part), _file_content(part)) for part in store.parts}
         entries[_STATE] = write(temporary / _STATE, [to_json(state)])
         write_manifest(temporary, entries)
-        flush_folder(temporary)
+        flush_path(temporary)
         if final.exists():  # no rename replaces a folder; killed in between, _sweep puts the old one back
             os.rename(final, root / (_ASIDE + final.name))
         os.rename(temporary, final)
-        flush_folder(root)
-        flush_folder(folder)
+        flush_path(root)
+        flush_path(folder)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if not isinstance(error, OSError):

@@ -25,7 +25,7 @@ AHEAD = 2
 
 
 class Piece(Protocol):
-    """What the ring needs to know of a piece: where its state lies (`None` home slots mean: on the device already)."""
+    """What the ring needs to know of a piece: its state, and whether that lies in RAM or on the device already."""
 
     state: State
     streamed: bool
