@@ -28,13 +28,13 @@ import torch
 from torch import Tensor
 
 from lowmem import recompute
-from lowmem.adam import Hyperparameters, Optimizer, update
+from lowmem.adam import CPU_SLICE, Hyperparameters, Optimizer, update
 from lowmem.blocks import Decoder, Extra
 from lowmem.loss import linear_cross_entropy
 from lowmem.precision import LossScale
 from lowmem.recompute import Dropout, Saved
-from lowmem.store import Part, Store
-from lowmem.streaming import Ring
+from lowmem.store import Part, Piece, Store
+from lowmem.streaming import Ring, State
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,7 @@ class Step:
             losses += group_losses
             gradients += group_gradients
         for index, micro_batch in enumerate(micro_batches):
-            hidden, _ = self._embed(micro_batch, dropouts[index])
-            hidden.backward(gradients[index])
+            self._embed_backward(micro_batch, dropouts[index], gradients[index])
             gradients[index] = None
         norm = self._norm()
         updated = math.isfinite(norm)
@@ -153,46 +152,72 @@ class Step:
         self, micro_batches: Sequence, dropouts: Sequence[Dropout], scale: float
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Per micro-batch: the loss, summed over tokens, and the gradient for the first block's input."""
-        decoder, last_unit = self._decoder, len(self._decoder.units) - 1
-        hidden: list[Tensor] = []
-        extras: list[list[Extra]] = []
+        # No loop may leave a tensor in a variable of its own: it would live until the group is done.
         self._update_through(0)
-        for micro_batch, dropout in zip(micro_batches, dropouts, strict=True):
-            with torch.no_grad():
-                embedded, extra = self._embed(micro_batch, dropout)
-            hidden.append(embedded)
-            extras.append(extra)
+        embedded = [self._embed(*pair) for pair in zip(micro_batches, dropouts, strict=True)]
+        hidden = [first for first, _ in embedded]
+        extras = [extra for _, extra in embedded]
+        del embedded
 
         saved: list[list[Saved]] = [[] for _ in micro_batches]
         for segment in self.segments:
             self._update_through(segment.stop)  # unit 0 is the embedding, so block i is unit i + 1
             for index, dropout in enumerate(dropouts):
-                hidden[index], kept = recompute.forward(
-                    decoder, segment, hidden[index], extras[index], dropout, self.schedule.recompute
-                )
+                hidden[index], kept = self._segment_forward(segment, hidden[index], extras[index], dropout)
                 saved[index].append(kept)
+        del kept
 
-        self._update_through(last_unit)
+        self._update_through(len(self._decoder.units) - 1)
         losses: list[Tensor] = []
         for index, (micro_batch, dropout) in enumerate(zip(micro_batches, dropouts, strict=True)):
-            dropout.begin(len(decoder.blocks), self._device)
-            boundary = hidden[index].requires_grad_()
-            final = decoder.final(boundary)
-            micro_loss, gradient = self._loss(final.detach(), micro_batch.labels, scale)
-            final.backward(gradient.view_as(final).to(final.dtype))
-            hidden[index] = boundary.grad  # from here on `hidden` is the gradient on its way down
+            # from here on `hidden` is the gradient on its way down
+            micro_loss, hidden[index] = self._head(hidden[index], micro_batch.labels, dropout, scale)
             losses.append(micro_loss)
 
         for segment in reversed(self.segments):
             for index, dropout in enumerate(dropouts):
-                hidden[index] = recompute.backward(
-                    decoder, segment, saved[index].pop(), extras[index], dropout, hidden[index]
+                hidden[index] = self._segment_backward(
+                    segment, saved[index].pop(), extras[index], dropout, hidden[index]
                 )
         return losses, hidden
 
+    # What a step spends its time in. The simulator runs each of these once per shape and then replays it.
+
     def _embed(self, micro_batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
+        """The first block's input [B, T, D] and the blocks' extra arguments."""
         dropout.begin(-1, self._device)
-        return self._decoder.embed(micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids)
+        with torch.no_grad():
+            return self._decoder.embed(micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids)
+
+    def _segment_forward(
+        self, segment: range, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
+    ) -> tuple[Tensor, Saved]:
+        return recompute.forward(self._decoder, segment, hidden, extras, dropout, self.schedule.recompute)
+
+    def _head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float) -> tuple[Tensor, Tensor]:
+        """Loss of one micro-batch, summed over tokens, and the gradient for the last block's output [B, T, D]."""
+        dropout.begin(len(self._decoder.blocks), self._device)
+        boundary = hidden.requires_grad_()
+        final = self._decoder.final(boundary)
+        loss, gradient = self._loss(final.detach(), labels, scale)
+        final.backward(gradient.view_as(final).to(final.dtype))
+        return loss, boundary.grad
+
+    def _segment_backward(
+        self, segment: range, saved: Saved, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
+    ) -> Tensor:
+        return recompute.backward(self._decoder, segment, saved, extras, dropout, gradient)
+
+    def _embed_backward(self, micro_batch, dropout: Dropout, gradient: Tensor) -> None:
+        dropout.begin(-1, self._device)
+        hidden, _ = self._decoder.embed(micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids)
+        hidden.backward(gradient)
+
+    def _update(self, piece: Piece, state: State) -> None:
+        at_once = CPU_SLICE if self._device.type == "cpu" else None
+        place = slice(piece.start, piece.stop)
+        working, gradient = piece.part.working[place], piece.part.gradient[place]
+        update(self._optimizer, working, state, gradient, self._hyper, piece.decay, at_once)
 
     def _loss(self, final: Tensor, labels: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor | None]:
         """Chunked cross-entropy of `final` [B, T, D]; with `scale`, gradients too."""
@@ -248,8 +273,7 @@ class Step:
                 unit = part.unit
             if part.gradient is None:  # nothing of it took part in this step
                 continue
-            place = slice(piece.start, piece.stop)
-            update(self._optimizer, part.working[place], state, part.gradient[place], self._hyper, piece.decay)
+            self._update(piece, state)
             if piece is part.pieces[-1]:
                 part.gradient = None
         yield len(self._decoder.units) - 1

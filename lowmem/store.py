@@ -11,7 +11,7 @@ state (adam.py) on the device or in RAM.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,7 @@ class Part:
         *,
         decay: bool,
         streamed: bool,
+        host_tensor: Callable[[int, torch.dtype], Tensor],
     ):
         self.name, self.unit = name, unit
         self.gradient: Tensor | None = None
@@ -108,13 +109,24 @@ class Store:
     """All parts of a decoder; making it gives the decoder's parameters (on the meta device until then) their storage.
 
     The first `resident_units` of the decoder's units keep their state on the device: they are needed first in the
-    forward pass and their gradients are final last, so streaming them would overlap least. The rest is streamed.
+    forward pass and their gradients are final last, so streaming them would overlap least. The rest is streamed, and
+    lies where `host_tensor` puts it.
     """
 
     def __init__(
-        self, decoder: Decoder, device: torch.device, dtype: torch.dtype, optimizer: Optimizer, resident_units: int
+        self,
+        decoder: Decoder,
+        device: torch.device,
+        dtype: torch.dtype,
+        optimizer: Optimizer,
+        resident_units: int,
+        host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor,
     ):
         self.parameter_count = sum(p.numel() for p in decoder.model.parameters())
+        holders: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied weight has several
+        for module in decoder.model.modules():
+            for name, parameter in module._parameters.items():
+                holders.setdefault(id(parameter), []).append((module, name))
         self.parts: list[Part] = []
         for index, unit in enumerate(decoder.units):
             for kind, chosen in (
@@ -132,11 +144,13 @@ class Store:
                     optimizer,
                     decay=kind == "matrices",
                     streamed=index >= resident_units,
+                    host_tensor=host_tensor,
                 )
                 self.parts.append(part)
                 for name, parameter in chosen.items():
                     unit.parameters[name] = nn.Parameter(part.view(part.working, name))
-                    _replace_parameter(decoder.model, parameter, unit.parameters[name])
+                    for module, place in holders[id(parameter)]:
+                        module._parameters[place] = unit.parameters[name]
         self.pieces = [piece for part in self.parts for piece in part.pieces]
         self.device = device
         self._part_of = {name: part for part in self.parts for name in part.names()}
@@ -168,11 +182,3 @@ class Store:
         for part in self.parts:
             for name in part.names():
                 yield name, part.master(name)
-
-
-def _replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """`new` in every place where the model holds `old`: a tied weight has several."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is old:
-                module._parameters[name] = new

@@ -80,7 +80,7 @@ class Ring:
             {name: torch.empty(entries, dtype=dtype, device=device) for name, (entries, dtype) in largest.items()}
             for _ in range(AHEAD + 1)
         ]
-        self._copies = _CudaCopies(device) if device.type == "cuda" else _SynchronousCopies()
+        self.copies = _CudaCopies(device) if device.type == "cuda" else _SynchronousCopies()
 
     @property
     def slot_bytes(self) -> int:
@@ -97,16 +97,16 @@ class Ring:
         used = 0
         for piece in pieces:
             while fetched < min(used + AHEAD + 1, len(streamed)):
-                self._copies.fetch(fetched % len(self._slots), streamed[fetched].state, self._slot(fetched, streamed))
+                self.copies.fetch(fetched % len(self._slots), streamed[fetched].state, self._slot(fetched, streamed))
                 fetched += 1
             if not piece.streamed:
                 yield piece, piece.state
                 continue
             slot = used % len(self._slots)
             state = self._slot(used, streamed)
-            self._copies.wait_fetched(slot)
+            self.copies.wait_fetched(slot)
             yield piece, state
-            self._copies.write_back(slot, state, piece.state)
+            self.copies.write_back(slot, state, piece.state)
             used += 1
 
     def _slot(self, index: int, streamed: list[Piece]) -> State:
@@ -115,7 +115,7 @@ class Ring:
 
     def synchronize(self) -> None:
         """Returns when everything written back has arrived in RAM."""
-        self._copies.synchronize()
+        self.copies.synchronize()
 
 
 class _SynchronousCopies:

@@ -23,6 +23,10 @@ TECHNIQUES = {
     "adam": {"lowmem.precision", "bitsandbytes"},
     "streaming": set(),
     "budget": {"psutil"},
+    "clock": set(),
+    "trace": {"lowmem.clock"},
+    "cards": {"lowmem.streaming"},
+    "cuda_ops": set(),
 }
 EVERY_TECHNIQUE = {"torch", "lowmem.units", "lowmem.errors"}
 OPTIONAL_PACKAGES = {"wandb", "bitsandbytes", "datasets", "matplotlib", "pyarrow"}

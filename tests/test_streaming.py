@@ -55,8 +55,8 @@ class RecordedCopies(streaming._SynchronousCopies):
 
 def recorded(pieces: list[Piece]) -> tuple[Ring, RecordedCopies]:
     ring = Ring(CPU, pieces)
-    ring._copies = RecordedCopies()
-    return ring, ring._copies
+    ring.copies = RecordedCopies()
+    return ring, ring.copies
 
 
 # --- the ring ---
@@ -340,7 +340,7 @@ def update_on_fake_device(seed: int, passes: int, copies=None) -> list[list]:
     pieces = [Piece({"m": Cell([index])}, streamed=True) for index in range(8)]
     ring = Ring(CPU, [])
     ring._slots = [{"m": Cell()} for _ in range(AHEAD + 1)]
-    ring._copies = (copies or streaming._CudaCopies)(CPU)
+    ring.copies = (copies or streaming._CudaCopies)(CPU)
     for number in range(passes):
         for index, (_, state) in enumerate(ring.pass_over(pieces)):
 
