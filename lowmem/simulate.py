@@ -92,12 +92,13 @@ class StepCase:
 
 @dataclass(frozen=True)
 class Recording:
-    """`seconds`: of a step in the long run; `waiting_seconds`: what of it the GPU waits for copies; `streamed_bytes`:
-    states that lie in RAM."""
+    """`seconds`: of a step in the long run; `waiting_seconds`: what of it the GPU waits for copies; `state_bytes`:
+    of the optimizer, by unit; `streamed_bytes`: what of that lies in RAM."""
 
     tape: Tape
     seconds: float
     waiting_seconds: float
+    state_bytes: tuple[int, ...]
     streamed_bytes: int
 
 
@@ -140,8 +141,10 @@ def record_step(decoder: Decoder, case: StepCase, target: Target, known: dict | 
         seconds = recorder.clock.host - began
         waiting = copies.exposed_seconds - waited if copies else 0.0
         step.flush()
-    streamed = sum(tensor.nbytes for part in store.parts if part.streamed for tensor in part.state.values())
-    return Recording(recorder.tape, seconds, waiting, streamed)
+    state_bytes = [0] * len(decoder.units)
+    for part in store.parts:
+        state_bytes[part.unit] += sum(tensor.nbytes for tensor in part.state.values())
+    return Recording(recorder.tape, seconds, waiting, tuple(state_bytes), sum(state_bytes[case.resident_units :]))
 
 
 def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool = True) -> Memory:
@@ -225,6 +228,22 @@ class _SimulatedStep(Step):
         for part in self._store.parts:
             self._parts[part.unit].append(part)
         self._ends = self._parts[0] + self._parts[-1]  # what embeddings and head may add to
+
+    def _group(self, micro_batches: Sequence[Batch], dropouts: Sequence[Dropout], scale: float):
+        run = super()._group
+        if self._updated < len(self._decoder.units):  # updates wait in the ring, whose state is not the recorder's
+            return run(micro_batches, dropouts, scale)
+        key = (
+            "group",
+            len(dropouts),
+            micro_batches[0].input_ids.shape,
+            self.schedule.segment_blocks,
+            self.schedule.recompute,
+        )
+        arguments = [t for micro_batch in micro_batches for t in vars(micro_batch).values() if t is not None]
+        return self._once(
+            key, "group", lambda: run(micro_batches, dropouts, scale), self._store.parts, arguments=arguments
+        )
 
     def _embed(self, micro_batch: Batch, dropout: Dropout):
         key = ("embed", micro_batch.input_ids.shape)

@@ -56,18 +56,43 @@ class Tape:
             for storage, size, name in chunk.operations:
                 yield (base + storage if storage >= 0 else earlier - 1 - storage), size, name
 
-    def peak_bytes(self) -> int:
-        """The most that lived at once, sizes as asked for."""
-        sizes: dict[int, int] = {}
+    def peak_bytes(self, rounding: int = 1) -> int:
+        """The most that lived at once, every size rounded up to a multiple of `rounding`. Operations that stand on the
+        tape many times are looked at once."""
+        sizes: dict[int, int] = {}  # of what is alive between two chunks
+        summaries: dict[tuple[int, bool], tuple[int, int, list]] = {}
         now = peak = 0
-        for storage, size, _ in self:
-            if size == FREED:
-                now -= sizes.pop(storage)
-            else:
-                sizes[storage] = size
-                now += size
-                peak = max(peak, now)
+        for chunk in self.chunks:
+            key = id(chunk.operations), bool(chunk.base)
+            if not chunk.base or key not in summaries:
+                summaries[key] = _summary(chunk, sizes, rounding)
+            change, highest, survivors, spent = summaries[key]
+            peak = max(peak, now + highest)
+            now += change
+            for storage, size in survivors:
+                sizes[chunk.base + storage] = size
+            for storage in spent:
+                del sizes[chunk.base + storage if storage >= 0 else chunk.earlier_base - 1 - storage]
         return peak
+
+
+def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
+    """Of a chunk: bytes at its end and at its highest point, above those at its beginning; which storages, with their
+    sizes, it leaves behind; and which of those that were there it frees."""
+    own: dict[int, int] = {}
+    spent = []
+    now = highest = 0
+    for storage, size, _ in chunk.operations:
+        if size != FREED:
+            own[storage] = -(-size // rounding) * rounding
+            now += own[storage]
+            highest = max(highest, now)
+        elif storage in own:
+            now -= own.pop(storage)
+        else:
+            spent.append(storage)
+            now -= sizes[chunk.base + storage if storage >= 0 else chunk.earlier_base - 1 - storage]
+    return now, highest, list(own.items()), spent
 
 
 @dataclass
@@ -87,6 +112,15 @@ class Region:
         if earlier is None or not earlier.base <= storage < earlier.base + earlier.count:
             raise AssertionError("a region that is to be replayed freed a storage that was born before it")
         return -1 - (storage - earlier.base)
+
+
+@dataclass
+class _Open:
+    """A region that is being recorded: what its storages are called, and where on the tape it begins."""
+
+    region: Region
+    name: str
+    first_chunk: int
 
 
 @dataclass(frozen=True)
@@ -117,8 +151,8 @@ class Recorder(TorchDispatchMode):
         self._births: dict[int, tuple[list[Operation], int]] = {}  # where the birth of a live storage is written
         self._held: set[int] = set()  # storages whose end a replay will write
         self._threads: set[int] = set()  # those that have a workspace
-        self._region: Region | None = None
-        self._region_name = ""
+        self._open: list[_Open] = []
+        self._sum: tuple[torch.UntypedStorage, dict] | None = None  # of two gradients, when it has just been made
         self._paused = False
         self._ended = False
         self._begin_chunk()
@@ -147,29 +181,44 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def region(self, name: str, earlier: Region | None = None) -> Iterator[Region]:
-        """Records a region, whose storages are called `name`. It may free what is born in it or was born in `earlier`,
-        nothing else: AssertionError."""
+        """Records a region, whose storages are called `name`; regions may lie within regions. It may free what is born
+        in it or was born in `earlier`, nothing else: AssertionError."""
+        self._settle()
         region = Region(self._count)
-        self._region, self._region_name = region, name
-        self.tape.chunks.append(Chunk(region.operations, region.base, earlier.base if earlier else 0, self.clock.gpu))
-        self._operations = region.operations
+        self._begin_chunk()
+        opened = _Open(region, name, len(self.tape.chunks) - 1)
+        self._open.append(opened)
         try:
             yield region
         finally:
-            self._region = None
+            self._settle()
+            self._open.pop()
+            chunks = self.tape.chunks[opened.first_chunk :]
             self._begin_chunk()
         region.count = self._count - region.base
-        # in place: the chunk and the births refer to this list
+        if len(chunks) == 1:  # in place: that the births stand in this list is noted
+            region.operations = chunks[0].operations
+        else:
+            region.operations = list(Tape(chunks))
         region.operations[:] = [(region._relative(n, earlier), size, name) for n, size, name in region.operations]
+        if len(chunks) == 1:
+            earlier_base = earlier.base if earlier else 0
+            chunk = Chunk(region.operations, region.base, earlier_base, chunks[0].seconds)
+            self.tape.chunks[opened.first_chunk] = chunk
+        for outer in self._open:
+            outer.region.threads |= region.threads
 
     def replay(self, region: Region, earlier_base: int = 0) -> int:
         """Puts `region` on the tape once more; the number of the first storage born in it."""
+        self._settle()
         base = self._count
         self._count += region.count
         for thread in sorted(region.threads):
             self._need_workspace(thread)
+        for outer in self._open:
+            outer.region.threads |= region.threads
         self.tape.chunks.append(Chunk(region.operations, base, earlier_base, self.clock.gpu))
-        self.clock.advance(region.span)
+        self._advance(region.span)
         self._begin_chunk()
         return base
 
@@ -177,11 +226,12 @@ class Recorder(TorchDispatchMode):
         """The number of the storage of `tensor`; None for one that this record has not seen."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
-    def note(self, tensor: Tensor, name: str) -> None:
-        """Takes a storage that was there before as one that is born now."""
+    def note(self, tensor: Tensor, name: str | None = None) -> None:
+        """Takes the storage of `tensor`, if it is not known yet, as one that is born now."""
+        self._settle()
         storage = tensor.untyped_storage()
         if storage.device.type == "meta" and storage._cdata not in self._numbers:
-            self._bind(storage, self._born(storage.nbytes(), name))
+            self._bind(storage, self._born(storage.nbytes(), name or self._name()))
 
     def stand_in(self, size: int, number: int, *, held: bool = False) -> torch.UntypedStorage:
         """A storage of `size` bytes for the one numbered `number` that a replay has put on the tape. Its end is written
@@ -211,27 +261,32 @@ class Recorder(TorchDispatchMode):
         machine = self.machine
         thread = FORWARD if torch._C._current_graph_task_id() == -1 else BACKWARD
         if func in machine.products:
-            if self._region is not None:
-                self._region.threads.add(thread)
+            for opened in self._open:
+                opened.region.threads.add(thread)
             self._need_workspace(thread)
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage.device.type == "meta" and storage._cdata not in self._numbers:
-                    self._bind(storage, self._born(storage.nbytes(), self._name()))
-        for size in machine.hidden_bytes(func, args, kwargs, result):
-            self._freed(self._born(size, "inside_operations"))
+        self._settle()
+        if func is _aten.add.Tensor and thread == BACKWARD and torch._C._current_autograd_node() is None:
+            sizes = {self.number_of(t): t.untyped_storage().nbytes() for t in args if isinstance(t, Tensor)}
+            self._sum = result.untyped_storage(), sizes
+        else:
+            for tensor in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(tensor, Tensor):
+                    self.note(tensor)
+        for number in [
+            self._born(size, "inside_operations") for size in machine.hidden_bytes(func, args, kwargs, result)
+        ]:
+            self._freed(number)
         span = Span.of_operation(machine.host_seconds[thread], machine.seconds(func, args, kwargs, result))
         self._advance(span)
 
     def _advance(self, span: Span) -> None:
         self.clock.advance(span)
-        if self._region is not None:
-            self._region.span = self._region.span.then(span)
+        for opened in self._open:
+            opened.region.span = opened.region.span.then(span)
 
     def _name(self) -> str:
-        if self._region is not None:
-            return self._region_name
+        if self._open:
+            return self._open[-1].name
         frame = sys._getframe(3)
         while frame is not None:
             name = self._name_of(frame)
@@ -239,6 +294,15 @@ class Recorder(TorchDispatchMode):
                 return name
             frame = frame.f_back
         return "other"
+
+    def _settle(self) -> None:
+        """Autograd adds a second gradient into the first one if nothing else holds that, but never so under a dispatch
+        mode (accumulate in input_buffer.cpp). Nothing else held it if it dies right after; if something else happens
+        first, the sum is a storage of its own."""
+        if self._sum is not None:
+            storage, _ = self._sum
+            self._sum = None
+            self._bind(storage, self._born(storage.nbytes(), self._name()))
 
     def _bind(self, storage: torch.UntypedStorage, number: int) -> None:
         self._numbers[storage._cdata] = number
@@ -255,6 +319,13 @@ class Recorder(TorchDispatchMode):
         number = self._numbers.pop(address)
         if self._ended:
             return
+        if self._sum is not None:
+            storage, operands = self._sum
+            if operands.get(number) == storage.nbytes():
+                self._sum = None
+                self._bind(storage, number)
+                return
+            self._settle()
         if number in self._held:
             self._held.remove(number)
         else:
@@ -268,9 +339,11 @@ class Recorder(TorchDispatchMode):
         """Written before the region that needs it: it happens once, and a region is replayed."""
         if thread not in self._threads and self.machine.workspace_bytes:
             workspace = (_FIRST_WORKSPACE + thread, self.machine.workspace_bytes, "workspaces")
-            place = len(self.tape.chunks) - (self._region is not None)
+            place = self._open[0].first_chunk if self._open else len(self.tape.chunks)
             self.tape.chunks.insert(place, Chunk([workspace], 0, 0, self.clock.gpu))
-            if self._region is None:
+            for opened in self._open:
+                opened.first_chunk += 1
+            if not self._open:
                 self._begin_chunk()
         self._threads.add(thread)
 
