@@ -97,6 +97,16 @@ def ram_peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def ram_now_bytes() -> int:
+    """This process's resident set at this moment."""
+    try:
+        return int((_PROC / "self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        import psutil
+
+        return psutil.Process().memory_info().rss
+
+
 def ram_available_bytes() -> tuple[int, str]:
     """How much RAM this process may still take, and what says so: the machine's free memory, or the smallest of the
     limits of the control groups it is in (containers, batch systems) less what they already use."""

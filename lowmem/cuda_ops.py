@@ -33,6 +33,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -52,8 +53,9 @@ class Gpu:
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Inside `with CudaFunctions(capability):` functions of meta tensors run the operators that CUDA would choose,
-    its cuDNN attention switched off. Functions that do not differ, and other devices, are left alone."""
+    """Inside `with CudaFunctions(capability):` functions of tensors without data (on meta, or FakeTensors of any
+    device) run the operators that CUDA would choose, its cuDNN attention switched off. Functions that do not differ, and
+    tensors with data, are left alone."""
 
     def __init__(self, capability: Capability):
         super().__init__()
@@ -71,6 +73,10 @@ class CudaFunctions(TorchFunctionMode):
         replacement = self._replacements.get(func)
         result = NotImplemented if replacement is None else replacement(*args, **kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
+
+
+def _without_data(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def attention_kernel(
@@ -121,7 +127,7 @@ def _attention(
     capability, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
     """native/transformers/attention.cpp (recent)."""
-    if not query.is_meta:
+    if not _without_data(query):
         return NotImplemented
     kernel = attention_kernel(capability, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if kernel == "flash":
@@ -177,14 +183,14 @@ def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable
 
 def _dropout(input, p=0.5, training=True, inplace=False):
     """native/Dropout.cpp (recent): one operator that saves a mask of bools; in place, noise of the input's dtype."""
-    if not (input.is_meta and training and not inplace and 0 < p < 1 and input.numel()):
+    if not (_without_data(input) and training and not inplace and 0 < p < 1 and input.numel()):
         return NotImplemented
     return torch.native_dropout(input, p, True)[0]
 
 
 def _softmax(input, dim, dtype=None):
     """native/SoftMax.cpp (main): fp16 to fp32 inside the kernel. Not so for bf16."""
-    if not (input.is_meta and input.dtype is torch.float16 and dtype is torch.float32 and dim is not None):
+    if not (_without_data(input) and input.dtype is torch.float16 and dtype is torch.float32 and dim is not None):
         return NotImplemented
     return _aten._softmax(input, dim, True)
 

@@ -5,8 +5,6 @@ import os
 import torch
 
 from lowmem.errors import InputError
-from lowmem.precision import resolve_precision
-from lowmem.settings import Settings
 
 
 def set_environment() -> None:
@@ -40,15 +38,6 @@ def select_device(wanted: str) -> torch.device:
             f"has {' '.join(built)}. Cards before Turing need a CUDA 12.6 build of PyTorch 2.11 to 2.13"
         )
     return device
-
-
-def planned(settings: Settings) -> tuple[torch.device, str]:
-    """The device and the precision that `--plan-only` plans for: a GPU that has bf16, whether or not there is one here,
-    unless something else was asked for."""
-    device = torch.device("cpu" if settings.device == "cpu" else "cuda")
-    if device.type == "cuda" and settings.precision == "auto":
-        return device, "bf16"
-    return device, resolve_precision(settings.precision, device)
 
 
 def make_deterministic(device: torch.device) -> None:

@@ -102,6 +102,7 @@ class RunLog:
         self._text.writelines(f"{sentence}\n" for sentence in self._said)
         self._tokens = sum(row["tokens"] for row in self.rows)
         self._last_step = last_step
+        self._predicted = plan.get("predicted", {})
         self._step_ms: deque[float] = deque(maxlen=_ETA_OVER)
         self._bar = tqdm(
             total=last_step, initial=first_step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True,
@@ -155,7 +156,9 @@ class RunLog:
         parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
         for name, key in (("GPU", "gpu_reserved_peak_bytes"), ("RAM", "ram_peak_bytes")):
             if row[key] is not None:
-                parts.append(f"{name} {format_size(row[key])}")
+                predicted = self._predicted.get(key)
+                of_plan = f" ({100 * row[key] / predicted:.0f}% of the plan)" if predicted else ""
+                parts.append(f"{name} {format_size(row[key])}{of_plan}")
         seconds_left = round(statistics.median(self._step_ms) / 1000 * (self._last_step - row["step"]))
         hours, rest = divmod(seconds_left, 3600)
         parts.append(f"{hours}:{rest // 60:02d}:{rest % 60:02d} left")

@@ -23,7 +23,10 @@ from transformers import (
     __version__,
 )
 
+from lowmem.blocks import Decoder
 from lowmem.errors import InputError
+from lowmem.precision import WORKING_DTYPES, cast_explicitly
+from lowmem.recompute import fuse_gelu
 
 GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
     "gpt2": (12, 768, 12),
@@ -200,6 +203,16 @@ def build_model(config: PretrainedConfig) -> PreTrainedModel:
     if state := model.state_dict().keys() - names:
         raise InputError(f"{type(model).__name__} keeps state in buffers ({some(sorted(state))}): not supported here")
     return model.train()
+
+
+def make_decoder(config: PretrainedConfig, precision: str, residual: str) -> Decoder:
+    """The decoder of `config` without weights, ready for a working precision ("bf16", "fp16", "fp32"); `residual`:
+    "fp32" or "16bit", of the residual stream."""
+    model = build_model(config)
+    fuse_gelu(model)
+    if precision != "fp32":
+        cast_explicitly(model, torch.float32 if residual == "fp32" else WORKING_DTYPES[precision])
+    return Decoder(model)
 
 
 @contextmanager

@@ -151,6 +151,8 @@ GROUPS = {
         Option("ram_limit_bytes", "SIZE", optional("none", parse_size), "hard cap of RAM, page-locked memory included; "
                "none: no cap", "ram-limit-bytes cpu-memory-limit max-cpu-memory host-memory-limit", "none"),
         Option("plan_only", "on|off", switch, "print the plan and both predicted peaks, train nothing", "dry-run"),
+        Option("gpu", "CARD", text, "plan for this card (rtx3060, t4, ...) and for no more memory than it has, instead "
+               "of for the one that is here", "", "the card here"),
         Option("micro_batch", "N|auto", optional("auto", integer), "sequences that go through the model at once",
                "per-device-train-batch-size micro-batch-size device-batch-size", AUTO),
         Option("group", "N|auto", optional("auto", integer), "micro-batches that pass a segment before the next "

@@ -1,303 +1,354 @@
-"""Settings and a model's shape in, a plan out: how the step is laid out, and what it will take.
+"""Settings and a model's config in, a plan out: how the step is laid out, what it will take, and how long.
 
-This first planner makes one fixed choice and says by arithmetic what it needs; it does not search and does not time.
+The plan is a prediction about the code that trains, not a formula beside it: search.py tries layouts of the step in a
+simulation of it (simulate.py) and takes the fastest whose run completes under both caps. No weights are loaded and no
+GPU is needed. fp32 moments are preferred; 8-bit ones are only taken where they were asked for, or where nothing exact
+fits into RAM, and the plan says so. It depends on the kind of card and on the versions of torch and transformers, which
+it names.
 
-    recompute     on, a block at a time (off on the CPU where all activations fit in a quarter of the free RAM)
-    micro-batch   the largest power of two that divides the batch, holds at most 4,096 tokens and fits
-    group         1: ordinary accumulation
-    residual      fp32, unless asked for in 16 bit: tests/test_step.py measures what that does to the loss
-    states        fp32; resident on the GPU for as many units as the cap leaves room for, from the embeddings on, and
-                  streamed from RAM for the others. On the CPU everything is in RAM
+    GPU   the simulated run, and MARGIN_BYTES left free
+    RAM   streamed states, and the process: what it holds now, and what training adds to that
 
-Bytes on the GPU, for N parameters of which R are resident, B sequences per step in micro-batches of b, T tokens, width
-D, L blocks, w bytes per working number (2 in 16 bit) and r per number of the residual stream (2 or 4):
+On the CPU there is no choice to make for speed: the largest micro-batch of at most 4,096 tokens that fits, and
+recompute unless all activations fit into a quarter of the free RAM. The simulated peak is then RAM's.
 
-    working weights w N   gradients 4 N   resident states s R   staging ring 3 s PIECE   boundaries r b T D (L + 1)
-    gradients of the first block's input r B T D   one block's activations   the loss's chunk   workspaces
-
-On the CPU: the first two, s N, the activations, and the process itself.
+The micro-batch changes the bits of the result. So it never depends on what happens to be free or on a stopwatch: the
+same command on the same machine takes the same one.
 """
 
 import argparse
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from importlib.util import find_spec
 
 import torch
 
-from lowmem.adam import OPTIMIZERS, Optimizer, state_layout
+from lowmem.adam import OPTIMIZERS
 from lowmem.blocks import Decoder
+from lowmem.budget import CONTEXT_BYTES, ram_now_bytes
+from lowmem.cards import CARDS, Card, card_named, card_of_name_reported
+from lowmem.device import set_environment
 from lowmem.errors import InputError, LowmemError, PlanError
-from lowmem.loss import CHUNK_TOKENS
+from lowmem.models import check_tokens, load_config, make_decoder
 from lowmem.precision import WORKING_DTYPES
+from lowmem.search import SEGMENTS, Choices, Found, Room, Simulations, fastest, smallest_room
 from lowmem.settings import Settings
+from lowmem.simulate import Recording, StepCase, cpu_target, gpu_target, named_at_peak
 from lowmem.step import Schedule
-from lowmem.store import PIECE
-from lowmem.streaming import AHEAD
 from lowmem.units import GIB, MIB, format_size, parse_size
 
-MICRO_BATCH_TOKENS = 4096
-PROCESS_BYTES = {"cuda": 2 * GIB, "cpu": 640 * MIB}  # interpreter, libraries, CUDA's host side, data; assumed
-WORKSPACE_BYTES = 2 * 33 * MIB  # cuBLAS at :4096:8 and cuBLASLt, per handle: the autograd thread has its own
-RESERVE_BYTES = 256 * MIB  # what the arithmetic does not see: attention's scratch, rounding, fragments
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the arithmetic needs to know of a decoder."""
-
-    name: str
-    parameters: int
-    unit_parameters: tuple[int, ...]
-    width: int
-    inner_width: int
-    vocabulary: int
-
-    @classmethod
-    def of(cls, name: str, decoder: Decoder) -> "Shape":
-        """Of a decoder whose parameters may be on the meta device."""
-        units = tuple(sum(p.numel() for p in unit.parameters.values()) for unit in decoder.units)
-        widest = max((max(p.shape) for p in decoder.blocks[0].parameters() if p.dim() == 2), default=0)
-        width = decoder.model.config.get_text_config().hidden_size
-        return cls(name, sum(units), units, width, widest, decoder.head_weight.shape[0])
+MARGIN_BYTES = 64 * MIB  # of the GPU's cap: small temporaries that are not simulated; not yet measured on a GPU
+CUDA_PROCESS_BYTES = 2 * GIB  # interpreter, libraries, CUDA's host side, data, where there is no GPU here; assumed
+TRAINING_BYTES = 256 * MIB  # what the process takes on top of what it holds when the plan is made: data, buffers
+CPU_MICRO_BATCH_TOKENS = 4096
+STATE_BITS = {"adamw": 32, "adamw8bit": 8, "sgd": 0}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule, how many units keep their state on the device, and the predicted bytes by name."""
+    """A layout of the step and what the simulation says of it. `card`: None on the CPU; GPU figures are None there."""
 
-    shape: Shape
+    model: str
+    parameters: int
+    units: int
     settings: Settings
     device: str
     precision: str
+    card: Card | None
+    optimizer: str
     schedule: Schedule
     resident_units: int
+    gpu_limit_bytes: int | None
+    gpu_allocated_peak_bytes: int | None
+    gpu_reserved_peak_bytes: int | None
     gpu_breakdown: dict[str, int]
     ram_breakdown: dict[str, int]
-
-    @property
-    def gpu_bytes(self) -> int | None:
-        return sum(self.gpu_breakdown.values()) if self.device == "cuda" else None
+    step_seconds: float | None
+    waiting_seconds: float | None
+    timeline: list[tuple[float, int, int]] = field(repr=False)
 
     @property
     def ram_bytes(self) -> int:
         return sum(self.ram_breakdown.values())
 
-    @property
-    def fits(self) -> bool:
-        ram_limit = self.settings.ram_limit_bytes
-        return self.gpu_fits and (ram_limit is None or self.ram_bytes <= ram_limit)
-
-    @property
-    def gpu_fits(self) -> bool:
-        limit = self.settings.gpu_limit_bytes
-        return self.gpu_bytes is None or limit is None or self.gpu_bytes <= limit
-
     def to_dict(self) -> dict:
         """plan.json's content."""
-        state_bits = {"adamw": 32, "adamw8bit": 8, "sgd": 0}[self.settings.optimizer]
         return {
-            "fits": self.fits,
-            "model": self.shape.name,
-            "parameters": self.shape.parameters,
+            "fits": True,
+            "model": self.model,
+            "parameters": self.parameters,
             "tokens_per_step": self.settings.batch * self.settings.seq,
-            "limits": {"gpu_bytes": self.settings.gpu_limit_bytes, "ram_bytes": self.settings.ram_limit_bytes},
+            "limits": {"gpu_bytes": self.gpu_limit_bytes, "ram_bytes": self.settings.ram_limit_bytes},
             "choice": asdict(self.schedule)
             | {
-                "state_bits": state_bits,
+                "state_bits": STATE_BITS[self.optimizer],
                 "precision": self.precision,
                 "residual": self.settings.residual,
                 "device": self.device,
-                "optimizer": self.settings.optimizer,
+                "optimizer": self.optimizer,
                 "resident_units": self.resident_units,
-                "streamed_units": len(self.shape.unit_parameters) - self.resident_units,
+                "streamed_units": self.units - self.resident_units,
             },
             "predicted": {
-                "gpu_allocated_peak_bytes": self.gpu_bytes,
-                "gpu_reserved_peak_bytes": self.gpu_bytes,
+                "gpu_allocated_peak_bytes": self.gpu_allocated_peak_bytes,
+                "gpu_reserved_peak_bytes": self.gpu_reserved_peak_bytes,
                 "ram_peak_bytes": self.ram_bytes,
-                "step_seconds": None,
+                "step_seconds": self.step_seconds,
             },
-            "breakdown": self.gpu_breakdown if self.device == "cuda" else self.ram_breakdown,
+            "seconds_waiting_for_copies": self.waiting_seconds,
+            "breakdown": self.gpu_breakdown or self.ram_breakdown,
             "ram_breakdown": self.ram_breakdown,
+            "depends_on": {
+                "card": None if self.card is None else self.card.name,
+                "torch": torch.__version__,
+                "transformers": version("transformers"),
+            },
         }
 
     def describe(self) -> str:
         """The plan as a table for people."""
         schedule, settings = self.schedule, self.settings
+        masters = " with fp32 master weights" if self.precision != "fp32" else ""
+        layout = f"batch {settings.batch} x {settings.seq} tokens as micro-batches of {schedule.micro_batch}"
+        if schedule.group > 1:
+            layout += f" in groups of {schedule.group}"
+        blocks = "block" if schedule.segment_blocks == 1 else f"{schedule.segment_blocks} blocks"
+        layout += f", recomputed {blocks} at a time" if schedule.recompute else ", nothing recomputed"
         lines = [
-            f"{self.shape.name}: {self.shape.parameters:,} parameters, all trained; {settings.optimizer}, "
-            + self.precision
-            + (" with fp32 master weights" if self.precision != "fp32" else ""),
-            f"batch {settings.batch} x {settings.seq} tokens as micro-batches of {schedule.micro_batch}, "
-            + (f"recomputed {schedule.segment_blocks} block(s) at a time" if schedule.recompute else "no recompute"),
+            f"{self.model}: {self.parameters:,} parameters, all trained; {self.optimizer}, {self.precision}{masters}",
+            layout,
         ]
-        for title, breakdown, limit in (
-            ("GPU", self.gpu_breakdown if self.device == "cuda" else {}, settings.gpu_limit_bytes),
-            ("RAM", self.ram_breakdown, settings.ram_limit_bytes),
-        ):
-            lines += [
-                f"  {title} {name.replace('_', ' '):<32}{format_size(size):>10}" for name, size in breakdown.items()
-            ]
-            if breakdown:
-                cap = "no cap" if limit is None else f"cap {format_size(limit)}"
-                lines.append(f"  {title} {'total':<32}{format_size(sum(breakdown.values())):>10}  ({cap})")
-        lines.append("fits (by arithmetic)" if self.fits else "does not fit")
+        if self.optimizer != settings.optimizer:
+            lines.append(
+                f"NOT EXACT: no plan with fp32 moments fits, so Adam's moments are kept in 8 bits ({self.optimizer})"
+            )
+        if self.device == "cuda":
+            lines[-1] += f"; states of {self.resident_units} of {self.units} units on the GPU"
+            lines += _table("GPU", self.gpu_breakdown, "allocated", self.gpu_limit_bytes)
+            lines.append(f"  GPU {'reserved':<32}{format_size(self.gpu_reserved_peak_bytes):>10}")
+        lines += _table("RAM", self.ram_breakdown, "total", settings.ram_limit_bytes)
+        if self.step_seconds is not None:
+            rate = settings.batch * settings.seq / self.step_seconds
+            lines.append(
+                f"a step takes about {self.step_seconds:.3g} s on {self.card.name} ({rate:,.0f} tokens/s), "
+                f"{self.waiting_seconds:.2g} s of it waiting for copies"
+            )
+        lines.append("fits")
         return "\n".join(lines)
 
 
-def make_plan(shape: Shape, settings: Settings, device: str, precision: str, ram_free_bytes: int | None = None) -> Plan:
-    """The fixed choice for `device` ("cuda" or "cpu"); PlanError, naming the smallest caps that would do, if it does
-    not fit. `ram_free_bytes`: what this machine has, if the plan is for this machine."""
-    schedules = [
-        Schedule(micro_batch, settings.group or 1, settings.segment_blocks or 1, settings.recompute != "off")
-        for micro_batch in _micro_batches(settings)
-    ]
-    plans = [_most_resident(shape, settings, device, precision, schedule) for schedule in schedules]
-    chosen = next((plan for plan in plans if plan.fits), None)
-    if chosen is None:
-        raise PlanError(_refusal(min(plans, key=lambda plan: (0 if plan.gpu_fits else plan.gpu_bytes, plan.ram_bytes))))
-    # What happens to be free decides what is kept and whether to run at all, but not the micro-batch: that would change
-    # the result from one day to the next.
-    if device == "cpu" and settings.recompute == "auto" and ram_free_bytes is not None:
-        kept = _most_resident(shape, settings, device, precision, replace(chosen.schedule, recompute=False))
-        if kept.fits and kept.ram_breakdown["live_blocks"] <= ram_free_bytes // 4 and kept.ram_bytes <= ram_free_bytes:
-            chosen = kept
-    if ram_free_bytes is not None and chosen.ram_bytes > ram_free_bytes:
+def _table(title: str, breakdown: dict[str, int], total: str, limit_bytes: int | None) -> list[str]:
+    cap = "no cap" if limit_bytes is None else f"cap {format_size(limit_bytes)}"
+    names = {name.replace("_", " "): size for name, size in breakdown.items() if size >= MIB / 2}
+    lines = [f"  {title} {name:<32}{format_size(size):>10}" for name, size in names.items()]
+    return [*lines, f"  {title} {total:<32}{format_size(sum(breakdown.values())):>10}  ({cap})"]
+
+
+def make_plan(
+    settings: Settings, decoder: Callable[[], Decoder], device: str, precision: str, card: Card | None,
+    ram_free_bytes: int | None = None,
+) -> Plan:  # fmt: skip
+    """The plan for `device` ("cuda", with a `card`, or "cpu"); PlanError, naming the smallest caps that would do, where
+    nothing fits. `decoder`: makes one in that precision, without weights. `ram_free_bytes`: what this machine has, if
+    the plan is for this machine."""
+    if device == "cpu":
+        plan = _cpu_plan(settings, decoder, precision, ram_free_bytes)
+    else:
+        plan = _gpu_plan(settings, decoder, precision, card)
+    if ram_free_bytes is not None and plan.ram_bytes - ram_now_bytes() > ram_free_bytes:
         raise PlanError(
-            f"{shape.name} at {settings.batch} x {settings.seq} tokens needs {format_size(chosen.ram_bytes)} of RAM in "
+            f"{plan.model} at {settings.batch} x {settings.seq} tokens needs {format_size(plan.ram_bytes)} of RAM in "
             f"this plan, and {format_size(ram_free_bytes)} are free here; free some, or lower --micro-batch or --seq."
         )
-    return chosen
+    return plan
 
 
-def _refusal(plan: Plan) -> str:
-    wants = [f"--ram-limit {math.ceil(plan.ram_bytes / MIB)}MiB"]
-    if plan.gpu_bytes is not None:
-        wants.insert(0, f"--gpu-limit {math.ceil(plan.gpu_bytes / MIB)}MiB")
-    limits = plan.settings
+def _gpu_plan(settings: Settings, decoder: Callable[[], Decoder], precision: str, card: Card) -> Plan:
+    gpu_limit = settings.gpu_limit_bytes
+    if settings.gpu is not None:  # a card that need not be here: what CUDA's context takes of it is not for us
+        gpu_limit = min(gpu_limit or card.memory_bytes, card.memory_bytes - CONTEXT_BYTES)
+    process = ram_now_bytes() + TRAINING_BYTES if torch.cuda.is_initialized() else CUDA_PROCESS_BYTES
+    room = Room(
+        None if gpu_limit is None else gpu_limit - MARGIN_BYTES,
+        None if settings.ram_limit_bytes is None else settings.ram_limit_bytes - process,
+    )
+    case = _case(settings, precision)
+    simulations = Simulations(decoder, case, gpu_target(card))
+    choices = _choices(settings, simulations.units)
+    found = fastest(simulations, choices, room)
+    if found is None:
+        smallest = smallest_room(simulations, choices, room)
+        only_ram_is_short = smallest.gpu == room.gpu
+        if only_ram_is_short and settings.optimizer == "adamw" and find_spec("bitsandbytes"):
+            smaller = Simulations(decoder, replace(case, optimizer=OPTIMIZERS["adamw8bit"]), gpu_target(card))
+            found = fastest(smaller, choices, room)
+        if found is None:
+            raise PlanError(_refusal(settings, gpu_limit, process, smallest))
+    return _plan(settings, simulations, "cuda", precision, card, gpu_limit, found, process)
+
+
+def _case(settings: Settings, precision: str) -> StepCase:
+    return StepCase(
+        settings.seq, settings.batch, Schedule(1, 1, 1, recompute=True), WORKING_DTYPES[precision],
+        OPTIMIZERS[settings.optimizer], 0, settings.clip_norm, settings.document_mask,
+    )  # fmt: skip
+
+
+def _choices(settings: Settings, units: int) -> Choices:
+    """All that the settings leave open."""
+    micro_batches = [2**k for k in range(settings.batch.bit_length()) if settings.batch % 2**k == 0]
+    if settings.micro_batch is not None:
+        micro_batches = [settings.micro_batch]
+    if settings.group is not None:
+        micro_batches = [size for size in micro_batches if (settings.batch // size) % settings.group == 0]
+    return Choices(
+        micro_batches=micro_batches,
+        groups=None if settings.group is None else [settings.group],
+        segments=SEGMENTS if settings.segment_blocks is None else [settings.segment_blocks],
+        recompute={"auto": (True, False), "on": (True,), "off": (False,)}[settings.recompute],
+        resident_units={"auto": range(units + 1), "resident": [units], "streamed": [0]}[settings.states],
+    )
+
+
+def _plan(
+    settings: Settings, simulations: Simulations, device: str, precision: str, card: Card | None,
+    gpu_limit: int | None, found: Found, process: int,
+) -> Plan:  # fmt: skip
+    recording = found.recording
+    ram = {"streamed_states": recording.streamed_bytes, "process": process}
+    return Plan(
+        settings.model, simulations.parameters, simulations.units, settings, device, precision, card,
+        found.case.optimizer.name, found.case.schedule, found.case.resident_units, gpu_limit,
+        found.memory.allocated_peak_bytes, found.memory.reserved_peak_bytes, found.memory.at_peak, ram,
+        recording.seconds, recording.waiting_seconds, _one_step(recording, found.memory.timeline),
+    )  # fmt: skip
+
+
+def _one_step(recording: Recording, timeline: list[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
+    """The part of a timeline that belongs to the second step, from 0 seconds on."""
+    return [
+        (seconds - recording.began, allocated, reserved)
+        for seconds, allocated, reserved in timeline
+        if 0 <= seconds - recording.began <= recording.seconds
+    ]
+
+
+def _cpu_plan(settings: Settings, decoder: Callable[[], Decoder], precision: str, ram_free_bytes: int | None) -> Plan:
+    process = ram_now_bytes() + TRAINING_BYTES
+    simulations = Simulations(decoder, _case(settings, precision), cpu_target())
+    choices = _choices(settings, simulations.units)
+    resident = choices.resident_units[-1]
+
+    def plan_of(schedule: Schedule) -> Plan:
+        case, recording = simulations.record(schedule, resident)
+        ram = named_at_peak(recording.tape) | {"streamed_states": recording.streamed_bytes, "process": process}
+        return Plan(
+            settings.model, simulations.parameters, simulations.units, settings, "cpu", precision, None,
+            settings.optimizer, case.schedule, resident, settings.gpu_limit_bytes, None, None, {}, ram, None, None, [],
+        )  # fmt: skip
+
+    def fits(plan: Plan) -> bool:
+        return settings.ram_limit_bytes is None or plan.ram_bytes <= settings.ram_limit_bytes
+
+    most = max(CPU_MICRO_BATCH_TOKENS // settings.seq, 1)
+    sizes = [size for size in choices.micro_batches if size <= most] or choices.micro_batches[:1]
+    schedules = [
+        Schedule(size, choices.groups_of(settings.batch, size)[0], choices.segments[0], settings.recompute != "off")
+        for size in reversed(sizes)
+    ]
+    plan = next((plan for plan in map(plan_of, schedules) if fits(plan)), None)
+    if plan is None:
+        least = plan_of(schedules[-1]).ram_bytes
+        raise PlanError(_refusal(settings, None, 0, Room(None, least)))
+    if settings.recompute == "auto" and ram_free_bytes is not None:
+        kept = plan_of(replace(plan.schedule, recompute=False))
+        activations = kept.ram_bytes - plan.ram_bytes
+        if fits(kept) and activations <= ram_free_bytes // 4 and kept.ram_bytes - ram_now_bytes() <= ram_free_bytes:
+            plan = kept
+    return plan
+
+
+def _refusal(settings: Settings, gpu_limit: int | None, process: int, room: Room) -> str:
     caps = [
         f"{format_size(limit)} of {what}"
-        for what, limit in (
-            ("GPU memory", limits.gpu_limit_bytes if plan.device == "cuda" else None),
-            ("RAM", limits.ram_limit_bytes),
-        )
+        for what, limit in (("GPU memory", gpu_limit), ("RAM", settings.ram_limit_bytes))
         if limit is not None
     ]
+    wants = [f"--ram-limit {math.ceil((process + room.ram) / MIB)}MiB"]
+    if room.gpu is not None:
+        wants.insert(0, f"--gpu-limit {math.ceil((room.gpu + MARGIN_BYTES) / MIB)}MiB")
     return (
-        f"{plan.shape.name} at {limits.batch} x {limits.seq} tokens does not fit in {' and '.join(caps)}; "
-        f"the smallest that this planner knows is {' with '.join(wants)}."
+        f"{settings.model} at {settings.batch} x {settings.seq} tokens does not fit in {' and '.join(caps)}; "
+        f"the smallest that would do is {' with '.join(wants)}."
     )
 
 
-def _micro_batches(settings: Settings) -> list[int]:
-    if settings.micro_batch is not None:
-        return [settings.micro_batch]
-    most = max(MICRO_BATCH_TOKENS // settings.seq, 1)
-    powers = [2**k for k in range(20) if 2**k <= most and settings.batch % 2**k == 0]
-    if settings.group is not None:  # chosen by the user: it has to divide the number of micro-batches
-        powers = [size for size in powers if (settings.batch // size) % settings.group == 0]
-    return powers[::-1]
+def card_for(settings: Settings) -> Card:
+    """The card that is planned for: the one asked for, the one that is here, or the smallest in the table that has
+    bf16 and as much memory as the cap."""
+    if settings.gpu is not None:
+        return card_named(settings.gpu)
+    if torch.cuda.is_available():
+        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        return card_of_name_reported(name) or _nearest(capability, torch.cuda.get_device_properties(0))
+    wanted = (settings.gpu_limit_bytes or 0) + CONTEXT_BYTES
+    enough = [card for card in CARDS.values() if "bf16" in card.rates and card.memory_bytes >= wanted]
+    return min(enough or CARDS.values(), key=lambda card: card.memory_bytes * (1 if enough else -1))
 
 
-def _most_resident(shape: Shape, settings: Settings, device: str, precision: str, schedule: Schedule) -> Plan:
-    """The plan with as many resident units as the GPU's cap allows (none need stay resident by themselves)."""
-    units = len(shape.unit_parameters)
-    if settings.states == "resident" or (settings.states == "auto" and device == "cpu"):
-        counts = [units]
-    elif settings.states == "streamed":
-        counts = [0]
-    else:
-        counts = list(range(units, -1, -1))
-    plans = [_predict(shape, settings, device, precision, schedule, resident) for resident in counts]
-    return next((plan for plan in plans if plan.gpu_fits), plans[-1])  # the first one takes the least RAM
-
-
-def _predict(
-    shape: Shape, settings: Settings, device: str, precision: str, schedule: Schedule, resident_units: int
-) -> Plan:
-    dtype = WORKING_DTYPES[precision]
-    optimizer = OPTIMIZERS[settings.optimizer]
-    tokens = schedule.micro_batch * settings.seq
-    blocks = len(shape.unit_parameters) - 2
-    residual = residual_dtype(settings, precision).itemsize
-    boundary = residual * tokens * shape.width
-    live_blocks = schedule.segment_blocks if schedule.recompute else blocks * schedule.group
-    resident = sum(shape.unit_parameters[:resident_units])
-    streamed = shape.parameters - resident
-    ring = min((AHEAD + 1) * PIECE, streamed)
-    compute = {
-        "working_weights": dtype.itemsize * shape.parameters,
-        "gradients": 4 * shape.parameters,
-        "boundaries": boundary * (schedule.group * (blocks // schedule.segment_blocks + 1)),
-        "gradients_of_the_first_input": residual * settings.batch * settings.seq * shape.width,
-        "live_blocks": live_blocks * _block_activation_bytes(shape, tokens, precision),
-        "loss": _loss_bytes(shape, tokens, dtype),
-    }
-    states = {
-        "resident_states": _state_bytes(optimizer, resident, dtype),
-        "staging_ring": _state_bytes(optimizer, ring, dtype),
-    }
-    host_states = {"streamed_states": _state_bytes(optimizer, streamed, dtype)}
-    process = {"process": PROCESS_BYTES[device]}
-    if device == "cuda":
-        gpu = compute | states | {"workspaces": WORKSPACE_BYTES, "reserve": RESERVE_BYTES}
-        ram = host_states | process
-    else:
-        gpu, ram = {}, compute | states | host_states | process
-    return Plan(shape, settings, device, precision, schedule, resident_units, gpu, ram)
-
-
-def residual_dtype(settings: Settings, precision: str) -> torch.dtype:
-    """fp32, or the working dtype where the user asked for a 16-bit residual stream."""
-    return WORKING_DTYPES[precision] if settings.residual == "16bit" else torch.float32
-
-
-def _state_bytes(optimizer: Optimizer, parameters: int, dtype: torch.dtype) -> int:
-    return sum(entries * kind.itemsize for entries, kind in state_layout(optimizer, parameters, dtype).values())
-
-
-def _block_activation_bytes(shape: Shape, tokens: int, precision: str) -> int:
-    """What one block keeps for its backward and the largest temporaries of that backward: in the working dtype 9 D for
-    attention (norm, q, k, v, out, projection, gradients) and 4 times the MLP's inner width; in fp32 4 D (norms,
-    residuals)."""
-    return tokens * (
-        WORKING_DTYPES[precision].itemsize * (9 * shape.width + 4 * shape.inner_width) + 4 * 4 * shape.width
+def _nearest(capability: tuple[int, int], properties) -> Card:
+    """A card that is not in the table, taken for the one that is most like it. It is not timed: see the docstring."""
+    alike = min(
+        CARDS.values(),
+        key=lambda card: (
+            abs(10 * (card.capability[0] - capability[0]) + card.capability[1] - capability[1]),
+            abs(card.multiprocessors - properties.multi_processor_count),
+        ),
     )
+    return replace(
+        alike, name=f"{properties.name} (taken for {alike.name})", capability=capability,
+        multiprocessors=properties.multi_processor_count, memory_bytes=properties.total_memory,
+    )  # fmt: skip
 
 
-def _loss_bytes(shape: Shape, tokens: int, dtype: torch.dtype) -> int:
-    per_logit = 4 if dtype is torch.float32 else 6
-    return min(tokens, CHUNK_TOKENS) * shape.vocabulary * per_logit
+def planned(settings: Settings) -> tuple[str, str, Card | None]:
+    """Device, precision and card that `--plan-only` plans for: a GPU, whether or not there is one here, unless the CPU
+    was asked for."""
+    if settings.device == "cpu":
+        return "cpu", "fp32" if settings.precision == "auto" else settings.precision, None
+    card = card_for(settings)
+    automatic = "bf16" if "bf16" in card.rates else "fp16"
+    return "cuda", automatic if settings.precision == "auto" else settings.precision, card
 
 
 def main(arguments: list[str] | None = None) -> int:
     """`python -m lowmem.plan`: the plan of any Hugging Face decoder, without a GPU and without weights."""
-    from lowmem.models import build_model, check_tokens, load_config
-
     parser = argparse.ArgumentParser(prog="python -m lowmem.plan", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="hub name, folder or config.json")
     parser.add_argument("--seq", type=int, default=1024, help="tokens per sequence (%(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="sequences per optimizer step (%(default)s)")
-    parser.add_argument("--gpu-limit", default="11GiB", help="cap of GPU memory (%(default)s)")
+    parser.add_argument("--gpu-limit", default="11GiB", help="cap of GPU memory, or none (%(default)s)")
     parser.add_argument("--ram-limit", default="none", help="cap of RAM (%(default)s)")
+    parser.add_argument("--gpu", metavar="CARD", help=f"plan for this card: {', '.join(CARDS)}")
     parser.add_argument("--json", action="store_true", help="print plan.json's content alone")
     options = parser.parse_args(arguments)
     try:
-        limits = [None if text.lower() == "none" else _size(text) for text in (options.gpu_limit, options.ram_limit)]
-        settings = Settings(
-            model=options.model,
-            init="random",
-            seq=options.seq,
-            batch=options.batch,
-            gpu_limit_bytes=limits[0],
-            ram_limit_bytes=limits[1],
+        set_environment()
+        gpu_limit, ram_limit = (
+            None if text.lower() == "none" else _size(text) for text in (options.gpu_limit, options.ram_limit)
         )
+        settings = Settings(
+            model=options.model, init="random", seq=options.seq, batch=options.batch, gpu=options.gpu, plan_only=True,
+            gpu_limit_bytes=gpu_limit, ram_limit_bytes=ram_limit,
+        )  # fmt: skip
         config = load_config(options.model, "random")
         check_tokens(config, settings.seq, largest_token_id=0)
-        shape = Shape.of(options.model, Decoder(build_model(config)))
-        plan = make_plan(shape, settings, "cuda", "bf16")
+        device, precision, card = planned(settings)
+        plan = make_plan(settings, lambda: make_decoder(config, precision, settings.residual), device, precision, card)
     except LowmemError as error:
         print(f"lowmem.plan: {error}", file=sys.stderr)
         return error.exit_code

@@ -5,6 +5,7 @@ The figures are made without pyplot, so no window system is asked for and nothin
 
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 from lowmem.units import GIB, format_size
@@ -74,14 +75,23 @@ def draw_loss(rows: list[dict], path: Path, eval_first: float | None = None) -> 
     figure.savefig(path, dpi=120)
 
 
-def draw_memory(plan: dict, measured: dict, path: Path) -> None:
-    """Predicted bytes by name at the peak, stacked, beside the measured peak and the cap, for GPU and RAM, as a PNG.
-    `plan`: plan.json's content; `measured`: budget.Peaks as a dict. ImportError without matplotlib."""
-    kinds = [("RAM", plan["ram_breakdown"], measured["ram_peak_bytes"], plan["limits"]["ram_bytes"])]
-    if measured["gpu_reserved_peak_bytes"] is not None:
-        kinds.insert(0, ("GPU", plan["breakdown"], measured["gpu_reserved_peak_bytes"], plan["limits"]["gpu_bytes"]))
+def draw_memory(plan: dict, measured: dict | None, path: Path, timeline: Sequence[tuple[float, int, int]] = ()) -> None:
+    """Predicted bytes by name at the peak, stacked, beside the measured peak and the cap, for GPU and RAM, as a PNG;
+    above that the GPU's memory over one step, where the plan has a `timeline`: (seconds, allocated bytes, reserved
+    bytes). `plan`: plan.json's content; `measured`: budget.Peaks as a dict, None for a plan that was not run.
+    ImportError without matplotlib."""
+    reached = measured or {"gpu_reserved_peak_bytes": None, "ram_peak_bytes": None}
+    kinds = [("RAM", plan["ram_breakdown"], reached["ram_peak_bytes"], plan["limits"]["ram_bytes"])]
+    reserved = plan["predicted"]["gpu_reserved_peak_bytes"]
+    if reserved is not None:
+        parts = plan["breakdown"] | {"reserved, not allocated": reserved - sum(plan["breakdown"].values())}
+        kinds.insert(0, ("GPU", parts, reached["gpu_reserved_peak_bytes"], plan["limits"]["gpu_bytes"]))
     names = list(dict.fromkeys(name for _, parts, _, _ in kinds for name, size in parts.items() if size))
-    figure, axes = _figure(9, 1.8 + 1.3 * len(kinds))
+    height = 1.8 + 1.3 * len(kinds)
+    figure, *panels = _figure(9, height + 2.6 * bool(timeline), rows=(2.6, height) if timeline else (1,))
+    axes = panels[-1]
+    if timeline:
+        _draw_timeline(panels[0], timeline, reached["gpu_reserved_peak_bytes"], plan["limits"]["gpu_bytes"])
     colours = dict(zip(names, _colours(len(names)), strict=True))
     labels: list[str] = []
     for kind, parts, peak, cap in kinds:
@@ -94,20 +104,23 @@ def draw_memory(plan: dict, measured: dict, path: Path) -> None:
                     linewidth=0.5, label=None if drawn_before else name,
                 )  # fmt: skip
                 left += size
-        axes.barh(len(labels) + 1, peak / GIB, color="0.35", height=0.6)
-        for row, size in ((len(labels), left), (len(labels) + 1, peak)):
+        rows = [(f"{kind} predicted", left)]
+        if peak is not None:
+            axes.barh(len(labels) + 1, peak / GIB, color="0.35", height=0.6)
+            rows.append((f"{kind} measured", peak))
+        for row, (_, size) in enumerate(rows, start=len(labels)):
             axes.annotate(
                 format_size(size), (size / GIB, row), (4, 0), textcoords="offset points", va="center", fontsize=8,
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # legible where it meets the cap's line
             )  # fmt: skip
         if cap is not None:
-            top, bottom = len(labels) - 0.4, len(labels) + 1.4
+            top, bottom = len(labels) - 0.4, len(labels) + len(rows) - 0.6
             axes.plot([cap / GIB] * 2, [top, bottom], color="C3", linestyle="--", linewidth=1.2)
             axes.annotate(
                 f"cap {format_size(cap)}", (cap / GIB, top), (0, 2), textcoords="offset points", ha="center",
                 va="bottom", fontsize=8, color="C3",
             )  # fmt: skip
-        labels += [f"{kind} predicted", f"{kind} measured"]
+        labels += [label for label, _ in rows]
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlim(right=axes.get_xlim()[1] * 1.06)  # room for the sizes behind the bars
@@ -118,16 +131,36 @@ def draw_memory(plan: dict, measured: dict, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _figure(width: float, height: float):
-    """A figure of one pair of axes, in inches."""
+def _draw_timeline(
+    axes, timeline: Sequence[tuple[float, int, int]], measured_bytes: int | None, cap_bytes: int | None
+) -> None:
+    """What one step allocates and reserves; each value is the most until the next one."""
+    seconds = [second for second, _, _ in timeline]
+    for place, label, colour in ((2, "reserved (predicted)", "C1"), (1, "allocated (predicted)", "C0")):
+        values = [point[place] / GIB for point in timeline]
+        axes.step(seconds, values, where="post", color=colour, linewidth=1, label=label)
+    for size, label, style in ((measured_bytes, "reserved, peak (measured)", ":"), (cap_bytes, "cap", "--")):
+        if size is not None:
+            axes.axhline(
+                size / GIB, color="0.35" if style == ":" else "C3", linestyle=style, linewidth=1.2, label=label
+            )
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("seconds of one step (predicted)")
+    axes.set_ylabel("GPU memory (GiB)")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+
+
+def _figure(width: float, height: float, rows: tuple[float, ...] = (1,)):
+    """A figure, in inches, and a pair of axes for each of `rows`, their heights."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    panels = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0]
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, *panels
 
 
 def _colours(count: int) -> list:

@@ -4,6 +4,7 @@ import platform
 import shlex
 import statistics
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -28,9 +29,10 @@ def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: s
     """What must not differ between a checkpoint and the run that goes on from it, because it would change the bits."""
     names = (
         *("model", "init", "seq", "batch", "document_mask", "fixed_batch", "lr", "schedule", "warmup_steps"),
-        *("weight_decay", "clip_norm", "seed", "optimizer", "residual"),
+        *("weight_decay", "clip_norm", "seed", "residual"),
     )
     return {name: getattr(settings, name) for name in names} | {
+        "optimizer": plan.optimizer,
         "steps": steps,
         "device": plan.device,
         "precision": plan.precision,
@@ -90,6 +92,12 @@ def versions() -> dict[str, str]:
     return found
 
 
+def draw_plan(plan: Plan, folder: Path) -> None:
+    """memory.png of a plan alone."""
+    with suppress(ImportError):
+        draw_memory(plan.to_dict(), None, folder / "memory.png", plan.timeline)
+
+
 def finish(
     settings: Settings,
     config: PretrainedConfig,
@@ -116,7 +124,7 @@ def finish(
     write_json(folder / "report.json", report)
     try:
         draw_loss(log.rows, folder / "loss.png", eval_first)
-        draw_memory(plan.to_dict(), peaks, folder / "memory.png")
+        draw_memory(plan.to_dict(), peaks, folder / "memory.png", plan.timeline)
     except ImportError:
         log.say("matplotlib is not installed, so loss.png and memory.png were not drawn")
     loss = report["loss"]
@@ -147,6 +155,6 @@ def _model_readme(plan: Plan, rows: list[dict]) -> str:
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     last = f"{rows[-1]['loss']:.4f} after {rows[-1]['step']} steps" if rows else "not trained"
     return (
-        f"# {plan.shape.name}, every parameter trained with lowmem\n\n"
+        f"# {plan.model}, every parameter trained with lowmem\n\n"
         f"Training loss: {last}. Command:\n\n    {command}\n\nPlan:\n\n```\n{plan.describe()}\n```\n"
     )

@@ -63,6 +63,7 @@ class Settings:
     recompute: Literal["auto", "on", "off"] = "auto"
     states: Literal["auto", "resident", "streamed"] = "auto"
     plan_only: bool = False
+    gpu: str | None = None  # a card of lowmem/cards.py to plan for; None: the one that is here
 
     demo: bool = False
     out: str = "runs/gpt2-large"
@@ -153,7 +154,7 @@ _AT_LEAST_ONE = (
     *("batch", "steps", "micro_batch", "group", "segment_blocks"),
     *("save_every", "keep_last", "eval_every", "eval_batches", "log_every"),
 )
-_TEXTS = ("model", "data", "eval_data", "text_field", "out", "run_name", "resume")
+_TEXTS = ("gpu", "model", "data", "eval_data", "text_field", "out", "run_name", "resume")
 
 # What --demo puts in place of a script's defaults: a small model from random weights, minutes on two CPU cores.
 DEMO = {

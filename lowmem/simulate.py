@@ -10,21 +10,31 @@ which is outside the allocator's cap; evaluation, saving and export, which take 
 """
 
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lowmem import adam
 from lowmem.adam import CPU_SLICE, Optimizer
 from lowmem.allocator import CachingAllocator
 from lowmem.blocks import Decoder, Extra
+from lowmem.cards import HOST_SECONDS_PER_BACKWARD_OPERATION, HOST_SECONDS_PER_OPERATION, Card, operation_seconds
 from lowmem.clock import SimulatedCopies
+from lowmem.cuda_ops import (
+    PRODUCTS,
+    CudaFunctions,
+    Gpu,
+    blas_workspace_bytes,
+    blaslt_workspace_bytes,
+    hidden_bytes,
+)
 from lowmem.data import Batch
 from lowmem.precision import LossScale
 from lowmem.recompute import Dropout, Saved
@@ -71,6 +81,23 @@ def _attention_on_the_cpu(query, key, value, attn_mask=None, dropout_p=0.0, is_c
     return fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=more.get("scale"))[0]
 
 
+def gpu_target(card: Card) -> Target:
+    """A GPU of this kind, running as device.py sets it up."""
+    version = tuple(int(number) for number in torch.__version__.split(".")[:2])
+    workspace = blas_workspace_bytes(card.capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG"), version)
+    gpu = Gpu(card.capability, card.multiprocessors)
+    machine = Machine(
+        hidden_bytes=lambda *operation: hidden_bytes(*operation, gpu),
+        products=PRODUCTS,
+        workspace_bytes=workspace + blaslt_workspace_bytes(version),
+        seconds=lambda *operation: operation_seconds(card, *operation),
+        host_seconds=(HOST_SECONDS_PER_OPERATION, HOST_SECONDS_PER_BACKWARD_OPERATION),
+    )
+    return Target(
+        machine, lambda: CudaFunctions(card.capability), card.copy_bytes_per_second, card.copy_bytes_per_second
+    )
+
+
 def cpu_target() -> Target:
     """The CPU: no rewriting but attention's, no copies."""
     return Target(Machine(), CpuAttention)
@@ -92,10 +119,11 @@ class StepCase:
 
 @dataclass(frozen=True)
 class Recording:
-    """`seconds`: of a step in the long run; `waiting_seconds`: what of it the GPU waits for copies; `state_bytes`:
-    of the optimizer, by unit; `streamed_bytes`: what of that lies in RAM."""
+    """`seconds`: of a step in the long run, the second one, which `began` then; `waiting_seconds`: what of it the GPU
+    waits for copies; `state_bytes`: of the optimizer, by unit; `streamed_bytes`: what of that lies in RAM."""
 
     tape: Tape
+    began: float
     seconds: float
     waiting_seconds: float
     state_bytes: tuple[int, ...]
@@ -113,10 +141,12 @@ class Memory:
     timeline: list[tuple[float, int, int]]
 
 
-def record_step(decoder: Decoder, case: StepCase, target: Target, known: dict | None = None) -> Recording:
+def record_step(
+    decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *, alike: bool = False
+) -> Recording:
     """Two steps of `case` on `decoder`, whose parameters become meta tensors of the store's. `known`, a dict
     that is kept between calls with the same decoder, sequence length, dtype and target, saves running again what has
-    been run; with None everything is run."""
+    been run; with None everything is run. `alike`: blocks that are made alike are run once for all of them."""
     recorder = Recorder(target.machine, lambda frame: _NAMES.get(frame.f_code))
     with _no_collection(), recorder, target.functions():
         store = Store(decoder, META, case.dtype, case.optimizer, case.resident_units, host_tensor=_never_touched)
@@ -128,14 +158,15 @@ def record_step(decoder: Decoder, case: StepCase, target: Target, known: dict | 
             recorder.note(buffer, "buffers")
         step = _SimulatedStep(
             decoder, store, case.optimizer, case.schedule, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
-            loss_scale=LossScale(enabled=case.dtype is torch.float16), recorder=recorder, known=known,
+            loss_scale=LossScale(enabled=case.dtype is torch.float16), recorder=recorder, known=known, alike=alike,
             update_at_once=None if target.copies_in else CPU_SLICE,
         )  # fmt: skip
         copies = None
         if target.copies_in is not None and target.copies_out is not None:
             copies = step.ring.copies = SimulatedCopies(recorder.clock, target.copies_in, target.copies_out)
-        batch = _batch(case)
-        step(batch, 0, 1e-4)
+        groups = case.schedule.micro_batch * case.schedule.group
+        step(_batch(case, min(case.batch, 2 * groups)), 0, 1e-4)  # leaves what a step leaves behind, in less time
+        batch = _batch(case, case.batch)
         began, waited = recorder.clock.host, copies.exposed_seconds if copies else 0.0
         step(batch, 1, 1e-4)
         seconds = recorder.clock.host - began
@@ -144,7 +175,9 @@ def record_step(decoder: Decoder, case: StepCase, target: Target, known: dict | 
     state_bytes = [0] * len(decoder.units)
     for part in store.parts:
         state_bytes[part.unit] += sum(tensor.nbytes for tensor in part.state.values())
-    return Recording(recorder.tape, seconds, waiting, tuple(state_bytes), sum(state_bytes[case.resident_units :]))
+    return Recording(
+        recorder.tape, began, seconds, waiting, tuple(state_bytes), sum(state_bytes[case.resident_units :])
+    )
 
 
 def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool = True) -> Memory:
@@ -170,6 +203,11 @@ def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments
     return Memory(peak, reserved_peak, _by_name(tape, peak_chunk, peak), timeline)
 
 
+def named_at_peak(tape: Tape) -> dict[str, int]:
+    """Bytes by name, largest first, at the tape's peak; sizes as asked for."""
+    return _by_name(tape, len(tape.chunks), tape.peak_bytes())
+
+
 def _by_name(tape: Tape, peak_chunk: int, peak_bytes: int) -> dict[str, int]:
     """Bytes by name, largest first, at the tape's peak; what blocks are larger than tensors is "rounding"."""
     live: dict[int, tuple[int, str]] = {}
@@ -187,6 +225,9 @@ def _by_name(tape: Tape, peak_chunk: int, peak_bytes: int) -> dict[str, int]:
             most, at_peak = now, dict(by_name)
     at_peak["rounding"] = peak_bytes - most
     return {name: size for name, size in sorted(at_peak.items(), key=lambda item: -item[1]) if size}
+
+
+_PLACES = ("layer_idx", "layer_id", "layer_number")  # attributes that count a model's blocks
 
 
 class _StandIn(int):
@@ -219,7 +260,13 @@ class _SimulatedStep(Step):
     """Runs each part of the step once per shape, replays it from then on; with `known` None, runs it every time."""
 
     def __init__(
-        self, *arguments, recorder: Recorder, known: dict[tuple, _Known] | None, update_at_once: int | None, **keywords
+        self,
+        *arguments,
+        recorder: Recorder,
+        known: dict[tuple, _Known] | None,
+        alike: bool,
+        update_at_once: int | None,
+        **keywords,
     ):
         super().__init__(*arguments, **keywords)
         self._recorder, self._known, self._update_at_once = recorder, known, update_at_once
@@ -228,18 +275,15 @@ class _SimulatedStep(Step):
         for part in self._store.parts:
             self._parts[part.unit].append(part)
         self._ends = self._parts[0] + self._parts[-1]  # what embeddings and head may add to
+        kinds = [_kind(block) if alike else index for index, block in enumerate(self._decoder.blocks)]
+        self._kinds = [kinds.index(kind) for kind in kinds]
 
     def _group(self, micro_batches: Sequence[Batch], dropouts: Sequence[Dropout], scale: float):
         run = super()._group
         if self._updated < len(self._decoder.units):  # updates wait in the ring, whose state is not the recorder's
             return run(micro_batches, dropouts, scale)
-        key = (
-            "group",
-            len(dropouts),
-            micro_batches[0].input_ids.shape,
-            self.schedule.segment_blocks,
-            self.schedule.recompute,
-        )
+        shape, schedule = micro_batches[0].input_ids.shape, self.schedule
+        key = ("group", len(dropouts), shape, schedule.segment_blocks, schedule.recompute)
         arguments = [t for micro_batch in micro_batches for t in vars(micro_batch).values() if t is not None]
         return self._once(
             key, "group", lambda: run(micro_batches, dropouts, scale), self._store.parts, arguments=arguments
@@ -258,17 +302,26 @@ class _SimulatedStep(Step):
         run, key = super()._embed_backward, ("embed_backward", gradient.shape)
         return self._once(key, "embeddings", lambda: run(micro_batch, dropout, gradient), self._ends)
 
+    def _norm_of(self, piece: Piece) -> Tensor:
+        run = super()._norm_of
+        return self._once(("norm", piece.stop - piece.start), "update", lambda: run(piece))
+
     def _update(self, piece: Piece, state: State) -> None:
-        working, gradient = (flat[piece.start : piece.stop] for flat in (piece.part.working, piece.part.gradient))
-        optimizer = self._optimizer
+        optimizer, part, place = self._optimizer, piece.part, slice(piece.start, piece.stop)
         if optimizer.name == "adamw8bit":  # bitsandbytes allocates nothing, and need not be installed for a plan
             optimizer = replace(optimizer, rule=lambda *_: None)
         at_once, hyper = self._update_at_once, self._hyper
-        key = ("update", optimizer.name, working.numel(), working.dtype)
-        self._once(key, "update", lambda: adam.update(optimizer, working, state, gradient, hyper, piece.decay, at_once))
+        key = ("update", optimizer.name, piece.stop - piece.start, part.working.dtype)
+        self._once(
+            key,
+            "update",
+            lambda: adam.update(
+                optimizer, part.working[place], state, part.gradient[place], hyper, piece.decay, at_once
+            ),
+        )
 
     def _segment_forward(self, segment: range, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout):
-        run, key = super()._segment_forward, (segment, hidden.shape)
+        run, key = super()._segment_forward, (*self._kind_of(segment, extras), hidden.shape)
         if self.schedule.recompute:
             run_forward = lambda: run(segment, hidden, extras, dropout)[0]  # noqa: E731
             return self._once(("forward", *key), "live_blocks", run_forward, renamed="boundaries"), Saved(hidden, None)
@@ -293,11 +346,18 @@ class _SimulatedStep(Step):
         run = super()._segment_backward
         kind = "recompute" if self.schedule.recompute else "backward"
         replayed = saved.output if isinstance(saved.output, _StandIn) else None
+        key = (kind, *self._kind_of(segment, extras), gradient.shape)
         return self._once(
-            (kind, segment, gradient.shape), "live_blocks", lambda: run(segment, saved, extras, dropout, gradient),
+            key, "live_blocks", lambda: run(segment, saved, extras, dropout, gradient),
             self._parts_of(segment), forward=self._forwards.pop(id(saved), replayed),
             renamed="boundary_gradients" if segment.start else "gradients_of_the_first_input",
         )  # fmt: skip
+
+    def _kind_of(self, segment: range, extras: Sequence[Extra]) -> tuple:
+        """What two segments must share to allocate alike: blocks of a kind, called with arguments of a shape."""
+        leaves = tree_leaves([extras[index] for index in segment])
+        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+        return tuple(self._kinds[index] for index in segment), segment.start == 0, shapes
 
     def _parts_of(self, segment: range) -> list[Part]:
         return [part for index in segment for part in self._parts[index + 1]]  # unit 0 is the embedding
@@ -367,9 +427,26 @@ class _SimulatedStep(Step):
             return tree_unflatten([tensor(place) for place in known.results], known.structure)
 
 
-def _batch(case: StepCase) -> Batch:
+def _kind(block: nn.Module) -> tuple:
+    """What a block is made of, but for its place in the model: blocks of a kind are taken to allocate alike."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((key, tensor.shape, tensor.dtype) for key, tensor in module.named_parameters(recurse=False)),
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, bool | int | float | str | None) and key not in _PLACES
+            ),
+        )
+        for name, module in block.named_modules()
+    )
+
+
+def _batch(case: StepCase, rows: int) -> Batch:
     """A batch as data.py makes it, of zeros."""
-    zeros = torch.zeros((case.batch, case.seq), dtype=torch.int64)
+    zeros = torch.zeros((rows, case.seq), dtype=torch.int64)
     packed = (zeros, zeros.int()) if case.document_mask else (None, None)
     return Batch(zeros, zeros, *packed)
 

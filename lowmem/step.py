@@ -213,6 +213,9 @@ class Step:
         hidden, _ = self._decoder.embed(micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids)
         hidden.backward(gradient)
 
+    def _norm_of(self, piece: Piece) -> Tensor:
+        return torch.linalg.vector_norm(piece.part.gradient[piece.start : piece.stop])
+
     def _update(self, piece: Piece, state: State) -> None:
         at_once = CPU_SLICE if self._device.type == "cpu" else None
         place = slice(piece.start, piece.stop)
@@ -241,11 +244,7 @@ class Step:
 
     def _norm(self) -> float:
         """Global norm of the gradients, loss scale taken out: fp32 within a piece, fp64 over pieces."""
-        norms = [
-            torch.linalg.vector_norm(piece.part.gradient[piece.start : piece.stop])
-            for piece in self._store.pieces
-            if piece.part.gradient is not None
-        ]
+        norms = [self._norm_of(piece) for piece in self._store.pieces if piece.part.gradient is not None]
         return torch.linalg.vector_norm(torch.stack(norms).double()).item() / self.loss_scale.scale
 
     def _hand_over(self, norm: float, learning_rate: float) -> None:

@@ -155,6 +155,7 @@ class Recorder(TorchDispatchMode):
         self._sum: tuple[torch.UntypedStorage, dict] | None = None  # of two gradients, when it has just been made
         self._paused = False
         self._ended = False
+        self._operations: list[Operation] = []
         self._begin_chunk()
 
     @classmethod
@@ -348,5 +349,8 @@ class Recorder(TorchDispatchMode):
         self._threads.add(thread)
 
     def _begin_chunk(self) -> None:
+        chunks = self.tape.chunks
+        if chunks and chunks[-1].operations is self._operations and not self._operations:
+            chunks.pop()
         self._operations = []
         self.tape.chunks.append(Chunk(self._operations, 0, 0, self.clock.gpu))

@@ -18,11 +18,10 @@ from lowmem.cli import parse_arguments
 from lowmem.data import load_data
 from lowmem.errors import CapExceeded, InputError, LowmemError, Stopped
 from lowmem.log import RunLog, step_row, write_json
-from lowmem.models import build_model, check_tokens, load_config
-from lowmem.plan import Plan, Shape, make_plan, residual_dtype
-from lowmem.precision import WORKING_DTYPES, LossScale, cast_explicitly, resolve_precision
-from lowmem.recompute import fuse_gelu
-from lowmem.report import finish, run_identity, said_aloud
+from lowmem.models import check_tokens, load_config, make_decoder
+from lowmem.plan import Plan, card_for, make_plan, planned
+from lowmem.precision import WORKING_DTYPES, LossScale, resolve_precision
+from lowmem.report import draw_plan, finish, run_identity, said_aloud
 from lowmem.resume import find_checkpoint, load_checkpoint, lock_run, save_checkpoint
 from lowmem.schedule import learning_rate, warmup_updates
 from lowmem.settings import Settings
@@ -60,21 +59,15 @@ def _fail(error: LowmemError) -> int:
 def run(settings: Settings, stop: StopRequest) -> None:
     """Plans, and unless that is all that was asked for, trains."""
     devices.set_environment()
-    if settings.plan_only:
-        device, precision = devices.planned(settings)
-    else:
-        device = devices.select_device(settings.device)
-        precision = resolve_precision(settings.precision, device)
     config = load_config(settings.model, settings.init)
     check_tokens(config, settings.seq, largest_token_id=0)
-    model = build_model(config)
-    fuse_gelu(model)
-    if precision != "fp32":
-        cast_explicitly(model, residual_dtype(settings, precision))
-    decoder = Decoder(model)
-    ram_free_bytes = None if settings.plan_only else ram_available_bytes()[0]
-    plan = make_plan(Shape.of(settings.model, decoder), settings, device.type, precision, ram_free_bytes)
+
+    def decoder_in(precision: str) -> Decoder:
+        return make_decoder(config, precision, settings.residual)
+
     if settings.plan_only:
+        kind, precision, card = planned(settings)
+        plan = make_plan(settings, lambda: decoder_in(precision), kind, precision, card)
         print(plan.describe())
         if (Path(settings.out) / "settings.json").exists():
             print(f"{settings.out} holds a run, so its plan.json is left alone", file=sys.stderr)
@@ -82,12 +75,18 @@ def run(settings: Settings, stop: StopRequest) -> None:
         try:
             Path(settings.out).mkdir(parents=True, exist_ok=True)
             write_json(Path(settings.out) / "plan.json", plan.to_dict())
+            draw_plan(plan, Path(settings.out))
         except OSError as error:
             raise InputError(f"--out {settings.out} cannot be written: {error.strerror}; give another folder") from None
         return
+    device = devices.select_device(settings.device)
+    precision = resolve_precision(settings.precision, device)
+    card = card_for(settings) if device.type == "cuda" else None
+    free = ram_available_bytes()[0]
+    plan = make_plan(settings, lambda: decoder_in(precision), device.type, precision, card, free)
     with lock_run(Path(settings.out)), closing(RunLog(Path(settings.out), settings)) as log:
         log.say(plan.describe())
-        train(settings, config, decoder, device, plan, stop, log)
+        train(settings, config, decoder_in(precision), device, plan, stop, log)
 
 
 def train(
@@ -111,7 +110,7 @@ def train(
     budget = Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes)
     budget.apply()
     devices.make_deterministic(device)
-    optimizer = get_optimizer(settings.optimizer)
+    optimizer = get_optimizer(plan.optimizer)
     checkpoint = find_checkpoint(folder, settings.resume, log.say)
     if checkpoint is None:  # before anything is allocated: what does not fit is refused here
         pretrained = settings.init == "pretrained"

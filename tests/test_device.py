@@ -5,9 +5,8 @@ import os
 import pytest
 import torch
 
-from lowmem.device import planned, select_device, set_environment
+from lowmem.device import select_device, set_environment
 from lowmem.errors import InputError
-from lowmem.settings import Settings
 
 TODAY = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 
@@ -41,12 +40,6 @@ def test_a_gpu_that_is_not_there_is_an_error_only_for_who_asks_for_it(monkeypatc
     assert select_device("auto") == torch.device("cpu")
     with pytest.raises(InputError, match="--device cuda"):
         select_device("cuda")
-
-
-def test_a_plan_is_for_a_gpu_with_bf16_unless_something_else_is_asked_for():
-    assert planned(Settings()) == (torch.device("cuda"), "bf16")
-    assert planned(Settings(precision="fp16")) == (torch.device("cuda"), "fp16")
-    assert planned(Settings(device="cpu")) == (torch.device("cpu"), "fp32")
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -1,49 +1,38 @@
-"""The first planner: sums worked out by hand, its choices, and the caps that it names when it refuses.
+"""Plans: what they say, what they take from a card and from the settings, and how they refuse.
 
-Nothing here is simulated or measured; one test holds the arithmetic to the bytes that a store really takes.
+Which layout is chosen is test_search.py's, what a layout takes test_simulate.py's. The real shapes are planned through
+the scripts, in test_scripts.py; here the models are small.
 """
 
 import dataclasses
+import importlib.util
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig
 
 from lowmem import plan as plan_module
-from lowmem.adam import OPTIMIZERS
-from lowmem.blocks import Decoder
+from lowmem.budget import CONTEXT_BYTES
+from lowmem.cards import CARDS
 from lowmem.errors import InputError, PlanError
-from lowmem.models import build_model, load_config
-from lowmem.plan import MIB, Plan, Shape, make_plan
-from lowmem.precision import WORKING_DTYPES
+from lowmem.models import make_decoder
+from lowmem.plan import CUDA_PROCESS_BYTES, MARGIN_BYTES, MIB, Plan, card_for, make_plan, planned
 from lowmem.settings import Settings
-from lowmem.store import Store
 from lowmem.units import GIB, parse_size
 
-ROOT = Path(__file__).resolve().parent.parent
+CONFIG = GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=5_000, n_positions=256)
+SMALL = Settings(model="small", init="random", seq=256, batch=8, gpu_limit_bytes=GIB)
+PARAMETERS = (5_000 + 256) * 512 + 4 * (12 * 512**2 + 13 * 512) + 2 * 512
 
 
-def shape_of(name: str) -> Shape:
-    return Shape.of(name, Decoder(build_model(load_config(name, "random"))))
-
-
-@pytest.fixture(scope="module")
-def large() -> Shape:
-    return shape_of("gpt2-large")
-
-
-@pytest.fixture(scope="module")
-def xl() -> Shape:
-    return shape_of("gpt2-xl")
-
-
-def planned(shape: Shape, device: str = "cuda", precision: str = "bf16", ram_free_bytes=None, **changed) -> Plan:
-    return make_plan(shape, dataclasses.replace(Settings(), **changed), device, precision, ram_free_bytes)
+def plan_for(device: str = "cuda", precision: str = "bf16", ram_free_bytes=None, card="rtx3090", **changed) -> Plan:
+    settings = dataclasses.replace(SMALL, **changed)
+    chosen = CARDS[card] if device == "cuda" else None
+    return make_plan(
+        settings, lambda: make_decoder(CONFIG, precision, "fp32"), device, precision, chosen, ram_free_bytes
+    )
 
 
 def caps_named(error: PlanError) -> dict[str, int]:
@@ -51,236 +40,181 @@ def caps_named(error: PlanError) -> dict[str, int]:
     return {name.replace("-", "_") + "_bytes": parse_size(size) for name, size in named.items()}
 
 
-# --- the arithmetic
-
-BLOCK = 19_677_440  # GPT-2-Large: 12 D^2 + 13 D for D = 1,280
-EMBEDDING = (50_257 + 1_024) * 1_280
+# --- what a plan says
 
 
-def test_the_shape_of_large_is_what_its_paper_says(large):
-    assert large.parameters == 774_030_080 == EMBEDDING + 36 * BLOCK + 2 * 1_280
-    assert large.unit_parameters == (EMBEDDING, *[BLOCK] * 36, 2 * 1_280)
-    assert (large.width, large.inner_width, large.vocabulary) == (1_280, 5_120, 50_257)
+def test_plan_json_says_what_was_planned_and_what_that_depends_on():
+    plan = plan_for(ram_limit_bytes=16 * GIB)
+    found = plan.to_dict()
+    assert json.loads(json.dumps(found)) == found
+    assert found["limits"] == {"gpu_bytes": GIB, "ram_bytes": 16 * GIB}
+    assert (found["fits"], found["parameters"], found["tokens_per_step"]) == (True, PARAMETERS, 2_048)
+    assert found["choice"]["resident_units"] + found["choice"]["streamed_units"] == 6
+    predicted = found["predicted"]
+    assert sum(found["breakdown"].values()) == predicted["gpu_allocated_peak_bytes"]
+    assert predicted["gpu_allocated_peak_bytes"] <= predicted["gpu_reserved_peak_bytes"] <= GIB
+    assert predicted["ram_peak_bytes"] == sum(found["ram_breakdown"].values()) >= CUDA_PROCESS_BYTES
+    assert predicted["step_seconds"] > 0
+    assert found["depends_on"].keys() == {"card", "torch", "transformers"}
+    assert (found["depends_on"]["card"], found["depends_on"]["torch"]) == ("rtx3090", torch.__version__)
+    described = plan.describe()
+    assert f"{PARAMETERS:,} parameters" in described and "cap 1.00 GiB" in described and "on rtx3090" in described
 
 
-def test_the_bytes_of_large_on_the_gpu_are_those_worked_out_by_hand(large):
-    plan = planned(large)
-    assert (plan.schedule.micro_batch, plan.schedule.group, plan.schedule.segment_blocks) == (4, 1, 1)
-    assert plan.schedule.recompute and plan.precision == "bf16"
-    blocks_resident = plan.resident_units - 1
-    assert plan.gpu_breakdown == {
-        "working_weights": 2 * 774_030_080,
-        "gradients": 4 * 774_030_080,
-        "boundaries": 4 * (4 * 1_024) * 1_280 * 37,
-        "gradients_of_the_first_input": 4 * (64 * 1_024) * 1_280,
-        "live_blocks": 4_096 * (2 * (9 * 1_280 + 4 * 5_120) + 16 * 1_280),
-        "loss": 512 * 50_257 * 6,
-        "resident_states": 10 * (EMBEDDING + blocks_resident * BLOCK),  # low 2, m 4, v 4
-        "staging_ring": 10 * 3 * 2**22,
-        "workspaces": 2 * 33 * MIB,
-        "reserve": 256 * MIB,
-    }
-    assert plan.ram_breakdown == {
-        "streamed_states": 10 * (774_030_080 - EMBEDDING - blocks_resident * BLOCK),
-        "process": 2 * GIB,
-    }
-    assert plan.gpu_bytes == sum(plan.gpu_breakdown.values()) <= 11 * GIB
-    assert plan.gpu_bytes + 10 * BLOCK > 11 * GIB  # not one more block's states would fit
+def test_the_timeline_covers_one_step_and_reaches_the_peak():
+    plan = plan_for()
+    seconds = [second for second, _, _ in plan.timeline]
+    assert seconds == sorted(seconds) and 0 <= seconds[0] and seconds[-1] <= plan.step_seconds
+    assert max(allocated for _, allocated, _ in plan.timeline) == plan.gpu_allocated_peak_bytes
 
 
-def test_on_the_cpu_everything_is_in_ram_and_nothing_is_streamed(large):
-    plan = planned(large, "cpu", "fp32", seq=128, batch=2, micro_batch=1)
-    assert plan.gpu_breakdown == {} and plan.gpu_bytes is None
-    assert plan.resident_units == 38
-    assert plan.ram_breakdown == {
-        "working_weights": 4 * 774_030_080,
-        "gradients": 4 * 774_030_080,
-        "boundaries": 4 * 128 * 1_280 * 37,
-        "gradients_of_the_first_input": 4 * 2 * 128 * 1_280,
-        "live_blocks": 128 * (4 * (9 * 1_280 + 4 * 5_120) + 16 * 1_280),
-        "loss": 128 * 50_257 * 4,
-        "resident_states": 8 * 774_030_080,  # m and v: the working weights are the masters
-        "staging_ring": 0,
-        "streamed_states": 0,
-        "process": 640 * MIB,
-    }
+def test_the_same_plan_is_made_every_time():
+    assert plan_for(gpu_limit_bytes=300 * MIB) == plan_for(gpu_limit_bytes=300 * MIB)
 
 
-def test_xl_fits_under_both_of_its_caps(xl):
-    plan = planned(xl, ram_limit_bytes=16 * GIB)
-    assert xl.parameters == 1_557_611_200
-    assert plan.fits and plan.gpu_bytes <= 11 * GIB and plan.ram_bytes <= 16 * GIB
-    assert 0 < plan.resident_units < len(xl.unit_parameters)  # 14.5 GiB of states and the process are more than 16 GiB
+@pytest.mark.parametrize("changed", [{"optimizer": "sgd"}, {"optimizer": "adamw8bit"}, {"clip_norm": None}])
+def test_other_optimizers_are_planned_too(changed):
+    plan = plan_for(**changed)
+    assert plan.to_dict()["choice"]["state_bits"] == {"sgd": 0, "adamw8bit": 8}.get(changed.get("optimizer"), 32)
+    exact = plan_for()
+    assert (plan.gpu_breakdown["resident_states"] < exact.gpu_breakdown["resident_states"]) == ("optimizer" in changed)
+
+
+# --- what is chosen
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "precision", "state_bytes"),
-    [("adamw", "bf16", 10), ("adamw", "fp16", 10), ("adamw", "fp32", 8), ("adamw8bit", "bf16", 4), ("sgd", "bf16", 2)],
-)
-def test_states_take_what_the_optimizer_keeps(large, optimizer, precision, state_bytes):
-    plan = planned(large, "cpu", precision, optimizer=optimizer)
-    scales = 8 * 774_030_080 / 256 if optimizer == "adamw8bit" else 0
-    assert plan.ram_breakdown["resident_states"] == pytest.approx(state_bytes * 774_030_080 + scales, abs=8)
-    bits = {"adamw": 32, "adamw8bit": 8, "sgd": 0}[optimizer]
-    assert plan.to_dict()["choice"]["state_bits"] == bits
+    "typed",
+    [
+        {"micro_batch": 2}, {"group": 4}, {"segment_blocks": 3, "recompute": "on"}, {"recompute": "off"},
+        {"states": "streamed"}, {"states": "resident"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_typed_is_what_is_planned(typed):
+    plan = plan_for(**typed)
+    assert plan.schedule.micro_batch == typed.get("micro_batch", plan.schedule.micro_batch)
+    assert plan.schedule.group == typed.get("group", plan.schedule.group)
+    assert plan.schedule.segment_blocks == typed.get("segment_blocks", plan.schedule.segment_blocks)
+    assert plan.schedule.recompute == {"on": True, "off": False}.get(typed.get("recompute"), plan.schedule.recompute)
+    assert plan.resident_units == {"streamed": 0, "resident": 6}.get(typed.get("states"), plan.resident_units)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_planned_weights_and_states_are_those_that_a_store_takes(optimizer, precision):
-    """But for the padding of each parameter to 256."""
-    decoder = Decoder(build_model(load_config("gpt2-demo", "random")))
-    parameters = list(decoder.model.parameters())
-    plan = planned(Shape.of("demo", decoder), "cpu", precision, optimizer=optimizer)
-    store = Store(decoder, torch.device("cpu"), WORKING_DTYPES[precision], OPTIMIZERS[optimizer], plan.resident_units)
-    states = sum(tensor.nbytes for part in store.parts for tensor in part.state.values())
-    working = sum(part.working.nbytes for part in store.parts)
-    vectors = sum(p.numel() for p in parameters if p.dim() < 2)  # fp32 always: 2 bytes more, and no low half
-    padding = 256 * len(parameters)
-    found = plan.ram_breakdown
-    assert abs(working - found["working_weights"]) <= 4 * (vectors + padding)
-    assert abs(states - found["resident_states"]) <= 10 * (vectors + padding)
-    assert store.parameter_count == plan.shape.parameters
+def test_a_cards_own_memory_is_the_cap_where_that_is_smaller_and_its_context_is_counted():
+    settings = {"gpu_limit_bytes": 100 * GIB, "gpu": "rtx3060"}
+    assert plan_for(card="rtx3060", **settings).gpu_limit_bytes == CARDS["rtx3060"].memory_bytes - CONTEXT_BYTES
+    assert plan_for(card="rtx3060", **settings | {"gpu_limit_bytes": GIB}).gpu_limit_bytes == GIB
+    assert plan_for(gpu_limit_bytes=None).gpu_limit_bytes is None
 
 
-def test_more_blocks_per_segment_trade_boundaries_for_live_blocks(large):
-    one, four = (planned(large, segment_blocks=count, micro_batch=4) for count in (1, 4))
-    assert four.gpu_breakdown["boundaries"] * 37 == one.gpu_breakdown["boundaries"] * 10
-    assert four.gpu_breakdown["live_blocks"] == 4 * one.gpu_breakdown["live_blocks"]
-    kept = planned(large, recompute="off", micro_batch=1)
-    assert kept.gpu_breakdown["live_blocks"] == 36 * one.gpu_breakdown["live_blocks"] // 4
+def test_faster_cards_take_less_time_and_older_ones_attention_without_flash():
+    seconds = {card: plan_for(card=card).step_seconds for card in ("h200", "rtx3060")}
+    assert seconds["h200"] < seconds["rtx3060"]
+    turing = plan_for(card="t4", precision="fp16")
+    assert turing.precision == "fp16" and turing.step_seconds > seconds["h200"]
 
 
-def test_a_16_bit_residual_stream_halves_what_it_saves(large):
-    fp32, half = planned(large), planned(large, residual="16bit")
-    for name in ("boundaries", "gradients_of_the_first_input"):
-        assert 2 * half.gpu_breakdown[name] == fp32.gpu_breakdown[name]
+def test_a_plan_without_a_card_is_for_the_smallest_one_with_bf16_and_that_much_memory():
+    names = {limit: card_for(Settings(gpu_limit_bytes=limit)).name for limit in (GIB, 11 * GIB, 16 * GIB, 60 * GIB)}
+    assert names == {GIB: "rtx3060", 11 * GIB: "rtx3060", 16 * GIB: "l4", 60 * GIB: "h100"}
+    assert card_for(Settings(gpu_limit_bytes=500 * GIB)).name == "h200"
 
 
-# --- the choice
+def test_the_precision_is_what_the_card_has():
+    assert planned(Settings())[:2] == ("cuda", "bf16")
+    assert planned(Settings(gpu="t4"))[:2] == ("cuda", "fp16")
+    assert planned(Settings(gpu="t4", precision="fp32"))[:2] == ("cuda", "fp32")
+    assert planned(Settings(device="cpu")) == ("cpu", "fp32", None)
+    with pytest.raises(InputError, match="rtx3060"):
+        planned(Settings(gpu="voodoo2"))
 
 
-def test_what_was_typed_is_honoured(large):
-    typed = {"micro_batch": 2, "group": 4, "segment_blocks": 3, "recompute": "on", "states": "streamed"}
-    choice = planned(large, **typed).to_dict()["choice"]
-    assert (choice["micro_batch"], choice["group"], choice["segment_blocks"]) == (2, 4, 3)
-    assert choice["recompute"] is True
-    assert (choice["resident_units"], choice["streamed_units"]) == (0, 38)
-    assert planned(large, recompute="off", micro_batch=1, states="streamed").schedule.recompute is False
+def test_a_card_that_is_here_is_planned_for_and_an_unknown_one_as_the_one_most_like_it(monkeypatch):
+    class Properties:
+        name, total_memory, multi_processor_count = "NVIDIA GeForce RTX 3080", 10 * GIB, 68
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert card_for(Settings()).name == "h200"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: Properties.name)
+    card = card_for(Settings())
+    assert card.name == "NVIDIA GeForce RTX 3080 (taken for rtx3090)"
+    assert (card.multiprocessors, card.memory_bytes) == (68, 10 * GIB)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_states_are_where_they_were_asked_to_be(large, device):
-    resident = planned(large, device, states="resident", gpu_limit_bytes=None)
-    assert resident.resident_units == 38 and resident.to_dict()["choice"]["streamed_units"] == 0
-    streamed = planned(large, device, states="streamed")
-    assert streamed.resident_units == 0
-    assert streamed.ram_breakdown["streamed_states"] == 10 * large.parameters
-    assert resident.ram_breakdown.get("streamed_states") == 0
+# --- the CPU
 
 
-def test_states_that_must_be_resident_and_do_not_fit_are_refused(large):
-    with pytest.raises(PlanError):
-        planned(large, states="resident")
+def test_on_the_cpu_everything_is_in_ram_and_nothing_takes_a_gpu():
+    plan = plan_for("cpu", "fp32", micro_batch=2)
+    found = plan.to_dict()
+    assert found["predicted"]["gpu_allocated_peak_bytes"] is found["predicted"]["step_seconds"] is None
+    assert found["breakdown"] == plan.ram_breakdown and plan.resident_units == 6
+    vectors = 256 * -(-13 * 512 // 256) * 4 + 1_024
+    padded = PARAMETERS + 256
+    assert PARAMETERS * 4 <= plan.ram_breakdown["working_weights"] <= 4 * (padded + vectors)
+    assert PARAMETERS * 8 <= plan.ram_breakdown["resident_states"] <= 8 * (padded + vectors)
 
 
-def test_with_more_room_more_states_stay_on_the_gpu(large):
-    counts = [planned(large, gpu_limit_bytes=size * GIB, micro_batch=1).resident_units for size in (6, 8, 10, 11, 24)]
-    assert counts == sorted(counts) and counts[0] < counts[2] and counts[-1] == 38
-    assert planned(large, gpu_limit_bytes=None).resident_units == 38
-
-
-@pytest.mark.parametrize(("batch", "seq", "expected"), [(64, 1024, 4), (6, 1024, 2), (7, 1024, 1), (64, 512, 8)])
-def test_the_micro_batch_divides_the_batch_and_holds_at_most_4096_tokens(large, batch, seq, expected):
-    assert planned(large, batch=batch, seq=seq, gpu_limit_bytes=40 * GIB).schedule.micro_batch == expected
-
-
-def test_a_group_that_was_typed_divides_the_number_of_micro_batches(large):
-    for group in (1, 4, 16, 64):
-        schedule = planned(large, group=group, gpu_limit_bytes=80 * GIB).schedule
-        assert 64 // schedule.micro_batch % group == 0
-
-
-def test_a_smaller_micro_batch_is_taken_where_the_larger_does_not_fit(large):
-    sizes = [
-        planned(large, gpu_limit_bytes=limit * MIB, states="streamed").schedule.micro_batch for limit in (5650, 6250)
-    ]
-    assert sizes[0] < sizes[1]
-
-
-@pytest.mark.parametrize(("free_gib", "recompute"), [(64, False), (15, True)])
-def test_on_this_machines_cpu_activations_are_kept_where_there_is_room(large, free_gib, recompute):
-    plan = planned(large, "cpu", "fp32", ram_free_bytes=free_gib * GIB, seq=128, batch=8)
-    assert plan.schedule.recompute is recompute
+def test_the_micro_batch_on_the_cpu_does_not_depend_on_what_is_free_but_what_is_kept_does():
+    roomy = plan_for("cpu", "fp32", ram_free_bytes=64 * GIB)
+    tight = plan_for("cpu", "fp32", ram_free_bytes=roomy.ram_bytes - 100 * MIB)
+    assert (roomy.schedule.recompute, tight.schedule.recompute) == (False, True)
+    assert roomy.schedule.micro_batch == tight.schedule.micro_batch == 8
 
 
 # --- what does not fit
 
 
-@pytest.mark.parametrize("gpu_gib", [1, 3, 5])
-@pytest.mark.parametrize("ram_gib", [None, 1, 4, 12])
-@pytest.mark.parametrize("name", ["large", "xl"])
-def test_a_refusal_names_caps_that_do_fit_and_that_are_tight(request, name, gpu_gib, ram_gib):
-    shape = request.getfixturevalue(name)
-    ram_limit = None if ram_gib is None else ram_gib * GIB
+@pytest.mark.parametrize(
+    "caps",
+    [
+        {"gpu_limit_bytes": 100 * MIB},
+        {"gpu_limit_bytes": 250 * MIB, "ram_limit_bytes": CUDA_PROCESS_BYTES + 100 * MIB},
+        {"gpu_limit_bytes": 250 * MIB, "ram_limit_bytes": GIB},
+    ],
+)
+def test_a_refusal_names_caps_that_do_fit_and_that_are_tight(monkeypatch, caps):
+    monkeypatch.setattr(plan_module, "find_spec", lambda name: None)  # no way out in 8 bits
     with pytest.raises(PlanError) as caught:
-        planned(shape, gpu_limit_bytes=gpu_gib * GIB, ram_limit_bytes=ram_limit)
-    assert caught.value.exit_code == 3 and f"{gpu_gib}.00 GiB of GPU memory" in str(caught.value)
-    caps = caps_named(caught.value)
-    plan = planned(shape, **caps)
-    assert (
-        plan.fits and plan.gpu_bytes > caps["gpu_limit_bytes"] - MIB and plan.ram_bytes > caps["ram_limit_bytes"] - MIB
-    )
+        plan_for(**caps)
+    assert caught.value.exit_code == 3
+    named = caps_named(caught.value)
+    plan_for(**named)
     with pytest.raises(PlanError):
-        planned(shape, **caps | {"gpu_limit_bytes": caps["gpu_limit_bytes"] - MIB})
+        plan_for(**named | {"gpu_limit_bytes": named["gpu_limit_bytes"] - 64 * MIB})
 
 
-def test_where_only_ram_is_short_the_cap_named_is_the_smallest_that_would_do_beside_the_gpus(xl):
-    with pytest.raises(PlanError) as caught:
-        planned(xl, ram_limit_bytes=15 * GIB)
-    ram_limit = caps_named(caught.value)["ram_limit_bytes"]
-    assert planned(xl, ram_limit_bytes=ram_limit).fits
+def test_moments_in_8_bits_are_taken_where_nothing_exact_fits_into_ram_and_that_is_said(monkeypatch):
+    needed = plan_for(states="streamed").ram_breakdown["streamed_states"]
+    caps = {"states": "streamed", "ram_limit_bytes": CUDA_PROCESS_BYTES + needed // 2}
+    if importlib.util.find_spec("bitsandbytes"):
+        plan = plan_for(**caps)
+        assert (plan.optimizer, plan.to_dict()["choice"]["state_bits"]) == ("adamw8bit", 8)
+        assert "NOT EXACT" in plan.describe() and "NOT EXACT" not in plan_for(states="streamed").describe()
+    monkeypatch.setattr(plan_module, "find_spec", lambda name: None)
     with pytest.raises(PlanError):
-        planned(xl, ram_limit_bytes=ram_limit - 64 * MIB)
+        plan_for(**caps)
 
 
-def test_a_machine_with_too_little_memory_is_refused_like_a_cap(large):
-    with pytest.raises(PlanError, match="4.00 GiB are free here"):
-        planned(large, "cpu", "fp32", ram_free_bytes=4 * GIB)
-    with pytest.raises(PlanError, match="3.00 GiB of RAM"):
-        planned(large, "cpu", "fp32", ram_free_bytes=4 * GIB, ram_limit_bytes=3 * GIB)
-    plan = planned(large, "cpu", "fp32", ram_free_bytes=64 * GIB, seq=128, batch=2)
-    assert plan.to_dict()["limits"]["ram_bytes"] is None  # what the machine has is no cap that the user set
+def test_a_margin_of_the_cap_stays_free():
+    plan = plan_for(gpu_limit_bytes=300 * MIB)
+    page = 20 * MIB  # by which expandable segments may pass the allocator's own test of the cap
+    assert plan.gpu_allocated_peak_bytes <= 300 * MIB - MARGIN_BYTES
+    assert plan.gpu_reserved_peak_bytes < 300 * MIB - MARGIN_BYTES + page < 300 * MIB
 
 
-def test_plan_json_says_what_was_planned(large):
-    plan = planned(large, ram_limit_bytes=16 * GIB)
-    found = plan.to_dict()
-    assert json.loads(json.dumps(found)) == found
-    assert found["limits"] == {"gpu_bytes": 11 * GIB, "ram_bytes": 16 * GIB}
-    assert (found["fits"], found["parameters"], found["tokens_per_step"]) == (True, 774_030_080, 65_536)
-    assert found["choice"]["resident_units"] + found["choice"]["streamed_units"] == 38
-    assert found["predicted"] == {
-        "gpu_allocated_peak_bytes": plan.gpu_bytes,
-        "gpu_reserved_peak_bytes": plan.gpu_bytes,
-        "ram_peak_bytes": plan.ram_bytes,
-        "step_seconds": None,
-    }
-    described = plan.describe()
-    assert "774,030,080 parameters" in described and "micro-batches of 4" in described and "cap 11.0 GiB" in described
+def test_a_machine_with_too_little_memory_is_refused_like_a_cap():
+    with pytest.raises(PlanError, match="64.0 MiB are free here"):
+        plan_for("cpu", "fp32", ram_free_bytes=64 * MIB)
+    with pytest.raises(PlanError, match="300 MiB of RAM"):
+        plan_for("cpu", "fp32", ram_free_bytes=4 * GIB, ram_limit_bytes=300 * MIB)
+    assert plan_for("cpu", "fp32", ram_free_bytes=64 * GIB).to_dict()["limits"]["ram_bytes"] is None
 
 
 # --- python -m lowmem.plan
-
-
-def test_as_a_command_it_prints_plan_json_alone_and_needs_no_network(tmp_path):
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "lowmem.plan", "--model", "gpt2-xl", "--ram-limit", "16GiB", "--json"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert (result.returncode, result.stderr) == (0, "")
-    found = json.loads(result.stdout)
-    assert (found["parameters"], found["fits"], found["model"]) == (1_557_611_200, True, "gpt2-xl")
-    assert list(tmp_path.iterdir()) == []
 
 
 LLAMA = {
@@ -306,14 +240,14 @@ def test_any_decoder_is_planned_from_a_folder_or_its_config_alone(tmp_path, caps
     block = attention + 3 * 256 * 688 + 2 * 256
     assert found["parameters"] == 4 * block + 256 + (1 if tied else 2) * 1_000 * 256
     assert (found["tokens_per_step"], found["limits"]["gpu_bytes"]) == (8 * 256, 2 * GIB)
-    assert found["breakdown"]["boundaries"] == 4 * found["choice"]["micro_batch"] * 256 * 256 * 5
 
 
 def test_without_json_it_prints_a_table(tmp_path, capsys):
     GPT2Config(n_layer=2, n_embd=64, n_head=2).save_pretrained(tmp_path)
     assert plan_module.main(["--model", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
-    assert "GPU working weights" in out and out.rstrip().endswith("fits (by arithmetic)") and err == ""
+    assert "GPU working weights" in out and out.rstrip().endswith("fits") and err == ""
+    assert "tokens/s" in out and "rtx3060" in out
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def axes(monkeypatch):
     """The axes of each figure that is saved while the test runs."""
     saved, save = [], Figure.savefig
     monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *args, **kw: (saved.append(figure.axes[0]), save(figure, *args, **kw))
+        Figure, "savefig", lambda figure, *args, **kw: (saved.extend(figure.axes), save(figure, *args, **kw))
     )
     return saved
 
@@ -88,7 +88,9 @@ PLAN = {
     "breakdown": {"working_weights": 2 * GIB, "nothing": 0, "loss": GIB},
     "ram_breakdown": {"streamed_states": 4 * GIB, "process": 1 * GIB},
     "limits": {"gpu_bytes": 11 * GIB, "ram_bytes": None},
+    "predicted": {"gpu_reserved_peak_bytes": int(3.25 * GIB)},
 }
+PLAN_ON_CPU = PLAN | {"predicted": {"gpu_reserved_peak_bytes": None}}
 ON_GPU = {
     "gpu_allocated_peak_bytes": 2 * GIB,
     "gpu_reserved_peak_bytes": int(2.5 * GIB),
@@ -105,24 +107,29 @@ def bars(axes) -> list[tuple[int, float, float]]:
 def test_predicted_bytes_are_stacked_by_name_beside_the_measured_peak_and_the_cap(tmp_path, axes):
     draw_memory(PLAN, ON_GPU, tmp_path / "memory.png")
     assert is_png(tmp_path / "memory.png")
-    assert bars(axes[0]) == [(0, 0, 2), (0, 2, 1), (1, 0, 2.5), (2, 0, 4), (2, 4, 1), (3, 0, 5.5)]
+    assert bars(axes[0]) == [(0, 0, 2), (0, 2, 1), (0, 3, 0.25), (1, 0, 2.5), (2, 0, 4), (2, 4, 1), (3, 0, 5.5)]
     labels = [label.get_text() for label in axes[0].get_yticklabels()]
     assert labels == ["GPU predicted", "GPU measured", "RAM predicted", "RAM measured"]
     (cap,) = axes[0].get_lines()  # RAM has none
     assert list(cap.get_xdata()) == [11, 11]
     assert axes[0].get_xlim()[1] > 11
     texts = {text.get_text() for text in axes[0].texts}
-    assert texts == {"3.00 GiB", "2.50 GiB", "5.00 GiB", "5.50 GiB", "cap 11.0 GiB"}
+    assert texts == {"3.25 GiB", "2.50 GiB", "5.00 GiB", "5.50 GiB", "cap 11.0 GiB"}
 
 
 def test_a_device_without_gpu_figures_has_bars_for_ram_alone(tmp_path, axes):
-    draw_memory(PLAN, ON_CPU, tmp_path / "memory.png")
+    draw_memory(PLAN_ON_CPU, ON_CPU, tmp_path / "memory.png")
     assert bars(axes[0]) == [(0, 0, 4), (0, 4, 1), (1, 0, 5.5)]
 
 
 def test_each_name_has_one_colour_and_one_line_in_the_legend(tmp_path, axes):
     names = [f"part_{index}" for index in range(12)]
-    plan = PLAN | {"breakdown": dict.fromkeys(names, GIB), "ram_breakdown": {"part_0": GIB, "process": GIB}}
+    predicted = {"gpu_reserved_peak_bytes": 12 * GIB}
+    plan = PLAN | {
+        "predicted": predicted,
+        "breakdown": dict.fromkeys(names, GIB),
+        "ram_breakdown": {"part_0": GIB, "process": GIB},
+    }
     draw_memory(plan, ON_GPU, tmp_path / "memory.png")
     handles, labels = axes[0].get_legend_handles_labels()
     assert sorted(labels) == sorted([*names, "process"])
@@ -132,6 +139,18 @@ def test_each_name_has_one_colour_and_one_line_in_the_legend(tmp_path, axes):
     }
     assert first_of[0] == first_of[2]
     assert len(set(plots._colours(40))) == 40
+
+
+def test_a_plan_that_was_not_run_has_its_timeline_and_no_measured_bars(tmp_path, axes):
+    timeline = [(0.0, 1 * GIB, 2 * GIB), (0.5, 3 * GIB, 3 * GIB), (2.0, 2 * GIB, 3 * GIB)]
+    draw_memory(PLAN, None, tmp_path / "memory.png", timeline)
+    over_time, at_the_peak = axes
+    assert lines(over_time)["allocated (predicted)"] == [(0.0, 1), (0.5, 3), (2.0, 2)]
+    assert lines(over_time)["reserved (predicted)"] == [(0.0, 2), (0.5, 3), (2.0, 3)]
+    assert lines(over_time)["cap"] == [(0, 11), (1, 11)]
+    assert [label.get_text() for label in at_the_peak.get_yticklabels()] == ["GPU predicted", "RAM predicted"]
+    draw_memory(PLAN, ON_GPU, tmp_path / "memory.png", timeline)
+    assert lines(axes[2])["reserved, peak (measured)"] == [(0, 2.5), (1, 2.5)]
 
 
 def test_without_matplotlib_the_module_is_imported_and_drawing_raises_import_error():

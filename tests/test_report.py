@@ -7,12 +7,12 @@ import pytest
 import torch
 import transformers
 
-from lowmem.plan import Shape, make_plan
+from lowmem.plan import Plan
 from lowmem.report import build_report, device_name, run_identity, said_aloud, versions
 from lowmem.settings import FIELD_NAMES, Settings
+from lowmem.step import Schedule
 from lowmem.tokenizer import byte_level_tokenizer
 
-SHAPE = Shape("tiny", 3_000, (1_000, 1_000, 1_000), width=16, inner_width=64, vocabulary=257)
 PLAN = {"fits": True, "model": "tiny"}
 PEAKS = {"gpu_allocated_peak_bytes": None, "gpu_reserved_peak_bytes": None, "ram_peak_bytes": 5}
 
@@ -71,21 +71,24 @@ CHANGED = {  # every setting, and a value that is not its default
     **{"weight_decay": 0.1, "clip_norm": None, "seed": 1, "optimizer": "sgd", "precision": "fp16"},
     **{"residual": "16bit", "device": "cpu", "gpu_limit_bytes": None, "ram_limit_bytes": 2**40, "micro_batch": 2},
     **{"group": 2, "segment_blocks": 2, "recompute": "off", "states": "streamed", "plan_only": True, "demo": True},
-    **{"out": "elsewhere", "run_name": "name", "resume": "never", "save_every": 5, "keep_last": 1, "eval_every": 5},
+    **{"gpu": "t4", "out": "elsewhere", "run_name": "name", "resume": "never", "save_every": 5, "keep_last": 1, "eval_every": 5},
     **{"eval_batches": 1, "log_every": 5, "sample_prompt": "x", "wandb": "offline"},
 }
 # What may be different when a run goes on: it changes no bit of weights and losses, or is known by another name in the
 # identity (the data's fingerprint, the number of steps, the precision and micro-batch that were planned).
 FREE = {
     *("data", "eval_data", "eval_fraction", "text_field", "train_on", "steps", "epochs", "precision", "micro_batch"),
-    *("device", "gpu_limit_bytes", "ram_limit_bytes", "group", "segment_blocks", "recompute", "states", "plan_only"),
+    *("device", "gpu", "gpu_limit_bytes", "ram_limit_bytes", "group", "segment_blocks", "recompute", "states", "plan_only"),
     *("demo", "out", "run_name", "resume", "save_every", "keep_last", "eval_every", "eval_batches", "log_every"),
     *("sample_prompt", "wandb"),
 }
 
 
 def identity(settings: Settings, *, steps: int = 10, data: str = "abc", precision: str = "bf16", micro_batch: int = 4):
-    plan = make_plan(SHAPE, dataclasses.replace(Settings(), micro_batch=micro_batch), "cuda", precision)
+    plan = Plan(
+        "tiny", 3_000, 3, settings, "cuda", precision, None, settings.optimizer, Schedule(micro_batch, 1, 1, True), 3,
+        None, 1, 1, {}, {}, 1.0, 0.0, [],
+    )  # fmt: skip
     return run_identity(settings, plan, steps, data)
 
 

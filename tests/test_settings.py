@@ -108,6 +108,7 @@ OPTION_VALUES = [
     ("--recompute off", "recompute", "off"),
     ("--states streamed", "states", "streamed"),
     ("--plan-only", "plan_only", True),
+    ("--gpu t4", "gpu", "t4"),
     ("--out there", "out", "there"),
     ("--run-name mine", "run_name", "mine"),
     ("--resume never", "resume", "never"),

@@ -1,0 +1,123 @@
+"""The same cases, really run, each in a process of its own: a peak is that case's, and a crash ends nothing else.
+
+The allocator is capped as the prediction was (torch.cuda.set_per_process_memory_fraction) and set up as the method has
+it: default segments for plain training, lowmem's environment for lowmem. cuDNN's attention is switched off, because the
+simulation takes it to be. Weights are random: no memory depends on them. Has never run on a GPU.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import torch
+from transformers import PretrainedConfig
+
+from experiments.memory_estimation.models import MODELS
+from lowmem import device as devices
+from lowmem.adam import get_optimizer
+from lowmem.blocks import Decoder
+from lowmem.data import Batch
+from lowmem.models import build_model, model_from_config
+from lowmem.precision import LossScale, cast_explicitly
+from lowmem.recompute import fuse_gelu
+from lowmem.step import Schedule, Step
+from lowmem.store import Store
+
+STEPS = 3
+TIME_LIMIT_SECONDS = 300
+
+
+def measured(case: dict) -> dict:
+    """Runs a case: model, method, seq, batch, limit_bytes and lowmem's choice. Its figures, {"fits": False} where the
+    GPU ran out of memory under the cap, or {"fits": None, "error": ...}."""
+    command = [sys.executable, "-m", "experiments.memory_estimation.measure", json.dumps(case)]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"fits": None, "error": f"not done after {TIME_LIMIT_SECONDS} s"}
+    if result.returncode:
+        return {"fits": None, "error": (result.stderr.strip() or "nothing was said").splitlines()[-1]}
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def run_case(case: dict, device: torch.device) -> dict:
+    """In the process of the case: peaks of allocated and reserved over STEPS steps, once the weights are there."""
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, case["limit_bytes"] / total), device)
+    config = MODELS[case["model"]].config()
+    try:
+        if case["choice"] is not None:
+            run_lowmem(config, case["seq"], case["batch"], case["choice"], device)
+        else:
+            run_plain(config, case["seq"], case["batch"], case["method"], device)
+    except torch.OutOfMemoryError:
+        return {"fits": False}
+    if device.type != "cuda":
+        return {"fits": True}
+    return {
+        "fits": True,
+        "allocated_peak_bytes": torch.cuda.max_memory_allocated(device),
+        "reserved_peak_bytes": torch.cuda.max_memory_reserved(device),
+    }
+
+
+def run_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, device: torch.device) -> None:
+    """The ordinary recipe, as plain.py says it, with the optimizer that PyTorch would choose."""
+    with device:
+        model = model_from_config(config).train()
+    tokens = torch.zeros((batch, seq), dtype=torch.int64, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
+    _begin(device)
+    for _ in range(STEPS):
+        with torch.autocast(device.type, torch.bfloat16) if recipe == "bf16" else nullcontext():
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run_lowmem(config: PretrainedConfig, seq: int, batch: int, choice: dict, device: torch.device) -> None:
+    """lowmem's step with a predicted row's choice."""
+    devices.make_deterministic(device)
+    model = build_model(config)
+    fuse_gelu(model)
+    cast_explicitly(model, torch.float32)
+    decoder, optimizer = Decoder(model), get_optimizer("adamw")
+    store = Store(decoder, device, torch.bfloat16, optimizer, choice["resident_units"])
+    for part in store.parts:
+        part.working.normal_(0, 0.02)
+    store.page_lock()
+    schedule = Schedule(choice["micro_batch"], group=1, segment_blocks=1, recompute=True)
+    step = Step(
+        decoder, store, optimizer, schedule, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False)
+    )  # fmt: skip
+    tokens = torch.zeros((batch, seq), dtype=torch.int64)
+    _begin(device)
+    for number in range(STEPS):
+        step(Batch(tokens, tokens), number, 1e-5)
+    step.flush()
+
+
+def _begin(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def main() -> int:
+    case = json.loads(sys.argv[1])
+    if case["choice"] is not None:
+        devices.set_environment()
+    else:  # PyTorch's own settings
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"):
+            os.environ.pop(name, None)
+    print(json.dumps(run_case(case, devices.select_device("cuda"))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The ordinary training step of `transformers`, run on tensors without data.
+
+    loss = model(input_ids=..., labels=...).loss;  loss.backward();  optimizer.step();  optimizer.zero_grad()
+
+Two steps, because the first one has no optimizer states during its forward and backward. Recipes:
+
+    fp32    everything in fp32, as the estimators of DNNMem's time assume
+    bf16    fp32 weights under autocast to bf16: what most people run today
+    llmem   what LLMem measured (its dp_real.py): fp16 weights managed in chunks by Colossal-AI's Gemini, in which a
+            gradient takes its weight's place; recomputed block by block; fp32 master weights and moments
+
+AdamW is PyTorch's default on CUDA for the first two (foreach: its square roots are a list of temporaries as large as
+the weights; fused=True saves those). LLMem's is HybridAdam, whose fused kernel has no temporaries. Dropout is on as the
+config says, SDPA attention where transformers has it, no padding, so no mask.
+
+Left out: data loader, logging, gradient clipping, what a Trainer adds. For `llmem` also: the chunks' rounding, its
+torch 2.0 and transformers 4.29 (their eager attention and their loss are imitated, their rotary tables are not).
+"""
+
+import functools
+import gc
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
+
+from experiments.memory_estimation.autocast import CudaAutocast
+from lowmem.blocks import Decoder
+from lowmem.models import build_model
+from lowmem.simulate import META, Target
+from lowmem.trace import Recorder, Tape
+
+RECIPES = ("fp32", "bf16", "llmem")
+LOGITS_IN_FP32 = ("codegen", "gpt_neo")  # in transformers 4.29 whatever the weights are
+_STEPS = 2
+
+
+def record_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, target: Target) -> Tape:
+    """What `_STEPS` steps of `batch` sequences of `seq` tokens allocate and free on `target`."""
+    model = build_model(config).to(META)
+    phase = ["forward"]
+    recorder = Recorder(target.machine, lambda frame: phase[0])
+    run = functools.partial(_ordinary_step, bf16=recipe == "bf16")
+    if recipe == "llmem":
+        run = functools.partial(_llmem_step, target=target)
+    enabled = gc.isenabled()
+    gc.disable()  # a collection would end storages' lives at arbitrary points of the tape
+    try:
+        with recorder, target.functions():
+            run(model, _batch(seq, batch), recorder, phase)
+    finally:
+        if enabled:
+            gc.enable()
+    return recorder.tape
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """foreach is what PyTorch chooses on CUDA by itself; meta tensors would get the loop over single tensors."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
+
+
+def _batch(seq: int, batch: int) -> Tensor:
+    return torch.zeros((batch, seq), dtype=torch.int64, device=META)
+
+
+def _ordinary_step(model: nn.Module, tokens: Tensor, recorder: Recorder, phase: list[str], bf16: bool) -> None:
+    _note(model, recorder)
+    recorder.note(tokens, "batch")
+    optimizer = make_optimizer(model)
+    for _ in range(_STEPS):
+        phase[0] = "forward"
+        if bf16:
+            with CudaAutocast():
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        else:
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        phase[0] = "backward"
+        loss.backward()
+        for parameter in model.parameters():
+            recorder.rename(parameter.grad, "gradients")
+        phase[0] = "update"
+        optimizer.step()
+        for state in optimizer.state.values():
+            for tensor in state.values():
+                recorder.rename(tensor, "optimizer_states")
+        optimizer.zero_grad()
+
+
+def _llmem_step(model: nn.Module, tokens: Tensor, recorder: Recorder, phase: list[str], target: Target) -> None:
+    masters = [torch.empty(p.shape, dtype=torch.float32, device=META) for p in model.parameters()]
+    for tensor in masters:
+        recorder.rename(tensor, "master_weights")
+    with recorder.paused():
+        model.half()
+        in_fp32 = model.config.model_type in LOGITS_IN_FP32
+        for block in Decoder(model).blocks:
+            block.forward = _recomputed(block.forward, target)
+    _note(model, recorder)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_into_its_chunk)
+    # They are made after the first backward; dp_real.py gives all cached memory back before, so they find none of it.
+    phase[0] = "optimizer_states"
+    moments = [torch.empty_like(master) for master in masters for _ in range(2)]
+    for _ in range(_STEPS):
+        phase[0] = "forward"
+        logits = model(input_ids=tokens, use_cache=False).logits
+        logits = logits.float() if in_fp32 else logits
+        loss = _old_loss(logits, tokens)
+        del logits
+        phase[0] = "backward"
+        loss.backward()
+    del moments
+
+
+def _recomputed(forward: Callable, target: Target) -> Callable:
+    def forward_as_on_target(*arguments, **keywords):
+        with target.functions():  # the second time it runs inside backward, where the mode around everything is off
+            return forward(*arguments, **keywords)
+
+    return functools.partial(checkpoint, forward_as_on_target, use_reentrant=False, preserve_rng_state=False)
+
+
+def _into_its_chunk(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+
+
+def _old_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """transformers 4.29: in the dtype of the logits, which are copied to leave the last position out."""
+    shifted = logits[..., :-1, :].contiguous()
+    return F.cross_entropy(shifted.view(-1, shifted.shape[-1]), tokens[..., 1:].reshape(-1))
+
+
+def _note(model: nn.Module, recorder: Recorder) -> None:
+    for parameter in model.parameters():
+        recorder.note(parameter, "weights")
+    for buffer in model.buffers():
+        recorder.note(buffer, "buffers")

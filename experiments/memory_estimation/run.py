@@ -1,0 +1,167 @@
+"""Predicts the GPU memory of training for the table's models, and with --measure runs them on the GPU that is here.
+
+Writes rows.jsonl (rows of the same cases are replaced), report.json and memory.png into --out. The README's tables are
+made from the committed rows by `python -m experiments.memory_estimation.table`.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import transformers
+
+from experiments.memory_estimation import rows as row_file
+from experiments.memory_estimation.estimate import LARGEST_BATCH, LOWMEM, LowmemRows, plain_rows
+from experiments.memory_estimation.measure import measured
+from experiments.memory_estimation.models import MODELS, positions
+from experiments.memory_estimation.published import LLMEM, SEQ, V100, accelerate_answer, llmem_row
+from experiments.memory_estimation.table import draw, summary
+from lowmem.cards import Card, card_named
+from lowmem.errors import InputError, LowmemError
+from lowmem.log import write_json
+from lowmem.units import format_size, parse_size
+
+METHODS = ("fp32", "bf16", LOWMEM)
+LOWMEM_BATCHES = (1, 8, LARGEST_BATCH)
+RESULTS = row_file.FOLDER / "results"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser().parse_args(arguments)
+    try:
+        return run(options, arguments)
+    except LowmemError as error:
+        print(f"memory_estimation: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    try:
+        limit_bytes = parse_size(options.limit)
+    except ValueError as error:
+        raise InputError(f"--limit: {error}") from None
+    card = _card_here() if options.measure else card_named(options.gpu)
+    shared = row_file.common(arguments)
+    path = options.out / row_file.NAME
+    everything = row_file.read(path)
+    tasks = [(name, options.methods, options.seq, card, limit_bytes) for name in options.only or MODELS]
+    # Spawned: a process that has begun with CUDA (to see which card is here) must not be forked.
+    with ProcessPoolExecutor(options.jobs, get_context("spawn"), initializer=_prepare) as pool:
+        for new in pool.map(_predicted, tasks):
+            new = [row | shared for row in new]
+            for row in new:
+                print(_line(row), flush=True)
+            everything = row_file.replace(path, new)
+            for row in _to_measure(new) if options.measure else ():
+                case = {name: row[name] for name in row_file.KEY} | {"choice": row.get("choice")}
+                result = case | {"kind": "measured"} | measured(case) | shared
+                print(_line(result), flush=True)
+                everything = row_file.replace(path, [result])
+    write_json(options.out / "report.json", summary(everything) | {"rows": row_file.NAME})
+    draw(everything, options.out / "memory.png")
+    print(f"{path}, report.json and memory.png are written")
+    return 0
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()  # it warns of losses and token ids that no allocation depends on
+
+
+def _predicted(task: tuple) -> list[dict]:
+    """All predicted rows of one model."""
+    name, methods, lengths, card, limit_bytes = task
+    model, rows = MODELS[name], []
+    for seq in lengths:
+        longest = positions(model.config())
+        if longest is not None and seq > longest:
+            continue
+        for method in methods:
+            case = {"method": method, "seq": seq, "limit_bytes": limit_bytes, "card": card.name}
+            if method == LOWMEM:
+                rows += [case | row for row in _lowmem(name, seq, card, limit_bytes)]
+            else:
+                rows += [case | row for row in plain_rows(model.config(), seq, method, card, limit_bytes)]
+    rows.append({"method": "accelerate", "answer": accelerate_answer(model.config())})
+    if name in LLMEM:
+        rows.append({"method": "llmem", "seq": SEQ, "card": V100.name} | llmem_row(name))
+    return [{"kind": "predicted", "model": name} | row for row in rows]
+
+
+def _lowmem(name: str, seq: int, card: Card, limit_bytes: int) -> Iterable[dict]:
+    try:
+        lowmem = LowmemRows(MODELS[name].config(), seq, card)
+    except InputError as error:
+        return [{"batch": None, "refused": str(error)}]
+    found = []
+    for batch in LOWMEM_BATCHES:
+        found.append(lowmem.row(batch, limit_bytes))
+        if not found[-1]["fits"]:
+            break
+    return found
+
+
+def _to_measure(rows: list[dict]) -> Iterable[dict]:
+    """Every case of this card: those that should not fit as well, for a refusal can be wrong too."""
+    return [row for row in rows if row["method"] in METHODS and "refused" not in row]
+
+
+def _card_here() -> Card:
+    if not torch.cuda.is_available():
+        raise InputError("--measure needs a GPU, and PyTorch finds none here; without it everything is predicted")
+    properties = torch.cuda.get_device_properties(0)
+    return replace(
+        card_named("a100"),  # its speeds, which change no prediction of memory
+        name=properties.name,
+        memory_bytes=properties.total_memory,
+        capability=(properties.major, properties.minor),
+        multiprocessors=properties.multi_processor_count,
+    )
+
+
+def _line(row: dict) -> str:
+    case = f"{row['kind']:<9} {row['model']:<22} {row['method']:<10}"
+    if row["method"] == "accelerate":
+        answer = row["answer"]
+        return f"{case} " + (
+            format_size(answer["float32"]["training_with_adam"]) if answer else "accelerate is not installed"
+        )
+    if "refused" in row or row.get("error") and row["kind"] == "measured":
+        return f"{case} {row.get('refused') or row['error']}"
+    if "allocated_peak_bytes" not in row:
+        return f"{case} {row['seq']:>5} x {row['batch']:<3} out of memory"
+    verdict = "" if row.get("fits", True) else "  does not fit"
+    sizes = " / ".join(format_size(row[f"{kind}_peak_bytes"]) for kind in ("allocated", "reserved"))
+    return f"{case} {row['seq']:>5} x {row['batch']:<3} {sizes}{verdict}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.memory_estimation.run", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument("--only", nargs="+", choices=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(all)")
+    parser.add_argument("--seq", nargs="+", type=_positive, default=[512, 1024], help="tokens per sequence (512 1024)")
+    parser.add_argument("--limit", default="16GiB", help="cap of the GPU's allocator (%(default)s)")
+    parser.add_argument("--gpu", default="a100", help="the card that is simulated under that cap (%(default)s)")
+    parser.add_argument("--measure", action="store_true", help="run the cases on the GPU here; never run on one yet")
+    parser.add_argument("--jobs", type=_positive, default=min(2, os.cpu_count() or 1), help="processes (%(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder to write to (the experiment's results)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""The README's tables and the picture, made from rows.
+
+    python -m experiments.memory_estimation.table        puts the tables of results/rows.jsonl into README.md
+
+A test fails when README.md and the committed rows disagree.
+"""
+
+import statistics
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from experiments.memory_estimation import rows as row_file
+from experiments.memory_estimation.models import MODELS
+from lowmem.units import GIB
+
+BEGIN, END = "<!-- made by python -m experiments.memory_estimation.table -->", "<!-- end -->"
+README = row_file.FOLDER / "README.md"
+PICTURED = ("opt-125m", "gpt2-medium", "bloom-560m", "gpt2-large", "opt-1.3b", "gpt2-xl")
+NAMES = {"fp32": "plain fp32", "bf16": "plain bf16 autocast", "lowmem": "lowmem"}
+
+
+def tables(rows: list[dict]) -> str:
+    """All tables in Markdown."""
+    predicted = [row for row in rows if row["kind"] == "predicted"]
+    parts = []
+    for seq in sorted({row["seq"] for row in predicted if row["method"] in NAMES}):
+        parts.append(f"**{seq} tokens per sequence**, predicted, GiB\n\n{_predicted_table(predicted, seq)}")
+    parts.append(f"**LLMem's own cases** (V100-16GB, 512 tokens), MiB\n\n{_llmem_table(predicted)}")
+    parts.append(f"**Measured**\n\n{_measured_table(rows)}")
+    parts.append(f"**Verdict**\n\n{_verdict(predicted)}")
+    return "\n\n".join(parts)
+
+
+def _verdict(rows: list[dict]) -> str:
+    """What the predicted rows come to, in sentences; none for what no row is about."""
+    sentences = []
+    for seq in sorted({row["seq"] for row in rows if row["method"] in NAMES}):
+        first = [row for row in rows if row["method"] in NAMES and row["seq"] == seq and row["batch"] in (1, None)]
+        fitting = {method: sum(r["method"] == method and r.get("fits", False) for r in first) for method in NAMES}
+        count = len({row["model"] for row in first})
+        said = ", ".join(f"{NAMES[method]} {number}" for method, number in fitting.items())
+        sentences.append(f"Of {count} models with {seq} tokens a batch of one fits into the cap: {said}.")
+    shares = []
+    for row in rows:
+        if row["method"] == "accelerate" and row["answer"] is not None:
+            answer = row["answer"]["float32"]["training_with_adam"]
+            shares += [{r["batch"]: answer / r["allocated_peak_bytes"] - 1 for r in rows if _is_plain(r, row["model"])}]
+    if shares:
+        ones = [share[1] for share in shares if 1 in share]
+        last = [share[max(share)] for share in shares if share]
+        sentences.append(
+            f"accelerate's fp32 answer lies {_span(ones)} from what plain fp32 training allocates at batch 1, and "
+            f"{_span(last)} at the last batch of the rows: it knows weights, gradients and states, and no activations."
+        )
+    cases = [row for row in rows if row["method"] == "llmem"]
+    if cases:
+        sentences.append(
+            f"In LLMem's own recipe, at the batch that its formula implies, our allocated bytes with its context are "
+            f"{_span([row['error'] for row in cases])} from what it measured (LLMem itself "
+            f"{_span([row['published_error'] for row in cases])}; DNNMem's errors there, by LLMem's Table 2, are "
+            f"{cases[0]['dnnmem_errors'][0]:.1%} to {cases[0]['dnnmem_errors'][1]:.1%}, without their signs)."
+        )
+    return "\n".join(f"- {sentence}" for sentence in sentences)
+
+
+def _is_plain(row: dict, model: str) -> bool:
+    return (row["model"], row["method"], row.get("seq")) == (model, "fp32", 512)
+
+
+def _span(errors: list[float]) -> str:
+    return f"{min(errors):+.1%} to {max(errors):+.1%}"
+
+
+def _predicted_table(rows: list[dict], seq: int) -> str:
+    header = (
+        "model", "parameters", "accelerate: Adam fp32 / fp16",
+        "fp32: batch 1", "fp32: largest", "bf16: batch 1", "bf16: largest", "lowmem: batch 1", "lowmem: largest",
+    )  # fmt: skip
+    lines = []
+    for name in MODELS:
+        cases = {method: [r for r in rows if (r["model"], r["method"], r.get("seq")) == (name, method, seq)]
+                 for method in NAMES}  # fmt: skip
+        if not any(cases.values()):
+            continue
+        cells = [name, _parameters(name), _accelerate(rows, name)]
+        for method in NAMES:
+            cells += _smallest_and_largest(cases[method])
+        lines.append(cells)
+    return _markdown(header, lines)
+
+
+def _smallest_and_largest(rows: list[dict]) -> list[str]:
+    if not rows:
+        return ["", ""]
+    if "refused" in rows[0]:
+        return [f"refused: {rows[0]['refused']}", ""]
+    fitting = [row for row in rows if row["fits"]]
+    largest = max(fitting, key=lambda row: row["batch"], default=None)
+    return [_sizes(rows[0]), "none" if largest is None else f"{largest['batch']}: {_sizes(largest)}{_choice(largest)}"]
+
+
+def _sizes(row: dict) -> str:
+    sizes = " / ".join(f"{row[f'{kind}_peak_bytes'] / GIB:.2f}" for kind in ("allocated", "reserved"))
+    return sizes if row["fits"] else f"({sizes})"
+
+
+def _choice(row: dict) -> str:
+    choice = row.get("choice")
+    if choice is None:
+        return ""
+    return f"; micro-batch {choice['micro_batch']}, {choice['streamed_bytes'] / GIB:.1f} in RAM"
+
+
+def _parameters(name: str) -> str:
+    parameters = MODELS[name].parameters
+    return f"{parameters:,}" if parameters else "not confirmed"
+
+
+def _accelerate(rows: list[dict], name: str) -> str:
+    row = next((row for row in rows if (row["model"], row["method"]) == (name, "accelerate")), None)
+    if row is None or row["answer"] is None:
+        return "not installed"
+    return " / ".join(f"{row['answer'][kind]['training_with_adam'] / GIB:.2f}" for kind in ("float32", "float16"))
+
+
+def _llmem_table(rows: list[dict]) -> str:
+    header = (
+        "model", "measured by LLMem", "predicted by LLMem", "its error", "its batch, derived",
+        "ours at that batch: allocated + context", "our error", "ours under the card's cap: largest batch, used",
+    )  # fmt: skip
+    lines = [
+        [
+            row["model"], f"{row['published_measured_mib']:,}", f"{row['published_predicted_mib']:,}",
+            f"{row['published_error']:+.1%}", f"{row['batch_derived']:.1f}", f"{row['allocated_and_base_mib']:,}",
+            f"{row['error']:+.1%}",
+            "none" if row["used_mib"] is None else f"{row['largest_batch']}, {row['used_mib']:,}",
+        ]
+        for row in sorted(rows, key=lambda row: list(MODELS).index(row["model"]))
+        if row["method"] == "llmem"
+    ]  # fmt: skip
+    return _markdown(header, lines)
+
+
+def _measured_table(rows: list[dict]) -> str:
+    pairs = list(_pairs(rows))
+    if not pairs:
+        return "No GPU has run these cases yet: `python -m experiments.memory_estimation.run --measure` on one does."
+    header = ("card", "model", "method", "tokens", "batch", "predicted", "measured", "allocated", "reserved")
+    lines = [
+        [
+            said["card"], said["model"], NAMES[said["method"]], str(said["seq"]), str(said["batch"]), _sizes(said),
+            _sizes(was) if was["fits"] else was.get("error", "out of memory"),
+            *(_signed(said, was, kind) for kind in ("allocated", "reserved")),
+        ]
+        for said, was in pairs
+    ]  # fmt: skip
+    return _markdown(header, lines)
+
+
+def _pairs(rows: list[dict]) -> Iterable[tuple[dict, dict]]:
+    """Predicted and measured rows of the same case."""
+    said = {row_file.key(row)[1:]: row for row in rows if row["kind"] == "predicted"}
+    for row in rows:
+        if row["kind"] == "measured" and row_file.key(row)[1:] in said:
+            yield said[row_file.key(row)[1:]], row
+
+
+def _signed(said: dict, was: dict, kind: str) -> str:
+    name = f"{kind}_peak_bytes"
+    return f"{said[name] / was[name] - 1:+.2%}" if said["fits"] and was["fits"] else ""
+
+
+def summary(rows: list[dict]) -> dict:
+    """Signed errors of what was measured, and plans that said otherwise than the GPU; report.json's beginning."""
+    pairs = [(said, was) for said, was in _pairs(rows) if was["fits"] is not None]
+    both = [(said, was) for said, was in pairs if said["fits"] and was["fits"]]
+    errors = {
+        kind: [said[f"{kind}_peak_bytes"] / was[f"{kind}_peak_bytes"] - 1 for said, was in both]
+        for kind in ("allocated", "reserved")
+    }
+    return {
+        "predicted_rows": sum(row["kind"] == "predicted" for row in rows),
+        "measured_rows": sum(row["kind"] == "measured" for row in rows),
+        "fitted_against_the_prediction": sum(was["fits"] and not said["fits"] for said, was in pairs),
+        "ran_out_of_memory_against_the_prediction": sum(said["fits"] and not was["fits"] for said, was in pairs),
+        "signed_errors": {
+            kind: {"lowest": min(found), "median": statistics.median(found), "highest": max(found)}
+            for kind, found in errors.items()
+            if found
+        },
+    }
+
+
+def _markdown(header: Iterable[str], lines: list[list[str]]) -> str:
+    header = list(header)
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def with_tables(text: str, rows: list[dict]) -> str:
+    """README's `text` with the tables of `rows` between its two marks."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{tables(rows)}\n\n{END}{rest.partition(END)[2]}"
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Predicted reserved peaks by batch at the shortest sequences there are, a panel per model; hollow where it does
+    not fit under the cap."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [r for r in rows if r["kind"] == "predicted" and r["method"] in NAMES and "refused" not in r]
+    rows = [row for row in rows if row["seq"] == min(row["seq"] for row in rows)]
+    shown = [name for name in PICTURED if any(row["model"] == name for row in rows)] or sorted(
+        {row["model"] for row in rows}
+    )[: len(PICTURED)]
+    if not shown:
+        return
+    columns = min(3, len(shown))
+    figure = Figure(figsize=(3.6 * columns, 2.9 * -(-len(shown) // columns) + 0.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(-(-len(shown) // columns), columns, squeeze=False)
+    for axes in grid.flat[len(shown) :]:
+        axes.remove()
+    ticks = sorted({row["batch"] for row in rows if row["model"] in shown})
+    for axes, name in zip(grid.flat, shown, strict=False):
+        _panel(axes, name, [row for row in rows if row["model"] == name], ticks)
+    handles, labels = grid.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.supylabel("predicted reserved peak (GiB)", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _panel(axes, name: str, rows: list[dict], ticks: list[int]) -> None:
+    for colour, (method, label) in zip(("C1", "C2", "C0"), NAMES.items(), strict=True):
+        points = sorted((r["batch"], r["reserved_peak_bytes"] / GIB, r["fits"]) for r in rows if r["method"] == method)
+        axes.plot([p[0] for p in points], [p[1] for p in points], color=colour, linewidth=1.3, label=label)
+        for fits, face in ((True, colour), (False, "white")):
+            some = [p for p in points if p[2] is fits]
+            axes.plot([p[0] for p in some], [p[1] for p in some], "o", color=colour, markerfacecolor=face, markersize=5)
+    axes.axhline(rows[0]["limit_bytes"] / GIB, color="C3", linestyle="--", linewidth=1, label="cap")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.yaxis.get_major_locator().set_params(integer=rows[0]["limit_bytes"] > 4 * GIB)
+    axes.set_title(name, fontsize=10)
+    axes.set_xlabel(f"sequences of {rows[0]['seq']} tokens", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> int:
+    rows = row_file.read(row_file.FOLDER / "results" / row_file.NAME)
+    README.write_text(with_tables(README.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""The search against trying everything: nothing that it leaves out would have been faster, or would have fitted.
+
+The grid is small, the card is made up: fast enough that a slow bus matters, so that groups and residency are worth
+something.
+"""
+
+import dataclasses
+from itertools import product
+
+import pytest
+import torch
+from transformers import GPT2Config
+
+from lowmem.adam import OPTIMIZERS
+from lowmem.allocator import SimulatedOutOfMemory
+from lowmem.cards import CARDS
+from lowmem.models import make_decoder
+from lowmem.search import Choices, Room, Simulations, fastest, smallest_room
+from lowmem.simulate import StepCase, gpu_target, record_step, under_cap
+from lowmem.step import Schedule
+from lowmem.units import MIB
+
+BATCH, SEQ = 4, 128
+CONFIG = GPT2Config(n_layer=3, n_embd=256, n_head=4, vocab_size=1_000, n_positions=SEQ)
+SLOW_BUS = dataclasses.replace(CARDS["rtx3090"], bus_bytes_per_second=1e9)
+CASE = StepCase(SEQ, BATCH, Schedule(1, 1, 1, True), torch.bfloat16, OPTIMIZERS["adamw"], 0)
+CHOICES = Choices((1, 2, 4), None, (1, 2), (True, False), range(6))
+
+
+def decoder():
+    return make_decoder(CONFIG, "bf16", "fp32")
+
+
+@pytest.fixture(scope="module")
+def everything() -> list:
+    """(schedule, resident units, recording) of the whole grid, blocks run each for itself."""
+    target, made = gpu_target(SLOW_BUS), decoder()
+    schedules = [
+        Schedule(micro_batch, group, segment, recompute)
+        for micro_batch, group, segment, recompute in product((1, 2, 4), (1, 2, 4), (1, 2), (True, False))
+        if group <= BATCH // micro_batch and (recompute or segment == 1)
+    ]
+    known: dict = {}
+    return [
+        (schedule, resident, record_step(made, dataclasses.replace(CASE, schedule=schedule, resident_units=resident),
+                                         target, known))
+        for schedule in schedules for resident in CHOICES.resident_units
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def simulations() -> Simulations:
+    return Simulations(decoder, CASE, gpu_target(SLOW_BUS))
+
+
+def completes(recording, limit_bytes: int | None) -> bool:
+    try:
+        under_cap(recording.tape, limit_bytes)
+    except SimulatedOutOfMemory:
+        return False
+    return True
+
+
+def rooms(everything) -> list[Room]:
+    peaks = sorted(recording.tape.peak_bytes(512) for _, _, recording in everything)
+    streamed = sorted({recording.streamed_bytes for _, _, recording in everything})
+    gpu = [None, *(peaks[round(share * (len(peaks) - 1))] + 3 * MIB for share in (0, 0.1, 0.3, 0.5, 0.8, 1))]
+    return [Room(limit, ram) for limit in gpu for ram in (None, streamed[2])]
+
+
+@pytest.mark.parametrize("number", range(14))
+def test_the_choice_is_the_best_of_an_exhaustive_run(everything, simulations, number):
+    room = rooms(everything)[number]
+    fitting = [
+        (recording.seconds, schedule, resident)
+        for schedule, resident, recording in everything
+        if (room.ram is None or recording.streamed_bytes <= room.ram) and completes(recording, room.gpu)
+    ]
+    found = fastest(simulations, CHOICES, room)
+    assert (found is None) == (not fitting)
+    if fitting:
+        best = min(seconds for seconds, _, _ in fitting)
+        # a group that leaves less than a thousandth of a step waiting for copies is not made larger
+        assert best * (1 - 1e-9) <= found.recording.seconds <= best * 1.001, min(fitting, key=lambda f: f[0])
+        assert (found.case.schedule, found.case.resident_units) in [tuple(fit[1:]) for fit in fitting]
+
+
+def test_the_grid_has_layouts_that_differ_in_what_matters(everything):
+    """Otherwise the test above would compare nothing."""
+    seconds = {round(recording.seconds, 9) for _, _, recording in everything}
+    waiting = [recording.waiting_seconds / recording.seconds for _, _, recording in everything]
+    assert len(seconds) > 20 and min(waiting) == 0 and max(waiting) > 0.05
+
+
+def test_blocks_that_are_made_alike_are_simulated_as_if_each_had_been_run(everything, simulations):
+    for schedule, resident, recording in everything:
+        _, alike = simulations.record(schedule, resident)
+        assert alike.seconds == pytest.approx(recording.seconds, rel=1e-9)
+        assert alike.tape.peak_bytes(512) == recording.tape.peak_bytes(512)
+        assert (alike.state_bytes, alike.streamed_bytes) == (recording.state_bytes, recording.streamed_bytes)
+
+
+@pytest.mark.parametrize("ram", [None, 10 * MIB, 1])
+def test_the_smallest_caps_are_enough_and_a_page_less_is_not(everything, simulations, ram):
+    smallest = smallest_room(simulations, CHOICES, Room(8 * MIB, ram))
+    assert fastest(simulations, CHOICES, Room(smallest.gpu, smallest.ram)) is not None
+    assert fastest(simulations, CHOICES, Room(smallest.gpu - 20 * MIB, smallest.ram)) is None
+    allowed = [recording for _, _, recording in everything if recording.streamed_bytes <= smallest.ram]
+    assert not any(completes(recording, smallest.gpu - 20 * MIB) for recording in allowed)
+
+
+@pytest.mark.parametrize("gpu", [None, 200 * MIB])
+def test_where_only_ram_is_short_the_gpus_cap_stays_as_it_is(simulations, gpu):
+    few_resident = dataclasses.replace(CHOICES, resident_units=range(2))
+    assert fastest(simulations, few_resident, Room(gpu, 1 * MIB)) is None
+    smallest = smallest_room(simulations, few_resident, Room(gpu, 1 * MIB))
+    assert smallest.gpu == gpu
+    assert fastest(simulations, few_resident, smallest) is not None
+    assert fastest(simulations, few_resident, Room(gpu, smallest.ram - 1)) is None
