@@ -54,8 +54,8 @@ class Gpu:
 
 class CudaFunctions(TorchFunctionMode):
     """Inside `with CudaFunctions(capability):` functions of tensors without data (on meta, or FakeTensors of any
-    device) run the operators that CUDA would choose, its cuDNN attention switched off. Functions that do not differ, and
-    tensors with data, are left alone."""
+    device) run the operators that CUDA would choose, its cuDNN attention switched off. Functions that do not differ,
+    and tensors with data, are left alone."""
 
     def __init__(self, capability: Capability):
         super().__init__()

@@ -275,7 +275,7 @@ class _SimulatedStep(Step):
         for part in self._store.parts:
             self._parts[part.unit].append(part)
         self._ends = self._parts[0] + self._parts[-1]  # what embeddings and head may add to
-        kinds = [_kind(block) if alike else index for index, block in enumerate(self._decoder.blocks)]
+        kinds = [kind_of(block) if alike else index for index, block in enumerate(self._decoder.blocks)]
         self._kinds = [kinds.index(kind) for kind in kinds]
 
     def _group(self, micro_batches: Sequence[Batch], dropouts: Sequence[Dropout], scale: float):
@@ -427,7 +427,7 @@ class _SimulatedStep(Step):
             return tree_unflatten([tensor(place) for place in known.results], known.structure)
 
 
-def _kind(block: nn.Module) -> tuple:
+def kind_of(block: nn.Module) -> tuple:
     """What a block is made of, but for its place in the model: blocks of a kind are taken to allocate alike."""
     return tuple(
         (

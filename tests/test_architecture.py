@@ -27,6 +27,9 @@ TECHNIQUES = {
     "trace": {"lowmem.clock"},
     "cards": {"lowmem.streaming"},
     "cuda_ops": set(),
+    "stretch": {"lowmem.trace"},
+    "tensor_parallel": {"transformers", "lowmem.blocks"},
+    "parallel_recipe": {"lowmem.blocks"},
 }
 EVERY_TECHNIQUE = {"torch", "lowmem.units", "lowmem.errors"}
 OPTIONAL_PACKAGES = {"wandb", "bitsandbytes", "datasets", "matplotlib", "pyarrow"}

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -296,6 +297,22 @@ def test_dropout_saves_a_mask_of_bools(call):
         saved, out = saved_bytes(lambda: call(x, 0.1))
         out.backward(torch.empty_like(out))
     assert saved == 4 * 1024 and x.grad.shape == x.shape
+
+
+def test_fake_tensors_that_say_cpu_run_what_cuda_would():
+    with FakeTensorMode(), CudaFunctions(H100), Seen() as seen:
+        x = torch.empty(4, 1024, dtype=FP16, requires_grad=True)
+        saved, out = saved_bytes(lambda: F.dropout(x, 0.1))
+        out.backward(torch.empty_like(out))
+        query, key, value = torch.empty(3, 1, 4, 128, 64, dtype=BF16, requires_grad=True).unbind()
+        F.scaled_dot_product_attention(query, key, value, dropout_p=0.1, is_causal=True).sum().backward()
+        F.softmax(x, dim=-1, dtype=FP32)
+    assert saved == 4 * 1024  # a bool per entry
+    names = seen.names
+    assert "_scaled_dot_product_flash_attention" in names and "_scaled_dot_product_flash_attention_backward" in names
+    assert "bernoulli_" not in names and "_scaled_dot_product_flash_attention_for_cpu" not in names
+    assert "_softmax" in names and "_to_copy" not in names
+    assert x.device.type == "cpu"
 
 
 def test_dropout_modules_too_and_only_where_cuda_does():

@@ -289,3 +289,14 @@ def test_settings_that_cannot_be_are_refused_before_a_plan_is_made():
         Settings(batch=64, micro_batch=3)
     with pytest.raises(InputError):
         Settings(batch=64, micro_batch=4, group=3)
+
+
+def test_for_several_cards_there_is_advice_by_method(tmp_path, capsys):
+    GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1_000).save_pretrained(tmp_path)
+    options = ["--model", str(tmp_path), "--seq", "64", "--batch", "4", "--gpu", "rtx3090", "--gpus", "2"]
+    assert plan_module.main(options) == 0
+    out, _ = capsys.readouterr()
+    assert all(method in out for method in ("ddp", "fsdp2", "tp", "dp+tp")) and "Take " in out
+    assert plan_module.main([*options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["advice"].startswith("Take ")
+    assert plan_module.main([*options[:-1], "0"]) == 2
