@@ -331,9 +331,9 @@ _REPEATS = 10
 
 
 def measure_card(device: torch.device) -> Card:
-    """A card that is not in the table, timed for a moment: products of 4,096, a copy of 256 MiB on the card and one to
-    it. Its rates are what was reached, so their shares are 1. Where memory cannot be page-locked, the bus is as slow as
-    the copies of the run will be. Has never run on a GPU.
+    """The card that is here, timed for a moment: products of 4,096, a copy of 256 MiB on the card and one to it. Its
+    rates are what was reached, so their shares are 1. Where memory cannot be page-locked, the bus is as slow as the
+    copies of the run will be. Has never run on a GPU.
     """
     properties = torch.cuda.get_device_properties(device)
     rates = {}

@@ -40,6 +40,13 @@ def select_device(wanted: str) -> torch.device:
     return device
 
 
+def forget_allocations(device: torch.device) -> None:
+    """What was allocated so far, and is no longer used, goes back to the card and counts for no peak. Has never run on
+    a GPU."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+
+
 def make_deterministic(device: torch.device) -> None:
     """The same command gives the same bits: kernels that add in a fixed order, one attention kernel on every card.
     The CPU's are so anyway."""

@@ -40,7 +40,7 @@ from lowmem.models import check_tokens, load_config, make_decoder
 from lowmem.precision import WORKING_DTYPES
 from lowmem.search import SEGMENTS, Choices, Found, Room, Simulations, fastest, smallest_room
 from lowmem.settings import Settings
-from lowmem.simulate import Recording, StepCase, cpu_target, gpu_target, named_at_peak
+from lowmem.simulate import Recording, StepCase, cpu_target, gpu_target, named_at_peak, record_step
 from lowmem.step import Schedule
 from lowmem.units import GIB, MIB, format_size, parse_size
 
@@ -153,15 +153,16 @@ def _table(title: str, breakdown: dict[str, int], total: str, limit_bytes: int |
 
 def make_plan(
     settings: Settings, decoder: Callable[[], Decoder], device: str, precision: str, card: Card | None,
-    ram_free_bytes: int | None = None,
+    ram_free_bytes: int | None = None, measured: Card | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for `device` ("cuda", with a `card`, or "cpu"); PlanError, naming the smallest caps that would do, where
     nothing fits. `decoder`: makes one in that precision, without weights. `ram_free_bytes`: what this machine has, if
-    the plan is for this machine."""
+    the plan is for this machine. `measured`: the card as it was timed here, which says how long the chosen layout
+    takes; what is chosen is the table's to say, so that it is the same every time."""
     if device == "cpu":
         plan = _cpu_plan(settings, decoder, precision, ram_free_bytes)
     else:
-        plan = _gpu_plan(settings, decoder, precision, card)
+        plan = _gpu_plan(settings, decoder, precision, card, measured)
     if ram_free_bytes is not None and plan.ram_bytes - ram_now_bytes() > ram_free_bytes:
         raise PlanError(
             f"{plan.model} at {settings.batch} x {settings.seq} tokens needs {format_size(plan.ram_bytes)} of RAM in "
@@ -170,9 +171,12 @@ def make_plan(
     return plan
 
 
-def _gpu_plan(settings: Settings, decoder: Callable[[], Decoder], precision: str, card: Card) -> Plan:
+def _gpu_plan(
+    settings: Settings, decoder: Callable[[], Decoder], precision: str, card: Card, measured: Card | None
+) -> Plan:
     gpu_limit = settings.gpu_limit_bytes
-    if settings.gpu is not None:  # a card that need not be here: what CUDA's context takes of it is not for us
+    if settings.gpu is not None or (gpu_limit is None and torch.cuda.is_available()):
+        # what CUDA's context takes of a card is not for us
         gpu_limit = min(gpu_limit or card.memory_bytes, card.memory_bytes - CONTEXT_BYTES)
     process = ram_now_bytes() + TRAINING_BYTES if torch.cuda.is_initialized() else CUDA_PROCESS_BYTES
     room = Room(
@@ -191,7 +195,11 @@ def _gpu_plan(settings: Settings, decoder: Callable[[], Decoder], precision: str
             found = fastest(smaller, choices, room)
         if found is None:
             raise PlanError(_refusal(settings, gpu_limit, process, smallest))
-    return _plan(settings, simulations, "cuda", precision, card, gpu_limit, found, process)
+    plan = _plan(settings, simulations, "cuda", precision, card, gpu_limit, found, process)
+    if measured is not None:
+        timed = record_step(decoder(), found.case, gpu_target(measured), {}, alike=True)
+        plan = replace(plan, card=measured, step_seconds=timed.seconds, waiting_seconds=timed.waiting_seconds)
+    return plan
 
 
 def _case(settings: Settings, precision: str) -> StepCase:

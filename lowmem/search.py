@@ -191,13 +191,13 @@ def smallest_room(simulations: Simulations, choices: Choices, room: Room) -> Roo
     for schedule, resident in sorted(layouts, key=lambda layout: simulations.allocated_bytes(*layout)):
         if best is not None and simulations.allocated_bytes(schedule, resident) >= best.gpu:
             break
-        cap = _smallest_cap(simulations, schedule, resident)
+        cap = smallest_cap_bytes(simulations, schedule, resident)
         if best is None or cap < best.gpu:
             best = Room(cap, streamed[resident])
     return best
 
 
-def _smallest_cap(simulations: Simulations, schedule: Schedule, resident: int) -> int:
+def smallest_cap_bytes(simulations: Simulations, schedule: Schedule, resident: int) -> int:
     """The smallest cap, in whole MiB, under which the run completes: between what is allocated and what an uncapped run
     reserves."""
     _, recording = simulations.record(schedule, resident)

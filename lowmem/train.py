@@ -14,6 +14,7 @@ from lowmem import device as devices
 from lowmem.adam import get_optimizer
 from lowmem.blocks import Decoder
 from lowmem.budget import Budget, ram_available_bytes
+from lowmem.cards import measure_card
 from lowmem.cli import parse_arguments
 from lowmem.data import load_data
 from lowmem.errors import CapExceeded, InputError, LowmemError, Stopped
@@ -81,9 +82,12 @@ def run(settings: Settings, stop: StopRequest) -> None:
         return
     device = devices.select_device(settings.device)
     precision = resolve_precision(settings.precision, device)
-    card = card_for(settings) if device.type == "cuda" else None
+    card = measured = None
+    if device.type == "cuda":
+        card, measured = card_for(settings), measure_card(device)
+        devices.forget_allocations(device)
     free = ram_available_bytes()[0]
-    plan = make_plan(settings, lambda: decoder_in(precision), device.type, precision, card, free)
+    plan = make_plan(settings, lambda: decoder_in(precision), device.type, precision, card, free, measured)
     with lock_run(Path(settings.out)), closing(RunLog(Path(settings.out), settings)) as log:
         log.say(plan.describe())
         train(settings, config, decoder_in(precision), device, plan, stop, log)

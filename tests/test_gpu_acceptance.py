@@ -4,6 +4,7 @@ The whole of it runs once on the CPU with tiny shapes (the suite's one slow test
 what must not end the others, is tried with jobs made for it, each in its own process as the real ones are.
 """
 
+import dataclasses
 import json
 import os
 import signal
@@ -16,9 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.gpu_acceptance import rows
+from experiments.gpu_acceptance import layouts, plans, rows
 from experiments.gpu_acceptance.__main__ import run_jobs
+from experiments.gpu_acceptance.at_peak import differences, live_at_peak, tape_of_history
+from experiments.gpu_acceptance.child import Setting
 from experiments.gpu_acceptance.jobs import JOBS, Job
+from lowmem.simulate import cpu_target, under_cap
+from lowmem.units import MIB
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINE = {"names": {"cpu": "a CPU"}, "versions": {"python": "3"}}
@@ -93,6 +98,18 @@ def test_the_dry_run_runs_every_section_and_a_second_call_has_nothing_to_do(tmp_
     assert "train_gpt2_large.py" in large["values"]["script"]
     assert set(os.listdir(tmp_path)) == {"rows.jsonl"}
 
+    peaks = [row["values"] for row in found if row["name"].startswith("step: tiny")]
+    assert len(peaks) == 3, "two layouts, and the first one again"
+    for values in peaks:
+        assert abs(values["allocated_error"]) < 0.002 and values["measured_step_seconds"] > 0
+    diagnosed = [values for values in peaks if "at_measured_peak" in values]
+    assert len(diagnosed) == 1 and diagnosed[0]["at_simulated_peak"][0][3] == "resident_states"
+    assert diagnosed[0]["replayed_reserved_bytes"] == diagnosed[0]["measured_reserved_peak_bytes"]
+    cap = next(row["values"] for row in found if row["name"].startswith("step: smallest cap"))
+    assert cap["trials"] >= 1 and cap["measured_fails_bytes"] < cap["measured_completes_bytes"]
+    chosen = next(row["values"] for row in found if row["name"] == "step")
+    assert chosen["completed"] == chosen["choices"] == 3 and chosen["seconds_over_fastest"] >= 1
+
     second = command("--dry-run", "--out", str(tmp_path))
     assert second.returncode == 0 and second.stdout.count("there ") == len(JOBS)
     assert (tmp_path / "rows.jsonl").read_text() == text
@@ -166,6 +183,156 @@ def test_without_a_gpu_it_says_so_and_without_sense_too(tmp_path):
     assert list(tmp_path.iterdir()) == []
     assert command("--only", "trian").returncode == 2
     assert command("--minutes", "0").returncode == 2
+
+
+# --- plans: what the dry run cannot show, for there everything holds
+
+
+@pytest.fixture
+def recorded(tmp_path) -> tuple[Setting, list[tuple[str, dict, dict]]]:
+    """A setting that is no dry run, on the CPU, and the rows that are recorded with it."""
+    found = []
+    return Setting("cpu", False, None, None, tmp_path, lambda *row: found.append(row)), found
+
+
+@pytest.mark.parametrize(
+    ("allocated", "reserved", "missed"),
+    [
+        (0.01, 0.03, []),
+        (-0.005, -0.005, []),
+        (0.011, 0.0, ["allocated within 1%"]),
+        (0.0, 0.031, ["reserved within 3%"]),
+        (-0.006, 0.0, ["not more than 0.5% below"]),
+        (0.0, -0.006, ["not more than 0.5% below"]),
+        (-0.02, -0.04, ["allocated within 1%", "reserved within 3%", "not more than 0.5% below"]),
+    ],
+)
+def test_the_bars_are_those_of_the_issue(allocated, reserved, missed):
+    assert [name for name, met in plans.bars(allocated, reserved).items() if not met] == missed
+
+
+def test_a_prediction_that_is_off_fails_and_says_what_lay_in_memory(recorded, monkeypatch):
+    setting, found = recorded
+    really = plans.measure
+
+    def measure(layout, device, *arguments, **keywords):
+        """2% more than there is."""
+        measured = really(layout, device, *arguments, **keywords)
+        return dataclasses.replace(measured, allocated_peak_bytes=int(measured.allocated_peak_bytes * 1.02))
+
+    monkeypatch.setattr(plans, "measure", measure)
+    monkeypatch.setattr(plans, "GRID", layouts.DRY_GRID[1:])
+    monkeypatch.setattr(plans, "CAPPED", ())
+    result = plans.check_peaks(setting, torch.device("cpu"), cpu_target())
+    name, values, checks = found[0]
+    assert values["allocated_error"] == pytest.approx(1 / 1.02 - 1, abs=1e-3)
+    assert not checks["allocated within 1%"] and not checks["not more than 0.5% below"]
+    assert values["at_measured_peak"] and values["at_simulated_peak"]
+    assert not result.checks[name] and not result.checks["median of allocated within 0.5%"]
+    assert result.values["lowest_error"] == values["allocated_error"]
+
+
+@pytest.mark.parametrize(
+    ("real_mib", "missed"),
+    [
+        (0, []),
+        (-60, []),
+        (-70, ["nothing that runs is refused beyond the margin"]),
+        (70, ["what a plan calls fitting completes", "nothing that fails is called fitting within the margin"]),
+    ],
+)
+def test_the_smallest_cap_is_found_and_compared(recorded, monkeypatch, real_mib, missed):
+    """The simulation says 1,000 MiB; really it is that and `real_mib`."""
+    setting, found = recorded
+    real = (1000 + real_mib) * MIB
+
+    def measure(layout, device, limit_bytes=None, **_):
+        taken = plans.Measured(real - 100 * MIB, real + 30 * MIB, 1.0, 2, 0, None)
+        return taken if limit_bytes is None or limit_bytes >= real else None
+
+    monkeypatch.setattr(plans, "measure", measure)
+    monkeypatch.setattr(plans, "smallest_cap_bytes", lambda *_: 1000 * MIB)
+    held = plans.smallest_cap(setting, layouts.DRY_GRID[0], torch.device("cpu"), cpu_target())
+    _, values, checks = found[0]
+    assert values["measured_fails_bytes"] < real <= values["measured_completes_bytes"]
+    assert values["measured_completes_bytes"] - values["measured_fails_bytes"] <= plans.RESOLUTION_BYTES
+    assert values["difference_bytes"] == 1000 * MIB - values["measured_completes_bytes"]
+    assert [name for name, holds in checks.items() if not holds] == missed and held == (not missed)
+
+
+def test_on_a_gpu_the_allocator_is_emptied_and_capped_and_running_out_is_an_answer(monkeypatch):
+    """With torch.cuda imitated, as far as that goes: which calls are made, in which order."""
+    calls = []
+    for name, result in {
+        "synchronize": None, "empty_cache": None, "reset_peak_memory_stats": None, "memory_reserved": 7,
+        "set_per_process_memory_fraction": None, "mem_get_info": (80 * MIB, 100 * MIB), "max_memory_allocated": 30,
+        "max_memory_reserved": 40,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(
+            torch.cuda, name, lambda *a, name=name, result=result: (calls.append((name, *a)), result)[1]
+        )
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: calls.append(("clear",)), raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *a, **_: calls.append(("history", *a)))
+    entry = {"action": "alloc", "addr": 1, "size": 30, "frames": []}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [[entry]]})
+    monkeypatch.setattr(plans, "_run", lambda *_: (0.5, 3))
+    device = torch.device("cuda", 0)
+
+    measured = plans.measure(layouts.GRID[0], device, 50 * MIB, history=True)
+    assert measured.tape.peak_bytes() == 30
+    assert dataclasses.replace(measured, tape=None) == plans.Measured(30, 40, 0.5, 3, 7, None)
+    names = [name for name, *_ in calls]
+    assert names[:4] == ["clear", "empty_cache", "reset_peak_memory_stats", "memory_reserved"]
+    fractions = [fraction for name, fraction, *_ in (c for c in calls if c[0].startswith("set_per")) if name]
+    assert fractions == [1.0, 0.5], "an earlier cap is lifted"
+    assert [call for call in calls if call[0] == "history"] == [("history", "all"), ("history", None)]
+
+    def runs_out(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    calls.clear()
+    monkeypatch.setattr(plans, "_run", runs_out)
+    assert plans.measure(layouts.GRID[0], device, 50 * MIB, history=True) is None
+    assert ("synchronize", device) in calls and calls[-1] == ("history", None)
+
+
+def test_a_history_is_read_as_torch_documents_it():
+    def entry(action, address, size, *frames):
+        return {"action": action, "addr": address, "size": size, "stream": 0, "frames": list(frames)}
+
+    inside = {"filename": f"{Path(torch.__file__).parent}/nn/functional.py", "name": "linear", "line": 1}
+    block = {"filename": "/project/lowmem/blocks.py", "name": "block", "line": 7}
+    entries = [
+        entry("segment_map", 0, 20 * MIB),
+        entry("alloc", 10, 1000, inside, block),
+        entry("alloc", 20, 3 * MIB),
+        entry("free_requested", 10, 1000),
+        entry("free_completed", 10, 1000),
+        entry("alloc", 10, 2 * MIB, block),
+        entry("free_requested", 99, 512),  # of before
+        entry("free_requested", 20, 3 * MIB),
+        entry("alloc", 30, 2 * MIB),  # while 20 waits for another stream, which does not count as allocated
+    ]
+    tape = tape_of_history(entries)
+    assert live_at_peak(tape) == {(3 * MIB, "no Python frame"): 1, (2 * MIB, "block (blocks.py:7)"): 1}
+    assert under_cap(tape).allocated_peak_bytes == 5 * MIB
+
+    found = differences(tape, tape_of_history(entries[:5]))  # as if what follows had not been foreseen
+    assert found["sizes_that_differ"] == [[2 * MIB, 1, 0], [1024, 0, 1]]
+    assert found["at_measured_peak"][0] == [3 * MIB, 1, 3 * MIB, "no Python frame"]
+    assert found["replayed_reserved_bytes"] == 20 * MIB + 2 * MIB
+
+
+def test_the_grid_has_every_kind_of_layout():
+    for grid in (layouts.GRID, layouts.DRY_GRID):
+        assert len({layout.name for layout in grid}) == len(grid)
+        assert all(layout.batch % (layout.micro_batch * layout.group) == 0 for layout in grid)
+    for field, values in {
+        "precision": {"bf16", "fp16", "fp32"}, "micro_batch": {1, 4}, "group": {1, 2}, "segment": {1, 3},
+        "recompute": {True, False}, "states": {"resident", "streamed", "mixed"}, "optimizer": {"adamw", "sgd"},
+        "document_mask": {True, False}, "residual": {"fp32", "16bit"},
+    }.items():  # fmt: skip
+        assert {getattr(layout, field) for layout in layouts.GRID} == values
 
 
 def wait_for(condition, seconds: float = 40):

@@ -300,3 +300,13 @@ def test_for_several_cards_there_is_advice_by_method(tmp_path, capsys):
     assert plan_module.main([*options, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["advice"].startswith("Take ")
     assert plan_module.main([*options[:-1], "0"]) == 2
+
+
+def test_a_card_that_was_timed_says_how_long_the_same_layout_takes():
+    settings = dataclasses.replace(SMALL, gpu_limit_bytes=300 * MIB)  # so that states are streamed
+    slow = dataclasses.replace(CARDS["rtx3090"], name="measured", bus_bytes_per_second=1e8)
+    decoder = lambda: make_decoder(CONFIG, "bf16", "fp32")  # noqa: E731
+    plan = make_plan(settings, decoder, "cuda", "bf16", CARDS["rtx3090"])
+    timed = make_plan(settings, decoder, "cuda", "bf16", CARDS["rtx3090"], measured=slow)
+    assert (timed.schedule, timed.resident_units) == (plan.schedule, plan.resident_units)
+    assert timed.card.name == "measured" and timed.step_seconds > 2 * plan.step_seconds

@@ -71,14 +71,32 @@ CHANGED = {  # every setting, and a value that is not its default
     **{"weight_decay": 0.1, "clip_norm": None, "seed": 1, "optimizer": "sgd", "precision": "fp16"},
     **{"residual": "16bit", "device": "cpu", "gpu_limit_bytes": None, "ram_limit_bytes": 2**40, "micro_batch": 2},
     **{"group": 2, "segment_blocks": 2, "recompute": "off", "states": "streamed", "plan_only": True, "demo": True},
-    **{"gpu": "t4", "out": "elsewhere", "run_name": "name", "resume": "never", "save_every": 5, "keep_last": 1, "eval_every": 5},
+    **{
+        "gpu": "t4",
+        "out": "elsewhere",
+        "run_name": "name",
+        "resume": "never",
+        "save_every": 5,
+        "keep_last": 1,
+        "eval_every": 5,
+    },
     **{"eval_batches": 1, "log_every": 5, "sample_prompt": "x", "wandb": "offline"},
 }
 # What may be different when a run goes on: it changes no bit of weights and losses, or is known by another name in the
 # identity (the data's fingerprint, the number of steps, the precision and micro-batch that were planned).
 FREE = {
     *("data", "eval_data", "eval_fraction", "text_field", "train_on", "steps", "epochs", "precision", "micro_batch"),
-    *("device", "gpu", "gpu_limit_bytes", "ram_limit_bytes", "group", "segment_blocks", "recompute", "states", "plan_only"),
+    *(
+        "device",
+        "gpu",
+        "gpu_limit_bytes",
+        "ram_limit_bytes",
+        "group",
+        "segment_blocks",
+        "recompute",
+        "states",
+        "plan_only",
+    ),
     *("demo", "out", "run_name", "resume", "save_every", "keep_last", "eval_every", "eval_batches", "log_every"),
     *("sample_prompt", "wandb"),
 }

@@ -5,6 +5,7 @@
 Sections, in order of value:
 
     correctness   the bitwise invariants on the card, the kernels against the CPU's bits or fp32 truth
+    plans         the simulated peaks, smallest caps and choices against really run steps, with signed errors
     train         GPT-2-Large and XL by their own scripts, 64 x 1,024 tokens under 11 GiB (XL: and 16 GiB of RAM)
     denominator   what the card does at most: stock transformers, forward and backward only, same cap and without
 

@@ -25,6 +25,7 @@ _HERE = "experiments.gpu_acceptance"
 JOBS = (
     Job("correctness", "kernels", f"{_HERE}.kernels:check", 90),
     Job("correctness", "bitwise", f"{_HERE}.bitwise:check", 120),
+    Job("plans", "step", f"{_HERE}.plans:check", 200, gpu_gib=None),  # caps are its subject
     Job("train", "large", f"{_HERE}.training:run", 120, options={"script": "train_gpt2_large.py"}),
     Job("train", "xl", f"{_HERE}.training:run", 180, ram_gib=16, options={"script": "train_gpt2_xl.py"}),
     Job("denominator", "capped", f"{_HERE}.denominator:measure", 90),

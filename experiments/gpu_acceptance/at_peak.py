@@ -1,0 +1,120 @@
+"""What lies in memory at the peak, measured beside simulated: why a prediction was off, from one run.
+
+Every source becomes a `Tape` (lowmem/trace.py): CPU memory events of the profiler, the caching allocator's own history
+on a GPU, the simulation's. So a real run can be replayed through the model of the allocator, which parts the two ways
+of being wrong: if the replay reserves what the card did, the tracer missed a tensor; if not, the allocator's model is
+off. Sizes are those of blocks, multiples of 512 bytes; names come from Python frames on a GPU (backward has none: it
+runs on a thread of C++), from the simulation's regions there, and from nowhere on the CPU.
+
+The reading of a GPU's history has never met one: a test gives it entries as torch documents them.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch.profiler import profile
+
+from lowmem.allocator import ROUNDING
+from lowmem.simulate import under_cap
+from lowmem.trace import FREED, Chunk, Tape
+
+LARGEST = 12  # groups of blocks that a row names
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def tape_of(changes: Sequence[tuple[int, int, str]]) -> Tape:
+    """From (address, bytes, or less than 0 for an end, name); ends of what began earlier are left out."""
+    living: dict[int, int] = {}
+    operations = []
+    for number, (address, size, name) in enumerate(changes):
+        if size >= 0:
+            living[address] = number
+            operations.append((number, size, name))
+        elif address in living:
+            operations.append((living.pop(address), FREED, ""))
+    return Tape([Chunk(operations, 0, 0, 0.0)])
+
+
+def tape_of_profile(profiler: profile) -> Tape:
+    """Of a finished profile with `profile_memory`: what the CPU allocated in it."""
+    events = _allocations(profiler.profiler.kineto_results.experimental_event_tree())
+    events = sorted(events, key=lambda event: event.start_time_ns)
+    return tape_of([(event.extra_fields.ptr, event.extra_fields.alloc_size, "") for event in events])
+
+
+def _allocations(events: Sequence) -> Iterator:
+    for event in events:
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            yield event
+        yield from _allocations(event.children)
+
+
+def tape_of_history(entries: Sequence[dict]) -> Tape:
+    """Of one device's trace in `torch.cuda.memory._snapshot()`, recorded from an empty allocator on."""
+    signs = {"alloc": 1, "free_requested": -1}  # what is free, but waits for another stream, is not allocated
+    return tape_of(
+        [
+            (entry["addr"], signs[entry["action"]] * entry["size"], _where(entry.get("frames", ())))
+            for entry in entries
+            if entry["action"] in signs
+        ]
+    )
+
+
+def _where(frames: Sequence[dict]) -> str:
+    """The innermost frame that is not torch's own."""
+    for frame in frames:
+        if frame["filename"].endswith(".py") and not frame["filename"].startswith(_TORCH):
+            return f"{frame['name']} ({Path(frame['filename']).name}:{frame['line']})"
+    return "no Python frame"
+
+
+def live_at_peak(tape: Tape) -> Counter[tuple[int, str]]:
+    """How many blocks of a size and name live when most is allocated."""
+    now = peak = last = 0
+    sizes: dict[int, int] = {}
+    for index, (storage, size, _) in enumerate(tape):
+        if size == FREED:
+            now -= sizes.pop(storage)
+            continue
+        sizes[storage] = -(-size // ROUNDING) * ROUNDING
+        now += sizes[storage]
+        if now > peak:
+            peak, last = now, index
+    living: dict[int, tuple[int, str]] = {}
+    for index, (storage, size, name) in enumerate(tape):
+        if index > last:
+            break
+        if size == FREED:
+            del living[storage]
+        else:
+            living[storage] = -(-size // ROUNDING) * ROUNDING, name
+    return Counter(living.values())
+
+
+def differences(measured: Tape, simulated: Tape) -> dict:
+    """For a row: the largest groups of blocks at both peaks, as [bytes, count, bytes of each, name]; the sizes of which
+    the two have different numbers, as [bytes of each, measured count, simulated count]; and what the model of the
+    allocator makes of the measured run."""
+    found, expected = live_at_peak(measured), live_at_peak(simulated)
+    counts = [Counter(), Counter()]
+    for count, groups in zip(counts, (found, expected), strict=True):
+        for (size, _), number in groups.items():
+            count[size] += number
+    sizes = [size for size in counts[0] | counts[1] if counts[0][size] != counts[1][size]]
+    sizes.sort(key=lambda size: -size * abs(counts[0][size] - counts[1][size]))
+    replayed = under_cap(measured)
+    return {
+        "at_measured_peak": _largest(found),
+        "at_simulated_peak": _largest(expected),
+        "sizes_that_differ": [[size, counts[0][size], counts[1][size]] for size in sizes[:LARGEST]],
+        "replayed_allocated_bytes": replayed.allocated_peak_bytes,
+        "replayed_reserved_bytes": replayed.reserved_peak_bytes,
+    }
+
+
+def _largest(groups: Counter[tuple[int, str]]) -> list[list]:
+    largest = sorted(((size * count, count, size, name) for (size, name), count in groups.items()), reverse=True)
+    return [list(group) for group in largest[:LARGEST]]

@@ -1,0 +1,115 @@
+"""The layouts of a step that plans.py measures: every attention kernel, precision and kind of schedule, and mixtures.
+
+Widths are those of real models, for the sizes of tensors decide; blocks are few, for repeating them shows nothing new.
+Peaks are 1 to 10 GiB: large enough that a page of the allocator (20 MiB) is little, small enough for most cards.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+
+import torch
+from transformers import GPT2Config, LlamaConfig, OPTConfig, PretrainedConfig
+
+from lowmem.adam import get_optimizer
+from lowmem.blocks import Decoder
+from lowmem.data import Batch
+from lowmem.models import load_config, make_decoder
+from lowmem.precision import WORKING_DTYPES
+from lowmem.simulate import StepCase
+from lowmem.step import Schedule
+
+MODELS: dict[str, Callable[[], PretrainedConfig]] = {
+    "gpt2": partial(load_config, "gpt2", "random"),
+    "gpt2-medium": partial(load_config, "gpt2-medium", "random"),
+    "gpt2-large of 6": lambda: GPT2Config(n_layer=6, n_embd=1280, n_head=20),
+    "llama of 6": lambda: LlamaConfig(
+        vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=6, num_attention_heads=32,
+        num_key_value_heads=4, max_position_embeddings=2048,
+    ),
+    "opt of 6": lambda: OPTConfig(hidden_size=2048, ffn_dim=8192, num_hidden_layers=6, num_attention_heads=32),
+    "tiny gpt2": lambda: GPT2Config(
+        n_layer=2, n_embd=64, n_head=2, vocab_size=257, n_positions=32, bos_token_id=0, eos_token_id=0
+    ),
+    "tiny llama": lambda: LlamaConfig(
+        vocab_size=257, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model and how its step is laid out; `resident`: whose optimizer states stay on the card."""
+
+    model: str
+    precision: str = "bf16"
+    micro_batch: int = 1
+    group: int = 1
+    segment: int = 1
+    recompute: bool = True
+    states: str = "resident"  # "streamed", or "mixed": of half of the units
+    optimizer: str = "adamw"
+    document_mask: bool = False
+    residual: str = "fp32"
+    seq: int = 1024
+    batch: int = 8
+
+    @property
+    def name(self) -> str:
+        """The model, and whatever is not the default."""
+        others = [(field, getattr(self, field.name)) for field in fields(self)[1:]]
+        return ", ".join([self.model, *(f"{field.name} {v}" for field, v in others if v != field.default)])
+
+    def decoder(self) -> Decoder:
+        return make_decoder(MODELS[self.model](), self.precision, self.residual)
+
+    def case(self, units: int) -> StepCase:
+        schedule = Schedule(self.micro_batch, self.group, self.segment, self.recompute)
+        resident = {"resident": units, "streamed": 0, "mixed": units // 2}[self.states]
+        return StepCase(
+            self.seq, self.batch, schedule, WORKING_DTYPES[self.precision], get_optimizer(self.optimizer), resident,
+            document_mask=self.document_mask,
+        )  # fmt: skip
+
+    def tokens(self) -> Batch:
+        """Random ones; with a document mask, two documents to a row."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (self.batch, self.seq)
+        ids, labels = torch.randint(0, MODELS[self.model]().vocab_size, (2, *shape), generator=generator)
+        if not self.document_mask:
+            return Batch(ids, labels)
+        position = torch.arange(self.seq)
+        second = position >= self.seq // 3
+        position = torch.where(second, position - self.seq // 3, position)
+        return Batch(ids, labels, position.expand(shape).contiguous(), second.int().expand(shape).contiguous())
+
+
+GRID = (  # every kernel and every kind of layout early on, then the mixtures
+    Layout("gpt2-medium"),
+    Layout("gpt2-medium", micro_batch=4, recompute=False, states="streamed"),
+    Layout("llama of 6", micro_batch=4, recompute=False, states="mixed"),
+    Layout("gpt2", "fp32"),
+    Layout("gpt2", document_mask=True),
+    Layout("gpt2", "fp16", micro_batch=4, recompute=False, states="mixed"),
+    Layout("opt of 6", states="streamed"),
+    Layout("gpt2-large of 6", micro_batch=4, segment=3, states="mixed"),
+    Layout("gpt2-medium", group=2, segment=3, states="streamed"),
+    Layout("llama of 6"),
+    Layout("llama of 6", document_mask=True, segment=3),
+    Layout("llama of 6", "fp32", micro_batch=4),
+    Layout("gpt2", micro_batch=4, recompute=False, document_mask=True),
+    Layout("gpt2", document_mask=True, seq=500),
+    Layout("gpt2-medium", micro_batch=4, segment=3, optimizer="sgd"),
+    Layout("opt of 6", "fp16", micro_batch=4, recompute=False),
+    Layout("gpt2-large of 6", "fp32", group=2, recompute=False, states="streamed"),
+    Layout("gpt2-large of 6", micro_batch=4, residual="16bit"),
+    Layout("gpt2", "fp32", micro_batch=4, recompute=False, optimizer="sgd"),
+    Layout("opt of 6", micro_batch=4, group=2, segment=3, states="mixed"),
+)
+CAPPED = (GRID[0], GRID[1], GRID[11])  # little and much reserved beside what is allocated
+TINY = {"precision": "fp32", "seq": 32, "batch": 4}  # 16-bit products on the CPU take memory that is none of ours
+DRY_GRID = (
+    Layout("tiny gpt2", group=2, segment=2, **TINY),
+    Layout("tiny llama", micro_batch=2, recompute=False, document_mask=True, **TINY),
+)
