@@ -33,7 +33,7 @@ from lowmem.budget import Budget
 from lowmem.cards import CARDS
 from lowmem.plan import MARGIN_BYTES, card_for
 from lowmem.precision import LossScale
-from lowmem.search import Choices, Room, Simulations, smallest_cap_bytes, fastest
+from lowmem.search import Choices, Room, Simulations, fastest, smallest_cap_bytes
 from lowmem.settings import Settings
 from lowmem.simulate import Recording, Target, cpu_target, gpu_target, under_cap
 from lowmem.step import Schedule, Step
