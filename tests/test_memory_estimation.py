@@ -194,7 +194,7 @@ def test_a_rule_that_is_not_written_down_is_refused_by_name():
 
 
 def test_under_autocast_activations_shrink_and_weights_do_not():
-    target = estimate.target_of(A100, lowmem=False)
+    target = estimate.plain_target(A100)
     at_peak = {
         recipe: under_cap(record_plain(TINY["llama"](), 64, 32, recipe, target)).at_peak for recipe in ("fp32", "bf16")
     }
@@ -214,42 +214,22 @@ def test_plain_rows_double_until_one_does_not_fit():
     assert all(row["allocated_peak_bytes"] <= row["reserved_peak_bytes"] for row in found)
 
 
-def test_lowmem_keeps_resident_what_the_cap_leaves_room_for():
-    rows_of = estimate.LowmemRows(TINY["llama"](), 64, A100)
-    roomy, none = rows_of.row(4, 16 * GIB), rows_of.row(4, 1 * MIB)
-    assert roomy["fits"]
-    assert roomy["choice"]["micro_batch"] == 4
+def test_a_row_of_lowmems_is_the_planners_choice_or_the_smallest_cap():
+    roomy = estimate.lowmem_row(TINY["llama"](), 64, 4, 16 * GIB, A100)
+    assert roomy["fits"] and roomy["allocated_peak_bytes"] <= roomy["reserved_peak_bytes"]
     assert roomy["choice"]["resident_units"] == roomy["choice"]["units"]
     assert roomy["choice"]["streamed_bytes"] == 0
-    assert not none["fits"]
-    assert none["choice"]["micro_batch"] == 1
-    assert none["choice"]["streamed_bytes"] > 0
-    assert estimate.lowmem_row(TINY["llama"](), 64, 4, 16 * GIB, A100) == roomy
-
-
-@pytest.mark.parametrize("factor", [0.5, 1, 2])
-def test_one_unit_more_than_lowmem_keeps_resident_does_not_fit(factor):
-    """Whether the first guess, from the bytes of states, is too high, right or too low."""
-    rows_of = estimate.LowmemRows(MODELS["gpt2"].config(), 64, A100)
-    really_try, limit_bytes = rows_of._try, 1700 * MIB
-
-    def misleading(*case):
-        row, state_bytes = really_try(*case)
-        return row, [size * factor for size in state_bytes]
-
-    rows_of._try = misleading
-    choice = rows_of.row(2, limit_bytes)["choice"]
-    resident = choice["resident_units"]
-    assert 1 < resident < choice["units"]
-    assert really_try(2, choice["micro_batch"], resident, limit_bytes)[0]["fits"]
-    assert not really_try(2, choice["micro_batch"], resident + 1, limit_bytes)[0]["fits"]
+    none = estimate.lowmem_row(TINY["llama"](), 64, 4, 1 * MIB, A100)
+    assert not none["fits"] and none["smallest_cap_bytes"] > 1 * MIB
+    assert estimate.lowmem_row(TINY["llama"](), 64, 4, none["smallest_cap_bytes"], A100)["fits"]
+    assert "cap" in table._sizes(none)
 
 
 def test_what_lowmem_cannot_train_is_refused_with_the_reason(tiny, monkeypatch):
     def refuse(*_):
         raise InputError("SomethingForCausalLM: the head is odd")
 
-    monkeypatch.setattr(run, "LowmemRows", refuse)
+    monkeypatch.setattr(run, "lowmem_row", refuse)
     (row,) = run._lowmem("tiny", 32, A100, GIB)
     assert row["refused"] == "SomethingForCausalLM: the head is odd"
     assert "refused: SomethingForCausalLM" in table._smallest_and_largest([row])[0]
@@ -359,7 +339,8 @@ def test_a_broken_line_of_the_rows_is_named(tmp_path):
 def test_the_measuring_process_runs_a_case(tiny, method, monkeypatch):
     """On the CPU; the lines for CUDA have never run."""
     monkeypatch.setattr(measure, "STEPS", 2)
-    choice = {"micro_batch": 1, "resident_units": 1} if method == "lowmem" else None
+    layout = {"micro_batch": 1, "group": 2, "segment_blocks": 2, "recompute": True, "resident_units": 1}
+    choice = layout if method == "lowmem" else None
     case = {"model": "tiny", "method": method, "seq": 16, "batch": 2, "limit_bytes": GIB, "choice": choice}
     assert measure.run_case(case, CPU) == {"fits": True}
 

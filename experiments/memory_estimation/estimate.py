@@ -6,8 +6,8 @@ that it sets for itself (lowmem/device.py).
 """
 
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import asdict
 
 import torch
 from transformers import PretrainedConfig
@@ -16,39 +16,35 @@ from experiments.memory_estimation.plain import record_plain
 from lowmem import cuda_ops
 from lowmem.adam import OPTIMIZERS
 from lowmem.allocator import SimulatedOutOfMemory
-from lowmem.blocks import Decoder
 from lowmem.cards import Card
-from lowmem.models import build_model
-from lowmem.precision import cast_explicitly
-from lowmem.recompute import fuse_gelu
-from lowmem.simulate import Memory, StepCase, Target, record_step, under_cap
+from lowmem.models import make_decoder
+from lowmem.search import SEGMENTS, Choices, Room, Simulations, fastest, smallest_room
+from lowmem.simulate import Memory, StepCase, Target, gpu_target, under_cap
 from lowmem.step import Schedule
 from lowmem.trace import Machine, Tape
 
 LOWMEM = "lowmem"
 LARGEST_BATCH = 64
-_LOWMEM_WORKSPACES = ":4096:8"  # lowmem.device.set_environment
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-def target_of(card: Card, *, lowmem: bool) -> Target:
-    """`card` as plain training finds it, or as lowmem sets it up: sums in a fixed order, and their workspaces."""
-    gpu = cuda_ops.Gpu(card.capability, card.multiprocessors, deterministic=lowmem)
-    workspaces = cuda_ops.blas_workspace_bytes(card.capability, _LOWMEM_WORKSPACES if lowmem else None, _TORCH)
+def plain_target(card: Card) -> Target:
+    """`card` as plain training finds it: sums in any order, PyTorch's own workspaces, nothing streamed."""
+    gpu = cuda_ops.Gpu(card.capability, card.multiprocessors, deterministic=False)
     machine = Machine(
         hidden_bytes=functools.partial(cuda_ops.hidden_bytes, gpu=gpu),
         products=cuda_ops.PRODUCTS,
-        workspace_bytes=workspaces + cuda_ops.blaslt_workspace_bytes(_TORCH),
+        workspace_bytes=cuda_ops.blas_workspace_bytes(card.capability, None, _TORCH)
+        + cuda_ops.blaslt_workspace_bytes(_TORCH),
     )
-    speed = card.copy_bytes_per_second if lowmem else None
-    return Target(machine, functools.partial(cuda_ops.CudaFunctions, card.capability), speed, speed)
+    return Target(machine, functools.partial(cuda_ops.CudaFunctions, card.capability))
 
 
 def plain_rows(
     config: PretrainedConfig, seq: int, recipe: str, card: Card, limit_bytes: int, largest_batch: int = LARGEST_BATCH
 ) -> Iterator[dict]:
     """Batches 1, 2, 4, ... to the first that does not fit, which is the last row."""
-    target, batch = target_of(card, lowmem=False), 1
+    target, batch = plain_target(card), 1
     while batch <= largest_batch:
         row = _row(record_plain(config, seq, batch, recipe, target), limit_bytes, expandable_segments=False)
         yield {"batch": batch} | row
@@ -57,57 +53,25 @@ def plain_rows(
         batch *= 2
 
 
-class LowmemRows:
-    """lowmem's rows of one model and sequence length, which share what has been simulated once.
+def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int, card: Card) -> dict:
+    """The planner's choice under the cap, with no limit on RAM; where nothing fits, what the smallest cap would be.
 
     InputError, with what is missing, for an architecture that lowmem cannot train.
     """
-
-    def __init__(self, config: PretrainedConfig, seq: int, card: Card):
-        model = build_model(config)
-        fuse_gelu(model)
-        cast_explicitly(model, torch.float32)
-        self._decoder, self._seq = Decoder(model), seq
-        self._target, self._known = target_of(card, lowmem=True), {}
-
-    def row(self, batch: int, limit_bytes: int) -> dict:
-        """The largest micro-batch (a power of two) that fits, recomputed block by block, with as many units resident as
-        the cap leaves room for. Stands in for the planner's choice."""
-        units = len(self._decoder.units)
-        sizes = [2**power for power in range(batch.bit_length()) if batch % 2**power == 0]
-        for micro_batch in reversed(sizes):
-            row, state_bytes = self._try(batch, micro_batch, 0, limit_bytes)
-            if row["fits"]:
-                break
-        else:
-            return row
-        room = limit_bytes - row["reserved_peak_bytes"]
-        resident = sum(total <= room for total in itertools.accumulate(state_bytes))  # about; the next lines settle it
-        while resident and not (tried := self._try(batch, micro_batch, resident, limit_bytes)[0])["fits"]:
-            resident -= 1
-        row = tried if resident else row
-        while resident < units and (tried := self._try(batch, micro_batch, resident + 1, limit_bytes)[0])["fits"]:
-            row, resident = tried, resident + 1
-        return row
-
-    def _try(self, batch: int, micro_batch: int, resident_units: int, limit_bytes: int) -> tuple[dict, Sequence[int]]:
-        """The row, and the bytes of optimizer state by unit."""
-        schedule = Schedule(micro_batch, group=1, segment_blocks=1, recompute=True)
-        case = StepCase(self._seq, batch, schedule, torch.bfloat16, OPTIMIZERS["adamw"], resident_units)
-        recording = record_step(self._decoder, case, self._target, self._known, alike=True)
-        choice = {
-            "micro_batch": micro_batch,
-            "resident_units": resident_units,
-            "units": len(self._decoder.units),
-            "streamed_bytes": recording.streamed_bytes,
-        }
-        row = _row(recording.tape, limit_bytes, expandable_segments=True)
-        return {"batch": batch} | row | {"choice": choice}, recording.state_bytes
-
-
-def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int, card: Card) -> dict:
-    """One of lowmem's rows by itself."""
-    return LowmemRows(config, seq, card).row(batch, limit_bytes)
+    case = StepCase(seq, batch, Schedule(1, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS["adamw"], 0)
+    simulations = Simulations(lambda: make_decoder(config, "bf16", "fp32"), case, gpu_target(card))
+    sizes = [2**power for power in range(batch.bit_length()) if batch % 2**power == 0]
+    choices = Choices(sizes, None, SEGMENTS, (True, False), range(simulations.units + 1))
+    found = fastest(simulations, choices, Room(limit_bytes, None))
+    if found is None:
+        smallest = smallest_room(simulations, choices, Room(limit_bytes, None))
+        return {"batch": batch, "fits": False, "smallest_cap_bytes": smallest.gpu, "streamed_bytes": smallest.ram}
+    choice = asdict(found.case.schedule) | {
+        "resident_units": found.case.resident_units,
+        "units": simulations.units,
+        "streamed_bytes": found.recording.streamed_bytes,
+    }
+    return {"batch": batch, "fits": True} | figures_of(found.memory) | {"choice": choice}
 
 
 def _row(tape: Tape, limit_bytes: int, *, expandable_segments: bool) -> dict:

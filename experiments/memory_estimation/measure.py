@@ -17,11 +17,9 @@ from transformers import PretrainedConfig
 from experiments.memory_estimation.models import MODELS
 from lowmem import device as devices
 from lowmem.adam import get_optimizer
-from lowmem.blocks import Decoder
 from lowmem.data import Batch
-from lowmem.models import build_model, model_from_config
-from lowmem.precision import LossScale, cast_explicitly
-from lowmem.recompute import fuse_gelu
+from lowmem.models import make_decoder, model_from_config
+from lowmem.precision import LossScale
 from lowmem.step import Schedule, Step
 from lowmem.store import Store
 
@@ -83,15 +81,12 @@ def run_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, devic
 def run_lowmem(config: PretrainedConfig, seq: int, batch: int, choice: dict, device: torch.device) -> None:
     """lowmem's step with a predicted row's choice."""
     devices.make_deterministic(device)
-    model = build_model(config)
-    fuse_gelu(model)
-    cast_explicitly(model, torch.float32)
-    decoder, optimizer = Decoder(model), get_optimizer("adamw")
+    decoder, optimizer = make_decoder(config, "bf16", "fp32"), get_optimizer("adamw")
     store = Store(decoder, device, torch.bfloat16, optimizer, choice["resident_units"])
     for part in store.parts:
         part.working.normal_(0, 0.02)
     store.page_lock()
-    schedule = Schedule(choice["micro_batch"], group=1, segment_blocks=1, recompute=True)
+    schedule = Schedule(*(choice[name] for name in ("micro_batch", "group", "segment_blocks", "recompute")))
     step = Step(
         decoder, store, optimizer, schedule, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False)
     )  # fmt: skip

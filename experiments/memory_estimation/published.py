@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PretrainedConfig
 
-from experiments.memory_estimation.estimate import figures_of, target_of
+from experiments.memory_estimation.estimate import figures_of, plain_target
 from experiments.memory_estimation.models import MODELS
 from experiments.memory_estimation.plain import LOGITS_IN_FP32, record_plain
 from lowmem.allocator import SimulatedOutOfMemory
@@ -116,7 +116,7 @@ def llmem_row(name: str) -> dict:
 def _llmem_tape(name: str, batch: int) -> Tape:
     config = MODELS[name].config()
     config._attn_implementation = "eager"  # transformers 4.29 has no other
-    return record_plain(config, SEQ, batch, "llmem", target_of(V100, lowmem=False))
+    return record_plain(config, SEQ, batch, "llmem", plain_target(V100))
 
 
 def accelerate_answer(config: PretrainedConfig) -> dict | None:

@@ -17,18 +17,19 @@ import torch
 import transformers
 
 from experiments.memory_estimation import rows as row_file
-from experiments.memory_estimation.estimate import LARGEST_BATCH, LOWMEM, LowmemRows, plain_rows
+from experiments.memory_estimation.estimate import LARGEST_BATCH, LOWMEM, lowmem_row, plain_rows
 from experiments.memory_estimation.measure import measured
 from experiments.memory_estimation.models import MODELS, positions
 from experiments.memory_estimation.published import LLMEM, SEQ, V100, accelerate_answer, llmem_row
 from experiments.memory_estimation.table import draw, summary
 from lowmem.cards import Card, card_named
+from lowmem.device import set_environment
 from lowmem.errors import InputError, LowmemError
 from lowmem.log import write_json
 from lowmem.units import format_size, parse_size
 
 METHODS = ("fp32", "bf16", LOWMEM)
-LOWMEM_BATCHES = (1, 8, LARGEST_BATCH)
+LOWMEM_BATCHES = (1, LARGEST_BATCH)
 RESULTS = row_file.FOLDER / "results"
 
 
@@ -72,6 +73,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _prepare() -> None:
     torch.set_num_threads(1)
+    set_environment()
     transformers.logging.set_verbosity_error()  # it warns of losses and token ids that no allocation depends on
 
 
@@ -96,13 +98,12 @@ def _predicted(task: tuple) -> list[dict]:
 
 
 def _lowmem(name: str, seq: int, card: Card, limit_bytes: int) -> Iterable[dict]:
-    try:
-        lowmem = LowmemRows(MODELS[name].config(), seq, card)
-    except InputError as error:
-        return [{"batch": None, "refused": str(error)}]
     found = []
     for batch in LOWMEM_BATCHES:
-        found.append(lowmem.row(batch, limit_bytes))
+        try:
+            found.append(lowmem_row(MODELS[name].config(), seq, batch, limit_bytes, card))
+        except InputError as error:
+            return [{"batch": None, "refused": str(error)}]
         if not found[-1]["fits"]:
             break
     return found
@@ -135,6 +136,9 @@ def _line(row: dict) -> str:
         )
     if "refused" in row or row.get("error") and row["kind"] == "measured":
         return f"{case} {row.get('refused') or row['error']}"
+    if "smallest_cap_bytes" in row:
+        needs = format_size(row["smallest_cap_bytes"])
+        return f"{case} {row['seq']:>5} x {row['batch']:<3} does not fit; the smallest cap is {needs}"
     if "allocated_peak_bytes" not in row:
         return f"{case} {row['seq']:>5} x {row['batch']:<3} out of memory"
     verdict = "" if row.get("fits", True) else "  does not fit"

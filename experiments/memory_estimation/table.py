@@ -101,6 +101,8 @@ def _smallest_and_largest(rows: list[dict]) -> list[str]:
 
 
 def _sizes(row: dict) -> str:
+    if "smallest_cap_bytes" in row:
+        return f"(cap {row['smallest_cap_bytes'] / GIB:.2f})"
     sizes = " / ".join(f"{row[f'{kind}_peak_bytes'] / GIB:.2f}" for kind in ("allocated", "reserved"))
     return sizes if row["fits"] else f"({sizes})"
 
@@ -109,7 +111,9 @@ def _choice(row: dict) -> str:
     choice = row.get("choice")
     if choice is None:
         return ""
-    return f"; micro-batch {choice['micro_batch']}, {choice['streamed_bytes'] / GIB:.1f} in RAM"
+    group = f" x {choice['group']}" if choice["group"] > 1 else ""
+    kept = "" if choice["recompute"] else ", nothing recomputed"
+    return f"; micro-batch {choice['micro_batch']}{group}{kept}, {choice['streamed_bytes'] / GIB:.1f} in RAM"
 
 
 def _parameters(name: str) -> str:
@@ -236,7 +240,9 @@ def draw(rows: list[dict], path: Path) -> None:
 def _panel(axes, name: str, rows: list[dict], ticks: list[int]) -> None:
     for colour, (method, label) in zip(("C1", "C2", "C0"), NAMES.items(), strict=True):
         points = sorted((r["batch"], r["reserved_peak_bytes"] / GIB, r["fits"]) for r in rows if r["method"] == method)
-        axes.plot([p[0] for p in points], [p[1] for p in points], color=colour, linewidth=1.3, label=label)
+        line = "none" if method == "lowmem" else "-"  # two batches, each with a layout of its own: nothing in between
+        x, y = [p[0] for p in points], [p[1] for p in points]
+        axes.plot(x, y, color=colour, linewidth=1.3, linestyle=line, marker="o", markersize=5, label=label)
         for fits, face in ((True, colour), (False, "white")):
             some = [p for p in points if p[2] is fits]
             axes.plot([p[0] for p in some], [p[1] for p in some], "o", color=colour, markerfacecolor=face, markersize=5)
