@@ -6,6 +6,8 @@ import torch
 
 from lowmem.errors import InputError
 
+CUBLAS_WORKSPACES = ":4096:8"  # eight of 4 MiB
+
 
 def set_environment() -> None:
     """To be called before CUDA starts: segments that grow (reserved memory stays within 0.2% of allocated), and the
@@ -13,7 +15,7 @@ def set_environment() -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first is torch's from 2.9 on
     if not any(name in os.environ for name in names):
         os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

@@ -53,7 +53,8 @@ from lowmem.blocks import Decoder
 from lowmem.errors import InputError, LowmemError
 from lowmem.models import build_model
 from lowmem.parallel_recipe import owners_of, place, prepare
-from lowmem.simulate import Target, kind_of, under_cap
+from lowmem.replay import kind_of
+from lowmem.simulate import Target, under_cap
 from lowmem.stretch import BLOCKS, Operation, Placed, numbered, stretched
 from lowmem.tensor_parallel import keep_share
 from lowmem.trace import FREED, Chunk, Machine, Recorder, Tape
