@@ -154,6 +154,10 @@ class Decoder:
                 f"{self.architecture} cannot be trained in pieces: its logits are not those of embedding, blocks and "
                 "head in turn (soft-capped or scaled logits, perhaps)"
             )
+        changed = input_ids.clone()
+        changed[:, -1] = (changed[:, -1] + 1) % vocabulary_size
+        if not _close(whole[:, :-1], self.model(input_ids=changed, use_cache=False).logits[:, :-1]):
+            raise InputError(f"{self.architecture} attends to later tokens, so it is no causal language model")
         if document_mask:
             positions = torch.arange(8, device=device).repeat(2).view(1, 16)
             packed = self._logits(input_ids.view(1, 16), positions, positions.new_tensor([[0] * 8 + [1] * 8]))

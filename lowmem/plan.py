@@ -48,6 +48,8 @@ MARGIN_BYTES = 64 * MIB  # of the GPU's cap: small temporaries that are not simu
 CUDA_PROCESS_BYTES = 2 * GIB  # interpreter, libraries, CUDA's host side, data, where there is no GPU here; assumed
 TRAINING_BYTES = 192 * MIB  # what the process takes on top of what it holds when the plan is made: data, buffers
 CPU_MICRO_BATCH_TOKENS = 4096
+# What PyTorch and the models of transformers raise where an architecture does not run in pieces, or not without data.
+_NOT_SIMULATED = (RuntimeError, TypeError, AttributeError, ValueError, AssertionError, IndexError, KeyError)
 STATE_BITS = {"adamw": 32, "adamw8bit": 8, "sgd": 0}
 
 
@@ -159,10 +161,16 @@ def make_plan(
     nothing fits. `decoder`: makes one in that precision, without weights. `ram_free_bytes`: what this machine has, if
     the plan is for this machine. `measured`: the card as it was timed here, which says how long the chosen layout
     takes; what is chosen is the table's to say, so that it is the same every time."""
-    if device == "cpu":
-        plan = _cpu_plan(settings, decoder, precision, ram_free_bytes)
-    else:
-        plan = _gpu_plan(settings, decoder, precision, card, measured)
+    try:
+        if device == "cpu":
+            plan = _cpu_plan(settings, decoder, precision, ram_free_bytes)
+        else:
+            plan = _gpu_plan(settings, decoder, precision, card, measured)
+    except _NOT_SIMULATED as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"{settings.model} cannot be simulated in {precision}, so it is not trained: {reason}"
+        ) from error
     if ram_free_bytes is not None and plan.ram_bytes - ram_now_bytes() > ram_free_bytes:
         raise PlanError(
             f"{plan.model} at {settings.batch} x {settings.seq} tokens needs {format_size(plan.ram_bytes)} of RAM in "
@@ -189,7 +197,7 @@ def _gpu_plan(
     found = fastest(simulations, choices, room)
     if found is None:
         smallest = smallest_room(simulations, choices, room)
-        only_ram_is_short = smallest.gpu == room.gpu
+        only_ram_is_short = room.ram is not None and smallest.gpu == room.gpu
         if only_ram_is_short and settings.optimizer == "adamw" and find_spec("bitsandbytes"):
             smaller = Simulations(decoder, replace(case, optimizer=OPTIMIZERS["adamw8bit"]), gpu_target(card))
             found = fastest(smaller, choices, room)
@@ -341,15 +349,14 @@ def _advice(options: argparse.Namespace, settings: Settings, config, card: Card)
     """What --gpus prints: peaks per rank and advice for PyTorch's own ways to use several cards."""
     from lowmem.advice import advise, describe, to_dict  # torch.distributed costs a second
 
-    memory = min(
-        settings.gpu_limit_bytes + CONTEXT_BYTES if options.gpu_limit else card.memory_bytes, card.memory_bytes
-    )
+    limit = settings.gpu_limit_bytes
+    memory = card.memory_bytes if limit is None else min(limit + CONTEXT_BYTES, card.memory_bytes)
     rows, sentence = advise(config, options.gpus, memory, settings.seq, settings.batch, gpu_target(card))
     if options.json:
         print(json.dumps(to_dict(rows, sentence), indent=2))
     else:
         print(describe(rows, sentence))
-    return 0
+    return 0 if any(row.peak is not None for row in rows) else PlanError.exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:

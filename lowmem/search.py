@@ -6,10 +6,11 @@ the GPU's cap and the streamed states fit under RAM's. Everything here is simula
 
 Not every layout is simulated. What is left out cannot be the answer:
 
-  * more sequences in a micro-batch, or more micro-batches in a group, never take less memory: sizes go up until one
-    does not fit even with every state streamed;
-  * a state on the GPU costs its own bytes and no others, so one recording tells how many there is room for, and fewer
-    resident states are never faster;
+  * more sequences in a micro-batch never take less memory, and more micro-batches in a group only where the group is
+    the whole batch (its accumulators are not there during forward): sizes go up until one does not fit, neither with
+    every state streamed nor with every state resident, which needs no staging ring;
+  * a state on the GPU costs its own bytes, so one recording tells how many there is room for, and fewer resident states
+    are never faster;
   * a layout with all states resident waits for no copies, so it bounds the time of every layout with its micro-batch
     and recompute from below;
   * a larger group only hides copies: where none are waited for, no larger one is tried.
@@ -111,11 +112,16 @@ def fastest(simulations: Simulations, choices: Choices, room: Room) -> Found | N
     for unhindered_seconds, micro_batch, recompute in _in_order_of_promise(simulations, choices, room):
         if best is not None and unhindered_seconds >= best.recording.seconds:
             break
-        for group in choices.groups_of(batch, micro_batch):
+        groups = choices.groups_of(batch, micro_batch)
+        too_large = False
+        for group in groups:
+            if too_large and group != groups[-1]:
+                continue
             schedules = [Schedule(micro_batch, group, segment, recompute) for segment in choices.segments_of(recompute)]
             found = _fastest_of(simulations, choices, room, schedules)
             if found is None:
-                break
+                too_large = True
+                continue
             if best is None or found.recording.seconds < best.recording.seconds:
                 best = found
             if found.recording.waiting_seconds <= _NO_WAIT * found.recording.seconds:
@@ -128,10 +134,18 @@ def _in_order_of_promise(simulations: Simulations, choices: Choices, room: Room)
     promising = []
     for recompute in choices.recompute:
         for micro_batch in choices.micro_batches:
-            group = choices.groups_of(simulations.base.batch, micro_batch)[0]
-            schedules = [Schedule(micro_batch, group, segment, recompute) for segment in choices.segments_of(recompute)]
-            least = choices.resident_units[0]
-            if not any(_within(simulations.allocated_bytes(schedule, least), room.gpu) for schedule in schedules):
+            groups = choices.groups_of(simulations.base.batch, micro_batch)
+            schedules = [
+                Schedule(micro_batch, group, segment, recompute)
+                for group in sorted({groups[0], groups[-1]})
+                for segment in choices.segments_of(recompute)
+            ]
+            ends = sorted({choices.resident_units[0], choices.resident_units[-1]})
+            if not any(
+                _within(simulations.allocated_bytes(schedule, resident), room.gpu)
+                for schedule in schedules
+                for resident in ends
+            ):
                 break
             _, recording = simulations.record(schedules[0], simulations.units)
             promising.append((recording.seconds, micro_batch, recompute))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     BioGptConfig,
     BloomConfig,
     CodeGenConfig,
@@ -392,3 +393,10 @@ def test_the_check_leaves_training_mode_as_it_was(training):
 def test_leaving_out_whole_blocks_at_random_is_refused():
     with pytest.raises(InputError, match="layerdrop"):
         Decoder(build(OPTConfig(**{**FAMILIES["opt"]().to_diff_dict(), "layerdrop": 0.1})))
+
+
+def test_a_model_that_sees_later_tokens_is_refused_by_the_check():
+    config = BertConfig(**NEW, intermediate_size=64, is_decoder=False)
+    with pytest.raises(InputError, match="attends to later tokens"):
+        Decoder(build(config)).check(V)
+    Decoder(build(BertConfig(**NEW, intermediate_size=64, is_decoder=True))).check(V)

@@ -310,3 +310,19 @@ def test_a_card_that_was_timed_says_how_long_the_same_layout_takes():
     timed = make_plan(settings, decoder, "cuda", "bf16", CARDS["rtx3090"], measured=slow)
     assert (timed.schedule, timed.resident_units) == (plan.schedule, plan.resident_units)
     assert timed.card.name == "measured" and timed.step_seconds > 2 * plan.step_seconds
+
+
+def test_states_that_take_less_than_the_staging_ring_are_kept_and_nothing_inexact_is_chosen(tmp_path, capsys):
+    """A small model with a large vocabulary fits with everything resident, but not with everything streamed."""
+    GPT2Config(n_layer=3, n_embd=256, n_head=4, vocab_size=20_000, n_positions=128).save_pretrained(tmp_path)
+    found = in_json(capsys, "--model", str(tmp_path), "--seq", "128", "--batch", "8", "--gpu-limit", "340MiB")
+    assert (found["choice"]["state_bits"], found["choice"]["streamed_units"]) == (32, 0)
+
+
+def test_what_cannot_be_simulated_is_refused_by_name(tmp_path, capsys):
+    LlamaConfig(**LLAMA, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}).save_pretrained(
+        tmp_path
+    )
+    code = plan_module.main(["--model", str(tmp_path), "--seq", "256", "--batch", "8"])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "") and "cannot be simulated" in err and err.count("\n") == 1, err

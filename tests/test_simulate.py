@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_blocks import FAMILIES, HONOUR_DOCUMENT_MASK
 from torch.profiler import ProfilerActivity, profile
+from transformers import FalconConfig
 
 from lowmem.adam import OPTIMIZERS
 from lowmem.allocator import SimulatedOutOfMemory
@@ -92,6 +93,17 @@ def test_the_simulated_peak_is_what_the_profiler_sees_on_the_cpu(family, setting
     simulated = record_step(decoder_of(config), case, cpu_target(), known={}).tape.peak_bytes()
     # The worst seen is 0.003%: numbers that Python hands to an operation are tensors of 8 bytes for a moment.
     assert simulated == pytest.approx(really, rel=5e-5)
+
+
+def test_heads_that_share_one_key_take_the_cpus_composite_attention():
+    """Falcon-7B's layout: the fused operator wants as many heads of keys as of queries."""
+    config = FalconConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, multi_query=True, alibi=False,
+        new_decoder_architecture=False, bos_token_id=0, eos_token_id=0, max_position_embeddings=64,
+    )  # fmt: skip
+    case = StepCase(SEQ, BATCH, Schedule(2, 2, 2, recompute=False), torch.float32, OPTIMIZERS["adamw"], 99)
+    simulated = record_step(decoder_of(config), case, cpu_target(), known={}).tape.peak_bytes()
+    assert simulated == pytest.approx(really_allocated(config, case), rel=1e-4)
 
 
 # --- replays
