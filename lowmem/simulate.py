@@ -81,7 +81,7 @@ def _attention_on_the_cpu(query, key, value, attn_mask=None, dropout_p=0.0, is_c
 
 
 def gpu_target(card: Card) -> Target:
-    """A GPU of this kind, running as device.py sets it up."""
+    """A GPU of this kind, running as device.py sets it up. What it predicts has never been compared with a GPU."""
     version = tuple(int(number) for number in torch.__version__.split(".")[:2])
     workspace = blas_workspace_bytes(
         card.capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES), version
