@@ -19,8 +19,8 @@ Kept the usual way (fp32 weights, gradients, m and v, all on the GPU) the first 
 
 import sys
 
+from lowmem.main import main
 from lowmem.settings import Settings
-from lowmem.train import main
 
 SETTINGS = Settings(model="gpt2-large", out="runs/gpt2-large")
 

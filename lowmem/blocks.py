@@ -10,7 +10,8 @@ be the model's own code. So the model is run as it stands, with its list of bloc
 
 What this cannot express is refused by name: encoder-decoders, several lists of blocks, a head that is not a plain
 linear layer, weights shared between blocks, parameters that no half touches. What happens to the logits after the head
-(soft-capping, scaling) cannot be seen from here, so `Decoder.check` compares the pieces with the whole on real weights.
+(soft-capping, scaling) cannot be seen from here, so `Decoder.check` compares the pieces with the whole on real weights,
+and trial.py on a small copy before there are any.
 """
 
 import contextlib
@@ -80,7 +81,13 @@ class Decoder:
         if type(self._head) is not nn.Linear:
             raise InputError(f"{self.architecture}: the head is {type(self._head).__name__}, not a plain linear layer")
         self._returns_tuple = False
+        buffers = list(model.buffers())
         self.units = self._find_units()
+        if any(now is not before for now, before in zip(model.buffers(), buffers, strict=True)):
+            raise InputError(
+                f"{self.architecture}: the model replaces its buffers while it runs (rotary tables that grow with the "
+                "sequence, perhaps), which is not supported"
+            )
         self.tied = any(parameter is self.head_weight for parameter in self.units[0].parameters.values())
 
     @property
@@ -126,43 +133,54 @@ class Decoder:
         ):
             return self._run(zeros)
 
-    @torch.no_grad()
     def check(self, vocabulary_size: int, document_mask: bool = False) -> None:
         """The pieces against the whole model on a few tokens; raises InputError if they differ. Needs real weights."""
-        training = self.model.training
-        self.model.eval()
         try:
-            self._check(vocabulary_size, document_mask)
+            difference = self.difference(vocabulary_size, document_mask)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise InputError(
                 f"{self.architecture} cannot run in this precision: {reason}; try --precision fp32"
             ) from error
+        if difference is not None:
+            raise InputError(difference)
+
+    @torch.no_grad()
+    def difference(self, vocabulary_size: int, document_mask: bool) -> str | None:
+        """In what the pieces, in evaluation mode, differ from the whole model, or the model from a causal one; None for
+        nothing. Raises what the model raises."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            return self._difference(vocabulary_size, document_mask)
         finally:
             self.model.train(training)
 
-    def _check(self, vocabulary_size: int, document_mask: bool) -> None:
+    def _difference(self, vocabulary_size: int, document_mask: bool) -> str | None:
         device = self.head_weight.device
         input_ids = (torch.arange(16, device=device).view(2, 8) * 7919) % vocabulary_size
+        whole = self.model(input_ids=input_ids, use_cache=False).logits
+        if not whole.isfinite().all():
+            raise RuntimeError("its logits are not finite")
         made_up = torch.linspace(-100, 100, 16 * self.head_weight.shape[0], device=device, dtype=self.head_weight.dtype)
         made_up = made_up.view(2, 8, -1)
         with _forward_replaced(self._head, lambda hidden: made_up):
             returned = self.model(input_ids=input_ids, use_cache=False).logits
-        whole = self.model(input_ids=input_ids, use_cache=False).logits
         if not torch.equal(returned.to(made_up.dtype), made_up) or not _close(whole, self._logits(input_ids)):
-            raise InputError(
+            return (
                 f"{self.architecture} cannot be trained in pieces: its logits are not those of embedding, blocks and "
                 "head in turn (soft-capped or scaled logits, perhaps)"
             )
         changed = input_ids.clone()
         changed[:, -1] = (changed[:, -1] + 1) % vocabulary_size
         if not _close(whole[:, :-1], self.model(input_ids=changed, use_cache=False).logits[:, :-1]):
-            raise InputError(f"{self.architecture} attends to later tokens, so it is no causal language model")
+            return f"{self.architecture} attends to later tokens, so it is no causal language model"
         if document_mask:
             positions = torch.arange(8, device=device).repeat(2).view(1, 16)
             packed = self._logits(input_ids.view(1, 16), positions, positions.new_tensor([[0] * 8 + [1] * 8]))
             if not _close(whole.view(1, 16, -1), packed):
-                raise InputError(f"{self.architecture} does not honour a document mask; use --document-mask off")
+                return f"{self.architecture} does not honour a document mask; use --document-mask off"
+        return None
 
     def _logits(self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None):
         hidden, extras = self.embed(input_ids, position_ids, document_ids)

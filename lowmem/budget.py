@@ -45,23 +45,25 @@ class Budget:
         self.gpu_limit_bytes = gpu_limit_bytes if device.type == "cuda" else None
         self.ram_limit_bytes = ram_limit_bytes
 
-    def apply(self) -> None:
+    def apply(self, planned_bytes: int | None = None) -> None:
         """Caps the GPU's allocator. InputError where the card is smaller than the cap, LowmemError where others use
-        so much of it that the cap cannot be kept to."""
-        if self.gpu_limit_bytes is None:
+        so much of it that there is no room for the plan's `planned_bytes`; without a plan, for the whole cap."""
+        if self.device.type != "cuda":
             return
         free, total = torch.cuda.mem_get_info(self.device)
-        if self.gpu_limit_bytes > total:
+        if self.gpu_limit_bytes is not None and self.gpu_limit_bytes > total:
             raise InputError(
                 f"--gpu-limit {format_size(self.gpu_limit_bytes)} is more than the card has "
                 f"({format_size(total)}); lower it to about {(total - CONTEXT_BYTES) // MIB}MiB"
             )
-        if self.gpu_limit_bytes > free:
+        needed = self.gpu_limit_bytes if planned_bytes is None else planned_bytes
+        if needed is not None and needed > free:
             raise LowmemError(
-                f"the card has {format_size(free)} free and --gpu-limit asks for {format_size(self.gpu_limit_bytes)}; "
-                "stop what else runs on it, or lower --gpu-limit"
+                f"the GPU is busy: {format_size(free)} of its {format_size(total)} are free and the plan needs "
+                f"{format_size(needed)}; stop what else runs on it (nvidia-smi lists it), or lower --gpu-limit"
             )
-        torch.cuda.set_per_process_memory_fraction(self.gpu_limit_bytes / total, self.device)
+        if self.gpu_limit_bytes is not None:
+            torch.cuda.set_per_process_memory_fraction(self.gpu_limit_bytes / total, self.device)
 
     def peaks(self) -> Peaks:
         """What has been measured so far."""

@@ -17,15 +17,13 @@ of the rate that is advertised (sums in fp16). Pascal has no tensor cores: 16-bi
 conversion, also on the P100, whose double rate is for sums in fp16 only (tensorflow#15585 explains it). bf16 where
 the hardware has none is emulated at half the fp32 rate. TF32 is off, as lowmem.device leaves it.
 
-Every constant here is assumed until a row of experiments measures it. The model's use is to order plans; expect its
-seconds to be off by a third. Left out: clocks that fall as a card warms, cache hits, kernels that read an input twice
-(layer norm's backward), the cost of determinism.
+Every constant here is assumed until a row of experiments measures it; the card that is here is timed (calibrate.py).
+The model's use is to order plans; expect its seconds to be off by a third. Left out: clocks that fall as a card warms,
+cache hits, kernels that read an input twice (layer norm's backward), the cost of determinism.
 """
 
 import math
 import re
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -35,8 +33,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lowmem.errors import InputError
-from lowmem.streaming import host_tensor, page_lock
-from lowmem.units import GIB, MIB
+from lowmem.units import MIB
 
 HOST_SECONDS_PER_OPERATION = 10e-6  # Python, dispatcher and launch of an eager forward operation; assumed
 HOST_SECONDS_PER_BACKWARD_OPERATION = 6e-6  # the same from autograd's C++ engine; assumed
@@ -323,50 +320,3 @@ def _attention_flops(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> 
 @cache
 def _position_of_causal(func: torch._ops.OpOverload) -> int:
     return [argument.name for argument in func._schema.arguments].index("is_causal")
-
-
-_PRODUCT_SIDE = 4096
-_COPY_BYTES = GIB // 4
-_REPEATS = 10
-
-
-def measure_card(device: torch.device) -> Card:
-    """The card that is here, timed for a moment: products of 4,096, a copy of 256 MiB on the card and one to it. Its
-    rates are what was reached, so their shares are 1. Where memory cannot be page-locked, the bus is as slow as the
-    copies of the run will be. Has never run on a GPU.
-    """
-    properties = torch.cuda.get_device_properties(device)
-    rates = {}
-    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
-        if precision == "bf16" and properties.major < 8:
-            continue
-        left, right = torch.randn(2, _PRODUCT_SIDE, _PRODUCT_SIDE, device=device, dtype=dtype)  # zeros would run faster
-        rates[precision] = Rate(2 * _PRODUCT_SIDE**3 / _median_seconds(lambda a=left, b=right: a @ b), 1.0)
-    there, back = torch.zeros(2, _COPY_BYTES, dtype=torch.uint8, device=device)
-    home = host_tensor(_COPY_BYTES, torch.uint8)
-    page_lock(home)
-    return Card(
-        name=properties.name,
-        memory_bytes=properties.total_memory,
-        capability=(properties.major, properties.minor),
-        multiprocessors=properties.multi_processor_count,
-        rates=rates,
-        memory_bytes_per_second=2 * _COPY_BYTES / _median_seconds(lambda: back.copy_(there)),
-        bus_bytes_per_second=_COPY_BYTES / _median_seconds(lambda: there.copy_(home, non_blocking=True)),
-        reported_names=(properties.name.removeprefix("NVIDIA "),),
-        source="measured here",
-        memory_share=1.0,
-    )
-
-
-def _median_seconds(work: Callable[[], object]) -> float:
-    """Of `_REPEATS` runs on the current stream, after two that warm up."""
-    seconds = []
-    for _ in range(2 + _REPEATS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1000)
-    return statistics.median(seconds[2:])

@@ -42,6 +42,10 @@ _WEIGHT_FILES = (  # a single file and the index of several, in the order in whi
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 _WEIGHT_PATTERNS = (("model.safetensors*", "model-*.safetensors"), ("pytorch_model.bin*", "pytorch_model-*.bin"))
+_SIZES = (  # of a model, by transformers' common names
+    *("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # configs and tokenizers
 
 
@@ -162,16 +166,30 @@ def _read_config(path: Path) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as a config.json: {error}") from None
     kind = fields.get("model_type") if isinstance(fields, dict) else None
+    if kind is None:
+        raise InputError(f"{path} names no model_type, so it is no config of a Hugging Face model; give another file")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        if kind is not None and "auto_map" in fields:
+        if "auto_map" in fields:
             reason = "needs Python code from its repository, which is not run here; choose a model of transformers' own"
         else:
             reason = f"is not known to transformers {__version__}; choose another model or a newer transformers"
         raise InputError(f"{path}: the model type {kind!r} {reason}")
+    theirs = CONFIG_MAPPING[kind].attribute_map
+    for name in (own for common in _SIZES for own in (common, theirs.get(common))):
+        if isinstance(size := fields.get(name), int) and size < 1:
+            raise InputError(f"{path}: {name} is {size}, and it must be at least 1")
+    if quantised := fields.get("quantization_config"):
+        method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
+        raise InputError(
+            f"{path}: the weights are quantised ({method or 'quantization_config'}), and every parameter is trained "
+            "here, with fp32 master weights; choose the model in its original precision"
+        )
     try:
-        return CONFIG_MAPPING[kind].from_dict(fields)
+        config = CONFIG_MAPPING[kind].from_dict(fields)
+        config.get_text_config()  # some have several
     except Exception as error:  # every architecture checks its fields in its own way
         raise InputError(f"{path} is not a valid {kind} config: {' '.join(str(error).split())}") from error
+    return config
 
 
 def check_tokens(config: PretrainedConfig, sequence_length: int, largest_token_id: int) -> None:
@@ -179,8 +197,7 @@ def check_tokens(config: PretrainedConfig, sequence_length: int, largest_token_i
 
     On a GPU either is an assertion that kills the process, so it is found here, on the CPU, beforehand.
     """
-    text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
+    text, positions = config.get_text_config(), most_positions(config)
     if positions is not None and sequence_length > positions:
         raise InputError(f"--seq {sequence_length} is longer than the {positions} positions of this model; lower --seq")
     if largest_token_id >= text.vocab_size:
@@ -188,6 +205,13 @@ def check_tokens(config: PretrainedConfig, sequence_length: int, largest_token_i
             f"token id {largest_token_id} lies outside the model's vocabulary of {text.vocab_size}: "
             "the tokenizer belongs to another model; use the model's own"
         )
+
+
+def most_positions(config: PretrainedConfig) -> int | None:
+    """The longest sequence that the model of `config` takes; None where it has no such limit (XLNet says -1)."""
+    text = config.get_text_config()
+    said = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))  # the second is MPT's
+    return next((number for number in said if isinstance(number, int) and number > 0), None)
 
 
 def build_model(config: PretrainedConfig) -> PreTrainedModel:

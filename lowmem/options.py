@@ -159,8 +159,8 @@ GROUPS = {
                "segment runs; must divide their number", "", AUTO),
         Option("segment_blocks", "N|auto", optional("auto", integer), "consecutive blocks that are recomputed together",
                "", AUTO),
-        Option("recompute", "auto|on|off", one_of("auto", "on", "off"), "compute activations again in the backward "
-               "pass instead of keeping them"),
+        Option("recompute", "auto|on|products|off", one_of("auto", "on", "products", "off"), "compute activations "
+               "again in the backward pass: all of them, all but matrix products and attention, or none"),
         Option("states", "auto|resident|streamed", one_of("auto", "resident", "streamed"), "optimizer states on the "
                "GPU, or in RAM and brought over for each update: the same result, bit for bit"),
     ),
@@ -213,7 +213,7 @@ REFUSED = {
         ),
         (
             "gradient-checkpointing activation-checkpointing enable-activation-checkpointing",
-            "the planner recomputes where the caps ask for it; --recompute on or off overrules it",
+            "the planner recomputes where the caps ask for it; --recompute on, products or off overrules it",
         ),
         (
             "load-in-4bit load-in-8bit quantize quantization use-lora lora use-peft lora-r lora-rank lora-alpha qlora",

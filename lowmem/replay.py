@@ -16,8 +16,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from lowmem import adam
 from lowmem.blocks import Extra
 from lowmem.data import Batch
-from lowmem.recompute import Dropout, Saved
-from lowmem.step import Step
+from lowmem.recompute import ALL, INPUT, Dropout, Saved, Segment
+from lowmem.step import HOLD, Step
 from lowmem.store import Part, Piece
 from lowmem.streaming import State
 from lowmem.trace import Recorder, Region
@@ -71,15 +71,18 @@ class ReplayedStep(Step):
         for part in self._store.parts:
             self._parts[part.unit].append(part)
         self._ends = self._parts[0] + self._parts[-1]  # what embeddings and head may add to
+        self._rehearsed: set[tuple] = set()
+        if known is not None:
+            self._lessons, self._rehearsed = known.setdefault("lessons", ({}, set()))
         kinds = [kind_of(block) if alike else index for index, block in enumerate(self._decoder.blocks)]
         self._kinds = [kinds.index(kind) for kind in kinds]
 
     def _group(self, micro_batches: Sequence[Batch], dropouts: Sequence[Dropout], scale: float):
         run = super()._group
-        if self._updated < len(self._decoder.units):  # updates wait in the ring, whose state is not the recorder's
+        # updates that wait, or are made as it runs, are in the ring, whose state is not the recorder's
+        if self._updated < len(self._decoder.units) or self._when_final != HOLD:
             return run(micro_batches, dropouts, scale)
-        shape, schedule = micro_batches[0].input_ids.shape, self.schedule
-        key = ("group", len(dropouts), shape, schedule.segment_blocks, schedule.recompute)
+        key = ("group", len(dropouts), micro_batches[0].input_ids.shape, tuple(self.segments))
         arguments = [t for micro_batch in micro_batches for t in vars(micro_batch).values() if t is not None]
         return self._once(
             key, "group", lambda: run(micro_batches, dropouts, scale), self._store.parts, arguments=arguments
@@ -116,19 +119,20 @@ class ReplayedStep(Step):
             ),
         )
 
-    def _segment_forward(self, segment: range, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout):
-        run, key = super()._segment_forward, (*self._kind_of(segment, extras), hidden.shape)
-        if self.schedule.recompute:
+    def _segment_forward(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout):
+        self._rehearse(segment, hidden, extras, dropout)
+        run, key = super()._segment_forward, (*self._kind(segment, extras), hidden.shape)
+        if segment.keep == INPUT:
             run_forward = lambda: run(segment, hidden, extras, dropout)[0]  # noqa: E731
-            return self._once(("forward", *key), "live_blocks", run_forward, renamed="boundaries"), Saved(hidden, None)
-        # A graph that was replayed can only be followed by a backward that is: both kinds have to be known.
+            return self._once(("forward", *key), "live_blocks", run_forward, renamed="boundaries"), Saved(hidden)
+        # What was replayed can only be followed by a backward that is: both kinds have to be known.
         count = len(self._parts_of(segment))
         if self._known is not None and all(("backward", *key, (new,) * count) in self._known for new in (True, False)):
             known = self._known["graph", *key]
             base = self._recorder.replay(known.region)
-            output = self._results(known, base, held=True)
+            output = self._results(known, base, held=segment.keep == ALL)  # then the graph holds it
             with self._recorder.paused():
-                return output, Saved(hidden.detach(), _StandIn(base))
+                return output, Saved(hidden.detach(), output=_StandIn(base))
         with self._recorder.region("live_blocks") as region:
             output, saved = run(segment, hidden, extras, dropout)
         self._recorder.rename(output, "boundaries")
@@ -137,26 +141,56 @@ class ReplayedStep(Step):
         return output, saved
 
     def _segment_backward(
-        self, segment: range, saved: Saved, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
+        self, segment: Segment, saved: Saved, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
     ) -> Tensor:
         run = super()._segment_backward
-        kind = "recompute" if self.schedule.recompute else "backward"
         replayed = saved.output if isinstance(saved.output, _StandIn) else None
-        key = (kind, *self._kind_of(segment, extras), gradient.shape)
         return self._once(
-            key, "live_blocks", lambda: run(segment, saved, extras, dropout, gradient),
+            ("backward", *self._kind(segment, extras), gradient.shape), "live_blocks",
+            lambda: run(segment, saved, extras, dropout, gradient),
             self._parts_of(segment), forward=self._forwards.pop(id(saved), replayed),
-            renamed="boundary_gradients" if segment.start else "gradients_of_the_first_input",
+            renamed="boundary_gradients" if segment.blocks.start else "gradients_of_the_first_input",
         )  # fmt: skip
 
-    def _kind_of(self, segment: range, extras: Sequence[Extra]) -> tuple:
-        """What two segments must share to allocate alike: blocks of a kind, called with arguments of a shape."""
-        leaves = tree_leaves([extras[index] for index in segment])
-        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-        return tuple(self._kinds[index] for index in segment), segment.start == 0, shapes
+    def _rehearse(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> None:
+        """Runs a new kind of segment off the tape, so that all that stands there of it are replays. A first backward
+        that learns something is like no later one; and what is replayed forward has to be replayed backward."""
+        kind = (*self._kind(segment, extras), hidden.shape)
+        if kind in self._rehearsed:
+            return
+        self._rehearsed.add(kind)
+        parts = self._parts_of(segment)
+        gradients = [part.gradient for part in parts]
 
-    def _parts_of(self, segment: range) -> list[Part]:
-        return [part for index in segment for part in self._parts[index + 1]]  # unit 0 is the embedding
+        def run() -> None:
+            output, saved = self._segment_forward(segment, hidden, extras, dropout)
+            gradient = torch.empty_like(output)
+            del output  # as in the step, where only the graph has it by now
+            self._segment_backward(segment, saved, extras, dropout, gradient)
+
+        with self._recorder.off_the_tape():
+            known, self._known = self._known, None
+            with self._recorder.paused():
+                run()
+                run()  # what was learnt is put to the test
+            self._known = known
+            if known is not None:
+                for part in parts:
+                    part.gradient = None
+                run()  # makes the accumulators
+                run()  # adds to them
+            for part, gradient in zip(parts, gradients, strict=True):
+                part.gradient = gradient
+
+    def _kind(self, segment: Segment, extras: Sequence[Extra]) -> tuple:
+        """What two segments must share to allocate alike: blocks of a kind, called with arguments of a shape."""
+        leaves = tree_leaves([extras[index] for index in segment.blocks])
+        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+        kinds = tuple(self._kinds[index] for index in segment.blocks)
+        return segment.keep, kinds, segment.blocks.start == 0, shapes
+
+    def _parts_of(self, segment: Segment) -> list[Part]:
+        return [part for index in segment.blocks for part in self._parts[index + 1]]  # unit 0 is the embedding
 
     def _once(
         self, key: tuple, name: str, call: Callable, parts: Sequence[Part] = (), *, renamed: str | None = None,

@@ -1,5 +1,6 @@
 """What stands around a run: what is said before it, what identifies it, and what it leaves behind."""
 
+import json
 import platform
 import shlex
 import statistics
@@ -16,13 +17,17 @@ from lowmem.blocks import Decoder
 from lowmem.budget import Budget
 from lowmem.export import export_model
 from lowmem.log import RunLog, write_json
-from lowmem.plan import Plan
 from lowmem.plots import draw_loss, draw_memory
+from lowmem.prediction import Plan
 from lowmem.settings import Settings
 from lowmem.store import Store
 from lowmem.tokenizer import is_byte_level
 
 SAMPLE_TOKENS = 64
+_NOT_COMPUTED = {  # what a config.json holds beside the model: where it came from, how others use it
+    *("_name_or_path", "architectures", "auto_map", "dtype", "task_specific_params", "torch_dtype"),
+    *("transformers_version", "use_cache"),
+}
 
 
 def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: str) -> dict:
@@ -39,6 +44,12 @@ def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: s
         "micro_batch": plan.schedule.micro_batch,
         "data": data_fingerprint,
     }
+
+
+def config_identity(config: PretrainedConfig) -> dict:
+    """The same of a model's config: every field, defaults too, that says what is computed."""
+    fields = json.loads(config.to_json_string(use_diff=False))
+    return {name: value for name, value in fields.items() if name not in _NOT_COMPUTED}
 
 
 def said_aloud(settings: Settings, tokenizer, device: torch.device) -> list[str]:
@@ -108,6 +119,7 @@ def finish(
     budget: Budget,
     plan: Plan,
     eval_first: float | None,
+    recoveries: list[dict],
 ) -> None:
     """Writes model/, report.json, loss.png and memory.png into the run folder, and says how it went."""
     folder = Path(settings.out)
@@ -121,6 +133,7 @@ def finish(
     budget.check("the export")
     peaks = asdict(budget.peaks())
     report = build_report(plan.to_dict(), log.rows, peaks, device_name(store.device), settings.batch, eval_first)
+    report["out_of_memory"] = recoveries  # where a smaller micro-batch than the plan's took over, and which
     write_json(folder / "report.json", report)
     try:
         draw_loss(log.rows, folder / "loss.png", eval_first)

@@ -42,7 +42,7 @@ from lowmem.units import MIB, format_size
 
 _MARGIN_BYTES = MIB  # headers, state.json, the manifest, and what a file system adds
 _STATE = "state.json"
-_STATE_KEYS = ("step", "updates", "loss_scale")
+_STATE_KEYS = ("step", "updates", "loss_scale", "skipped", "eval_first", "recoveries")
 _NAME = re.compile(r"step-([0-9]{8,})")
 _TEMPORARY, _ASIDE = ".tmp-", ".old-"  # before the name of a checkpoint that is not (yet, or any longer) one
 _DTYPES = {
@@ -55,6 +55,7 @@ def lock_run(folder: Path) -> Iterator[None]:
     """Keeps a second run out of `folder` (made if need be) until the end of the block, or of the process, however it
     ends. Raises InputError where another run holds it or the folder cannot be written."""
     lock = FileLock(folder / ".lock", timeout=0)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -68,7 +69,8 @@ def lock_run(folder: Path) -> Iterator[None]:
         with suppress(OSError):
             if os.listdir(folder) == [".lock"]:  # a run that was refused leaves nothing behind
                 (folder / ".lock").unlink()
-                folder.rmdir()
+                for path in made:
+                    path.rmdir()
         lock.release()
 
 
@@ -286,7 +288,11 @@ def _differences(saved: dict, wanted: dict) -> Iterator[str]:
         if key not in saved:
             yield f"{name} is missing there"
         elif isinstance(value, dict) and isinstance(saved[key], dict):
-            yield from _differences(saved[key], value)
+            if key == "config":  # another version of transformers may know fields that this one does not
+                known = {field: value[field] for field in value if field in saved[key]}
+                yield from (f"config.json's {difference}" for difference in _differences(saved[key], known))
+            else:
+                yield from _differences(saved[key], value)
         elif saved[key] != value:
             old, new = (item if isinstance(item, str) else json.dumps(item) for item in (saved[key], value))
             yield f"{name} {old} -> {new}"

@@ -12,15 +12,15 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
+from dataclasses import dataclass, fields
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin
 
 from lowmem.errors import InputError
-from lowmem.units import GIB, MIB
+from lowmem.units import GIB, MIB, format_size
 
 DEFAULT_EPOCHS = 1.0  # the length of a run that was given neither steps nor epochs
+MOST_TOKENS = 2**26  # of a step; four times Llama 3's largest. Planning takes longer the more there are
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Settings:
     micro_batch: int | None = None  # sequences that go through a block at once
     group: int | None = None  # micro-batches that pass a segment together
     segment_blocks: int | None = None  # consecutive blocks that are recomputed together
-    recompute: Literal["auto", "on", "off"] = "auto"
+    recompute: Literal["auto", "on", "products", "off"] = "auto"
     states: Literal["auto", "resident", "streamed"] = "auto"
     plan_only: bool = False
     gpu: str | None = None  # a card of lowmem/cards.py to plan for; None: the one that is here
@@ -110,6 +110,11 @@ class Settings:
         if self.steps is not None and self.warmup_steps > self.steps:
             yield f"--warmup-steps {self.warmup_steps:g} is longer than the run of {self.steps} steps."
 
+        if self.batch * self.seq > MOST_TOKENS:
+            yield (
+                f"--batch {self.batch} x --seq {self.seq} are {self.batch * self.seq:,} tokens in a step; more than "
+                f"{MOST_TOKENS:,} are not planned for: lower --batch."
+            )
         if self.micro_batch is not None and self.batch % self.micro_batch:
             yield f"--batch {self.batch} cannot be cut into micro-batches of {self.micro_batch} (--micro-batch)."
         most = self.batch // (self.micro_batch or 1)
@@ -118,7 +123,9 @@ class Settings:
 
         for name in ("gpu_limit_bytes", "ram_limit_bytes"):
             if getattr(self, name) is not None and getattr(self, name) < MIB:
-                yield f"{option_name(name)} is {getattr(self, name)} bytes: write a unit, as in 11GiB, or none."
+                yield f"{option_name(name)} is {format_size(getattr(self, name))}: write a unit, as in 11GiB, or none."
+        if self.gpu is not None and self.device == "cpu":
+            yield f"--gpu {self.gpu} plans for a GPU and --device cpu asks for none: give one of them."
         for name in _TEXTS:
             if getattr(self, name) is not None and ("\0" in getattr(self, name) or not getattr(self, name).strip()):
                 yield f"{option_name(name)} must not be empty."
@@ -134,19 +141,6 @@ class Settings:
         if self.warmup_steps > steps:
             raise InputError(f"--warmup-steps {self.warmup_steps:g} is longer than the run of {steps} steps.")
         return steps
-
-    def to_json(self) -> str:
-        """The content of a run folder's settings.json; from_json gives an equal Settings."""
-        return json.dumps(asdict(self), indent=2) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str, source: str = "settings.json") -> "Settings":
-        """Settings from what to_json wrote; what is missing gets its default. Raises InputError."""
-        values = read_json_object(text, source)
-        for key in sorted(values.keys() - set(FIELD_NAMES)):
-            near = get_close_matches(key, FIELD_NAMES, n=1)
-            raise InputError(f"{source}: unknown setting {key!r}" + (f"; the nearest is {near[0]!r}." if near else "."))
-        return cls(**values)
 
 
 FIELD_NAMES = tuple(item.name for item in fields(Settings))

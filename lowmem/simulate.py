@@ -1,7 +1,8 @@
 """The training step on tensors without data: what it allocates, what a GPU makes of that, and how long it takes.
 
 `record_step` runs the very `Step` that trains, with its store, on meta tensors (trace.py), two optimizer steps long:
-the first has no update to apply, the second applies the first one's while it runs forward, as all later ones do. A
+the first has no update to apply, the second applies the first one's while it runs forward, as all later ones do. (One
+is enough where a step makes its own updates.) A
 segment of blocks runs once per shape and is replayed for every other micro-batch. `under_cap` gives the tape to the
 model of CUDA's allocator: it fits if, and only if, that run completes.
 
@@ -45,7 +46,7 @@ from lowmem.trace import FREED, Machine, Recorder, Tape
 _NAMES = {  # of what is born in these functions, or in what they call, outside of the parts that are replayed
     Batch.to.__code__: "batch",
     Ring.__init__.__code__: "staging_ring",
-    Step._norm.__code__: "update",
+    Step._finish_gradients.__code__: "update",
 }
 
 
@@ -165,8 +166,9 @@ def record_step(
         copies = None
         if target.copies_in is not None and target.copies_out is not None:
             copies = step.ring.copies = SimulatedCopies(recorder.clock, target.copies_in, target.copies_out)
-        groups = case.schedule.micro_batch * case.schedule.group
-        step(_batch(case, min(case.batch, 2 * groups)), 0, 1e-4)  # leaves what a step leaves behind, in less time
+        group = case.schedule.micro_batch * case.schedule.group
+        if group < case.batch or (case.clip_norm is not None and not case.schedule.norm_first):
+            step(_batch(case, min(case.batch, 2 * group)), 0, 1e-4)  # leaves what a step leaves behind, in less time
         batch = _batch(case, case.batch)
         began, waited = recorder.clock.host, copies.exposed_seconds if copies else 0.0
         step(batch, 1, 1e-4)

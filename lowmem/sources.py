@@ -233,6 +233,8 @@ def _parquet_rows(path: Path, text_field: str) -> Iterator[Record]:
                     yield Record(f"{path}: row {number}", row)
     except pyarrow.ArrowException as error:
         raise InputError(f"{path}: not a Parquet file that can be read ({_first_line(error)})") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 within 256 rows of row {number + 1}; write the file again") from error
 
 
 def _hub(path: str, config: str | None, text_field: str, steps: int | None, streamed: bool = False) -> Source:

@@ -8,6 +8,15 @@
     norm           over all accumulators; not finite: no update
     update         per unit, just before the next forward needs it (or in `flush`)
 
+Without clipping, and with the whole batch in one group, no update has to wait for the norm: a unit is updated as soon
+as its gradient is final, while the segments below it run backward, and its accumulator is gone before the next one is
+made. The price: a gradient that is not finite, though the loss was, is found after the units above have been updated,
+and ends the run (`UpdateInterrupted`), where otherwise the step would be skipped whole.
+
+With clipping the same can be had for twice the time (`norm_first`): forward and backward run once for the norm, their
+gradients dropped unit by unit, and once more for the updates, with the same dropout masks and so the same gradients. It
+saves the 4 bytes per parameter that held gradients cost.
+
 One micro-batch per group is ordinary gradient accumulation; one group for the whole step is what lets later versions
 keep accumulators for two segments only. Every schedule gives the same bits, because a parameter's gradient is always
 summed over micro-batches in their order. A tied embedding gets its two contributions in one order too: the head's of
@@ -21,7 +30,7 @@ before its update.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,23 +39,53 @@ from torch import Tensor
 from lowmem import recompute
 from lowmem.adam import CPU_SLICE, Hyperparameters, Optimizer, update
 from lowmem.blocks import Decoder, Extra
+from lowmem.errors import LowmemError
 from lowmem.loss import linear_cross_entropy
 from lowmem.precision import LossScale
-from lowmem.recompute import Dropout, Saved
+from lowmem.recompute import ALL, INPUT, PRODUCTS, Dropout, Lessons, Saved, Segment
 from lowmem.store import Part, Piece, Store
 from lowmem.streaming import Ring, State
+
+HOLD, DROP, UPDATE = "hold", "drop", "update"  # what becomes of a unit's gradient when no more is added to it
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`micro_batch` in sequences, `group` in micro-batches, `segment_blocks` in blocks; `defer`: whether updates wait
-    for the next forward."""
+    """`micro_batch` in sequences, `group` in micro-batches, `segment_blocks` in blocks.
+
+    `recompute`: whether blocks run again in backward; of those that would, the last `whole_blocks` keep all that
+    backward needs, and the `product_blocks` before them their products (recompute.py). The last ones, because theirs is
+    the memory that is free again first. `norm_first`: whether forward and backward run twice, the first time for the
+    norm alone; the whole batch is one group then. `defer`: whether updates wait for the next forward.
+    """
 
     micro_batch: int
     group: int
     segment_blocks: int
     recompute: bool
+    product_blocks: int = 0
+    whole_blocks: int = 0
+    norm_first: bool = False
     defer: bool = True
+
+    def segments(self, blocks: int) -> list[Segment]:
+        """All of a model's `blocks`, in order."""
+        if not self.recompute:
+            return _cut(range(blocks), self.segment_blocks, ALL)
+        whole = max(blocks - self.whole_blocks, 0)
+        products = max(whole - self.product_blocks, 0)
+        return [
+            *_cut(range(products), self.segment_blocks, INPUT),
+            *_cut(range(products, whole), 1, PRODUCTS),
+            *_cut(range(whole, blocks), 1, ALL),
+        ]
+
+
+def _cut(blocks: range, length: int, keep: str) -> list[Segment]:
+    return [
+        Segment(range(start, min(start + length, blocks.stop)), keep)
+        for start in range(blocks.start, blocks.stop, length)
+    ]
 
 
 @dataclass(frozen=True)
@@ -56,6 +95,10 @@ class StepResult:
     loss: float
     grad_norm: float
     updated: bool
+
+
+class UpdateInterrupted(LowmemError):
+    """An update of which only a part could be made: the weights are of no use any more, and what was saved is."""
 
 
 class Step:
@@ -73,18 +116,19 @@ class Step:
         seed: int,
         loss_scale: LossScale,
     ):
-        count = len(decoder.blocks)
-        self.segments = [
-            range(start, min(start + schedule.segment_blocks, count))
-            for start in range(0, count, schedule.segment_blocks)
-        ]
+        self.segments = schedule.segments(len(decoder.blocks))
         self.ring = Ring(store.device, store.pieces)
         self.schedule, self.loss_scale = schedule, loss_scale
         self._decoder, self._store, self._optimizer = decoder, store, optimizer
         self._clip_norm, self._seed = clip_norm, seed
         self._hyper = Hyperparameters(learning_rate=0.0, weight_decay=weight_decay, update=0)
         self._pending: Iterator[int] | None = None
-        self._updated = len(decoder.units)  # units whose weights are those of the step being run
+        self._updated = len(decoder.units)  # how many units are done, in the order of the pending updates
+        self._when_final = HOLD
+        self._update_with = 1.0, 0.0  # the factor that clips the gradients, and the learning rate
+        self._norms: dict[int, Tensor] = {}  # of the pieces whose gradients are final, by their place in the store
+        self._lowest_final = 0  # the first unit whose gradients are
+        self._lessons: Lessons = {}
         self._device = store.device
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
         for unit in decoder.units:
@@ -106,6 +150,33 @@ class Step:
         scale = self.loss_scale.scale / batch.trained_tokens
         self._decoder.model.train()
         dropouts = [Dropout(self._seed, step, index) for index in range(len(micro_batches))]
+        one_group = len(micro_batches) <= self.schedule.group
+        if self.schedule.norm_first and not one_group:
+            raise ValueError("the norm comes first only where the whole batch is one group")
+        free_to_update = one_group and self._clip_norm is None and self.schedule.defer and not self.loss_scale.enabled
+        self._when_final = UPDATE if free_to_update else DROP if self.schedule.norm_first else HOLD
+        self._update_with = 1.0, learning_rate
+        loss, norm = self._forward_and_backward(micro_batches, dropouts, scale)
+        loss, norm = loss / batch.trained_tokens, norm / self.loss_scale.scale
+        updated = math.isfinite(norm)
+        if updated and self._when_final != UPDATE:
+            clip = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (norm + 1e-6))
+            self._update_with = clip / self.loss_scale.scale, learning_rate
+            if self._when_final == DROP:
+                self._when_final = UPDATE
+                self._forward_and_backward(micro_batches, dropouts, scale)
+            else:
+                self._hand_over()
+        for part in self._store.parts if not updated else ():
+            part.gradient = None
+        self.loss_scale.update(updated)
+        return StepResult(loss, norm, updated)
+
+    def _forward_and_backward(
+        self, micro_batches: Sequence, dropouts: Sequence[Dropout], scale: float
+    ) -> tuple[float, float]:
+        """Sum of the losses of all tokens, and the norm of the gradients of `scale` times that."""
+        self._norms, self._lowest_final = {}, len(self._decoder.units)
         losses: list[Tensor] = []
         gradients: list[Tensor] = []
         for start in range(0, len(micro_batches), self.schedule.group):
@@ -116,16 +187,10 @@ class Step:
         for index, micro_batch in enumerate(micro_batches):
             self._embed_backward(micro_batch, dropouts[index], gradients[index])
             gradients[index] = None
-        norm = self._norm()
-        updated = math.isfinite(norm)
-        if updated:
-            self._hand_over(norm, learning_rate)
-        else:
-            for part in self._store.parts:
-                part.gradient = None
-        self.loss_scale.update(updated)
-        loss = torch.stack(losses).double().sum().item() / batch.trained_tokens
-        return StepResult(loss, norm, updated)
+        loss = torch.stack(losses).double().sum().item()
+        self._finish_gradients(0)
+        norms = [self._norms[index] for index in sorted(self._norms)]
+        return loss, torch.linalg.vector_norm(torch.stack(norms).double()).item()
 
     @torch.no_grad()
     def evaluate(self, batch) -> tuple[float, int]:
@@ -145,15 +210,41 @@ class Step:
 
     def flush(self) -> None:
         """Applies every update that still waits: before anything but a training step reads a weight or a state."""
-        self._update_through(len(self._decoder.units) - 1)
+        self._run_updates(len(self._decoder.units))
         self.ring.synchronize()
+
+    def begin_again(self, micro_batch: int) -> None:
+        """After an OutOfMemoryError of a step or an evaluation: as if that had not been begun, and from now on in
+        micro-batches of `micro_batch` sequences. To be called outside the `except`, whose traceback holds tensors.
+
+        An update that was waiting is applied first, since no forward pass changes a weight. What gradients there are
+        then belong to the step that failed: an accumulator is begun only when every unit has been updated. Groups keep
+        their sequences, but for those of one micro-batch.
+        """
+        if self._when_final == UPDATE and self._updated < len(self._decoder.units):
+            raise UpdateInterrupted(
+                "out of memory while the weights were updated, unit by unit, in backward: they are not saved; the same "
+                "command goes on from the newest checkpoint, with a smaller --micro-batch it needs less"
+            )
+        self.flush()
+        for part in self._store.parts:
+            part.gradient = None
+        for unit in self._decoder.units:
+            for parameter in unit.parameters.values():
+                parameter.grad = None  # one that did not reach its accumulator
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        ratio = self.schedule.micro_batch // micro_batch
+        larger = (self.schedule.group > 1 and self.schedule.recompute) or self.schedule.norm_first
+        group = self.schedule.group * ratio if larger else 1
+        self.schedule = replace(self.schedule, micro_batch=micro_batch, group=group)
 
     def _group(
         self, micro_batches: Sequence, dropouts: Sequence[Dropout], scale: float
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Per micro-batch: the loss, summed over tokens, and the gradient for the first block's input."""
         # No loop may leave a tensor in a variable of its own: it would live until the group is done.
-        self._update_through(0)
+        self._run_updates(1)
         embedded = [self._embed(*pair) for pair in zip(micro_batches, dropouts, strict=True)]
         hidden = [first for first, _ in embedded]
         extras = [extra for _, extra in embedded]
@@ -161,24 +252,33 @@ class Step:
 
         saved: list[list[Saved]] = [[] for _ in micro_batches]
         for segment in self.segments:
-            self._update_through(segment.stop)  # unit 0 is the embedding, so block i is unit i + 1
+            self._run_updates(segment.blocks.stop + 1)  # unit 0 is the embedding, so block i is unit i + 1
             for index, dropout in enumerate(dropouts):
                 hidden[index], kept = self._segment_forward(segment, hidden[index], extras[index], dropout)
                 saved[index].append(kept)
         del kept
 
-        self._update_through(len(self._decoder.units) - 1)
+        self._run_updates(len(self._decoder.units))
         losses: list[Tensor] = []
         for index, (micro_batch, dropout) in enumerate(zip(micro_batches, dropouts, strict=True)):
             # from here on `hidden` is the gradient on its way down
             micro_loss, hidden[index] = self._head(hidden[index], micro_batch.labels, dropout, scale)
             losses.append(micro_loss)
 
+        if self._when_final == UPDATE:
+            if math.isfinite(torch.stack(losses).sum().item()):
+                self._hand_over()
+            else:
+                self._when_final = HOLD
+        if self._when_final != HOLD:
+            self._finish_gradients(len(self._decoder.units) - 1)
         for segment in reversed(self.segments):
             for index, dropout in enumerate(dropouts):
                 hidden[index] = self._segment_backward(
                     segment, saved[index].pop(), extras[index], dropout, hidden[index]
                 )
+            if self._when_final != HOLD:
+                self._finish_gradients(segment.blocks.start + 1)
         return losses, hidden
 
     # What a step spends its time in. The simulator runs each of these once per shape and then replays it.
@@ -190,9 +290,10 @@ class Step:
             return self._decoder.embed(micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids)
 
     def _segment_forward(
-        self, segment: range, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
+        self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
     ) -> tuple[Tensor, Saved]:
-        return recompute.forward(self._decoder, segment, hidden, extras, dropout, self.schedule.recompute)
+        last_is_needed = self._lessons.get(self._kind(segment, extras), 0) is None
+        return recompute.forward(self._decoder, segment, hidden, extras, dropout, last_is_needed)
 
     def _head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float) -> tuple[Tensor, Tensor]:
         """Loss of one micro-batch, summed over tokens, and the gradient for the last block's output [B, T, D]."""
@@ -204,9 +305,14 @@ class Step:
         return loss, boundary.grad
 
     def _segment_backward(
-        self, segment: range, saved: Saved, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
+        self, segment: Segment, saved: Saved, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
     ) -> Tensor:
-        return recompute.backward(self._decoder, segment, saved, extras, dropout, gradient)
+        kind = self._kind(segment, extras)
+        return recompute.backward(self._decoder, segment, saved, extras, dropout, gradient, self._lessons, kind)
+
+    def _kind(self, segment: Segment, extras: Sequence[Extra]) -> Hashable:
+        """What segments share of which one teaches something about the others."""
+        return segment
 
     def _embed_backward(self, micro_batch, dropout: Dropout, gradient: Tensor) -> None:
         dropout.begin(-1, self._device)
@@ -242,44 +348,70 @@ class Step:
         name = self._names[id(parameter)]
         return self._store.part_of(name).gradient_of(name)
 
-    def _norm(self) -> float:
-        """Global norm of the gradients, loss scale taken out: fp32 within a piece, fp64 over pieces."""
-        norms = [self._norm_of(piece) for piece in self._store.pieces if piece.part.gradient is not None]
-        return torch.linalg.vector_norm(torch.stack(norms).double()).item() / self.loss_scale.scale
+    def _finish_gradients(self, lowest: int) -> None:
+        """What follows when no more is added to the gradients of the units from `lowest` on: their norms (fp32 within a
+        piece) and, with `_at_once`, their updates."""
+        norms = {
+            index: self._norm_of(piece)
+            for index, piece in enumerate(self._store.pieces)
+            if lowest <= piece.part.unit < self._lowest_final and piece.part.gradient is not None
+        }
+        self._norms |= norms
+        self._lowest_final = lowest
+        if self._when_final == DROP:
+            for part in self._store.parts:
+                part.gradient = part.gradient if part.unit < lowest else None
+        elif self._when_final == UPDATE:
+            if norms and not math.isfinite(torch.stack(list(norms.values())).sum().item()):
+                raise UpdateInterrupted(
+                    f"a gradient of unit {lowest} is not finite, and without clipping the units above it have been "
+                    "updated already, so they are not saved; the same command goes on from the newest checkpoint, and "
+                    "with --clip-norm such a step is skipped whole"
+                )
+            self._run_updates(len(self._decoder.units) - lowest)
 
-    def _hand_over(self, norm: float, learning_rate: float) -> None:
-        """Makes the updates ready to be applied, in the order in which the forward needs them."""
-        clip = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (norm + 1e-6))
+    def _hand_over(self) -> None:
+        """Makes the updates ready to be applied: in the order in which the forward needs them or, where they come
+        during backward, in the order in which that is done with them."""
+        gradient_scale, learning_rate = self._update_with
         self._hyper = replace(
-            self._hyper,
-            learning_rate=learning_rate,
-            update=self._hyper.update + 1,
-            gradient_scale=clip / self.loss_scale.scale,
+            self._hyper, learning_rate=learning_rate, update=self._hyper.update + 1, gradient_scale=gradient_scale
         )
-        self._pending = self._apply_updates()
+        self._pending = self._apply_updates(downwards=self._when_final == UPDATE)
         self._updated = 0
         if not self.schedule.defer:
             self.flush()
 
     @torch.no_grad()
-    def _apply_updates(self) -> Iterator[int]:
-        """Updates piece by piece; yields the number of a unit when it is done. A part's gradient is freed after it."""
-        unit = 0
-        for piece, state in self.ring.pass_over(self._store.pieces):
+    def _apply_updates(self, downwards: bool) -> Iterator[int]:
+        """Updates piece by piece; yields how many units are done. A part's gradient is freed after it."""
+        units = len(self._decoder.units)
+        pieces = sorted(self._store.pieces, key=lambda piece: -piece.part.unit) if downwards else self._store.pieces
+        done = 0
+        for piece, state in self.ring.pass_over(pieces):
             part = piece.part
-            if part.unit > unit:  # whatever units lie between have no parameters
-                yield part.unit - 1
-                unit = part.unit
+            before = units - 1 - part.unit if downwards else part.unit
+            if before > done:  # whatever units lie between have no parameters
+                yield before
+                done = before
             if part.gradient is None:  # nothing of it took part in this step
                 continue
             self._update(piece, state)
             if piece is part.pieces[-1]:
                 part.gradient = None
-        yield len(self._decoder.units) - 1
+        yield units
 
-    def _update_through(self, unit: int) -> None:
-        while self._updated <= unit:
-            self._updated = next(self._pending) + 1
+    def _run_updates(self, units: int) -> None:
+        """Sees to it that so many units are updated, in the order of the pending updates."""
+        try:
+            while self._updated < units:
+                self._updated = next(self._pending)
+        except torch.OutOfMemoryError as error:
+            raise UpdateInterrupted(
+                f"out of memory within update {self.updates}, which left some weights new and some old, so they are "
+                "not saved; the same command goes on from the newest checkpoint, and --recompute on or --states "
+                f"streamed leaves it more room ({str(error).splitlines()[0]})"
+            ) from error
 
 
 def mean_loss(step: Step, rows, batches: int) -> float | None:

@@ -80,6 +80,7 @@ class Ring:
             {name: torch.empty(entries, dtype=dtype, device=device) for name, (entries, dtype) in largest.items()}
             for _ in range(AHEAD + 1)
         ]
+        self._views: dict[tuple[int, int], State] = {}  # by slot and piece
         self.copies = _CudaCopies(device) if device.type == "cuda" else _SynchronousCopies()
 
     @property
@@ -110,8 +111,13 @@ class Ring:
             used += 1
 
     def _slot(self, index: int, streamed: list[Piece]) -> State:
-        slot = self._slots[index % len(self._slots)]
-        return {name: slot[name][: home.numel()] for name, home in streamed[index].state.items()}
+        number = index % len(self._slots)
+        views = self._views.get((number, id(streamed[index])))
+        if views is None:
+            slot = self._slots[number]
+            views = {name: slot[name][: home.numel()] for name, home in streamed[index].state.items()}
+            self._views[number, id(streamed[index])] = views
+        return views
 
     def synchronize(self) -> None:
         """Returns when everything written back has arrived in RAM."""

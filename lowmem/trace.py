@@ -244,6 +244,20 @@ class Recorder(TorchDispatchMode):
         return storage
 
     @contextmanager
+    def off_the_tape(self) -> Iterator[None]:
+        """Regions recorded in here are kept, but nothing of it stands on the tape or moves the clock. What is born in
+        here dies in here."""
+        self._settle()
+        kept = self.tape, self.clock, self._threads, self._open, self._operations
+        self.tape, self.clock, self._threads, self._open = Tape(), Clock(), set(), []
+        self._begin_chunk()
+        try:
+            yield
+        finally:
+            self._settle()
+            self.tape, self.clock, self._threads, self._open, self._operations = kept
+
+    @contextmanager
     def paused(self) -> Iterator[None]:
         """What is called in here is not recorded."""
         self._paused = True

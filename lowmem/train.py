@@ -1,10 +1,11 @@
-"""The training loop, once: plan, load, step, log, save, report. Both scripts and every experiment call this one."""
+"""The training loop, once: plan, load, step, log, save, report. Both scripts and every experiment run this one."""
 
 import math
 import sys
 import time
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,15 +15,17 @@ from lowmem import device as devices
 from lowmem.adam import get_optimizer
 from lowmem.blocks import Decoder
 from lowmem.budget import Budget, ram_available_bytes
-from lowmem.cards import measure_card
-from lowmem.cli import parse_arguments
-from lowmem.data import load_data
-from lowmem.errors import CapExceeded, InputError, LowmemError, Stopped
+from lowmem.calibrate import measured_card
+from lowmem.data import Data, load_data
+from lowmem.errors import InputError, LowmemError, Stopped
 from lowmem.log import RunLog, step_row, write_json
-from lowmem.models import check_tokens, load_config, make_decoder
-from lowmem.plan import Plan, card_for, make_plan, planned
-from lowmem.precision import WORKING_DTYPES, LossScale, resolve_precision
-from lowmem.report import draw_plan, finish, run_identity, said_aloud
+from lowmem.models import check_tokens, load_config, make_decoder, most_positions
+from lowmem.plan import planned
+from lowmem.planner import make_plan
+from lowmem.precision import WORKING_DTYPES, LossScale
+from lowmem.prediction import Plan
+from lowmem.recovery import with_pageable_copies, within_memory
+from lowmem.report import config_identity, draw_plan, finish, run_identity, said_aloud
 from lowmem.resume import find_checkpoint, load_checkpoint, lock_run, save_checkpoint
 from lowmem.schedule import learning_rate, warmup_updates
 from lowmem.settings import Settings
@@ -35,40 +38,14 @@ from lowmem.weights import random_weights, read_weights
 SKIPPED_IN_A_ROW = 10  # steps without a finite gradient after which a run gives up
 
 
-def main(defaults: Settings, arguments: list[str] | None = None) -> int:
-    """A script's whole work; returns its exit code (errors.py)."""
-    try:
-        settings = parse_arguments(sys.argv[1:] if arguments is None else arguments, defaults)
-        with StopRequest() as stop:
-            run(settings, stop)
-    except torch.OutOfMemoryError as error:
-        return _fail(CapExceeded(f"out of GPU memory under --gpu-limit: {str(error).splitlines()[0]}"))
-    except LowmemError as error:
-        return _fail(error)
-    except OSError as error:  # a full disk or quota, a folder that went away
-        return _fail(
-            LowmemError(f"{error.filename or settings.out}: {error.strerror or error}; what was saved is safe")
-        )
-    return 0
-
-
-def _fail(error: LowmemError) -> int:
-    print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-    return error.exit_code
-
-
 def run(settings: Settings, stop: StopRequest) -> None:
     """Plans, and unless that is all that was asked for, trains."""
     devices.set_environment()
+    kind, precision, card = planned(settings)
     config = load_config(settings.model, settings.init)
     check_tokens(config, settings.seq, largest_token_id=0)
-
-    def decoder_in(precision: str) -> Decoder:
-        return make_decoder(config, precision, settings.residual)
-
     if settings.plan_only:
-        kind, precision, card = planned(settings)
-        plan = make_plan(settings, lambda: decoder_in(precision), kind, precision, card)
+        plan = make_plan(settings, config, kind, precision, card)
         print(plan.describe())
         if (Path(settings.out) / "settings.json").exists():
             print(f"{settings.out} holds a run, so its plan.json is left alone", file=sys.stderr)
@@ -81,38 +58,45 @@ def run(settings: Settings, stop: StopRequest) -> None:
             raise InputError(f"--out {settings.out} cannot be written: {error.strerror}; give another folder") from None
         return
     device = devices.select_device(settings.device)
-    precision = resolve_precision(settings.precision, device)
-    card = measured = None
+    tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
+    data = read_data(settings, config, tokenizer)  # what cannot be trained on is refused before anything slow
+    measured = None
     if device.type == "cuda":
-        card, measured = card_for(settings), measure_card(device)
+        pieces = partial(make_decoder, config, precision, settings.residual)
+        measured = measured_card(pieces, settings.seq, WORKING_DTYPES[precision], device)
         devices.forget_allocations(device)
     free = ram_available_bytes()[0]
-    plan = make_plan(settings, lambda: decoder_in(precision), device.type, precision, card, free, measured)
+    plan = make_plan(settings, config, kind, precision, card, free, measured)
     with lock_run(Path(settings.out)), closing(RunLog(Path(settings.out), settings)) as log:
         log.say(plan.describe())
-        train(settings, config, decoder_in(precision), device, plan, stop, log)
+        decoder = make_decoder(config, precision, settings.residual)
+        train(settings, config, decoder, device, plan, tokenizer, data, stop, log)
 
 
-def train(
-    settings: Settings, config: PretrainedConfig, decoder: Decoder, device: torch.device, plan: Plan,
-    stop: StopRequest, log: RunLog,
-) -> None:  # fmt: skip
-    """One run, from its data to its report."""
-    folder = Path(settings.out)
-    tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
-    data = load_data(
+def read_data(settings: Settings, config: PretrainedConfig, tokenizer) -> Data:
+    """The batches that the settings ask for."""
+    return load_data(
         spec=settings.data, eval_spec=settings.eval_data, eval_fraction=settings.eval_fraction,
         text_field=settings.text_field, train_on=settings.train_on, tokenizer=tokenizer, seq=settings.seq,
         batch=settings.batch, steps=settings.steps, seed=settings.seed, document_mask=settings.document_mask,
         fixed_batch=settings.fixed_batch, vocabulary_size=config.vocab_size,
-        max_positions=getattr(config, "max_position_embeddings", None),
+        max_positions=most_positions(config),
     )  # fmt: skip
+
+
+def train(
+    settings: Settings, config: PretrainedConfig, decoder: Decoder, device: torch.device, plan: Plan, tokenizer,
+    data: Data, stop: StopRequest, log: RunLog,
+) -> None:  # fmt: skip
+    """One run, from its weights to its report."""
+    folder = Path(settings.out)
     steps = settings.total_steps(data.train.steps_per_epoch)
     identity = {"identity": run_identity(settings, plan, steps, data.fingerprint)}
+    identity["identity"]["config"] = config_identity(config)
     log.say(data.description)
 
     budget = Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes)
-    budget.apply()
+    budget.apply(plan.gpu_reserved_peak_bytes)
     devices.make_deterministic(device)
     optimizer = get_optimizer(plan.optimizer)
     checkpoint = find_checkpoint(folder, settings.resume, log.say)
@@ -125,6 +109,8 @@ def train(
         decoder, store, optimizer, plan.schedule, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
         seed=settings.seed, loss_scale=loss_scale,
     )  # fmt: skip
+    recoveries: list[dict] = []
+    attempt = partial(within_memory, step, recoveries, log.say)
     for sentence in said_aloud(settings, tokenizer, device):
         log.say(sentence)
     if checkpoint is None:
@@ -132,15 +118,22 @@ def train(
         decoder.check(config.vocab_size, settings.document_mask)
         if (folder / "report.json").exists():
             log.say(f"report.json, the pictures and model/ in {folder} are an earlier run's until this one ends")
-        first, skipped, eval_first = 0, 0, mean_loss(step, data.evaluation, settings.eval_batches)
+        first, skipped, eval_first = 0, 0, attempt(0, mean_loss, step, data.evaluation, settings.eval_batches)
     else:
         state = load_checkpoint(checkpoint, store, identity)
         first, step.updates, eval_first = state["step"], state["updates"], state["eval_first"]
         skipped = state["skipped"]
         loss_scale.load(state["loss_scale"])
+        recoveries += state["recoveries"]
+        if recoveries:
+            step.begin_again(recoveries[-1]["micro_batch"])
         log.say(f"going on from {checkpoint}: {first} of {steps} steps are done")
     if not store.page_lock():
-        log.say("page-locked memory was refused: states are streamed from pageable memory, at about half the speed")
+        plan = with_pageable_copies(plan)
+        log.say(
+            "page-locked memory was refused, so states are streamed from pageable memory: a step now takes about "
+            f"{plan.step_seconds:.3g} s, {plan.waiting_seconds:.2g} s of it waiting for copies"
+        )
     write_json(folder / "plan.json", plan.to_dict())
     write_json(folder / "settings.json", asdict(settings))
     log.start(first, steps, plan.to_dict())
@@ -148,7 +141,7 @@ def train(
     def save(done: int) -> None:
         step.flush()
         state = {"step": done, "updates": step.updates, "loss_scale": loss_scale.state()}
-        state |= {"skipped": skipped, "eval_first": eval_first}
+        state |= {"skipped": skipped, "eval_first": eval_first, "recoveries": recoveries}
         save_checkpoint(folder, store, state | identity, keep_last=settings.keep_last)
         if stop.requested and done < steps:
             raise Stopped(f"stopped by {stop.name} after step {done}; the same command goes on from there")
@@ -164,7 +157,7 @@ def train(
         rate = learning_rate(
             step.updates, peak=settings.lr, updates=steps, warmup_updates=warmup, schedule=settings.schedule
         )
-        result = step(batch, done - 1, rate)
+        result = attempt(done, step, batch, done - 1, rate)
         evaluating = len(data.evaluation) and (done == steps or done % (settings.eval_every or steps) == 0)
         saving = done == steps or done % (settings.save_every or steps) == 0
         if evaluating or saving:
@@ -174,7 +167,7 @@ def train(
             done, done / data.train.steps_per_epoch, batch.trained_tokens, rate, seconds, result, budget.peaks()
         )
         if evaluating:
-            row["eval_loss"] = mean_loss(step, data.evaluation, settings.eval_batches)
+            row["eval_loss"] = attempt(done, mean_loss, step, data.evaluation, settings.eval_batches)
         log.step(row)
         budget.check(f"step {done}")
         skipped = 0 if result.updated else skipped + 1
@@ -184,4 +177,4 @@ def train(
             save(done)
     if skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):
         raise LowmemError(f"the loss of the last step is {log.rows[-1]['loss']}: nothing was exported")
-    finish(settings, config, decoder, store, tokenizer, log, budget, plan, eval_first)
+    finish(settings, config, decoder, store, tokenizer, log, budget, plan, eval_first, recoveries)

@@ -3,7 +3,20 @@
 import re
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
-_FACTORS = {"": 1, "b": 1, "k": KIB, "kib": KIB, "m": MIB, "mib": MIB, "g": GIB, "gib": GIB, "t": TIB, "tib": TIB}
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "byte": 1,
+    "bytes": 1,
+    "k": KIB,
+    "kib": KIB,
+    "m": MIB,
+    "mib": MIB,
+    "g": GIB,
+    "gib": GIB,
+    "t": TIB,
+    "tib": TIB,
+}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
 
@@ -27,7 +40,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """A size for people, three significant digits: ``10.9 GiB``, ``800 MiB``, ``512 B``."""
+    """A size for people, three significant digits: ``10.9 GiB``, ``800 MiB``, ``512 bytes``."""
     for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(size_bytes) >= factor:
             value = size_bytes / factor
@@ -38,4 +51,4 @@ def format_size(size_bytes: int) -> str:
                 if abs(value) < 100
                 else f"{value:.0f} {unit}"
             )
-    return f"{size_bytes} B"
+    return "1 byte" if size_bytes == 1 else f"{size_bytes} bytes"

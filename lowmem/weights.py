@@ -6,7 +6,7 @@ consumes the stream puts each tensor where it belongs (split into halves, on the
 
     model = build_model(load_config("gpt2-xl", "pretrained"))    shapes on `meta`, buffers real: about a second, no RAM
     for name, tensor in read_weights(model, "gpt2-xl"): ...      fp32; RAM: one tensor + 4 MiB
-    for name, tensor in random_weights(model.config, seed): ...  fp32; RAM: the whole model at first, then falling
+    for name, tensor in random_weights(model.config, seed): ...  fp32; RAM: one module's tensors
 
 Both kinds of file (.safetensors and zipped .bin) are only a list of (name, dtype, shape, offset) followed by raw bytes.
 So the lists of all files are read first and compared with the model; then the bytes are read by offset. Mapping the
@@ -27,14 +27,15 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.initialization import guard_torch_init_functions
 
 from lowmem.errors import InputError
-from lowmem.models import model_folder, model_from_config, parameters_placed, some, weight_files
+from lowmem.models import build_model, model_folder, model_from_config, parameters_placed, some, weight_files
 from lowmem.units import MIB
 
 _CHUNK_BYTES = 4 * MIB
@@ -216,17 +217,102 @@ def _same_values(one: _Entry, other: _Entry) -> bool:
 
 
 def random_weights(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields every parameter's name and fp32 CPU tensor as transformers initialises this architecture under `seed`.
+    """Yields every parameter's name and fp32 CPU tensor, drawn by the architecture's own `_init_weights` under `seed`.
 
-    The model is built when this is called (RAM: 4 bytes per parameter, plus the head for a moment even if it is tied:
-    Large 2.9 + 0.2 GiB, XL 5.8 + 0.3 GiB); each tensor's memory is freed once the caller drops it. The global
-    generator is left as it was.
+    transformers initialises a model module by module, and so does this, with one module's parameters in memory at a
+    time. Which parameters a module's turn writes is seen beforehand, on meta; one that several write (GPT-2 draws
+    `c_proj` as a layer and again, smaller, as part of a block) lives from the first of these turns to the last. A tied
+    weight is drawn once, where transformers draws the one that stays. RAM: the largest of these (XL: the embedding,
+    307 MiB), and the previous tensor for as long as the caller's loop still holds it. The global generator is left as
+    it was, and may be used between two tensors.
+
+    The distribution is transformers', the numbers are not: it draws most weights twice, first in their constructors.
+    Where a parameter has its constructor's value because no turn writes it (OpenAI GPT, Data2VecText), or a turn does
+    not run on meta, the whole model is built when this is called: 4 bytes of RAM per parameter, falling from then on.
     """
+    model = build_model(config)
+    homes = _untie(model)
+    order = list(_turns(model, model))
+    with torch.random.fork_rng(devices=[]):
+        written = _written(order, homes)
+    if written is None:
+        return _give_away(_whole(config, seed))
+    return _draw(order, homes, written, seed)
+
+
+Home = tuple[nn.Module, str]  # a module, and what a parameter of it is called there
+
+
+def _untie(model: PreTrainedModel) -> dict[str, Home]:
+    """Where each parameter of `model` lies; what is tied to one gets another in its place, which stays on meta."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for tied in model.all_tied_weights_keys:  # not the name of the weight that stays
+        module, _, leaf = tied.rpartition(".")
+        setattr(model.get_submodule(module), leaf, nn.Parameter(torch.empty_like(model.get_parameter(tied))))
+    return {
+        names[id(parameter)]: (module, leaf)
+        for module in model.modules()
+        for leaf, parameter in module.named_parameters(recurse=False)
+        if id(parameter) in names
+    }
+
+
+def _turns(module: nn.Module, model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
+    """Each module after those it holds, and the innermost model around it, which initialises it."""
+    for child in module.children():
+        yield from _turns(child, child if isinstance(child, PreTrainedModel) else model)
+    yield model, module
+
+
+def _written(order: list[tuple[PreTrainedModel, nn.Module]], homes: dict[str, Home]) -> dict[str, range] | None:
+    """From which turn to which a parameter is written, found on meta; None where that cannot be told of all."""
+    parameters = {name: getattr(*home) for name, home in homes.items()}
+    written: dict[str, range] = {}
+    versions = {name: parameter._version for name, parameter in parameters.items()}
+    for turn, (model, module) in enumerate(order):
+        try:
+            _initialise(model, module)
+        except RuntimeError:  # it reads a number
+            return None
+        for name, parameter in parameters.items():
+            if parameter._version != versions[name]:
+                versions[name] = parameter._version
+                written[name] = range(written.get(name, range(turn, turn)).start, turn + 1)
+    return written if len(written) == len(parameters) else None
+
+
+@torch.no_grad()
+@guard_torch_init_functions()
+def _initialise(model: PreTrainedModel, module: nn.Module) -> None:
+    model._init_weights(module)
+
+
+def _draw(
+    order: list[tuple[PreTrainedModel, nn.Module]], homes: dict[str, Home], written: dict[str, range], seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed).get_state()
+    for turn, (model, module) in enumerate(order):
+        for name in [name for name, turns in written.items() if turns.start == turn]:
+            owner, leaf = homes[name]
+            setattr(owner, leaf, nn.Parameter(exact_empty(getattr(owner, leaf).shape, torch.float32)))
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(generator)
+            _initialise(model, module)
+            generator = torch.get_rng_state()
+        for name in [name for name, turns in written.items() if turns.stop == turn + 1]:
+            owner, leaf = homes[name]
+            tensor = getattr(owner, leaf).data
+            setattr(owner, leaf, nn.Parameter(tensor.to("meta")))
+            yield name, tensor
+            del tensor
+
+
+def _whole(config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    """As transformers builds it; each parameter in memory of its own."""
     on_its_own = parameters_placed(lambda tensor: exact_empty(tensor.shape, torch.float32).copy_(tensor))
     with torch.random.fork_rng(devices=[]), on_its_own:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
-        model = model_from_config(config)
-    return _give_away(model)
+        return model_from_config(config)
 
 
 def _give_away(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -1,8 +1,44 @@
-"""Every test: one thread. The tensors are tiny, and threads that wait for one another cost far more than they save."""
+"""Every test: one thread. The tensors are tiny, and threads that wait for one another cost far more than they save.
+
+The fixtures of whole runs (see runs.py) are here because tests/ and tests/faults/ share them: one finished run for all.
+"""
 
 import os
+from pathlib import Path
 
+import pytest
 import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> Path:
+    """Two short files of text: enough to hold one out."""
+    folder = tmp_path_factory.mktemp("text")
+    for name in ("one", "two"):
+        lines = [f"{name} {number}: the square of it is {number**2}.\n" for number in range(150)]
+        (folder / f"{name}.txt").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def train(text):
+    """Runs the Large script on `text`; returns its exit code."""
+    from runs import SCRIPTS, SMALL
+
+    from lowmem.main import main
+
+    def run(out: Path, *options: str) -> int:
+        return main(SCRIPTS["large"].SETTINGS, [*SMALL, "--data", str(text), "--out", str(out), *options])
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, train) -> Path:
+    """The folder of a run that ended as it should. Not to be changed."""
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    assert train(out) == 0
+    return out

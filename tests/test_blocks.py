@@ -32,6 +32,7 @@ from transformers import (
 
 from lowmem.blocks import Decoder
 from lowmem.errors import InputError
+from lowmem.models import build_model
 from lowmem.precision import cast_explicitly
 
 logging.set_verbosity_error()
@@ -149,6 +150,13 @@ def test_a_model_on_the_meta_device_is_taken_apart_into_the_same_units(family):
     ]
     assert meta.tied == real.tied
     assert all(parameter.is_meta for unit in meta.units for parameter in unit.parameters.values())
+
+
+def test_a_model_that_replaces_its_buffers_while_it_runs_is_refused():
+    """A dynamic rotary table grows with the sequence; on meta the question whether it must is answered with yes."""
+    config = LlamaConfig(**LLAMA, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(InputError, match="LlamaForCausalLM: the model replaces its buffers while it runs"):
+        Decoder(build_model(config))
 
 
 def test_a_gpt2_whose_config_names_a_padding_token_is_taken_apart_on_meta_too():

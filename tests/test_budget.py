@@ -165,7 +165,7 @@ def test_a_peak_of_exactly_the_cap_is_within_it(monkeypatch):
 def test_the_cpu_has_no_gpu_figures_and_no_gpu_cap(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", None)  # calling it would fail
     budget = Budget(CPU, 1, None)
-    budget.apply()
+    budget.apply(None)
     budget.check("step 1")
     peaks = budget.peaks()
     assert (peaks.gpu_allocated_peak_bytes, peaks.gpu_reserved_peak_bytes) == (None, None)
@@ -188,29 +188,38 @@ class Card:
 
 def test_the_gpu_cap_becomes_the_share_of_the_card_that_the_allocator_may_take(monkeypatch):
     card = Card(monkeypatch, free=70 * GIB, total=80 * GIB)
-    Budget(CUDA, 11 * GIB, None).apply()
+    Budget(CUDA, 11 * GIB, None).apply(10 * GIB)
     assert card.fraction == 11 / 80
 
 
 def test_without_a_gpu_cap_the_allocator_is_left_alone(monkeypatch):
     card = Card(monkeypatch, free=70 * GIB, total=80 * GIB)
-    Budget(CUDA, None, None).apply()
+    Budget(CUDA, None, None).apply(10 * GIB)
     assert card.fraction is None
 
 
 def test_a_card_smaller_than_the_cap_is_refused_with_a_cap_that_can_be_typed(monkeypatch):
     card = Card(monkeypatch, free=10 * GIB, total=11 * GIB - 100 * MIB)
     with pytest.raises(InputError, match=r"--gpu-limit 11.0 GiB is more than the card has .* about 10652MiB"):
-        Budget(CUDA, 11 * GIB, None).apply()
+        Budget(CUDA, 11 * GIB, None).apply(10 * GIB)
     assert card.fraction is None
 
 
-def test_a_busy_card_is_refused_and_the_sentence_names_free_and_wanted(monkeypatch):
+@pytest.mark.parametrize("limit", [11 * GIB, None])
+def test_a_card_with_less_free_than_the_plan_needs_is_refused(monkeypatch, limit):
     card = Card(monkeypatch, free=6 * GIB, total=16 * GIB)
-    with pytest.raises(LowmemError, match=r"has 6.00 GiB free and --gpu-limit asks for 11.0 GiB") as caught:
-        Budget(CUDA, 11 * GIB, None).apply()
+    with pytest.raises(LowmemError, match=r"busy: 6.00 GiB of its 16.0 GiB are free and the plan needs 7.00") as caught:
+        Budget(CUDA, limit, None).apply(7 * GIB)
     assert caught.value.exit_code == 1
     assert card.fraction is None
+    Budget(CUDA, limit, None).apply(6 * GIB)  # the plan counts, and not the cap
+
+
+def test_where_there_is_no_plan_the_whole_cap_must_be_free(monkeypatch):
+    Card(monkeypatch, free=6 * GIB, total=16 * GIB)
+    with pytest.raises(LowmemError, match="needs 7.00 GiB"):
+        Budget(CUDA, 7 * GIB, None).apply()
+    Budget(CUDA, None, None).apply()
 
 
 def test_what_the_gpu_reserved_is_held_against_its_cap(monkeypatch):

@@ -1,14 +1,12 @@
 """The table of cards, the names it answers to, and the time of single operations against numbers worked out by hand."""
 
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from lowmem import cards
 from lowmem.cards import (
     ATTENTION_SHARE,
     CARDS,
@@ -19,7 +17,6 @@ from lowmem.cards import (
     Rate,
     card_named,
     card_of_name_reported,
-    measure_card,
     operation_seconds,
 )
 from lowmem.errors import InputError
@@ -373,46 +370,3 @@ def _seconds_to_ask(card, asked) -> float:
     for func, args, kwargs, result in asked:
         operation_seconds(card, func, args, kwargs, result)
     return time.perf_counter() - start
-
-
-# --- measuring, through an imitated torch.cuda ---
-
-
-@pytest.mark.parametrize(("major", "precisions"), [(7, {"fp16", "fp32"}), (12, {"bf16", "fp16", "fp32"})])
-def test_an_unknown_card_is_timed(monkeypatch, major, precisions):
-    class Event:
-        """Every second run takes 4 ms, the others 2, the first two a second."""
-
-        runs = 0
-
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            pass
-
-        def synchronize(self):
-            Event.runs += 1
-
-        def elapsed_time(self, end):
-            turn = (Event.runs - 1) % 13
-            return 1000.0 if turn < 2 else 4.0 if turn % 2 else 2.0
-
-    locked = []
-    properties = SimpleNamespace(
-        name="NVIDIA GeForce RTX 5090", major=major, minor=0, total_memory=2**35, multi_processor_count=170
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(cards, "page_lock", locked.append)
-    monkeypatch.setattr(cards, "_PRODUCT_SIDE", 16)
-    monkeypatch.setattr(cards, "_COPY_BYTES", 4096)
-    monkeypatch.setattr(cards, "_REPEATS", 11)  # six of 2 ms, five of 4
-    card = measure_card(torch.device("cpu"))
-    assert card.rates == {precision: Rate(2 * 16**3 / 0.002, 1.0) for precision in precisions}
-    assert card.memory_bytes_per_second * card.memory_share == pytest.approx(2 * 4096 / 0.002)
-    assert card.bus_bytes_per_second == pytest.approx(4096 / 0.002)
-    assert (card.name, card.capability, card.multiprocessors) == ("NVIDIA GeForce RTX 5090", (major, 0), 170)
-    assert card.memory_bytes == 2**35
-    assert [tensor.nbytes for tensor in locked] == [4096]
-    assert operation_seconds(card, aten.mul.Tensor, (meta(8), 2.0), {}, meta(8)) > 0

@@ -192,7 +192,12 @@ def test_without_a_gpu_it_says_so_and_without_sense_too(tmp_path):
 def recorded(tmp_path) -> tuple[Setting, list[tuple[str, dict, dict]]]:
     """A setting that is no dry run, on the CPU, and the rows that are recorded with it."""
     found = []
-    return Setting("cpu", False, None, None, tmp_path, lambda *row: found.append(row)), found
+
+    def record(detail: str, values: dict, checks: dict[str, bool]) -> bool:
+        found.append((detail, values, checks))
+        return all(checks.values())
+
+    return Setting("cpu", False, None, None, tmp_path, record), found
 
 
 @pytest.mark.parametrize(
@@ -329,6 +334,7 @@ def test_the_grid_has_every_kind_of_layout():
         assert all(layout.batch % (layout.micro_batch * layout.group) == 0 for layout in grid)
     for field, values in {
         "precision": {"bf16", "fp16", "fp32"}, "micro_batch": {1, 4}, "group": {1, 2}, "segment": {1, 3},
+        "product_blocks": {0, 2, layouts.ALL}, "whole_blocks": {0, 2},
         "recompute": {True, False}, "states": {"resident", "streamed", "mixed"}, "optimizer": {"adamw", "sgd"},
         "document_mask": {True, False}, "residual": {"fp32", "16bit"},
     }.items():  # fmt: skip

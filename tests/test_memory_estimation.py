@@ -4,16 +4,15 @@ What can be checked without a GPU: parameter counts, the tape of the ordinary tr
 CPU, autocast's rules against PyTorch's own test lists, and that README.md says what the committed rows say.
 """
 
-import gc
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 from transformers import BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
+from experiments.gpu_acceptance.at_peak import tape_of_cpu
 from experiments.memory_estimation import autocast, estimate, measure, published, rows, run, table
 from experiments.memory_estimation.autocast import CudaAutocast
 from experiments.memory_estimation.models import MODELS, Model, positions
@@ -72,19 +71,7 @@ def test_positions_end_where_the_model_has_no_more():
 
 def really_allocated(config) -> int:
     """The peak of what the profiler saw the CPU allocate in two ordinary steps, the building of the model left out."""
-    gc.collect()
-    gc.disable()
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            measure.run_plain(config, SEQ, BATCH, "fp32", CPU)
-    finally:
-        gc.enable()
-    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(changes, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
+    return tape_of_cpu(lambda: measure.run_plain(config, SEQ, BATCH, "fp32", CPU))[0].peak_bytes()
 
 
 @pytest.mark.parametrize("family", TINY)

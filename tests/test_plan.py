@@ -8,19 +8,24 @@ import dataclasses
 import importlib.util
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig
 
 from lowmem import plan as plan_module
-from lowmem.budget import CONTEXT_BYTES
+from lowmem import planner
+from lowmem.budget import CONTEXT_BYTES, ram_now_bytes
 from lowmem.cards import CARDS
 from lowmem.errors import InputError, PlanError
-from lowmem.models import make_decoder
-from lowmem.plan import CUDA_PROCESS_BYTES, MARGIN_BYTES, MIB, Plan, card_for, make_plan, planned
+from lowmem.models import load_config
+from lowmem.plan import card_for, planned
+from lowmem.planner import CUDA_PROCESS_BYTES, MARGIN_BYTES, make_plan
+from lowmem.prediction import Plan, kept_in_words
 from lowmem.settings import Settings
-from lowmem.units import GIB, parse_size
+from lowmem.step import Schedule
+from lowmem.units import GIB, MIB, parse_size
 
 CONFIG = GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=5_000, n_positions=256)
 SMALL = Settings(model="small", init="random", seq=256, batch=8, gpu_limit_bytes=GIB)
@@ -30,9 +35,7 @@ PARAMETERS = (5_000 + 256) * 512 + 4 * (12 * 512**2 + 13 * 512) + 2 * 512
 def plan_for(device: str = "cuda", precision: str = "bf16", ram_free_bytes=None, card="rtx3090", **changed) -> Plan:
     settings = dataclasses.replace(SMALL, **changed)
     chosen = CARDS[card] if device == "cuda" else None
-    return make_plan(
-        settings, lambda: make_decoder(CONFIG, precision, "fp32"), device, precision, chosen, ram_free_bytes
-    )
+    return make_plan(settings, CONFIG, device, precision, chosen, ram_free_bytes)
 
 
 def caps_named(error: PlanError) -> dict[str, int]:
@@ -61,6 +64,23 @@ def test_plan_json_says_what_was_planned_and_what_that_depends_on():
     assert f"{PARAMETERS:,} parameters" in described and "cap 1.00 GiB" in described and "on rtx3090" in described
 
 
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (Schedule(1, 1, 1, recompute=False), "nothing recomputed"),
+        (Schedule(1, 1, 1, True), "of 4 blocks 4 recomputed"),
+        (
+            Schedule(1, 1, 2, True, product_blocks=1),
+            "of 4 blocks 3 recomputed, 2 at a time, 1 recomputed but for",
+        ),
+        (Schedule(1, 1, 1, True, product_blocks=3, whole_blocks=1), "of 4 blocks 3 recomputed but for their matrix"),
+        (Schedule(1, 1, 1, True, product_blocks=3, whole_blocks=1), "products, 1 kept whole"),
+    ],
+)
+def test_what_is_recomputed_is_said_in_words(schedule, said):
+    assert said in kept_in_words(schedule, 4)
+
+
 def test_the_timeline_covers_one_step_and_reaches_the_peak():
     plan = plan_for()
     seconds = [second for second, _, _ in plan.timeline]
@@ -87,6 +107,7 @@ def test_other_optimizers_are_planned_too(changed):
     "typed",
     [
         {"micro_batch": 2}, {"group": 4}, {"segment_blocks": 3, "recompute": "on"}, {"recompute": "off"},
+        {"recompute": "products"},
         {"states": "streamed"}, {"states": "resident"},
     ],
     ids=str,
@@ -121,12 +142,17 @@ def test_a_plan_without_a_card_is_for_the_smallest_one_with_bf16_and_that_much_m
 
 
 def test_the_precision_is_what_the_card_has():
-    assert planned(Settings())[:2] == ("cuda", "bf16")
-    assert planned(Settings(gpu="t4"))[:2] == ("cuda", "fp16")
-    assert planned(Settings(gpu="t4", precision="fp32"))[:2] == ("cuda", "fp32")
-    assert planned(Settings(device="cpu")) == ("cpu", "fp32", None)
-    with pytest.raises(InputError, match="rtx3060"):
-        planned(Settings(gpu="voodoo2"))
+    assert planned(Settings(plan_only=True))[:2] == ("cuda", "bf16")
+    assert planned(Settings(plan_only=True, gpu="t4"))[:2] == ("cuda", "fp16")
+    assert planned(Settings(plan_only=True, gpu="t4", precision="fp32"))[:2] == ("cuda", "fp32")
+    assert planned(Settings(plan_only=True, device="cpu")) == ("cpu", "fp32", None)
+
+
+def test_a_run_without_a_gpu_is_not_for_a_card(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert planned(Settings()) == ("cpu", "fp32", None)
+    with pytest.raises(InputError, match="--gpu t4: there is no GPU here to train on; add --plan-only"):
+        planned(Settings(gpu="t4"))
 
 
 def test_a_card_that_is_here_is_planned_for_and_an_unknown_one_as_the_one_most_like_it(monkeypatch):
@@ -172,17 +198,17 @@ def test_the_micro_batch_on_the_cpu_does_not_depend_on_what_is_free_but_what_is_
     "caps",
     [
         {"gpu_limit_bytes": 100 * MIB},
-        {"gpu_limit_bytes": 250 * MIB, "ram_limit_bytes": CUDA_PROCESS_BYTES + 100 * MIB},
-        {"gpu_limit_bytes": 250 * MIB, "ram_limit_bytes": GIB},
+        {"gpu_limit_bytes": 250 * MIB, "ram_limit_bytes": CUDA_PROCESS_BYTES + 50 * MIB},
     ],
 )
 def test_a_refusal_names_caps_that_do_fit_and_that_are_tight(monkeypatch, caps):
-    monkeypatch.setattr(plan_module, "find_spec", lambda name: None)  # no way out in 8 bits
+    monkeypatch.setattr(planner, "find_spec", lambda name: None)  # no way out in 8 bits
     with pytest.raises(PlanError) as caught:
         plan_for(**caps)
     assert caught.value.exit_code == 3
     named = caps_named(caught.value)
-    plan_for(**named)
+    plan = plan_for(**named)
+    assert plan.schedule.norm_first and "forward and backward run twice" in plan.describe()
     with pytest.raises(PlanError):
         plan_for(**named | {"gpu_limit_bytes": named["gpu_limit_bytes"] - 64 * MIB})
 
@@ -194,9 +220,25 @@ def test_moments_in_8_bits_are_taken_where_nothing_exact_fits_into_ram_and_that_
         plan = plan_for(**caps)
         assert (plan.optimizer, plan.to_dict()["choice"]["state_bits"]) == ("adamw8bit", 8)
         assert "NOT EXACT" in plan.describe() and "NOT EXACT" not in plan_for(states="streamed").describe()
-    monkeypatch.setattr(plan_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(planner, "find_spec", lambda name: None)
     with pytest.raises(PlanError):
         plan_for(**caps)
+
+
+def test_what_is_not_clipped_has_no_norm_to_wait_for():
+    """Updates come during backward where the whole batch is one group, so nothing runs twice."""
+    with pytest.raises(PlanError) as caught:
+        plan_for(clip_norm=None, gpu_limit_bytes=100 * MIB)
+    plan = plan_for(clip_norm=None, **caps_named(caught.value))
+    assert not plan.schedule.norm_first and plan.schedule.group * plan.schedule.micro_batch == 8
+
+
+def test_on_the_cpu_too_gradients_are_not_all_held_where_they_would_not_fit():
+    """Whether a plan is for what is free or for a cap, its micro-batch is the same: the bits do not depend on it."""
+    roomy = plan_for("cpu", "fp32", ram_free_bytes=64 * GIB, recompute="on")
+    tight = plan_for("cpu", "fp32", ram_free_bytes=roomy.ram_bytes - PARAMETERS - ram_now_bytes(), recompute="on")
+    assert (roomy.schedule.norm_first, tight.schedule.norm_first) == (False, True)
+    assert tight.schedule.micro_batch == roomy.schedule.micro_batch
 
 
 def test_a_margin_of_the_cap_stays_free():
@@ -260,6 +302,10 @@ def test_without_json_it_prints_a_table(tmp_path, capsys):
         (["--model", "gpt2-xl", "--batch", "-1"], 2, "--batch -1 is too small"),
         (["--model", "/nowhere/config.json"], 2, "/nowhere/config.json"),
         (["--model", "gpt2", "--seq", "4096"], 2, "1024 positions"),
+        (["--model", "gpt2", "--gpu-limit", ""], 2, "--gpu-limit: '' is not a size"),
+        (["--model", "gpt2", "--ram-limit", "1"], 2, "--ram-limit is 1 byte"),
+        (["--model", "/nowhere/config.json", "--gpu", "voodoo"], 2, "--gpu voodoo"),  # before the model is looked for
+        (["--model", "gpt2", "--gpu", "RTX 3080"], 2, "did you mean rtx3090?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -278,7 +324,7 @@ def test_options_that_are_none_exit_with_2(capsys, options):
 
 
 def test_a_script_plans_no_sequence_longer_than_the_models_positions(tmp_path):
-    from lowmem.train import main
+    from lowmem.main import main
 
     settings = Settings(model="gpt2-large", init="random", out=str(tmp_path / "out"))
     assert main(settings, ["--plan-only", "--seq", "4096"]) == 2
@@ -305,9 +351,8 @@ def test_for_several_cards_there_is_advice_by_method(tmp_path, capsys):
 def test_a_card_that_was_timed_says_how_long_the_same_layout_takes():
     settings = dataclasses.replace(SMALL, states="streamed")
     slow = dataclasses.replace(CARDS["rtx3090"], name="measured", bus_bytes_per_second=1e8)
-    decoder = lambda: make_decoder(CONFIG, "bf16", "fp32")  # noqa: E731
-    plan = make_plan(settings, decoder, "cuda", "bf16", CARDS["rtx3090"])
-    timed = make_plan(settings, decoder, "cuda", "bf16", CARDS["rtx3090"], measured=slow)
+    plan = make_plan(settings, CONFIG, "cuda", "bf16", CARDS["rtx3090"])
+    timed = make_plan(settings, CONFIG, "cuda", "bf16", CARDS["rtx3090"], measured=slow)
     assert (timed.schedule, timed.resident_units) == (plan.schedule, plan.resident_units)
     assert timed.card.name == "measured" and timed.step_seconds > 2 * plan.step_seconds
 
@@ -319,10 +364,68 @@ def test_states_that_take_less_than_the_staging_ring_are_kept_and_nothing_inexac
     assert (found["choice"]["state_bits"], found["choice"]["streamed_units"]) == (32, 0)
 
 
-def test_what_cannot_be_simulated_is_refused_by_name(tmp_path, capsys):
-    LlamaConfig(**LLAMA, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}).save_pretrained(
-        tmp_path
-    )
-    code = plan_module.main(["--model", str(tmp_path), "--seq", "256", "--batch", "8"])
+def test_batches_that_are_no_power_of_two_are_cut_into_any_parts_of_one_size():
+    assert plan_for(batch=7).schedule.micro_batch == 7
+    small = SimpleNamespace(units=6, blocks=4)
+    micro_batches = {
+        batch: planner._choices(dataclasses.replace(SMALL, batch=batch), small).micro_batches for batch in (64, 63)
+    }
+    assert micro_batches == {64: [1, 2, 4, 8, 16, 32, 64], 63: [1, 3, 7, 9, 21, 63]}
+
+
+def test_a_card_that_is_too_small_is_said_to_be_and_no_cap_beyond_it_is_named():
+    tiny = dataclasses.replace(CARDS["t4"], memory_bytes=CONTEXT_BYTES + 100 * MIB)
+    with pytest.raises(
+        PlanError, match="t4 has 100 MiB for us; small at 8 x 256 tokens needs .* no plan for this card"
+    ):
+        make_plan(dataclasses.replace(SMALL, gpu="t4"), CONFIG, "cuda", "fp16", tiny)
+
+
+# --- configs and options that cannot be
+
+
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 100}
+SMALL_LLAMA = LLAMA | {"model_type": "llama", "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "names no model_type"),
+        (GPT2 | {"vocab_size": 0}, "vocab_size is 0"),
+        (GPT2 | {"n_head": 0}, "n_head is 0"),
+        (GPT2 | {"n_layer": -1}, "n_layer is -1"),
+        (GPT2 | {"n_head": 3}, "must be divisible"),
+        (SMALL_LLAMA | {"num_attention_heads": 5}, "not a multiple"),
+        (SMALL_LLAMA | {"num_key_value_heads": 3}, "cannot be simulated"),
+        (SMALL_LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised (gptq)"),
+        (SMALL_LLAMA | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "replaces its buffers"),
+        (SMALL_LLAMA | {"model_type": "gemma2"}, "Gemma2ForCausalLM cannot be trained in pieces"),
+        (SMALL_LLAMA | {"model_type": "cohere"}, "CohereForCausalLM cannot be trained in pieces"),
+        ({"model_type": "bert", "num_hidden_layers": 2, "max_position_embeddings": 1024}, "attends to later tokens"),
+        ({"model_type": "xlnet", "d_model": 64, "n_layer": 2, "n_head": 4}, "XLNetLMHeadModel cannot be taken apart"),
+        ({"model_type": "mpt", "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 512}, "512 positions"),
+        ({"model_type": "musicgen"}, "not a valid musicgen config"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_config_that_cannot_be_trained_is_refused_in_a_sentence(tmp_path, capsys, config, said):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert plan_module.main(["--model", str(tmp_path), "--batch", "4"]) == 2
     out, err = capsys.readouterr()
-    assert (code, out) == (2, "") and "cannot be simulated" in err and err.count("\n") == 1, err
+    assert out == "" and said in err and err.count("\n") == 1, err
+
+
+def test_quantised_weights_are_refused_for_training_too(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_LLAMA | {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(InputError, match=r"the weights are quantised \(awq\)"):
+        load_config(str(tmp_path), "pretrained")
+
+
+def test_a_model_that_could_not_be_compared_is_planned_and_that_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("lowmem.trial._MOST_PARAMETERS", 1000)
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    assert plan_module.main(["--model", str(tmp_path), "--batch", "4"]) == 0
+    assert "not compared with the whole model (a copy with 2 narrow blocks still has" in capsys.readouterr().out
+    found = in_json(capsys, "--model", str(tmp_path), "--batch", "4")
+    assert "still has" in found["not_compared_with_the_whole_model"]

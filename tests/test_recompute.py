@@ -9,33 +9,36 @@ from reference import VOCABULARY, tiny_model
 from torch import Tensor
 
 from lowmem.blocks import Decoder
-from lowmem.recompute import Dropout, backward, forward, fuse_gelu
+from lowmem.recompute import ALL, INPUT, PRODUCTS, Dropout, Segment, backward, forward, fuse_gelu
 
 CPU = torch.device("cpu")
 INPUT_IDS = torch.arange(24).view(2, 12) * 7 % VOCABULARY
 
 
-def run(family: str, dropout: float, segment_blocks: int, recompute: bool, name: Dropout) -> dict[str, Tensor]:
+def run(
+    family: str, dropout: float, segment_blocks: int, keep: str, name: Dropout, lessons: dict | None = None, **config
+) -> dict[str, Tensor]:
     """Forward and backward through all blocks in segments: output, the boundary's gradient, every parameter's."""
-    model = tiny_model(family, dropout).train()
+    model = tiny_model(family, dropout, **config).train()
     decoder = Decoder(model)
+    lessons = {} if lessons is None else lessons
     with torch.no_grad():
         name.begin(-1, CPU)
         hidden, extras = decoder.embed(INPUT_IDS)
-    segments = [range(start, min(start + segment_blocks, 4)) for start in range(0, 4, segment_blocks)]
+    segments = [Segment(range(start, min(start + segment_blocks, 4)), keep) for start in range(0, 4, segment_blocks)]
     saved = []
     for segment in segments:
-        hidden, kept = forward(decoder, segment, hidden, extras, name, recompute)
+        hidden, kept = forward(decoder, segment, hidden, extras, name, lessons.get(segment, 0) is None)
         assert not hidden.requires_grad
-        assert (kept.output is None) == recompute
+        assert (kept.output is None) == (keep != ALL)
         saved.append(kept)
     results = {"output": hidden}
     gradient = torch.linspace(-1, 1, hidden.numel()).view_as(hidden)
     for segment in reversed(segments):
         torch.rand(3)  # whatever else the run draws from the generator in between must not matter
         kept = saved.pop()
-        gradient = backward(decoder, segment, kept, extras, name, gradient)
-        assert kept.output is None
+        gradient = backward(decoder, segment, kept, extras, name, gradient, lessons, segment)
+        assert kept.output is kept.products is None
     results["boundary"] = gradient
     return results | {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
@@ -49,12 +52,15 @@ def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_recompute_changes_no_bit_of_output_boundary_gradient_and_parameter_gradients(family, dropout):
     name = Dropout(seed=1, step=2, micro_batch=3)
-    kept = run(family, dropout, 1, False, name)
+    kept = run(family, dropout, 1, ALL, name)
     assert len(kept) == 2 + (4 * 12 if family == "gpt2" else 4 * 9)
     assert all(tensor.count_nonzero() > 0 for tensor in kept.values())
-    for segment_blocks in (1, 3, 4):
-        assert_same(run(family, dropout, segment_blocks, True, name), kept)
-    assert_same(run(family, dropout, 4, False, name), kept)
+    assert_same(run(family, dropout, 4, ALL, name), kept)
+    for keep, segment_blocks in itertools.product((INPUT, PRODUCTS), (1, 3, 4)):
+        lessons = {}
+        assert_same(run(family, dropout, segment_blocks, keep, name, lessons), kept)
+        assert None not in lessons.values(), "the last product of these blocks can be left out"
+        assert_same(run(family, dropout, segment_blocks, keep, name, lessons), kept)  # with what has been learnt
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -70,16 +76,16 @@ def test_in_segments_gradients_are_those_of_plain_autograd(family):
     hidden.backward(torch.linspace(-1, 1, hidden.numel()).view_as(hidden))
     plain = {key: p.grad for key, p in decoder.model.named_parameters() if p.grad is not None}
     plain |= {"output": hidden.detach(), "boundary": boundary.grad}
-    assert_same(run(family, 0.0, 2, True, Dropout(0, 0, 0)), plain)
+    assert_same(run(family, 0.0, 2, INPUT, Dropout(0, 0, 0)), plain)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("change", [{"seed": 9}, {"step": 9}, {"micro_batch": 9}])
 def test_another_run_step_or_micro_batch_has_other_masks_and_the_same_one_has_the_same(family, change):
     name = {"seed": 1, "step": 2, "micro_batch": 3}
-    first = run(family, 0.1, 2, True, Dropout(**name))
-    assert_same(run(family, 0.1, 2, True, Dropout(**name)), first)
-    assert not torch.equal(run(family, 0.1, 2, True, Dropout(**(name | change)))["output"], first["output"])
+    first = run(family, 0.1, 2, INPUT, Dropout(**name))
+    assert_same(run(family, 0.1, 2, INPUT, Dropout(**name)), first)
+    assert not torch.equal(run(family, 0.1, 2, INPUT, Dropout(**(name | change)))["output"], first["output"])
 
 
 def test_every_layer_has_masks_of_its_own():
@@ -89,9 +95,9 @@ def test_every_layer_has_masks_of_its_own():
     name = Dropout(1, 2, 3)
     with torch.no_grad():
         hidden, extras = decoder.embed(INPUT_IDS)
-        first, second = (forward(decoder, range(i, i + 1), hidden, extras, name, True)[0] for i in (0, 1))
+        first, second = (forward(decoder, Segment(range(i, i + 1), INPUT), hidden, extras, name)[0] for i in (0, 1))
         decoder.model.eval()
-        quiet = [forward(decoder, range(i, i + 1), hidden, extras, name, True)[0] for i in (0, 1)]
+        quiet = [forward(decoder, Segment(range(i, i + 1), INPUT), hidden, extras, name)[0] for i in (0, 1)]
     assert torch.equal(*quiet)
     assert not torch.equal(first, second)
 
@@ -113,8 +119,8 @@ def test_with_recompute_the_boundary_is_all_that_is_kept():
     decoder = Decoder(tiny_model("gpt2", 0.1).train())
     with torch.no_grad():
         hidden, extras = decoder.embed(INPUT_IDS)
-    _, kept = forward(decoder, range(0, 4), hidden, extras, Dropout(0, 0, 0), recompute=True)
-    assert kept.boundary is hidden and kept.output is None and not hidden.requires_grad
+    _, kept = forward(decoder, Segment(range(0, 4), INPUT), hidden, extras, Dropout(0, 0, 0))
+    assert kept.boundary is hidden and kept.output is kept.products is None and not hidden.requires_grad
 
 
 def test_the_fused_gelu_is_the_same_function_and_saves_less():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from lowmem.plan import Plan
+from lowmem.prediction import Plan
 from lowmem.report import build_report, device_name, run_identity, said_aloud, versions
 from lowmem.settings import FIELD_NAMES, Settings
 from lowmem.step import Schedule
@@ -104,8 +104,8 @@ FREE = {
 
 def identity(settings: Settings, *, steps: int = 10, data: str = "abc", precision: str = "bf16", micro_batch: int = 4):
     plan = Plan(
-        "tiny", 3_000, 3, settings, "cuda", precision, None, settings.optimizer, Schedule(micro_batch, 1, 1, True), 3,
-        None, 1, 1, {}, {}, 1.0, 0.0, [],
+        "tiny", 3_000, 3, 1, settings, "cuda", precision, None, settings.optimizer, Schedule(micro_batch, 1, 1, True),
+        3, None, 1, 1, {}, {}, 1.0, 0.0, [],
     )  # fmt: skip
     return run_identity(settings, plan, steps, data)
 

@@ -24,7 +24,7 @@ BATCH, SEQ = 4, 128
 CONFIG = GPT2Config(n_layer=3, n_embd=256, n_head=4, vocab_size=1_000, n_positions=SEQ)
 SLOW_BUS = dataclasses.replace(CARDS["rtx3090"], bus_bytes_per_second=1e9)
 CASE = StepCase(SEQ, BATCH, Schedule(1, 1, 1, True), torch.bfloat16, OPTIMIZERS["adamw"], 0)
-CHOICES = Choices((1, 2, 4), None, (1, 2), (True, False), range(6))
+CHOICES = Choices((1, 2, 4), None, (1, 2), range(7), (0, 1, 3, 5))
 
 
 def decoder():
@@ -32,14 +32,14 @@ def decoder():
 
 
 @pytest.fixture(scope="module")
-def everything() -> list:
+def everything(simulations) -> list:
     """(schedule, resident units, recording) of the whole grid, blocks run each for itself."""
     target, made = gpu_target(SLOW_BUS), decoder()
-    schedules = [
-        Schedule(micro_batch, group, segment, recompute)
-        for micro_batch, group, segment, recompute in product((1, 2, 4), (1, 2, 4), (1, 2), (True, False))
-        if group <= BATCH // micro_batch and (recompute or segment == 1)
-    ]
+    schedules = {
+        simulations.schedule(micro_batch, group, segment, kept): None
+        for micro_batch, group, segment, kept in product((1, 2, 4), (1, 2, 4), (1, 2), range(7))
+        if group <= BATCH // micro_batch
+    }
     known: dict = {}
     return [
         (schedule, resident, record_step(made, dataclasses.replace(CASE, schedule=schedule, resident_units=resident),

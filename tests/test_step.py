@@ -1,8 +1,9 @@
 """The invariant at the heart of the project: where tensors lie and in what order work is done changes no bit.
 
-What is equal, bit for bit (weights, low halves, m, v, losses and norms over 10 steps with dropout and clipping that
-bites): every group size, segment length, recompute on or off, states resident or streamed or mixed, updates deferred or
-not, in fp32, bf16 and fp16, exact, 8-bit and SGD states. `test_placement_and_schedule_change_no_bit` lists them.
+What is equal, bit for bit (weights, low halves, m, v, losses and norms over 12 steps with dropout and clipping that
+bites): every group size, segment length, what is kept and what recomputed, states resident or streamed or mixed,
+updates deferred or not, in fp32, bf16 and fp16, exact, 8-bit and SGD states. Without clipping also updates during
+backward. `test_placement_and_schedule_change_no_bit` lists them.
 
 What is not equal: different micro-batch sizes. A weight's gradient is one matrix product per micro-batch, and the
 product over 2 sequences is summed in another order than the sum of two products over one each; dropout also draws other
@@ -18,12 +19,14 @@ import torch
 from reference import VOCABULARY, plain_training, tiny_model
 from transformers import AutoModelForCausalLM, OPTConfig
 
+from lowmem import store as stores
+from lowmem import streaming
 from lowmem.adam import get_optimizer
 from lowmem.blocks import Decoder
 from lowmem.data import Batch
 from lowmem.precision import WORKING_DTYPES, LossScale, cast_explicitly
 from lowmem.schedule import learning_rate
-from lowmem.step import Schedule, Step
+from lowmem.step import Schedule, Step, UpdateInterrupted
 from lowmem.store import Store
 
 SEQ, BATCH = 24, 4
@@ -111,8 +114,8 @@ PLAIN = {"group": 1, "segment_blocks": 1, "recompute": True, "resident_units": 9
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 def test_placement_and_schedule_change_no_bit(micro_batch):
-    """Every combination of recompute and placement, each under two of the other arrangements in turn."""
-    batches = make_batches(10)
+    """Every combination of what is recomputed and placement, each under two of the other arrangements in turn."""
+    batches = make_batches(12)
     plain = train(batches, micro_batch=micro_batch, **PLAIN)
     assert min(plain.norms) > 0.5, "clipping must bite"
     group = BATCH // micro_batch
@@ -126,9 +129,15 @@ def test_placement_and_schedule_change_no_bit(micro_batch):
             (1, 3, True),
         ]
     )
-    for recompute, resident_units in itertools.product([True, False], [0, 2, 99]):
+    policies = [
+        {"recompute": True},
+        {"recompute": True, "product_blocks": 4},
+        {"recompute": True, "product_blocks": 1, "whole_blocks": 1},
+        {"recompute": False},
+    ]
+    for policy, resident_units in itertools.product(policies, [0, 2, 99]):
         for arrangement in itertools.islice(arrangements, 2):
-            case = {"recompute": recompute, "resident_units": resident_units} | arrangement
+            case = {"resident_units": resident_units} | policy | arrangement
             assert train(batches, micro_batch=micro_batch, **case).differences(plain) == [], case
 
 
@@ -151,8 +160,102 @@ def test_it_holds_in_every_precision_and_for_every_optimizer(family, precision, 
     for case in (
         {"group": 2, "segment_blocks": 3, "recompute": True, "resident_units": 0, "defer": True},
         {"group": 1, "segment_blocks": 2, "recompute": False, "resident_units": 3, "defer": True},
+        {"group": 2, "segment_blocks": 1, "recompute": True, "product_blocks": 2, "whole_blocks": 1, "defer": True},
     ):
         assert train(batches, **kind, **case).differences(plain) == [], case
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+@pytest.mark.parametrize("piece", [256, 1024])
+def test_the_staging_ring_changes_no_bit(monkeypatch, ahead, piece):
+    """Of whatever depth. (The size of a piece decides how the norm is rounded, so it is the same for every layout.)"""
+    monkeypatch.setattr(stores, "PIECE", piece)
+    batches = make_batches(4)
+    plain = train(batches, **PLAIN)
+    monkeypatch.setattr(streaming, "AHEAD", ahead)
+    outcome = train(batches, resident_units=2)
+    assert len(outcome.step.ring._slots) == ahead + 1
+    assert outcome.differences(plain) == []
+
+
+@pytest.mark.parametrize(("family", "precision"), [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama", "fp32")])
+def test_without_clipping_updates_during_backward_change_no_bit_and_hold_two_units_of_gradients(
+    monkeypatch, family, precision
+):
+    """The whole batch as one group; one step's gradients are never all there."""
+    batches = make_batches(12)
+    kind = {"family": family, "precision": precision, "clip_norm": None, "micro_batch": 1}
+    plain = train(batches, **kind, **PLAIN)
+    most = 0
+
+    def watch(step, *_):
+        nonlocal most
+        most = max(most, len({part.unit for part in step._store.parts if part.gradient is not None}))
+        return run_updates(step, *_)
+
+    run_updates = Step._run_updates
+    monkeypatch.setattr(Step, "_run_updates", watch)
+    for case in ({"segment_blocks": 1}, {"segment_blocks": 2, "resident_units": 2}, {"product_blocks": 4}):
+        most = 0
+        assert train(batches, **kind, group=BATCH, **case).differences(plain) == [], case
+        units = case.get("segment_blocks", 1) + 1
+        assert most <= units, "the tied embedding's gradient, and one segment's"
+
+
+@pytest.mark.parametrize(("family", "precision"), [("gpt2", "fp32"), ("gpt2", "fp16"), ("llama", "bf16")])
+def test_with_the_norm_first_clipping_changes_no_bit_and_gradients_are_never_all_there(monkeypatch, family, precision):
+    batches = make_batches(4)
+    kind = {"family": family, "precision": precision, "micro_batch": 1}
+    plain = train(batches, **kind, **PLAIN)
+    assert min(plain.norms) > 0.5, "clipping must bite"
+    most = 0
+
+    def watch(step, *arguments):
+        nonlocal most
+        most = max(most, len({part.unit for part in step._store.parts if part.gradient is not None}))
+        return finish(step, *arguments)
+
+    finish = Step._finish_gradients
+    monkeypatch.setattr(Step, "_finish_gradients", watch)
+    for case in ({}, {"segment_blocks": 2, "resident_units": 2}, {"product_blocks": 4}):
+        most = 0
+        assert train(batches, **kind, group=BATCH, norm_first=True, **case).differences(plain) == [], case
+        assert most <= case.get("segment_blocks", 1) + 1
+
+
+def test_with_the_norm_first_a_step_that_is_not_finite_is_skipped_whole():
+    def break_weights(step, index):
+        if index == 1:
+            step._store.parts[-1].working.mul_(torch.inf)
+
+    outcome = train(make_batches(3), micro_batch=1, group=BATCH, norm_first=True, before_step=break_weights)
+    assert outcome.updated == [True, False, False] and outcome.step.updates == 1
+
+
+def test_the_norm_comes_first_only_in_one_group():
+    with pytest.raises(ValueError, match="one group"):
+        train(make_batches(1), micro_batch=1, group=2, norm_first=True)
+
+
+def test_without_clipping_a_loss_that_is_not_finite_still_skips_the_step_whole():
+    batches = make_batches(3)
+
+    def break_weights(step, index):
+        if index == 1:
+            step.flush()
+            step._store.parts[-1].working.mul_(torch.inf)
+
+    outcome = train(batches, clip_norm=None, micro_batch=1, group=BATCH, before_step=break_weights)
+    assert outcome.updated == [True, False, False]
+
+
+def test_without_clipping_a_gradient_that_is_not_finite_ends_the_run_rather_than_leave_half_an_update(monkeypatch):
+    norm_of = Step._norm_of
+    monkeypatch.setattr(
+        Step, "_norm_of", lambda step, piece: norm_of(step, piece) * (torch.inf if piece.part.unit == 2 else 1.0)
+    )
+    with pytest.raises(UpdateInterrupted, match="unit 2 is not finite"):
+        train(make_batches(1), clip_norm=None, micro_batch=1, group=BATCH)
 
 
 def test_micro_batch_sizes_agree_but_for_the_order_of_summation():

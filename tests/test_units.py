@@ -10,7 +10,7 @@ from lowmem.units import GIB, KIB, MIB, TIB, format_size, parse_size
     [
         *[("11GiB", 11 * GIB), ("11G", 11 * GIB), ("11g", 11 * GIB), ("11 gib", 11 * GIB), (" 11GIB ", 11 * GIB)],
         *[("800MiB", 800 * MIB), ("800M", 800 * MIB), ("1.5G", 3 * GIB // 2), (".5GiB", GIB // 2), ("2.GiB", 2 * GIB)],
-        *[("64KiB", 64 * KIB), ("2T", 2 * TIB), ("512", 512), ("512B", 512)],
+        *[("64KiB", 64 * KIB), ("2T", 2 * TIB), ("512", 512), ("512B", 512), ("512 bytes", 512)],
     ],
 )
 def test_sizes_are_powers_of_two_in_any_case_and_spacing(text, size_bytes):
@@ -39,7 +39,8 @@ def test_any_text_is_a_positive_size_or_a_value_error(text):
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
     [
-        *[(0, "0 B"), (1023, "1023 B"), (KIB, "1.00 KiB"), (800 * MIB, "800 MiB"), (GIB, "1.00 GiB")],
+        *[(0, "0 bytes"), (1, "1 byte"), (1023, "1023 bytes"), (KIB, "1.00 KiB"), (800 * MIB, "800 MiB")],
+        (GIB, "1.00 GiB"),
         *[(11 * GIB, "11.0 GiB"), (int(10.94 * GIB), "10.9 GiB"), (5 * TIB, "5.00 TiB"), (-3 * GIB, "-3.00 GiB")],
     ],
 )

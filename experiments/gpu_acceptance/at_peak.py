@@ -9,12 +9,14 @@ runs on a thread of C++), from the simulation's regions there, and from nowhere 
 The reading of a GPU's history has never met one: a test gives it entries as torch documents them.
 """
 
+import gc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 
 from lowmem.allocator import ROUNDING
 from lowmem.simulate import under_cap
@@ -22,6 +24,7 @@ from lowmem.trace import FREED, Chunk, Tape
 
 LARGEST = 12  # groups of blocks that a row names
 _TORCH = str(Path(torch.__file__).parent)
+Returned = TypeVar("Returned")
 
 
 def tape_of(changes: Sequence[tuple[int, int, str]]) -> Tape:
@@ -37,11 +40,22 @@ def tape_of(changes: Sequence[tuple[int, int, str]]) -> Tape:
     return Tape([Chunk(operations, 0, 0, 0.0)])
 
 
-def tape_of_profile(profiler: profile) -> Tape:
-    """Of a finished profile with `profile_memory`: what the CPU allocated in it."""
+def tape_of_cpu(work: Callable[[], Returned]) -> tuple[Tape, Returned]:
+    """What the CPU allocates while `work` runs, as the profiler sees it, and what `work` returns. Python's cycle
+    collector, which would free at moments of its own, runs before and not during it."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            returned = work()
+    finally:
+        if enabled:
+            gc.enable()
     events = _allocations(profiler.profiler.kineto_results.experimental_event_tree())
     events = sorted(events, key=lambda event: event.start_time_ns)
-    return tape_of([(event.extra_fields.ptr, event.extra_fields.alloc_size, "") for event in events])
+    tape = tape_of([(event.extra_fields.ptr, event.extra_fields.alloc_size, "") for event in events])
+    return tape, returned
 
 
 def _allocations(events: Sequence) -> Iterator:

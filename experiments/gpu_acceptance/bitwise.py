@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config
 
+from experiments.gpu_acceptance.capped import capped_device
 from experiments.gpu_acceptance.child import Result, Setting
 from lowmem import device as devices
 from lowmem.adam import get_optimizer
 from lowmem.blocks import Decoder
-from lowmem.budget import Budget
 from lowmem.data import Batch
 from lowmem.models import build_model
 from lowmem.precision import WORKING_DTYPES, LossScale, cast_explicitly
@@ -39,6 +39,10 @@ CASES = {
     "half streamed, deferred, groups of 2": {"resident_units": 3, "defer": True, "group": 2},
     "streamed, deferred, one group, segments of 3": {
         **{"resident_units": 0, "defer": True, "group": 4, "segment_blocks": 3},
+    },
+    "products kept": {"product_blocks": ALL},
+    "products of some kept, others whole, streamed, deferred": {
+        **{"product_blocks": 1, "whole_blocks": 1, "resident_units": 0, "defer": True},
     },
     "no recompute": {"recompute": False},
     "no recompute, half streamed, deferred": {"recompute": False, "resident_units": 3, "defer": True},
@@ -97,9 +101,7 @@ class Outcome:
 
 def check(setting: Setting) -> Result:
     """A detail row per precision and arrangement."""
-    devices.set_environment()
-    device = torch.device(setting.device)
-    Budget(device, setting.gpu_limit_bytes, None).apply()
+    device = capped_device(setting)
     devices.make_deterministic(device)
     done: dict[str, bool] = {}
     shape = Shape.of(setting.dry_run, dropout=0.1)
@@ -116,8 +118,7 @@ def check(setting: Setting) -> Result:
             }
             if device.type == "cuda" and case.get("resident_units", ALL) != ALL:
                 checks["page-locked"] = outcome.page_locked
-            done[detail] = all(checks.values())
-            setting.record(detail, values, checks)
+            done[detail] = setting.record(detail, values, checks)
 
     shape = Shape.of(setting.dry_run, dropout=0.0)
     truth = train(shape, torch.device("cpu"), "fp32", **PLAIN)
@@ -126,8 +127,8 @@ def check(setting: Setting) -> Result:
         pairs = zip(outcome.losses, truth.losses, strict=True)
         error = max(abs(loss - true) / true for loss, true in pairs)
         detail = f"{precision} follows fp32 on the CPU"
-        done[detail] = error <= most
-        setting.record(detail, {"error": error, "losses": outcome.losses}, {f"within {most:g}": done[detail]})
+        values = {"error": error, "losses": outcome.losses}
+        done[detail] = setting.record(detail, values, {f"within {most:g}": error <= most})
     return Result({"parts": len(done)}, done)
 
 

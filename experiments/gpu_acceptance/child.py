@@ -26,14 +26,14 @@ A_CHECK_FAILED = 3  # exit code; a crash is 1, or a signal
 @dataclass(frozen=True)
 class Setting:
     """What a job's function is given. `device`: "cuda" or "cpu"; `scratch`: a folder that is removed afterwards;
-    `record(detail, values, checks)` writes a row at once."""
+    `record(detail, values, checks)` writes a row at once, and says whether all checks held."""
 
     device: str
     dry_run: bool
     gpu_limit_bytes: int | None
     ram_limit_bytes: int | None
     scratch: Path
-    record: Callable[[str, dict, dict[str, bool]], None]
+    record: Callable[[str, dict, dict[str, bool]], bool]
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,14 @@ def main() -> int:
     path, scratch = Path(task["rows"]), Path(task["scratch"])
     started = last = time.perf_counter()
 
-    def record(detail: str, values: dict, checks: dict[str, bool]) -> None:
+    def record(detail: str, values: dict, checks: dict[str, bool]) -> bool:
         nonlocal last
         now = time.perf_counter()
         _write(
             path, rows.make_row(task["common"], f"{task['name']}: {detail}", now - last, values=values, checks=checks)
         )
         last = now
+        return all(checks.values())
 
     setting = Setting(
         task["device"], task["common"]["dry_run"], _bytes(task["gpu_gib"]), _bytes(task["ram_gib"]), scratch, record

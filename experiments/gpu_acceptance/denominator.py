@@ -16,9 +16,8 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from experiments.gpu_acceptance.capped import capped_device
 from experiments.gpu_acceptance.child import Result, Setting
-from lowmem import device as devices
-from lowmem.budget import Budget
 from lowmem.models import load_config
 
 REPEATS = 3
@@ -26,9 +25,7 @@ REPEATS = 3
 
 def measure(setting: Setting) -> Result:
     """A detail row per model, kind of weights and micro-batch; the last row has the best of each."""
-    devices.set_environment()
-    device = torch.device(setting.device)
-    Budget(device, setting.gpu_limit_bytes, None).apply()
+    device = capped_device(setting)
     models, seq, most = (("gpt2-demo",), 32, 2) if setting.dry_run else (("gpt2-large", "gpt2-xl"), 1024, 32)
     best: dict[str, float | None] = {}
     for name in models:

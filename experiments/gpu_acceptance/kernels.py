@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from experiments.gpu_acceptance.capped import capped_device
 from experiments.gpu_acceptance.child import Result, Setting
 from lowmem import device as devices
 from lowmem.adam import Hyperparameters, get_optimizer, state_layout, update
-from lowmem.budget import Budget, ram_peak_bytes
+from lowmem.budget import ram_peak_bytes
 from lowmem.loss import linear_cross_entropy
 from lowmem.precision import WORKING_DTYPES, join, split
 from lowmem.streaming import host_tensor, page_lock
@@ -31,15 +32,12 @@ MOST_GRADIENT_ERROR = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # norm of the 
 
 def check(setting: Setting) -> Result:
     """All of the above; detail rows carry the figures."""
-    devices.set_environment()
-    device = torch.device(setting.device)
-    Budget(device, setting.gpu_limit_bytes, None).apply()
+    device = capped_device(setting)
     devices.make_deterministic(device)
     done: dict[str, bool] = {}
 
     def record(detail: str, values: dict, checks: dict[str, bool]) -> None:
-        done[detail] = all(checks.values())
-        setting.record(detail, values, checks)
+        done[detail] = setting.record(detail, values, checks)
 
     size = 2**14 if setting.dry_run else 2**24
     torch.zeros(1, device=device)

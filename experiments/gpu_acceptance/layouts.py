@@ -38,6 +38,9 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
 }  # fmt: skip
 
 
+ALL = 10**6  # blocks
+
+
 @dataclass(frozen=True)
 class Layout:
     """A model and how its step is laid out; `resident`: whose optimizer states stay on the card."""
@@ -48,6 +51,8 @@ class Layout:
     group: int = 1
     segment: int = 1
     recompute: bool = True
+    product_blocks: int = 0
+    whole_blocks: int = 0
     states: str = "resident"  # "streamed", or "mixed": of half of the units
     optimizer: str = "adamw"
     document_mask: bool = False
@@ -65,7 +70,9 @@ class Layout:
         return make_decoder(MODELS[self.model](), self.precision, self.residual)
 
     def case(self, units: int) -> StepCase:
-        schedule = Schedule(self.micro_batch, self.group, self.segment, self.recompute)
+        schedule = Schedule(
+            self.micro_batch, self.group, self.segment, self.recompute, self.product_blocks, self.whole_blocks
+        )
         resident = {"resident": units, "streamed": 0, "mixed": units // 2}[self.states]
         return StepCase(
             self.seq, self.batch, schedule, WORKING_DTYPES[self.precision], get_optimizer(self.optimizer), resident,
@@ -88,6 +95,7 @@ class Layout:
 GRID = (  # every kernel and every kind of layout early on, then the mixtures
     Layout("gpt2-medium"),
     Layout("gpt2-medium", micro_batch=4, recompute=False, states="streamed"),
+    Layout("gpt2-medium", micro_batch=4, product_blocks=ALL, states="streamed"),
     Layout("llama of 6", micro_batch=4, recompute=False, states="mixed"),
     Layout("gpt2", "fp32"),
     Layout("gpt2", document_mask=True),
@@ -97,6 +105,7 @@ GRID = (  # every kernel and every kind of layout early on, then the mixtures
     Layout("gpt2-medium", group=2, segment=3, states="streamed"),
     Layout("llama of 6"),
     Layout("llama of 6", document_mask=True, segment=3),
+    Layout("llama of 6", micro_batch=4, product_blocks=2, whole_blocks=2, segment=3),
     Layout("llama of 6", "fp32", micro_batch=4),
     Layout("gpt2", micro_batch=4, recompute=False, document_mask=True),
     Layout("gpt2", document_mask=True, seq=500),
@@ -107,9 +116,9 @@ GRID = (  # every kernel and every kind of layout early on, then the mixtures
     Layout("gpt2", "fp32", micro_batch=4, recompute=False, optimizer="sgd"),
     Layout("opt of 6", micro_batch=4, group=2, segment=3, states="mixed"),
 )
-CAPPED = (GRID[0], GRID[1], GRID[11])  # little and much reserved beside what is allocated
+CAPPED = (GRID[0], GRID[1], GRID[13])  # little and much reserved beside what is allocated
 TINY = {"precision": "fp32", "seq": 32, "batch": 4}  # 16-bit products on the CPU take memory that is none of ours
 DRY_GRID = (
     Layout("tiny gpt2", group=2, segment=2, **TINY),
-    Layout("tiny llama", micro_batch=2, recompute=False, document_mask=True, **TINY),
+    Layout("tiny llama", micro_batch=2, product_blocks=1, whole_blocks=1, document_mask=True, **TINY),
 )

@@ -22,16 +22,16 @@ import time
 from dataclasses import dataclass, replace
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from experiments.gpu_acceptance.at_peak import differences, tape_of_history, tape_of_profile
+from experiments.gpu_acceptance.at_peak import differences, tape_of_cpu, tape_of_history
 from experiments.gpu_acceptance.child import Result, Setting
 from experiments.gpu_acceptance.layouts import CAPPED, DRY_GRID, GRID, Layout
 from lowmem import device as devices
 from lowmem.allocator import SimulatedOutOfMemory
 from lowmem.budget import Budget
 from lowmem.cards import CARDS
-from lowmem.plan import MARGIN_BYTES, card_for
+from lowmem.plan import card_for
+from lowmem.planner import MARGIN_BYTES
 from lowmem.precision import LossScale
 from lowmem.search import Choices, Room, Simulations, fastest, smallest_cap_bytes
 from lowmem.settings import Settings
@@ -131,8 +131,7 @@ def check_peaks(setting: Setting, device: torch.device, target: Target) -> Resul
             errors[name] = allocated
         else:
             checks["measures what it did at first"] = measured.allocated_peak_bytes == peaks[0]
-        held[name] = all(checks.values())
-        setting.record(name, values, checks)
+        held[name] = setting.record(name, values, checks)
     for layout in (layout for layout in capped if layout.name in errors):
         held[f"smallest cap of {layout.name}"] = smallest_cap(setting, layout, device, target)
     median = statistics.median(map(abs, errors.values())) if errors else math.inf
@@ -182,8 +181,7 @@ def smallest_cap(setting: Setting, layout: Layout, device: torch.device, target:
         "nothing that runs is refused beyond the margin": simulated_bytes - completes <= MARGIN_BYTES,
         "nothing that fails is called fitting within the margin": completes - simulated_bytes <= MARGIN_BYTES,
     }
-    setting.record(f"smallest cap of {layout.name}", values, checks)
-    return all(checks.values())
+    return setting.record(f"smallest cap of {layout.name}", values, checks)
 
 
 def check_choice(setting: Setting, device: torch.device, target: Target) -> Result:
@@ -204,8 +202,9 @@ def check_choice(setting: Setting, device: torch.device, target: Target) -> Resu
         if base.batch % (micro_batch * group) == 0
     ]
     simulations = Simulated.of(base, target).simulations
+    kept = (0, 2 * simulations.blocks)
     resident = sorted({layout.case(simulations.units).resident_units for layout in layouts})
-    found = fastest(simulations, Choices(micro_batches, groups, (1, 2), (True, False), resident), Room(room, None))
+    found = fastest(simulations, Choices(micro_batches, groups, (1, 2), kept, resident), Room(room, None))
     seconds: dict[str, float] = {}
     chosen = None
     for layout in layouts:
@@ -240,9 +239,7 @@ def measure(
     the tape of what was allocated, which the CPU always has."""
     _empty(device)
     if device.type == "cpu":
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            seconds, updates = _run(layout, device, steps)
-        tape = tape_of_profile(profiler)
+        tape, (seconds, updates) = tape_of_cpu(lambda: _run(layout, device, steps))
         try:
             taken = under_cap(tape, limit_bytes)
         except SimulatedOutOfMemory:

@@ -61,7 +61,7 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
     case = StepCase(seq, batch, Schedule(1, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS["adamw"], 0)
     simulations = Simulations(lambda: make_decoder(config, "bf16", "fp32"), case, gpu_target(card))
     sizes = [2**power for power in range(batch.bit_length()) if batch % 2**power == 0]
-    choices = Choices(sizes, None, SEGMENTS, (True, False), range(simulations.units + 1))
+    choices = Choices(sizes, None, SEGMENTS, range(2 * simulations.blocks + 1), range(simulations.units + 1))
     found = fastest(simulations, choices, Room(limit_bytes, None))
     if found is None:
         smallest = smallest_room(simulations, choices, Room(limit_bytes, None))

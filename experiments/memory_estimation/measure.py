@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import fields
 
 import torch
 from transformers import PretrainedConfig
@@ -86,7 +87,7 @@ def run_lowmem(config: PretrainedConfig, seq: int, batch: int, choice: dict, dev
     for part in store.parts:
         part.working.normal_(0, 0.02)
     store.page_lock()
-    schedule = Schedule(*(choice[name] for name in ("micro_batch", "group", "segment_blocks", "recompute")))
+    schedule = Schedule(**{field.name: choice[field.name] for field in fields(Schedule) if field.name in choice})
     step = Step(
         decoder, store, optimizer, schedule, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False)
     )  # fmt: skip

@@ -113,6 +113,8 @@ def _choice(row: dict) -> str:
         return ""
     group = f" x {choice['group']}" if choice["group"] > 1 else ""
     kept = "" if choice["recompute"] else ", nothing recomputed"
+    if choice.get("product_blocks") or choice.get("whole_blocks"):
+        kept = f", products of {choice['product_blocks']} blocks and {choice['whole_blocks']} whole blocks kept"
     return f"; micro-batch {choice['micro_batch']}{group}{kept}, {choice['streamed_bytes'] / GIB:.1f} in RAM"
 
 

@@ -37,7 +37,7 @@ from lowmem.step import Schedule, Step
 from lowmem.store import Store
 
 RESIDENT, MIXED, STREAMED = 99, 2, 0
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -83,7 +83,8 @@ def differences(store: Store, other: Store) -> list[str]:
 
 
 def make_state(step: int, **identity) -> dict:
-    return {"step": step, "updates": step, "loss_scale": {"scale": 1.0, "good_steps": 0}, "identity": identity}
+    given = {"step": step, "updates": step, "loss_scale": {"scale": 1.0, "good_steps": 0}, "identity": identity}
+    return given | {"skipped": 0, "eval_first": None, "recoveries": []}
 
 
 def save(folder: Path, store: Store, step: int, keep_last: int = 2, **identity) -> Path:
@@ -571,7 +572,7 @@ def rewrite(checkpoint: Path, change) -> None:
     write_manifest(checkpoint, entries)
 
 
-@pytest.mark.parametrize("key", ["step", "updates", "loss_scale"])
+@pytest.mark.parametrize("key", ["step", "updates", "loss_scale", "skipped", "eval_first", "recoveries"])
 def test_a_state_that_lacks_what_a_run_needs_is_refused(tmp_path, key):
     def leave_out(folder):
         state = make_state(1)
@@ -725,7 +726,8 @@ def rise_mib(work):
 def mark():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 
-folder, state = Path(sys.argv[1]), {"step": 1, "updates": 1, "loss_scale": {}}
+folder = Path(sys.argv[1])
+state = dict.fromkeys(("step", "updates", "loss_scale", "skipped", "eval_first", "recoveries"), 1)
 print(rise_mib(lambda: save_checkpoint(folder, store, state, keep_last=1)))
 print(rise_mib(lambda: find_checkpoint(folder, "auto", print)))
 print(rise_mib(lambda: load_checkpoint(folder / "checkpoints" / "step-00000001", store, {})))

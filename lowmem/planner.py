@@ -1,0 +1,236 @@
+"""Settings and a model's config in, a plan out: how the step is laid out, what it will take, and how long.
+
+The plan is a prediction about the code that trains, not a formula beside it: search.py tries layouts of the step in a
+simulation of it (simulate.py) and takes the fastest whose run completes under both caps. No weights are loaded and no
+GPU is needed. Where nothing fits, forward and backward run twice a step, so that gradients are never all held. fp32
+moments are preferred; 8-bit ones are only taken where they were asked for, or where nothing exact fits into RAM, and
+the plan says so.
+
+    GPU   the simulated run, and MARGIN_BYTES left free
+    RAM   streamed states, and the process: what it holds now, and what training adds to that
+
+On the CPU there is no choice to make for speed: the largest micro-batch of at most 4,096 tokens that fits, and
+recompute unless all activations fit into a quarter of the free RAM. The simulated peak is then RAM's, with the blocks'
+activations counted twice: malloc keeps what was freed and does not find it all again. (GPT-2-Medium and Large, nothing
+recomputed, held 1.2 and 2 times their activations beyond what lived; a model of a million parameters nothing.)
+
+The micro-batch changes the bits of the result. So it never depends on what happens to be free or on a stopwatch: the
+same command on the same machine takes the same one.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+from transformers import PretrainedConfig
+
+from lowmem.adam import OPTIMIZERS
+from lowmem.blocks import Decoder
+from lowmem.budget import CONTEXT_BYTES, ram_now_bytes
+from lowmem.cards import Card
+from lowmem.errors import PlanError
+from lowmem.models import make_decoder
+from lowmem.precision import WORKING_DTYPES
+from lowmem.prediction import Plan
+from lowmem.search import SEGMENTS, Choices, Found, Room, Simulations, fastest, smallest_room
+from lowmem.settings import Settings
+from lowmem.simulate import Recording, StepCase, cpu_target, gpu_target, named_at_peak, record_step
+from lowmem.step import Schedule
+from lowmem.trial import architecture_blamed, compare_small_copy
+from lowmem.units import GIB, MIB, format_size
+
+MARGIN_BYTES = 64 * MIB  # of the GPU's cap: small temporaries that are not simulated; not yet measured on a GPU
+CUDA_PROCESS_BYTES = 2 * GIB  # interpreter, libraries, CUDA's host side, data, where there is no GPU here; assumed
+TRAINING_BYTES = 192 * MIB  # what the process takes on top of what it holds when the plan is made: data, buffers
+CPU_MICRO_BATCH_TOKENS = 4096
+SEGMENTS_OF_A_BATCH = (2, 4, 6, 8)  # blocks per segment that are tried where the inputs of a whole batch are kept
+
+
+def make_plan(
+    settings: Settings, config: PretrainedConfig, device: str, precision: str, card: Card | None,
+    ram_free_bytes: int | None = None, measured: Card | None = None,
+) -> Plan:  # fmt: skip
+    """The plan for the model of `config` on `device` ("cuda", with a `card`, or "cpu"); PlanError, naming the smallest
+    caps that would do, where nothing fits; InputError for an architecture that cannot be trained in pieces.
+    `ram_free_bytes`: what this machine has, if the plan is for this machine. `measured`: the card as it was timed here,
+    which says how long the chosen layout takes; what is chosen is the table's to say, so that it is the same every
+    time."""
+    not_compared = compare_small_copy(config, settings.document_mask)
+    decoder = partial(make_decoder, config, precision, settings.residual)
+    with architecture_blamed(settings.model, precision):
+        if device == "cpu":
+            plan = _cpu_plan(settings, decoder, precision, ram_free_bytes)
+        else:
+            plan = _gpu_plan(settings, decoder, precision, card, measured)
+    if ram_free_bytes is not None and plan.ram_bytes - ram_now_bytes() > ram_free_bytes:
+        raise PlanError(
+            f"{_what(settings)} needs {format_size(plan.ram_bytes)} of RAM in "
+            f"this plan, and {format_size(ram_free_bytes)} are free here; free some, or lower --micro-batch or --seq."
+        )
+    return replace(plan, not_compared=not_compared)
+
+
+def _gpu_plan(
+    settings: Settings, decoder: Callable[[], Decoder], precision: str, card: Card, measured: Card | None
+) -> Plan:
+    gpu_limit, card_limit = settings.gpu_limit_bytes, None
+    if settings.gpu is not None or (gpu_limit is None and torch.cuda.is_available()):
+        card_limit = card.memory_bytes - CONTEXT_BYTES  # what CUDA's context takes of a card is not for us
+        gpu_limit = min(gpu_limit or card_limit, card_limit)
+    process = ram_now_bytes() + TRAINING_BYTES if torch.cuda.is_initialized() else CUDA_PROCESS_BYTES
+    room = Room(
+        None if gpu_limit is None else gpu_limit - MARGIN_BYTES,
+        None if settings.ram_limit_bytes is None else settings.ram_limit_bytes - process,
+    )
+    case = _case(settings, precision)
+    simulations = Simulations(decoder, case, gpu_target(card))
+    choices = _choices(settings, simulations)
+    found = fastest(simulations, choices, room)
+    twice = _twice(settings, choices)
+    if found is None and twice is not None:
+        found = fastest(simulations, twice, room)
+    if found is None:
+        smallest = smallest_room(simulations, twice or choices, room)
+        only_ram_is_short = room.ram is not None and smallest.gpu == room.gpu
+        if only_ram_is_short and settings.optimizer == "adamw" and find_spec("bitsandbytes"):
+            smaller = Simulations(decoder, replace(case, optimizer=OPTIMIZERS["adamw8bit"]), gpu_target(card))
+            found = fastest(smaller, choices, room)
+        if found is None:
+            if card_limit is not None and smallest.gpu + MARGIN_BYTES > card_limit:
+                raise PlanError(
+                    f"{card.name} has {format_size(card_limit)} for us; {_what(settings)} needs "
+                    f"{format_size(smallest.gpu + MARGIN_BYTES)}, even with {format_size(process + smallest.ram)} of "
+                    "RAM: no plan for this card."
+                )
+            raise PlanError(_refusal(settings, gpu_limit, process, smallest))
+    plan = _plan(settings, simulations, "cuda", precision, card, gpu_limit, found, process)
+    if measured is not None:
+        timed = record_step(decoder(), found.case, gpu_target(measured), {}, alike=True)
+        plan = replace(plan, card=measured, step_seconds=timed.seconds, waiting_seconds=timed.waiting_seconds)
+    return plan
+
+
+def _case(settings: Settings, precision: str) -> StepCase:
+    return StepCase(
+        settings.seq, settings.batch, Schedule(1, 1, 1, recompute=True), WORKING_DTYPES[precision],
+        OPTIMIZERS[settings.optimizer], 0, settings.clip_norm, settings.document_mask,
+    )  # fmt: skip
+
+
+def _choices(settings: Settings, simulations: Simulations) -> Choices:
+    """All that the settings leave open."""
+    units, blocks = simulations.units, simulations.blocks
+    micro_batches = [size for size in range(1, settings.batch + 1) if settings.batch % size == 0]
+    if settings.micro_batch is not None:
+        micro_batches = [settings.micro_batch]
+    if settings.group is not None:
+        micro_batches = [size for size in micro_batches if (settings.batch // size) % settings.group == 0]
+    return Choices(
+        micro_batches=micro_batches,
+        groups=None if settings.group is None else [settings.group],
+        segments=SEGMENTS if settings.segment_blocks is None else [settings.segment_blocks],
+        kept={"auto": range(2 * blocks + 1), "on": [0], "products": [blocks], "off": [2 * blocks]}[settings.recompute],
+        resident_units={"auto": range(units + 1), "resident": [units], "streamed": [0]}[settings.states],
+    )
+
+
+def _twice(settings: Settings, choices: Choices) -> Choices | None:
+    """The choices that are left where nothing fits: forward and backward twice a step, so that the gradients need never
+    be held all at once; None where that saves nothing."""
+    one_group = settings.group in (None, settings.batch // choices.micro_batches[0])
+    if settings.clip_norm is None or not one_group:
+        return None
+    segments = SEGMENTS_OF_A_BATCH if settings.segment_blocks is None else choices.segments
+    return replace(choices, norm_first=True, micro_batches=choices.micro_batches[:1], segments=segments)
+
+
+def _plan(
+    settings: Settings, simulations: Simulations, device: str, precision: str, card: Card | None,
+    gpu_limit: int | None, found: Found, process: int,
+) -> Plan:  # fmt: skip
+    recording = found.recording
+    ram = {"streamed_states": recording.streamed_bytes, "process": process}
+    return Plan(
+        settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, device, precision,
+        card, found.case.optimizer.name, found.case.schedule, found.case.resident_units, gpu_limit,
+        found.memory.allocated_peak_bytes, found.memory.reserved_peak_bytes, found.memory.at_peak, ram,
+        recording.seconds, recording.waiting_seconds, _one_step(recording, found.memory.timeline),
+    )  # fmt: skip
+
+
+def _one_step(recording: Recording, timeline: list[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
+    """The part of a timeline that belongs to the second step, from 0 seconds on."""
+    return [
+        (seconds - recording.began, allocated, reserved)
+        for seconds, allocated, reserved in timeline
+        if 0 <= seconds - recording.began <= recording.seconds
+    ]
+
+
+def _cpu_plan(settings: Settings, decoder: Callable[[], Decoder], precision: str, ram_free_bytes: int | None) -> Plan:
+    process = ram_now_bytes() + TRAINING_BYTES
+    simulations = Simulations(decoder, _case(settings, precision), cpu_target())
+    choices = _choices(settings, simulations)
+    resident = choices.resident_units[-1]
+
+    def plan_of(schedule: Schedule) -> Plan:
+        case, recording = simulations.record(schedule, resident)
+        ram = named_at_peak(recording.tape) | {"streamed_states": recording.streamed_bytes, "process": process}
+        ram["freed_and_kept"] = ram.get("live_blocks", 0)
+        return Plan(
+            settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, "cpu", precision,
+            None, settings.optimizer, case.schedule, resident, settings.gpu_limit_bytes, None, None, {}, ram, None,
+            None, [],
+        )  # fmt: skip
+
+    def fits(plan: Plan) -> bool:
+        return settings.ram_limit_bytes is None or plan.ram_bytes <= settings.ram_limit_bytes
+
+    def fits_here(plan: Plan) -> bool:
+        return ram_free_bytes is None or plan.ram_bytes - ram_now_bytes() <= ram_free_bytes
+
+    def twice(schedule: Schedule) -> Schedule:
+        return replace(schedule, norm_first=True, group=settings.batch // schedule.micro_batch)
+
+    most = max(CPU_MICRO_BATCH_TOKENS // settings.seq, 1)
+    sizes = [size for size in choices.micro_batches if size <= most] or choices.micro_batches[:1]
+    schedules = [
+        simulations.schedule(size, choices.groups_of(settings.batch, size)[0], choices.segments[0], choices.kept[0])
+        for size in reversed(sizes)
+    ]
+    may_run_twice = settings.clip_norm is not None and settings.group is None
+    if may_run_twice:
+        schedules += map(twice, list(schedules))
+    plan = next((plan for plan in map(plan_of, schedules) if fits(plan)), None)
+    if plan is None:
+        least = plan_of(schedules[-1]).ram_bytes
+        raise PlanError(_refusal(settings, None, 0, Room(None, least)))
+    if may_run_twice and not fits_here(plan):  # which changes no bit, so what is free may decide it
+        plan = plan_of(twice(plan.schedule))
+    if settings.recompute == "auto" and ram_free_bytes is not None:
+        kept = plan_of(replace(plan.schedule, recompute=False, segment_blocks=1))
+        activations = kept.ram_bytes - plan.ram_bytes
+        if fits(kept) and fits_here(kept) and activations <= ram_free_bytes // 4:
+            plan = kept
+    return plan
+
+
+def _refusal(settings: Settings, gpu_limit: int | None, process: int, room: Room) -> str:
+    caps = [
+        f"{format_size(limit)} of {what}"
+        for what, limit in (("GPU memory", gpu_limit), ("RAM", settings.ram_limit_bytes))
+        if limit is not None
+    ]
+    wants = [f"--ram-limit {math.ceil((process + room.ram) / MIB)}MiB"]
+    if room.gpu is not None:
+        wants.insert(0, f"--gpu-limit {math.ceil((room.gpu + MARGIN_BYTES) / MIB)}MiB")
+    return (
+        f"{_what(settings)} does not fit in {' and '.join(caps)}; the smallest that would do is {' with '.join(wants)}."
+    )
+
+
+def _what(settings: Settings) -> str:
+    return f"{settings.model} at {settings.batch} x {settings.seq} tokens"

@@ -1,0 +1,63 @@
+"""Losses and gradients that are not numbers: no update, said in the log, and an end after ten in a row."""
+
+import math
+
+import pytest
+from runs import content, last_line, simulated
+from safetensors.torch import load_file
+
+import lowmem.step
+from lowmem.log import read_metrics
+
+
+def spoil(patch: pytest.MonkeyPatch, micro_batches: range) -> None:
+    """The training loss, and its gradient, of these micro-batches (counted from 0 over the run) are NaN."""
+    real, calls = lowmem.step.linear_cross_entropy, iter(range(1000))
+
+    def spoilt(*arguments, **keywords):
+        loss, gradient = real(*arguments, **keywords)
+        if simulated() or keywords.get("weight_gradient") is None or next(calls) not in micro_batches:
+            return loss, gradient
+        return loss * math.nan, gradient * math.nan
+
+    patch.setattr(lowmem.step, "linear_cross_entropy", spoilt)
+
+
+def test_ten_steps_in_a_row_without_a_finite_gradient_stop_the_run_with_the_weights_intact(
+    train, tmp_path, capsys, monkeypatch
+):
+    spoil(monkeypatch, range(2 * 2, 1000))  # from the third step on
+    out = tmp_path / "out"
+    assert train(out, "--steps", "30", "--save-every", "1", "--keep-last", "30") == 1
+    assert "10 steps in a row had no finite gradient; stopped at step 12" in last_line(capsys)
+    assert [row["step"] for row in read_metrics(out / "metrics.jsonl") if math.isnan(row["loss"])] == list(range(3, 13))
+    assert "step 3: the gradient's norm is nan, so no update was made" in (out / "log.txt").read_text()
+    good, last = (content(out / f"checkpoints/step-{step:08d}") for step in (2, 11))
+    states = [name for name in good if name.endswith(".safetensors")]
+    assert states and all(good[name] == last[name] for name in states)
+
+
+def test_one_bad_step_is_skipped_and_the_schedule_waits_for_it(train, tmp_path, monkeypatch):
+    spoil(monkeypatch, range(2, 3))  # the first micro-batch of the second step
+    assert train(tmp_path / "out", "--steps", "4") == 0
+    rows = read_metrics(tmp_path / "out/metrics.jsonl")
+    assert [math.isnan(row["loss"]) for row in rows] == [False, True, False, False]
+    assert rows[2]["learning_rate"] == rows[1]["learning_rate"] > rows[3]["learning_rate"]
+    assert rows[3]["loss"] < rows[0]["loss"]
+    for tensor in load_file(tmp_path / "out/model/model.safetensors").values():
+        assert tensor.isfinite().all()
+
+
+def test_a_run_that_gave_up_does_not_end_well_when_it_is_started_again(train, tmp_path, capsys):
+    options = ["--lr", "1e30", "--schedule", "constant", "--steps", "14"]
+    for _ in range(2):
+        assert train(tmp_path / "out", *options) == 1
+        assert "10 steps in a row had no finite gradient; stopped at step" in last_line(capsys)
+        assert not (tmp_path / "out/model").exists() and not (tmp_path / "out/report.json").exists()
+
+
+def test_a_run_whose_last_loss_is_nan_exports_nothing(train, tmp_path, capsys):
+    for _ in range(2):
+        assert train(tmp_path / "out", "--lr", "1e30", "--schedule", "constant", "--steps", "4") == 1
+        assert "nothing was exported" in last_line(capsys)
+        assert not (tmp_path / "out/model").exists()

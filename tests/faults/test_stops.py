@@ -1,0 +1,170 @@
+"""Signals in every phase, and going on: the same bits as a run that was never stopped, or a refusal that says why."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from runs import ROOT, SMALL, assert_same_run, at_call, content, last_line, loss_rows, stored, weights
+
+import lowmem.step
+import lowmem.train
+from lowmem.step import Step
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "number", "done"),
+    [
+        (lowmem.train, "load_data", 1, signal.SIGTERM, 0),
+        (Step, "evaluate", 1, signal.SIGINT, 0),  # before the first step
+        (Step, "__call__", 2, signal.SIGTERM, 2),
+        (
+            lowmem.step,
+            "linear_cross_entropy",
+            6,
+            signal.SIGINT,
+            2,
+        ),  # 2 in the evaluation, 2 per step: in mid-accumulation
+        (lowmem.train, "save_checkpoint", 1, signal.SIGTERM, 2),
+        (Step, "evaluate", 3, signal.SIGINT, 2),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_signal_at_any_moment_is_answered_at_the_end_of_the_step_and_costs_no_bit(
+    finished, train, tmp_path, capsys, monkeypatch, owner, name, call, number, done
+):
+    options = ["--save-every", "2", *(["--eval-every", "1"] if call == 3 else [])]
+    with monkeypatch.context() as patch:
+        at_call(patch, owner, name, lambda: os.kill(os.getpid(), number), call)
+        code = train(tmp_path / "out", *options)
+    sentence = last_line(capsys)
+    rows = loss_rows(tmp_path / "out")
+    assert (code, len(rows)) == (75, done)
+    assert f"stopped by {signal.Signals(number).name} after step {done}" in sentence
+    assert not (tmp_path / "out/model").exists()
+    assert train(tmp_path / "out", *options) == 0
+    assert f"{done} of 3 steps are done" in capsys.readouterr().err
+    assert weights(tmp_path / "out") == weights(finished)
+    assert [row["loss"] for row in loss_rows(tmp_path / "out")] == [row["loss"] for row in loss_rows(finished)]
+
+
+def test_a_process_that_is_told_to_stop_saves_and_the_same_command_goes_on_bitwise(text, train, tmp_path):
+    """With wandb beside it, offline, which starts processes and catches signals of its own."""
+    options = ["--steps", "30", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "train_gpt2_large.py", *SMALL, "--data", str(text), *options]
+    offline = {"env": os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}, "cwd": ROOT, "text": True}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **offline) as process:
+        for line in process.stderr:
+            if line.startswith("step 4/"):
+                process.terminate()
+                break
+        errors = process.stderr.read()
+    assert process.returncode == 75, errors
+    assert "stopped by SIGTERM after step" in errors.splitlines()[-1] and "Traceback" not in errors
+    assert not (tmp_path / "out/model").exists()
+
+    result = subprocess.run(command, capture_output=True, **offline)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"going on from .*: \d+ of 30 steps are done", result.stderr)
+    assert train(tmp_path / "whole", "--steps", "30") == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "out")
+
+    readme = (tmp_path / "out/model/README.md").read_text()
+    assert f"\n\n    {shlex.join(command[1:])}\n\n" in readme
+    assert "859,008 parameters" in readme and "after 30 steps" in readme
+    wandb_runs = list((tmp_path / "out").glob("wandb/offline-run-*/*.wandb"))
+    assert len(wandb_runs) == 2 or "wandb could not start" in errors  # the package is optional
+
+
+def test_an_interrupt_while_pytorch_is_imported_ends_the_script_without_a_word(tmp_path):
+    command = [sys.executable, "train_gpt2_large.py", "--demo", "--out", str(tmp_path / "out")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        maps = f"/proc/{process.pid}/maps"
+        while "libtorch" not in open(maps).read():  # noqa: SIM115
+            time.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)
+    assert (process.returncode, *said) == (-signal.SIGINT, b"", b"")  # 130 to a shell
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_same_command_after_the_end_computes_nothing_anew(finished, train, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert train(out) == 0
+    before = content(out)
+    capsys.readouterr()
+    assert train(out) == 0
+    after = content(out)
+    assert "3 of 3 steps are done" in capsys.readouterr().err
+    same = [name for name in before if name.startswith(("metrics", "checkpoints", "model/model", "loss.png"))]
+    assert len(same) > 10 and all(before[name] == after[name] for name in same)
+    assert stored(out / "report.json")["loss"] == json.loads(before["report.json"])["loss"]
+
+
+def test_resume_never_starts_anew(finished, train, tmp_path):
+    out = tmp_path / "out"
+    assert train(out, "--steps", "1") == 0
+    assert train(out, "--resume", "never") == 0
+    assert_same_run(finished, out)
+    assert "not used, and replaced by what this run will save: step-00000001" in (out / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        (["--batch", "8", "--micro-batch", "2"], "--batch 4 -> 8"),
+        (["--seq", "16"], "--seq 32 -> 16"),
+        (["--steps", "5"], "--steps 3 -> 5"),
+        (["--lr", "1e-4"], "--lr 0.001 -> 0.0001"),
+        (["--schedule", "linear"], "--schedule cosine -> linear"),
+        (["--optimizer", "sgd"], "--optimizer adamw -> sgd"),
+        (["--precision", "bf16"], "--precision fp32 -> bf16"),
+        (["--micro-batch", "4"], "--micro-batch 2 -> 4"),
+        (["--data", "python-stdlib"], "data or tokenizer "),
+    ],
+    ids=" ".join,
+)
+def test_what_would_change_the_bits_is_refused_on_resume_and_the_difference_shown(
+    finished, train, capsys, options, difference
+):
+    before = content(finished)
+    assert train(finished, *options) == 2
+    assert difference in last_line(capsys)
+    assert content(finished) == before
+
+
+def test_a_config_that_was_edited_meanwhile_is_refused_and_the_field_named(train, tmp_path, capsys):
+    model, out = tmp_path / "model", tmp_path / "out"
+    model.mkdir()
+    fields = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 64, "vocab_size": 257}
+    options = ["--model", str(model), "--steps", "1"]
+    (model / "config.json").write_text(json.dumps(fields | {"bos_token_id": 256, "eos_token_id": 256}))
+    assert train(out, *options) == 0
+    before = content(out)
+    edited = fields | {"bos_token_id": 256, "eos_token_id": 256, "n_head": 4, "resid_pdrop": 0.0}  # of the same shapes
+    (model / "config.json").write_text(json.dumps(edited))
+    assert train(out, *options) == 2
+    assert "config.json's n_head 2 -> 4; config.json's resid_pdrop 0.1 -> 0.0" in last_line(capsys)
+    assert content(out) == before
+    (model / "config.json").write_text(json.dumps(edited | {"n_head": 2, "resid_pdrop": 0.1, "use_cache": False}))
+    assert train(out, *options) == 0  # what no training step reads may change
+
+
+def test_a_run_can_go_on_in_another_folder(finished, train, tmp_path):
+    assert train(tmp_path / "first", "--save-every", "2") == 0
+    start = tmp_path / "first/checkpoints/step-00000002"
+    assert train(tmp_path / "second", "--resume", str(start)) == 0
+    assert weights(tmp_path / "second") == weights(finished)
+    assert loss_rows(tmp_path / "second") == loss_rows(finished)[2:]
+
+
+def test_a_finished_run_whose_rows_are_elsewhere_is_finished_again(finished, train, tmp_path):
+    assert train(tmp_path / "out", "--resume", str(finished)) == 0
+    assert weights(tmp_path / "out") == weights(finished)
+    loss = stored(tmp_path / "out/report.json")["loss"]
+    assert loss["first"] is loss["last"] is None

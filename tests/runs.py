@@ -1,0 +1,88 @@
+"""What tests of whole runs share: their options, what of a run folder is compared, and a process to measure.
+
+The fixtures `text`, `train` and `finished` (conftest.py) go with it: two files of text, the Large script on them, and
+the folder of such a run that ended as it should. The model is that of --demo, at three steps of 4 x 32 tokens.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import train_gpt2_large
+import train_gpt2_xl
+from lowmem.log import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = {"large": train_gpt2_large, "xl": train_gpt2_xl}
+SMALL = (
+    *("--demo", "--steps", "3", "--seq", "32", "--batch", "4", "--micro-batch", "2", "--eval-batches", "1"),
+    *("--device", "cpu"),
+)
+CLOCK = ("step_ms", "tokens_per_second", "ram_peak_bytes")  # of a row: what may differ between equal runs
+
+
+def stored(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def loss_rows(out: Path) -> list[dict]:
+    return [{key: row[key] for key in row if key not in CLOCK} for row in read_metrics(out / "metrics.jsonl")]
+
+
+def weights(out: Path) -> bytes:
+    return (out / "model/model.safetensors").read_bytes()
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert loss_rows(one) == loss_rows(other)
+    assert weights(one) == weights(other)
+    newest = max(path.name for path in (one / "checkpoints").iterdir())
+    assert content(one / "checkpoints" / newest) == content(other / "checkpoints" / newest)  # m, v, loss scale, ...
+
+
+def last_line(capsys) -> str:
+    """What a failed run says: the last line on stderr, with no traceback before it."""
+    errors = capsys.readouterr().err
+    assert "Traceback" not in errors
+    return errors.splitlines()[-1]
+
+
+def simulated() -> bool:
+    """Whether this is the plan's simulation of a step and not a step."""
+    return bool(_get_current_dispatch_mode_stack())
+
+
+def at_call(patch: pytest.MonkeyPatch, owner: object, name: str, act, call: int = 1) -> None:
+    """`act()` happens at the beginning of the `call`-th call of owner.name, which then goes on."""
+    real, calls = getattr(owner, name), iter(range(1, 10_000))
+
+    def acting(*arguments, **keywords):
+        if not simulated() and next(calls) == call:
+            act()
+        return real(*arguments, **keywords)
+
+    patch.setattr(owner, name, acting)
+
+
+def measured_run(arguments: list[str], environment: dict[str, str]) -> tuple[int, str, str, int, float]:
+    """Exit code, stdout, stderr, peak RSS in bytes and seconds of a Python process in the repository."""
+    started = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with process:
+        out, err = process.stdout.read(), process.stderr.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, out, err, usage.ru_maxrss * 1024, time.monotonic() - started

@@ -1,0 +1,122 @@
+"""Architectures tried out without weights: a small copy says what the whole model would, and errors are laid at the
+right door."""
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    CodeGenConfig,
+    CohereConfig,
+    FalconConfig,
+    Gemma2Config,
+    GPT2Config,
+    GPTJConfig,
+    GPTNeoConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MixtralConfig,
+    MptConfig,
+    OPTConfig,
+    Qwen3Config,
+)
+
+from lowmem import cuda_ops, planner
+from lowmem.cards import CARDS
+from lowmem.errors import InputError
+from lowmem.models import load_config
+from lowmem.planner import make_plan
+from lowmem.settings import Settings
+from lowmem.trial import compare_small_copy
+
+TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 99}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(n_layer=48, n_embd=1600, n_head=25),
+        GPT2Config(n_layer=1, n_embd=12, n_head=1, vocab_size=7),
+        GPTJConfig(),
+        CodeGenConfig(),
+        GPTNeoConfig(),
+        OPTConfig(word_embed_proj_dim=512, hidden_size=1024, num_attention_heads=16, do_layer_norm_before=False),
+        MptConfig(),
+        FalconConfig(),
+        LlamaConfig(num_key_value_heads=8),
+        LlamaConfig(num_key_value_heads=1, vocab_size=32_001, pad_token_id=32_000),
+        Qwen3Config(),
+        MixtralConfig(),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_the_small_copy_of_a_decoder_of_any_size_comes_apart(config):
+    before = config.to_dict()
+    assert compare_small_copy(config, document_mask=False) is None
+    assert config.to_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (Gemma2Config(), "Gemma2ForCausalLM cannot be trained in pieces"),
+        (CohereConfig(), "CohereForCausalLM cannot be trained in pieces"),
+        (GraniteConfig(logits_scaling=8.0), "GraniteForCausalLM cannot be trained in pieces"),
+        (BertConfig(), "BertLMHeadModel attends to later tokens"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else value.model_type,
+)
+def test_what_the_pieces_cannot_express_is_refused_by_name_without_weights(config, said):
+    with pytest.raises(InputError, match=said):
+        compare_small_copy(config, document_mask=False)
+
+
+def test_neighbours_of_the_refused_are_not():
+    assert compare_small_copy(GraniteConfig(logits_scaling=1.0), document_mask=False) is None
+    assert compare_small_copy(BertConfig(is_decoder=True), document_mask=False) is None
+
+
+def test_a_document_mask_is_refused_where_it_would_not_be_honoured():
+    assert compare_small_copy(GPT2Config(), document_mask=True) is None
+    with pytest.raises(InputError, match="OPTForCausalLM does not honour a document mask"):
+        compare_small_copy(OPTConfig(), document_mask=True)
+
+
+def test_a_copy_that_cannot_be_made_is_no_reason_to_refuse():
+    said = compare_small_copy(GPT2Config(n_embd=10, n_head=3), document_mask=False)
+    assert said.startswith("a small copy of it does not run (") and "divisible" in said
+
+
+def test_the_random_numbers_of_a_run_are_left_alone():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    compare_small_copy(GPT2Config(), document_mask=False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- whose error it is
+
+
+def planned(config, precision: str = "bf16"):
+    settings = Settings(model="small", init="random", seq=16, batch=2)
+    return make_plan(settings, config, "cuda", precision, CARDS["rtx3090"])
+
+
+def test_an_operator_that_refuses_what_the_architecture_gives_it_is_the_architectures_error():
+    with pytest.raises(InputError, match="small cannot be simulated in fp16, so it is not trained: Expected inputs of"):
+        planned(MixtralConfig(**TINY, num_key_value_heads=2, num_local_experts=4), "fp16")
+
+
+def test_an_error_of_ours_beneath_the_architectures_code_is_ours(monkeypatch):
+    monkeypatch.setattr(cuda_ops, "_without_data", None)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        planned(LlamaConfig(**TINY))
+
+
+@pytest.mark.parametrize("error", [AssertionError, RuntimeError, KeyError])
+def test_an_error_of_ours_above_it_is_ours(monkeypatch, error):
+    def fastest(*_):
+        raise error("a bug")
+
+    monkeypatch.setattr(planner, "fastest", fastest)
+    with pytest.raises(error, match="a bug"):
+        planned(load_config("gpt2-demo", "random"))
