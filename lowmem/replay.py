@@ -80,7 +80,7 @@ class ReplayedStep(Step):
     def _group(self, micro_batches: Sequence[Batch], dropouts: Sequence[Dropout], scale: float):
         run = super()._group
         # updates that wait, or are made as it runs, are in the ring, whose state is not the recorder's
-        if self._updated < len(self._decoder.units) or self._when_final != HOLD:
+        if self._updates.waiting or self._when_final != HOLD:
             return run(micro_batches, dropouts, scale)
         key = ("group", len(dropouts), micro_batches[0].input_ids.shape, tuple(self.segments))
         arguments = [t for micro_batch in micro_batches for t in vars(micro_batch).values() if t is not None]
@@ -109,7 +109,7 @@ class ReplayedStep(Step):
         optimizer, part, place = self._optimizer, piece.part, slice(piece.start, piece.stop)
         if optimizer.name == "adamw8bit":  # bitsandbytes allocates nothing, and need not be installed for a plan
             optimizer = replace(optimizer, rule=lambda *_: None)
-        at_once, hyper = self._update_at_once, self._hyper
+        at_once, hyper = self._update_at_once, self._updates.hyper
         key = ("update", optimizer.name, piece.stop - piece.start, part.working.dtype)
         self._once(
             key,

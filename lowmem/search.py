@@ -14,8 +14,8 @@ Not every layout is simulated. What is left out is not, or by very little, the a
   * a state on the GPU costs its own bytes, so one recording tells how many there is room for. What a block keeps is
     used for every micro-batch and a resident state once per step, so room is given to blocks first, and the other way
     round only where copies are waited for;
-  * with everything kept and all states resident, a micro-batch size has its shortest time: sizes are tried in the
-    order of that, until it is longer than the best found;
+  * sizes of micro-batches are tried in the order of what they reach at once, with as much kept as fits, until that is
+    so much longer than the best found that nothing else makes up for it;
   * more sequences in a micro-batch never take less memory: sizes go up until one does not fit;
   * longer segments and larger groups are tried where an estimate from what is known says that they could win. A larger
     group only hides copies, or, if it is the whole batch, saves accumulators.
@@ -34,7 +34,8 @@ from lowmem.step import Schedule
 from lowmem.units import MIB
 
 SEGMENTS = (1, 2, 3, 4)  # blocks per segment that are tried
-_NO_WAIT = 1e-3  # the share of a step from which waiting for copies is worth a larger group
+_NO_WAIT = 5e-3  # the share of a step from which waiting for copies is worth doing something about
+_GAIN = 0.05  # what longer segments, larger groups and resident states make of a micro-batch size's first layout
 _FEW = 16  # micro-batches: with more, the inputs kept for a group of the whole batch outweigh the accumulators
 
 
@@ -131,8 +132,8 @@ def fastest(simulations: Simulations, choices: Choices, room: Room) -> Found | N
     if search.fewest_resident is None:
         return None
     best: Found | None = None
-    for shortest_seconds, micro_batch in search.in_order_of_promise():
-        if best is not None and shortest_seconds >= best.recording.seconds:
+    for first_seconds, micro_batch in search.in_order_of_promise():
+        if best is not None and first_seconds > (1 + _GAIN) * best.recording.seconds:
             break
         for group in search.groups_worth_trying(micro_batch):
             found = search.fastest_of(search.candidates(micro_batch, group))
@@ -184,14 +185,16 @@ class _Search:
     # --- which layouts are tried
 
     def in_order_of_promise(self) -> list[tuple[float, int]]:
-        """(seconds with everything kept and resident, micro-batch) of the sizes that fit with least kept."""
+        """(seconds with as much kept as fits, micro-batch) of the sizes that fit: with the first group and the first
+        length of segments that do."""
         promising = []
         for micro_batch in self.choices.micro_batches:
             groups = self._groups(micro_batch)
-            if not any(self._least_that_fits(micro_batch, group) for group in sorted({groups[0], groups[-1]})):
+            least = self._least_that_fits(micro_batch, groups[0]) or self._least_that_fits(micro_batch, groups[-1])
+            if least is None:
                 break
-            most = _Layout(micro_batch, groups[0], self.choices.segments[0], self._all_kept, self._all_resident)
-            promising.append((self.record(most).seconds, micro_batch))
+            first = replace(least, kept=self._most_kept(least))
+            promising.append((self.record(self._most_resident(first)).seconds, micro_batch))
         return sorted(promising)
 
     def _least_that_fits(self, micro_batch: int, group: int) -> _Layout | None:
@@ -208,8 +211,7 @@ class _Search:
         least = self._least_that_fits(micro_batch, smallest)
         if least is not None:
             yield smallest
-            short = not self._fits(replace(least, kept=self._all_kept, resident=self._all_resident))
-        if larger and (least is None or (short and larger[-1] <= _FEW)):
+        if larger and (least is None or self._saves_memory(replace(least, group=larger[-1]), least)):
             yield larger[-1]
         if least is None:
             return
@@ -222,6 +224,12 @@ class _Search:
                 break
             yield group
             before = recording
+
+    def _saves_memory(self, whole: _Layout, least: _Layout) -> bool:
+        """Whether the batch as one group, which keeps the inputs of all and accumulators of few, leaves more room."""
+        if self._fits(replace(least, kept=self._all_kept, resident=self._all_resident)) or whole.group > _FEW:
+            return False
+        return self.allocated_bytes(whole) < self.allocated_bytes(least)
 
     def candidates(self, micro_batch: int, group: int) -> Iterator[_Layout]:
         """Layouts one of which is the fastest, as far as what is allocated decides."""

@@ -30,21 +30,21 @@ before its update.
 """
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lowmem import recompute
-from lowmem.adam import CPU_SLICE, Hyperparameters, Optimizer, update
+from lowmem.adam import CPU_SLICE, Optimizer, update
 from lowmem.blocks import Decoder, Extra
-from lowmem.errors import LowmemError
 from lowmem.loss import linear_cross_entropy
 from lowmem.precision import LossScale
 from lowmem.recompute import ALL, INPUT, PRODUCTS, Dropout, Lessons, Saved, Segment
 from lowmem.store import Part, Piece, Store
 from lowmem.streaming import Ring, State
+from lowmem.updates import UpdateInterrupted, Updates
 
 HOLD, DROP, UPDATE = "hold", "drop", "update"  # what becomes of a unit's gradient when no more is added to it
 
@@ -97,10 +97,6 @@ class StepResult:
     updated: bool
 
 
-class UpdateInterrupted(LowmemError):
-    """An update of which only a part could be made: the weights are of no use any more, and what was saved is."""
-
-
 class Step:
     """Callable on a batch; holds the updates that wait for the next forward."""
 
@@ -117,13 +113,10 @@ class Step:
         loss_scale: LossScale,
     ):
         self.segments = schedule.segments(len(decoder.blocks))
-        self.ring = Ring(store.device, store.pieces)
         self.schedule, self.loss_scale = schedule, loss_scale
         self._decoder, self._store, self._optimizer = decoder, store, optimizer
         self._clip_norm, self._seed = clip_norm, seed
-        self._hyper = Hyperparameters(learning_rate=0.0, weight_decay=weight_decay, update=0)
-        self._pending: Iterator[int] | None = None
-        self._updated = len(decoder.units)  # how many units are done, in the order of the pending updates
+        self._updates = Updates(store, len(decoder.units), weight_decay, lambda *piece: self._update(*piece))
         self._when_final = HOLD
         self._update_with = 1.0, 0.0  # the factor that clips the gradients, and the learning rate
         self._norms: dict[int, Tensor] = {}  # of the pieces whose gradients are final, by their place in the store
@@ -138,11 +131,15 @@ class Step:
     @property
     def updates(self) -> int:
         """Updates so far; a skipped step is none."""
-        return self._hyper.update
+        return self._updates.hyper.update
 
     @updates.setter
     def updates(self, value: int) -> None:
-        self._hyper = replace(self._hyper, update=value)
+        self._updates.hyper = replace(self._updates.hyper, update=value)
+
+    @property
+    def ring(self) -> Ring:
+        return self._updates.ring
 
     def __call__(self, batch, step: int, learning_rate: float) -> StepResult:
         """`batch`: what data.py makes (input_ids, labels [B, T], ...), on the CPU; `step` names the dropout masks."""
@@ -166,7 +163,9 @@ class Step:
                 self._when_final = UPDATE
                 self._forward_and_backward(micro_batches, dropouts, scale)
             else:
-                self._hand_over()
+                self._updates.begin(*self._update_with, downwards=False)
+                if not self.schedule.defer:
+                    self.flush()
         for part in self._store.parts if not updated else ():
             part.gradient = None
         self.loss_scale.update(updated)
@@ -210,8 +209,7 @@ class Step:
 
     def flush(self) -> None:
         """Applies every update that still waits: before anything but a training step reads a weight or a state."""
-        self._run_updates(len(self._decoder.units))
-        self.ring.synchronize()
+        self._updates.flush()
 
     def begin_again(self, micro_batch: int) -> None:
         """After an OutOfMemoryError of a step or an evaluation: as if that had not been begun, and from now on in
@@ -219,12 +217,12 @@ class Step:
 
         An update that was waiting is applied first, since no forward pass changes a weight. What gradients there are
         then belong to the step that failed: an accumulator is begun only when every unit has been updated. Groups keep
-        their sequences, but for those of one micro-batch.
+        their sequences, but for those of one micro-batch where that makes no difference.
         """
-        if self._when_final == UPDATE and self._updated < len(self._decoder.units):
+        if self._when_final == UPDATE and self._updates.waiting:
             raise UpdateInterrupted(
                 "out of memory while the weights were updated, unit by unit, in backward: they are not saved; the same "
-                "command goes on from the newest checkpoint, with a smaller --micro-batch it needs less"
+                "command goes on from the newest checkpoint; --recompute on or --states streamed leaves it more room"
             )
         self.flush()
         for part in self._store.parts:
@@ -235,8 +233,8 @@ class Step:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         ratio = self.schedule.micro_batch // micro_batch
-        larger = (self.schedule.group > 1 and self.schedule.recompute) or self.schedule.norm_first
-        group = self.schedule.group * ratio if larger else 1
+        several = self.schedule.recompute and (self.schedule.group > 1 or self._clip_norm is None)
+        group = self.schedule.group * ratio if several or self.schedule.norm_first else 1
         self.schedule = replace(self.schedule, micro_batch=micro_batch, group=group)
 
     def _group(
@@ -244,7 +242,7 @@ class Step:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Per micro-batch: the loss, summed over tokens, and the gradient for the first block's input."""
         # No loop may leave a tensor in a variable of its own: it would live until the group is done.
-        self._run_updates(1)
+        self._updates.run(1)
         embedded = [self._embed(*pair) for pair in zip(micro_batches, dropouts, strict=True)]
         hidden = [first for first, _ in embedded]
         extras = [extra for _, extra in embedded]
@@ -252,13 +250,13 @@ class Step:
 
         saved: list[list[Saved]] = [[] for _ in micro_batches]
         for segment in self.segments:
-            self._run_updates(segment.blocks.stop + 1)  # unit 0 is the embedding, so block i is unit i + 1
+            self._updates.run(segment.blocks.stop + 1)  # unit 0 is the embedding, so block i is unit i + 1
             for index, dropout in enumerate(dropouts):
                 hidden[index], kept = self._segment_forward(segment, hidden[index], extras[index], dropout)
                 saved[index].append(kept)
         del kept
 
-        self._run_updates(len(self._decoder.units))
+        self._updates.run(len(self._decoder.units))
         losses: list[Tensor] = []
         for index, (micro_batch, dropout) in enumerate(zip(micro_batches, dropouts, strict=True)):
             # from here on `hidden` is the gradient on its way down
@@ -267,7 +265,7 @@ class Step:
 
         if self._when_final == UPDATE:
             if math.isfinite(torch.stack(losses).sum().item()):
-                self._hand_over()
+                self._updates.begin(*self._update_with, downwards=True)
             else:
                 self._when_final = HOLD
         if self._when_final != HOLD:
@@ -326,7 +324,7 @@ class Step:
         at_once = CPU_SLICE if self._device.type == "cpu" else None
         place = slice(piece.start, piece.stop)
         working, gradient = piece.part.working[place], piece.part.gradient[place]
-        update(self._optimizer, working, state, gradient, self._hyper, piece.decay, at_once)
+        update(self._optimizer, working, state, gradient, self._updates.hyper, piece.decay, at_once)
 
     def _loss(self, final: Tensor, labels: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor | None]:
         """Chunked cross-entropy of `final` [B, T, D]; with `scale`, gradients too."""
@@ -350,7 +348,7 @@ class Step:
 
     def _finish_gradients(self, lowest: int) -> None:
         """What follows when no more is added to the gradients of the units from `lowest` on: their norms (fp32 within a
-        piece) and, with `_at_once`, their updates."""
+        piece) and what `_when_final` says."""
         norms = {
             index: self._norm_of(piece)
             for index, piece in enumerate(self._store.pieces)
@@ -368,50 +366,7 @@ class Step:
                     "updated already, so they are not saved; the same command goes on from the newest checkpoint, and "
                     "with --clip-norm such a step is skipped whole"
                 )
-            self._run_updates(len(self._decoder.units) - lowest)
-
-    def _hand_over(self) -> None:
-        """Makes the updates ready to be applied: in the order in which the forward needs them or, where they come
-        during backward, in the order in which that is done with them."""
-        gradient_scale, learning_rate = self._update_with
-        self._hyper = replace(
-            self._hyper, learning_rate=learning_rate, update=self._hyper.update + 1, gradient_scale=gradient_scale
-        )
-        self._pending = self._apply_updates(downwards=self._when_final == UPDATE)
-        self._updated = 0
-        if not self.schedule.defer:
-            self.flush()
-
-    @torch.no_grad()
-    def _apply_updates(self, downwards: bool) -> Iterator[int]:
-        """Updates piece by piece; yields how many units are done. A part's gradient is freed after it."""
-        units = len(self._decoder.units)
-        pieces = sorted(self._store.pieces, key=lambda piece: -piece.part.unit) if downwards else self._store.pieces
-        done = 0
-        for piece, state in self.ring.pass_over(pieces):
-            part = piece.part
-            before = units - 1 - part.unit if downwards else part.unit
-            if before > done:  # whatever units lie between have no parameters
-                yield before
-                done = before
-            if part.gradient is None:  # nothing of it took part in this step
-                continue
-            self._update(piece, state)
-            if piece is part.pieces[-1]:
-                part.gradient = None
-        yield units
-
-    def _run_updates(self, units: int) -> None:
-        """Sees to it that so many units are updated, in the order of the pending updates."""
-        try:
-            while self._updated < units:
-                self._updated = next(self._pending)
-        except torch.OutOfMemoryError as error:
-            raise UpdateInterrupted(
-                f"out of memory within update {self.updates}, which left some weights new and some old, so they are "
-                "not saved; the same command goes on from the newest checkpoint, and --recompute on or --states "
-                f"streamed leaves it more room ({str(error).splitlines()[0]})"
-            ) from error
+            self._updates.run(len(self._decoder.units) - lowest)
 
 
 def mean_loss(step: Step, rows, batches: int) -> float | None:

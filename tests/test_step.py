@@ -26,8 +26,9 @@ from lowmem.blocks import Decoder
 from lowmem.data import Batch
 from lowmem.precision import WORKING_DTYPES, LossScale, cast_explicitly
 from lowmem.schedule import learning_rate
-from lowmem.step import Schedule, Step, UpdateInterrupted
+from lowmem.step import Schedule, Step
 from lowmem.store import Store
+from lowmem.updates import UpdateInterrupted, Updates
 
 SEQ, BATCH = 24, 4
 CPU = torch.device("cpu")
@@ -188,13 +189,13 @@ def test_without_clipping_updates_during_backward_change_no_bit_and_hold_two_uni
     plain = train(batches, **kind, **PLAIN)
     most = 0
 
-    def watch(step, *_):
+    def watch(updates, units):
         nonlocal most
-        most = max(most, len({part.unit for part in step._store.parts if part.gradient is not None}))
-        return run_updates(step, *_)
+        most = max(most, len({part.unit for part in updates._store.parts if part.gradient is not None}))
+        return run_updates(updates, units)
 
-    run_updates = Step._run_updates
-    monkeypatch.setattr(Step, "_run_updates", watch)
+    run_updates = Updates.run
+    monkeypatch.setattr(Updates, "run", watch)
     for case in ({"segment_blocks": 1}, {"segment_blocks": 2, "resident_units": 2}, {"product_blocks": 4}):
         most = 0
         assert train(batches, **kind, group=BATCH, **case).differences(plain) == [], case

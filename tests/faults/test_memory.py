@@ -35,9 +35,10 @@ from lowmem.errors import LowmemError
 from lowmem.precision import LossScale
 from lowmem.recovery import PAGEABLE_SHARE, with_pageable_copies, within_memory
 from lowmem.settings import Settings
-from lowmem.step import Schedule, Step, UpdateInterrupted
+from lowmem.step import Schedule, Step
 from lowmem.store import Store
 from lowmem.units import MIB
+from lowmem.updates import UpdateInterrupted
 
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB.\nmore lines"
 
@@ -123,7 +124,7 @@ def test_memory_that_runs_out_at_any_operation_of_a_step_costs_no_bit(group):
                 with failing:
                     return step(batch, index, rate)
             except torch.OutOfMemoryError:
-                waiting = step._updated < len(step._decoder.units)
+                waiting = step._updates.waiting
                 phase.append("forward, update waiting" if waiting else "backward")
                 raise
 
