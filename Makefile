@@ -40,7 +40,7 @@ demo: setup
 	$(RUN) train_gpt2_large.py --demo
 
 test: setup
-	$(RUN) -m pytest
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
 lint: setup
 	$(RUN) -m ruff check .

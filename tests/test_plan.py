@@ -197,8 +197,8 @@ def test_the_micro_batch_on_the_cpu_does_not_depend_on_what_is_free_but_what_is_
 @pytest.mark.parametrize(
     "caps",
     [
-        {"gpu_limit_bytes": 100 * MIB},
-        {"gpu_limit_bytes": 250 * MIB, "ram_limit_bytes": CUDA_PROCESS_BYTES + 50 * MIB},
+        {"gpu_limit_bytes": 100 * MIB, "micro_batch": 1},
+        {"gpu_limit_bytes": 250 * MIB, "micro_batch": 1, "ram_limit_bytes": CUDA_PROCESS_BYTES + 50 * MIB},
     ],
 )
 def test_a_refusal_names_caps_that_do_fit_and_that_are_tight(monkeypatch, caps):
@@ -207,15 +207,15 @@ def test_a_refusal_names_caps_that_do_fit_and_that_are_tight(monkeypatch, caps):
         plan_for(**caps)
     assert caught.value.exit_code == 3
     named = caps_named(caught.value)
-    plan = plan_for(**named)
+    plan = plan_for(**caps | named)
     assert plan.schedule.norm_first and "forward and backward run twice" in plan.describe()
     with pytest.raises(PlanError):
-        plan_for(**named | {"gpu_limit_bytes": named["gpu_limit_bytes"] - 64 * MIB})
+        plan_for(**caps | named | {"gpu_limit_bytes": named["gpu_limit_bytes"] - 64 * MIB})
 
 
 def test_moments_in_8_bits_are_taken_where_nothing_exact_fits_into_ram_and_that_is_said(monkeypatch):
     needed = plan_for(states="streamed").ram_breakdown["streamed_states"]
-    caps = {"states": "streamed", "ram_limit_bytes": CUDA_PROCESS_BYTES + needed // 2}
+    caps = {"states": "streamed", "micro_batch": 2, "ram_limit_bytes": CUDA_PROCESS_BYTES + needed // 2}
     if importlib.util.find_spec("bitsandbytes"):
         plan = plan_for(**caps)
         assert (plan.optimizer, plan.to_dict()["choice"]["state_bits"]) == ("adamw8bit", 8)
@@ -228,8 +228,8 @@ def test_moments_in_8_bits_are_taken_where_nothing_exact_fits_into_ram_and_that_
 def test_what_is_not_clipped_has_no_norm_to_wait_for():
     """Updates come during backward where the whole batch is one group, so nothing runs twice."""
     with pytest.raises(PlanError) as caught:
-        plan_for(clip_norm=None, gpu_limit_bytes=100 * MIB)
-    plan = plan_for(clip_norm=None, **caps_named(caught.value))
+        plan_for(clip_norm=None, micro_batch=1, gpu_limit_bytes=100 * MIB)
+    plan = plan_for(clip_norm=None, micro_batch=1, **caps_named(caught.value))
     assert not plan.schedule.norm_first and plan.schedule.group * plan.schedule.micro_batch == 8
 
 
