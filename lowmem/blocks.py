@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
 from lowmem.errors import InputError
@@ -171,6 +172,10 @@ class Decoder:
                 f"{self.architecture} cannot be trained in pieces: its logits are not those of embedding, blocks and "
                 "head in turn (soft-capped or scaled logits, perhaps)"
             )
+        with torch.enable_grad():
+            _, extras = self.embed(input_ids)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(extras)):
+            return f"{self.architecture} hands its blocks what is trained outside of them, which is not supported"
         changed = input_ids.clone()
         changed[:, -1] = (changed[:, -1] + 1) % vocabulary_size
         if not _close(whole[:, :-1], self.model(input_ids=changed, use_cache=False).logits[:, :-1]):

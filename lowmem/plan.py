@@ -19,7 +19,7 @@ from lowmem.device import select_device, set_environment
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.models import check_tokens, load_config
 from lowmem.planner import make_plan
-from lowmem.precision import resolve_precision
+from lowmem.precision import WORKING_DTYPES, resolve_precision
 from lowmem.settings import Settings
 from lowmem.simulate import gpu_target
 from lowmem.trial import architecture_blamed
@@ -103,6 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpu-limit", help="cap of GPU memory, or none (11GiB; with --gpu: what the card has)")
     parser.add_argument("--ram-limit", default="none", help="cap of RAM (%(default)s)")
     parser.add_argument("--gpu", metavar="CARD", help=f"plan for this card: {', '.join(CARDS)}")
+    parser.add_argument("--precision", default="auto", choices=("auto", *WORKING_DTYPES), help="(%(default)s)")
     parser.add_argument("--gpus", type=int, metavar="N", help="advice for N of these cards: which method, which batch")
     parser.add_argument("--json", action="store_true", help="print plan.json's content alone")
     options = parser.parse_args(arguments)
@@ -112,6 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
         of_card = "none" if options.gpu else "11GiB"
         settings = Settings(
             model=options.model, init="random", seq=options.seq, batch=options.batch, gpu=options.gpu, plan_only=True,
+            precision=options.precision,
             gpu_limit_bytes=_size("--gpu-limit", of_card if options.gpu_limit is None else options.gpu_limit),
             ram_limit_bytes=_size("--ram-limit", options.ram_limit),
         )  # fmt: skip

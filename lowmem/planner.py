@@ -46,7 +46,8 @@ MARGIN_BYTES = 64 * MIB  # of the GPU's cap: small temporaries that are not simu
 CUDA_PROCESS_BYTES = 2 * GIB  # interpreter, libraries, CUDA's host side, data, where there is no GPU here; assumed
 TRAINING_BYTES = 192 * MIB  # what the process takes on top of what it holds when the plan is made: data, buffers
 CPU_MICRO_BATCH_TOKENS = 4096
-SEGMENTS_OF_A_BATCH = (2, 4, 6, 8)  # blocks per segment that are tried where the inputs of a whole batch are kept
+FEW_SEQUENCES = 4  # to a micro-batch, where forward and backward run twice: those plans take long to make
+SEGMENTS_OF_A_BATCH = (1, 2, 4, 6, 8)  # blocks per segment that are tried where the inputs of a whole batch are kept
 
 
 def make_plan(
@@ -58,7 +59,7 @@ def make_plan(
     `ram_free_bytes`: what this machine has, if the plan is for this machine. `measured`: the card as it was timed here,
     which says how long the chosen layout takes; what is chosen is the table's to say, so that it is the same every
     time."""
-    not_compared = compare_small_copy(config, settings.document_mask)
+    not_compared = compare_small_copy(config, settings.document_mask, precision, settings.residual)
     decoder = partial(make_decoder, config, precision, settings.residual)
     with architecture_blamed(settings.model, precision):
         if device == "cpu":
@@ -93,7 +94,8 @@ def _gpu_plan(
     if found is None and twice is not None:
         found = fastest(simulations, twice, room)
     if found is None:
-        smallest = smallest_room(simulations, twice or choices, room)
+        rooms = [smallest_room(simulations, which, room) for which in (choices, twice) if which is not None]
+        smallest = min(rooms, key=lambda room: (room.gpu or 0, room.ram))
         only_ram_is_short = room.ram is not None and smallest.gpu == room.gpu
         if only_ram_is_short and settings.optimizer == "adamw" and find_spec("bitsandbytes"):
             smaller = Simulations(decoder, replace(case, optimizer=OPTIMIZERS["adamw8bit"]), gpu_target(card))
@@ -144,7 +146,9 @@ def _twice(settings: Settings, choices: Choices) -> Choices | None:
     if settings.clip_norm is None or not one_group:
         return None
     segments = SEGMENTS_OF_A_BATCH if settings.segment_blocks is None else choices.segments
-    return replace(choices, norm_first=True, micro_batches=choices.micro_batches[:1], segments=segments)
+    smallest, *larger = choices.micro_batches
+    few = [smallest, *(size for size in larger if size <= FEW_SEQUENCES)]
+    return replace(choices, norm_first=True, micro_batches=few, segments=segments)
 
 
 def _plan(

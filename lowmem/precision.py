@@ -76,8 +76,8 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
     return flat.view(*x.shape[:-1], -1)
 
 
-def _norm_in_fp32(module: nn.Module, x: Tensor) -> Tensor:
-    return type(module).forward(module, x.float()).to(x.dtype)
+def _norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
+    return type(module).forward(module, x.float(), *gate, **keywords).to(x.dtype)
 
 
 def _extras_in_16_bit(block: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict]:

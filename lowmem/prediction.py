@@ -91,6 +91,8 @@ class Plan:
         if schedule.group > 1:
             layout += f" in groups of {schedule.group}"
         layout += f"; {kept_in_words(schedule, self.blocks)}"
+        if self.device == "cuda":
+            layout += f"; states of {self.resident_units} of {self.units} units on the GPU"
         lines = [
             f"{self.model}: {self.parameters:,} parameters, all trained; {self.optimizer}, {self.precision}{masters}",
             layout,
@@ -104,7 +106,6 @@ class Plan:
                 f"NOT EXACT: no plan with fp32 moments fits, so Adam's moments are kept in 8 bits ({self.optimizer})"
             )
         if self.device == "cuda":
-            lines[-1] += f"; states of {self.resident_units} of {self.units} units on the GPU"
             lines += _table("GPU", self.gpu_breakdown, "allocated", self.gpu_limit_bytes)
             lines.append(f"  GPU {'reserved':<32}{format_size(self.gpu_reserved_peak_bytes):>10}")
         lines += _table("RAM", self.ram_breakdown, "total", settings.ram_limit_bytes)
@@ -130,6 +131,10 @@ def kept_in_words(schedule: Schedule, blocks: int) -> str:
     again, products, whole = (
         sum(len(segment.blocks) for segment in segments if segment.keep == keep) for keep in (INPUT, PRODUCTS, ALL)
     )
+    if again == blocks:
+        return f"all {blocks} blocks recomputed" + (
+            f", {schedule.segment_blocks} at a time" if schedule.segment_blocks > 1 else ""
+        )
     at_a_time = f", {schedule.segment_blocks} at a time" if schedule.segment_blocks > 1 else ""
     parts = [
         f"{again} recomputed{at_a_time}" if again else "",

@@ -54,31 +54,34 @@ class Kept:
     """What an operation returned; the generator's state after it, where it drew from that."""
 
     result: object
-    versions: tuple[int, ...]
     generator_state: Tensor | None
-
-    @property
-    def unchanged(self) -> bool:
-        return self.versions == _versions(self.result)
 
 
 class Keeping(TorchDispatchMode):
-    """Notes in `kept`, in order, what the products inside `with` return."""
+    """Notes in `kept`, in order, what the products inside `with` return; None for one that is changed in place
+    afterwards, since that is not what it returned any more."""
 
     def __init__(self):
         super().__init__()
         self.kept: list[Kept | None] = []
         self.last_is_a_matrix_product = False
+        self._places: dict[int, int] = {}  # by the address of a kept tensor's storage
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            for tensor in _written(func, args, kwargs):
+                place = self._places.pop(tensor.untyped_storage()._cdata, None)
+                if place is not None:
+                    self.kept[place] = None
         if is_kept(func, args):
             self.last_is_a_matrix_product = func in _MATRIX_PRODUCTS
-            # Autograd ties its graph to the originals. Below autograd views share no count of changes unless asked to.
-            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-                copies = tree_map_only(Tensor, Tensor.detach, result)
-            state = _generator(result).get_state() if _draws(func, args, kwargs or {}) else None
-            self.kept.append(Kept(copies, _versions(copies), state))
+            copies = tree_map_only(Tensor, Tensor.detach, result)  # autograd ties its graph to the originals
+            for tensor in filter(_is_tensor, tree_leaves(copies)):
+                self._places[tensor.untyped_storage()._cdata] = len(self.kept)
+            state = _generator(result).get_state() if _draws(func, args, kwargs) else None
+            self.kept.append(Kept(copies, state))
         return result
 
 
@@ -114,7 +117,7 @@ class Recalling(TorchDispatchMode):
             if number == self._unneeded and self.last_is_a_matrix_product:
                 return self._shape_alone(*(args[index] for index in _MATRIX_PRODUCTS[func]))
             kept = self._kept[number] if self._kept is not None and number < len(self._kept) else None
-            if kept is not None and kept.unchanged:
+            if kept is not None:
                 if kept.generator_state is not None:
                     _generator(kept.result).set_state(kept.generator_state)
                 return kept.result
@@ -138,10 +141,10 @@ class Recalling(TorchDispatchMode):
         outputs = tree_leaves(result)
         if func is _aten.native_dropout.default:
             outputs = outputs[:1]  # the mask is drawn, not computed
-        self._without_values.update(StorageWeakRef(t.untyped_storage()) for t in outputs if isinstance(t, Tensor))
+        self._without_values.update(StorageWeakRef(t.untyped_storage()) for t in filter(_is_tensor, outputs))
 
     def _has_no_values(self, leaf) -> bool:
-        return isinstance(leaf, Tensor) and StorageWeakRef(leaf.untyped_storage()) in self._without_values
+        return _is_tensor(leaf) and StorageWeakRef(leaf.untyped_storage()) in self._without_values
 
     def _saved(self, tensor: Tensor) -> Tensor:
         self.missed |= self._has_no_values(tensor)
@@ -158,13 +161,20 @@ def _draws(operation, args: Sequence, kwargs: dict) -> bool:
     return given.get("dropout_p") != 0.0
 
 
-def _versions(result) -> tuple[int, ...]:
-    return tuple(leaf._version for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+def _written(operation, args: Sequence, kwargs: dict) -> list[Tensor]:
+    """The tensors that an operation changes."""
+    given = dict(zip((argument.name for argument in operation._schema.arguments), args, strict=False)) | kwargs
+    changed = [a.name for a in operation._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return list(filter(_is_tensor, tree_leaves([given.get(name) for name in changed])))
+
+
+def _is_tensor(leaf) -> bool:
+    return isinstance(leaf, Tensor)
 
 
 def _generator(result) -> torch.Generator:
     """The generator that an operation with this result has drawn from."""
-    device = next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)).device
+    device = next(filter(_is_tensor, tree_leaves(result))).device
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]
     return torch.default_generator

@@ -122,7 +122,7 @@ def _run_again(
     if recalling.missed:
         lessons[kind] = None
         del output
-        with Recalling(saved.products, None):
+        with Recalling(None, None):  # what was kept may have been changed in place by now
             output = _run(decoder, segment.blocks, boundary, extras, dropout)
     return output
 

@@ -17,8 +17,8 @@ With clipping the same can be had for twice the time (`norm_first`): forward and
 gradients dropped unit by unit, and once more for the updates, with the same dropout masks and so the same gradients. It
 saves the 4 bytes per parameter that held gradients cost.
 
-One micro-batch per group is ordinary gradient accumulation; one group for the whole step is what lets later versions
-keep accumulators for two segments only. Every schedule gives the same bits, because a parameter's gradient is always
+One micro-batch per group is ordinary gradient accumulation; one group for the whole step is what keeps accumulators for
+one segment only, in either of these ways. Every schedule gives the same bits, because a parameter's gradient is always
 summed over micro-batches in their order. A tied embedding gets its two contributions in one order too: the head's of
 all micro-batches, then the lookup's of all, which is why the embeddings' backward waits for the last group. It costs
 the gradients of the first block's input of the whole batch: B x T x D x 4 bytes (320 MiB for GPT-2-Large at 64 x

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from lowmem.blocks import Decoder
 from lowmem.errors import InputError, LowmemError
 from lowmem.models import build_model, model_from_config
+from lowmem.precision import WORKING_DTYPES, cast_explicitly
 
 _BLOCKS, _HEADS, _VOCABULARY = 2, 4, 64
 _MOST_PARAMETERS = 60_000_000
@@ -33,20 +34,44 @@ _OURS, _THEIRS = (str(Path(module).parent) for module in (__file__, transformers
 _AUTOGRAD = str(Path(torch.autograd.__file__).parent)
 
 
-def compare_small_copy(config: PretrainedConfig, document_mask: bool) -> str | None:
-    """InputError where the pieces of a small copy of `config`'s model do not make the whole; None where they do; in a
-    few words why not, where the two were not compared."""
+def compare_small_copy(config: PretrainedConfig, document_mask: bool, precision: str, residual: str) -> str | None:
+    """InputError where the pieces of a small copy of `config`'s model do not make the whole, or where it does not run
+    in `precision`; None where all is well; in a few words why not, where the two were not compared."""
     try:
         small = small_copy(config)
         parameters = sum(parameter.numel() for parameter in build_model(small).parameters())
         if parameters > _MOST_PARAMETERS:
             return f"a copy with {_BLOCKS} narrow blocks still has {parameters:,} parameters"
-        difference = Decoder(_with_random_weights(small)).difference(small.get_text_config().vocab_size, document_mask)
+        vocabulary_size = small.get_text_config().vocab_size
+        model = _with_random_weights(small)
+        difference = Decoder(model).difference(vocabulary_size, document_mask)
     except Exception as error:  # nobody ever made such a model: what it runs into need not be the original's fault
         return f"a small copy of it does not run ({first_line(error)})"
     if difference is not None:
         raise InputError(difference)
+    if precision != "fp32":
+        _run_in_16_bit(model, WORKING_DTYPES[precision], residual, vocabulary_size)
     return None
+
+
+def _run_in_16_bit(model: nn.Module, dtype: torch.dtype, residual: str, vocabulary_size: int) -> None:
+    """InputError where `model`, with its matrices in `dtype` as training has them, does not run."""
+    cast_explicitly(model, torch.float32 if residual == "fp32" else dtype)
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            parameter.data = parameter.data.to(dtype)
+    decoder = Decoder(model)
+    try:
+        with torch.no_grad():
+            hidden, extras = decoder.embed(torch.arange(16).view(2, 8) % vocabulary_size)
+            for index, extra in enumerate(extras):
+                hidden = decoder.block(index, hidden, extra)
+            decoder.final(hidden)
+    except Exception as error:
+        raise InputError(
+            f"{decoder.architecture} does not run with matrices in {str(dtype).removeprefix('torch.')}: "
+            f"{first_line(error)}; --precision fp32 takes more memory and may work"
+        ) from None
 
 
 def small_copy(config: PretrainedConfig) -> PretrainedConfig:

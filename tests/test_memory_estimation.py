@@ -5,7 +5,10 @@ CPU, autocast's rules against PyTorch's own test lists, and that README.md says 
 """
 
 import json
+import shutil
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from torch.nn import functional as F
 from transformers import BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
 from experiments.gpu_acceptance.at_peak import tape_of_cpu
-from experiments.memory_estimation import autocast, estimate, measure, published, rows, run, table
+from experiments.memory_estimation import autocast, estimate, measure, published, ram, rows, run, table
 from experiments.memory_estimation.autocast import CudaAutocast
 from experiments.memory_estimation.models import MODELS, Model, positions
 from experiments.memory_estimation.plain import record_plain
@@ -345,8 +348,39 @@ def test_measured_rows_meet_their_predictions_with_signed_errors():
     assert "-1.00%" in text and "+10.00%" in text and "out of memory" in text
 
 
+def test_a_run_on_the_cpu_leaves_a_row_of_its_report_and_nothing_else(finished, tmp_path, monkeypatch, capsys):
+    exit_codes = [0, 3]
+
+    def run_script(command, **_):
+        out = Path(command[-1])
+        (out / "checkpoints").mkdir()
+        shutil.copy(finished / "report.json", out)
+        return SimpleNamespace(returncode=exit_codes.pop(0), stderr="progress\ntrain_gpt2_xl.py: RAM is short\n")
+
+    monkeypatch.setattr(ram, "subprocess", SimpleNamespace(run=run_script, PIPE=None))  # git is run as well
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    assert ram.main(["--models", "gpt2", "gpt2-xl", "--out", str(tmp_path)]) == 1
+    assert "gpt2-xl ended with exit code 3: train_gpt2_xl.py: RAM is short" in capsys.readouterr().err
+    (row,) = rows.read(tmp_path / ram.NAME)  # written before the second model began
+    report = json.loads((finished / "report.json").read_text())
+    assert row["predicted_ram_peak_bytes"] == report["plan"]["predicted"]["ram_peak_bytes"]
+    assert row["ram_peak_bytes"] == report["measured"]["ram_peak_bytes"]
+    assert row["command"].startswith("python train_gpt2_large.py --model gpt2 --init random --seq 64")
+    signed = f"{row['predicted_ram_peak_bytes'] / row['ram_peak_bytes'] - 1:+.1%}"
+    assert f"{row['parameters']:,}" in table.tables([row]) and signed in table.tables([row])
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_disk_that_is_too_small_for_a_run_is_named_beforehand(monkeypatch, capsys):
+    monkeypatch.setattr(ram.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
+    monkeypatch.setattr(ram, "subprocess", None)
+    assert ram.main(["--models", "gpt2-xl"]) == 1
+    assert "24.2 GiB" in capsys.readouterr().err
+
+
 def test_the_readme_says_what_the_committed_rows_say():
     text = table.README.read_text(encoding="utf-8")
-    committed = rows.read(rows.FOLDER / "results" / rows.NAME)
+    committed = table.committed_rows()
     assert {row["model"] for row in committed} == set(MODELS)
     assert table.with_tables(text, committed) == text

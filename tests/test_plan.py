@@ -68,7 +68,7 @@ def test_plan_json_says_what_was_planned_and_what_that_depends_on():
     ("schedule", "said"),
     [
         (Schedule(1, 1, 1, recompute=False), "nothing recomputed"),
-        (Schedule(1, 1, 1, True), "of 4 blocks 4 recomputed"),
+        (Schedule(1, 1, 1, True), "all 4 blocks recomputed"),
         (
             Schedule(1, 1, 2, True, product_blocks=1),
             "of 4 blocks 3 recomputed, 2 at a time, 1 recomputed but for",
