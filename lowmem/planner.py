@@ -10,9 +10,9 @@ the plan says so.
     RAM   streamed states, and the process: what it holds now, and what training adds to that
 
 On the CPU there is no choice to make for speed: the largest micro-batch of at most 4,096 tokens that fits, and
-recompute unless all activations fit into a quarter of the free RAM. The simulated peak is then RAM's, with the blocks'
-activations counted twice: malloc keeps what was freed and does not find it all again. (GPT-2-Medium and Large, nothing
-recomputed, held 1.2 and 2 times their activations beyond what lived; a model of a million parameters nothing.)
+recompute unless all activations fit into a quarter of the free RAM. The simulated peak is then RAM's, and beside it as
+much as the blocks' activations ever take: malloc keeps what was freed and does not find it all again. That is a rule of
+thumb (experiments/memory_estimation has four models' figures beside it).
 
 The micro-batch changes the bits of the result. So it never depends on what happens to be free or on a stopwatch: the
 same command on the same machine takes the same one.
@@ -37,7 +37,7 @@ from lowmem.precision import WORKING_DTYPES
 from lowmem.prediction import Plan
 from lowmem.search import SEGMENTS, Choices, Found, Room, Simulations, fastest, smallest_room
 from lowmem.settings import Settings
-from lowmem.simulate import Recording, StepCase, cpu_target, gpu_target, named_at_peak, record_step
+from lowmem.simulate import Recording, StepCase, cpu_target, gpu_target, most_bytes, named_at_peak, record_step
 from lowmem.step import Schedule
 from lowmem.trial import architecture_blamed, compare_small_copy
 from lowmem.units import GIB, MIB, format_size
@@ -183,7 +183,7 @@ def _cpu_plan(settings: Settings, decoder: Callable[[], Decoder], precision: str
     def plan_of(schedule: Schedule) -> Plan:
         case, recording = simulations.record(schedule, resident)
         ram = named_at_peak(recording.tape) | {"streamed_states": recording.streamed_bytes, "process": process}
-        ram["freed_and_kept"] = ram.get("live_blocks", 0)
+        ram["freed_and_kept"] = most_bytes(recording.tape, "live_blocks")
         return Plan(
             settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, "cpu", precision,
             None, settings.optimizer, case.schedule, resident, settings.gpu_limit_bytes, None, None, {}, ram, None,

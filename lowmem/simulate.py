@@ -211,6 +211,20 @@ def named_at_peak(tape: Tape) -> dict[str, int]:
     return _by_name(tape, len(tape.chunks), tape.peak_bytes())
 
 
+def most_bytes(tape: Tape, name: str) -> int:
+    """The most that storages of this name ever take together; sizes as asked for."""
+    live: dict[int, int] = {}
+    now = most = 0
+    for storage, size, called in tape:
+        if size == FREED:
+            now -= live.pop(storage, 0)
+        elif called == name:
+            live[storage] = size
+            now += size
+            most = max(most, now)
+    return most
+
+
 def _by_name(tape: Tape, peak_chunk: int, peak_bytes: int) -> dict[str, int]:
     """Bytes by name, largest first, at the tape's peak; what blocks are larger than tensors is "rounding"."""
     live: dict[int, tuple[int, str]] = {}

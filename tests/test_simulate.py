@@ -17,10 +17,10 @@ from lowmem.data import Batch
 from lowmem.models import build_model, load_config
 from lowmem.precision import LossScale, cast_explicitly
 from lowmem.recompute import fuse_gelu
-from lowmem.simulate import Machine, StepCase, Target, cpu_target, record_step, under_cap
+from lowmem.simulate import Machine, StepCase, Target, cpu_target, most_bytes, named_at_peak, record_step, under_cap
 from lowmem.step import Schedule, Step
 from lowmem.store import Store
-from lowmem.trace import FREED, Tape
+from lowmem.trace import FREED, Chunk, Tape
 from lowmem.units import KIB, MIB
 
 CPU = torch.device("cpu")
@@ -164,6 +164,14 @@ def test_many_micro_batches_cost_little_more_than_two():
 
 
 # --- what the tape says
+
+
+def test_the_most_of_one_name_need_not_be_at_the_peak():
+    tape = Tape(
+        [Chunk([(0, 5, "a"), (1, 2, "b"), (0, FREED, ""), (2, 4, "b"), (1, FREED, ""), (3, 9, "a")], 0, 0, 0.0)]
+    )
+    assert (most_bytes(tape, "a"), most_bytes(tape, "b"), most_bytes(tape, "c")) == (9, 6, 0)
+    assert named_at_peak(tape) == {"a": 9, "b": 4}
 
 
 def test_the_persistent_parts_of_a_step_are_named_and_have_the_sizes_worked_out_by_hand():

@@ -1,6 +1,6 @@
 """The README's tables and the picture, made from rows.
 
-    python -m experiments.memory_estimation.table        puts the tables of results/rows.jsonl into README.md
+    python -m experiments.memory_estimation.table        puts the tables of the rows in results/ into README.md
 
 A test fails when README.md and the committed rows disagree.
 """
@@ -10,12 +10,14 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from experiments.memory_estimation import ram
 from experiments.memory_estimation import rows as row_file
 from experiments.memory_estimation.models import MODELS
 from lowmem.units import GIB
 
 BEGIN, END = "<!-- made by python -m experiments.memory_estimation.table -->", "<!-- end -->"
 README = row_file.FOLDER / "README.md"
+FILES = (row_file.NAME, ram.NAME)
 PICTURED = ("opt-125m", "gpt2-medium", "bloom-560m", "gpt2-large", "opt-1.3b", "gpt2-xl")
 NAMES = {"fp32": "plain fp32", "bf16": "plain bf16 autocast", "lowmem": "lowmem"}
 
@@ -28,6 +30,7 @@ def tables(rows: list[dict]) -> str:
         parts.append(f"**{seq} tokens per sequence**, predicted, GiB\n\n{_predicted_table(predicted, seq)}")
     parts.append(f"**LLMem's own cases** (V100-16GB, 512 tokens), MiB\n\n{_llmem_table(predicted)}")
     parts.append(f"**Measured**\n\n{_measured_table(rows)}")
+    parts.append(f"**RAM of training runs on the CPU**, GiB\n\n{_ram_table(rows)}")
     parts.append(f"**Verdict**\n\n{_verdict(predicted)}")
     return "\n\n".join(parts)
 
@@ -177,6 +180,29 @@ def _signed(said: dict, was: dict, kind: str) -> str:
     return f"{said[name] / was[name] - 1:+.2%}" if said["fits"] and was["fits"] else ""
 
 
+def _ram_table(rows: list[dict]) -> str:
+    runs = [row for row in rows if row["kind"] == "trained"]
+    if not runs:
+        return "None has run yet: `python -m experiments.memory_estimation.ram` does."
+    header = ("model", "parameters", "predicted", "measured", "error", "layout", "forward and backward", "s per step")
+    lines = [
+        [
+            row["model"], f"{row['parameters']:,}", f"{row['predicted_ram_peak_bytes'] / GIB:.2f}",
+            f"{row['ram_peak_bytes'] / GIB:.2f}",
+            f"{row['predicted_ram_peak_bytes'] / row['ram_peak_bytes'] - 1:+.1%}",
+            _cpu_layout(row["choice"]), "twice" if row["choice"]["norm_first"] else "once",
+            f"{row['step_seconds']:.1f}",
+        ]
+        for row in sorted(runs, key=lambda row: row["parameters"])
+    ]  # fmt: skip
+    return _markdown(header, lines)
+
+
+def _cpu_layout(choice: dict) -> str:
+    kept = f"{choice['segment_blocks']} blocks recomputed at a time" if choice["recompute"] else "nothing recomputed"
+    return f"micro-batch {choice['micro_batch']}, {kept}"
+
+
 def summary(rows: list[dict]) -> dict:
     """Signed errors of what was measured, and plans that said otherwise than the GPU; report.json's beginning."""
     pairs = [(said, was) for said, was in _pairs(rows) if was["fits"] is not None]
@@ -259,9 +285,13 @@ def _panel(axes, name: str, rows: list[dict], ticks: list[int]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def committed_rows() -> list[dict]:
+    """All rows of the experiment's own results."""
+    return [row for name in FILES for row in row_file.read(row_file.FOLDER / "results" / name)]
+
+
 def main() -> int:
-    rows = row_file.read(row_file.FOLDER / "results" / row_file.NAME)
-    README.write_text(with_tables(README.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    README.write_text(with_tables(README.read_text(encoding="utf-8"), committed_rows()), encoding="utf-8")
     return 0
 
 

@@ -1,0 +1,108 @@
+"""How much RAM does training on the CPU take? Predicted and measured, in real runs of the real shapes.
+
+    python -m experiments.memory_estimation.ram [--models gpt2 ...] [--out DIR]
+
+Each model is trained by its script, in a process of its own, as anybody would start it: two steps of 2 x 64 tokens from
+random weights in fp32, no cap, with evaluation, checkpoint and export as in every run. So the peak is that of a whole
+run, loading included. The run's report has what its plan predicted beside the kernel's high-water mark; a row is
+written to ram.jsonl as soon as a model is done, in the place of its older one.
+
+What it costs: 16 bytes of disk per parameter while a model runs (its checkpoint and its export; XL: 23 GiB), in the
+folder for temporary files, which TMPDIR names; it must not be a RAM disk. XL takes 21 GiB of RAM. The layout depends on
+what is free: where little is, forward and backward run twice a step, so that gradients are never all held. The row has
+what was free.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from experiments.memory_estimation import rows as row_file
+from experiments.memory_estimation.models import MODELS
+from lowmem.budget import ram_available_bytes
+from lowmem.errors import LowmemError
+from lowmem.units import GIB, format_size
+
+NAME = "ram.jsonl"
+SCRIPTS = {name: "train_gpt2_large.py" for name in ("gpt2", "gpt2-medium", "gpt2-large")}
+SCRIPTS["gpt2-xl"] = "train_gpt2_xl.py"
+SEQ, BATCH, STEPS = 64, 2, 2
+DISK_BYTES_PER_PARAMETER = 16  # the checkpoint's fp32 weights, m and v, and the export
+DISK_MARGIN_BYTES = 1 * GIB
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        for name in options.models:
+            row = trained(name)
+            row_file.replace(options.out / NAME, [row])
+            sizes = " predicted, ".join(format_size(row[f"{kind}ram_peak_bytes"]) for kind in ("predicted_", ""))
+            print(f"{name:<12} {sizes} measured", flush=True)
+    except LowmemError as error:
+        print(f"ram: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def trained(name: str) -> dict:
+    """The row of one run of model `name`. LowmemError where the disk is too small or the run fails."""
+    needed_bytes = DISK_BYTES_PER_PARAMETER * MODELS[name].parameters + DISK_MARGIN_BYTES
+    folder = tempfile.gettempdir()
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise LowmemError(
+            f"a run of {name} leaves {format_size(needed_bytes)} in {folder} until it ends, and "
+            f"{format_size(free_bytes)} are free there: free some room, or let TMPDIR name a larger disk"
+        )
+    command = [SCRIPTS[name], "--model", name, "--init", "random", "--seq", str(SEQ), "--batch", str(BATCH)]
+    command += ["--steps", str(STEPS), "--device", "cpu", "--ram-limit", "none"]
+    ram_free_bytes, _ = ram_available_bytes()
+    with tempfile.TemporaryDirectory(prefix="lowmem-") as out:
+        ended = subprocess.run(
+            [sys.executable, *command, "--out", out], cwd=row_file.ROOT, stderr=subprocess.PIPE, text=True
+        )
+        if ended.returncode:
+            said = ended.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+            raise LowmemError(f"the run of {name} ended with exit code {ended.returncode}: {said[0]}")
+        report = json.loads((Path(out) / "report.json").read_text(encoding="utf-8"))
+    plan = report["plan"]
+    return {
+        "kind": "trained",
+        "model": name,
+        "method": "lowmem",
+        "seq": SEQ,
+        "batch": BATCH,
+        "steps": report["steps"],
+        "parameters": plan["parameters"],
+        "device": report["device"],
+        "ram_free_bytes": ram_free_bytes,
+        "choice": plan["choice"],
+        "predicted_ram_peak_bytes": plan["predicted"]["ram_peak_bytes"],
+        "predicted_ram": plan["ram_breakdown"],
+        "ram_peak_bytes": report["measured"]["ram_peak_bytes"],
+        "step_seconds": report["measured"]["step_seconds"],
+    } | (row_file.common([]) | {"command": shlex.join(["python", *command])})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.memory_estimation.ram", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
+    names = list(SCRIPTS)
+    parser.add_argument(
+        "--models", nargs="+", choices=names, default=names, metavar="MODEL", help=f"of {', '.join(names)}"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=row_file.FOLDER / "results", help="folder to write to (the experiment's results)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
