@@ -167,7 +167,7 @@ class Decoder:
         made_up = made_up.view(2, 8, -1)
         with _forward_replaced(self._head, lambda hidden: made_up):
             returned = self.model(input_ids=input_ids, use_cache=False).logits
-        if not torch.equal(returned.to(made_up.dtype), made_up) or not _close(whole, self._logits(input_ids)):
+        if not torch.equal(returned.to(made_up.dtype), made_up) or not _close(whole, self.logits(input_ids)):
             return (
                 f"{self.architecture} cannot be trained in pieces: its logits are not those of embedding, blocks and "
                 "head in turn (soft-capped or scaled logits, perhaps)"
@@ -182,12 +182,13 @@ class Decoder:
             return f"{self.architecture} attends to later tokens, so it is no causal language model"
         if document_mask:
             positions = torch.arange(8, device=device).repeat(2).view(1, 16)
-            packed = self._logits(input_ids.view(1, 16), positions, positions.new_tensor([[0] * 8 + [1] * 8]))
+            packed = self.logits(input_ids.view(1, 16), positions, positions.new_tensor([[0] * 8 + [1] * 8]))
             if not _close(whole.view(1, 16, -1), packed):
                 return f"{self.architecture} does not honour a document mask; use --document-mask off"
         return None
 
-    def _logits(self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None):
+    def logits(self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None):
+        """The pieces in turn: `input_ids` [B, T] -> [B, T, V]. For comparisons; training never has them all."""
         hidden, extras = self.embed(input_ids, position_ids, document_ids)
         for index, extra in enumerate(extras):
             hidden = self.block(index, hidden, extra)

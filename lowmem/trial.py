@@ -63,10 +63,7 @@ def _run_in_16_bit(model: nn.Module, dtype: torch.dtype, residual: str, vocabula
     decoder = Decoder(model)
     try:
         with torch.no_grad():
-            hidden, extras = decoder.embed(torch.arange(16).view(2, 8) % vocabulary_size)
-            for index, extra in enumerate(extras):
-                hidden = decoder.block(index, hidden, extra)
-            decoder.final(hidden)
+            decoder.logits(torch.arange(16).view(2, 8) % vocabulary_size)
     except Exception as error:
         raise InputError(
             f"{decoder.architecture} does not run with matrices in {str(dtype).removeprefix('torch.')}: "
