@@ -20,7 +20,7 @@ moment before. Bytes of state per parameter, beside the 2 (16 bit) or 4 (fp32) o
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -29,8 +29,9 @@ from lowmem.errors import InputError
 from lowmem.precision import join, split
 
 State = dict[str, Tensor]
+UpdateRule = Callable[["Optimizer", Tensor, State, Tensor, "Hyperparameters", bool], None]  # as `update`
 BLOCK = 256  # parameters that share a scale in 8-bit states; every slice handed to an update starts at a multiple
-CPU_SLICE = 2**18  # parameters at once: fp32 temporaries stay in the cache, ten times faster than 2**22
+CPU_SLICE = 2**18  # parameters at once on the CPU: temporaries stay in the cache, ten times faster than 2**22
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ def update(
     decay: bool,
     at_once: int | None = None,
 ) -> None:
-    """One update in place: `working` [n] in any working dtype, `state` as `state_layout` says, `gradient` [n] fp32
-    (scaled in place: it is spent afterwards); `at_once` elements at a time, a multiple of BLOCK, or all."""
+    """One update in place, an UpdateRule: `working` [n] in any dtype that computes, `state` of `state_layout`, `gradient`
+    [n] fp32 (scaled in place: it is spent afterwards); `at_once` elements at a time, a multiple of BLOCK, or all."""
     size = at_once or working.numel()
     for start in range(0, working.numel(), size):
         stop = min(start + size, working.numel())
@@ -91,15 +92,25 @@ def update(
             kept["low"].copy_(low)
 
 
-def _adamw(master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float) -> None:
+update_in_slices = partial(update, at_once=CPU_SLICE)
+
+
+def adamw_numbers(hyper: Hyperparameters, weight_decay: float) -> tuple[float, ...]:
+    """1 - lr wd, 1 - b1, b2, 1 - b2, sqrt(1 - b2^t), eps, lr / (1 - b1^t): AdamW's, but for the gradient's scale."""
     correction1 = 1 - hyper.beta1**hyper.update
     correction2 = 1 - hyper.beta2**hyper.update
+    kept, step_size = 1 - hyper.learning_rate * weight_decay, hyper.learning_rate / correction1
+    return kept, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, math.sqrt(correction2), hyper.epsilon, step_size
+
+
+def _adamw(master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float) -> None:
+    kept, one_minus_beta1, beta2, one_minus_beta2, root, epsilon, step_size = adamw_numbers(hyper, weight_decay)
     m, v = state["m"], state["v"]
-    master.mul_(1 - hyper.learning_rate * weight_decay)
-    m.lerp_(gradient, 1 - hyper.beta1)
-    v.mul_(hyper.beta2).addcmul_(gradient, gradient, value=1 - hyper.beta2)
-    denominator = (v.sqrt() / math.sqrt(correction2)).add_(hyper.epsilon)
-    master.addcdiv_(m, denominator, value=-hyper.learning_rate / correction1)
+    master.mul_(kept)
+    m.lerp_(gradient, one_minus_beta1)
+    v.mul_(beta2).addcmul_(gradient, gradient, value=one_minus_beta2)
+    denominator = (v.sqrt() / root).add_(epsilon)
+    master.addcdiv_(m, denominator, value=-step_size)
 
 
 def _adamw8bit(master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float) -> None:

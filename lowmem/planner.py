@@ -27,6 +27,7 @@ from importlib.util import find_spec
 import torch
 from transformers import PretrainedConfig
 
+from lowmem import fused
 from lowmem.adam import OPTIMIZERS
 from lowmem.blocks import Decoder
 from lowmem.budget import CONTEXT_BYTES, ram_now_bytes
@@ -52,20 +53,20 @@ SEGMENTS_OF_A_BATCH = (1, 2, 4, 6, 8)  # blocks per segment that are tried where
 
 def make_plan(
     settings: Settings, config: PretrainedConfig, device: str, precision: str, card: Card | None,
-    ram_free_bytes: int | None = None, measured: Card | None = None,
+    ram_free_bytes: int | None = None, measured: Card | None = None, fused_update: bool | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for the model of `config` on `device` ("cuda", with a `card`, or "cpu"); PlanError, naming the smallest
     caps that would do, where nothing fits; InputError for an architecture that cannot be trained in pieces.
     `ram_free_bytes`: what this machine has, if the plan is for this machine. `measured`: the card as it was timed here,
     which says how long the chosen layout takes; what is chosen is the table's to say, so that it is the same every
-    time."""
+    time. `fused_update`: whether fused.py's kernels can be had, None: as is to be expected of the card."""
     not_compared = compare_small_copy(config, settings.document_mask, precision, settings.residual)
     decoder = partial(make_decoder, config, precision, settings.residual)
     with architecture_blamed(settings.model, precision):
         if device == "cpu":
             plan = _cpu_plan(settings, decoder, precision, ram_free_bytes)
         else:
-            plan = _gpu_plan(settings, decoder, precision, card, measured)
+            plan = _gpu_plan(settings, decoder, precision, card, measured, fused_update)
     if ram_free_bytes is not None and plan.ram_bytes - ram_now_bytes() > ram_free_bytes:
         raise PlanError(
             f"{_what(settings)} needs {format_size(plan.ram_bytes)} of RAM in "
@@ -75,8 +76,10 @@ def make_plan(
 
 
 def _gpu_plan(
-    settings: Settings, decoder: Callable[[], Decoder], precision: str, card: Card, measured: Card | None
-) -> Plan:
+    settings: Settings, decoder: Callable[[], Decoder], precision: str, card: Card, measured: Card | None,
+    fused_update: bool | None,
+) -> Plan:  # fmt: skip
+    target = gpu_target(card, fused_update)
     gpu_limit, card_limit = settings.gpu_limit_bytes, None
     if settings.gpu is not None or (gpu_limit is None and torch.cuda.is_available()):
         card_limit = card.memory_bytes - CONTEXT_BYTES  # what CUDA's context takes of a card is not for us
@@ -87,7 +90,7 @@ def _gpu_plan(
         None if settings.ram_limit_bytes is None else settings.ram_limit_bytes - process,
     )
     case = _case(settings, precision)
-    simulations = Simulations(decoder, case, gpu_target(card))
+    simulations = Simulations(decoder, case, target)
     choices = _choices(settings, simulations)
     found = fastest(simulations, choices, room)
     twice = _twice(settings, choices)
@@ -98,7 +101,7 @@ def _gpu_plan(
         smallest = min(rooms, key=lambda room: (room.gpu or 0, room.ram))
         only_ram_is_short = room.ram is not None and smallest.gpu == room.gpu
         if only_ram_is_short and settings.optimizer == "adamw" and find_spec("bitsandbytes"):
-            smaller = Simulations(decoder, replace(case, optimizer=OPTIMIZERS["adamw8bit"]), gpu_target(card))
+            smaller = Simulations(decoder, replace(case, optimizer=OPTIMIZERS["adamw8bit"]), target)
             found = fastest(smaller, choices, room)
         if found is None:
             if card_limit is not None and smallest.gpu + MARGIN_BYTES > card_limit:
@@ -109,8 +112,9 @@ def _gpu_plan(
                 )
             raise PlanError(_refusal(settings, gpu_limit, process, smallest))
     plan = _plan(settings, simulations, "cuda", precision, card, gpu_limit, found, process)
+    plan = replace(plan, fused_update=target.update is fused.update)
     if measured is not None:
-        timed = record_step(decoder(), found.case, gpu_target(measured), {}, alike=True)
+        timed = record_step(decoder(), found.case, gpu_target(measured, fused_update), {}, alike=True)
         plan = replace(plan, card=measured, step_seconds=timed.seconds, waiting_seconds=timed.waiting_seconds)
     return plan
 

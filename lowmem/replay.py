@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from lowmem import adam
 from lowmem.blocks import Extra
 from lowmem.data import Batch
 from lowmem.recompute import ALL, INPUT, Dropout, Saved, Segment
@@ -61,11 +60,10 @@ class ReplayedStep(Step):
         recorder: Recorder,
         known: dict[tuple, _Known] | None,
         alike: bool,
-        update_at_once: int | None,
         **keywords,
     ):
         super().__init__(*arguments, **keywords)
-        self._recorder, self._known, self._update_at_once = recorder, known, update_at_once
+        self._recorder, self._known = recorder, known
         self._forwards: dict[int, Region] = {}  # segments that wait for their backward, by their Saved
         self._parts: list[list[Part]] = [[] for _ in self._decoder.units]
         for part in self._store.parts:
@@ -106,18 +104,12 @@ class ReplayedStep(Step):
         return self._once(("norm", piece.stop - piece.start), "update", lambda: run(piece))
 
     def _update(self, piece: Piece, state: State) -> None:
-        optimizer, part, place = self._optimizer, piece.part, slice(piece.start, piece.stop)
-        if optimizer.name == "adamw8bit":  # bitsandbytes allocates nothing, and need not be installed for a plan
-            optimizer = replace(optimizer, rule=lambda *_: None)
-        at_once, hyper = self._update_at_once, self._updates.hyper
-        key = ("update", optimizer.name, piece.stop - piece.start, part.working.dtype)
-        self._once(
-            key,
-            "update",
-            lambda: adam.update(
-                optimizer, part.working[place], state, part.gradient[place], hyper, piece.decay, at_once
-            ),
-        )
+        run, optimizer = super()._update, self._optimizer
+        key = ("update", optimizer.name, piece.stop - piece.start, piece.part.working.dtype)
+        if optimizer.name == "adamw8bit":  # need not be installed for a plan
+            self._optimizer = replace(optimizer, rule=_traffic_of_8_bit)
+        self._once(key, "update", lambda: run(piece, state))
+        self._optimizer = optimizer
 
     def _segment_forward(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout):
         self._rehearse(segment, hidden, extras, dropout)
@@ -255,6 +247,13 @@ class ReplayedStep(Step):
 
         with self._recorder.paused():
             return tree_unflatten([tensor(place) for place in known.results], known.structure)
+
+
+def _traffic_of_8_bit(master: Tensor, state: State, gradient: Tensor, *_) -> None:
+    """What bitsandbytes' update reads and writes; it allocates nothing."""
+    master.add_(gradient)
+    state["m"].bitwise_not_()
+    state["v"].bitwise_not_()
 
 
 def kind_of(block: nn.Module) -> tuple:

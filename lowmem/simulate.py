@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lowmem.adam import CPU_SLICE, Optimizer
+from lowmem import adam, fused
+from lowmem.adam import Optimizer, UpdateRule
 from lowmem.allocator import CachingAllocator
 from lowmem.blocks import Decoder
 from lowmem.cards import HOST_SECONDS_PER_BACKWARD_OPERATION, HOST_SECONDS_PER_OPERATION, Card, operation_seconds
@@ -53,11 +54,12 @@ _NAMES = {  # of what is born in these functions, or in what they call, outside 
 @dataclass(frozen=True)
 class Target:
     """What the step is simulated for. `machine`: what it adds to the operations; `functions`: a mode that puts its own
-    functions in the place of the generic ones; bytes per second of copies to and from it, None where states are not
-    streamed over a bus."""
+    functions in the place of the generic ones; `update`: the rule that updates there; bytes per second of copies to and
+    from it, None where states are not streamed over a bus."""
 
     machine: Machine
     functions: Callable[[], object] = nullcontext
+    update: UpdateRule = adam.update
     copies_in: float | None = None
     copies_out: float | None = None
 
@@ -81,8 +83,11 @@ def _attention_on_the_cpu(query, key, value, attn_mask=None, dropout_p=0.0, is_c
     return fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=more.get("scale"))[0]
 
 
-def gpu_target(card: Card) -> Target:
-    """A GPU of this kind, running as device.py sets it up. What it predicts has never been compared with a GPU."""
+def gpu_target(card: Card, fused_update: bool | None = None) -> Target:
+    """A GPU of this kind, running as device.py sets it up; `fused_update`: whether fused.py's kernels can be had, None:
+    as is to be expected. What it predicts has never been compared with a GPU."""
+    if fused_update is None:
+        fused_update = fused.expected(card.capability)
     version = tuple(int(number) for number in torch.__version__.split(".")[:2])
     workspace = blas_workspace_bytes(
         card.capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES), version
@@ -96,13 +101,14 @@ def gpu_target(card: Card) -> Target:
         host_seconds=(HOST_SECONDS_PER_OPERATION, HOST_SECONDS_PER_BACKWARD_OPERATION),
     )
     return Target(
-        machine, lambda: CudaFunctions(card.capability), card.copy_bytes_per_second, card.copy_bytes_per_second
-    )
+        machine, lambda: CudaFunctions(card.capability), fused.update if fused_update else adam.update,
+        card.copy_bytes_per_second, card.copy_bytes_per_second,
+    )  # fmt: skip
 
 
 def cpu_target() -> Target:
     """The CPU: no rewriting but attention's, no copies."""
-    return Target(Machine(), CpuAttention)
+    return Target(Machine(), CpuAttention, adam.update_in_slices)
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,7 @@ def record_step(
         step = ReplayedStep(
             decoder, store, case.optimizer, case.schedule, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
             loss_scale=LossScale(enabled=case.dtype is torch.float16), recorder=recorder, known=known, alike=alike,
-            update_at_once=None if target.copies_in else CPU_SLICE,
+            update=target.update,
         )  # fmt: skip
         copies = None
         if target.copies_in is not None and target.copies_out is not None:

@@ -36,8 +36,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lowmem import recompute
-from lowmem.adam import CPU_SLICE, Optimizer, update
+from lowmem import adam, recompute
+from lowmem.adam import Optimizer, UpdateRule
 from lowmem.blocks import Decoder, Extra
 from lowmem.loss import linear_cross_entropy
 from lowmem.precision import LossScale
@@ -111,7 +111,9 @@ class Step:
         weight_decay: float,
         seed: int,
         loss_scale: LossScale,
+        update: UpdateRule | None = None,
     ):
+        """`update`: adam.update, in slices on the CPU, or one that does the same (fused.py)."""
         self.segments = schedule.segments(len(decoder.blocks))
         self.schedule, self.loss_scale = schedule, loss_scale
         self._decoder, self._store, self._optimizer = decoder, store, optimizer
@@ -123,6 +125,7 @@ class Step:
         self._lowest_final = 0  # the first unit whose gradients are
         self._lessons: Lessons = {}
         self._device = store.device
+        self._rule = update or (adam.update_in_slices if self._device.type == "cpu" else adam.update)
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
         for unit in decoder.units:
             for name, parameter in unit.parameters.items():
@@ -321,10 +324,9 @@ class Step:
         return torch.linalg.vector_norm(piece.part.gradient[piece.start : piece.stop])
 
     def _update(self, piece: Piece, state: State) -> None:
-        at_once = CPU_SLICE if self._device.type == "cpu" else None
         place = slice(piece.start, piece.stop)
         working, gradient = piece.part.working[place], piece.part.gradient[place]
-        update(self._optimizer, working, state, gradient, self._updates.hyper, piece.decay, at_once)
+        self._rule(self._optimizer, working, state, gradient, self._updates.hyper, piece.decay)
 
     def _loss(self, final: Tensor, labels: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor | None]:
         """Chunked cross-entropy of `final` [B, T, D]; with `scale`, gradients too."""

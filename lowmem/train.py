@@ -12,14 +12,16 @@ import torch
 from transformers import PretrainedConfig
 
 from lowmem import device as devices
+from lowmem import fused
 from lowmem.adam import get_optimizer
 from lowmem.blocks import Decoder
 from lowmem.budget import Budget, ram_available_bytes
 from lowmem.calibrate import measured_card
+from lowmem.cards import Card
 from lowmem.data import Data, load_data
 from lowmem.errors import InputError, LowmemError, Stopped
 from lowmem.log import RunLog, step_row, write_json
-from lowmem.models import check_tokens, load_config, make_decoder, most_positions
+from lowmem.models import check_tokens, load_config, make_decoder, most_positions, some
 from lowmem.plan import planned
 from lowmem.planner import make_plan
 from lowmem.precision import WORKING_DTYPES, LossScale
@@ -57,18 +59,29 @@ def run(settings: Settings, stop: StopRequest) -> None:
         except OSError as error:
             raise InputError(f"--out {settings.out} cannot be written: {error.strerror}; give another folder") from None
         return
+    with lock_run(Path(settings.out)):  # two runs with one --out: the second is told so at once
+        plan_and_train(settings, config, kind, precision, card, stop)
+
+
+def plan_and_train(
+    settings: Settings, config: PretrainedConfig, kind: str, precision: str, card: Card | None, stop: StopRequest
+) -> None:  # fmt: skip
+    """A run that has its folder to itself; what is refused here leaves nothing in it."""
     device = devices.select_device(settings.device)
     tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
     data = read_data(settings, config, tokenizer)  # what cannot be trained on is refused before anything slow
-    measured = None
+    measured = no_kernel = None
     if device.type == "cuda":
+        no_kernel = fused.why_not(device)
         pieces = partial(make_decoder, config, precision, settings.residual)
         measured = measured_card(pieces, settings.seq, WORKING_DTYPES[precision], device)
         devices.forget_allocations(device)
     free = ram_available_bytes()[0]
-    plan = make_plan(settings, config, kind, precision, card, free, measured)
-    with lock_run(Path(settings.out)), closing(RunLog(Path(settings.out), settings)) as log:
+    plan = make_plan(settings, config, kind, precision, card, free, measured, no_kernel is None)
+    with closing(RunLog(Path(settings.out), settings)) as log:
         log.say(plan.describe())
+        if no_kernel is not None:
+            log.say(f"updates run line by line, which takes more memory and time: {no_kernel}")
         decoder = make_decoder(config, precision, settings.residual)
         train(settings, config, decoder, device, plan, tokenizer, data, stop, log)
 
@@ -107,7 +120,7 @@ def train(
     loss_scale = LossScale(enabled=plan.precision == "fp16")
     step = Step(
         decoder, store, optimizer, plan.schedule, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
-        seed=settings.seed, loss_scale=loss_scale,
+        seed=settings.seed, loss_scale=loss_scale, update=fused.update if plan.fused_update else None,
     )  # fmt: skip
     recoveries: list[dict] = []
     attempt = partial(within_memory, step, recoveries, log.say)
@@ -172,7 +185,9 @@ def train(
         budget.check(f"step {done}")
         skipped = 0 if result.updated else skipped + 1
         if skipped:
-            log.say(f"step {done}: the gradient's norm is {result.grad_norm}, so no update was made")
+            said = f"step {done}: the gradient's norm is {result.grad_norm}, so no update was made"
+            texts = data.train.where(done - 1)
+            log.say(f"{said}; its batch: {some(texts)} (all in log.txt)", f"{said}; its batch: {', '.join(texts)}")
         if saving or stop.requested or skipped == SKIPPED_IN_A_ROW:
             save(done)
     if skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):

@@ -78,6 +78,7 @@ def train(
     residual="fp32",
     rates=None,
     before_step=None,
+    update=None,
     **schedule,
 ) -> Outcome:
     model = tiny_model(family, dropout, seed)
@@ -92,6 +93,7 @@ def train(
     step = Step(
         decoder, store, rule, layout,
         clip_norm=clip_norm, weight_decay=0.01, seed=3, loss_scale=LossScale(precision == "fp16"),
+        update=update,
     )  # fmt: skip
     results = []
     for index, batch in enumerate(batches):

@@ -10,6 +10,7 @@ GPU.
 """
 
 import gc
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from transformers import GPT2Config
 from experiments.gpu_acceptance.capped import capped_device
 from experiments.gpu_acceptance.child import Result, Setting
 from lowmem import device as devices
+from lowmem import fused
 from lowmem.adam import get_optimizer
 from lowmem.blocks import Decoder
 from lowmem.data import Batch
@@ -44,9 +46,12 @@ CASES = {
     "products of some kept, others whole, streamed, deferred": {
         **{"product_blocks": 1, "whole_blocks": 1, "resident_units": 0, "defer": True},
     },
+    "forward and backward twice, streamed": {"norm_first": True, "group": 4, "resident_units": 0, "defer": True},
     "no recompute": {"recompute": False},
     "no recompute, half streamed, deferred": {"recompute": False, "resident_units": 3, "defer": True},
 }
+UNCLIPPED = {"clip_norm": None, "group": 4}
+UPDATED_IN_BACKWARD = {"defer": True, "resident_units": 3, "segment_blocks": 2}
 MOST_LOSS_ERROR = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # relative to fp32 on the CPU, over the first steps
 
 
@@ -105,10 +110,13 @@ def check(setting: Setting) -> Result:
     devices.make_deterministic(device)
     done: dict[str, bool] = {}
     shape = Shape.of(setting.dry_run, dropout=0.1)
-    for precision in ("bf16", "fp16"):
-        plain = train(shape, device, precision, **PLAIN)
-        for name, case in CASES.items():
-            outcome = train(shape, device, precision, **PLAIN | case)
+    pairs = [("bf16", name, {}, case) for name, case in CASES.items()]
+    pairs += [("fp16", name, {}, case) for name, case in CASES.items()]
+    pairs += [("bf16", "no clipping, updated in backward", UNCLIPPED, UPDATED_IN_BACKWARD)]
+    for (precision, base), cases in itertools.groupby(pairs, lambda pair: (pair[0], pair[2])):
+        plain = train(shape, device, precision, **PLAIN | base)
+        for _, name, _, case in cases:
+            outcome = train(shape, device, precision, **PLAIN | base | case)
             different = plain.differences(outcome)
             values = {"different": len(different), "first": different[:5], "losses": outcome.losses}
             detail = f"{precision}, {name}"
@@ -124,8 +132,8 @@ def check(setting: Setting) -> Result:
     truth = train(shape, torch.device("cpu"), "fp32", **PLAIN)
     for precision, most in MOST_LOSS_ERROR.items():
         outcome = train(shape, device, precision, **PLAIN)
-        pairs = zip(outcome.losses, truth.losses, strict=True)
-        error = max(abs(loss - true) / true for loss, true in pairs)
+        losses = zip(outcome.losses, truth.losses, strict=True)
+        error = max(abs(loss - true) / true for loss, true in losses)
         detail = f"{precision} follows fp32 on the CPU"
         values = {"error": error, "losses": outcome.losses}
         done[detail] = setting.record(detail, values, {f"within {most:g}": error <= most})
@@ -133,8 +141,9 @@ def check(setting: Setting) -> Result:
 
 
 def train(
-    shape: Shape, device: torch.device, precision: str, *, resident_units: int, **schedule: int | bool
-) -> Outcome:
+    shape: Shape, device: torch.device, precision: str, *, resident_units: int, clip_norm: float | None = 0.1,
+    **schedule: int | bool,
+) -> Outcome:  # fmt: skip
     """`shape.steps` steps of AdamW from the same random weights, two sequences at a time."""
     model = build_model(shape.config)
     if precision != "fp32":
@@ -146,7 +155,8 @@ def train(
     page_locked = store.page_lock()
     step = Step(
         decoder, store, optimizer, Schedule(micro_batch=2, **schedule),
-        clip_norm=0.1, weight_decay=0.01, seed=0, loss_scale=LossScale(precision == "fp16", scale=4096.0),
+        clip_norm=clip_norm, weight_decay=0.01, seed=0, loss_scale=LossScale(precision == "fp16", scale=4096.0),
+        update=fused.update if device.type == "cuda" and fused.why_not(device) is None else None,
     )  # fmt: skip
     results = [step(batch, index, 1e-3) for index, batch in enumerate(shape.batches())]
     step.flush()

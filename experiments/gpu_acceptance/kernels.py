@@ -1,7 +1,8 @@
 """Is what the card computes right, piece by piece: bits where bits are promised, a measured error elsewhere.
 
     split/join   the same bits as on the CPU, over random bit patterns; join(split(w)) = w
-    adamw        one update beside the CPU's: the same formula, but a card may fuse a product and a sum
+    update       one, eager and by a kernel, beside the CPU's: the same formula, but a product and a sum may be fused;
+                 and the kernel's speed beside that of a copy
     loss         chunked, in the working dtype, against plain fp32 on the CPU
     host memory  page-locked, arrives whole, and how fast: what streaming will cost
     allocator    the cap is kept, segments grow
@@ -9,6 +10,8 @@
 Everything CUDA here has never run on a GPU.
 """
 
+import itertools
+import statistics
 import time
 
 import torch
@@ -17,15 +20,16 @@ from torch.nn import functional as F
 
 from experiments.gpu_acceptance.capped import capped_device
 from experiments.gpu_acceptance.child import Result, Setting
+from lowmem import adam, fused
 from lowmem import device as devices
-from lowmem.adam import Hyperparameters, get_optimizer, state_layout, update
+from lowmem.adam import Hyperparameters, get_optimizer, state_layout
 from lowmem.budget import ram_peak_bytes
 from lowmem.loss import linear_cross_entropy
 from lowmem.precision import WORKING_DTYPES, join, split
 from lowmem.streaming import host_tensor, page_lock
 from lowmem.units import GIB, MIB
 
-MOST_ULPS = 8
+LEAST_SHARE_OF_BANDWIDTH = 0.8
 MOST_LOSS_ERROR = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 2e-3}  # relative
 MOST_GRADIENT_ERROR = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # norm of the difference / norm
 
@@ -44,9 +48,21 @@ def check(setting: Setting) -> Result:
     ram_bytes = ram_peak_bytes()
     for name in ("bf16", "fp16"):
         record(f"split and join, {name}", {"patterns": size}, split_and_join(device, WORKING_DTYPES[name], size))
-    for name, dtype in WORKING_DTYPES.items():
-        ulps = adamw_ulps(device, dtype, size)
-        record(f"adamw, {name}", ulps, {f"at most {MOST_ULPS} ulp": max(ulps.values()) <= MOST_ULPS})
+    rules = {"eager": adam.update}
+    if device.type == "cuda":
+        reason = fused.why_not(device)
+        record("update kernels", {"reason": reason}, {"compile and agree": reason is None})
+        rules |= {} if reason else {"fused": fused.update}
+    for (kind, rule), (name, dtype), optimizer in itertools.product(
+        rules.items(), WORKING_DTYPES.items(), ("adamw", "sgd")
+    ):
+        ulps = fused.largest_ulps(device, optimizer, dtype, rule, size)
+        within = max(ulps.values()) <= fused.MOST_ULPS
+        record(f"{optimizer}, {name}, {kind}", ulps, {f"at most {fused.MOST_ULPS} ulp": within})
+    if device.type == "cpu" or "fused" in rules:
+        speed = update_speed(device, size if setting.dry_run else 2**26)
+        fast = setting.dry_run or speed["fused_share_of_copy_bandwidth"] >= LEAST_SHARE_OF_BANDWIDTH
+        record("update speed", speed, {f"at least {LEAST_SHARE_OF_BANDWIDTH:.0%} of copy bandwidth": fast})
     shape = (96, 32, 1013) if setting.dry_run else (2048, 1280, 50257)
     for name, dtype in WORKING_DTYPES.items():
         errors = loss_errors(device, dtype, *shape)
@@ -78,28 +94,38 @@ def split_and_join(device: torch.device, dtype: torch.dtype, size: int) -> dict[
     }
 
 
-def adamw_ulps(device: torch.device, dtype: torch.dtype, size: int) -> dict[str, float]:
-    """Largest distance from the CPU's result of one update, in units of the last place of the larger of old and new."""
-    generator = torch.Generator().manual_seed(1)
+def update_speed(device: torch.device, size: int) -> dict[str, float]:
+    """Nanoseconds per parameter of AdamW's update with bf16 weights by either rule, and the fused one's bytes per
+    second beside those of a plain copy on the device."""
     optimizer = get_optimizer("adamw")
-    hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=3, gradient_scale=0.7)
-    master = torch.randn(size, generator=generator).mul_(0.02)
-    gradient = torch.randn(size, generator=generator).mul_(1e-3)
-    working, low = split(master, dtype)
-    state = {key: torch.zeros(entries, dtype=kind) for key, (entries, kind) in _layout(optimizer, size, dtype)}
-    state["m"].copy_(torch.randn(size, generator=generator).mul_(1e-3))
-    state["v"].copy_(torch.rand(size, generator=generator).mul_(1e-6))
-    if low is not None:
-        state["low"].copy_(low)
-    before = {"weight": join(working, state.get("low")).clone(), "m": state["m"].clone(), "v": state["v"].clone()}
-    there = {key: tensor.to(device, copy=True) for key, tensor in state.items()}
-    working_there = working.to(device, copy=True)
-    update(optimizer, working_there, there, gradient.to(device, copy=True), hyper, True)
-    update(optimizer, working, state, gradient.clone(), hyper, True)
-    truth = {"weight": join(working, state.get("low")), "m": state["m"], "v": state["v"]}
-    found = {"weight": join(working_there, there.get("low")), "m": there["m"], "v": there["v"]}
-    coarsest = 2.0**-39 if dtype is torch.float16 else 0.0  # what fp16's low half counts in below its normal range
-    return {key: _ulps(found[key].cpu(), truth[key], before[key], coarsest) for key in truth}
+    hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=1)
+    working, gradient = torch.zeros(size, dtype=torch.bfloat16, device=device), torch.zeros(size, device=device)
+    layout = state_layout(optimizer, size, torch.bfloat16).items()
+    state = {name: torch.zeros(entries, dtype=dtype, device=device) for name, (entries, dtype) in layout}
+    target = torch.empty_like(gradient)
+    rules = {"fused": fused.update if device.type == "cuda" else adam.update, "eager": adam.update}
+    calls = {"copy": lambda: target.copy_(gradient)} | {
+        name: lambda rule=rule: rule(optimizer, working, state, gradient, hyper, True) for name, rule in rules.items()
+    }
+    seconds = {name: _seconds(call, device) for name, call in calls.items()}
+    moved = 2 * (working.nbytes + sum(tensor.nbytes for tensor in state.values())) + gradient.nbytes
+    copied_per_second = 2 * gradient.nbytes / seconds["copy"]
+    return {f"{name}_ns_per_parameter": 1e9 * seconds[name] / size for name in rules} | {
+        "copy_gib_per_second": copied_per_second / GIB,
+        "fused_share_of_copy_bandwidth": moved / seconds["fused"] / copied_per_second,
+    }
+
+
+def _seconds(call, device: torch.device) -> float:
+    """Median of five, after one that warms up."""
+    times = []
+    for _ in range(6):
+        _synchronize(device)
+        started = time.perf_counter()
+        call()
+        _synchronize(device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
 
 
 def loss_errors(device: torch.device, dtype: torch.dtype, tokens: int, width: int, vocabulary: int) -> dict[str, float]:
@@ -171,19 +197,9 @@ def _stale_error(registered: Tensor) -> str | None:
     return None
 
 
-def _layout(optimizer, size: int, dtype: torch.dtype):
-    return state_layout(optimizer, size, dtype).items()
-
-
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     kind = {2: torch.int16, 4: torch.int32}[a.itemsize]
     return torch.equal(a.view(kind), b.view(kind))
-
-
-def _ulps(found: Tensor, truth: Tensor, before: Tensor, coarsest: float) -> float:
-    largest = torch.maximum(truth.abs(), before.abs())
-    spacing = (torch.nextafter(largest, torch.tensor(torch.inf)) - largest).clamp(min=coarsest)
-    return ((found.double() - truth.double()).abs() / spacing).max().item()
 
 
 def _distance(found: Tensor, truth: Tensor) -> float:

@@ -1,0 +1,124 @@
+"""The updates of adam.py, each as one kernel: the same face, for GPUs that Triton compiles for (kernels.py).
+
+They are operators of their own (`torch.ops.lowmem`), so that a simulated step sees one operation with what it reads and
+writes, and no temporaries. Where Triton is missing, or its first kernel does not compile or does not agree with
+adam.py's lines, those lines run, and the plan is made for them. The CUDA lines have never run on a GPU.
+"""
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lowmem import adam
+from lowmem.adam import Hyperparameters, Optimizer, State
+from lowmem.precision import WORKING_DTYPES, join, split
+
+OLDEST_CAPABILITY = (7, 5)  # that today's Triton compiles for
+MOST_ULPS = 8  # between a kernel and the eager lines: some fused products and sums, and a square root
+_numbers = "float gradient_scale, float kept"
+_adamw_numbers = f"{_numbers}, float one_minus_beta1, float beta2, float one_minus_beta2, float root, float epsilon"
+_library = torch.library.Library("lowmem", "DEF")
+for name, arguments in {
+    "adamw": f"Tensor(a!) working, Tensor(b!)? low, Tensor(c!) m, Tensor(d!) v, Tensor gradient, {_adamw_numbers}, "
+    "float step_size",
+    "sgd": f"Tensor(a!) working, Tensor(b!)? low, Tensor gradient, {_numbers}, float learning_rate",
+    "join": "Tensor working, Tensor low, Tensor(a!) master",
+    "split": "Tensor(a!) working, Tensor(b!) low, Tensor master",
+}.items():
+    _library.define(f"{name}({arguments}) -> ()")
+
+    def launch(*arguments, name=name) -> None:
+        from lowmem import kernels
+
+        getattr(kernels, name)(*arguments)
+
+    _library.impl(name, launch, "CUDA")
+    _library.impl(name, launch, "CPU")  # in Triton's interpreter
+    _library.impl(name, lambda *_: None, "Meta")
+
+
+def update(
+    optimizer: Optimizer, working: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, decay: bool
+) -> None:
+    """adam.update in one kernel; for 8-bit moments in bitsandbytes' and one on each side of it, with 4 bytes of
+    temporaries per parameter."""
+    weight_decay = hyper.weight_decay if decay else 0.0
+    low = state.get("low")
+    if optimizer.name == "adamw":
+        numbers = adam.adamw_numbers(hyper, weight_decay)
+        torch.ops.lowmem.adamw(working, low, state["m"], state["v"], gradient, hyper.gradient_scale, *numbers)
+    elif optimizer.name == "sgd":
+        kept = 1 - hyper.learning_rate * weight_decay
+        torch.ops.lowmem.sgd(working, low, gradient, hyper.gradient_scale, kept, hyper.learning_rate)
+    elif low is None:
+        adam.update(optimizer, working, state, gradient, hyper, decay)
+    else:
+        master = torch.empty_like(working, dtype=torch.float32)
+        torch.ops.lowmem.join(working, low, master)
+        optimizer.rule(master, state, gradient.mul_(hyper.gradient_scale), hyper, weight_decay)
+        torch.ops.lowmem.split(working, low, master)
+
+
+def expected(capability: tuple[int, int]) -> bool:
+    """Whether a plan for a card of this compute capability counts on kernels."""
+    here = not torch.cuda.is_available() or importlib.util.find_spec("triton") is not None
+    return here and capability >= OLDEST_CAPABILITY
+
+
+@cache
+def why_not(device: torch.device) -> str | None:
+    """Compiles the kernels and holds them to the eager lines; a sentence where they cannot be had, None where they
+    can. A second or two the first time on a machine, then from Triton's cache."""
+    if torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
+        return "Triton does not compile for this card"
+    try:
+        worst = max(
+            ulps
+            for name in ("adamw", "sgd")
+            for dtype in WORKING_DTYPES.values()
+            for ulps in largest_ulps(device, name, dtype).values()
+        )
+    except Exception as error:  # whatever a compiler may say: none there, a driver too old, no room for its files
+        return f"Triton does not compile here ({type(error).__name__}: {str(error).strip().splitlines()[-1]})"
+    return None if worst <= MOST_ULPS else f"a kernel is {worst:.3g} units of the last place off"
+
+
+def largest_ulps(
+    device: torch.device, optimizer_name: str, dtype: torch.dtype, rule: adam.UpdateRule = update, size: int = 4097
+) -> dict[str, float]:
+    """How far one update by `rule` on `device` is from adam.py's lines on the CPU, for the weight and each moment: in
+    units of the last place of the larger of old and new (for a weight also of the learning rate, which is the size of a
+    step: where the old moment and the gradient cancel, a step has fewer places), the largest over `size` parameters."""
+    generator = torch.Generator().manual_seed(1)
+    optimizer = adam.get_optimizer(optimizer_name)
+    hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=3, gradient_scale=0.7)
+    working, low = split(torch.randn(size, generator=generator).mul_(0.02), dtype)
+    gradient = torch.randn(size, generator=generator).mul_(1e-3)
+    state = {name: torch.zeros(n, dtype=kind) for name, (n, kind) in adam.state_layout(optimizer, size, dtype).items()}
+    if "low" in state:
+        state["low"].copy_(low)
+    if "m" in state:
+        state["m"].copy_(torch.randn(size, generator=generator).mul_(1e-3))
+        state["v"].copy_(torch.rand(size, generator=generator).mul_(1e-6))
+
+    def numbers(working: Tensor, state: State) -> dict[str, Tensor]:
+        working, state = working.cpu(), {name: tensor.cpu() for name, tensor in state.items()}
+        return {"weight": join(working, state.pop("low", None)).clone()} | {
+            name: tensor.clone() for name, tensor in state.items()
+        }
+
+    before = numbers(working, state)
+    working_there, state_there = working.to(device, copy=True), {n: t.to(device, copy=True) for n, t in state.items()}
+    rule(optimizer, working_there, state_there, gradient.to(device, copy=True), hyper, True)
+    adam.update(optimizer, working, state, gradient, hyper, True)
+    found, truth = numbers(working_there, state_there), numbers(working, state)
+    smallest = {"weight": hyper.learning_rate}
+    return {name: _ulps(found[name], truth[name], before[name], smallest.get(name, 0.0)) for name in truth}
+
+
+def _ulps(found: Tensor, truth: Tensor, before: Tensor, smallest: float) -> float:
+    largest = torch.maximum(truth.abs(), before.abs()).clamp(min=smallest)
+    spacing = torch.nextafter(largest, torch.tensor(torch.inf)) - largest
+    return ((found.double() - truth.double()).abs() / spacing).max().item()
