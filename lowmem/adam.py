@@ -77,7 +77,7 @@ def update(
     decay: bool,
     at_once: int | None = None,
 ) -> None:
-    """One update in place, an UpdateRule: `working` [n] in any dtype that computes, `state` of `state_layout`, `gradient`
+    """One update in place, an UpdateRule: `working` [n] in whatever computes, `state` of `state_layout`, `gradient`
     [n] fp32 (scaled in place: it is spent afterwards); `at_once` elements at a time, a multiple of BLOCK, or all."""
     size = at_once or working.numel()
     for start in range(0, working.numel(), size):

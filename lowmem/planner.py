@@ -91,18 +91,13 @@ def _gpu_plan(
     )
     case = _case(settings, precision)
     simulations = Simulations(decoder, case, target)
-    choices = _choices(settings, simulations)
-    found = fastest(simulations, choices, room)
-    twice = _twice(settings, choices)
-    if found is None and twice is not None:
-        found = fastest(simulations, twice, room)
+    found = fastest_layout(settings, simulations, room)
     if found is None:
-        rooms = [smallest_room(simulations, which, room) for which in (choices, twice) if which is not None]
-        smallest = min(rooms, key=lambda room: (room.gpu or 0, room.ram))
+        smallest = least_room(settings, simulations, room)
         only_ram_is_short = room.ram is not None and smallest.gpu == room.gpu
         if only_ram_is_short and settings.optimizer == "adamw" and find_spec("bitsandbytes"):
             smaller = Simulations(decoder, replace(case, optimizer=OPTIMIZERS["adamw8bit"]), target)
-            found = fastest(smaller, choices, room)
+            found = fastest(smaller, _choices(settings, smaller), room)
         if found is None:
             if card_limit is not None and smallest.gpu + MARGIN_BYTES > card_limit:
                 raise PlanError(
@@ -117,6 +112,20 @@ def _gpu_plan(
         timed = record_step(decoder(), found.case, gpu_target(measured, fused_update), {}, alike=True)
         plan = replace(plan, card=measured, step_seconds=timed.seconds, waiting_seconds=timed.waiting_seconds)
     return plan
+
+
+def fastest_layout(settings: Settings, simulations: Simulations, room: Room) -> Found | None:
+    """Of all that the settings leave open; forward and backward run twice only where nothing else fits."""
+    choices = _choices(settings, simulations)
+    found, twice = fastest(simulations, choices, room), _twice(settings, choices)
+    return fastest(simulations, twice, room) if found is None and twice is not None else found
+
+
+def least_room(settings: Settings, simulations: Simulations, room: Room) -> Room:
+    """The smallest caps that would do where nothing fits into `room`."""
+    choices = _choices(settings, simulations)
+    rooms = [smallest_room(simulations, which, room) for which in (choices, _twice(settings, choices)) if which]
+    return min(rooms, key=lambda room: (room.gpu or 0, room.ram))
 
 
 def _case(settings: Settings, precision: str) -> StepCase:

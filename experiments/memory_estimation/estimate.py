@@ -18,12 +18,14 @@ from lowmem.adam import OPTIMIZERS
 from lowmem.allocator import SimulatedOutOfMemory
 from lowmem.cards import Card
 from lowmem.models import make_decoder
-from lowmem.search import SEGMENTS, Choices, Room, Simulations, fastest, smallest_room
+from lowmem.planner import fastest_layout, least_room
+from lowmem.search import Room, Simulations
+from lowmem.settings import Settings
 from lowmem.simulate import Memory, StepCase, Target, gpu_target, under_cap
 from lowmem.step import Schedule
 from lowmem.trace import Machine, Tape
 
-LOWMEM = "lowmem"
+LOWMEM, SMALLEST = "lowmem", "lowmem smallest"
 LARGEST_BATCH = 64
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -58,13 +60,10 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
 
     InputError, with what is missing, for an architecture that lowmem cannot train.
     """
-    case = StepCase(seq, batch, Schedule(1, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS["adamw"], 0)
-    simulations = Simulations(lambda: make_decoder(config, "bf16", "fp32"), case, gpu_target(card))
-    sizes = [2**power for power in range(batch.bit_length()) if batch % 2**power == 0]
-    choices = Choices(sizes, None, SEGMENTS, range(2 * simulations.blocks + 1), range(simulations.units + 1))
-    found = fastest(simulations, choices, Room(limit_bytes, None))
+    settings, simulations = _lowmem(config, seq, batch, card)
+    found = fastest_layout(settings, simulations, Room(limit_bytes, None))
     if found is None:
-        smallest = smallest_room(simulations, choices, Room(limit_bytes, None))
+        smallest = least_room(settings, simulations, Room(limit_bytes, None))
         return {"batch": batch, "fits": False, "smallest_cap_bytes": smallest.gpu, "streamed_bytes": smallest.ram}
     choice = asdict(found.case.schedule) | {
         "resident_units": found.case.resident_units,
@@ -72,6 +71,18 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
         "streamed_bytes": found.recording.streamed_bytes,
     }
     return {"batch": batch, "fits": True} | figures_of(found.memory) | {"choice": choice}
+
+
+def smallest_row(config: PretrainedConfig, seq: int, batch: int, card: Card) -> dict:
+    """The smallest cap under which lowmem trains, and the states in RAM then; InputError as above."""
+    smallest = least_room(*_lowmem(config, seq, batch, card), Room(0, None))
+    return {"batch": batch, "smallest_cap_bytes": smallest.gpu, "streamed_bytes": smallest.ram}
+
+
+def _lowmem(config: PretrainedConfig, seq: int, batch: int, card: Card) -> tuple[Settings, Simulations]:
+    settings = Settings(seq=seq, batch=batch)
+    case = StepCase(seq, batch, Schedule(1, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS["adamw"], 0)
+    return settings, Simulations(lambda: make_decoder(config, "bf16", "fp32"), case, gpu_target(card))
 
 
 def _row(tape: Tape, limit_bytes: int, *, expandable_segments: bool) -> dict:

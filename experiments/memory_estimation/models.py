@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from lowmem.models import GPT2_SHAPES
+from lowmem.models import GPT2_SHAPES, most_positions
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,16 @@ MODELS = {
              "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False},
             6_738_415_616, "config.json of a copy",
         ),
+        Model(
+            "pythia-12b", "EleutherAI/pythia-12b", "gpt_neox",
+            {"hidden_size": 5120, "num_hidden_layers": 36, "num_attention_heads": 40, "intermediate_size": 20480,
+             "vocab_size": 50688, "max_position_embeddings": 2048},
+            11_846_072_320, "config.json of fine-tuned copies",
+        ),
     )
 }  # fmt: skip
 
 
 def positions(config: PretrainedConfig) -> int | None:
     """The longest sequence the model has positions for; None where there is no such end (BLOOM's ALiBi)."""
-    return getattr(config, "max_position_embeddings", None)
+    return most_positions(config)

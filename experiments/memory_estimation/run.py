@@ -1,6 +1,6 @@
 """Predicts the GPU memory of training for the table's models, and with --measure runs them on the GPU that is here.
 
-Writes rows.jsonl (rows of the same cases are replaced), report.json and memory.png into --out. The README's tables are
+Writes rows.jsonl (rows of the same cases are replaced), report.json and pictures into --out. The README's tables are
 made from the committed rows by `python -m experiments.memory_estimation.table`.
 """
 
@@ -17,18 +17,19 @@ import torch
 import transformers
 
 from experiments.memory_estimation import rows as row_file
-from experiments.memory_estimation.estimate import LARGEST_BATCH, LOWMEM, lowmem_row, plain_rows
+from experiments.memory_estimation.estimate import LARGEST_BATCH, LOWMEM, SMALLEST, lowmem_row, plain_rows, smallest_row
 from experiments.memory_estimation.measure import measured
 from experiments.memory_estimation.models import MODELS, positions
 from experiments.memory_estimation.published import LLMEM, SEQ, V100, accelerate_answer, llmem_row
-from experiments.memory_estimation.table import draw, summary
+from experiments.memory_estimation.table import draw, draw_sizes, summary
 from lowmem.cards import Card, card_named
 from lowmem.device import set_environment
 from lowmem.errors import InputError, LowmemError
 from lowmem.log import write_json
 from lowmem.units import format_size, parse_size
 
-METHODS = ("fp32", "bf16", LOWMEM)
+TRAININGS = ("fp32", "bf16", LOWMEM)
+METHODS = (*TRAININGS, SMALLEST)
 LOWMEM_BATCHES = (1, LARGEST_BATCH)
 RESULTS = row_file.FOLDER / "results"
 
@@ -67,7 +68,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
                 everything = row_file.replace(path, [result])
     write_json(options.out / "report.json", summary(everything) | {"rows": row_file.NAME})
     draw(everything, options.out / "memory.png")
-    print(f"{path}, report.json and memory.png are written")
+    draw_sizes(everything, options.out / "sizes.png")
+    print(f"{path}, report.json and the pictures are written")
     return 0
 
 
@@ -89,7 +91,9 @@ def _predicted(task: tuple) -> list[dict]:
             case = {"method": method, "seq": seq, "limit_bytes": limit_bytes, "card": card.name}
             if method == LOWMEM:
                 rows += [case | row for row in _lowmem(name, seq, card, limit_bytes)]
-            else:
+            elif method == SMALLEST and seq == max(lengths):  # takes long, and says little more of shorter ones
+                rows += [case | {"limit_bytes": None} | row for row in _smallest(name, seq, card)]
+            elif method != SMALLEST:
                 rows += [case | row for row in plain_rows(model.config(), seq, method, card, limit_bytes)]
     rows.append({"method": "accelerate", "answer": accelerate_answer(model.config())})
     if name in LLMEM:
@@ -109,9 +113,16 @@ def _lowmem(name: str, seq: int, card: Card, limit_bytes: int) -> Iterable[dict]
     return found
 
 
+def _smallest(name: str, seq: int, card: Card) -> list[dict]:
+    try:
+        return [smallest_row(MODELS[name].config(), seq, batch, card) for batch in LOWMEM_BATCHES]
+    except InputError as error:
+        return [{"batch": None, "refused": str(error)}]
+
+
 def _to_measure(rows: list[dict]) -> Iterable[dict]:
     """Every case of this card: those that should not fit as well, for a refusal can be wrong too."""
-    return [row for row in rows if row["method"] in METHODS and "refused" not in row]
+    return [row for row in rows if row["method"] in TRAININGS and "refused" not in row]
 
 
 def _card_here() -> Card:
@@ -138,7 +149,8 @@ def _line(row: dict) -> str:
         return f"{case} {row.get('refused') or row['error']}"
     if "smallest_cap_bytes" in row:
         needs = format_size(row["smallest_cap_bytes"])
-        return f"{case} {row['seq']:>5} x {row['batch']:<3} does not fit; the smallest cap is {needs}"
+        verdict = "needs a cap of at least" if row["method"] == SMALLEST else "does not fit; the smallest cap is"
+        return f"{case} {row['seq']:>5} x {row['batch']:<3} {verdict} {needs}"
     if "allocated_peak_bytes" not in row:
         return f"{case} {row['seq']:>5} x {row['batch']:<3} out of memory"
     verdict = "" if row.get("fits", True) else "  does not fit"

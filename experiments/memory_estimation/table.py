@@ -12,6 +12,7 @@ from pathlib import Path
 
 from experiments.memory_estimation import ram
 from experiments.memory_estimation import rows as row_file
+from experiments.memory_estimation.estimate import SMALLEST
 from experiments.memory_estimation.models import MODELS
 from lowmem.units import GIB
 
@@ -28,6 +29,7 @@ def tables(rows: list[dict]) -> str:
     parts = []
     for seq in sorted({row["seq"] for row in predicted if row["method"] in NAMES}):
         parts.append(f"**{seq} tokens per sequence**, predicted, GiB\n\n{_predicted_table(predicted, seq)}")
+    parts.append(f"**The smallest caps under which lowmem trains**, predicted, GiB\n\n{_smallest_table(predicted)}")
     parts.append(f"**LLMem's own cases** (V100-16GB, 512 tokens), MiB\n\n{_llmem_table(predicted)}")
     parts.append(f"**Measured**\n\n{_measured_table(rows)}")
     parts.append(f"**RAM of training runs on the CPU**, GiB\n\n{_ram_table(rows)}")
@@ -90,6 +92,29 @@ def _predicted_table(rows: list[dict], seq: int) -> str:
         for method in NAMES:
             cells += _smallest_and_largest(cases[method])
         lines.append(cells)
+    return _markdown(header, lines)
+
+
+def _smallest_table(rows: list[dict]) -> str:
+    """Caps of the GPU, with the states that lie in RAM then, for a sequence and for the largest batch."""
+    rows = [row for row in rows if row["method"] == SMALLEST]
+    cases = sorted({(row["seq"], row["batch"]) for row in rows if row["batch"] is not None})
+    header = ["model", "16 bytes per parameter", "states in RAM", *(f"{batch} x {seq}" for seq, batch in cases)]
+    lines = []
+    for name in MODELS:
+        own = {(row["seq"], row["batch"]): row for row in rows if row["model"] == name}
+        if not own:
+            continue
+        refused = next((row["refused"] for row in own.values() if "refused" in row), None)
+        if refused:
+            lines.append([name, "", "", f"refused: {refused}", *[""] * (len(cases) - 1)])
+            continue
+        in_ram = max(row["streamed_bytes"] for row in own.values())
+        parameters = MODELS[name].parameters
+        lines.append([
+            name, f"{16 * parameters / GIB:.2f}" if parameters else "not confirmed", f"{in_ram / GIB:.2f}",
+            *(f"{own[case]['smallest_cap_bytes'] / GIB:.2f}" if case in own else "" for case in cases),
+        ])  # fmt: skip
     return _markdown(header, lines)
 
 
@@ -262,6 +287,48 @@ def draw(rows: list[dict], path: Path) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.supylabel("predicted reserved peak (GiB)", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def draw_sizes(rows: list[dict], path: Path) -> None:
+    """Predicted peaks against the size of the model: a batch of one in plain training, whatever batch in lowmem."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row["kind"] == "predicted" and row.get("seq") and "refused" not in row]
+    rows = [row for row in rows if MODELS[row["model"]].parameters]
+    if not any(row["method"] == SMALLEST for row in rows):
+        return
+    seq = max(row["seq"] for row in rows if row["method"] == SMALLEST)
+    largest = max(row["batch"] for row in rows if row["method"] == SMALLEST)
+    lines = (
+        ("plain fp32, batch 1", "fp32", 1, "allocated_peak_bytes", "C1"),
+        ("plain bf16 autocast, batch 1", "bf16", 1, "allocated_peak_bytes", "C2"),
+        (f"lowmem, batch {largest}, at least", SMALLEST, largest, "smallest_cap_bytes", "C0"),
+        ("lowmem, batch 1, at least", SMALLEST, 1, "smallest_cap_bytes", "C9"),
+    )
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for label, method, batch, value, colour in lines:
+        points = sorted(
+            (MODELS[row["model"]].parameters, row[value] / GIB)
+            for row in rows
+            if (row["method"], row["batch"], row["seq"]) == (method, batch, seq)
+        )
+        axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, linewidth=1.2, label=label)
+    for card_gib in (8, 11, 16, 24):
+        axes.axhline(card_gib, color="0.8", linewidth=0.8, zorder=0)
+        axes.annotate(f"{card_gib} GiB", (1, card_gib), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+                      fontsize=8, color="0.5")  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e9:g}B")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("parameters, all of them trained")
+    axes.set_ylabel(f"predicted GPU memory (GiB), {seq} tokens per sequence")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
     figure.savefig(path, dpi=120)
 
 
