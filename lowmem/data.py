@@ -103,14 +103,31 @@ class Rows:
 
     def batch(self, step: int) -> Batch:
         """The batch of optimizer step `step`, counted from 0."""
+        rows = self._rows_of(step)
+        return self._packed(rows) if self.documents.format.packed else self._padded(rows)
+
+    def where(self, step: int) -> list[str]:
+        """Where the texts of training batch `step` were read, in its order: ["a.jsonl:17-23", "book.txt at 41.20%"]."""
+        found = []
+        for row in self._rows_of(step).tolist():
+            if not self.documents.format.packed:
+                found += self.documents.where(slice(row, row + 1))
+                continue
+            start = row * self.seq
+            first, last = np.searchsorted(self.offsets, [start, start + self.seq], side="right") - 1
+            names = self.documents.where(slice(first, last + 1))
+            if first == last:  # a piece of a long document
+                names = [f"{names[0]} at {(start - self.offsets[first]) / self.documents.lengths[first]:.2%}"]
+            found += names
+        return list(dict.fromkeys(found))
+
+    def _rows_of(self, step: int) -> np.ndarray:
         step = 0 if self.fixed else step
         if self.seed is None:
             start = step % len(self) * self.batch_rows
-            rows = np.arange(start, min(start + self.batch_rows, self.rows))
-        else:
-            places = np.arange(step * self.batch_rows, (step + 1) * self.batch_rows)
-            rows = np.array([self._order(int(place) // self.rows)[place % self.rows] for place in places])
-        return self._packed(rows) if self.documents.format.packed else self._padded(rows)
+            return np.arange(start, min(start + self.batch_rows, self.rows))
+        places = np.arange(step * self.batch_rows, (step + 1) * self.batch_rows)
+        return np.array([self._order(int(place) // self.rows)[place % self.rows] for place in places])
 
     def _permutation(self, epoch: int) -> np.ndarray:
         # RandomState and not default_rng: numpy promises that its stream never changes, so old runs can be resumed.

@@ -1,12 +1,14 @@
 """From the documents of a source to token ids end to end, and the share of them that is held out.
 
-RAM: 2 bytes per token up to 65,536 ids, else 4; examples one more for what is trained; 16 per document. While the
-held-out share is taken out it is twice that. Texts are dropped as soon as they are tokenized.
+RAM: 2 bytes per token up to 65,536 ids, else 4; examples one more for what is trained; 24 per document, and the name of
+each file. While the held-out share is taken out it is twice that. Texts are dropped as soon as they are tokenized.
 """
 
 import dataclasses
 import itertools
 import math
+import re
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,6 +20,8 @@ from lowmem.formats import Format, Segments, UntrainableRow, find_format
 from lowmem.sources import Record, Source, stable_hash
 from lowmem.tokenizer import PIECE_CHARACTERS, encode
 
+_PLACE = re.compile(r"(.*?)([1-9][0-9]{0,8})?", re.DOTALL)  # "a.jsonl:17": what its neighbours share, and the number
+
 
 @dataclass(frozen=True, eq=False)
 class Documents:
@@ -27,12 +31,15 @@ class Documents:
     lengths int64 [n], in tokens
     keys    uint64 [n], what decides on which side of a held-out share a document falls
     trained bool [N], which tokens are trained; None for packed text: all
+    places  int32 [n, 2], where each was read: which of `files`, and the line or row in it, 0 for a whole file
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     keys: np.ndarray
     trained: np.ndarray | None
+    places: np.ndarray
+    files: tuple[str, ...]
     format: Format
     notes: tuple[str, ...] = ()
 
@@ -45,7 +52,16 @@ class Documents:
             lengths=self.lengths[chosen],
             keys=self.keys[chosen],
             trained=None if self.trained is None else self.trained[kept],
+            places=self.places[chosen],
         )
+
+    def where(self, chosen: slice) -> list[str]:
+        """The places that neighbouring documents were read from, one per file: ["a.jsonl:17-23", "b.txt"]."""
+        found = []
+        for file, places in itertools.groupby(self.places[chosen].tolist(), key=lambda place: place[0]):
+            numbers = [number for _, number in places if number]
+            found.append(self.files[file] + "-".join(map(str, dict.fromkeys((*numbers[:1], *numbers[-1:])))))
+        return found
 
 
 def read_documents(
@@ -129,6 +145,8 @@ class _Writer:
         self.trained: list[np.ndarray] = []
         self.lengths: list[int] = []
         self.keys: list[int] = []
+        self.files: dict[str, int] = {}
+        self.places = array("i")
         self.token_count = self.truncated = self.dropped = 0
 
     @property
@@ -157,6 +175,8 @@ class _Writer:
             np.array(self.lengths, np.int64),
             np.array(self.keys, np.uint64),
             trained,
+            np.array(self.places, np.int32).reshape(-1, 2),
+            tuple(self.files),
             self.format,
             tuple(notes),
         )
@@ -186,6 +206,8 @@ class _Writer:
             kept.append(ids.astype(self.dtype))
             self.lengths.append(len(ids))
             self.keys.append(stable_hash(record.key or "".join(text for text, _ in segments)))
+            file, number = _PLACE.fullmatch(record.where).groups(default="0")
+            self.places.extend((self.files.setdefault(file, len(self.files)), int(number)))
             self.token_count += len(ids)
         self.tokens += [np.concatenate(kept)] if kept else []  # one array for thousands of short documents
         self.pending, self.pending_characters = [], 0

@@ -113,13 +113,13 @@ class RunLog:
             constants = asdict(self._settings) | _flat("plan", plan)
             self._wandb = self._guarded("could not start", lambda: self._start_wandb(mode, constants))
 
-    def say(self, sentence: str) -> None:
-        """To stderr, above the progress bar, and to log.txt."""
+    def say(self, sentence: str, at_length: str | None = None) -> None:
+        """To stderr, above the progress bar, and to log.txt, which has room for it `at_length`."""
         tqdm.write(sentence, file=sys.stderr)
         if self._text is None:
-            self._said.append(sentence)
+            self._said.append(at_length or sentence)
         else:
-            print(sentence, file=self._text, flush=True)
+            print(at_length or sentence, file=self._text, flush=True)
 
     def step(self, row: dict) -> None:
         """Takes one step's row (the keys of contract.md's metrics.jsonl; `eval_loss` only where there was one)."""

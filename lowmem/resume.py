@@ -53,11 +53,13 @@ _DTYPES = {
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
     """Keeps a second run out of `folder` (made if need be) until the end of the block, or of the process, however it
-    ends. Raises InputError where another run holds it or the folder cannot be written."""
+    ends. What was made for the lock goes again where the block has put nothing into it. Raises InputError where another
+    run holds it or the folder cannot be written."""
     lock = FileLock(folder / ".lock", timeout=0)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        before = os.listdir(folder)
         lock.acquire()
     except Timeout:
         raise InputError(f"another run is writing to {folder}; wait for its end, or give another --out") from None
@@ -67,7 +69,7 @@ def lock_run(folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            if os.listdir(folder) == [".lock"]:  # a run that was refused leaves nothing behind
+            if set(os.listdir(folder)) - set(before) == {".lock"}:  # a run that was refused leaves nothing behind
                 (folder / ".lock").unlink()
                 for path in made:
                     path.rmdir()

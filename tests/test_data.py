@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 import time
@@ -308,6 +309,48 @@ def test_standard_library_is_split_by_files_and_ready_in_seconds():
     assert len(data.evaluation.documents.keys) >= 2
     names = [record.where for record in open_source("python-stdlib", "text", None).train]
     assert not [name for name in names if "test" in name.split("/") or "site-packages" in name] and "os.py" in names
+
+
+# Where a batch was read
+
+
+def test_a_batch_names_the_lines_that_its_text_is_from(tmp_path):
+    texts = [f"[{line:03d}]" + "x" * (line % 13) for line in range(1, 101)]
+    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    lines = [line for line, text in enumerate(texts, 1) for _ in f"{text}$"]
+    data = load(path, eval_spec=str(path), batch=1)
+    for row in range(data.evaluation.rows):  # in their order
+        first, last = lines[16 * row], lines[16 * row + 16]
+        at = f" at {(16 * row - lines.index(first)) / lines.count(first):.2%}"
+        assert data.evaluation.where(row) == [f"{path}:{first}-{last}" if last > first else f"{path}:{first}{at}"]
+    train = load(path, eval_fraction=0.1, batch=3).train  # in any order, with lines held out in between
+    for step in range(30):
+        named = [re.match(r".*a\.jsonl:(\d+)-?(\d*)", name).groups() for name in train.where(step)]
+        spans = [range(int(first), int(last or first) + 1) for first, last in named]
+        inputs = "".join(
+            chr(token) if token != END else "$" for token in train.batch(step).input_ids.flatten().tolist()
+        )
+        assert all(any(int(line) in span for span in spans) for line in re.findall(r"\[(\d{3})\]", inputs))
+        assert sum(map(len, spans)) <= 3 * 6
+
+
+def test_a_batch_names_files_examples_and_places_in_a_long_text(tmp_path):
+    folder = tmp_path / "texts2"
+    folder.mkdir()
+    (folder / "long.txt").write_text("x" * 799)
+    for name in ("m", "n"):
+        (folder / f"{name}.txt").write_text(name)
+    write_rows(folder / "z.jsonl", [{"text": "row"}, {"text": "and the next row, at the end"}])
+    rows = load(folder, eval_spec=str(folder), batch=1).evaluation
+    assert rows.where(0) == [f"{folder}/long.txt at 0.00%"] and rows.where(25) == [f"{folder}/long.txt at 50.00%"]
+    assert rows.where(50) == [f"{folder}/{name}" for name in ("m.txt", "n.txt", "z.jsonl:1-2")]
+    path = write_rows(tmp_path / "pairs.jsonl", [{"prompt": "p" * index, "completion": "c"} for index in range(1, 12)])
+    train = load(path, batch=4).train
+    for step in range(8):  # how long a prompt is says which line it is from
+        prompts = (train.batch(step).input_ids == ord("p")).sum(1).tolist()
+        assert train.where(step) == list(dict.fromkeys(f"{path}:{length}" for length in prompts))
+    fixed = load(path, batch=4, fixed_batch=True).train
+    assert fixed.where(5) == fixed.where(0) == train.where(0)
 
 
 # Files

@@ -6,7 +6,7 @@ Each example calls the Large script's main (the demo's model, one step on the CP
 process. It fails if an exception comes out, if it takes longer than a minute, if the exit code is none of the
 contract's, if a refusal (2, 3) says nothing or wrote a file, if a run that ended well lacks a file, or if anything
 half-written is left. Failures are counted by the place where they happened, and the first of each is shown. Prints one
-JSON row per kind; exit code 1 if there was a failure.
+JSON row per kind, and keeps them with --record; exit code 1 if there was a failure.
 
 Sizes in a fuzzed config.json are those that people mistype (0, -1, a few hundred), not those that would have the
 planner lay out a million blocks, or a CPU train them.
@@ -38,6 +38,7 @@ import lowmem.plan  # noqa: E402
 from lowmem.durable import MANIFEST, write, write_manifest  # noqa: E402
 from lowmem.main import main as run_script  # noqa: E402
 from lowmem.options import NAMES, REFUSED  # noqa: E402
+from tests.faults import table  # noqa: E402
 from tests.runs import SCRIPTS, SMALL, content  # noqa: E402
 
 HANG_SECONDS = 60
@@ -288,7 +289,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.fuzz", description=__doc__.split("\n\n")[0])
     parser.add_argument("--examples", type=int, default=1000, help="of each kind (%(default)s)")
     parser.add_argument("--only", nargs="+", metavar="KIND", help="instead of all kinds")
+    table.add_option(parser)
     options = parser.parse_args()
+    common = table.common("fuzz", options.record)
     torch.set_num_threads(1)
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -298,7 +301,7 @@ def main() -> int:
             if options.only is None or kind in options.only:
                 row = fuzz(kind, strategy, work, options.examples)
                 failed += row["failed"]
-                print(json.dumps(row), flush=True)
+                table.report(common | row, options.record)
     return 1 if failed else 0
 
 

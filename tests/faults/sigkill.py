@@ -7,7 +7,8 @@ starts the same command again, and so on until the run is done; then the next ru
 asked for. Half of the moments are drawn over a whole life of the process (planning, reading, loading, training, saving,
 exporting), half over the three tenths of a second after a step was done, where saving is. After every kill the newest
 valid checkpoint must be there and no older than the one before; in the end weights, moments and loss rows must be
-bitwise those of a run that was left alone. Prints one JSON row; exit code 1 if anything was lost.
+bitwise those of a run that was left alone. Prints one JSON row, and keeps it with --record; exit code 1 if anything was
+lost.
 
 Importing PyTorch takes longer than such a run, so most processes are forks of this one, made before it computes
 anything; --real of them are the script itself. A killed process loses nothing that it wrote: what a power cut does is
@@ -15,9 +16,7 @@ tested by the order of fsync and rename (test_saves.py).
 """
 
 import argparse
-import json
 import os
-import platform
 import random
 import signal
 import subprocess
@@ -34,6 +33,7 @@ import transformers.models.gpt2.modeling_gpt2  # noqa: E402, F401
 import lowmem.train  # noqa: E402, F401
 from lowmem.durable import Damaged, Manifest  # noqa: E402
 from lowmem.main import main as run_script  # noqa: E402
+from tests.faults import table  # noqa: E402
 from tests.runs import ROOT, SCRIPTS, SMALL, assert_same_run  # noqa: E402
 
 SAVING_SECONDS = 0.3  # after a step was done: a few more steps and their saves
@@ -137,10 +137,7 @@ def kill_often(folder: Path, kills: int, real: int, steps: int, seed: int) -> di
             assert_same_run(folder / "whole", out)
         except AssertionError:
             row["different_runs"] += 1
-    return row | {
-        "steps_of_a_run": steps, "seed": seed, "seconds": round(time.monotonic() - began), "torch": torch.__version__,
-        "python": platform.python_version(),
-    }  # fmt: skip
+    return row | {"steps_of_a_run": steps, "seed": seed, "seconds": round(time.monotonic() - began)}
 
 
 def main() -> int:
@@ -149,11 +146,13 @@ def main() -> int:
     parser.add_argument("--real", type=int, default=10, help="how many of them hit the script itself (%(default)s)")
     parser.add_argument("--steps", type=int, default=12, help="of a run (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    table.add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    common = table.common("sigkill", options.record)
     with tempfile.TemporaryDirectory() as folder:
         row = kill_often(Path(folder), options.kills, min(options.real, options.kills), options.steps, options.seed)
-    print(json.dumps(row))
+    table.report(common | row, options.record)
     return 1 if row["lost"] or row["wrong_exits"] or row["different_runs"] else 0
 
 

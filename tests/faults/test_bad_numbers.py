@@ -1,12 +1,15 @@
 """Losses and gradients that are not numbers: no update, said in the log, and an end after ten in a row."""
 
+import json
 import math
+import re
 
 import pytest
 from runs import content, last_line, simulated
 from safetensors.torch import load_file
 
 import lowmem.step
+from lowmem.data import Rows
 from lowmem.log import read_metrics
 
 
@@ -46,6 +49,26 @@ def test_one_bad_step_is_skipped_and_the_schedule_waits_for_it(train, tmp_path, 
     assert rows[3]["loss"] < rows[0]["loss"]
     for tensor in load_file(tmp_path / "out/model/model.safetensors").values():
         assert tensor.isfinite().all()
+
+
+def test_where_the_texts_of_a_bad_batch_were_read_is_said(train, text, tmp_path, capsys, monkeypatch):
+    rows = [{"prompt": "?", "completion": f"answer {number}"} for number in range(60)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spoil(monkeypatch, range(2, 3))
+    seen = []
+
+    def at_the_second_step(rows, step, real=Rows.where):
+        seen.append((step, real(rows, step)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(Rows, "where", at_the_second_step)
+    assert train(tmp_path / "out", "--data", str(data)) == 0
+    ((step, texts),) = seen
+    assert step == 1 and len(texts) == 4 and all(re.fullmatch(rf"{data}:\d+", text) for text in texts)
+    said = "step 2: the gradient's norm is nan, so no update was made; its batch: "
+    assert f"{said}{', '.join(texts[:3])}, ... (all in log.txt)\n" in capsys.readouterr().err
+    assert f"{said}{', '.join(texts)}\n" in (tmp_path / "out/log.txt").read_text()
 
 
 def test_a_run_that_gave_up_does_not_end_well_when_it_is_started_again(train, tmp_path, capsys):

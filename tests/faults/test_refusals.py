@@ -115,6 +115,11 @@ def test_bad_data_are_refused_before_a_plan_is_made(train, tmp_path, capsys, mon
     (tmp_path / "broken.jsonl").write_text('{"text": "whole"}\n{"text": "hal')
     assert train(tmp_path / "out", "--data", str(tmp_path / "broken.jsonl")) == 2
     assert "broken.jsonl:2: bad JSON" in last_line(capsys)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/notes").touch()
+    assert train(tmp_path / "out", "--data", str(tmp_path / "broken.jsonl")) == 2
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes"]
 
 
 @pytest.mark.parametrize("options", [[], ["--plan-only"]], ids=" ".join)
@@ -125,7 +130,8 @@ def test_an_out_that_cannot_be_a_folder_is_refused(train, tmp_path, capsys, opti
     assert (tmp_path / "out").read_text() == "a file"
 
 
-def test_two_runs_do_not_share_a_folder(train, tmp_path, capsys):
+def test_a_second_run_in_a_folder_is_refused_before_its_data_are_read(train, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(lowmem.train, "load_data", lambda **_: pytest.fail("data were read"))
     with lock_run(tmp_path / "out"):
         assert train(tmp_path / "out") == 2
         assert "another run is writing to" in last_line(capsys)

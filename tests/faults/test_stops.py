@@ -38,7 +38,10 @@ from lowmem.step import Step
 def test_a_signal_at_any_moment_is_answered_at_the_end_of_the_step_and_costs_no_bit(
     finished, train, tmp_path, capsys, monkeypatch, owner, name, call, number, done
 ):
-    options = ["--save-every", "2", *(["--eval-every", "1"] if call == 3 else [])]
+    options = [
+        *(["--save-every", "2"] if name == "save_checkpoint" else []),
+        *(["--eval-every", "1"] if call == 3 else []),
+    ]
     with monkeypatch.context() as patch:
         at_call(patch, owner, name, lambda: os.kill(os.getpid(), number), call)
         code = train(tmp_path / "out", *options)

@@ -1,0 +1,133 @@
+"""The rows that sigkill.py, fuzz.py and saving.py leave in results.jsonl, and the tables that README.md makes of them.
+
+    python -m tests.faults.sigkill --kills 200 --record    adds a row
+    python -m tests.faults.table                           puts the tables of the rows into README.md
+
+A row has what is needed to make it again. Of rows of one program, kind and model the last is shown; a test fails when
+README.md and the rows disagree. `--record FILE` leaves the rows elsewhere: a row in the tree makes the tree differ from
+its commit, which the row after it then says.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+import sys
+from argparse import ArgumentParser
+from datetime import UTC, datetime
+from pathlib import Path
+
+from experiments.gpu_acceptance import rows as row_file
+from lowmem.report import versions
+from lowmem.units import format_size
+
+FOLDER = Path(__file__).resolve().parent
+RESULTS, README = FOLDER / "results.jsonl", FOLDER / "README.md"
+BEGIN, END = "<!-- made by python -m tests.faults.table -->", "<!-- end -->"
+PROGRAMS = {
+    "sigkill": "SIGKILL at random moments of training with `--save-every 1`, then the same command again",
+    "fuzz": "random command lines; random and damaged data, configs, weights, checkpoints, settings",
+    "saving": "RAM and time of a save beside those of training and of the disk",
+}
+
+
+def add_option(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--record", nargs="?", const=RESULTS, type=Path, metavar="FILE",
+        help=f"add the rows to FILE ({RESULTS.relative_to(row_file.ROOT)} if none is named)",
+    )  # fmt: skip
+
+
+def common(program: str, record: Path | None) -> dict:
+    """What all rows of one call share; to be asked for before anything is written."""
+    arguments = [argument for argument in sys.argv[1:] if argument not in ("--record", str(record))]
+    return {
+        "program": program, "command": shlex.join(["python", "-m", f"tests.faults.{program}", *arguments]),
+        "commit": row_file.commit(), "sources": _sources(), "versions": versions(), "device": "cpu",
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def _sources() -> str:
+    """A digest of the code that makes the rows."""
+    digest = hashlib.sha256()
+    patterns = ("lowmem/**/*.py", "train_gpt2_*.py", "tests/faults/*.py", "tests/runs.py")
+    for path in sorted(path for pattern in patterns for path in row_file.ROOT.glob(pattern)):
+        digest.update(f"{path.relative_to(row_file.ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def report(row: dict, record: Path | None) -> None:
+    """Prints a row and, where that was asked for, keeps it."""
+    print(json.dumps(row), flush=True)
+    if record is not None:
+        row_file.append(record, row)
+
+
+def tables(rows: list[dict]) -> str:
+    """Both tables in Markdown, of the last row of each program, kind and model."""
+    last = list({tuple(row.get(key) for key in ("program", "kind", "model")): row for row in rows}.values())
+    lines = []
+    for program, what in PROGRAMS.items():
+        found = [row for row in last if row["program"] == program]
+        command = found[-1]["command"] if found else f"python -m tests.faults.{program}"
+        said = "; ".join(_result(row) for row in found) if program != "fuzz" else _fuzz_result(found)
+        lines.append([f"`{command}`", what, said or "no row yet"])
+    parts = [_markdown(["command", "what it does", "last result"], lines)]
+    fuzzed = [row for row in last if row["program"] == "fuzz"]
+    if fuzzed:
+        codes = sorted({code for row in fuzzed for code in row["exit_codes"]} - {"failed"})
+        kinds = [
+            [row["kind"], str(row["examples"]), *(str(row["exit_codes"].get(code, 0)) for code in codes)]
+            + [str(row["failed"])]
+            for row in fuzzed
+        ]
+        parts.append(_markdown(["kind", "examples", *(f"exit code {code}" for code in codes), "failed"], kinds))
+    return "\n\n".join(parts)
+
+
+def _result(row: dict) -> str:
+    if row["program"] == "sigkill":
+        said = (
+            f"{row['kills']} kills in {row['runs']} runs of {row['steps_of_a_run']} steps ({row['while_saving']} of "
+            f"them while saving, {row['of_the_script_itself']} of the script itself): {row['lost']} lost, "
+            f"{row['wrong_exits']} wrong exit codes, {row['different_runs']} runs that differ from one left alone"
+        )
+    else:
+        said = (
+            f"{row['model']}, {format_size(row['saved_bytes'])} a save: {format_size(row['ram_added_bytes'])} of RAM "
+            f"beside {format_size(row['ram_of_training_bytes'])} ({row['share_of_ram_added']:.3%}); "
+            f"{row['save_seconds']:.1f} s, where the same bytes in one file and an fsync take "
+            f"{row['plain_seconds']:.1f} ({row['share_of_plain']:.2f} of it), and begun early "
+            f"{row['best_seconds']:.1f} ({row['share_of_best']:.2f} of it); medians of {len(row['each'])}"
+        )
+    return f"{said}; {row['seconds']} s on {row['machine']}, commit {row['commit']}"
+
+
+def _fuzz_result(rows: list[dict]) -> str:
+    if not rows:
+        return ""
+    commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))
+    return f"{sum(row['failed'] for row in rows)} of {sum(row['examples'] for row in rows):,} failed, commit {commits}"
+
+
+def _markdown(header: list[str], lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---"] * len(header), *lines])
+
+
+def with_tables(text: str, rows: list[dict]) -> str:
+    """README's `text` with the tables of `rows` between its two marks."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{tables(rows)}\n\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> int:
+    text = with_tables(README.read_text(encoding="utf-8"), row_file.read(RESULTS))
+    README.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
