@@ -21,6 +21,8 @@ anyway, and only memory that the host frees later would show it), and several co
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -78,11 +80,14 @@ class Clock:
 class SimulatedCopies:
     """Takes the place of the transfers of streaming.py's ring: moves clocks, no data.
 
-    Two streams, one per direction, each a queue that is worked off in order. What a copy waits for is what the streams
-    and events of `_CudaCopies` make it wait for: its stream's earlier copies, its own issue by the host, and
+    Two streams, one per direction, each a queue that is worked off in order, and a third for updates if these run
+    `beside` what computes. What a copy waits for is what the streams and events of `_CudaCopies` make it wait for: its
+    stream's earlier copies, its own issue by the host, and
 
         fetch        the last write-back of its slot
-        write_back   all work launched on the compute stream so far
+        write_back   all updates launched so far; on the compute stream also what was launched there before them
+
+    An update beside what computes takes its time of the GPU from that all the same.
 
     The rates are those reached while both directions are at work (cards.py): the ring reads and writes the same bytes,
     so they are at work together nearly always. Left out: what issuing a copy costs the host (tens of microseconds
@@ -92,8 +97,9 @@ class SimulatedCopies:
     `out_busy_seconds`: how long each engine copied.
     """
 
-    def __init__(self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float):
-        self._clock = clock
+    def __init__(self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float, beside: bool = False):
+        self._clock, self._beside = clock, beside
+        self._updated = 0.0  # when all updates so far are done, if they run beside
         self._in_rate, self._out_rate = in_bytes_per_second, out_bytes_per_second
         self._in_free, self._out_free = clock.gpu, 0.0  # the slots' memory may still be in use by kernels issued before
         self._fetched: dict[int, float] = {}  # by slot: when its last copy in is done
@@ -110,13 +116,32 @@ class SimulatedCopies:
 
     def wait_fetched(self, slot: int) -> None:
         arrival = self._fetched.get(slot, 0.0)
+        if self._beside:
+            self._updated = max(self._updated, arrival)
+        else:
+            self._hold_until(arrival)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        launched, free = self._clock.host, max(self._clock.gpu, self._clock.host)
+        yield
+        self._updated = max(self._updated, launched) + self._clock.gpu - free
+
+    def wait_for_compute(self) -> None:
+        self._updated = max(self._updated, self._clock.gpu)
+
+    def hold_compute(self) -> None:
+        if self._beside:
+            self._hold_until(self._updated)
+
+    def _hold_until(self, arrival: float) -> None:
         idle_from = max(self._clock.gpu, self._clock.host)  # before that the GPU is busy, or waits for the host
         self.exposed_seconds += max(0.0, arrival - idle_from)
         self._clock.wait(arrival)
 
     def write_back(self, slot: int, state: State, home: State) -> None:
         seconds = _bytes_of(home) / self._out_rate
-        start = max(self._out_free, self._clock.gpu, self._clock.host)
+        start = max(self._out_free, self._updated if self._beside else self._clock.gpu, self._clock.host)
         self._out_free = self._written[slot] = start + seconds
         self.out_busy_seconds += seconds
 

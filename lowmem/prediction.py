@@ -93,6 +93,8 @@ class Plan:
         layout = f"batch {settings.batch} x {settings.seq} tokens as micro-batches of {schedule.micro_batch}"
         if schedule.group > 1:
             layout += f" in groups of {schedule.group}"
+        if schedule.first_group:
+            layout += f", the first {schedule.first_group} as one group"
         layout += f"; {kept_in_words(schedule, self.blocks)}"
         if self.device == "cuda":
             layout += f"; states of {self.resident_units} of {self.units} units on the GPU"

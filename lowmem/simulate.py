@@ -171,10 +171,14 @@ def record_step(
         )  # fmt: skip
         copies = None
         if target.copies_in is not None and target.copies_out is not None:
-            copies = step.ring.copies = SimulatedCopies(recorder.clock, target.copies_in, target.copies_out)
-        group = case.schedule.micro_batch * case.schedule.group
-        if group < case.batch or (case.clip_norm is not None and not case.schedule.norm_first):
-            step(_batch(case, min(case.batch, 2 * group)), 0, 1e-4)  # leaves what a step leaves behind, in less time
+            copies = step.ring.copies = SimulatedCopies(
+                recorder.clock, target.copies_in, target.copies_out, beside=target.update is fused.update
+            )
+        schedule = case.schedule
+        group = schedule.micro_batch * schedule.group
+        if group < case.batch or (case.clip_norm is not None and not schedule.norm_first):
+            two = schedule.micro_batch * (schedule.first_group or schedule.group) + group
+            step(_batch(case, min(case.batch, two)), 0, 1e-4)  # leaves what a step leaves behind, in less time
         batch = _batch(case, case.batch)
         began, waited = recorder.clock.host, copies.exposed_seconds if copies else 0.0
         step(batch, 1, 1e-4)

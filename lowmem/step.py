@@ -32,6 +32,7 @@ before its update.
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -53,6 +54,9 @@ HOLD, DROP, UPDATE = "hold", "drop", "update"  # what becomes of a unit's gradie
 class Schedule:
     """`micro_batch` in sequences, `group` in micro-batches, `segment_blocks` in blocks.
 
+    `first_group`: that of the first group, where it is larger. Its forward pass is what the updates hide behind, and it
+    finds room: the inputs that it keeps grow as held gradients are spent, and go as new ones come to be. 0: as the
+    others.
     `recompute`: whether blocks run again in backward; of those that would, the last `whole_blocks` keep all that
     backward needs, and the `product_blocks` before them their products (recompute.py). The last ones, because theirs is
     the memory that is free again first. `norm_first`: whether forward and backward run twice, the first time for the
@@ -67,6 +71,12 @@ class Schedule:
     whole_blocks: int = 0
     norm_first: bool = False
     defer: bool = True
+    first_group: int = 0
+
+    def groups(self, micro_batches: int) -> list[slice]:
+        """A step's micro-batches, cut into groups."""
+        starts = [0, *range(self.first_group or self.group, micro_batches, self.group)]
+        return [slice(*ends) for ends in pairwise([*starts, micro_batches])]
 
     def segments(self, blocks: int) -> list[Segment]:
         """All of a model's `blocks`, in order."""
@@ -113,12 +123,15 @@ class Step:
         loss_scale: LossScale,
         update: UpdateRule | None = None,
     ):
-        """`update`: adam.update, in slices on the CPU, or one that does the same (fused.py)."""
+        """`update`: what does as adam.update does, without temporaries (fused.py); None: adam.update, in slices on the
+        CPU."""
         self.segments = schedule.segments(len(decoder.blocks))
         self.schedule, self.loss_scale = schedule, loss_scale
         self._decoder, self._store, self._optimizer = decoder, store, optimizer
         self._clip_norm, self._seed = clip_norm, seed
-        self._updates = Updates(store, len(decoder.units), weight_decay, lambda *piece: self._update(*piece))
+        self._updates = Updates(
+            store, len(decoder.units), weight_decay, lambda *piece: self._update(*piece), update is not None
+        )
         self._when_final = HOLD
         self._update_with = 1.0, 0.0  # the factor that clips the gradients, and the learning rate
         self._norms: dict[int, Tensor] = {}  # of the pieces whose gradients are final, by their place in the store
@@ -150,7 +163,7 @@ class Step:
         scale = self.loss_scale.scale / batch.trained_tokens
         self._decoder.model.train()
         dropouts = [Dropout(self._seed, step, index) for index in range(len(micro_batches))]
-        one_group = len(micro_batches) <= self.schedule.group
+        one_group = len(self.schedule.groups(len(micro_batches))) == 1
         if self.schedule.norm_first and not one_group:
             raise ValueError("the norm comes first only where the whole batch is one group")
         free_to_update = one_group and self._clip_norm is None and self.schedule.defer and not self.loss_scale.enabled
@@ -181,8 +194,7 @@ class Step:
         self._norms, self._lowest_final = {}, len(self._decoder.units)
         losses: list[Tensor] = []
         gradients: list[Tensor] = []
-        for start in range(0, len(micro_batches), self.schedule.group):
-            group = slice(start, start + self.schedule.group)
+        for group in self.schedule.groups(len(micro_batches)):
             group_losses, group_gradients = self._group(micro_batches[group], dropouts[group], scale)
             losses += group_losses
             gradients += group_gradients
@@ -238,7 +250,7 @@ class Step:
         ratio = self.schedule.micro_batch // micro_batch
         several = self.schedule.recompute and (self.schedule.group > 1 or self._clip_norm is None)
         group = self.schedule.group * ratio if several or self.schedule.norm_first else 1
-        self.schedule = replace(self.schedule, micro_batch=micro_batch, group=group)
+        self.schedule = replace(self.schedule, micro_batch=micro_batch, group=group, first_group=0)
 
     def _group(
         self, micro_batches: Sequence, dropouts: Sequence[Dropout], scale: float

@@ -1,8 +1,10 @@
 """Optimizer states that live in RAM: exact-size buffers, and the ring through which they visit the GPU.
 
 A pass over the pieces of the model brings each piece's state to the device `AHEAD` pieces before it is needed, hands
-it out, and writes it back after use; copies in and copies out have a stream each, so that on a GPU both directions of
-the bus and the compute stream work at once. The ring is a fixed set of slots, each as large as the largest piece.
+it out, and writes it back after use; copies in, copies out and the updates have a stream each, so that on a GPU both
+directions of the bus and the compute stream work at once. Were the updates on the compute stream, a slot would only be
+free again when the forward pass before its update is done, and no more than the ring would ever be copied behind that.
+The ring is a fixed set of slots, each as large as the largest piece.
 
 Buffers in RAM are anonymous mappings of exactly the size asked for, registered with CUDA: PyTorch's own page-locked
 allocator rounds sizes up to powers of two (2.25 GiB take 4 GiB).
@@ -13,7 +15,7 @@ On the CPU the same ring works synchronously: states are copied into a slot and 
 
 import mmap
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -70,8 +72,9 @@ def page_lock(tensor: Tensor) -> bool:
 class Ring:
     """AHEAD + 1 slots on `device` through which streamed states pass."""
 
-    def __init__(self, device: torch.device, pieces: Sequence[Piece]):
-        """The slots are made to hold the largest streamed piece; none are made where nothing is streamed."""
+    def __init__(self, device: torch.device, pieces: Sequence[Piece], beside: bool = False):
+        """The slots are made to hold the largest streamed piece; none are made where nothing is streamed. `beside`:
+        whether updates run beside what computes, for which they must not allocate."""
         largest: dict[str, tuple[int, torch.dtype]] = {}
         for piece in pieces:
             for name, tensor in piece.state.items() if piece.streamed else ():
@@ -81,7 +84,7 @@ class Ring:
             for _ in range(AHEAD + 1)
         ]
         self._views: dict[tuple[int, int], State] = {}  # by slot and piece
-        self.copies = _CudaCopies(device) if device.type == "cuda" else _SynchronousCopies()
+        self.copies = _CudaCopies(device, beside) if device.type == "cuda" else _SynchronousCopies()
 
     @property
     def slot_bytes(self) -> int:
@@ -134,6 +137,15 @@ class _SynchronousCopies:
     def wait_fetched(self, slot: int) -> None:
         pass
 
+    def updating(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def wait_for_compute(self) -> None:
+        pass
+
+    def hold_compute(self) -> None:
+        pass
+
     def write_back(self, slot: int, state: State, home: State) -> None:
         for name, tensor in home.items():
             tensor.copy_(state[name])
@@ -143,10 +155,12 @@ class _SynchronousCopies:
 
 
 class _CudaCopies:
-    """Transfers on two side streams; a slot is refilled only after its write-back. Has never run on a GPU."""
+    """Transfers on two side streams, updates on a third or, if not `beside`, on the one that computes; a slot is
+    refilled only after its write-back. Has never run on a GPU."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, beside: bool):
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._updates = torch.cuda.Stream(device) if beside else torch.cuda.current_stream(device)
         self._in.wait_stream(torch.cuda.current_stream())  # kernels issued before may still use the slots' memory
         self._fetched = [torch.cuda.Event() for _ in range(AHEAD + 1)]
         self._written = [torch.cuda.Event() for _ in range(AHEAD + 1)]
@@ -159,10 +173,22 @@ class _CudaCopies:
             self._fetched[slot].record()
 
     def wait_fetched(self, slot: int) -> None:
-        torch.cuda.current_stream().wait_event(self._fetched[slot])
+        self._updates.wait_event(self._fetched[slot])
+
+    def updating(self) -> AbstractContextManager:
+        """What is launched in here is an update."""
+        return torch.cuda.stream(self._updates)
+
+    def wait_for_compute(self) -> None:
+        """Updates from here on come after all that the compute stream has been given."""
+        self._updates.wait_stream(torch.cuda.current_stream())
+
+    def hold_compute(self) -> None:
+        """What the compute stream is given from here on comes after all updates so far, and may use their memory."""
+        torch.cuda.current_stream().wait_stream(self._updates)
 
     def write_back(self, slot: int, state: State, home: State) -> None:
-        self._out.wait_stream(torch.cuda.current_stream())
+        self._out.wait_stream(self._updates)
         with torch.cuda.stream(self._out):
             for name, tensor in home.items():
                 tensor.copy_(state[name], non_blocking=True)

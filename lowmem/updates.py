@@ -24,13 +24,17 @@ class Updates:
     """`hyper`: of the last update begun, `hyper.update` their number; `units_done`: how many units have been updated,
     in the order of the pass, all of them where nothing waits."""
 
-    def __init__(self, store: Store, units: int, weight_decay: float, update: Callable[[Piece, State], None]):
-        """`update`: updates one piece, whose state is on the device, with `hyper`."""
-        self.ring = Ring(store.device, store.pieces)
+    def __init__(
+        self, store: Store, units: int, weight_decay: float, update: Callable[[Piece, State], None], beside: bool
+    ):
+        """`update`: updates one piece, whose state is on the device, with `hyper`; `beside`: whether it may run beside
+        what computes (streaming.py)."""
+        self.ring = Ring(store.device, store.pieces, beside)
         self.hyper = Hyperparameters(learning_rate=0.0, weight_decay=weight_decay, update=0)
         self.units, self.units_done = units, units
         self._store, self._update = store, update
         self._pass: Iterator[int] | None = None
+        self._downwards = False
 
     @property
     def waiting(self) -> bool:
@@ -42,11 +46,17 @@ class Updates:
         self.hyper = replace(
             self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale
         )
-        self._pass = self._pass_over(downwards)
+        self._pass, self._downwards = self._pass_over(downwards), downwards
         self.units_done = 0
+        self.ring.copies.wait_for_compute()
 
     def run(self, units: int) -> None:
-        """Sees to it that so many units are updated. UpdateInterrupted where memory runs out."""
+        """Sees to it that so many units are updated for all that is computed from here on. UpdateInterrupted where
+        memory runs out."""
+        if self.units_done >= units:
+            return
+        if self._downwards:  # their gradients came to be since the pass was begun
+            self.ring.copies.wait_for_compute()
         try:
             while self.units_done < units:
                 self.units_done = next(self._pass)
@@ -56,6 +66,7 @@ class Updates:
                 "are not saved; the same command goes on from the newest checkpoint, and --recompute on or --states "
                 f"streamed leaves it more room ({str(error).splitlines()[0]})"
             ) from error
+        self.ring.copies.hold_compute()
 
     def flush(self) -> None:
         """Makes every update that still waits; returns when all states have arrived where they belong."""
@@ -75,7 +86,8 @@ class Updates:
                 done = before
             if part.gradient is None:  # nothing of it took part in this step
                 continue
-            self._update(piece, state)
+            with self.ring.copies.updating():
+                self._update(piece, state)
             if piece is part.pieces[-1]:
                 part.gradient = None
         yield self.units

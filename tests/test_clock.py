@@ -140,6 +140,39 @@ def test_a_ring_by_hand():
     assert (clock.host, clock.gpu) == (13, 11)
 
 
+def test_updates_beside_what_computes_free_their_slots_early_and_still_take_their_time_of_the_gpu():
+    piece, ends = state_of(10), {}
+    for beside in (False, True):
+        clock = Clock()
+        copies = SimulatedCopies(clock, 10, 10, beside)  # 1 s each way
+        copies.wait_for_compute()
+        copies.fetch(0, piece, piece)  # in: 0..1
+        copies.fetch(1, piece, piece)  # in: 1..2
+        clock.advance(Span.of_operation(0, 5))  # a forward pass that needs no update, GPU 0..5
+        copies.wait_fetched(0)
+        with copies.updating():
+            clock.advance(Span.of_operation(0, 0.5))  # beside: 1..1.5; else 5..5.5
+        copies.write_back(0, piece, piece)  # beside: 1.5..2.5; else 5.5..6.5
+        copies.fetch(0, piece, piece)  # beside: 2.5..3.5; else 6.5..7.5
+        copies.hold_compute()
+        assert (clock.gpu, copies.exposed_seconds) == (5.5, 0)
+        copies.wait_fetched(0)
+        copies.hold_compute()
+        ends[beside] = clock.gpu, copies.exposed_seconds
+    assert ends == {False: (7.5, 2), True: (5.5, 0)}
+
+
+def test_an_update_beside_what_computes_is_waited_for_where_its_weights_are_needed():
+    clock = Clock()
+    copies = SimulatedCopies(clock, 10, 10, True)
+    copies.fetch(0, state_of(30), {})  # 0..3
+    copies.wait_fetched(0)
+    with copies.updating():
+        clock.advance(Span.of_operation(0, 0.5))
+    copies.hold_compute()
+    assert (clock.gpu, copies.exposed_seconds) == (3.5, 3)
+
+
 def test_no_copy_starts_before_it_is_issued():
     clock = clock_at(7, 1)
     copies = SimulatedCopies(clock, 10, 10)

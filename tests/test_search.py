@@ -36,9 +36,9 @@ def everything(simulations) -> list:
     """(schedule, resident units, recording) of the whole grid, blocks run each for itself."""
     target, made = gpu_target(SLOW_BUS), decoder()
     schedules = {
-        simulations.schedule(micro_batch, group, segment, kept): None
-        for micro_batch, group, segment, kept in product((1, 2, 4), (1, 2, 4), (1, 2), range(7))
-        if group <= BATCH // micro_batch
+        simulations.schedule(micro_batch, group, segment, kept, first_group=first): None
+        for micro_batch, group, segment, kept, first in product((1, 2, 4), (1, 2, 4), (1, 2), range(7), (0, 2))
+        if group <= BATCH // micro_batch and (not first or (micro_batch, group) == (1, 1))
     }
     known: dict = {}
     return [

@@ -123,13 +123,14 @@ def test_placement_and_schedule_change_no_bit(micro_batch):
     assert min(plain.norms) > 0.5, "clipping must bite"
     group = BATCH // micro_batch
     arrangements = itertools.cycle(
-        {"group": group, "segment_blocks": segment_blocks, "defer": defer}
-        for group, segment_blocks, defer in [
+        {"group": group, "segment_blocks": segment_blocks, "defer": defer, "first_group": sum(first)}
+        for group, segment_blocks, defer, *first in [
             (1, 1, True),
             (group, 3, True),
             (max(group // 2, 1), 2, False),
             (group, 4, False),
             (1, 3, True),
+            (1, 2, True, max(group - 1, 0)),
         ]
     )
     policies = [

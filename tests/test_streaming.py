@@ -7,13 +7,15 @@ in random order, held back by events alone. An order that the events do not enfo
 import contextlib
 import gc
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lowmem import streaming
 from lowmem.streaming import AHEAD, Ring, host_tensor, page_lock
+from lowmem.updates import Updates
 
 CPU = torch.device("cpu")
 
@@ -332,7 +334,7 @@ class FakeCuda:
         current.pop()
 
 
-def update_on_fake_device(seed: int, passes: int, copies=None) -> list[list]:
+def update_on_fake_device(seed: int, passes: int, copies=None, beside: bool = False) -> list[list]:
     """`passes` passes over 8 streamed pieces; every update appends its pass number. Returns what lies in RAM."""
     chance.seed(seed)
     streams.clear()
@@ -340,14 +342,15 @@ def update_on_fake_device(seed: int, passes: int, copies=None) -> list[list]:
     pieces = [Piece({"m": Cell([index])}, streamed=True) for index in range(8)]
     ring = Ring(CPU, [])
     ring._slots = [{"m": Cell()} for _ in range(AHEAD + 1)]
-    ring.copies = (copies or streaming._CudaCopies)(CPU)
+    ring.copies = (copies or streaming._CudaCopies)(CPU, beside)
     for number in range(passes):
         for index, (_, state) in enumerate(ring.pass_over(pieces)):
 
             def action(cell=state["m"], mark=(index, number)):
                 cell.value = [*cell.value, mark]
 
-            current[-1].enqueue(action)
+            with ring.copies.updating():
+                current[-1].enqueue(action)
             drain_some()
     ring.synchronize()
     return [piece.state["m"].value for piece in pieces]
@@ -361,7 +364,7 @@ def fake_cuda(monkeypatch):
 def test_cuda_transfers_give_every_update_its_state_in_whatever_order_streams_run(fake_cuda):
     expected = [[index, *((index, number) for number in range(3))] for index in range(8)]
     for seed in range(100):
-        assert update_on_fake_device(seed, passes=3) == expected
+        assert update_on_fake_device(seed, passes=3, beside=seed % 2 == 0) == expected
 
 
 class NoWaitForWriteBack(streaming._CudaCopies):
@@ -392,3 +395,83 @@ def test_without_any_one_of_its_waits_the_fake_device_finds_the_race(fake_cuda, 
         except TypeError:  # an update of a slot that nothing was fetched into yet
             wrong += 1
     assert wrong > 0
+
+
+@dataclass
+class Part:
+    """A unit with one parameter, of one piece."""
+
+    unit: int
+    gradient: Cell | None = None
+    pieces: list = field(default_factory=list)
+
+
+def train_on_fake_device(seed: int, downwards: bool, copies=streaming._CudaCopies) -> tuple[list, list]:
+    """Three steps of four units, whose gradient in step n is 10**n. What the forward passes read of the weights, and
+    what the weights are in the end. A gradient's memory is used for something else once its unit is updated."""
+    chance.seed(seed)
+    streams.clear()
+    current[:] = [Stream()]
+    units, read = 4, []
+    weights, gradients = [Cell(0) for _ in range(units)], [Cell(0) for _ in range(units)]
+    parts = [Part(unit) for unit in range(units)]
+    pieces = [Piece({"m": Cell([])}, streamed=unit != 1) for unit in range(units)]
+    for part, piece in zip(parts, pieces, strict=True):
+        piece.part, part.pieces = part, [piece]
+
+    def compute(cell: Cell, value) -> None:
+        current[-1].enqueue(lambda: setattr(cell, "value", value))
+
+    def update(piece, state) -> None:
+        weight, gradient = weights[piece.part.unit], piece.part.gradient
+        current[-1].enqueue(lambda: setattr(weight, "value", weight.value + gradient.value))
+
+    store = SimpleNamespace(device=CPU, pieces=[], parts=parts)
+    updates = Updates(store, units, 0.0, update, True)
+    store.pieces, updates.ring._slots = pieces, [{"m": Cell()} for _ in range(AHEAD + 1)]
+    updates.ring.copies = copies(CPU, beside=True)
+    for number in range(3):
+        if downwards:
+            updates.begin(1.0, 1.0, downwards=True)
+        for unit in reversed(range(units)):
+            parts[unit].gradient = gradients[unit]
+            compute(gradients[unit], 10**number)
+            drain_some()
+            if downwards:
+                updates.run(units - unit)
+                compute(gradients[unit], -1)
+        if not downwards:
+            updates.begin(1.0, 1.0, downwards=False)
+        for unit in range(units):
+            updates.run(unit + 1 if not downwards else units)
+            current[-1].enqueue(lambda unit=unit: read.append(weights[unit].value))
+            if not downwards:
+                compute(gradients[unit], -1)
+            drain_some()
+    updates.flush()
+    current[-1].synchronize()
+    return read, [weight.value for weight in weights]
+
+
+@pytest.mark.parametrize("downwards", [False, True])
+def test_updates_beside_what_computes_are_there_when_a_weight_is_read(fake_cuda, downwards):
+    expected = [1] * 4 + [11] * 4 + [111] * 4, [111] * 4
+    for seed in range(100):
+        assert train_on_fake_device(seed, downwards) == expected
+
+
+class NoWaitForGradients(streaming._CudaCopies):
+    def wait_for_compute(self):
+        pass
+
+
+class NoHold(streaming._CudaCopies):
+    def hold_compute(self):
+        pass
+
+
+@pytest.mark.parametrize("downwards", [False, True])
+@pytest.mark.parametrize("broken", [NoWaitForGradients, NoHold])
+def test_without_either_of_these_waits_a_weight_is_read_too_early_or_updated_too_early(fake_cuda, broken, downwards):
+    expected = train_on_fake_device(0, downwards)
+    assert any(train_on_fake_device(seed, downwards, broken) != expected for seed in range(100))
