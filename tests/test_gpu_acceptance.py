@@ -1,10 +1,12 @@
 """The command that is to use a GPU's few minutes well: it must not fail there for a reason that could be seen here.
 
-The whole of it runs once on the CPU with tiny shapes (the suite's one slow test beside the demo). What ends a job, and
-what must not end the others, is tried with jobs made for it, each in its own process as the real ones are.
+Every section runs on the CPU with tiny shapes, in this process, by the function that a job's process calls; one job
+goes the whole way, command and process. What ends a job, and what must not end the others, is tried with jobs made for
+it, each in its own process as the real ones are.
 """
 
 import dataclasses
+import importlib
 import json
 import os
 import signal
@@ -17,19 +19,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.gpu_acceptance import layouts, plans, rows
+from experiments.gpu_acceptance import __main__ as program
+from experiments.gpu_acceptance import (
+    denominator,
+    layouts,
+    measured,
+    memory,
+    overlap,
+    plans,
+    timeline,
+    training,
+)
 from experiments.gpu_acceptance.__main__ import run_jobs
 from experiments.gpu_acceptance.at_peak import differences, live_at_peak, tape_of_history
-from experiments.gpu_acceptance.child import Setting
 from experiments.gpu_acceptance.jobs import JOBS, Job
-from lowmem.simulate import cpu_target, under_cap
-from lowmem.units import MIB
+from experiments.harness import child, rows
+from experiments.harness.child import Setting
+from lowmem.cards import CARDS
+from lowmem.cli import parse_arguments
+from lowmem.models import build_model
+from lowmem.simulate import cpu_target, gpu_target, under_cap
+from lowmem.units import GIB, MIB
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINE = {"names": {"cpu": "a CPU"}, "versions": {"python": "3"}}
 MADE_UP = """
     import os, time
-    from experiments.gpu_acceptance.child import Result
+    from experiments.harness.child import Result
 
     def good(setting, count=1):
         setting.record("part", {"count": count, "bad": float("nan")}, {"holds": True})
@@ -79,25 +95,76 @@ def names(found: list[dict]) -> list[str]:
     return [row["name"] for row in found]
 
 
-def test_the_dry_run_runs_every_section_and_a_second_call_has_nothing_to_do(tmp_path):
-    first = command("--dry-run", "--out", str(tmp_path))
-    assert first.returncode == 0, first.stdout + first.stderr
-    text = (tmp_path / "rows.jsonl").read_text()
-    found = [json.loads(line) for line in text.splitlines()]
-    assert len(first.stdout.splitlines()) == len(found), "a line per row"
+# --- every section, with tiny shapes
+
+
+IN_THE_DRY_RUN = (  # one job for each function and for each kind of it
+    *("correctness/kernels", "correctness/bitwise", "plans/step", "train/large exact", "train/xl 8-bit"),
+    *("denominator/large", "memory/lowmem, small", "memory/plain", "peers/gpt2-large lowmem"),
+)
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory) -> tuple[Path, list[dict]]:
+    """The folder of rows that these jobs leave, and the rows."""
+    folder = tmp_path_factory.mktemp("dry_run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)  # what Dynamo costs is seconds
+        for job in JOBS:
+            if job.full_name in IN_THE_DRY_RUN:
+                assert in_this_process(job, folder) == 0, rows.read(folder / "rows.jsonl")[-1]
+    return folder, rows.read(folder / "rows.jsonl")
+
+
+def in_this_process(job: Job, folder: Path) -> int:
+    """A dry run of `job` as its own process would make it; the exit code."""
+    shared = {"commit": None, "device": "a CPU", "versions": MACHINE["versions"], "dry_run": True}
+    scratch = folder / "scratch" / str(time.monotonic_ns())
+    scratch.mkdir(parents=True)
+    return child.run(
+        program.task_of(job, folder / "rows.jsonl", scratch, shared | program.of_job(job, True), "cpu"),
+    )
+
+
+def test_every_section_leaves_valid_rows(dry_run):
+    folder, found = dry_run
+    assert {name.split("/")[0] for name in IN_THE_DRY_RUN} == {job.section for job in JOBS}
     for row in found:
         assert tuple(row) == rows.KEYS
         assert row["ok"] and row["dry_run"] and row["error"] is None, row
-        assert row["versions"]["torch"] and row["seconds"] >= 0 and row["date"].endswith("+00:00")
-    assert {(job.section, job.name) for job in JOBS} <= {(row["section"], row["name"]) for row in found}
+        assert row["seconds"] >= 0 and row["date"].endswith("+00:00")
+    assert {row["section"] + "/" + row["name"] for row in found} >= set(IN_THE_DRY_RUN)
 
-    large = next(row for row in found if row["name"] == "large")
-    assert large["command"] == "python3 -m experiments.gpu_acceptance --only train/large --dry-run"
-    assert large["caps"] == {"gpu_bytes": 11 * 2**30, "ram_bytes": None}
-    assert large["values"]["sequences_per_second"] > 0 and large["checks"]["the loss falls"]
-    assert "train_gpt2_large.py" in large["values"]["script"]
-    assert set(os.listdir(tmp_path)) == {"rows.jsonl"}
 
+def test_a_training_row_has_speed_and_peaks_beside_the_plans(dry_run):
+    _, found = dry_run
+    row = next(row for row in found if row["name"] == "large exact")
+    assert row["command"] == "python3 -m experiments.gpu_acceptance --only 'train/large exact' --dry-run"
+    assert row["caps"] == {"gpu_bytes": 11 * GIB, "ram_bytes": None}
+    values = row["values"]
+    assert values["sequences_per_second"] > 0 and row["checks"]["the loss falls"]
+    assert values["ram_peak_bytes_error"] == values["predicted_ram_peak_bytes"] / values["ram_peak_bytes"] - 1
+    assert values["choice"]["state_bits"] == 32 and "train_gpt2_large.py" in values["script"]
+    whole = next(row for row in found if row["name"] == "large exact: run")
+    assert len(whole["values"]["losses"]) == 2 and whole["values"]["report"]["plan"]["choice"] == values["choice"]
+    eight = next(row for row in found if row["name"] == "xl 8-bit")
+    assert eight["values"]["choice"]["state_bits"] == 8 and eight["checks"]["ram_peak_bytes under the cap"]
+
+
+def test_the_updates_cost_and_a_timeline_lie_beside_the_rows(dry_run):
+    folder, found = dry_run
+    values = next(row["values"] for row in found if row["name"] == "large exact: update")
+    measured = values["step_seconds_with_update"] / values["step_seconds_without_update"] - 1
+    assert values["update_adds"] == measured and values["streamed_bytes"] == 8 * 862_976  # m and v of a padded demo
+    recorded = next(row["values"] for row in found if row["name"] == "large exact: timeline")
+    assert recorded["recorded"]["compute_busy_seconds"] > 0
+    (written,) = json.loads((folder / recorded["file"]).read_text())
+    assert max(written["panels"]["the whole step"]["busy"]["compute"]) == 1
+    assert (folder / recorded["picture"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_plans_rows_compare_peaks_caps_and_choices(dry_run):
+    _, found = dry_run
     peaks = [row["values"] for row in found if row["name"].startswith("step: tiny")]
     assert len(peaks) == 3, "two layouts, and the first one again"
     for values in peaks:
@@ -110,13 +177,60 @@ def test_the_dry_run_runs_every_section_and_a_second_call_has_nothing_to_do(tmp_
     chosen = next(row["values"] for row in found if row["name"] == "step")
     assert chosen["completed"] == chosen["choices"] == 3 and chosen["seconds_over_fastest"] >= 1
 
-    second = command("--dry-run", "--out", str(tmp_path))
-    assert second.returncode == 0 and second.stdout.count("there ") == len(JOBS)
-    assert (tmp_path / "rows.jsonl").read_text() == text
+
+def test_denominator_and_memory_rows_say_what_tables_need(dry_run):
+    _, found = dry_run
+    best = next(row["values"] for row in found if row["section"] == "denominator" and row["name"] == "large")
+    searched = [row["values"] for row in found if row["name"].startswith("large: gpt2-large, eager")]
+    assert [values["micro_batch"] for values in searched] == [1, 2]
+    assert best["gpt2-large, eager"]["sequences_per_second"] == max(v["sequences_per_second"] for v in searched)
+    assert best["gpt2-large, compiled"]["micro_batch"] == best["gpt2-large, eager"]["micro_batch"]
+    for name in ("lowmem, small", "plain"):
+        models = [row["values"] for row in found if row["name"].startswith(f"{name}: ")]
+        assert [values["model"] for values in models] == list(memory.TINY)
+        for values in models:
+            predicted, measured = (values[f"{kind}_allocated_peak_bytes"] for kind in ("predicted", "measured"))
+            assert values["allocated_error"] == predicted / measured - 1
+            assert sum(values["predicted_at_peak"].values()) == predicted
+        summed = next(row["values"] for row in found if row["name"] == name)
+        assert summed["models"] == 2 and summed["lowest_error"] <= summed["highest_error"]
+
+
+def test_the_command_runs_a_job_in_its_own_process(tmp_path):
+    done = command("--dry-run", "--out", str(tmp_path), "--only", "correctness/kernels")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows.read(tmp_path / "rows.jsonl")
+    assert len(done.stdout.splitlines()) == len(found), "a line per row"
+    assert found[-1]["name"] == "kernels" and found[-1]["ok"] and found[-1]["versions"]["torch"]
+    assert os.listdir(tmp_path) == ["rows.jsonl"]
+
+
+def test_the_jobs_can_be_called_as_they_stand():
+    assert len({job.full_name for job in JOBS}) == len(JOBS)
+    for job in JOBS:
+        assert callable(child.named(job.target)) and job.seconds <= 600
+    for job in (job for job in JOBS if job.section == "train"):
+        script = importlib.import_module(job.options["script"].removesuffix(".py"))
+        settings = parse_arguments([*training.FULL, *training.ALWAYS, *job.options["more"]], script.SETTINGS)
+        assert settings.model == f"gpt2-{job.name.split()[0]}" and settings.steps == 4
+        assert (settings.optimizer == "adamw8bit") == ("8-bit" in job.name)
+        assert (settings.clip_norm is None) == ("no clip" in job.name)
+        assert (job.ram_gib == 16) == job.name.startswith("xl")
+
+
+def test_what_this_machine_lacks_is_a_row_and_no_crash(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "find_spec", lambda name: None)
+    job = next(job for job in JOBS if job.name == "large 8-bit")
+    assert in_this_process(job, tmp_path) == child.A_CHECK_FAILED
+    (row,) = rows.read(tmp_path / "rows.jsonl")
+    assert row["error"] == "bitsandbytes is not installed" and not row["ok"] and row["output"] is None
+
+
+# --- jobs made for it
 
 
 def test_what_ends_one_job_does_not_end_the_next(tmp_path, made_up, capfd):
-    jobs = [job("raises"), job("killed"), job("hangs", seconds=6), job("wrong"), job("good", count=3)]
+    jobs = [job("raises"), job("killed"), job("hangs", seconds=2), job("wrong"), job("good", count=3)]
     good, found = run(tmp_path, *jobs)
     assert not good
     assert names(found) == ["raises: part", "raises", "killed", "hangs", "wrong", "good: part", "good"]
@@ -137,7 +251,7 @@ def test_only_what_is_missing_bad_or_of_other_sources_runs_again(tmp_path, made_
     run(tmp_path, wrong, good)
     assert names(run(tmp_path, wrong, good)[1])[3:] == ["wrong"]
     assert names(run(tmp_path, good, again=True)[1])[4:] == ["good: part", "good"]
-    monkeypatch.setattr(rows, "sources", lambda: "changed")
+    monkeypatch.setattr(rows, "sources", lambda target: "changed")
     assert names(run(tmp_path, good)[1])[6:] == ["good: part", "good"]
 
 
@@ -154,7 +268,7 @@ def test_a_signal_ends_the_job_too_and_the_rows_stay(tmp_path, made_up, number):
         from experiments.gpu_acceptance import __main__ as command
         from experiments.gpu_acceptance.jobs import Job
         command.JOBS = tuple(Job("section", name, "made_up:" + name, 60) for name in ("good", "hangs"))
-        command.probe = lambda: {MACHINE}
+        command.machine_here = lambda: {MACHINE}
         command.tempfile.tempdir = {str(tmp_path)!r}
         sys.exit(command.main(["--dry-run", "--out", {str(tmp_path)!r}]))
     """
@@ -164,6 +278,7 @@ def test_a_signal_ends_the_job_too_and_the_rows_stay(tmp_path, made_up, number):
     assert process.wait(timeout=20) == (-signal.SIGKILL if number == signal.SIGKILL else 1)
     wait_for(lambda: not running(pid))
     assert names(rows.read(tmp_path / "rows.jsonl")) == ["good: part", "good"]
+    assert names(run(tmp_path, job("good"), job("wrong"))[1]) == ["good: part", "good", "wrong"], "what is missing"
 
 
 def test_a_half_line_is_left_out_and_not_added_to(tmp_path):
@@ -175,14 +290,15 @@ def test_a_half_line_is_left_out_and_not_added_to(tmp_path):
     assert rows.read(path) == [{"a": 1}, {"c": 3}]
 
 
-def test_without_a_gpu_it_says_so_and_without_sense_too(tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    missing = command("--out", str(tmp_path), "--only", "train")
-    assert missing.returncode == 2 and missing.stderr.count("\n") == 1 and "no GPU" in missing.stderr
-    assert list(tmp_path.iterdir()) == []
-    assert command("--only", "trian").returncode == 2
-    assert command("--minutes", "0").returncode == 2
+def test_without_a_gpu_it_says_so_and_without_sense_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(program, "machine_here", lambda: MACHINE)
+    monkeypatch.setattr(program.signal, "signal", lambda *_: None)
+    assert program.main(["--out", str(tmp_path), "--only", "train"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "no GPU" in said and list(tmp_path.iterdir()) == []
+    for wrong in (["--only", "trian"], ["--minutes", "0"]):
+        with pytest.raises(SystemExit, match="2"):
+            program.main(wrong)
 
 
 # --- plans: what the dry run cannot show, for there everything holds
@@ -220,10 +336,10 @@ def test_a_prediction_that_is_off_fails_and_says_what_lay_in_memory(recorded, mo
     setting, found = recorded
     really = plans.measure
 
-    def measure(layout, device, *arguments, **keywords):
+    def measure(*arguments, **keywords):
         """2% more than there is."""
-        measured = really(layout, device, *arguments, **keywords)
-        return dataclasses.replace(measured, allocated_peak_bytes=int(measured.allocated_peak_bytes * 1.02))
+        found = really(*arguments, **keywords)
+        return dataclasses.replace(found, allocated_peak_bytes=int(found.allocated_peak_bytes * 1.02))
 
     monkeypatch.setattr(plans, "measure", measure)
     monkeypatch.setattr(plans, "GRID", layouts.DRY_GRID[1:])
@@ -251,8 +367,8 @@ def test_the_smallest_cap_is_found_and_compared(recorded, monkeypatch, real_mib,
     setting, found = recorded
     real = (1000 + real_mib) * MIB
 
-    def measure(layout, device, limit_bytes=None, **_):
-        taken = plans.Measured(real - 100 * MIB, real + 30 * MIB, 1.0, 2, 0, None)
+    def measure(layout, device, target, limit_bytes=None, **_):
+        taken = measured.Measured(real - 100 * MIB, real + 30 * MIB, measured.Ran(1.0, 2))
         return taken if limit_bytes is None or limit_bytes >= real else None
 
     monkeypatch.setattr(plans, "measure", measure)
@@ -280,24 +396,22 @@ def test_on_a_gpu_the_allocator_is_emptied_and_capped_and_running_out_is_an_answ
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *a, **_: calls.append(("history", *a)))
     entry = {"action": "alloc", "addr": 1, "size": 30, "frames": []}
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [[entry]]})
-    monkeypatch.setattr(plans, "_run", lambda *_: (0.5, 3))
     device = torch.device("cuda", 0)
 
-    measured = plans.measure(layouts.GRID[0], device, 50 * MIB, history=True)
-    assert measured.tape.peak_bytes() == 30
-    assert dataclasses.replace(measured, tape=None) == plans.Measured(30, 40, 0.5, 3, 7, None)
+    found = measured.measure(lambda: "returned", device, 50 * MIB, history=True)
+    assert found.tape.peak_bytes() == 30
+    assert dataclasses.replace(found, tape=None) == measured.Measured(30, 40, "returned", 7, None)
     names = [name for name, *_ in calls]
     assert names[:4] == ["clear", "empty_cache", "reset_peak_memory_stats", "memory_reserved"]
     fractions = [fraction for name, fraction, *_ in (c for c in calls if c[0].startswith("set_per")) if name]
     assert fractions == [1.0, 0.5], "an earlier cap is lifted"
     assert [call for call in calls if call[0] == "history"] == [("history", "all"), ("history", None)]
 
-    def runs_out(*_):
+    def runs_out():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     calls.clear()
-    monkeypatch.setattr(plans, "_run", runs_out)
-    assert plans.measure(layouts.GRID[0], device, 50 * MIB, history=True) is None
+    assert measured.measure(runs_out, device, 50 * MIB, history=True) is None
     assert ("synchronize", device) in calls and calls[-1] == ("history", None)
 
 
@@ -339,6 +453,162 @@ def test_the_grid_has_every_kind_of_layout():
         "document_mask": {True, False}, "residual": {"fp32", "16bit"},
     }.items():  # fmt: skip
         assert {getattr(layout, field) for layout in layouts.GRID} == values
+
+
+# --- what the update adds, and where copies lie
+
+
+@dataclasses.dataclass
+class Event:
+    """As the profiler's, of a card."""
+
+    called: str
+    start: int
+    duration: int
+
+    def name(self) -> str:
+        return self.called
+
+    def start_ns(self) -> int:
+        return self.start
+
+    def duration_ns(self) -> int:
+        return self.duration
+
+
+def test_a_cards_events_become_lanes_and_what_is_hidden_is_counted():
+    events = [
+        Event("Memcpy HtoD (Pinned -> Device)", 1_000, 4_000),
+        Event("Memcpy HtoD (Pinned -> Device)", 5_000, 1_000),
+        Event("Memcpy DtoH (Device -> Pinned)", 4_000, 4_000),
+        Event("void adamw_kernel", 3_000, 2_000),
+        Event("Memset (Device)", 9_000, 1_000),
+        Event("Memcpy DtoD (Device -> Device)", 10_000, 1_000),
+        Event("Stream Wait Event", 1_000, 9_000),
+    ]
+    found = timeline.timeline_of(events, streamed_bytes=3 * GIB)
+    assert found.lanes["copies in"] == [(0.0, 5e-6)]
+    assert found.lanes["compute"] == [(2e-6, 4e-6), (8e-6, 10e-6)]
+    figures = found.figures()
+    assert figures["step_seconds"] == pytest.approx(10e-6) and figures["streamed_gib_each_way"] == 3
+    assert figures["copying_seconds"] == pytest.approx(7e-6)  # 1 to 8, in and out at once for a while
+    assert figures["not_hidden_seconds"] == pytest.approx(5e-6) and figures["hidden_share"] == pytest.approx(2 / 7)
+    shares = timeline.busy_shares(found.lanes["compute"], 0.0, 10e-6, parts=5)
+    assert shares == pytest.approx([0, 1, 0, 0, 1])
+    empty = timeline.timeline_of([], 0)
+    assert empty.figures()["hidden_share"] is None
+
+
+def test_stretches_of_time_are_joined_and_cut():
+    assert timeline.joined([(4, 5), (1, 2), (2, 3), (0, 0), (1.5, 1.7)]) == [(1, 3), (4, 5)]
+    assert timeline.common([(0, 2), (3, 6)], [(1, 4), (5, 9)]) == [(1, 2), (3, 4), (5, 6)]
+    stretches = [(0.1, 0.2), (0.25, 0.9)]
+    assert sum(timeline.busy_shares(stretches, 0.0, 1.0, parts=7)) / 7 == pytest.approx(0.75)
+    assert timeline.busy_shares(stretches, 0.1, 0.3, parts=2) == pytest.approx([1.0, 0.5])
+
+
+def test_a_simulated_timeline_waits_as_long_as_the_plan_says(tmp_path):
+    card = dataclasses.replace(CARDS["rtx3060"], bus_bytes_per_second=2e8)  # so slow that copies cannot hide
+    target, layout = gpu_target(card), dataclasses.replace(layouts.DRY_GRID[0], states="streamed")
+    recording = plans.Simulated.of(layout, target).recording
+    found = timeline.simulated(layout.decoder(), layout.case(4), target)
+    assert found.seconds == recording.seconds and found.streamed_bytes == recording.streamed_bytes
+    figures = found.figures()
+    assert figures["step_seconds"] - figures["compute_busy_seconds"] == pytest.approx(recording.waiting_seconds)
+    assert 0 < recording.waiting_seconds < figures["copying_seconds"] and 0 < figures["hidden_share"] < 1
+    assert figures["copies_in_seconds"] == pytest.approx(found.streamed_bytes / card.copy_bytes_per_second)
+    contents = [timeline.content(found), timeline.content(timeline.timeline_of([Event("kernel", 0, 9)], 0))]
+    assert [len(content["panels"]) for content in contents] == [2, 1]
+    timeline.draw(contents, "two steps", tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_a_step_without_its_update_copies_nothing_changes_nothing_and_drops_its_gradients():
+    layout = dataclasses.replace(layouts.DRY_GRID[0], states="streamed")
+    decoder = layout.decoder()
+    case = layout.case(len(decoder.units))
+    store = measured.Store(decoder, torch.device("cpu"), case.dtype, case.optimizer, 0)
+    for part in store.parts:
+        part.working.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
+    step = measured.Step(
+        decoder, store, case.optimizer, case.schedule, clip_norm=1.0, weight_decay=0.0, seed=0,
+        loss_scale=measured.LossScale(False),
+    )  # fmt: skip
+    before = [part.working.clone() for part in store.parts]
+    with overlap._update_left_out(step):
+        results = [step(layout.tokens(), 0, 1e-3) for _ in range(3)]
+        step.flush()
+    assert len({result.grad_norm for result in results}) == 1, "the same weights, and no gradient of the step before"
+    assert all(torch.equal(part.working, old) for part, old in zip(store.parts, before, strict=True))
+    trained = overlap.Trained(None, None, store, step, layout.tokens())
+    values, _ = overlap.update_cost(trained, pairs=1)
+    assert not torch.equal(store.parts[0].working, before[0]), "and those as trained do update"
+    assert values["streamed_bytes"] == 8 * sum(part.working.numel() for part in store.parts)
+
+
+# --- denominator and memory: what the dry run cannot show
+
+
+@pytest.mark.parametrize(
+    ("speeds", "tried", "best"),
+    [
+        ([1.0, 1.9, 3.5, 5.0, 6.0, 6.5], 6, 32),
+        ([1.0, 3.0, 2.9, 2.8, 9.0], 4, 2),
+        ([1.0, 3.0, 2.9, 3.1, 3.0, 2.9], 6, 8),
+        ([1.0, 2.0, None], 3, 2),
+        ([None], 1, None),
+    ],
+)
+def test_the_search_for_a_micro_batch_ends_where_memory_does_or_speed_falls_twice(
+    recorded, monkeypatch, speeds, tried, best
+):
+    setting, found = recorded
+
+    def timed(setting, device, model, micro_batch):
+        speed = speeds[micro_batch.bit_length() - 1]
+        if speed is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"micro_batch": micro_batch, "sequences_per_second": speed}
+
+    monkeypatch.setattr(denominator, "_stock_model", lambda *_: object())
+    monkeypatch.setattr(denominator, "_timed", timed)
+    result = denominator._search(setting, torch.device("cpu"), "gpt2-large")
+    assert (result and result["micro_batch"]) == best
+    assert [values["fits"] for _, values, _ in found] == [speed is not None for speed in speeds[:tried]]
+
+
+def test_a_model_that_does_not_compile_says_why_and_its_eager_rows_stay(recorded, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", fails)
+    setting, found = recorded
+    setting = dataclasses.replace(setting, dry_run=True)
+    result = denominator.measure(setting, ["gpt2-large"])
+    assert result.values["gpt2-large, compiled"]["error"] == "RuntimeError: Failed to find C compiler."
+    assert result.checks == {"gpt2-large: compiles": False}
+    assert [checks for _, _, checks in found] == [{}, {}, {"compiles": False}]
+
+
+def test_every_model_of_the_memory_jobs_has_a_config_without_a_network(monkeypatch):
+    monkeypatch.setattr(memory, "load_config", None)
+    names = {name for job in JOBS if job.section == "memory" for name in job.options["models"]}
+    parameters = {"pythia-410m": 405_334_016, "pythia-1.4b": 1_414_647_808, "qwen3-0.6b": 596_049_920}
+    assert names >= set(parameters) == set(memory.MORE)
+    for name in names:
+        config = memory._config(name)
+        if name in parameters:  # tests/test_memory_estimation.py counts the others
+            assert sum(p.numel() for p in build_model(config).parameters()) == parameters[name]
+
+
+def test_a_model_without_a_plan_and_one_that_runs_out_of_memory_are_rows(recorded, monkeypatch):
+    setting, found = recorded
+    setting = dataclasses.replace(setting, dry_run=True, gpu_limit_bytes=64 * MIB)  # less than CUDA's workspaces
+    assert memory.lowmem(setting, []).values["models"] == 0
+    assert "does not fit" in found[0][1]["not_measured"] and found[0][2] == {}
+    monkeypatch.setattr(memory, "measure", lambda *_: None)
+    memory.plain(setting, [])
+    assert found[2][1]["completes"] is False and "measured_allocated_peak_bytes" not in found[2][1]
 
 
 def wait_for(condition, seconds: float = 40):

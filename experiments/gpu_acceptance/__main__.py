@@ -15,13 +15,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.gpu_acceptance import rows
-from experiments.gpu_acceptance.child import A_CHECK_FAILED, output_of
 from experiments.gpu_acceptance.jobs import JOBS, Job
+from experiments.harness import rows
+from experiments.harness.child import A_CHECK_FAILED, machine_here, output_of
 from lowmem.units import GIB
 
-RESULTS = rows.ROOT / "experiments" / "results" / "gpu_acceptance.jsonl"
-SHORTEST_SECONDS = 5.0  # a job is not begun with less
+RESULTS = Path(__file__).parent / "results"
+LEAST_SHARE = 1 / 3  # of its time limit, with which a job is begun: with less it would be ended half-way
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         description="Measure on a GPU: correctness, training under caps, and the denominator. Rows go to a .jsonl.",
     )  # fmt: skip
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything (%(default)s)")
-    parser.add_argument("--out", type=Path, help="folder of rows.jsonl (experiments/results/gpu_acceptance.jsonl)")
+    parser.add_argument("--out", type=Path, help="folder of rows.jsonl (the experiment's results)")
     names = f"{', '.join(dict.fromkeys(job.section for job in JOBS))}, or a job such as {JOBS[0].full_name}"
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help=f"sections or jobs: {names}")
     parser.add_argument("--again", action="store_true", help="run what has a good row already, too")
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(number, _interrupt)
     deadline = time.monotonic() + options.minutes * 60
     try:
-        machine = probe()
+        machine = machine_here()
         device = "cpu" if options.dry_run else "cuda"
         if not machine["names"]:
             print("gpu_acceptance: lowmem cannot be imported here (see above); try make setup.", file=sys.stderr)
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("gpu_acceptance: PyTorch finds no GPU here; --dry-run runs it on the CPU, tiny.", file=sys.stderr)
             return 2
         with tempfile.TemporaryDirectory(prefix="gpu_acceptance_") as scratch:
-            path = RESULTS if options.out is None else options.out / "rows.jsonl"
+            path = (options.out or RESULTS) / "rows.jsonl"
             if options.dry_run and options.out is None:
                 path = Path(scratch) / "rows.jsonl"
             good = run_jobs(chosen, path, Path(scratch), machine, device, deadline, again=options.again)
@@ -76,10 +76,9 @@ def run_jobs(
 ) -> bool:
     """Runs `jobs` in their order until `deadline` (of time.monotonic), rows to `path`; whether all are good.
 
-    `machine`: what `probe` gives; `device`: "cuda", or "cpu" for a dry run."""
+    `machine`: what `machine_here` gives; `device`: "cuda", or "cpu" for a dry run."""
     shared = {
         "commit": rows.commit(),
-        "sources": rows.sources(),
         "device": machine["names"][device],
         "versions": machine["versions"],
         "dry_run": device == "cpu",
@@ -87,48 +86,53 @@ def run_jobs(
     last_rows = {(row["section"], row["name"]): row for row in rows.read(path)}
     good = True
     for index, job in enumerate(jobs):
+        common = shared | of_job(job, shared["dry_run"])
         earlier = last_rows.get((job.section, job.name))
-        if not again and earlier is not None and _still_holds(earlier, shared):
+        if not again and earlier is not None and _still_holds(earlier, common):
             print(f"there   {job.full_name}  (since {earlier['date']}; --again measures it again)", flush=True)
             continue
-        command = ["python3", "-m", "experiments.gpu_acceptance", "--only", job.full_name]
-        caps = {
-            name: None if gib is None else int(gib * GIB)
-            for name, gib in (("gpu_bytes", job.gpu_gib), ("ram_bytes", job.ram_gib))
-        }
-        common = shared | {
-            "section": job.section,
-            "caps": caps,
-            "command": shlex.join(command + (["--dry-run"] if shared["dry_run"] else [])),
-        }
         folder = scratch / str(index)
         folder.mkdir()
         good &= _run_job(job, path, folder, common, device, deadline)
     return good
 
 
-def probe() -> dict:
-    """What this machine is: {"names": {"cpu": ..., "cuda": ... if there is one}, "versions": {...}}; no names where
-    not even lowmem can be imported, which stands on stderr then."""
-    command = [sys.executable, "-m", "experiments.gpu_acceptance.child", "probe"]
-    result = subprocess.run(command, cwd=rows.ROOT, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
-    return json.loads(result.stdout) if result.returncode == 0 else {"names": {}, "versions": {}}
+def of_job(job: Job, dry_run: bool) -> dict:
+    """What all rows of a job share, beside what all jobs do."""
+    command = ["python3", "-m", "experiments.gpu_acceptance", "--only", job.full_name]
+    caps = {
+        name: None if gib is None else int(gib * GIB)
+        for name, gib in (("gpu_bytes", job.gpu_gib), ("ram_bytes", job.ram_gib))
+    }
+    return {
+        "section": job.section,
+        "caps": caps,
+        "command": shlex.join(command + (["--dry-run"] if dry_run else [])),
+        "sources": rows.sources(job.target),
+    }
+
+
+def task_of(job: Job, path: Path, scratch: Path, common: dict, device: str) -> dict:
+    """What child.py is told of a job."""
+    return {
+        "name": job.name, "target": job.target, "options": job.options, "gpu_gib": job.gpu_gib, "ram_gib": job.ram_gib,
+        "device": device, "rows": str(path.resolve()), "scratch": str(scratch), "common": common,
+    }  # fmt: skip
 
 
 def _run_job(job: Job, path: Path, scratch: Path, common: dict, device: str, deadline: float) -> bool:
     started = time.monotonic()
     limit = min(job.seconds, deadline - started)
-    if limit < SHORTEST_SECONDS:
+    if limit < job.seconds * LEAST_SHARE:
         return _failed(path, job, common, 0.0, "skipped: out of time", None)
-    task = {
-        "name": job.name, "target": job.target, "options": job.options, "gpu_gib": job.gpu_gib, "ram_gib": job.ram_gib,
-        "device": device, "rows": str(path.resolve()), "scratch": str(scratch), "common": common,
-    }  # fmt: skip
-    threads = {"OMP_NUM_THREADS": "1"} if common["dry_run"] else {}  # tiny work: more would wait for each other
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}  # no job needs the hub, and a time-out is worth a measurement
+    if common["dry_run"]:
+        environment["OMP_NUM_THREADS"] = "1"  # tiny work: more would wait for each other
+    task = task_of(job, path, scratch, common, device)
     with open(scratch / "stderr.txt", "wb") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "experiments.gpu_acceptance.child", json.dumps(task)],
-            cwd=rows.ROOT, env=os.environ | threads, stdin=subprocess.PIPE, stderr=stderr, start_new_session=True,
+            [sys.executable, "-m", "experiments.harness.child", json.dumps(task)],
+            cwd=rows.ROOT, env=environment, stdin=subprocess.PIPE, stderr=stderr, start_new_session=True,
         )  # fmt: skip
     try:
         code = process.wait(timeout=limit)
@@ -158,8 +162,8 @@ def _failed(path: Path, job: Job, common: dict, seconds: float, error: str, outp
     return False
 
 
-def _still_holds(row: dict, shared: dict) -> bool:
-    return row["ok"] and all(row[key] == shared[key] for key in ("sources", "device", "dry_run"))
+def _still_holds(row: dict, common: dict) -> bool:
+    return row["ok"] and all(row[key] == common[key] for key in ("sources", "device", "dry_run"))
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -5,7 +5,7 @@ A file of its own because child.py, which the command imports, does without torc
 
 import torch
 
-from experiments.gpu_acceptance.child import Setting
+from experiments.harness.child import Setting
 from lowmem import device as devices
 from lowmem.budget import Budget
 

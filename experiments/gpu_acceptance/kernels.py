@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.gpu_acceptance.capped import capped_device
-from experiments.gpu_acceptance.child import Result, Setting
+from experiments.harness.child import Result, Setting
 from lowmem import adam, fused
 from lowmem import device as devices
 from lowmem.adam import Hyperparameters, get_optimizer, state_layout

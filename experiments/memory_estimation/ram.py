@@ -22,6 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from experiments.harness.rows import made_by
 from experiments.memory_estimation import rows as row_file
 from experiments.memory_estimation.models import MODELS
 from lowmem.budget import ram_available_bytes
@@ -87,7 +88,7 @@ def trained(name: str) -> dict:
         "predicted_ram": plan["ram_breakdown"],
         "ram_peak_bytes": report["measured"]["ram_peak_bytes"],
         "step_seconds": report["measured"]["step_seconds"],
-    } | (row_file.common([]) | {"command": shlex.join(["python", *command])})
+    } | (made_by("", []) | {"command": shlex.join(["python", *command])})
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,15 +5,10 @@ is needed to make it again. A run replaces the rows of its own cases and leaves 
 """
 
 import json
-import os
-import platform
-import shlex
-import subprocess
-from datetime import UTC, datetime
 from pathlib import Path
 
+from experiments.harness.rows import write
 from lowmem.errors import InputError
-from lowmem.report import versions
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
@@ -23,17 +18,6 @@ KEY = ("kind", "model", "method", "seq", "batch", "limit_bytes", "card")
 
 def key(row: dict) -> tuple:
     return tuple(row.get(name) for name in KEY)
-
-
-def common(arguments: list[str]) -> dict:
-    """What all rows of one run share. `command`: the call that makes them."""
-    return {
-        "command": shlex.join(["python", "-m", "experiments.memory_estimation.run", *arguments]),
-        "commit": _commit(),
-        "versions": {name: version for name, version in versions().items() if name != "platform"},
-        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
 
 
 def read(path: Path) -> list[dict]:
@@ -57,27 +41,9 @@ def replace(path: Path, new: list[dict]) -> list[dict]:
     families = {_family(row) for row in new if row["kind"] == "predicted"}
     kept = [row for row in read(path) if key(row) not in made and _family(row) not in families]
     rows = sorted(kept + new, key=lambda row: tuple(str(part).rjust(12) for part in key(row)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), encoding="utf-8")
-    part.replace(path)
+    write(path, rows)
     return rows
 
 
 def _family(row: dict) -> tuple:
     return tuple(part for name, part in zip(KEY, key(row), strict=True) if name != "batch")
-
-
-def _commit() -> str:
-    """What is checked out, "+dirty" if files differ from it, "unknown" where git does not say."""
-    try:
-        head = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--", ".", ":!experiments/memory_estimation/results")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head + ("+dirty" if changed else "")
-
-
-def _git(*arguments: str) -> str:
-    result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-    return result.stdout.strip()

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from experiments.harness.rows import made_by
 from experiments.memory_estimation import rows as row_file
 from experiments.memory_estimation.estimate import LARGEST_BATCH, LOWMEM, SMALLEST, lowmem_row, plain_rows, smallest_row
 from experiments.memory_estimation.measure import measured
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     except ValueError as error:
         raise InputError(f"--limit: {error}") from None
     card = _card_here() if options.measure else card_named(options.gpu)
-    shared = row_file.common(arguments)
+    shared = made_by("experiments.memory_estimation.run", arguments)
     path = options.out / row_file.NAME
     everything = row_file.read(path)
     tasks = [(name, options.methods, options.seq, card, limit_bytes) for name in options.only or MODELS]

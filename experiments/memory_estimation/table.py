@@ -10,13 +10,14 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from experiments.harness.tables import between, markdown, put
 from experiments.memory_estimation import ram
 from experiments.memory_estimation import rows as row_file
 from experiments.memory_estimation.estimate import SMALLEST
 from experiments.memory_estimation.models import MODELS
 from lowmem.units import GIB
 
-BEGIN, END = "<!-- made by python -m experiments.memory_estimation.table -->", "<!-- end -->"
+BEGIN = "<!-- made by python -m experiments.memory_estimation.table -->"
 README = row_file.FOLDER / "README.md"
 FILES = (row_file.NAME, ram.NAME)
 PICTURED = ("opt-125m", "gpt2-medium", "bloom-560m", "gpt2-large", "opt-1.3b", "gpt2-xl")
@@ -92,7 +93,7 @@ def _predicted_table(rows: list[dict], seq: int) -> str:
         for method in NAMES:
             cells += _smallest_and_largest(cases[method])
         lines.append(cells)
-    return _markdown(header, lines)
+    return markdown(header, lines)
 
 
 def _smallest_table(rows: list[dict]) -> str:
@@ -115,7 +116,7 @@ def _smallest_table(rows: list[dict]) -> str:
             name, f"{16 * parameters / GIB:.2f}" if parameters else "not confirmed", f"{in_ram / GIB:.2f}",
             *(f"{own[case]['smallest_cap_bytes'] / GIB:.2f}" if case in own else "" for case in cases),
         ])  # fmt: skip
-    return _markdown(header, lines)
+    return markdown(header, lines)
 
 
 def _smallest_and_largest(rows: list[dict]) -> list[str]:
@@ -173,7 +174,7 @@ def _llmem_table(rows: list[dict]) -> str:
         for row in sorted(rows, key=lambda row: list(MODELS).index(row["model"]))
         if row["method"] == "llmem"
     ]  # fmt: skip
-    return _markdown(header, lines)
+    return markdown(header, lines)
 
 
 def _measured_table(rows: list[dict]) -> str:
@@ -189,7 +190,7 @@ def _measured_table(rows: list[dict]) -> str:
         ]
         for said, was in pairs
     ]  # fmt: skip
-    return _markdown(header, lines)
+    return markdown(header, lines)
 
 
 def _pairs(rows: list[dict]) -> Iterable[tuple[dict, dict]]:
@@ -220,7 +221,7 @@ def _ram_table(rows: list[dict]) -> str:
         ]
         for row in sorted(runs, key=lambda row: row["parameters"])
     ]  # fmt: skip
-    return _markdown(header, lines)
+    return markdown(header, lines)
 
 
 def _cpu_layout(choice: dict) -> str:
@@ -249,16 +250,9 @@ def summary(rows: list[dict]) -> dict:
     }
 
 
-def _markdown(header: Iterable[str], lines: list[list[str]]) -> str:
-    header = list(header)
-    rows = [header, ["---"] * len(header), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
 def with_tables(text: str, rows: list[dict]) -> str:
     """README's `text` with the tables of `rows` between its two marks."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{tables(rows)}\n\n{END}{rest.partition(END)[2]}"
+    return between(text, BEGIN, tables(rows))
 
 
 def draw(rows: list[dict], path: Path) -> None:
@@ -358,7 +352,7 @@ def committed_rows() -> list[dict]:
 
 
 def main() -> int:
-    README.write_text(with_tables(README.read_text(encoding="utf-8"), committed_rows()), encoding="utf-8")
+    put(README, BEGIN, tables(committed_rows()))
     return 0
 
 

@@ -8,23 +8,18 @@ README.md and the rows disagree. `--record FILE` leaves the rows elsewhere: a ro
 its commit, which the row after it then says.
 """
 
-import hashlib
 import json
-import os
-import platform
-import shlex
 import sys
 from argparse import ArgumentParser
-from datetime import UTC, datetime
 from pathlib import Path
 
-from experiments.gpu_acceptance import rows as row_file
-from lowmem.report import versions
+from experiments.harness import rows as row_file
+from experiments.harness.tables import between, markdown, put
 from lowmem.units import format_size
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS, README = FOLDER / "results.jsonl", FOLDER / "README.md"
-BEGIN, END = "<!-- made by python -m tests.faults.table -->", "<!-- end -->"
+BEGIN = "<!-- made by python -m tests.faults.table -->"
 PROGRAMS = {
     "sigkill": "SIGKILL at random moments of training with `--save-every 1`, then the same command again",
     "fuzz": "random command lines; random and damaged data, configs, weights, checkpoints, settings",
@@ -42,21 +37,9 @@ def add_option(parser: ArgumentParser) -> None:
 def common(program: str, record: Path | None) -> dict:
     """What all rows of one call share; to be asked for before anything is written."""
     arguments = [argument for argument in sys.argv[1:] if argument not in ("--record", str(record))]
-    return {
-        "program": program, "command": shlex.join(["python", "-m", f"tests.faults.{program}", *arguments]),
-        "commit": row_file.commit(), "sources": _sources(), "versions": versions(), "device": "cpu",
-        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }  # fmt: skip
-
-
-def _sources() -> str:
-    """A digest of the code that makes the rows."""
-    digest = hashlib.sha256()
-    patterns = ("lowmem/**/*.py", "train_gpt2_*.py", "tests/faults/*.py", "tests/runs.py")
-    for path in sorted(path for pattern in patterns for path in row_file.ROOT.glob(pattern)):
-        digest.update(f"{path.relative_to(row_file.ROOT)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+    sources = row_file.digest("lowmem/**/*.py", "train_gpt2_*.py", "tests/faults/*.py", "tests/runs.py")
+    made_by = row_file.made_by(f"tests.faults.{program}", arguments)
+    return {"program": program, "sources": sources, "device": "cpu"} | made_by
 
 
 def report(row: dict, record: Path | None) -> None:
@@ -75,7 +58,7 @@ def tables(rows: list[dict]) -> str:
         command = found[-1]["command"] if found else f"python -m tests.faults.{program}"
         said = "; ".join(_result(row) for row in found) if program != "fuzz" else _fuzz_result(found)
         lines.append([f"`{command}`", what, said or "no row yet"])
-    parts = [_markdown(["command", "what it does", "last result"], lines)]
+    parts = [markdown(["command", "what it does", "last result"], lines)]
     fuzzed = [row for row in last if row["program"] == "fuzz"]
     if fuzzed:
         codes = sorted({code for row in fuzzed for code in row["exit_codes"]} - {"failed"})
@@ -84,7 +67,7 @@ def tables(rows: list[dict]) -> str:
             + [str(row["failed"])]
             for row in fuzzed
         ]
-        parts.append(_markdown(["kind", "examples", *(f"exit code {code}" for code in codes), "failed"], kinds))
+        parts.append(markdown(["kind", "examples", *(f"exit code {code}" for code in codes), "failed"], kinds))
     return "\n\n".join(parts)
 
 
@@ -113,19 +96,13 @@ def _fuzz_result(rows: list[dict]) -> str:
     return f"{sum(row['failed'] for row in rows)} of {sum(row['examples'] for row in rows):,} failed, commit {commits}"
 
 
-def _markdown(header: list[str], lines: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---"] * len(header), *lines])
-
-
 def with_tables(text: str, rows: list[dict]) -> str:
     """README's `text` with the tables of `rows` between its two marks."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{tables(rows)}\n\n{END}{rest.partition(END)[2]}"
+    return between(text, BEGIN, tables(rows))
 
 
 def main() -> int:
-    text = with_tables(README.read_text(encoding="utf-8"), row_file.read(RESULTS))
-    README.write_text(text, encoding="utf-8")
+    put(README, BEGIN, tables(row_file.read(RESULTS)))
     return 0
 
 

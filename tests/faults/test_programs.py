@@ -7,7 +7,7 @@ import sys
 import pytest
 from runs import ROOT
 
-from experiments.gpu_acceptance import rows as row_file
+from experiments.harness import rows as row_file
 from tests.faults import table
 
 FUZZED = {

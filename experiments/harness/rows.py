@@ -10,9 +10,13 @@ import hashlib
 import json
 import math
 import os
+import platform
+import shlex
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
+
+from lowmem.report import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = (
@@ -69,6 +73,14 @@ def read(path: Path) -> list[dict]:
     return rows
 
 
+def write(path: Path, rows: list[dict]) -> None:
+    """Makes `rows` all that the file holds, at once or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), encoding="utf-8")
+    part.replace(path)
+
+
 def summary(row: dict) -> str:
     """A row as one line for people."""
     verdict = "ok    " if row["ok"] else "FAILED"
@@ -86,19 +98,35 @@ def commit() -> str | None:
     """The commit that is checked out, "+dirty" if files differ from it; None where git does not say."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--", ".", ":!experiments/results")
+        changed = _git("status", "--porcelain", "--", ".", ":!*/results/*", ":!*/results.jsonl")
     except (OSError, subprocess.CalledProcessError):
         return None
     return head + ("+dirty" if changed else "")
 
 
-def sources() -> str:
-    """A digest of the code that makes the rows."""
-    digest = hashlib.sha256()
-    patterns = ("lowmem/**/*.py", "experiments/gpu_acceptance/*.py", "train_gpt2_*.py")
+def sources(target: str) -> str:
+    """A digest of the code that makes the rows of a job: lowmem, and the experiments that it calls by name."""
+    folders = {"harness", "gpu_acceptance", "memory_estimation", *target.split(":")[0].split(".")[1:2]}
+    return digest("lowmem/**/*.py", "train_gpt2_*.py", *(f"experiments/{folder}/*.py" for folder in sorted(folders)))
+
+
+def digest(*patterns: str) -> str:
+    """Of the files of the repository that match."""
+    found = hashlib.sha256()
     for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
-        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+        found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    return found.hexdigest()[:12]
+
+
+def made_by(program: str, arguments: list[str]) -> dict:
+    """What the rows of one call of `python -m program` share, where they are no job's."""
+    return {
+        "command": shlex.join(["python", "-m", program, *arguments]),
+        "commit": commit(),
+        "versions": versions(),
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def _git(*arguments: str) -> str:

@@ -1,0 +1,134 @@
+"""What work really takes of the card's memory: one process measures many cases, each from an empty allocator.
+
+Everything is freed before a case, cuBLAS's workspaces too, and what is cached given back, which with segments that grow
+leaves nothing behind; `left_bytes` says whether that is so. A process's cap of memory holds from case to case, so it is
+lifted first.
+
+On the CPU (a dry run) the profiler's memory events stand in for the card's: they go through the model of the caching
+allocator, caps included. Everything CUDA here has never run on a GPU.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from experiments.gpu_acceptance.at_peak import tape_of_cpu, tape_of_history
+from experiments.harness.child import Setting
+from lowmem import device as devices
+from lowmem import fused
+from lowmem.allocator import SimulatedOutOfMemory
+from lowmem.blocks import Decoder
+from lowmem.budget import Budget
+from lowmem.cards import Card
+from lowmem.data import Batch
+from lowmem.plan import card_for
+from lowmem.precision import LossScale
+from lowmem.settings import Settings
+from lowmem.simulate import StepCase, Target, cpu_target, gpu_target, under_cap
+from lowmem.step import Step
+from lowmem.store import Store
+from lowmem.trace import Tape
+
+Returned = TypeVar("Returned")
+
+
+@dataclass(frozen=True)
+class Measured(Generic[Returned]):
+    """`returned`: by the work; `left_bytes`: reserved before anything began; `tape`: of what was allocated, where that
+    was recorded."""
+
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    returned: Returned
+    left_bytes: int = 0
+    tape: Tape | None = None
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Steps of training. `step_seconds`: the median of those from the third on."""
+
+    step_seconds: float
+    updates: int
+
+
+def prepared(setting: Setting) -> tuple[torch.device, Card | None, Target]:
+    """The device, set up as training sets it up, the card (None on the CPU), and what to simulate."""
+    devices.set_environment()
+    if setting.device == "cpu":
+        return torch.device("cpu"), None, cpu_target()
+    device = devices.select_device("cuda")
+    devices.make_deterministic(device)
+    card = card_for(Settings())
+    return device, card, gpu_target(card, fused.why_not(device) is None)
+
+
+def measure(
+    work: Callable[[], Returned], device: torch.device, limit_bytes: int | None = None, *, history: bool = False
+) -> Measured[Returned] | None:
+    """Runs `work` from an empty allocator on; None where it ran out of memory under the cap. `history`: with the tape
+    of what was allocated, which the CPU always has."""
+    _empty(device)
+    if device.type == "cpu":
+        tape, returned = tape_of_cpu(work)
+        try:
+            taken = under_cap(tape, limit_bytes)
+        except SimulatedOutOfMemory:
+            return None
+        return Measured(taken.allocated_peak_bytes, taken.reserved_peak_bytes, returned, tape=tape)
+    left = torch.cuda.memory_reserved(device)
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
+    Budget(device, limit_bytes, None).apply()
+    if history:
+        torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python")
+    try:
+        returned = work()
+        torch.cuda.synchronize(device)
+        peaks = Budget(device, None, None).peaks()
+        tape = tape_of_history(torch.cuda.memory._snapshot()["device_traces"][device.index]) if history else None
+    except torch.OutOfMemoryError:
+        torch.cuda.synchronize(device)  # while the tensors that are being copied still live
+        return None
+    finally:
+        if history:
+            torch.cuda.memory._record_memory_history(None)
+    return Measured(peaks.gpu_allocated_peak_bytes, peaks.gpu_reserved_peak_bytes, returned, left, tape)
+
+
+def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, steps: int, target: Target) -> Ran:
+    """The step as training makes it, on random weights, with the update that `target` counts on."""
+    store = Store(decoder, device, case.dtype, case.optimizer, case.resident_units)
+    for part in store.parts:
+        part.working.normal_(0, 0.02)
+    store.page_lock()
+    step = Step(
+        decoder, store, case.optimizer, case.schedule, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
+        loss_scale=LossScale(case.dtype is torch.float16, scale=1024.0),
+        update=target.update if device.type == "cuda" else None,
+    )  # fmt: skip
+    seconds = []
+    for number in range(steps):
+        started = time.perf_counter()
+        step(batch, number, 1e-4)  # which ends with a number read back
+        seconds.append(time.perf_counter() - started)
+    step.flush()
+    return Ran(statistics.median(seconds[2:] or seconds), step.updates)
+
+
+def error(predicted: int, measured: int) -> float:
+    """Relative and signed: below 0 the plan promised too much."""
+    return predicted / measured - 1
+
+
+def _empty(device: torch.device) -> None:
+    """Frees what earlier work left: hooks and parameters hold each other, cuBLAS holds a workspace per thread."""
+    gc.collect()
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)

@@ -1,0 +1,231 @@
+"""How good is a prediction of memory, by family of models: what a plan says beside what a GPU measures, signed.
+
+    lowmem   the planner's own choice for BATCH x SEQ tokens under the job's cap, then three steps of it under that cap
+    plain    the ordinary step of transformers under bf16 autocast with torch.optim.AdamW, PLAIN_BATCH sequences, in
+             the allocator's default segments: experiments/memory_estimation predicts it and runs it
+
+Predicted is what the simulation of the step takes of the modelled allocator, made without looking at the GPU; measured
+is max_memory_allocated and max_memory_reserved. An error is (predicted - measured) / measured; the bars of lowmem's are
+issue 3's (plans.py), plain training has none here. Weights are random: no memory depends on them. Configs are data of
+experiments/memory_estimation and of this file; a model of which no config is known without a network has a row that
+says so.
+
+Plans are made in other processes while the GPU measures: seconds of a step are worth little here. Everything CUDA here
+has never run on a GPU.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context, parent_process
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, PretrainedConfig
+
+from experiments.gpu_acceptance.denominator import stock_device
+from experiments.gpu_acceptance.measured import error, measure, prepared, train
+from experiments.gpu_acceptance.plans import bars
+from experiments.harness.child import Result, Setting, named
+from lowmem import device as devices
+from lowmem import fused
+from lowmem.adam import OPTIMIZERS
+from lowmem.cards import CARDS, Card
+from lowmem.data import Batch
+from lowmem.errors import InputError, LowmemError, PlanError
+from lowmem.models import load_config, make_decoder
+from lowmem.plan import card_for
+from lowmem.planner import make_plan
+from lowmem.precision import WORKING_DTYPES
+from lowmem.prediction import Plan
+from lowmem.settings import Settings
+from lowmem.simulate import Memory, StepCase, gpu_target, under_cap
+
+SEQ, BATCH, PLAIN_BATCH = 1024, 16, 2
+TINY_SEQ, TINY_BATCH = 16, 2
+STEPS = 3
+A_CARD = CARDS["rtx3060"]  # for a dry run
+_ESTIMATION = "experiments.memory_estimation"
+MORE = {  # type and what differs from its defaults, as in the models' config.json
+    "pythia-410m": ("gpt_neox", {
+        "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+        "vocab_size": 50304,
+    }),
+    "pythia-1.4b": ("gpt_neox", {
+        "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 8192,
+        "vocab_size": 50304,
+    }),
+    "qwen3-0.6b": ("qwen3", {
+        "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936, "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+    }),
+}  # fmt: skip
+TINY = {
+    "tiny-gpt2": GPT2Config(
+        n_layer=1, n_embd=64, n_head=2, vocab_size=257, n_positions=TINY_SEQ, bos_token_id=0, eos_token_id=0
+    ),
+    "tiny-llama": LlamaConfig(
+        vocab_size=257, hidden_size=64, intermediate_size=176, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=TINY_SEQ,
+    ),
+}  # fmt: skip
+
+
+def lowmem(setting: Setting, models: Sequence[str]) -> Result:
+    """A row per model, planned by lowmem and run."""
+    device, card, target = prepared(setting)
+    seq, batch = (TINY_SEQ, TINY_BATCH) if setting.dry_run else (SEQ, BATCH)
+    precision = "fp32" if setting.dry_run else "bf16"
+
+    def case_of(name: str) -> tuple:
+        settings = Settings(
+            model=name, init="random", seq=seq, batch=batch, gpu_limit_bytes=setting.gpu_limit_bytes, plan_only=True
+        )
+        return settings, precision, card or A_CARD, target.update is fused.update
+
+    held, errors = {}, []
+    for name, plan in _predictions(setting, models, _planned, case_of):
+        if isinstance(plan, str):
+            setting.record(name, {"model": name, "method": "lowmem", "not_measured": plan}, {})
+            continue
+        found = measure(partial(_run_lowmem, plan, device), device, setting.gpu_limit_bytes)
+        predicted = Memory(plan.gpu_allocated_peak_bytes, plan.gpu_reserved_peak_bytes, plan.gpu_breakdown, [])
+        values, checks = _compared(predicted, found)
+        values = _case(plan.settings, "lowmem") | values
+        values |= {"parameters": plan.parameters, "choice": plan.to_dict()["choice"]}
+        if found is not None:
+            errors.append(values["allocated_error"])
+            values["measured_step_seconds"] = found.returned.step_seconds
+            values["predicted_step_seconds"] = plan.step_seconds
+        # a page of the allocator is much of a tiny model, and a plan of a GPU none of the CPU
+        held[name] = setting.record(name, values, {} if setting.dry_run else checks)
+    return Result(_summary(errors), held)
+
+
+def plain(setting: Setting, models: Sequence[str]) -> Result:
+    """A row per model, trained as transformers and PyTorch do by themselves."""
+    device, recipe, card = stock_device(setting), "fp32", A_CARD
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as the simulation takes it
+        recipe, card = "bf16", card_for(Settings())
+    seq, batch = (TINY_SEQ, TINY_BATCH) if setting.dry_run else (SEQ, PLAIN_BATCH)
+    run_plain = named(f"{_ESTIMATION}.measure:run_plain")
+    errors = []
+    for name, predicted in _predictions(setting, models, _plain_memory, lambda name: (seq, batch, recipe, card)):
+        case = {"model": name, "method": f"plain {recipe}", "seq": seq, "batch": batch}
+        if isinstance(predicted, str):
+            setting.record(name, case | {"not_measured": predicted}, {})
+            continue
+        config = _config(name)
+        found = measure(partial(run_plain, config, seq, batch, recipe, device), device, setting.gpu_limit_bytes)
+        values, _ = _compared(predicted, found)
+        if found is not None:
+            errors.append(values["allocated_error"])
+        setting.record(name, case | {"limit_bytes": setting.gpu_limit_bytes} | values, {})
+    return Result(_summary(errors), {"something was measured": bool(errors)})
+
+
+def _run_lowmem(plan: Plan, device: torch.device):
+    settings = plan.settings
+    config = _config(settings.model)
+    decoder = make_decoder(config, plan.precision, settings.residual)
+    case = StepCase(
+        settings.seq, settings.batch, plan.schedule, WORKING_DTYPES[plan.precision], OPTIMIZERS[plan.optimizer],
+        plan.resident_units, settings.clip_norm,
+    )  # fmt: skip
+    ids, labels = torch.randint(0, decoder.model.config.vocab_size, (2, settings.batch, settings.seq))
+    return train(decoder, case, Batch(ids, labels), device, STEPS, gpu_target(plan.card, plan.fused_update))
+
+
+def _compared(predicted: Memory, found) -> tuple[dict, dict[str, bool]]:
+    """`found`: Measured, or None where the GPU ran out of memory."""
+    values: dict = {
+        "predicted_allocated_peak_bytes": predicted.allocated_peak_bytes,
+        "predicted_reserved_peak_bytes": predicted.reserved_peak_bytes,
+        "predicted_at_peak": predicted.at_peak,
+        "completes": found is not None,
+    }
+    if found is None:
+        return values, {"completes": False}
+    allocated = error(predicted.allocated_peak_bytes, found.allocated_peak_bytes)
+    reserved = error(predicted.reserved_peak_bytes, found.reserved_peak_bytes)
+    values |= {
+        "allocated_error": allocated,
+        "reserved_error": reserved,
+        "measured_allocated_peak_bytes": found.allocated_peak_bytes,
+        "measured_reserved_peak_bytes": found.reserved_peak_bytes,
+    }
+    return values, bars(allocated, reserved) | {"began with nothing reserved": found.left_bytes == 0}
+
+
+def _summary(errors: list[float]) -> dict:
+    absolute = [abs(found) for found in errors]
+    return {
+        "models": len(errors),
+        "mean_absolute_allocated_error": sum(absolute) / len(errors) if errors else None,
+        "lowest_error": min(errors, default=None),
+        "highest_error": max(errors, default=None),
+    }
+
+
+def _case(settings: Settings, method: str) -> dict:
+    return {
+        "model": settings.model, "method": method, "seq": settings.seq, "batch": settings.batch,
+        "limit_bytes": settings.gpu_limit_bytes,
+    }  # fmt: skip
+
+
+def _config(name: str) -> PretrainedConfig:
+    """InputError where none is known without a network."""
+    if name in TINY:
+        return TINY[name]
+    if name in MORE:
+        kind, fields = MORE[name]
+        return CONFIG_MAPPING[kind](**fields)
+    known = named(f"{_ESTIMATION}.models:MODELS")
+    return known[name].config() if name in known else load_config(name, "random")
+
+
+def _planned(name: str, settings: Settings, precision: str, card: Card, fused_update: bool) -> Plan | str:
+    """The plan, or why there is none."""
+    try:
+        return make_plan(settings, _config(name), "cuda", precision, card, fused_update=fused_update)
+    except (InputError, PlanError) as refusal:
+        return str(refusal)
+
+
+def _plain_memory(name: str, seq: int, batch: int, recipe: str, card: Card) -> Memory | str:
+    record_plain, target = named(f"{_ESTIMATION}.plain:record_plain"), named(f"{_ESTIMATION}.estimate:plain_target")
+    try:
+        return under_cap(record_plain(_config(name), seq, batch, recipe, target(card)), expandable_segments=False)
+    except LowmemError as refusal:
+        return str(refusal)
+
+
+def _predictions(
+    setting: Setting, models: Sequence[str], predict: Callable, case_of: Callable[[str], tuple]
+) -> Iterator[tuple]:
+    """(model, what `predict` returns for it and its case), in order; made by other processes, but for a dry run."""
+    if setting.dry_run:
+        yield from ((name, predict(name, *case_of(name))) for name in TINY)
+        return
+    workers = max(1, min(len(models), (os.cpu_count() or 1) - 2))
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin_worker) as pool:
+        waiting = [(name, pool.submit(predict, name, *case_of(name))) for name in models]
+        yield from ((name, future.result()) for name, future in waiting)
+
+
+def _begin_worker() -> None:
+    """One thread, no warnings; and an end when the job's process is gone, however it went."""
+    torch.set_num_threads(1)
+    devices.set_environment()
+    transformers.logging.set_verbosity_error()
+
+    def end_with_parent() -> None:
+        parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()

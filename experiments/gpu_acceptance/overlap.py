@@ -1,0 +1,137 @@
+"""What the update adds to a step, after the run whose step it is: measured with it and without, and as a timeline.
+
+Steps as trained alternate with steps of the same schedule whose update is left out: no copy of a state, no kernel of
+the update; gradients are dropped where the update would have spent them. An update is made within the step after its
+own, so each step that is timed as trained makes one whole update, that of the step before, and the one after it makes
+none.
+
+Then one more step is recorded, with its copies (timeline.py), beside the same step as the plan has simulated it:
+timeline_<job>.json and .png beside the rows. Everything CUDA here has never run on a GPU.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from unittest.mock import patch
+
+from transformers import PretrainedConfig
+
+from experiments.gpu_acceptance import timeline
+from experiments.harness.child import Setting
+from lowmem import streaming
+from lowmem.adam import OPTIMIZERS
+from lowmem.data import Batch
+from lowmem.models import make_decoder
+from lowmem.precision import WORKING_DTYPES
+from lowmem.prediction import Plan
+from lowmem.simulate import StepCase, gpu_target
+from lowmem.step import Step
+from lowmem.store import Store
+
+MOST_ADDED = 0.03  # to a step, by its update: issue 4's bar, for 64k tokens
+PAIRS = 3
+LEARNING_RATE = 1e-5
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is left in memory of a run that has ended."""
+
+    config: PretrainedConfig
+    plan: Plan
+    store: Store
+    step: Step
+    batch: Batch
+
+
+def check(setting: Setting, name: str, trained: Trained) -> tuple[dict, dict[str, bool]]:
+    """A row each for the update's cost and for the timeline; what the last row of the job, `name`, says of them."""
+    cost, checks = update_cost(trained, pairs=1 if setting.dry_run else PAIRS)
+    held = {"update": setting.record("update", cost, {} if setting.dry_run else checks)}
+    values, checks = record_timeline(setting, name, trained)
+    held["timeline"] = setting.record("timeline", values, checks)
+    return {
+        "update_adds": cost["update_adds"],
+        "copies_hidden_share": values["recorded"]["hidden_share"],
+        "streamed_gib_each_way": values["recorded"]["streamed_gib_each_way"],
+    }, held
+
+
+def update_cost(trained: Trained, pairs: int) -> tuple[dict, dict[str, bool]]:
+    """Median seconds of `pairs` steps as trained, and of as many without their update; {bar: met}."""
+    step, rows = trained.step, {"with": [], "without": []}
+
+    def seconds() -> float:
+        started = time.perf_counter()
+        step(trained.batch, 0, LEARNING_RATE)  # which ends with a number read back
+        return time.perf_counter() - started
+
+    with _update_left_out(step):
+        seconds()  # warms up, and leaves gradients for the first step that is timed
+    for _ in range(pairs):
+        rows["with"].append(seconds())
+        with _update_left_out(step):
+            rows["without"].append(seconds())
+    medians = {kind: statistics.median(found) for kind, found in rows.items()}
+    added = medians["with"] / medians["without"] - 1
+    values = {f"step_seconds_{kind}_update": medians[kind] for kind in rows}
+    values |= {f"all_seconds_{kind}_update": rows[kind] for kind in rows}
+    values |= {"update_adds": added, "streamed_bytes": _streamed_bytes(trained.store)}
+    return values, {f"the update adds less than {MOST_ADDED:.0%}": added < MOST_ADDED}
+
+
+@contextmanager
+def _update_left_out(step: Step) -> Iterator[None]:
+    with patch.object(step, "_update", lambda piece, state: None), patch.object(step.ring, "copies", _NoCopies()):
+        yield
+
+
+class _NoCopies(streaming._SynchronousCopies):
+    """In the place of the ring's transfers."""
+
+    def fetch(self, slot, home, state) -> None:
+        pass
+
+    def write_back(self, slot, state, home) -> None:
+        pass
+
+
+def record_timeline(setting: Setting, name: str, trained: Trained) -> tuple[dict, dict[str, bool]]:
+    """One step, recorded and simulated: the figures of both; {what was seen: whether}."""
+    device = trained.store.device
+    work = partial(trained.step, trained.batch, 0, LEARNING_RATE)
+    recorded = timeline.recorded(work, device, _streamed_bytes(trained.store))
+    timelines = [recorded, *([simulated(trained)] if trained.plan.card is not None else [])]
+    values: dict = {found.title: found.figures() for found in timelines}
+    if setting.kept is not None:
+        path = setting.kept / f"timeline_{name.replace(' ', '_')}.json"
+        contents = [timeline.content(found) for found in timelines]
+        path.write_text(json.dumps(contents) + "\n", encoding="utf-8")
+        values["file"] = path.name
+        with suppress(ImportError):  # the figures are there without a picture
+            timeline.draw(contents, f"{name}: one step with its update", path.with_suffix(".png"))
+            values["picture"] = path.with_suffix(".png").name
+    checks = {"kernels were seen": bool(recorded.lanes[timeline.COMPUTE])}
+    if device.type == "cuda" and _streamed_bytes(trained.store):
+        checks["copies both ways were seen"] = all(recorded.lanes[lane] for lane in (timeline.IN, timeline.OUT))
+    return values, checks
+
+
+def simulated(trained: Trained) -> timeline.Timeline:
+    """The step that the plan of a run on a GPU has predicted."""
+    plan = trained.plan
+    settings = plan.settings
+    case = StepCase(
+        settings.seq, settings.batch, plan.schedule, WORKING_DTYPES[plan.precision], OPTIMIZERS[plan.optimizer],
+        plan.resident_units, settings.clip_norm, settings.document_mask,
+    )  # fmt: skip
+    decoder = make_decoder(trained.config, plan.precision, settings.residual)
+    return timeline.simulated(decoder, case, gpu_target(plan.card, plan.fused_update))
+
+
+def _streamed_bytes(store: Store) -> int:
+    return sum(tensor.nbytes for part in store.parts if part.streamed for tensor in part.state.values())

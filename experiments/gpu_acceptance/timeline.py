@@ -1,0 +1,242 @@
+"""Where the copies of one step lie in time, and what computes meanwhile: recorded, simulated, and both in one picture.
+
+Three lanes: what the compute stream does, copies to the card, copies from it. Recorded lanes are the profiler's: every
+kernel, copy and memset that CUPTI reports. Simulated ones are the plan's (lowmem/clock.py): the copies where its clock
+puts them, and the compute stream busy whenever it does not wait for one of them. A copy is *hidden* as far as the
+compute stream is busy while it runs; gaps of microseconds between kernels count against that in a recording, and are
+not there in a simulation.
+
+A step has a hundred thousand kernels, so the file and the picture have, of the whole step and of the part in which
+states are copied, how much of each thousandth every lane is busy; the figures come from every event there is.
+
+The reading of a GPU's events has never met one: a test gives it events as PyTorch's profiler names them.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from lowmem import simulate
+from lowmem.blocks import Decoder
+from lowmem.clock import SimulatedCopies
+from lowmem.simulate import StepCase, Target
+from lowmem.units import GIB
+
+COMPUTE, IN, OUT = "compute", "copies in", "copies out"
+LANES = (COMPUTE, IN, OUT)
+PARTS = 1000  # of a stretch of time: what is told apart in a picture
+Stretch = tuple[float, float]  # from and to, in seconds
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step. `lanes`: sorted stretches that do not touch, by lane; `streamed_bytes`: copied each way."""
+
+    title: str
+    seconds: float
+    streamed_bytes: int
+    lanes: dict[str, list[Stretch]] = field(repr=False)
+
+    def figures(self) -> dict[str, float | int | None]:
+        """For a row. Seconds of copying count once where both directions are at work."""
+        copying = joined(self.lanes[IN] + self.lanes[OUT])
+        seconds = _length(copying)
+        hidden = _length(common(copying, self.lanes[COMPUTE]))
+        return {
+            "step_seconds": self.seconds,
+            "compute_busy_seconds": _length(self.lanes[COMPUTE]),
+            "copies_in_seconds": _length(self.lanes[IN]),
+            "copies_out_seconds": _length(self.lanes[OUT]),
+            "copying_seconds": seconds,
+            "not_hidden_seconds": seconds - hidden,
+            "hidden_share": hidden / seconds if seconds else None,
+            "streamed_gib_each_way": self.streamed_bytes / GIB,
+        }
+
+
+def recorded(work: Callable[[], object], device: torch.device, streamed_bytes: int) -> Timeline:
+    """What `work`, a step with its update, did. On the CPU, where nothing is copied, every operation computes."""
+    kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[kind]) as profiler:
+        work()
+    events = profiler.profiler.kineto_results.events()
+    wanted = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
+    return timeline_of((event for event in events if event.device_type() == wanted), streamed_bytes)
+
+
+def timeline_of(events: Iterable, streamed_bytes: int) -> Timeline:
+    """From the profiler's events of one device: name(), start_ns(), duration_ns()."""
+    lanes: dict[str, list[Stretch]] = {lane: [] for lane in LANES}
+    for event in events:
+        name, start = event.name(), event.start_ns()
+        if name.endswith(" Sync") or name == "Stream Wait Event":  # reported where that is switched on: no work
+            continue
+        lane = IN if name.startswith("Memcpy HtoD") else OUT if name.startswith("Memcpy DtoH") else COMPUTE
+        lanes[lane].append((start, start + event.duration_ns()))
+    everything = [stretch for lane in lanes.values() for stretch in lane]
+    if not everything:
+        return Timeline("recorded", 0.0, streamed_bytes, lanes)
+    begin, end = min(start for start, _ in everything), max(end for _, end in everything)
+    in_seconds = {
+        lane: joined([((start - begin) / 1e9, (end - begin) / 1e9) for start, end in stretches])
+        for lane, stretches in lanes.items()
+    }
+    return Timeline("recorded", (end - begin) / 1e9, streamed_bytes, in_seconds)
+
+
+class _WatchedCopies(SimulatedCopies):
+    """Remembers when it copied, and when the compute stream stood still for that."""
+
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.stretches: dict[str, list[Stretch]] = {lane: [] for lane in LANES}  # of COMPUTE: when it waits
+
+    def fetch(self, *arguments) -> None:
+        before = self.in_busy_seconds
+        super().fetch(*arguments)
+        self.stretches[IN].append((self._in_free - (self.in_busy_seconds - before), self._in_free))
+
+    def write_back(self, *arguments) -> None:
+        before = self.out_busy_seconds
+        super().write_back(*arguments)
+        self.stretches[OUT].append((self._out_free - (self.out_busy_seconds - before), self._out_free))
+
+    def _hold_until(self, arrival: float) -> None:
+        before = self.exposed_seconds
+        super()._hold_until(arrival)
+        self.stretches[COMPUTE].append((self._clock.gpu - (self.exposed_seconds - before), self._clock.gpu))
+
+
+def simulated(decoder: Decoder, case: StepCase, target: Target) -> Timeline:
+    """The same as the plan sees it, of the second step, which has the first one's update in it. `decoder`: without
+    weights, as for `record_step`; `target`: of a GPU."""
+    made = []
+
+    def watched(*arguments, **keywords) -> _WatchedCopies:
+        made.append(_WatchedCopies(*arguments, **keywords))
+        return made[-1]
+
+    with patch.object(simulate, "SimulatedCopies", watched):
+        recording = simulate.record_step(decoder, case, target, {}, alike=True)
+    stretches = made[0].stretches
+    window = [(recording.began, recording.began + recording.seconds)]
+    lanes = {lane: common(joined(stretches[lane]), window) for lane in LANES}
+    ends = [recording.began, *(time for stretch in lanes[COMPUTE] for time in stretch), window[0][1]]
+    lanes[COMPUTE] = joined(list(zip(ends[::2], ends[1::2], strict=True)))
+    lanes = {
+        lane: [(start - recording.began, end - recording.began) for start, end in found]
+        for lane, found in lanes.items()
+    }
+    return Timeline("simulated", recording.seconds, recording.streamed_bytes, lanes)
+
+
+def joined(stretches: Iterable[Stretch]) -> list[Stretch]:
+    """Sorted, with those made one that touch or overlap; empty ones are left out."""
+    found: list[list[float]] = []
+    for start, end in sorted(stretch for stretch in stretches if stretch[1] > stretch[0]):
+        if found and start <= found[-1][1]:
+            found[-1][1] = max(found[-1][1], end)
+        else:
+            found.append([start, end])
+    return [(start, end) for start, end in found]
+
+
+def common(left: Sequence[Stretch], right: Sequence[Stretch]) -> list[Stretch]:
+    """Where both are; either is sorted and does not touch itself."""
+    found, i, j = [], 0, 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < end:
+            found.append((start, end))
+        if left[i][1] <= right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def busy_shares(stretches: Sequence[Stretch], start: float, end: float, parts: int = PARTS) -> list[float]:
+    """Of each of as many equal `parts` of the time from `start` to `end`, the share that the stretches cover."""
+    starts = [begin for begin, _ in stretches]
+    before = [0.0, *accumulate(stop - begin for begin, stop in stretches)]  # covered until each one's begin
+
+    def covered(time: float) -> float:
+        index = bisect_right(starts, time) - 1
+        return before[index] + min(time, stretches[index][1]) - starts[index] if index >= 0 else 0.0
+
+    width = (end - start) / parts
+    marks = [covered(start + width * part) for part in range(parts + 1)]
+    return [min((later - earlier) / width, 1.0) for earlier, later in zip(marks, marks[1:], strict=False)]
+
+
+def _length(stretches: Iterable[Stretch]) -> float:
+    return sum(end - start for start, end in stretches)
+
+
+def content(timeline: Timeline) -> dict:
+    """For the file, from which the picture is drawn: title, figures and `panels`: [from, to] in seconds, and per lane
+    the busy share of each part in between; of the whole step and, where there is any, of the time of copying."""
+    copies = joined(timeline.lanes[IN] + timeline.lanes[OUT])
+    windows = {"the whole step": (0.0, timeline.seconds)}
+    if copies:
+        windows["while states are copied"] = (copies[0][0], copies[-1][1])
+    panels = {
+        name: {
+            "seconds": window,
+            "busy": {lane: [round(share, 3) for share in busy_shares(timeline.lanes[lane], *window)] for lane in LANES},
+        }
+        for name, window in windows.items()
+    }
+    return {"title": timeline.title, "figures": timeline.figures(), "panels": panels}
+
+
+def draw(contents: Sequence[dict], title: str, path: Path) -> None:
+    """As PNG: a row for each timeline's `content`, a column for each of its panels. ImportError without matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 0.8 + 2.2 * len(contents)), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    grid = figure.subplots(len(contents), 2, squeeze=False)
+    for found, row in zip(contents, grid, strict=True):
+        for axes in row[len(found["panels"]) :]:
+            axes.set_visible(False)
+        for axes, (name, panel) in zip(row, found["panels"].items(), strict=False):
+            _draw_panel(axes, panel)
+            axes.set_xlabel(f"{name}, milliseconds", fontsize=8)
+        row[0].set_title(f"{found['title']}: {_in_words(found['figures'])}", fontsize=9, loc="left")
+        row[0].set_yticks([lane + 0.4 for lane in range(len(LANES))], LANES, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_panel(axes, panel: dict) -> None:
+    """Every lane's height is how busy it is."""
+    start, end = (1e3 * seconds for seconds in panel["seconds"])
+    for row, (lane, colour) in enumerate(zip(LANES, ("C0", "C1", "C2"), strict=True)):
+        shares = panel["busy"][lane]
+        times = [start + (end - start) * part / len(shares) for part in range(len(shares) + 1)]
+        heights = [row + 0.8 - 0.8 * share for share in [*shares, shares[-1]]]
+        axes.fill_between(times, heights, row + 0.8, step="post", color=colour, linewidth=0)
+        axes.axhline(row + 0.8, color="0.6", linewidth=0.5)
+    axes.set_yticks([])
+    axes.set_ylim(len(LANES), -0.2)
+    axes.set_xlim(start, end)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _in_words(figures: dict) -> str:
+    if figures["hidden_share"] is None:
+        return f"{figures['step_seconds']:.3g} s, nothing copied"
+    return (
+        f"{figures['step_seconds']:.3g} s; {figures['streamed_gib_each_way']:.3g} GiB each way in "
+        f"{figures['copying_seconds']:.3g} s, {figures['hidden_share']:.0%} of that hidden behind compute"
+    )

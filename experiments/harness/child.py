@@ -1,0 +1,146 @@
+"""The process of one job: calls the job's function, writes its rows. Started by programs, never by hand.
+
+    python -m experiments.harness.child probe        what this machine is, as JSON on stdout
+    python -m experiments.harness.child '{task}'     one job; exit code 0 if every check held, 3 if one did not
+
+The process ends when its standard input does: when the command that started it is gone, nothing stays on the GPU.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.harness import rows
+from lowmem.units import GIB
+
+OUTPUT_CHARACTERS = 4000
+A_CHECK_FAILED = 3  # exit code; a crash is 1, or a signal
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a job's function is given. `device`: "cuda" or "cpu"; `scratch`: a folder that is removed afterwards;
+    `record(detail, values, checks)` writes a row at once, and says whether all checks held; `kept`: the folder of the
+    rows, for what belongs beside them, or None where nothing is kept."""
+
+    device: str
+    dry_run: bool
+    gpu_limit_bytes: int | None
+    ram_limit_bytes: int | None
+    scratch: Path
+    record: Callable[[str, dict, dict[str, bool]], bool]
+    kept: Path | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a job's function returns: its last row's content."""
+
+    values: dict
+    checks: dict[str, bool]
+
+
+class Unavailable(Exception):
+    """What a job's function raises, with a sentence, where this machine lacks what it needs: no crash, no result."""
+
+
+def main() -> int:
+    if sys.argv[1] == "probe":
+        print(json.dumps(probe()))
+        return 0
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    return run(json.loads(sys.argv[1]))
+
+
+def run(task: dict) -> int:
+    """Calls a job's function, `task["target"]`, and writes its rows; the exit code."""
+    path, scratch = Path(task["rows"]), Path(task["scratch"])
+    started = last = time.perf_counter()
+
+    def record(detail: str, values: dict, checks: dict[str, bool]) -> bool:
+        nonlocal last
+        now = time.perf_counter()
+        _write(
+            path, rows.make_row(task["common"], f"{task['name']}: {detail}", now - last, values=values, checks=checks)
+        )
+        last = now
+        return all(checks.values())
+
+    setting = Setting(
+        task["device"], task["common"]["dry_run"], _bytes(task["gpu_gib"]), _bytes(task["ram_gib"]), scratch, record,
+        path.parent,
+    )  # fmt: skip
+    missing, output = None, None
+    try:
+        result = named(task["target"])(setting, **task["options"])
+    except Unavailable as error:
+        missing, result = str(error), Result({}, {})
+    held = missing is None and all(result.checks.values())
+    if missing is None and not held:
+        output = output_of(scratch)
+    row = rows.make_row(
+        task["common"], task["name"], time.perf_counter() - started, values=result.values, checks=result.checks,
+        error=missing, output=output,
+    )  # fmt: skip
+    _write(path, row)
+    return 0 if held else A_CHECK_FAILED
+
+
+def named(name: str):
+    """What "module:attribute" names. How jobs reach what other experiments have: no experiment imports another."""
+    module, attribute = name.split(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def machine_here() -> dict:
+    """What `probe` says in a process of its own: a CUDA context in this one would take memory from every job. No names
+    where not even lowmem can be imported, which stands on stderr then."""
+    command = [sys.executable, "-m", "experiments.harness.child", "probe"]
+    result = subprocess.run(command, cwd=rows.ROOT, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    return json.loads(result.stdout) if result.returncode == 0 else {"names": {}, "versions": {}}
+
+
+def probe() -> dict:
+    """What this machine is: {"names": {"cpu": ..., "cuda": ... if there is one}, "versions": {...}}."""
+    import torch
+
+    from lowmem.report import device_name, versions
+
+    cuda = torch.cuda.is_available()
+    names = {kind: device_name(torch.device(kind)) for kind in ("cpu", *(["cuda"] if cuda else []))}
+    return {"names": names, "versions": versions() | {"cuda": torch.version.cuda}}
+
+
+def output_of(scratch: Path) -> str | None:
+    """The end of what a job wrote to stderr, which lies in its scratch folder."""
+    path = scratch / "stderr.txt"
+    text = path.read_text(errors="replace")[-OUTPUT_CHARACTERS:] if path.exists() else ""
+    return text or None
+
+
+def _write(path: Path, row: dict) -> None:
+    rows.append(path, row)
+    print(rows.summary(row), flush=True)
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * GIB)
+
+
+def end_with_parent() -> None:
+    """Ends this process when the other end of its standard input is closed; for a thread."""
+    os.read(0, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    from experiments.harness import child  # not this copy of it, whose Unavailable is another class than the jobs'
+
+    sys.exit(child.main())

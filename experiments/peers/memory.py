@@ -1,0 +1,95 @@
+"""Peaks of a training that is not ours, measured the same way for everybody.
+
+GPU: what PyTorch's allocator had allocated and reserved, beside it managed memory (bitsandbytes' paged states come
+from cudaMallocManaged, which the allocator neither counts nor caps), and the growth of what the whole card has in use.
+
+RAM: the resident set, and page-locked memory. Whether memory from PyTorch's page-locking allocator is part of a
+process's resident set depends on the driver, so that is tried out once, with a block that is filled (32 MiB, which
+stay with the allocator): where it is not, what the allocator holds (in powers of two, as it takes them) is added. A
+thread looks every 20 ms; the kernel's own high-water mark is taken where that is higher.
+
+The lines for CUDA have never run on a GPU.
+"""
+
+import sys
+import threading
+
+import torch
+
+from lowmem.budget import ram_now_bytes, ram_peak_bytes
+from lowmem.units import MIB
+
+LOOK_SECONDS = 0.02
+PROBE_BYTES = 32 * MIB
+
+
+class Memory:
+    """Measures while its `with` block runs. To be entered before the training allocates anything."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._adds_locked = self._cuda and not _locked_is_resident()
+        self._ram_bytes = self._locked_bytes = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "Memory":
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._free_before_bytes, _ = torch.cuda.mem_get_info()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._look()
+
+    def values(self) -> dict[str, int | None]:
+        """In bytes; None where the device has no such figure. To be asked after the block."""
+        found = dict.fromkeys(
+            (
+                *("gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes", "gpu_managed_bytes", "gpu_device_used_bytes"),
+                "ram_page_locked_peak_bytes",
+            )
+        )
+        if self._cuda:
+            free_bytes, _ = torch.cuda.mem_get_info()
+            found = {
+                "gpu_allocated_peak_bytes": torch.cuda.max_memory_allocated(),
+                "gpu_reserved_peak_bytes": torch.cuda.max_memory_reserved(),
+                "gpu_managed_bytes": _managed_bytes(),
+                "gpu_device_used_bytes": self._free_before_bytes - free_bytes,
+                "ram_page_locked_peak_bytes": self._locked_bytes,
+            }
+        return found | {"ram_peak_bytes": max(self._ram_bytes, ram_peak_bytes())}
+
+    def _watch(self) -> None:
+        while not self._ended.wait(LOOK_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        locked = _locked_now_bytes() if self._cuda else 0
+        self._locked_bytes = max(self._locked_bytes, locked)
+        self._ram_bytes = max(self._ram_bytes, ram_now_bytes() + (locked if self._adds_locked else 0))
+
+
+def _locked_now_bytes() -> int:
+    return torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+
+
+def _locked_is_resident() -> bool:
+    """Whether the resident set grows with page-locked memory."""
+    torch.empty(1, pin_memory=True)  # whatever the first call brings along
+    before = ram_now_bytes()
+    block = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
+    return ram_now_bytes() - before > block.nbytes / 2
+
+
+def _managed_bytes() -> int:
+    """Of bitsandbytes' paged states; 0 where nothing has imported it."""
+    if "bitsandbytes" not in sys.modules:
+        return 0
+    from bitsandbytes.functional import GlobalPageManager
+
+    return sum(tensor.nbytes for tensor in GlobalPageManager.get_instance().paged_tensors)

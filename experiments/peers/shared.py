@@ -1,0 +1,131 @@
+"""What is the same for every peer: the weights to begin with, the batches, how far the weights got from the reference.
+
+Weights lie in folders that `from_pretrained` loads, for that is how the peers' documentation begins; without dropout,
+whose masks no two systems draw alike. Batches are lowmem's own (lowmem/data.py), the learning rate is constant;
+clipping and weight decay (of matrices only) are as in every run of lowmem.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from experiments.peers.case import Case
+from lowmem.data import Batch, Rows
+from lowmem.export import export_model
+from lowmem.models import build_model, load_config
+from lowmem.settings import Settings
+from lowmem.tokenizer import load_tokenizer
+from lowmem.train import read_data
+from lowmem.weights import random_weights, read_weights
+
+
+def write_initial(case: Case) -> None:
+    """Makes `case.initial` where it is not there yet: weights in fp32, config without dropout, tokenizer."""
+    if case.initial.exists():
+        return
+    model, init = case.settings.model, case.settings.init
+    config = load_config(model, init)
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, int | float):
+            setattr(config, name, 0.0)
+    random = init == "random"
+    weights = random_weights(config, case.settings.seed) if random else read_weights(build_model(config), model)
+    tokenizer = load_tokenizer(model, init, config.vocab_size)
+    export_model(
+        case.initial, config, weights, tokenizer=tokenizer, generation_config=None,
+        readme=f"The weights that all peers begin with: {model}, {init}, without dropout.\n",
+    )  # fmt: skip
+
+
+def write_reference(case: Case, master: Callable[[str], Tensor]) -> None:
+    """Saves the weights that a training ended with as `case.reference`."""
+    config = load_config(str(case.initial), "pretrained")
+    names = [name for name, _ in build_model(config).named_parameters()]
+    export_model(
+        case.reference, config, ((name, master(name)) for name in names), tokenizer=None, generation_config=None,
+        readme=f"The reference after {case.settings.steps} steps: {asdict(case.settings)}\n",
+    )  # fmt: skip
+
+
+def saved_weights(folder: Path) -> Callable[[str], Tensor]:
+    """Reads a folder's tensors by name, one at a time, for models whose files have the parameters' own names."""
+    files = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            files |= dict.fromkeys(file.keys(), path)
+
+    def read(name: str) -> Tensor:
+        with safe_open(files[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    return read
+
+
+def distance(case: Case, master: Callable[[str], Tensor]) -> float:
+    """||w - reference|| / ||reference - initial|| over all parameters, in the Frobenius norm: 0 for the reference's own
+    weights, 1 for weights that never moved. RAM: four times the largest parameter."""
+    before, reference = saved_weights(case.initial), saved_weights(case.reference)
+    off = moved = 0.0
+    for name, _ in build_model(load_config(str(case.initial), "pretrained")).named_parameters():
+        wanted = reference(name)
+        off += _square(master(name) - wanted)
+        moved += _square(wanted - before(name))
+    return math.sqrt(off / moved)
+
+
+def _square(difference: Tensor) -> float:
+    return torch.linalg.vector_norm(difference, dtype=torch.float64).item() ** 2
+
+
+def batches(case: Case) -> Rows:
+    """The training's batches: `batches(case).batch(step)`, steps counted from 0."""
+    config = load_config(str(case.initial), "pretrained")
+    tokenizer = load_tokenizer(str(case.initial), "pretrained", config.vocab_size)
+    return read_data(case.from_folder, config, tokenizer).train
+
+
+def load_model(case: Case, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """As anybody loads it, on the CPU and ready to train."""
+    model = AutoModelForCausalLM.from_pretrained(case.initial, dtype=dtype, attn_implementation="sdpa")
+    model.config.use_cache = False
+    return model.train()
+
+
+def groups(model: nn.Module, settings: Settings) -> list[dict]:
+    """Parameters for an optimizer: matrices decay, vectors do not."""
+    matrices, vectors = [], []
+    for parameter in model.parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # DeepSpeed's stage 3 leaves nothing of the second
+        (matrices if len(shape) >= 2 else vectors).append(parameter)
+    return [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+
+
+def inputs(batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    """What a transformers model is called with. Its labels are shifted already, which `shift_labels` says."""
+    batch = batch.to(device)
+    return {"input_ids": batch.input_ids, "labels": batch.labels, "shift_labels": batch.labels}
+
+
+def single_process(device: torch.device, folder: Path) -> None:
+    """A process group of this process alone, over a file in `folder`: no port that another could hold."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # DeepSpeed's
+    if not torch.distributed.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # offloaded gradients are clipped by gloo
+        store = f"file://{folder.resolve()}/process_group"
+        torch.distributed.init_process_group(backend, init_method=store, rank=0, world_size=1)
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the GPU is done, so that a clock can be read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,134 @@
+"""The README's tables, made from rows.
+
+    python -m experiments.peers.table        puts the tables of the rows in results/ between the README's marks
+
+A test fails when README.md and the committed rows disagree.
+"""
+
+import sys
+from pathlib import Path
+
+from experiments.harness import rows as row_file
+from experiments.harness.tables import between, markdown, put
+from experiments.peers.catalogue import PEERS
+from lowmem.units import GIB
+
+BEGIN = "<!-- peers -->"
+FOLDER = Path(__file__).resolve().parent
+README = FOLDER / "README.md"
+FILES = ("rows.jsonl", "update.jsonl")
+NOT_MEASURED = "not measured yet"
+WANTED = ("gpt2-large, GPU 11 GiB", "gpt2-xl, GPU 11 GiB and RAM 16 GiB")
+
+
+def table(rows: list[dict]) -> str:
+    """All tables in Markdown: trainings by every peer (rows of run.py, or of the GPU acceptance command), updates on a
+    CPU (rows of update.py), and how each peer is set up."""
+    on_a_gpu = [row for row in rows if not row["device"].startswith("the CPU")]
+    nothing = markdown(("", *WANTED), [[name, *[NOT_MEASURED] * len(WANTED)] for name in PEERS])
+    trained = [training_table(rows)] + ([] if training_table(on_a_gpu) else [nothing])
+    lines = [[peer.name, peer.settings, peer.gives_up, peer.source] for peer in PEERS.values()]
+    parts = {
+        "Training under both caps": "\n\n".join(filter(None, reversed(trained))),
+        "The update alone, on a CPU": update_table(rows),
+        "How each is set up": markdown(("", "set up", "gives up", "source"), lines),
+    }
+    return "\n\n".join(f"**{title}**\n\n{content}" for title, content in parts.items())
+
+
+def training_table(rows: list[dict]) -> str:
+    """The newest row of each model, device, caps and peer; every peer has a line. A row's name ends with the peer's;
+    what stands before it is the model."""
+    groups: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        if row["section"] == "peers" and not row["dry_run"] and ": " not in row["name"]:
+            model, peer = row["name"].rsplit(maxsplit=1)
+            key = model, row["device"], row["caps"]["gpu_bytes"], row["caps"]["ram_bytes"]
+            groups.setdefault(key, {})[peer] = row
+    return "\n\n".join(_one_training(*key, found) for key, found in groups.items())
+
+
+def _one_training(
+    model: str, device: str, gpu_limit_bytes: int | None, ram_limit_bytes: int | None, found: dict[str, dict]
+) -> str:
+    header = (
+        "", "fits", "micro-batch", "sequences/s", "GPU reserved, GiB", "managed, GiB", "RAM, GiB", "last loss",
+        "distance of the weights",
+    )  # fmt: skip
+    lines = [[name, *_cells(found.get(name))] for name in PEERS]
+    shape = next((row["values"] for row in found.values() if "seq" in row["values"]), None)
+    trained = f", {shape['batch']} x {shape['seq']} tokens, {shape['steps']} steps" if shape else ""
+    gpu, ram = (f"{limit / GIB:g} GiB" if limit else "no cap" for limit in (gpu_limit_bytes, ram_limit_bytes))
+    return f"{model} on {device}{trained}; caps: GPU {gpu}, RAM {ram}\n\n{markdown(header, lines)}"
+
+
+def _cells(row: dict | None) -> list[str]:
+    if row is None:
+        return [NOT_MEASURED] + [""] * 7
+    if row["error"]:
+        return [row["error"].splitlines()[0]] + [""] * 7
+    values = row["values"]
+    sizes = [
+        "" if values.get(name) is None else f"{values[name] / GIB:.2f}"
+        for name in ("gpu_reserved_peak_bytes", "gpu_managed_bytes", "ram_peak_bytes")
+    ]
+    numbers = [
+        "" if values.get(name) is None else f"{values[name]:{form}}"
+        for name, form in (("sequences_per_second", ".3g"), ("last_loss", ".4f"), ("distance", ".2g"))
+    ]
+    fits = "the reference, no caps" if values["peer"] == "plain" else _fits(values)
+    return [fits, str(values.get("micro_batch") or "its plan's"), numbers[0], *sizes, *numbers[1:]]
+
+
+def _fits(values: dict) -> str:
+    if values.get("why"):
+        return f"no: {values['why']}"
+    missed = [what for what, key in (("GPU", "gpu_fits"), ("RAM", "ram_fits")) if not values[key]]
+    return f"no: {' and '.join(missed)} over the cap" if missed else "yes"
+
+
+def update_table(rows: list[dict]) -> str:
+    """The newest run of update.py on each machine."""
+    groups: dict[str, dict[str, dict]] = {}
+    for row in rows:
+        if row["section"] == "peers update" and not row["dry_run"]:
+            groups.setdefault(row["device"], {})[row["name"]] = row
+    parts = []
+    for device, found in groups.items():
+        newest = max(row["values"].get("run", "") for row in found.values())
+        found = {name: row for name, row in found.items() if row["values"].get("run") == newest}
+        shared = next(row["values"] for row in found.values())
+        lines = [
+            [name, row["error"], "", "", ""] if row["error"] else [
+                name, f"{row['values']['ns_per_parameter']:.2f}", str(row["values"]["bytes_per_parameter"]),
+                f"{row['values']['bytes_per_second'] / GIB:.2f}", f"{row['values']['share_of_copy']:.0%}",
+            ]
+            for name, row in found.items()
+        ]  # fmt: skip
+        said = (
+            f"{device}; {shared['parameters']:,} parameters, median of "
+            f"{shared['repeats']} rounds; `copy_` moves {shared['copy_bytes_per_second'] / GIB:.1f} GiB/s, `add_` in "
+            f"place {shared['add_bytes_per_second'] / GIB:.1f}; load average {shared['load_average']:.1f} at the start"
+        )
+        header = ("update", "ns per parameter", "bytes it must move", "GiB/s", "share of `copy_`'s speed")
+        parts.append(f"{said}\n\n{markdown(header, lines)}")
+    return "\n\n".join(parts) or NOT_MEASURED
+
+
+def committed_rows() -> list[dict]:
+    """All rows of the experiment's own results."""
+    return [row for name in FILES for row in row_file.read(FOLDER / "results" / name)]
+
+
+def with_table(text: str, rows: list[dict]) -> str:
+    """README's `text` with the tables of `rows` between its two marks."""
+    return between(text, BEGIN, table(rows))
+
+
+def main() -> int:
+    put(README, BEGIN, table(committed_rows()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

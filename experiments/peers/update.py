@@ -1,0 +1,151 @@
+"""The optimizer's update alone, on this machine's CPU: ns per parameter, and its share of the speed of a copy.
+
+An update does a few operations per number and reads and writes each once, so nothing can be faster than the memory:
+`copy_` of a buffer far larger than the cache says how fast that is. A copy also fetches the memory that it overwrites,
+which an update in place does not, so more than 100% is possible; `add_`, one pass in place, stands beside it. They and
+the updates take turns, round after round, so that whatever else the machine does meets all of them; the row has the
+medians, and the load average at the start. On a machine that others use, take one thread (OMP_NUM_THREADS=1): several
+wait for each other, and then for whoever is in the way.
+
+Where a peer offloads its optimizer, this is what its step waits for (torchao's CPUOffloadOptimizer runs
+torch.optim.AdamW(fused=True); it needs a GPU for the rest). lowmem updates on the GPU where there is one; its update
+here is the one that runs without: the same lines, eagerly, in slices that stay in the cache.
+
+RAM: about 110 bytes per parameter, for all updates have their weights and states at once.
+"""
+
+import argparse
+import os
+import shlex
+import statistics
+import sys
+import time
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from experiments.harness import rows
+from experiments.harness.child import probe
+from experiments.peers.table import update_table
+from experiments.peers.updates import CANDIDATES, Candidate, Gradients, Update, random_gradients
+from lowmem.budget import ram_available_bytes
+from lowmem.errors import InputError, LowmemError
+from lowmem.units import MIB, format_size
+
+RESULTS = Path(__file__).resolve().parent / "results"
+NAME = "update.jsonl"
+RAM_PER_PARAMETER_BYTES = 110
+COPIED_BYTES = 512 * MIB
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser().parse_args(arguments)
+    try:
+        found = measure(options.parameters, options.repeats, ["python", "-m", "experiments.peers.update", *arguments])
+    except LowmemError as error:
+        print(f"update: {error}", file=sys.stderr)
+        return error.exit_code
+    path = options.out / NAME
+    for row in found:
+        rows.append(path, row)
+    print(f"{update_table(found)}\n\n{path} is written")
+    return 0 if all(row["ok"] for row in found) else 1
+
+
+def measure(parameters: int, repeats: int, command: list[str]) -> list[dict]:
+    """A row for each candidate; those that are not installed, or do not run, say so in theirs."""
+    free_bytes, where = ram_available_bytes()
+    if parameters * RAM_PER_PARAMETER_BYTES > free_bytes:
+        most = free_bytes // RAM_PER_PARAMETER_BYTES
+        raise InputError(
+            f"--parameters {parameters} takes {format_size(parameters * RAM_PER_PARAMETER_BYTES)} of RAM, and "
+            f"{format_size(free_bytes)} are left ({where}); give at most {most}"
+        )
+    machine = probe()
+    common = {
+        "section": "peers update",
+        "caps": {"gpu_bytes": None, "ram_bytes": None},
+        "command": shlex.join(command),
+        "commit": rows.commit(),
+        "sources": rows.sources("experiments.peers.update:measure"),
+        "device": machine["names"]["cpu"],
+        "versions": machine["versions"],
+        "dry_run": False,
+    }
+    shared = {
+        "run": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "parameters": parameters,
+        "repeats": repeats,
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
+    }
+    gradients = random_gradients(parameters)
+    updates: dict[str, Update] = {}
+    errors: dict[str, str] = {}
+    for candidate in CANDIDATES:
+        try:
+            updates[candidate.name] = _made(candidate, gradients)
+        except Exception as error:  # whatever a package does where it cannot be built or run here
+            errors[candidate.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    source = torch.ones(COPIED_BYTES // 4)
+    copy = torch.empty_like(source)
+    updates |= {"copy_": lambda: copy.copy_(source), "add_": lambda: copy.add_(1.0)}
+    seconds = {name: [] for name in updates}
+    for _ in range(repeats):
+        for name, run in updates.items():
+            seconds[name].append(_seconds(run))
+    copied, added = (2 * source.nbytes / statistics.median(seconds[name]) for name in ("copy_", "add_"))
+    shared |= {"copy_bytes_per_second": copied, "add_bytes_per_second": added, "copy_seconds": seconds["copy_"]}
+
+    found = []
+    for candidate in CANDIDATES:
+        values = dict(shared)
+        taken = seconds.get(candidate.name, [0.0])
+        if candidate.name not in errors:
+            per_parameter = statistics.median(taken) / parameters
+            moved = candidate.bytes_per_parameter / per_parameter
+            values |= {"ns_per_parameter": 1e9 * per_parameter, "bytes_per_parameter": candidate.bytes_per_parameter}
+            values |= {"bytes_per_second": moved, "share_of_copy": moved / copied, "update_seconds": taken}
+            values["packages"] = {name: metadata.version(name) for name in candidate.packages}
+        error = errors.get(candidate.name)
+        found.append(rows.make_row(common, candidate.name, sum(taken), values=values, error=error))
+    return found
+
+
+def _made(candidate: Candidate, gradients: Gradients) -> Update:
+    """The candidate's update, made once already: states are there, and what is compiled is."""
+    missing = [package for package in candidate.packages if find_spec(package) is None]
+    if missing:
+        raise InputError(f"not installed: pip install {' '.join(missing)}")
+    run = candidate.make(gradients)
+    run()
+    return run
+
+
+def _seconds(run: Update) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.peers.update", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument("--parameters", type=_positive, default=50_000_000, help="(%(default)s)")
+    parser.add_argument("--repeats", type=_positive, default=7, help="rounds (%(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder of {NAME} (the experiment's results)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
