@@ -8,6 +8,7 @@ help:
 	@echo 'make setup   make .venv and install what requirements.txt pins; a second call installs nothing'
 	@echo 'make demo    train a small model on the source files of the standard library (minutes on two CPU cores)'
 	@echo 'make test    run the test suite (no GPU, no network)'
+	@echo 'make results tables and pictures of the READMEs from the rows that are there'
 	@echo 'make lint    check style and formatting'
 
 # .venv/installed.txt is a copy of the requirements.txt that was installed. It is written last, so that an install
@@ -42,8 +43,13 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
+# Tables and pictures of all READMEs, from the rows that are there; measures nothing.
+results: setup
+	$(RUN) -m experiments.results
+	$(RUN) -m tests.faults.table
+
 lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-.PHONY: help setup demo test lint
+.PHONY: help setup demo test results lint

@@ -21,10 +21,10 @@ exact, and Large's denominator; the same command goes on from there. About half 
 
 Each job is a process of its own with a time limit: a crash, a hang, an exhausted card end that job and no other. Rows
 are appended one by one as they are found out, so whatever ends the command, what was measured is kept, and a second
-call goes on with what is missing or did not hold, in time that is left: a job is not begun with less than a third of its
-limit. What a machine lacks (bitsandbytes, a C compiler) is a row that says so. Beside the rows lie timeline_<job>.json
-and .png. `--dry-run` runs the same lines on the CPU with tiny shapes; it shows that they run, and its rows are never
-mixed with measurements.
+call goes on with what is missing or did not hold, in time that is left: a job is not begun with less than a third of
+its limit. What a machine lacks (bitsandbytes, a C compiler) is a row that says so. Beside the rows lie
+timeline_<job>.json and .png. `--dry-run` runs the same lines on the CPU with tiny shapes; it shows that they run, and
+its rows are never mixed with measurements.
 
 Not here yet: unified memory and nested tensors, whose experiments are not there either. `predicted.py` has what plans
 say of speed, and table.py makes tables and a picture of both.

@@ -18,7 +18,7 @@ from experiments.memory_estimation.models import MODELS
 from lowmem.units import GIB
 
 BEGIN = "<!-- made by python -m experiments.memory_estimation.table -->"
-README = row_file.FOLDER / "README.md"
+README, RESULTS = row_file.FOLDER / "README.md", row_file.FOLDER / "results"
 FILES = (row_file.NAME, ram.NAME)
 PICTURED = ("opt-125m", "gpt2-medium", "bloom-560m", "gpt2-large", "opt-1.3b", "gpt2-xl")
 NAMES = {"fp32": "plain fp32", "bf16": "plain bf16 autocast", "lowmem": "lowmem"}
@@ -33,7 +33,7 @@ def tables(rows: list[dict]) -> str:
     parts.append(f"**The smallest caps under which lowmem trains**, predicted, GiB\n\n{_smallest_table(predicted)}")
     parts.append(f"**LLMem's own cases** (V100-16GB, 512 tokens), MiB\n\n{_llmem_table(predicted)}")
     parts.append(f"**Measured**\n\n{_measured_table(rows)}")
-    parts.append(f"**RAM of training runs on the CPU**, GiB\n\n{_ram_table(rows)}")
+    parts.append(f"**RAM of training runs on the CPU**, GiB\n\n{ram_table(rows)}")
     parts.append(f"**Verdict**\n\n{_verdict(predicted)}")
     return "\n\n".join(parts)
 
@@ -206,7 +206,7 @@ def _signed(said: dict, was: dict, kind: str) -> str:
     return f"{said[name] / was[name] - 1:+.2%}" if said["fits"] and was["fits"] else ""
 
 
-def _ram_table(rows: list[dict]) -> str:
+def ram_table(rows: list[dict]) -> str:
     runs = [row for row in rows if row["kind"] == "trained"]
     if not runs:
         return "None has run yet: `python -m experiments.memory_estimation.ram` does."
@@ -348,7 +348,7 @@ def _panel(axes, name: str, rows: list[dict], ticks: list[int]) -> None:
 
 def committed_rows() -> list[dict]:
     """All rows of the experiment's own results."""
-    return [row for name in FILES for row in row_file.read(row_file.FOLDER / "results" / name)]
+    return [row for name in FILES for row in row_file.read(RESULTS / name)]
 
 
 def main() -> int:

@@ -1,0 +1,167 @@
+"""Tables and the picture of speed, made of rows: what was measured on a GPU, beside what plans say of it.
+
+    speed      a training step against plain transformers' forward and backward on the same card
+    plans      what plans say: a step against its own forward and backward, by tokens per step (predicted.py)
+    memory     peaks, predicted and measured, of lowmem and of plain training, model by model
+
+Of several rows of one job and card the last good one counts. What no row is about is "not measured yet".
+"""
+
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+
+from experiments.gpu_acceptance import predicted
+from experiments.harness import rows as row_file
+from experiments.harness.tables import markdown
+from lowmem.units import GIB
+
+NOT_MEASURED = "not measured yet"
+TRAININGS = ("large exact", "large 8-bit", "large no clip", "xl exact", "xl 8-bit", "xl no clip")
+BARS = {"large exact": (1.0, 0.95), "xl exact": (1.0, 0.80), "xl 8-bit": (1.0, 0.95)}  # eager, compiled: to be reached
+RESULTS = Path(__file__).parent / "results"
+
+
+def committed_rows() -> tuple[list[dict], list[dict]]:
+    """Measured ones, of real shapes, and predicted ones."""
+    measured = [row for row in row_file.read(RESULTS / "rows.jsonl") if not row["dry_run"]]
+    return measured, row_file.read(RESULTS / predicted.NAME)
+
+
+def speed_table(rows: list[dict]) -> str:
+    """Trainings of 64 x 1,024 tokens under 11 GiB; one table per card, or one that says what is missing."""
+    header = (
+        "training, 64 x 1,024 tokens", "sequences/s", "of plain eager", "of plain compiled", "of plain eager, same cap",
+        "GPU allocated, GiB", "GPU reserved", "RAM", "predicted: s per step, allocated, RAM", "the update adds",
+    )  # fmt: skip
+    cards = list(dict.fromkeys(row["device"] for row in rows)) or [None]
+    parts = []
+    for card in cards:
+        found = _last_good(row for row in rows if row["device"] == card)
+        lines = [[name, *_training(found, name)] for name in TRAININGS]
+        parts.append((f"On {card}:\n\n" if card else "") + markdown(header, lines))
+    return "\n\n".join(parts)
+
+
+def _last_good(rows: Iterable[dict]) -> dict[tuple[str, str], dict]:
+    return {(row["section"], row["name"]): row for row in rows if row["error"] is None}
+
+
+def _training(found: dict[tuple[str, str], dict], name: str) -> list[str]:
+    row = found.get(("train", name)) or found.get(("train", f"{name}: run"))
+    if row is None or "sequences_per_second" not in row["values"]:
+        return [NOT_MEASURED] + [""] * 8
+    values, size = row["values"], name.split()[0]
+    speed = values["sequences_per_second"]
+    plain = [("denominator", size, "eager"), ("denominator", size, "compiled"), ("denominator", "capped", "eager")]
+    ratios = []
+    for index, (section, job, way) in enumerate(plain):
+        bar = f" (bar {BARS[name][index]:.2f})" if name in BARS and index < 2 else ""
+        ratios.append(_ratio(speed, _values(found, section, job), f"gpt2-{size}, {way}") + bar)
+    peaks = [f"{values[f'{kind}_peak_bytes'] / GIB:.2f}" for kind in ("gpu_allocated", "gpu_reserved", "ram")]
+    said = (
+        f"{values['predicted_step_seconds']:.2f} s (measured {values['step_seconds']:.2f}), "
+        f"{values['predicted_gpu_allocated_peak_bytes'] / GIB:.2f}, {values['predicted_ram_peak_bytes'] / GIB:.2f}"
+    )
+    adds = f"{values['update_adds']:+.1%}" if "update_adds" in values else ""
+    return [f"{speed:.2f}", *ratios, *peaks, said, adds]
+
+
+def _values(found: dict[tuple[str, str], dict], section: str, name: str) -> dict:
+    return found[section, name]["values"] if (section, name) in found else {}
+
+
+def _ratio(speed: float, values: dict, way: str) -> str:
+    if way not in values:
+        return NOT_MEASURED
+    plain = values[way]
+    if plain is None:
+        return "plain does not fit"
+    return f"{speed / plain['sequences_per_second']:.2f}" if "sequences_per_second" in plain else plain["error"]
+
+
+def plans_table(rows: list[dict]) -> str:
+    """Predicted rows: shares of the speed of forward and backward alone, by sequences per step."""
+    if not rows:
+        return f"No plan has been made for this: `python -m {predicted.__name__}`."
+    batches = sorted({row["batch"] for row in rows})
+    groups: dict[tuple[str, str], dict[int, dict]] = {}
+    for row in rows:
+        groups.setdefault((row["card"], row["model"]), {})[row["batch"]] = row
+    lines = [
+        [card, model, *(f"{_share(of[batch]):.2f}" if batch in of else "" for batch in batches),
+         f"{of[max(of)]['step_seconds']:.1f} s"]
+        for (card, model), of in groups.items()
+    ]  # fmt: skip
+    names = (f"{batch} x {predicted.SEQ:,}" for batch in batches)
+    return markdown(("card", "model", *names, "a step of the last"), lines)
+
+
+def _share(row: dict) -> float:
+    return row["sequences_per_second"] / row["alone_sequences_per_second"]
+
+
+def memory_table(rows: list[dict]) -> str:
+    """Signed errors of predicted peaks on GPUs, model by model; what there is to say where none has run."""
+    cases = [row for row in rows if row["section"] == "memory" and "allocated_error" in row["values"]]
+    if not cases:
+        return f"Peaks on a GPU, predicted and measured: {NOT_MEASURED}."
+    lines = [
+        [
+            row["device"], values["model"], values["method"], f"{values['batch']} x {values['seq']}",
+            *(
+                f"{values[f'measured_{kind}_peak_bytes'] / GIB:.2f} ({values[f'{kind}_error']:+.1%})"
+                for kind in ("allocated", "reserved")
+            ),
+        ]
+        for row in cases
+        for values in [row["values"]]
+    ]  # fmt: skip
+    errors = [abs(row["values"]["allocated_error"]) for row in cases]
+    said = f"Mean absolute error of what is allocated: {statistics.mean(errors):.2%}, the largest {max(errors):.2%}."
+    header = ("card", "model", "training", "batch", "GiB allocated (error of the prediction)", "reserved (error)")
+    return f"{markdown(header, lines)}\n\n{said}"
+
+
+def draw_speed(rows: list[dict], plans: list[dict], path: Path) -> None:
+    """A step's share of the speed of forward and backward, by tokens per step: plans' as lines, measured as points."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if not plans:
+        return
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    cards = list(dict.fromkeys(row["card"] for row in plans))
+    for model, colour in (("gpt2-large", "C0"), ("gpt2-xl", "C1")):
+        for card, style in zip(cards, ("-", "--", ":", "-."), strict=False):
+            points = sorted(
+                (r["batch"] * r["seq"], _share(r)) for r in plans if (r["card"], r["model"]) == (card, model)
+            )
+            axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o", markersize=3,
+                      label=f"{model}, planned for {card}")  # fmt: skip
+    for card, tokens, ratio, name in _measured_points(rows):
+        axes.plot(tokens, ratio, "s", color="C0" if name.startswith("large") else "C1", markersize=7,
+                  label=f"{name}, measured on {card}, of plain eager")  # fmt: skip
+    axes.axhline(1, color="0.7", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, 1.1)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k")
+    axes.set_xlabel("tokens per optimizer step")
+    axes.set_ylabel("speed of a step / forward and backward alone")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _measured_points(rows: list[dict]) -> Iterable[tuple[str, int, float, str]]:
+    for card in dict.fromkeys(row["device"] for row in rows):
+        found = _last_good(row for row in rows if row["device"] == card)
+        for (section, name), row in found.items():
+            size = name.split()[0]
+            plain = _values(found, "denominator", size).get(f"gpt2-{size}, eager") or {}
+            speed = row["values"].get("sequences_per_second")
+            if section == "train" and ":" not in name and speed and plain.get("sequences_per_second"):
+                yield card, row["values"]["tokens_per_step"], speed / plain["sequences_per_second"], name

@@ -1,0 +1,61 @@
+"""All tables and pictures that are made of committed rows, made anew: `make results`.
+
+The root README's tables between its marks, and those of each experiment's README. A test fails when any of them and
+the rows disagree.
+"""
+
+import sys
+from pathlib import Path
+
+from experiments.gpu_acceptance import table as speed
+from experiments.harness.tables import between
+from experiments.memory_estimation import table as memory
+from experiments.peers import table as peers
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+BEGIN = "<!-- made by make results -->"
+
+
+def sections() -> str:
+    """The root README's."""
+    measured, planned = speed.committed_rows()
+    ram = [row for row in memory.committed_rows() if row["kind"] == "trained"]
+    return "\n\n".join(
+        (
+            "**On a GPU**, under 11 GiB (XL: and 16 GiB of RAM), against plain `transformers` forward and backward in "
+            "bf16 autocast without a cap, at its best micro-batch",
+            speed.speed_table(measured),
+            "**What plans say** of the same: the speed of a whole step as a share of its own forward and backward "
+            "alone, with everything kept, no cap and no update, by sequences per step",
+            speed.plans_table(planned),
+            "![Speed by tokens per step](experiments/gpu_acceptance/results/speed.png)",
+            "**Predicted against measured**",
+            speed.memory_table(measured),
+            "RAM of training runs on the CPU, GiB:",
+            memory.ram_table(ram),
+            "**How large a model**: predicted peaks, plain training and lowmem "
+            "([tables](experiments/memory_estimation/README.md))",
+            "![Predicted peaks against the size of the model](experiments/memory_estimation/results/sizes.png)",
+        )
+    )
+
+
+def text() -> str:
+    """README.md as it should be."""
+    return between(README.read_text(encoding="utf-8"), BEGIN, sections())
+
+
+def main() -> int:
+    README.write_text(text(), encoding="utf-8")
+    memory.main()
+    peers.main()
+    rows = memory.committed_rows()
+    memory.draw(rows, memory.RESULTS / "memory.png")
+    memory.draw_sizes(rows, memory.RESULTS / "sizes.png")
+    speed.draw_speed(*speed.committed_rows(), speed.RESULTS / "speed.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""`make results`: tables and pictures say what the rows say, and that something is missing where it is."""
+
+import pytest
+
+from experiments import results
+from experiments.gpu_acceptance import predicted, table
+from experiments.harness.rows import read
+from experiments.harness.tables import between, markdown
+from lowmem.units import GIB
+
+
+def row(section: str, name: str, error: str | None = None, card: str = "RTX 3060", **values) -> dict:
+    return {"section": section, "name": name, "device": card, "error": error, "dry_run": False, "values": values}
+
+
+def training(name: str, sequences_per_second: float, **more) -> dict:
+    size = {f"{kind}_peak_bytes": 10 * GIB for kind in ("gpu_allocated", "gpu_reserved", "ram")}
+    said = {f"predicted_{key}": value for key, value in size.items()} | {"predicted_step_seconds": 40.0}
+    return row(
+        "train", name, sequences_per_second=sequences_per_second, step_seconds=41.0, tokens_per_step=65536,
+        **size, **said, **more,
+    )  # fmt: skip
+
+
+def denominator(name: str, eager: float | None, compiled: float | None = None) -> dict:
+    found = {f"gpt2-xl, {way}": speed and {"sequences_per_second": speed}
+             for way, speed in (("eager", eager), ("compiled", compiled))}  # fmt: skip
+    return row("denominator", name, **found)
+
+
+def test_the_readmes_say_what_the_committed_rows_say():
+    assert results.text() == results.README.read_text(encoding="utf-8")
+
+
+def test_without_rows_every_training_is_not_measured_yet():
+    found = table.speed_table([])
+    assert found.count(table.NOT_MEASURED) == len(table.TRAININGS)
+    assert table.NOT_MEASURED in table.memory_table([])
+    assert predicted.__name__ in table.plans_table([])
+
+
+def test_a_training_is_held_against_plain_training_on_the_same_card():
+    rows = [training("xl exact", 1.5, update_adds=0.012), denominator("xl", 1.25, 2.0)]
+    rows.append(row("denominator", "xl", card="another card", **{"gpt2-xl, eager": {"sequences_per_second": 99.0}}))
+    (line,) = [line for line in table.speed_table(rows[:2]).splitlines() if line.startswith("| xl exact")]
+    assert "1.20 (bar 1.00)" in line and "0.75 (bar 0.80)" in line and "+1.2%" in line
+    both = table.speed_table(rows)
+    assert "1.20 (bar 1.00)" in both and "99" not in both
+
+
+def test_the_last_good_row_of_a_job_counts_and_its_first_part_where_it_was_killed():
+    rows = [training("xl exact", 1.0), training("xl exact", 2.0), row("train", "xl exact", error="crashed")]
+    assert "| 2.00 |" in table.speed_table(rows)
+    assert "| 3.00 |" in table.speed_table([training("xl exact: run", 3.0), row("train", "xl exact", error="killed")])
+
+
+def test_plain_training_that_does_not_fit_or_run_is_said_not_to():
+    assert "plain does not fit" not in table.speed_table([training("xl exact", 1.0)])
+    rows = [training("xl exact", 1.0), denominator("xl", None)]
+    rows[1]["values"]["gpt2-xl, compiled"] = {"micro_batch": 1, "error": "no C compiler"}
+    found = table.speed_table(rows)
+    assert "plain does not fit (bar 1.00)" in found and "no C compiler (bar 0.80)" in found
+
+
+def test_errors_of_predicted_peaks_have_signs_and_a_mean():
+    said = {f"measured_{kind}_peak_bytes": 2 * GIB for kind in ("allocated", "reserved")}
+    rows = [
+        row("memory", f"m: {error}", model="gpt2", method="lowmem", batch=64, seq=1024, allocated_error=error,
+            reserved_error=0.0, **said)
+        for error in (0.01, -0.03)
+    ]  # fmt: skip
+    found = table.memory_table(rows)
+    assert "(+1.0%)" in found and "(-3.0%)" in found and "2.00%" in found
+
+
+def test_predicted_rows_are_made_shown_and_drawn(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(predicted, "RAM_LIMITS", {"gpt2-demo": None})
+    monkeypatch.setattr(predicted, "BATCHES", (1, 2))
+    monkeypatch.setattr(predicted, "SEQ", 32)
+    for _ in range(2):  # the second call replaces the first one's rows
+        assert predicted.main(["--gpus", "rtx3060", "--out", str(tmp_path)]) == 0
+    rows = read(tmp_path / predicted.NAME)
+    assert [(found["batch"], found["card"]) for found in rows] == [(1, "rtx3060"), (2, "rtx3060")]
+    assert all(0 < found["sequences_per_second"] < found["alone_sequences_per_second"] for found in rows)
+    assert "gpt2-demo" in table.plans_table(rows) and "rtx3060" in capsys.readouterr().out
+    renamed = [found | {"model": "gpt2-xl"} for found in rows]
+    measured = [training("xl exact", 1.5), denominator("xl", 1.25)]
+    table.draw_speed(measured, renamed, tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+    assert list(table._measured_points(measured)) == [("RTX 3060", 65536, 1.2, "xl exact")]
+
+
+def test_a_card_that_is_not_known_is_refused(tmp_path, capsys):
+    assert predicted.main(["--gpus", "rtx0", "--out", str(tmp_path)]) == 2
+    assert "rtx0" in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
+def test_content_goes_between_marks_and_nowhere_else():
+    text = "before\n<!-- a -->\nold\n<!-- end -->\nafter <!-- end -->\n"
+    assert between(text, "<!-- a -->", "new") == "before\n<!-- a -->\n\nnew\n\n<!-- end -->\nafter <!-- end -->\n"
+    for damaged in (text.replace("<!-- a -->", ""), "<!-- a -->\nno end"):
+        with pytest.raises(ValueError, match="<!-- a -->"):
+            between(damaged, "<!-- a -->", "new")
+    assert markdown(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
