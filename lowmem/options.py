@@ -224,6 +224,10 @@ REFUSED = {
         ("wandb-project wandb-entity", "set the environment variable WANDB_PROJECT or WANDB_ENTITY"),
         ("dataset-config-name dataset-config", "write it behind the dataset's name: --data org/name:config"),
         ("validation-split-percentage", "use --eval-fraction with a share: 0.05 is 5 percent"),
+        (
+            "gpus num-gpus n-gpus nproc-per-node",
+            "training is on one GPU; python -m lowmem.plan --gpus N says which of PyTorch's ways suits several",
+        ),
         ("init-from", "use --model for the weights to start from, --init random for none, --resume to go on"),
     )
     for name in names.split()

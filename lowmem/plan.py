@@ -29,7 +29,7 @@ from lowmem.units import parse_size
 def planned(settings: Settings) -> tuple[str, str, Card | None]:
     """Device ("cuda" or "cpu"), precision and, for CUDA, card that a plan is for: what is here to train on, or, with
     plan_only, a GPU whether or not there is one, unless the CPU was asked for. InputError for a card that is not in the
-    table, and for one that a run without a GPU is to train on."""
+    table, for one that a run without a GPU is to train on, and for bf16 on a card that has none."""
     if not settings.plan_only:
         device = select_device(settings.device)
         if device.type == "cpu" and settings.gpu is not None:
@@ -38,12 +38,18 @@ def planned(settings: Settings) -> tuple[str, str, Card | None]:
                 "leave --gpu out to train on the CPU"
             )
         card = card_for(settings) if device.type == "cuda" else None
-        return device.type, resolve_precision(settings.precision, device), card
+        return _possible(device.type, resolve_precision(settings.precision, device), card)
     if settings.device == "cpu":
         return "cpu", resolve_precision(settings.precision, torch.device("cpu")), None
     card = card_for(settings)
     automatic = "bf16" if "bf16" in card.rates else "fp16"
-    return "cuda", automatic if settings.precision == "auto" else settings.precision, card
+    return _possible("cuda", automatic if settings.precision == "auto" else settings.precision, card)
+
+
+def _possible(device: str, precision: str, card: Card | None) -> tuple[str, str, Card | None]:
+    if card is not None and precision == "bf16" and "bf16" not in card.rates:
+        raise InputError(f"--precision bf16: {card.name} has no bf16; --precision auto takes fp16 there")
+    return device, precision, card
 
 
 def card_for(settings: Settings) -> Card:
@@ -91,7 +97,10 @@ def _advice(options: argparse.Namespace, settings: Settings, config: PretrainedC
         print(json.dumps(to_dict(rows, sentence), indent=2))
     else:
         print(describe(rows, sentence))
-    return 0 if any(row.peak is not None for row in rows) else PlanError.exit_code
+    if any(row.peak is not None for row in rows):
+        return 0
+    print(f"lowmem.plan: {sentence}", file=sys.stderr)
+    return PlanError.exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -146,6 +146,8 @@ def test_the_precision_is_what_the_card_has():
     assert planned(Settings(plan_only=True, gpu="t4"))[:2] == ("cuda", "fp16")
     assert planned(Settings(plan_only=True, gpu="t4", precision="fp32"))[:2] == ("cuda", "fp32")
     assert planned(Settings(plan_only=True, device="cpu")) == ("cpu", "fp32", None)
+    with pytest.raises(InputError, match="t4 has no bf16"):
+        planned(Settings(plan_only=True, gpu="t4", precision="bf16"))
 
 
 def test_a_run_without_a_gpu_is_not_for_a_card(tmp_path, monkeypatch):
@@ -346,6 +348,9 @@ def test_for_several_cards_there_is_advice_by_method(tmp_path, capsys):
     assert plan_module.main([*options, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["advice"].startswith("Take ")
     assert plan_module.main([*options[:-1], "0"]) == 2
+    capsys.readouterr()
+    assert plan_module.main([*options, "--gpu-limit", "1MiB"]) == 3
+    assert capsys.readouterr().err.startswith("lowmem.plan: ")
 
 
 def test_a_card_that_was_timed_says_how_long_the_same_layout_takes():
