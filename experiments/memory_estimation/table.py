@@ -310,7 +310,7 @@ def draw_sizes(rows: list[dict], path: Path) -> None:
             for row in rows
             if (row["method"], row["batch"], row["seq"]) == (method, batch, seq)
         )
-        axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, linewidth=1.2, label=label)
+        axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=5, alpha=0.8, label=label)
     for card_gib in (8, 11, 16, 24):
         axes.axhline(card_gib, color="0.8", linewidth=0.8, zorder=0)
         axes.annotate(f"{card_gib} GiB", (1, card_gib), xycoords=("axes fraction", "data"), ha="right", va="bottom",
@@ -320,7 +320,8 @@ def draw_sizes(rows: list[dict], path: Path) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e9:g}B")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("parameters, all of them trained")
-    axes.set_ylabel(f"predicted GPU memory (GiB), {seq} tokens per sequence")
+    axes.set_ylabel("predicted GPU memory (GiB)")
+    axes.set_title(f"{seq:,} tokens per sequence, Adam in fp32", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
     figure.savefig(path, dpi=120)
