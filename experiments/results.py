@@ -24,7 +24,7 @@ def sections() -> str:
     return "\n\n".join(
         (
             "**On a GPU**, under 11 GiB (XL: and 16 GiB of RAM), against plain `transformers` forward and backward in "
-            "bf16 autocast without a cap, at its best micro-batch",
+            "bf16 autocast without a cap, at its best micro-batch up to 32",
             speed.speed_table(measured),
             "**What plans say** of the same: the speed of a whole step as a share of its own forward and backward "
             "alone, with everything kept, no cap and no update, by sequences per step",

@@ -49,11 +49,13 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A name, what it keeps per parameter ({name: (parameters per entry, dtype)}, `low` apart) and its rule."""
+    """A name, what it keeps per parameter ({name: (parameters per entry, dtype)}, `low` apart) and its rule;
+    `any_stream`: whether that runs on whatever CUDA stream is current."""
 
     name: str
     entries: dict[str, tuple[int, torch.dtype]]
     rule: Callable[[Tensor, State, Tensor, Hyperparameters, float], None]
+    any_stream: bool = True
 
 
 def state_layout(optimizer: Optimizer, elements: int, dtype: torch.dtype) -> dict[str, tuple[int, torch.dtype]]:
@@ -156,6 +158,7 @@ OPTIMIZERS = {
         "adamw8bit",
         {"m": (1, _BYTE), "v": (1, _BYTE), "m_scale": (BLOCK, _FLOAT), "v_scale": (BLOCK, _FLOAT)},
         _adamw8bit,
+        any_stream=False,  # bitsandbytes launches its kernel on the default stream, which waits for no other
     ),
     "sgd": Optimizer("sgd", {}, _sgd),
 }

@@ -41,6 +41,8 @@ class Budget:
     """The caps of one run on one device; None is no cap."""
 
     def __init__(self, device: torch.device, gpu_limit_bytes: int | None, ram_limit_bytes: int | None):
+        if device.type == "cuda" and device.index is None:  # which torch's cap does not take
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.gpu_limit_bytes = gpu_limit_bytes if device.type == "cuda" else None
         self.ram_limit_bytes = ram_limit_bytes

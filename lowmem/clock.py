@@ -99,7 +99,7 @@ class SimulatedCopies:
 
     def __init__(self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float, beside: bool = False):
         self._clock, self._beside = clock, beside
-        self._updated = 0.0  # when all updates so far are done, if they run beside
+        self._stream_free = self._updated = 0.0  # the updates' stream, if they run beside; when the last one is done
         self._in_rate, self._out_rate = in_bytes_per_second, out_bytes_per_second
         self._in_free, self._out_free = clock.gpu, 0.0  # the slots' memory may still be in use by kernels issued before
         self._fetched: dict[int, float] = {}  # by slot: when its last copy in is done
@@ -117,7 +117,7 @@ class SimulatedCopies:
     def wait_fetched(self, slot: int) -> None:
         arrival = self._fetched.get(slot, 0.0)
         if self._beside:
-            self._updated = max(self._updated, arrival)
+            self._stream_free = max(self._stream_free, arrival)
         else:
             self._hold_until(arrival)
 
@@ -125,10 +125,10 @@ class SimulatedCopies:
     def updating(self) -> Iterator[None]:
         launched, free = self._clock.host, max(self._clock.gpu, self._clock.host)
         yield
-        self._updated = max(self._updated, launched) + self._clock.gpu - free
+        self._updated = self._stream_free = max(self._stream_free, launched) + self._clock.gpu - free
 
     def wait_for_compute(self) -> None:
-        self._updated = max(self._updated, self._clock.gpu)
+        self._stream_free = max(self._stream_free, self._clock.gpu)
 
     def hold_compute(self) -> None:
         if self._beside:
@@ -141,7 +141,7 @@ class SimulatedCopies:
 
     def write_back(self, slot: int, state: State, home: State) -> None:
         seconds = _bytes_of(home) / self._out_rate
-        start = max(self._out_free, self._updated if self._beside else self._clock.gpu, self._clock.host)
+        start = max(self._out_free, self._stream_free if self._beside else self._clock.gpu, self._clock.host)
         self._out_free = self._written[slot] = start + seconds
         self.out_busy_seconds += seconds
 

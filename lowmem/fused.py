@@ -7,6 +7,7 @@ adam.py's lines, those lines run, and the plan is made for them. The CUDA lines 
 
 import importlib.util
 from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from lowmem.adam import Hyperparameters, Optimizer, State
 from lowmem.precision import WORKING_DTYPES, join, split
 
 OLDEST_CAPABILITY = (7, 5)  # that today's Triton compiles for
+SIZES = (4096, 4097)  # Triton compiles another kernel for numbers that 16 divides
 MOST_ULPS = 8  # between a kernel and the eager lines: some fused products and sums, and a square root
 _numbers = "float gradient_scale, float kept"
 _adamw_numbers = f"{_numbers}, float one_minus_beta1, float beta2, float one_minus_beta2, float root, float epsilon"
@@ -61,6 +63,12 @@ def update(
         torch.ops.lowmem.split(working, low, master)
 
 
+def may_run_beside(rule: adam.UpdateRule | None, optimizer: Optimizer) -> bool:
+    """Whether updates by `rule` may have a CUDA stream of their own: they allocate nothing, and launch all they do on
+    the stream that is current."""
+    return rule is update and optimizer.any_stream
+
+
 def expected(capability: tuple[int, int]) -> bool:
     """Whether a plan for a card of this compute capability counts on kernels."""
     here = not torch.cuda.is_available() or importlib.util.find_spec("triton") is not None
@@ -76,13 +84,29 @@ def why_not(device: torch.device) -> str | None:
     try:
         worst = max(
             ulps
-            for name in ("adamw", "sgd")
-            for dtype in WORKING_DTYPES.values()
-            for ulps in largest_ulps(device, name, dtype).values()
+            for name, dtype, size in product(("adamw", "sgd"), WORKING_DTYPES.values(), SIZES)
+            for ulps in largest_ulps(device, name, dtype, size=size).values()
         )
+        halves = all(halves_agree(device, WORKING_DTYPES[name], size) for name in ("bf16", "fp16") for size in SIZES)
     except Exception as error:  # whatever a compiler may say: none there, a driver too old, no room for its files
-        return f"Triton does not compile here ({type(error).__name__}: {str(error).strip().splitlines()[-1]})"
+        last = (str(error).strip() or "no reason given").splitlines()[-1]
+        return f"Triton does not compile here ({type(error).__name__}: {last})"
+    if not halves:
+        return "a kernel splits or joins weights otherwise"
     return None if worst <= MOST_ULPS else f"a kernel is {worst:.3g} units of the last place off"
+
+
+def halves_agree(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether weights of all sizes are split and joined to the bit as precision.py does it."""
+    exponents = torch.linspace(-30, 10, size).exp2()
+    master = torch.randn(size, generator=torch.Generator().manual_seed(2)) * exponents
+    working, low = split(master, dtype)
+    there, low_there = torch.empty_like(working, device=device), torch.empty_like(low, device=device)
+    joined = torch.empty(size, device=device)
+    torch.ops.lowmem.split(there, low_there, master.to(device))
+    torch.ops.lowmem.join(there, low_there, joined)
+    same = torch.equal(there.cpu().view(torch.int16), working.view(torch.int16)) and torch.equal(low_there.cpu(), low)
+    return same and torch.equal(joined.cpu(), join(working, low))
 
 
 def largest_ulps(

@@ -55,6 +55,7 @@ def lock_run(folder: Path) -> Iterator[None]:
     """Keeps a second run out of `folder` (made if need be) until the end of the block, or of the process, however it
     ends. What was made for the lock goes again where the block has put nothing into it. Raises InputError where another
     run holds it or the folder cannot be written."""
+    folder = Path(os.path.abspath(folder))
     lock = FileLock(folder / ".lock", timeout=0)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:

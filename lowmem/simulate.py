@@ -172,7 +172,10 @@ def record_step(
         copies = None
         if target.copies_in is not None and target.copies_out is not None:
             copies = step.ring.copies = SimulatedCopies(
-                recorder.clock, target.copies_in, target.copies_out, beside=target.update is fused.update
+                recorder.clock,
+                target.copies_in,
+                target.copies_out,
+                beside=fused.may_run_beside(target.update, case.optimizer),
             )
         schedule = case.schedule
         group = schedule.micro_batch * schedule.group

@@ -37,7 +37,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lowmem import adam, recompute
+from lowmem import adam, fused, recompute
 from lowmem.adam import Optimizer, UpdateRule
 from lowmem.blocks import Decoder, Extra
 from lowmem.loss import linear_cross_entropy
@@ -129,9 +129,8 @@ class Step:
         self.schedule, self.loss_scale = schedule, loss_scale
         self._decoder, self._store, self._optimizer = decoder, store, optimizer
         self._clip_norm, self._seed = clip_norm, seed
-        self._updates = Updates(
-            store, len(decoder.units), weight_decay, lambda *piece: self._update(*piece), update is not None
-        )
+        beside = fused.may_run_beside(update, optimizer)
+        self._updates = Updates(store, len(decoder.units), weight_decay, lambda *piece: self._update(*piece), beside)
         self._when_final = HOLD
         self._update_with = 1.0, 0.0  # the factor that clips the gradients, and the learning rate
         self._norms: dict[int, Tensor] = {}  # of the pieces whose gradients are final, by their place in the store
@@ -376,9 +375,9 @@ class Step:
         elif self._when_final == UPDATE:
             if norms and not math.isfinite(torch.stack(list(norms.values())).sum().item()):
                 raise UpdateInterrupted(
-                    f"a gradient of unit {lowest} is not finite, and without clipping the units above it have been "
-                    "updated already, so they are not saved; the same command goes on from the newest checkpoint, and "
-                    "with --clip-norm such a step is skipped whole"
+                    f"a gradient of unit {lowest} is not finite, and the units above it have been updated already, so "
+                    "they are not saved; the same command goes on from the newest checkpoint, and with --clip-norm and "
+                    "room for all gradients such a step is skipped whole"
                 )
             self._updates.run(len(self._decoder.units) - lowest)
 

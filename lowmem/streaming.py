@@ -15,7 +15,7 @@ On the CPU the same ring works synchronously: states are copied into a slot and 
 
 import mmap
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -164,6 +164,7 @@ class _CudaCopies:
         self._in.wait_stream(torch.cuda.current_stream())  # kernels issued before may still use the slots' memory
         self._fetched = [torch.cuda.Event() for _ in range(AHEAD + 1)]
         self._written = [torch.cuda.Event() for _ in range(AHEAD + 1)]
+        self._updated = torch.cuda.Event()
 
     def fetch(self, slot: int, home: State, state: State) -> None:
         self._in.wait_event(self._written[slot])  # an event never recorded is no obstacle
@@ -175,9 +176,12 @@ class _CudaCopies:
     def wait_fetched(self, slot: int) -> None:
         self._updates.wait_event(self._fetched[slot])
 
-    def updating(self) -> AbstractContextManager:
+    @contextmanager
+    def updating(self) -> Iterator[None]:
         """What is launched in here is an update."""
-        return torch.cuda.stream(self._updates)
+        with torch.cuda.stream(self._updates):
+            yield
+            self._updated.record()
 
     def wait_for_compute(self) -> None:
         """Updates from here on come after all that the compute stream has been given."""
@@ -185,7 +189,7 @@ class _CudaCopies:
 
     def hold_compute(self) -> None:
         """What the compute stream is given from here on comes after all updates so far, and may use their memory."""
-        torch.cuda.current_stream().wait_stream(self._updates)
+        torch.cuda.current_stream().wait_event(self._updated)  # not for the stream, which awaits the next piece by now
 
     def write_back(self, slot: int, state: State, home: State) -> None:
         self._out.wait_stream(self._updates)

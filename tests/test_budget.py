@@ -183,6 +183,7 @@ class Card:
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self.set_fraction)
 
     def set_fraction(self, fraction: float, device: torch.device) -> None:
+        assert device.index is not None  # as torch does
         self.fraction = fraction
 
 
@@ -190,6 +191,14 @@ def test_the_gpu_cap_becomes_the_share_of_the_card_that_the_allocator_may_take(m
     card = Card(monkeypatch, free=70 * GIB, total=80 * GIB)
     Budget(CUDA, 11 * GIB, None).apply(10 * GIB)
     assert card.fraction == 11 / 80
+
+
+def test_a_device_without_its_number_is_the_current_one(monkeypatch):
+    card = Card(monkeypatch, free=70 * GIB, total=80 * GIB)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    budget = Budget(torch.device("cuda"), 11 * GIB, None)
+    budget.apply()
+    assert budget.device.index == 3 and card.fraction == 11 / 80
 
 
 def test_without_a_gpu_cap_the_allocator_is_left_alone(monkeypatch):

@@ -190,7 +190,21 @@ def test_where_triton_does_not_compile_the_reason_is_a_sentence(compiled, monkey
     assert "Triton does not compile here" in fused.why_not.__wrapped__(CPU)  # for this "card", which is none
 
 
+def test_kernels_that_agree_are_used_and_halves_that_differ_are_found(interpreted, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert fused.why_not.__wrapped__(CPU) is None
+    monkeypatch.setattr(interpreted, "join", lambda working, low, master: master.copy_(working))
+    assert fused.why_not.__wrapped__(CPU) == "a kernel splits or joins weights otherwise"
+
+
+def test_8_bit_updates_stay_on_the_stream_that_computes():
+    assert fused.may_run_beside(fused.update, get_optimizer("adamw"))
+    assert not fused.may_run_beside(fused.update, get_optimizer("adamw8bit"))
+    assert not fused.may_run_beside(None, get_optimizer("adamw"))
+
+
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(fused, "largest_ulps", lambda *_: {"weight": 100.0})
+    monkeypatch.setattr(fused, "halves_agree", lambda *_: True)
+    monkeypatch.setattr(fused, "largest_ulps", lambda *_, **__: {"weight": 100.0})
     assert fused.why_not.__wrapped__(CPU) == "a kernel is 100 units of the last place off"

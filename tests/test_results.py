@@ -1,5 +1,7 @@
 """`make results`: tables and pictures say what the rows say, and that something is missing where it is."""
 
+import re
+
 import pytest
 
 from experiments import results
@@ -10,7 +12,15 @@ from lowmem.units import GIB
 
 
 def row(section: str, name: str, error: str | None = None, card: str = "RTX 3060", **values) -> dict:
-    return {"section": section, "name": name, "device": card, "error": error, "dry_run": False, "values": values}
+    return {
+        "section": section,
+        "name": name,
+        "device": card,
+        "error": error,
+        "dry_run": False,
+        "checks": {},
+        "values": values,
+    }
 
 
 def training(name: str, sequences_per_second: float, **more) -> dict:
@@ -52,6 +62,30 @@ def test_the_last_good_row_of_a_job_counts_and_its_first_part_where_it_was_kille
     rows = [training("xl exact", 1.0), training("xl exact", 2.0), row("train", "xl exact", error="crashed")]
     assert "| 2.00 |" in table.speed_table(rows)
     assert "| 3.00 |" in table.speed_table([training("xl exact: run", 3.0), row("train", "xl exact", error="killed")])
+
+
+def test_a_training_that_broke_its_cap_is_no_result_and_one_whose_update_costs_too_much_is():
+    broken, slow = training("xl exact", 1.0), training("large exact", 1.0, update_adds=0.2)
+    broken["checks"], slow["checks"] = {"ram_peak_bytes under the cap": False}, {"update": False}
+    found = table.speed_table([broken, slow])
+    assert "| xl exact | not held: ram_peak_bytes under the cap |" in found and "+20.0%" in found
+
+
+def test_parts_of_a_denominator_count_where_it_was_cut_off():
+    parts = [
+        row("denominator", f"xl: gpt2-xl, eager, micro-batch {size}", model="gpt2-xl", way="eager",
+            sequences_per_second=speed)
+        for size, speed in ((1, 1.0), (2, 1.25))
+    ]  # fmt: skip
+    assert "1.20 (bar 1.00)" in table.speed_table(
+        [training("xl exact", 1.5), *parts, row("denominator", "xl", "killed")]
+    )
+
+
+def test_every_picture_that_the_readmes_show_is_there():
+    for readme in (results.README, *results.ROOT.glob("experiments/*/README.md")):
+        for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", readme.read_text(encoding="utf-8")):
+            assert (readme.parent / picture).exists(), (readme, picture)
 
 
 def test_plain_training_that_does_not_fit_or_run_is_said_not_to():

@@ -4,6 +4,7 @@ Exit codes: 0 if every job ran and every check held, 1 if not, 2 bad usage.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import shlex
@@ -62,7 +63,17 @@ def main(arguments: list[str] | None = None) -> int:
             path = (options.out or RESULTS) / "rows.jsonl"
             if options.dry_run and options.out is None:
                 path = Path(scratch) / "rows.jsonl"
-            good = run_jobs(chosen, path, Path(scratch), machine, device, deadline, again=options.again)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(path, "ab") as held:
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    good = run_jobs(chosen, path, Path(scratch), machine, device, deadline, again=options.again)
+            except BlockingIOError:
+                print(f"gpu_acceptance: another run writes to {path}; wait for its end", file=sys.stderr)
+                return 2
+            except OSError as error:
+                print(f"gpu_acceptance: {error.filename or path.parent}: {error.strerror}", file=sys.stderr)
+                return 2
     except KeyboardInterrupt as interrupt:
         print(
             f"gpu_acceptance: stopped by {interrupt}; the rows so far stay, the same command goes on", file=sys.stderr

@@ -13,6 +13,7 @@ import gc
 import itertools
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -113,6 +114,9 @@ def check(setting: Setting) -> Result:
     shape = Shape.of(setting.dry_run, dropout=0.1)
     pairs = [("bf16", name, {}, case) for name, case in CASES.items()]
     pairs += [("fp16", name, {}, case) for name, case in CASES.items()]
+    if find_spec("bitsandbytes"):
+        eight = {"optimizer": "adamw8bit"}
+        pairs += [("bf16", "8-bit, streamed, deferred", eight, {"resident_units": 0, "defer": True})]
     pairs += [("bf16", "no clipping, updated in backward", UNCLIPPED, UPDATED_IN_BACKWARD)]
     if setting.dry_run:
         pairs = pairs[::4]  # tests/test_step.py has all of them on the CPU
@@ -145,19 +149,19 @@ def check(setting: Setting) -> Result:
 
 def train(
     shape: Shape, device: torch.device, precision: str, *, resident_units: int, clip_norm: float | None = 0.1,
-    **schedule: int | bool,
+    optimizer: str = "adamw", **schedule: int | bool,
 ) -> Outcome:  # fmt: skip
-    """`shape.steps` steps of AdamW from the same random weights, two sequences at a time."""
+    """`shape.steps` steps of `optimizer` from the same random weights, two sequences at a time."""
     model = build_model(shape.config)
     if precision != "fp32":
         cast_explicitly(model, torch.float32)
     decoder = Decoder(model)
-    optimizer = get_optimizer("adamw")
-    store = Store(decoder, device, WORKING_DTYPES[precision], optimizer, resident_units)
+    rule = get_optimizer(optimizer)
+    store = Store(decoder, device, WORKING_DTYPES[precision], rule, resident_units)
     store.write(random_weights(shape.config, seed=0))
     page_locked = store.page_lock()
     step = Step(
-        decoder, store, optimizer, Schedule(micro_batch=2, **schedule),
+        decoder, store, rule, Schedule(micro_batch=2, **schedule),
         clip_norm=clip_norm, weight_decay=0.01, seed=0, loss_scale=LossScale(precision == "fp16", scale=4096.0),
         update=fused.update if device.type == "cuda" and fused.why_not(device) is None else None,
     )  # fmt: skip

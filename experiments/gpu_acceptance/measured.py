@@ -33,6 +33,7 @@ from lowmem.simulate import StepCase, Target, cpu_target, gpu_target, under_cap
 from lowmem.step import Step
 from lowmem.store import Store
 from lowmem.trace import Tape
+from lowmem.updates import UpdateInterrupted
 
 Returned = TypeVar("Returned")
 
@@ -91,7 +92,7 @@ def measure(
         torch.cuda.synchronize(device)
         peaks = Budget(device, None, None).peaks()
         tape = tape_of_history(torch.cuda.memory._snapshot()["device_traces"][device.index]) if history else None
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, UpdateInterrupted):
         torch.cuda.synchronize(device)  # while the tensors that are being copied still live
         return None
     finally:

@@ -42,8 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
     path = options.out / NAME
     try:
         for card in map(card_named, options.gpus):
-            kept = [row for row in row_file.read(path) if row["card"] != card.name]
-            row_file.write(path, kept + list(rows_of(card, ["--gpus", card.name])))
+            row_file.write(path, [row for row in row_file.read(path) if row["card"] != card.name])
+            for row in rows_of(card, ["--gpus", card.name]):
+                row_file.append(path, row)
     except LowmemError as error:
         print(f"predicted: {error}", file=sys.stderr)
         return error.exit_code

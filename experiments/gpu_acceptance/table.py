@@ -7,6 +7,7 @@
 Of several rows of one job and card the last good one counts. What no row is about is "not measured yet".
 """
 
+import itertools
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,13 +45,21 @@ def speed_table(rows: list[dict]) -> str:
 
 
 def _last_good(rows: Iterable[dict]) -> dict[tuple[str, str], dict]:
+    """The last row of each name that came to its end, whatever its checks say."""
     return {(row["section"], row["name"]): row for row in rows if row["error"] is None}
+
+
+def _not_held(row: dict) -> list[str]:
+    """Checks that make a row's speed no result. What the update adds is a bar, and stands in the table itself."""
+    return [name for name, held in row["checks"].items() if not held and name not in ("update", "timeline")]
 
 
 def _training(found: dict[tuple[str, str], dict], name: str) -> list[str]:
     row = found.get(("train", name)) or found.get(("train", f"{name}: run"))
     if row is None or "sequences_per_second" not in row["values"]:
         return [NOT_MEASURED] + [""] * 8
+    if _not_held(row):
+        return [f"not held: {', '.join(_not_held(row))}"] + [""] * 8
     values, size = row["values"], name.split()[0]
     speed = values["sequences_per_second"]
     plain = [("denominator", size, "eager"), ("denominator", size, "compiled"), ("denominator", "capped", "eager")]
@@ -68,7 +77,17 @@ def _training(found: dict[tuple[str, str], dict], name: str) -> list[str]:
 
 
 def _values(found: dict[tuple[str, str], dict], section: str, name: str) -> dict:
-    return found[section, name]["values"] if (section, name) in found else {}
+    """Of a job that has ended, or else the best that its parts have found."""
+    if (section, name) in found:
+        return found[section, name]["values"]
+    best: dict = {}
+    for (of, part), row in found.items():
+        values = row["values"]
+        if of == section and part.startswith(f"{name}: ") and "sequences_per_second" in values:
+            way = f"{values['model']}, {values['way']}"
+            if way not in best or values["sequences_per_second"] > best[way]["sequences_per_second"]:
+                best[way] = values
+    return best
 
 
 def _ratio(speed: float, values: dict, way: str) -> str:
@@ -103,7 +122,8 @@ def _share(row: dict) -> float:
 
 def memory_table(rows: list[dict]) -> str:
     """Signed errors of predicted peaks on GPUs, model by model; what there is to say where none has run."""
-    cases = [row for row in rows if row["section"] == "memory" and "allocated_error" in row["values"]]
+    last = {(row["device"], row["name"]): row for row in rows if row["section"] == "memory"}
+    cases = [row for row in last.values() if "allocated_error" in row["values"]]
     if not cases:
         return f"Peaks on a GPU, predicted and measured: {NOT_MEASURED}."
     lines = [
@@ -117,10 +137,12 @@ def memory_table(rows: list[dict]) -> str:
         for row in cases
         for values in [row["values"]]
     ]  # fmt: skip
-    errors = [abs(row["values"]["allocated_error"]) for row in cases]
-    said = f"Mean absolute error of what is allocated: {statistics.mean(errors):.2%}, the largest {max(errors):.2%}."
+    said = []
+    for method in dict.fromkeys(row["values"]["method"] for row in cases):
+        errors = [abs(row["values"]["allocated_error"]) for row in cases if row["values"]["method"] == method]
+        said.append(f"{method} {statistics.mean(errors):.2%}, the largest {max(errors):.2%}")
     header = ("card", "model", "training", "batch", "GiB allocated (error of the prediction)", "reserved (error)")
-    return f"{markdown(header, lines)}\n\n{said}"
+    return f"{markdown(header, lines)}\n\nMean absolute error of what is allocated: {'; '.join(said)}."
 
 
 def draw_speed(rows: list[dict], plans: list[dict], path: Path) -> None:
@@ -128,28 +150,29 @@ def draw_speed(rows: list[dict], plans: list[dict], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    if not plans:
+    measured = list(_measured_points(rows))
+    if not plans and not measured:
         return
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     cards = list(dict.fromkeys(row["card"] for row in plans))
     for model, colour in (("gpt2-large", "C0"), ("gpt2-xl", "C1")):
-        for card, style in zip(cards, ("-", "--", ":", "-."), strict=False):
+        for card, style in zip(cards, itertools.cycle(("-", "--", ":", "-."))):  # noqa: B905  which has no end
             points = sorted(
                 (r["batch"] * r["seq"], _share(r)) for r in plans if (r["card"], r["model"]) == (card, model)
             )
             axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o", markersize=3,
                       label=f"{model}, planned for {card}")  # fmt: skip
-    for card, tokens, ratio, name in _measured_points(rows):
+    for card, tokens, ratio, name in measured:
         axes.plot(tokens, ratio, "s", color="C0" if name.startswith("large") else "C1", markersize=7,
                   label=f"{name}, measured on {card}, of plain eager")  # fmt: skip
     axes.axhline(1, color="0.7", linewidth=0.8)
     axes.set_xscale("log", base=2)
-    axes.set_ylim(0, 1.1)
+    axes.set_ylim(0, max(1.1, *(1.1 * ratio for _, _, ratio, _ in measured), 1.1))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k")
     axes.set_xlabel("tokens per optimizer step")
-    axes.set_ylabel("speed of a step / forward and backward alone")
+    axes.set_ylabel("speed of a step / its forward and backward alone\n(measured: / plain eager)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,5 +186,6 @@ def _measured_points(rows: list[dict]) -> Iterable[tuple[str, int, float, str]]:
             size = name.split()[0]
             plain = _values(found, "denominator", size).get(f"gpt2-{size}, eager") or {}
             speed = row["values"].get("sequences_per_second")
-            if section == "train" and ":" not in name and speed and plain.get("sequences_per_second"):
+            good = section == "train" and ":" not in name and not _not_held(row)
+            if good and speed and plain.get("sequences_per_second"):
                 yield card, row["values"]["tokens_per_step"], speed / plain["sequences_per_second"], name

@@ -1,10 +1,10 @@
 """Where the copies of one step lie in time, and what computes meanwhile: recorded, simulated, and both in one picture.
 
-Three lanes: what the compute stream does, copies to the card, copies from it. Recorded lanes are the profiler's: every
-kernel, copy and memset that CUPTI reports. Simulated ones are the plan's (lowmem/clock.py): the copies where its clock
-puts them, and the compute stream busy whenever it does not wait for one of them. A copy is *hidden* as far as the
-compute stream is busy while it runs; gaps of microseconds between kernels count against that in a recording, and are
-not there in a simulation.
+Three lanes: what the compute stream does but for updates, copies to the card, copies from it. Recorded lanes are the
+profiler's: every kernel, copy and memset that CUPTI reports. Simulated ones are the plan's (lowmem/clock.py): copies
+where its clock puts them, and the compute stream busy whenever it does not wait for one of them. A copy is *hidden* as
+far as the compute stream is busy while it runs; gaps of microseconds between kernels count against that in a recording,
+and are not there in a simulation.
 
 A step has a hundred thousand kernels, so the file and the picture have, of the whole step and of the part in which
 states are copied, how much of each thousandth every lane is busy; the figures come from every event there is.
@@ -31,6 +31,7 @@ from lowmem.units import GIB
 
 COMPUTE, IN, OUT = "compute", "copies in", "copies out"
 LANES = (COMPUTE, IN, OUT)
+UPDATES = ("_adamw", "_sgd", "_join_all", "_split_all")  # kernels.py's
 PARTS = 1000  # of a stretch of time: what is told apart in a picture
 Stretch = tuple[float, float]  # from and to, in seconds
 
@@ -77,6 +78,8 @@ def timeline_of(events: Iterable, streamed_bytes: int) -> Timeline:
     for event in events:
         name, start = event.name(), event.start_ns()
         if name.endswith(" Sync") or name == "Stream Wait Event":  # reported where that is switched on: no work
+            continue
+        if name in UPDATES:  # beside which a copy is not hidden
             continue
         lane = IN if name.startswith("Memcpy HtoD") else OUT if name.startswith("Memcpy DtoH") else COMPUTE
         lanes[lane].append((start, start + event.duration_ns()))

@@ -28,7 +28,7 @@ from lowmem import report, train
 from lowmem.log import read_metrics
 
 FULL = ["--init", "random", "--steps", "4"]
-TINY = ["--demo", "--data", str(ROOT / "experiments" / "gpu_acceptance"), "--steps", "2", "--seq", "32", "--batch", "4"]
+TINY = ["--demo", "--data", str(ROOT / "experiments" / "harness"), "--steps", "2", "--seq", "32", "--batch", "4"]
 TINY += ["--states", "streamed"]  # which are copied on the CPU too
 ALWAYS = ["--fixed-batch", "--eval-batches", "1", "--wandb", "disabled", "--resume", "never"]
 PEAKS = {  # of a report, and whose cap each must keep

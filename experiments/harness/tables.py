@@ -8,7 +8,9 @@ END = "<!-- end -->"
 
 def markdown(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     header = list(header)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *lines))
+    lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in (header, *lines)]
+    lines.insert(1, ["---"] * len(header))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def between(text: str, begin: str, content: str) -> str:

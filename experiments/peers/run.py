@@ -73,6 +73,11 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="lowmem_peers_") as scratch:
         setting = Setting(options.device, False, gpu_limit_bytes, ram_limit_bytes, Path(scratch), lambda *_: True)
         training_settings(setting, **training)  # what cannot run is refused before a row is written
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            open(path, "ab").close()
+        except OSError as error:
+            raise InputError(f"--out {options.out} cannot be written: {error.strerror}; give another folder") from None
         for peer in peers_named(options.peer):
             name, started = f"{options.model} {peer.name}", time.perf_counter()
             folder = Path(scratch) / peer.name

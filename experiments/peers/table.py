@@ -44,7 +44,9 @@ def training_table(rows: list[dict]) -> str:
         if row["section"] == "peers" and not row["dry_run"] and ": " not in row["name"]:
             model, peer = row["name"].rsplit(maxsplit=1)
             key = model, row["device"], row["caps"]["gpu_bytes"], row["caps"]["ram_bytes"]
-            groups.setdefault(key, {})[peer] = row
+            group = groups.setdefault(key, {})
+            if row["error"] is None or peer not in group or group[peer]["error"] is not None:
+                group[peer] = row  # a time that ran out does not undo a measurement
     return "\n\n".join(_one_training(*key, found) for key, found in groups.items())
 
 
@@ -83,7 +85,8 @@ def _cells(row: dict | None) -> list[str]:
 def _fits(values: dict) -> str:
     if values.get("why"):
         return f"no: {values['why']}"
-    missed = [what for what, key in (("GPU", "gpu_fits"), ("RAM", "ram_fits")) if not values[key]]
+    gpu = "GPU with managed memory" if values.get("gpu_managed_bytes") else "GPU"
+    missed = [what for what, key in ((gpu, "gpu_fits"), ("RAM", "ram_fits")) if not values[key]]
     return f"no: {' and '.join(missed)} over the cap" if missed else "yes"
 
 
@@ -116,8 +119,12 @@ def update_table(rows: list[dict]) -> str:
 
 
 def committed_rows() -> list[dict]:
-    """All rows of the experiment's own results."""
-    return [row for name in FILES for row in row_file.read(FOLDER / "results" / name)]
+    """All rows of the experiment's own results, and those of the GPU acceptance command."""
+    files = [
+        *(FOLDER / "results" / name for name in FILES),
+        FOLDER.parent / "gpu_acceptance" / "results" / "rows.jsonl",
+    ]
+    return [row for file in files for row in row_file.read(file) if row["section"].startswith("peers")]
 
 
 def with_table(text: str, rows: list[dict]) -> str:

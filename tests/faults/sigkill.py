@@ -74,16 +74,15 @@ def wait(process: int, seconds: float, until=lambda: False) -> int | None:
 def newest_valid_step(out: Path) -> int:
     """0 where no checkpoint is valid. Looks only: sweeping is for the run to do."""
     steps = []
-    for folder in out.glob("checkpoints/step-*"):
+    # what was put aside while its successor is renamed into place gets its place back when a run starts
+    for folder in (*out.glob("checkpoints/step-*"), *out.glob("checkpoints/.old-step-*")):
         try:
             manifest = Manifest(folder)
             for name in manifest.entries:
                 manifest.verify(name)
-            steps.append(int(folder.name.removeprefix("step-")))
+            steps.append(int(folder.name.removeprefix(".old-").removeprefix("step-")))
         except Damaged:
             continue
-    # What was put aside while its successor is renamed into place gets its place back when a run starts.
-    steps += [int(path.name.removeprefix(".old-step-")) for path in out.glob("checkpoints/.old-step-*")]
     return max(steps, default=0)
 
 
