@@ -11,6 +11,9 @@ What it takes, in GiB (2**30 bytes), for N parameters and a batch of 64 x 1,024 
     boundaries, fp32           2 x 1,024 x 1,600 x 48 x 4     0.59
     gradients of the first block's input                      0.39   64 x 1,024 x 1,600 x 4
 
+The first four micro-batches go through a block together, so that their forward pass hides the states' way over the bus;
+their boundaries lie where the gradients lay that the updates have just spent.
+
 Kept the usual way (fp32 weights, gradients, m and v, all on the GPU) the first lines alone would be 23.2.
 
     python train_gpt2_xl.py                         # pretrained weights, Python's standard library as text
