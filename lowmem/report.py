@@ -101,7 +101,7 @@ def versions() -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return found | {"torch": torch.__version__}  # which says the build, too: +cpu, +cu130
 
 
 def draw_plan(plan: Plan, folder: Path) -> None:

@@ -22,6 +22,7 @@ from runs import assert_same_run, at_call, last_line, loss_rows, simulated, stor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+import lowmem.adam
 import lowmem.budget
 import lowmem.main
 import lowmem.recovery
@@ -223,7 +224,7 @@ def test_an_update_that_ran_out_of_memory_is_never_saved_and_the_run_goes_on_fro
 ):
     out = tmp_path / "out"
     with monkeypatch.context() as patch:  # 13 parts are updated in each step; this is in the middle of the second
-        at_call(patch, lowmem.step, "update", run_out, 20)
+        at_call(patch, lowmem.adam, "update_in_slices", run_out, 20)
         assert train(out, "--save-every", "1") == 1
     assert "out of memory within update 2" in last_line(capsys)
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000001"]
