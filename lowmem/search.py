@@ -402,12 +402,12 @@ def _within(size_bytes: int, limit_bytes: int | None) -> bool:
 
 
 def smallest_cap_bytes(simulations: Simulations, schedule: Schedule, resident: int) -> int:
-    """The smallest cap, in whole MiB, under which the run completes: between what is allocated and what an uncapped run
-    reserves."""
+    """The smallest cap, in whole MiB and to a thousandth, under which the run completes: between what is allocated and
+    what an uncapped run reserves."""
     _, recording = simulations.record(schedule, resident)
     low = simulations.allocated_bytes(schedule, resident) // MIB
     high = -(-under_cap(recording.tape).reserved_peak_bytes // MIB)
-    while low < high:
+    while high - low > low // 1024:
         middle = (low + high) // 2
         try:
             under_cap(recording.tape, middle * MIB)
