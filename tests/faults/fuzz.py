@@ -76,7 +76,9 @@ def checked(folder: Path, entry: Callable[[list[str]], int], arguments: list[str
     if code != 0 and not (said + output.getvalue()).strip():
         raise Finding(f"exit code {code} without a word")
     if code in (2, 3) and (after != before or list(folder.glob("out*"))):
-        raise Finding(f"exit code {code}, and written: {sorted(after.keys() ^ before.keys())[:5]}")
+        raise Finding(
+            f"exit code {code}, saying {said[-200:]!r}, and written: {sorted(after.keys() ^ before.keys())[:5]}"
+        )
     if any(part in name for name in after for part in (".partial", ".previous", ".tmp-", ".old-")):
         raise Finding(f"half-written files are left: {sorted(after)}")
     done = folder / "out"
@@ -272,8 +274,8 @@ def fuzz(kind: str, strategy: st.SearchStrategy, work: Callable[[Path, object], 
             except Exception as error:  # anything is a finding; the example after it is tried all the same
                 failed += 1
                 place = traceback.extract_tb(error.__traceback__)[-1]
-                where = f"{type(error).__name__}: {str(error)[:200]} ({Path(place.filename).name}:{place.lineno})"
-                failures.setdefault(where, repr(drawn)[:600])
+                where = f"{type(error).__name__}: {str(error)[:400]} ({Path(place.filename).name}:{place.lineno})"
+                failures.setdefault(where, repr(drawn)[:4000])
                 code = "failed"
         random.setstate(state)
         codes[code] = codes.get(code, 0) + 1
