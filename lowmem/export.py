@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lowmem.durable import flush_path
-from lowmem.errors import LowmemError
+from lowmem.errors import InputError, LowmemError
 from lowmem.models import build_model, some
 from lowmem.units import MIB, format_size
 from lowmem.weights import exact_empty
@@ -37,9 +37,12 @@ def export_model(
     `parameters` yields each name of `build_model(config).named_parameters()` once, in any order, on any device; a
     tensor is copied as it comes, so the memory behind it may be used again. Names are those that `save_pretrained`
     would write. The folder is made beside the old one and takes its place only when it is complete and on the disk.
-    Raises LowmemError where the disk is too small, ValueError where `parameters` is not what the config says.
+    Raises LowmemError where the disk is too small or the RAM, ValueError where `parameters` is not what the config says.
     """
-    model = build_model(config)
+    try:
+        model = build_model(config)
+    except InputError as error:  # the model that was trained was built from it: now it is the machine that fails
+        raise LowmemError(f"the export to {folder} failed ({error}); what was saved is safe") from error
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, previous = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "previous"))

@@ -47,8 +47,8 @@ COMPLETE = {"settings.json", "plan.json", "metrics.jsonl", "report.json", "model
 ONE_STEP = (*SMALL, "--steps", "1", "--recompute", "on")  # half as much to plan
 
 
-class Hang(Exception):
-    """An example that was still running after HANG_SECONDS."""
+class Hang(BaseException):
+    """An example that was still running after HANG_SECONDS. No Exception: what is tried may catch those."""
 
 
 class Finding(Exception):
@@ -271,7 +271,7 @@ def fuzz(kind: str, strategy: st.SearchStrategy, work: Callable[[Path, object], 
         with tempfile.TemporaryDirectory() as folder:
             try:
                 code = str(work(Path(folder), drawn))
-            except Exception as error:  # anything is a finding; the example after it is tried all the same
+            except (Exception, Hang) as error:  # anything is a finding; the example after it is tried all the same
                 failed += 1
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 where = f"{type(error).__name__}: {str(error)[:400]} ({Path(place.filename).name}:{place.lineno})"

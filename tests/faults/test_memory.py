@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 import lowmem.adam
 import lowmem.budget
+import lowmem.export
 import lowmem.main
 import lowmem.recovery
 import lowmem.step
@@ -230,6 +231,25 @@ def test_an_update_that_ran_out_of_memory_is_never_saved_and_the_run_goes_on_fro
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000001"]
     assert train(out, "--save-every", "1") == 0
     assert "1 of 3 steps are done" in capsys.readouterr().err
+    assert weights(out) == weights(finished)
+
+
+def test_ram_that_runs_out_in_the_export_is_no_bad_input(finished, train, tmp_path, capsys, monkeypatch):
+    """Seen to fail: it said that the config makes no model, with exit code 2 after a whole training."""
+
+    def fail(*_, **__):
+        raise MemoryError
+
+    real, out = lowmem.export.build_model, tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            lowmem.export, "build_model",
+            lambda config: patch.setattr(AutoModelForCausalLM, "from_config", fail) or real(config),
+        )  # fmt: skip
+        assert train(out) == 1
+    assert "model: MemoryError); what was saved is safe" in last_line(capsys)
+    assert train(out) == 0
+    assert "3 of 3 steps are done" in capsys.readouterr().err
     assert weights(out) == weights(finished)
 
 
