@@ -403,9 +403,10 @@ def _within(size_bytes: int, limit_bytes: int | None) -> bool:
 
 def smallest_cap_bytes(simulations: Simulations, schedule: Schedule, resident: int) -> int:
     """The smallest cap, in whole MiB and to a thousandth, under which the run completes: between what is allocated and
-    what an uncapped run reserves."""
+    what an uncapped run reserves. (The allocator looks at the cap before it maps whole pages, so that a little less
+    than is allocated may do; nobody calls that a cap.)"""
     _, recording = simulations.record(schedule, resident)
-    low = simulations.allocated_bytes(schedule, resident) // MIB
+    low = -(-simulations.allocated_bytes(schedule, resident) // MIB)
     high = -(-under_cap(recording.tape).reserved_peak_bytes // MIB)
     while high - low > low // 1024:
         middle = (low + high) // 2
