@@ -31,7 +31,8 @@ from lowmem.blocks import Decoder
 from lowmem.data import Batch
 from lowmem.durable import Manifest, to_json, write_manifest
 from lowmem.errors import InputError, LowmemError
-from lowmem.precision import WORKING_DTYPES, LossScale, cast_explicitly
+from lowmem.layers import cast_explicitly
+from lowmem.precision import WORKING_DTYPES, LossScale
 from lowmem.resume import find_checkpoint, load_checkpoint, lock_run, save_checkpoint
 from lowmem.step import Schedule, Step
 from lowmem.store import Store
