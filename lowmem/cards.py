@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from lowmem import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.errors import InputError
 from lowmem.units import MIB
 
@@ -216,6 +217,7 @@ def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwar
 _aten = torch.ops.aten
 # Where the two matrices stand among the arguments.
 _PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.addmm_: 1, _aten.baddbmm: 1, _aten.baddbmm_: 1}
+_PRODUCTS |= {torch.ops.lowmem.add_product: 1}
 # Where query, key and value stand, and how many products over (head size of query and key, of value) there are.
 _ATTENTION = {
     getattr(_aten, f"_scaled_dot_product_{kind}{suffix}"): (first, products)

@@ -37,6 +37,8 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lowmem import operators  # noqa: F401  defines torch.ops.lowmem
+
 _aten = torch.ops.aten
 _16_BIT = (torch.float16, torch.bfloat16)
 SMALLEST_BYTES = 64 * 1024  # what is smaller is left out of `hidden_bytes`
@@ -305,7 +307,7 @@ PRODUCTS = frozenset(
     overload
     for product in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot)
     for overload in (product.default, product.out)
-) | {_aten.addmm_.default, _aten.baddbmm_.default, _aten.addmv_.default}
+) | {_aten.addmm_.default, _aten.baddbmm_.default, _aten.addmv_.default, torch.ops.lowmem.add_product.default}
 
 
 def blas_workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int] = (2, 13)) -> int:

@@ -37,7 +37,7 @@ def export_model(
     `parameters` yields each name of `build_model(config).named_parameters()` once, in any order, on any device; a
     tensor is copied as it comes, so the memory behind it may be used again. Names are those that `save_pretrained`
     would write. The folder is made beside the old one and takes its place only when it is complete and on the disk.
-    Raises LowmemError where the disk is too small or the RAM, ValueError where `parameters` is not what the config says.
+    Raises LowmemError where disk or RAM are too small, ValueError where `parameters` is not what the config says.
     """
     try:
         model = build_model(config)

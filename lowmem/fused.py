@@ -1,8 +1,7 @@
-"""The updates of adam.py, each as one kernel: the same face, for GPUs that Triton compiles for (kernels.py).
+"""Whether the operators of operators.py can be had on a GPU, and the updates of adam.py made of them.
 
-They are operators of their own (`torch.ops.lowmem`), so that a simulated step sees one operation with what it reads and
-writes, and no temporaries. Where Triton is missing, or its first kernel does not compile or does not agree with
-adam.py's lines, those lines run, and the plan is made for them. The CUDA lines have never run on a GPU.
+Where Triton is missing, or a kernel does not compile or does not agree with the lines that it stands for, those lines
+run, and the plan is made for them. The CUDA lines have never run on a GPU.
 """
 
 import importlib.util
@@ -14,31 +13,14 @@ from torch import Tensor
 
 from lowmem import adam
 from lowmem.adam import Hyperparameters, Optimizer, State
+from lowmem.loss import IGNORED, linear_cross_entropy
 from lowmem.precision import WORKING_DTYPES, join, split
 
 OLDEST_CAPABILITY = (7, 5)  # that today's Triton compiles for
 SIZES = (4096, 4097)  # Triton compiles another kernel for numbers that 16 divides
+_16_BIT = (torch.bfloat16, torch.float16)
+MOST_LOSS_ERROR = 0.02  # logits, and the gradients for them, are rounded to 16 bit: 0.006 in bf16 on the CPU
 MOST_ULPS = 8  # between a kernel and the eager lines: some fused products and sums, and a square root
-_numbers = "float gradient_scale, float kept"
-_adamw_numbers = f"{_numbers}, float one_minus_beta1, float beta2, float one_minus_beta2, float root, float epsilon"
-_library = torch.library.Library("lowmem", "DEF")
-for name, arguments in {
-    "adamw": f"Tensor(a!) working, Tensor(b!)? low, Tensor(c!) m, Tensor(d!) v, Tensor gradient, {_adamw_numbers}, "
-    "float step_size",
-    "sgd": f"Tensor(a!) working, Tensor(b!)? low, Tensor gradient, {_numbers}, float learning_rate",
-    "join": "Tensor working, Tensor low, Tensor(a!) master",
-    "split": "Tensor(a!) working, Tensor(b!) low, Tensor master",
-}.items():
-    _library.define(f"{name}({arguments}) -> ()")
-
-    def launch(*arguments, name=name) -> None:
-        from lowmem import kernels
-
-        getattr(kernels, name)(*arguments)
-
-    _library.impl(name, launch, "CUDA")
-    _library.impl(name, launch, "CPU")  # in Triton's interpreter
-    _library.impl(name, lambda *_: None, "Meta")
 
 
 def update(
@@ -75,6 +57,11 @@ def expected(capability: tuple[int, int]) -> bool:
     return here and capability >= OLDEST_CAPABILITY
 
 
+def available(device: torch.device) -> bool:
+    """Whether `device` is a GPU that runs the kernels."""
+    return device.type == "cuda" and why_not(device) is None
+
+
 @cache
 def why_not(device: torch.device) -> str | None:
     """Compiles the kernels and holds them to the eager lines; a sentence where they cannot be had, None where they
@@ -87,13 +74,36 @@ def why_not(device: torch.device) -> str | None:
             for name, dtype, size in product(("adamw", "sgd"), WORKING_DTYPES.values(), SIZES)
             for ulps in largest_ulps(device, name, dtype, size=size).values()
         )
-        halves = all(halves_agree(device, WORKING_DTYPES[name], size) for name in ("bf16", "fp16") for size in SIZES)
+        halves = all(halves_agree(device, dtype, size) for dtype in _16_BIT for size in SIZES)
+        loss = max(loss_error(device, dtype, size) for dtype in _16_BIT for size in SIZES)
     except Exception as error:  # whatever a compiler may say: none there, a driver too old, no room for its files
         last = (str(error).strip() or "no reason given").splitlines()[-1]
         return f"Triton does not compile here ({type(error).__name__}: {last})"
     if not halves:
         return "a kernel splits or joins weights otherwise"
+    if not loss <= MOST_LOSS_ERROR:
+        return f"the loss or a gradient of it is {loss:.3g} off"
     return None if worst <= MOST_ULPS else f"a kernel is {worst:.3g} units of the last place off"
+
+
+def loss_error(device: torch.device, dtype: torch.dtype, words: int) -> float:
+    """The largest distance, relative to its norm, of the loss and its gradients on `device` from those of the eager
+    lines on the CPU, in fp32, of the same 16-bit operands."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(rows, 16, generator=generator).to(dtype) for rows in (40, words))
+    labels, bias = torch.arange(40) * 7 % words, torch.randn(words, generator=generator)
+    labels[::5] = IGNORED
+
+    def results(device: torch.device, dtype: torch.dtype, fused: bool) -> list[Tensor]:
+        gradients = [torch.ones(size, device=device) for size in (weight.shape, bias.shape)]
+        found = linear_cross_entropy(
+            hidden.to(device, dtype), weight.to(device, dtype), labels.to(device), bias=bias.to(device), scale=0.5,
+            weight_gradient=gradients[0], bias_gradient=gradients[1], chunk_tokens=32, fused=fused,
+        )  # fmt: skip
+        return [tensor.cpu().double() for tensor in (*found, *gradients)]
+
+    pairs = zip(results(device, dtype, True), results(torch.device("cpu"), torch.float32, False), strict=True)
+    return max(((found - truth).norm() / truth.norm()).item() for found, truth in pairs)
 
 
 def halves_agree(device: torch.device, dtype: torch.dtype, size: int) -> bool:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+WORDS = 4096  # of the vocabulary, at a time: 16 for each of 256 threads
 BLOCK = 1024  # parameters per program: 8 for each of 128 threads, so that 16-bit numbers come 16 bytes at a time
 FP32, BF16, FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -51,6 +52,57 @@ def _launch(kernel, working: Tensor, low: Tensor | None, *others: Tensor, number
     bits = working if low is None else working.view(torch.int16)
     halves = bits, bits if low is None else low  # a kernel for fp32 does not look at the second
     kernel[(triton.cdiv(n, BLOCK),)](*halves, *others, n, *numbers, KIND=kind, BLOCK=BLOCK, num_warps=4)
+
+
+def cross_entropy(logits: Tensor, bias: Tensor | None, labels: Tensor, losses: Tensor, scale: float | None) -> None:
+    """Writes `losses` [C] fp32 of `logits` [C, V] + `bias` [V] fp32, of any dtype, and unless `scale` is None `scale`
+    times their gradient in the place of the logits; 0 where one of the `labels` [C] is -100.
+
+    Rows begin at multiples of 16 numbers (operators.row_stride), and what lies behind a row's V is overwritten."""
+    _cross_entropy[(logits.shape[0],)](
+        logits, logits if bias is None else bias, labels, losses, 0.0 if scale is None else scale, logits.shape[1],
+        logits.stride(0), HAS_BIAS=bias is not None, DIFFERENTIATE=scale is not None, BLOCK=WORDS, num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _cross_entropy(
+    logits_at, bias_at, labels_at, losses_at, scale, words, stride,
+    HAS_BIAS: tl.constexpr, DIFFERENTIATE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_at + row)
+    logits_at += row * stride
+    highest = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    for start in range(0, stride, BLOCK):
+        z = _logits(logits_at, bias_at, start + tl.arange(0, BLOCK), words, stride, HAS_BIAS)
+        higher = tl.maximum(highest, tl.max(z, axis=0))
+        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(z - higher), axis=0)
+        highest = higher
+    log_total = tl.log(total)
+    counted = label != -100
+    target = tl.load(logits_at + label, counted, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        target += tl.load(bias_at + label, counted, other=0.0)
+    tl.store(losses_at + row, tl.where(counted, log_total + highest - target, 0.0))
+    if DIFFERENTIATE:
+        factor = tl.where(counted, scale, 0.0)
+        tl.debug_barrier()  # the target's logit is read by one thread, and overwritten by another
+        for start in range(0, stride, BLOCK):
+            word = start + tl.arange(0, BLOCK)
+            z = _logits(logits_at, bias_at, word, words, stride, HAS_BIAS)
+            share = tl.div_rn(tl.exp(z - highest), total)
+            gradient = factor * (share - tl.where(word == label, 1.0, 0.0))
+            tl.store(logits_at + word, gradient.to(logits_at.dtype.element_ty), word < stride)
+
+
+@triton.jit
+def _logits(logits_at, bias_at, word, words, stride, HAS_BIAS: tl.constexpr):
+    z = tl.load(logits_at + word, word < stride, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        z += tl.load(bias_at + word, word < words, other=0.0)
+    return tl.where(word < words, z, float("-inf"))
 
 
 @triton.jit

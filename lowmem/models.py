@@ -25,8 +25,8 @@ from transformers import (
 
 from lowmem.blocks import Decoder
 from lowmem.errors import InputError
-from lowmem.precision import WORKING_DTYPES, cast_explicitly
-from lowmem.recompute import fuse_gelu
+from lowmem.layers import cast_explicitly, fuse_gelu
+from lowmem.precision import WORKING_DTYPES
 
 GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
     "gpt2": (12, 768, 12),
@@ -229,13 +229,13 @@ def build_model(config: PretrainedConfig) -> PreTrainedModel:
     return model.train()
 
 
-def make_decoder(config: PretrainedConfig, precision: str, residual: str) -> Decoder:
+def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_kernels: bool = False) -> Decoder:
     """The decoder of `config` without weights, ready for a working precision ("bf16", "fp16", "fp32"); `residual`:
-    "fp32" or "16bit", of the residual stream."""
+    "fp32" or "16bit", of the residual stream; `fused_kernels`: whether its layers run operators.py's."""
     model = build_model(config)
     fuse_gelu(model)
     if precision != "fp32":
-        cast_explicitly(model, torch.float32 if residual == "fp32" else WORKING_DTYPES[precision])
+        cast_explicitly(model, torch.float32 if residual == "fp32" else WORKING_DTYPES[precision], fused_kernels)
     return Decoder(model)
 
 

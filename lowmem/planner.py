@@ -27,7 +27,6 @@ from importlib.util import find_spec
 import torch
 from transformers import PretrainedConfig
 
-from lowmem import fused
 from lowmem.adam import OPTIMIZERS
 from lowmem.blocks import Decoder
 from lowmem.budget import CONTEXT_BYTES, ram_now_bytes
@@ -53,20 +52,20 @@ SEGMENTS_OF_A_BATCH = (1, 2, 4, 6, 8)  # blocks per segment that are tried where
 
 def make_plan(
     settings: Settings, config: PretrainedConfig, device: str, precision: str, card: Card | None,
-    ram_free_bytes: int | None = None, measured: Card | None = None, fused_update: bool | None = None,
+    ram_free_bytes: int | None = None, measured: Card | None = None, fused_kernels: bool | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for the model of `config` on `device` ("cuda", with a `card`, or "cpu"); PlanError, naming the smallest
     caps that would do, where nothing fits; InputError for an architecture that cannot be trained in pieces.
     `ram_free_bytes`: what this machine has, if the plan is for this machine. `measured`: the card as it was timed here,
     which says how long the chosen layout takes; what is chosen is the table's to say, so that it is the same every
-    time. `fused_update`: whether fused.py's kernels can be had, None: as is to be expected of the card."""
+    time. `fused_kernels`: whether operators.py's can be had, None: as is to be expected of the card."""
     not_compared = compare_small_copy(config, settings.document_mask, precision, settings.residual)
     decoder = partial(make_decoder, config, precision, settings.residual)
     with architecture_blamed(settings.model, precision):
         if device == "cpu":
             plan = _cpu_plan(settings, decoder, precision, ram_free_bytes)
         else:
-            plan = _gpu_plan(settings, decoder, precision, card, measured, fused_update)
+            plan = _gpu_plan(settings, decoder, precision, card, measured, fused_kernels)
     if ram_free_bytes is not None and plan.ram_bytes - ram_now_bytes() > ram_free_bytes:
         raise PlanError(
             f"{_what(settings)} needs {format_size(plan.ram_bytes)} of RAM in "
@@ -77,9 +76,10 @@ def make_plan(
 
 def _gpu_plan(
     settings: Settings, decoder: Callable[[], Decoder], precision: str, card: Card, measured: Card | None,
-    fused_update: bool | None,
+    fused_kernels: bool | None,
 ) -> Plan:  # fmt: skip
-    target = gpu_target(card, fused_update)
+    target = gpu_target(card, fused_kernels)
+    decoder = partial(decoder, fused_kernels=target.fused_kernels)
     gpu_limit, card_limit = settings.gpu_limit_bytes, None
     if settings.gpu is not None or (gpu_limit is None and torch.cuda.is_available()):
         card_limit = card.memory_bytes - CONTEXT_BYTES  # what CUDA's context takes of a card is not for us
@@ -107,9 +107,9 @@ def _gpu_plan(
                 )
             raise PlanError(_refusal(settings, gpu_limit, process, smallest))
     plan = _plan(settings, simulations, "cuda", precision, card, gpu_limit, found, process)
-    plan = replace(plan, fused_update=target.update is fused.update)
+    plan = replace(plan, fused_kernels=target.fused_kernels)
     if measured is not None:
-        timed = record_step(decoder(), found.case, gpu_target(measured, fused_update), {}, alike=True)
+        timed = record_step(decoder(), found.case, gpu_target(measured, fused_kernels), {}, alike=True)
         plan = replace(plan, card=measured, step_seconds=timed.seconds, waiting_seconds=timed.waiting_seconds)
     return plan
 

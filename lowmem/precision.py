@@ -19,13 +19,8 @@ The idea of a 16-bit correction beside the working weight is FlashOptim's; its i
 patterns.
 """
 
-import functools
-
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
 
 WORKING_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -38,59 +33,6 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     if device.type != "cuda":
         return "fp32"
     return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
-
-
-def cast_explicitly(model: nn.Module, residual: torch.dtype) -> None:
-    """Gives `model`, whose matrices are in 16 bit and whose vectors (norms, biases) are in fp32, the precision that
-    autocast would: products in 16 bit, norms and softmax in fp32.
-
-    With `residual` fp32 the embeddings' output, and so the residual stream, is fp32; with a 16-bit `residual` it is
-    rounded after every block half, and a saved boundary costs half. The casts stand here, in the open, and not in
-    torch.autocast, whose rules differ between devices.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and residual is torch.float32:
-            module.forward = functools.partial(_embedding_in_fp32, module)
-        elif isinstance(module, nn.Linear):
-            module.forward = functools.partial(_linear, module)
-        elif isinstance(module, Conv1D):
-            module.forward = functools.partial(_conv1d, module)
-        elif "Norm" in type(module).__name__ and module._parameters:
-            module.forward = functools.partial(_norm_in_fp32, module)
-        if isinstance(module, GradientCheckpointingLayer):  # transformers' name for a block
-            module.register_forward_pre_hook(_extras_in_16_bit, with_kwargs=True)
-
-
-def _embedding_in_fp32(module: nn.Embedding, *arguments, **keywords) -> Tensor:
-    return type(module).forward(module, *arguments, **keywords).float()
-
-
-def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    dtype = module.weight.dtype
-    return F.linear(x.to(dtype), module.weight, None if module.bias is None else module.bias.to(dtype))
-
-
-def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
-    dtype = module.weight.dtype
-    flat = torch.addmm(module.bias.to(dtype), x.to(dtype).flatten(0, -2), module.weight)
-    return flat.view(*x.shape[:-1], -1)
-
-
-def _norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
-    return type(module).forward(module, x.float(), *gate, **keywords).to(x.dtype)
-
-
-def _extras_in_16_bit(block: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict]:
-    """Rotary tables and additive masks meet queries and keys, which are in the matrices' dtype."""
-    dtype = next(parameter.dtype for parameter in block.parameters() if parameter.dim() >= 2)
-
-    def cast(value):
-        if isinstance(value, tuple):
-            return tuple(map(cast, value))
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    rest = {name: value if name == "hidden_states" else cast(value) for name, value in keywords.items()}
-    return (*arguments[:1], *map(cast, arguments[1:])), rest
 
 
 def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

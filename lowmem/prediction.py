@@ -21,8 +21,8 @@ STATE_BITS = {"adamw": 32, "adamw8bit": 8, "sgd": 0}
 @dataclass(frozen=True)
 class Plan:
     """A layout of the step and what the simulation says of it. `card`: None on the CPU; GPU figures are None there.
-    `fused_update`: whether fused.py's kernels update. `not_compared`: why a small copy of the model was not compared
-    with its pieces (trial.py); None where it was."""
+    `fused_kernels`: whether operators.py's are counted on. `not_compared`: why a small copy of the model was not
+    compared with its pieces (trial.py); None where it was."""
 
     model: str
     parameters: int
@@ -43,7 +43,7 @@ class Plan:
     step_seconds: float | None
     waiting_seconds: float | None
     timeline: list[tuple[float, int, int]] = field(repr=False)
-    fused_update: bool = False
+    fused_kernels: bool = False
     not_compared: str | None = None
 
     @property
@@ -65,7 +65,7 @@ class Plan:
                 "residual": self.settings.residual,
                 "device": self.device,
                 "optimizer": self.optimizer,
-                "fused_update": self.fused_update,
+                "fused_kernels": self.fused_kernels,
                 "resident_units": self.resident_units,
                 "streamed_units": self.units - self.resident_units,
             },

@@ -21,23 +21,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from transformers.activations import NewGELUActivation
+from torch import Tensor
 
 from lowmem.blocks import Decoder, Extra
 from lowmem.products import Keeping, Kept, Recalling
 
 INPUT, PRODUCTS, ALL = "input", "products", "all"
 Lessons = dict[Hashable, int | None]  # per segment, or kind of segment: the number of the product that may be left out
-
-
-def fuse_gelu(model: nn.Module) -> None:
-    """Puts torch's own tanh-GELU in the place of transformers' composition of it (`gelu_new`): the same function, one
-    kernel and one saved tensor of the MLP's inner width where there were eight and four. It differs by rounding."""
-    for module in model.modules():
-        for name, child in module.named_children():
-            if isinstance(child, NewGELUActivation):
-                setattr(module, name, nn.GELU(approximate="tanh"))
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ holds the tape to the one that running everything leaves, operation by operation
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lowmem.blocks import Extra
@@ -60,10 +62,11 @@ class ReplayedStep(Step):
         recorder: Recorder,
         known: dict[tuple, _Known] | None,
         alike: bool,
+        functions: Callable[[], AbstractContextManager],
         **keywords,
     ):
         super().__init__(*arguments, **keywords)
-        self._recorder, self._known = recorder, known
+        self._recorder, self._known, self._functions = recorder, known, functions
         self._forwards: dict[int, Region] = {}  # segments that wait for their backward, by their Saved
         self._parts: list[list[Part]] = [[] for _ in self._decoder.units]
         for part in self._store.parts:
@@ -86,18 +89,23 @@ class ReplayedStep(Step):
             key, "group", lambda: run(micro_batches, dropouts, scale), self._store.parts, arguments=arguments
         )
 
+    def _run(self, part: Callable, *arguments):
+        """`part`, in which the model's code runs. Nothing else needs `functions`, and each touch of a tensor costs."""
+        with self._functions():
+            return part(*arguments)
+
     def _embed(self, micro_batch: Batch, dropout: Dropout):
-        key = ("embed", micro_batch.input_ids.shape)
-        return self._once(key, "embeddings", lambda: super(ReplayedStep, self)._embed(micro_batch, dropout),
+        part, key = super()._embed, ("embed", micro_batch.input_ids.shape)
+        return self._once(key, "embeddings", lambda: self._run(part, micro_batch, dropout),
                           arguments=[t for t in vars(micro_batch).values() if t is not None])  # fmt: skip
 
     def _head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float):
-        run = super()._head
-        return self._once(("head", hidden.shape), "head", lambda: run(hidden, labels, dropout, scale), self._ends)
+        part, key = super()._head, ("head", hidden.shape)
+        return self._once(key, "head", lambda: self._run(part, hidden, labels, dropout, scale), self._ends)
 
     def _embed_backward(self, micro_batch: Batch, dropout: Dropout, gradient: Tensor):
-        run, key = super()._embed_backward, ("embed_backward", gradient.shape)
-        return self._once(key, "embeddings", lambda: run(micro_batch, dropout, gradient), self._ends)
+        part, key = super()._embed_backward, ("embed_backward", gradient.shape)
+        return self._once(key, "embeddings", lambda: self._run(part, micro_batch, dropout, gradient), self._ends)
 
     def _norm_of(self, piece: Piece) -> Tensor:
         run = super()._norm_of
@@ -113,9 +121,9 @@ class ReplayedStep(Step):
 
     def _segment_forward(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout):
         self._rehearse(segment, hidden, extras, dropout)
-        run, key = super()._segment_forward, (*self._kind(segment, extras), hidden.shape)
+        part, key = super()._segment_forward, (*self._kind(segment, extras), hidden.shape)
         if segment.keep == INPUT:
-            run_forward = lambda: run(segment, hidden, extras, dropout)[0]  # noqa: E731
+            run_forward = lambda: self._run(part, segment, hidden, extras, dropout)[0]  # noqa: E731
             return self._once(("forward", *key), "live_blocks", run_forward, renamed="boundaries"), Saved(hidden)
         # What was replayed can only be followed by a backward that is: both kinds have to be known.
         count = len(self._parts_of(segment))
@@ -126,7 +134,7 @@ class ReplayedStep(Step):
             with self._recorder.paused():
                 return output, Saved(hidden.detach(), output=_StandIn(base))
         with self._recorder.region("live_blocks") as region:
-            output, saved = run(segment, hidden, extras, dropout)
+            output, saved = self._run(part, segment, hidden, extras, dropout)
         self._recorder.rename(output, "boundaries")
         self._remember(("graph", *key), region, output)
         self._forwards[id(saved)] = region
@@ -135,11 +143,11 @@ class ReplayedStep(Step):
     def _segment_backward(
         self, segment: Segment, saved: Saved, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
     ) -> Tensor:
-        run = super()._segment_backward
+        part = super()._segment_backward
         replayed = saved.output if isinstance(saved.output, _StandIn) else None
         return self._once(
             ("backward", *self._kind(segment, extras), gradient.shape), "live_blocks",
-            lambda: run(segment, saved, extras, dropout, gradient),
+            lambda: self._run(part, segment, saved, extras, dropout, gradient),
             self._parts_of(segment), forward=self._forwards.pop(id(saved), replayed),
             renamed="boundary_gradients" if segment.blocks.start else "gradients_of_the_first_input",
         )  # fmt: skip
@@ -245,7 +253,7 @@ class ReplayedStep(Step):
             empty = torch.empty(0, dtype=place.dtype, device=META)
             return empty.set_(storage, place.offset, place.shape, place.stride)
 
-        with self._recorder.paused():
+        with no_dispatch():  # nothing of this is recorded, and going through the recorder takes most of the time
             return tree_unflatten([tensor(place) for place in known.results], known.structure)
 
 

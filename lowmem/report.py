@@ -42,7 +42,7 @@ def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: s
         "device": plan.device,
         "precision": plan.precision,
         "micro_batch": plan.schedule.micro_batch,
-        "fused_update": plan.fused_update,
+        "fused_kernels": plan.fused_kernels,
         "data": data_fingerprint,
     }
 

@@ -13,7 +13,7 @@ which is outside the allocator's cap; evaluation, saving and export, which take 
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -58,10 +58,15 @@ class Target:
     from it, None where states are not streamed over a bus."""
 
     machine: Machine
-    functions: Callable[[], object] = nullcontext
+    functions: Callable[[], AbstractContextManager] = nullcontext
     update: UpdateRule = adam.update
     copies_in: float | None = None
     copies_out: float | None = None
+
+    @property
+    def fused_kernels(self) -> bool:
+        """Whether operators.py's run there; the decoder has to be made for them (models.make_decoder)."""
+        return self.update is fused.update
 
 
 class CpuAttention(TorchFunctionMode):
@@ -83,11 +88,11 @@ def _attention_on_the_cpu(query, key, value, attn_mask=None, dropout_p=0.0, is_c
     return fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=more.get("scale"))[0]
 
 
-def gpu_target(card: Card, fused_update: bool | None = None) -> Target:
-    """A GPU of this kind, running as device.py sets it up; `fused_update`: whether fused.py's kernels can be had, None:
-    as is to be expected. What it predicts has never been compared with a GPU."""
-    if fused_update is None:
-        fused_update = fused.expected(card.capability)
+def gpu_target(card: Card, fused_kernels: bool | None = None) -> Target:
+    """A GPU of this kind, running as device.py sets it up; `fused_kernels`: whether operators.py's can be had, None: as
+    is to be expected. What it predicts has never been compared with a GPU."""
+    if fused_kernels is None:
+        fused_kernels = fused.expected(card.capability)
     version = tuple(int(number) for number in torch.__version__.split(".")[:2])
     workspace = blas_workspace_bytes(
         card.capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES), version
@@ -101,7 +106,7 @@ def gpu_target(card: Card, fused_update: bool | None = None) -> Target:
         host_seconds=(HOST_SECONDS_PER_OPERATION, HOST_SECONDS_PER_BACKWARD_OPERATION),
     )
     return Target(
-        machine, lambda: CudaFunctions(card.capability), fused.update if fused_update else adam.update,
+        machine, lambda: CudaFunctions(card.capability), fused.update if fused_kernels else adam.update,
         card.copy_bytes_per_second, card.copy_bytes_per_second,
     )  # fmt: skip
 
@@ -156,7 +161,7 @@ def record_step(
     that is kept between calls with the same decoder, sequence length, dtype and target, saves running again what has
     been run; with None everything is run. `alike`: blocks that are made alike are run once for all of them."""
     recorder = Recorder(target.machine, lambda frame: _NAMES.get(frame.f_code))
-    with _no_collection(), recorder, target.functions():
+    with _no_collection(), recorder:
         store = Store(decoder, META, case.dtype, case.optimizer, case.resident_units, host_tensor=_never_touched)
         for part in store.parts:
             recorder.rename(part.working, "working_weights")
@@ -167,6 +172,7 @@ def record_step(
         step = ReplayedStep(
             decoder, store, case.optimizer, case.schedule, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
             loss_scale=LossScale(enabled=case.dtype is torch.float16), recorder=recorder, known=known, alike=alike,
+            functions=target.functions,
             update=target.update,
         )  # fmt: skip
         copies = None

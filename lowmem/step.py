@@ -32,6 +32,7 @@ before its update.
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -40,6 +41,7 @@ from torch import Tensor
 from lowmem import adam, fused, recompute
 from lowmem.adam import Optimizer, UpdateRule
 from lowmem.blocks import Decoder, Extra
+from lowmem.layers import accumulated
 from lowmem.loss import linear_cross_entropy
 from lowmem.precision import LossScale
 from lowmem.recompute import ALL, INPUT, PRODUCTS, Dropout, Lessons, Saved, Segment
@@ -123,12 +125,13 @@ class Step:
         loss_scale: LossScale,
         update: UpdateRule | None = None,
     ):
-        """`update`: what does as adam.update does, without temporaries (fused.py); None: adam.update, in slices on the
-        CPU."""
+        """`update`: fused.update where operators.py's can be had (the loss is computed by them, too, and the decoder's
+        layers have been made for them); None: adam.update, in slices on the CPU."""
         self.segments = schedule.segments(len(decoder.blocks))
         self.schedule, self.loss_scale = schedule, loss_scale
         self._decoder, self._store, self._optimizer = decoder, store, optimizer
         self._clip_norm, self._seed = clip_norm, seed
+        self._fused = update is fused.update
         beside = fused.may_run_beside(update, optimizer)
         self._updates = Updates(store, len(decoder.units), weight_decay, lambda *piece: self._update(*piece), beside)
         self._when_final = HOLD
@@ -141,7 +144,9 @@ class Step:
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
         for unit in decoder.units:
             for name, parameter in unit.parameters.items():
-                parameter.register_post_accumulate_grad_hook(_add_into(store.part_of(name), name))
+                part = store.part_of(name)
+                accumulated(parameter, partial(part.gradient_of, name))
+                parameter.register_post_accumulate_grad_hook(_add_into(part, name))
 
     @property
     def updates(self) -> int:
@@ -352,6 +357,7 @@ class Step:
             labels.flatten(),
             bias=None if bias is None else bias.detach(),
             scale=1.0 if scale is None else scale,
+            fused=self._fused and weight.dtype is not torch.float32,
             **accumulators,
         )
 
@@ -394,7 +400,8 @@ def _add_into(part: Part, name: str):
     """A hook that moves a parameter's fresh gradient into its fp32 accumulator."""
 
     def hook(parameter: Tensor) -> None:
-        part.gradient_of(name).add_(parameter.grad)
-        parameter.grad = None
+        if parameter.grad is not None:  # else a fused layer has added it already
+            part.gradient_of(name).add_(parameter.grad)
+            parameter.grad = None
 
     return hook

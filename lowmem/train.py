@@ -73,7 +73,7 @@ def plan_and_train(
     measured = no_kernel = None
     if device.type == "cuda":
         no_kernel = fused.why_not(device)
-        pieces = partial(make_decoder, config, precision, settings.residual)
+        pieces = partial(make_decoder, config, precision, settings.residual, no_kernel is None)
         measured = measured_card(pieces, settings.seq, WORKING_DTYPES[precision], device)
         devices.forget_allocations(device)
     free = ram_available_bytes()[0]
@@ -81,8 +81,8 @@ def plan_and_train(
     with closing(RunLog(Path(settings.out), settings)) as log:
         log.say(plan.describe())
         if no_kernel is not None:
-            log.say(f"updates run line by line, which takes more memory and time: {no_kernel}")
-        decoder = make_decoder(config, precision, settings.residual)
+            log.say(f"without fused kernels, which takes more memory and time: {no_kernel}")
+        decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
         train(settings, config, decoder, device, plan, tokenizer, data, stop, log)
 
 
@@ -120,7 +120,7 @@ def train(
     loss_scale = LossScale(enabled=plan.precision == "fp16")
     step = Step(
         decoder, store, optimizer, plan.schedule, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
-        seed=settings.seed, loss_scale=loss_scale, update=fused.update if plan.fused_update else None,
+        seed=settings.seed, loss_scale=loss_scale, update=fused.update if plan.fused_kernels else None,
     )  # fmt: skip
     recoveries: list[dict] = []
     attempt = partial(within_memory, step, recoveries, log.say)

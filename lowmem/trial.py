@@ -20,8 +20,9 @@ from transformers import PretrainedConfig
 
 from lowmem.blocks import Decoder
 from lowmem.errors import InputError, LowmemError
+from lowmem.layers import cast_explicitly
 from lowmem.models import build_model, model_from_config
-from lowmem.precision import WORKING_DTYPES, cast_explicitly
+from lowmem.precision import WORKING_DTYPES
 
 _BLOCKS, _HEADS, _VOCABULARY = 2, 4, 64
 _MOST_PARAMETERS = 60_000_000

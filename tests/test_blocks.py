@@ -32,8 +32,8 @@ from transformers import (
 
 from lowmem.blocks import Decoder
 from lowmem.errors import InputError
+from lowmem.layers import cast_explicitly
 from lowmem.models import build_model
-from lowmem.precision import cast_explicitly
 
 logging.set_verbosity_error()
 

@@ -511,7 +511,7 @@ def test_a_simulated_timeline_waits_as_long_as_the_plan_says(tmp_path):
     card = dataclasses.replace(CARDS["rtx3060"], bus_bytes_per_second=2e8)  # so slow that copies cannot hide
     target, layout = gpu_target(card), dataclasses.replace(layouts.DRY_GRID[0], states="streamed")
     recording = plans.Simulated.of(layout, target).recording
-    found = timeline.simulated(layout.decoder(), layout.case(4), target)
+    found = timeline.simulated(layout.decoder(target.fused_kernels), layout.case(4), target)
     assert found.seconds == recording.seconds and found.streamed_bytes == recording.streamed_bytes
     figures = found.figures()
     assert figures["step_seconds"] - figures["compute_busy_seconds"] == pytest.approx(recording.waiting_seconds)
@@ -525,7 +525,7 @@ def test_a_simulated_timeline_waits_as_long_as_the_plan_says(tmp_path):
 
 def test_a_step_without_its_update_copies_nothing_changes_nothing_and_drops_its_gradients():
     layout = dataclasses.replace(layouts.DRY_GRID[0], states="streamed")
-    decoder = layout.decoder()
+    decoder = layout.decoder(fused_kernels=False)
     case = layout.case(len(decoder.units))
     store = measured.Store(decoder, torch.device("cpu"), case.dtype, case.optimizer, 0)
     for part in store.parts:

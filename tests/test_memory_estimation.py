@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from transformers import BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
 from experiments.gpu_acceptance.at_peak import tape_of_cpu
-from experiments.memory_estimation import autocast, estimate, measure, published, ram, rows, run, table
-from experiments.memory_estimation.autocast import CudaAutocast
+from experiments.harness import autocast
+from experiments.harness.autocast import CudaAutocast
+from experiments.memory_estimation import estimate, measure, published, ram, rows, run, table
 from experiments.memory_estimation.models import MODELS, Model, positions
 from experiments.memory_estimation.plain import record_plain
 from lowmem.cards import CARDS

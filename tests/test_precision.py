@@ -12,7 +12,8 @@ from reference import tiny_model
 from torch import nn
 
 from lowmem.blocks import Decoder
-from lowmem.precision import WORKING_DTYPES, LossScale, cast_explicitly, join, resolve_precision, split
+from lowmem.layers import cast_explicitly
+from lowmem.precision import WORKING_DTYPES, LossScale, join, resolve_precision, split
 
 # Lower halves: nothing left over, next to nothing, either side of the tie, the tie, everything but one.
 LOWER_HALVES = [0x0000, 0x0001, 0x5A5A, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xA5A5, 0xFFFE, 0xFFFF]

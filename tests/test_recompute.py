@@ -9,7 +9,8 @@ from reference import VOCABULARY, tiny_model
 from torch import Tensor
 
 from lowmem.blocks import Decoder
-from lowmem.recompute import ALL, INPUT, PRODUCTS, Dropout, Segment, backward, forward, fuse_gelu
+from lowmem.layers import fuse_gelu
+from lowmem.recompute import ALL, INPUT, PRODUCTS, Dropout, Segment, backward, forward
 
 CPU = torch.device("cpu")
 INPUT_IDS = torch.arange(24).view(2, 12) * 7 % VOCABULARY

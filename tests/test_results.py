@@ -116,6 +116,10 @@ def test_predicted_rows_are_made_shown_and_drawn(tmp_path, monkeypatch, capsys):
     rows = read(tmp_path / predicted.NAME)
     assert [(found["batch"], found["card"]) for found in rows] == [(1, "rtx3060"), (2, "rtx3060")]
     assert all(0 < found["sequences_per_second"] < found["alone_sequences_per_second"] for found in rows)
+    last = rows[-1]
+    ratio = last["sequences_per_second"] / last["plain_sequences_per_second"]
+    assert f"| {ratio:.2f} |" in table.plans_table(rows)
+    assert table.plans_table([last | {"plain_sequences_per_second": None}]).endswith("s |  |")
     assert "gpt2-demo" in table.plans_table(rows) and "rtx3060" in capsys.readouterr().out
     renamed = [found | {"model": "gpt2-xl"} for found in rows]
     measured = [training("xl exact", 1.5), denominator("xl", 1.25)]

@@ -14,9 +14,9 @@ from lowmem.adam import OPTIMIZERS
 from lowmem.allocator import SimulatedOutOfMemory
 from lowmem.blocks import Decoder
 from lowmem.data import Batch
+from lowmem.layers import cast_explicitly, fuse_gelu
 from lowmem.models import build_model, load_config
-from lowmem.precision import LossScale, cast_explicitly
-from lowmem.recompute import fuse_gelu
+from lowmem.precision import LossScale
 from lowmem.simulate import Machine, StepCase, Target, cpu_target, most_bytes, named_at_peak, record_step, under_cap
 from lowmem.step import Schedule, Step
 from lowmem.store import Store

@@ -19,12 +19,13 @@ import torch
 from reference import VOCABULARY, plain_training, tiny_model
 from transformers import AutoModelForCausalLM, OPTConfig
 
+from lowmem import fused, streaming
 from lowmem import store as stores
-from lowmem import streaming
 from lowmem.adam import get_optimizer
 from lowmem.blocks import Decoder
 from lowmem.data import Batch
-from lowmem.precision import WORKING_DTYPES, LossScale, cast_explicitly
+from lowmem.layers import cast_explicitly
+from lowmem.precision import WORKING_DTYPES, LossScale
 from lowmem.schedule import learning_rate
 from lowmem.step import Schedule, Step
 from lowmem.store import Store
@@ -84,7 +85,8 @@ def train(
     model = tiny_model(family, dropout, seed)
     initial = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
     if precision != "fp32":
-        cast_explicitly(model, torch.float32 if residual == "fp32" else WORKING_DTYPES[precision])
+        stream = torch.float32 if residual == "fp32" else WORKING_DTYPES[precision]
+        cast_explicitly(model, stream, update is fused.update)
     decoder = Decoder(model)
     rule = get_optimizer(optimizer)
     store = Store(decoder, CPU, WORKING_DTYPES[precision], rule, resident_units)

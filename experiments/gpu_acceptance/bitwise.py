@@ -26,8 +26,9 @@ from lowmem import fused
 from lowmem.adam import get_optimizer
 from lowmem.blocks import Decoder
 from lowmem.data import Batch
+from lowmem.layers import cast_explicitly
 from lowmem.models import build_model
-from lowmem.precision import WORKING_DTYPES, LossScale, cast_explicitly
+from lowmem.precision import WORKING_DTYPES, LossScale
 from lowmem.step import Schedule, Step
 from lowmem.store import Store
 from lowmem.weights import random_weights
@@ -153,8 +154,9 @@ def train(
 ) -> Outcome:  # fmt: skip
     """`shape.steps` steps of `optimizer` from the same random weights, two sequences at a time."""
     model = build_model(shape.config)
+    kernels = fused.available(device)
     if precision != "fp32":
-        cast_explicitly(model, torch.float32)
+        cast_explicitly(model, torch.float32, kernels)
     decoder = Decoder(model)
     rule = get_optimizer(optimizer)
     store = Store(decoder, device, WORKING_DTYPES[precision], rule, resident_units)
@@ -163,7 +165,7 @@ def train(
     step = Step(
         decoder, store, rule, Schedule(micro_batch=2, **schedule),
         clip_norm=clip_norm, weight_decay=0.01, seed=0, loss_scale=LossScale(precision == "fp16", scale=4096.0),
-        update=fused.update if device.type == "cuda" and fused.why_not(device) is None else None,
+        update=fused.update if kernels else None,
     )  # fmt: skip
     results = [step(batch, index, 1e-3) for index, batch in enumerate(shape.batches())]
     step.flush()

@@ -3,7 +3,9 @@
     split/join   the same bits as on the CPU, over random bit patterns; join(split(w)) = w
     update       one, eager and by a kernel, beside the CPU's: the same formula, but a product and a sum may be fused;
                  and the kernel's speed beside that of a copy
-    loss         chunked, in the working dtype, against plain fp32 on the CPU
+    loss         chunked, in the working dtype, line by line and fused, against plain fp32 on the CPU; and the time of
+                 both, most of which are three products
+    gradients    of a matrix, added to its accumulator by the product itself: the time beside that of two operations
     host memory  page-locked, arrives whole, and how fast: what streaming will cost
     allocator    the cap is kept, segments grow
 
@@ -13,6 +15,7 @@ Everything CUDA here has never run on a GPU.
 import itertools
 import statistics
 import time
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,7 +54,7 @@ def check(setting: Setting) -> Result:
     rules = {"eager": adam.update}
     if device.type == "cuda":
         reason = fused.why_not(device)
-        record("update kernels", {"reason": reason}, {"compile and agree": reason is None})
+        record("fused kernels", {"reason": reason}, {"compile and agree": reason is None})
         rules |= {} if reason else {"fused": fused.update}
     for (kind, rule), (name, dtype), optimizer in itertools.product(
         rules.items(), WORKING_DTYPES.items(), ("adamw", "sgd")
@@ -64,13 +67,19 @@ def check(setting: Setting) -> Result:
         fast = setting.dry_run or speed["fused_share_of_copy_bandwidth"] >= LEAST_SHARE_OF_BANDWIDTH
         record("update speed", speed, {f"at least {LEAST_SHARE_OF_BANDWIDTH:.0%} of copy bandwidth": fast})
     shape = (96, 32, 1013) if setting.dry_run else (2048, 1280, 50257)
-    for name, dtype in WORKING_DTYPES.items():
-        errors = loss_errors(device, dtype, *shape)
+    for (name, dtype), kind in itertools.product(WORKING_DTYPES.items(), rules):
+        if kind == "fused" and name == "fp32":
+            continue  # line by line in either case
+        errors = loss_errors(device, dtype, *shape, kind == "fused")
         within = {
             "loss": errors["loss"] <= MOST_LOSS_ERROR[name],
             "gradients": max(errors["hidden"], errors["weight"]) <= MOST_GRADIENT_ERROR[name],
         }
-        record(f"chunked loss, {name}", errors, within)
+        record(f"chunked loss, {name}, {kind}", errors, within)
+    if "fused" in rules:
+        values = fused_speed(device, *shape)
+        faster = {f"the {name} is faster": values[f"{name}_share"] < 1 for name in ("loss", "gradient")}
+        record("fused speed", values, faster)
     record("host memory", *host_memory(device, (4 if setting.dry_run else 256) * MIB))
     if device.type == "cuda":
         record("allocator", *allocator(device, setting.gpu_limit_bytes))
@@ -128,7 +137,34 @@ def _seconds(call, device: torch.device) -> float:
     return statistics.median(times[1:])
 
 
-def loss_errors(device: torch.device, dtype: torch.dtype, tokens: int, width: int, vocabulary: int) -> dict[str, float]:
+def fused_speed(device: torch.device, tokens: int, width: int, vocabulary: int) -> dict[str, float]:
+    """Milliseconds in bf16, line by line and fused: of the loss with its gradients, and of the gradient of an MLP's
+    first matrix with adding it to its accumulator."""
+    hidden, weight, left, right = (
+        torch.randn(*shape, device=device).to(torch.bfloat16)
+        for shape in ((tokens, width), (vocabulary, width), (width, tokens), (tokens, 4 * width))
+    )
+    labels = torch.zeros(tokens, dtype=torch.int64, device=device)
+    of_weight, of_matrix = torch.zeros(weight.shape, device=device), torch.zeros(width, 4 * width, device=device)
+
+    def loss(fused_kernels: bool) -> float:
+        call = partial(linear_cross_entropy, hidden, weight, labels, weight_gradient=of_weight, fused=fused_kernels)
+        return _seconds(call, device)
+
+    add_product = partial(torch.ops.lowmem.add_product, of_matrix, left, right)
+    seconds = {
+        "loss": (loss(False), loss(True)),
+        "gradient": (_seconds(lambda: of_matrix.add_(left @ right), device), _seconds(add_product, device)),
+    }
+    values = {}
+    for name, (lines, one) in seconds.items():
+        values |= {f"{name}_eager_ms": 1e3 * lines, f"{name}_fused_ms": 1e3 * one, f"{name}_share": one / lines}
+    return values
+
+
+def loss_errors(
+    device: torch.device, dtype: torch.dtype, tokens: int, width: int, vocabulary: int, fused_kernels: bool
+) -> dict[str, float]:
     """Relative errors of the loss and of the norms of both gradients, against plain fp32 on the same operands."""
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(tokens, width, generator=generator).to(dtype)
@@ -137,7 +173,12 @@ def loss_errors(device: torch.device, dtype: torch.dtype, tokens: int, width: in
     labels[::7] = -100
     accumulator = torch.zeros(vocabulary, width, device=device)
     loss, hidden_gradient = linear_cross_entropy(
-        hidden.to(device), weight.to(device), labels.to(device), scale=1024.0, weight_gradient=accumulator
+        hidden.to(device),
+        weight.to(device),
+        labels.to(device),
+        scale=1024.0,
+        weight_gradient=accumulator,
+        fused=fused_kernels,
     )  # the scale keeps fp16's gradients out of its subnormals, as LossScale does
     plain = [tensor.float().requires_grad_() for tensor in (hidden, weight)]
     truth = F.cross_entropy(F.linear(*plain), labels, reduction="sum")

@@ -66,8 +66,8 @@ class Layout:
         others = [(field, getattr(self, field.name)) for field in fields(self)[1:]]
         return ", ".join([self.model, *(f"{field.name} {v}" for field, v in others if v != field.default)])
 
-    def decoder(self) -> Decoder:
-        return make_decoder(MODELS[self.model](), self.precision, self.residual)
+    def decoder(self, fused_kernels: bool) -> Decoder:
+        return make_decoder(MODELS[self.model](), self.precision, self.residual, fused_kernels)
 
     def case(self, units: int) -> StepCase:
         schedule = Schedule(

@@ -30,7 +30,6 @@ from experiments.gpu_acceptance.measured import error, measure, prepared, train
 from experiments.gpu_acceptance.plans import bars
 from experiments.harness.child import Result, Setting, named
 from lowmem import device as devices
-from lowmem import fused
 from lowmem.adam import OPTIMIZERS
 from lowmem.cards import CARDS, Card
 from lowmem.data import Batch
@@ -84,7 +83,7 @@ def lowmem(setting: Setting, models: Sequence[str]) -> Result:
         settings = Settings(
             model=name, init="random", seq=seq, batch=batch, gpu_limit_bytes=setting.gpu_limit_bytes, plan_only=True
         )
-        return settings, precision, card or A_CARD, target.update is fused.update
+        return settings, precision, card or A_CARD, target.fused_kernels
 
     held, errors = {}, []
     for name, plan in _predictions(setting, models, _planned, case_of):
@@ -131,13 +130,13 @@ def plain(setting: Setting, models: Sequence[str]) -> Result:
 def _run_lowmem(plan: Plan, device: torch.device):
     settings = plan.settings
     config = _config(settings.model)
-    decoder = make_decoder(config, plan.precision, settings.residual)
+    decoder = make_decoder(config, plan.precision, settings.residual, plan.fused_kernels)
     case = StepCase(
         settings.seq, settings.batch, plan.schedule, WORKING_DTYPES[plan.precision], OPTIMIZERS[plan.optimizer],
         plan.resident_units, settings.clip_norm,
     )  # fmt: skip
     ids, labels = torch.randint(0, decoder.model.config.vocab_size, (2, settings.batch, settings.seq))
-    return train(decoder, case, Batch(ids, labels), device, STEPS, gpu_target(plan.card, plan.fused_update))
+    return train(decoder, case, Batch(ids, labels), device, STEPS, gpu_target(plan.card, plan.fused_kernels))
 
 
 def _compared(predicted: Memory, found) -> tuple[dict, dict[str, bool]]:
@@ -189,10 +188,10 @@ def _config(name: str) -> PretrainedConfig:
     return known[name].config() if name in known else load_config(name, "random")
 
 
-def _planned(name: str, settings: Settings, precision: str, card: Card, fused_update: bool) -> Plan | str:
+def _planned(name: str, settings: Settings, precision: str, card: Card, fused_kernels: bool) -> Plan | str:
     """The plan, or why there is none."""
     try:
-        return make_plan(settings, _config(name), "cuda", precision, card, fused_update=fused_update)
+        return make_plan(settings, _config(name), "cuda", precision, card, fused_kernels=fused_kernels)
     except (InputError, PlanError) as refusal:
         return str(refusal)
 

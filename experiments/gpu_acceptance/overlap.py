@@ -132,8 +132,8 @@ def simulated(trained: Trained) -> timeline.Timeline:
         settings.seq, settings.batch, plan.schedule, WORKING_DTYPES[plan.precision], OPTIMIZERS[plan.optimizer],
         plan.resident_units, settings.clip_norm, settings.document_mask,
     )  # fmt: skip
-    decoder = make_decoder(trained.config, plan.precision, settings.residual)
-    return timeline.simulated(decoder, case, gpu_target(plan.card, plan.fused_update))
+    decoder = make_decoder(trained.config, plan.precision, settings.residual, plan.fused_kernels)
+    return timeline.simulated(decoder, case, gpu_target(plan.card, plan.fused_kernels))
 
 
 def _streamed_bytes(store: Store) -> int:

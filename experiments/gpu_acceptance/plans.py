@@ -15,6 +15,7 @@ has never run on a GPU.
 import math
 import statistics
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -50,7 +51,7 @@ class Simulated:
 
     @classmethod
     def of(cls, layout: Layout, target: Target) -> "Simulated":
-        simulations = Simulations(layout.decoder, layout.case(0), target)
+        simulations = Simulations(partial(layout.decoder, target.fused_kernels), layout.case(0), target)
         case = layout.case(simulations.units)
         return cls(simulations, case.schedule, case.resident_units)
 
@@ -217,7 +218,7 @@ def measure(
     """Really runs `layout`, with the update that `target` counts on; None where it ran out of memory under the cap."""
 
     def work() -> Ran:
-        decoder = layout.decoder()
+        decoder = layout.decoder(target.fused_kernels)
         return train(decoder, layout.case(len(decoder.units)), layout.tokens(), device, steps, target)
 
     return measured.measure(work, device, limit_bytes, history=history)

@@ -3,10 +3,14 @@
     python -m experiments.gpu_acceptance.predicted [--gpus rtx3060 ...] [--out DIR]
 
 Large and XL under 11 GiB (XL: and 16 GiB of RAM), 1,024 tokens per sequence, exact AdamW with clipping, 1 to 64
-sequences per step. The ratio is to the same forward and backward as fast as the card can have them, with no cap:
-everything kept, the best of a few micro-batches, no update. It says what caps, recompute and update cost, by the plan's
-clock, and nothing about how good that clock is; the job `denominator` measures the stock model. A few minutes per card;
-its rows replace the card's older ones.
+sequences per step. Beside a step stand, by the same clock and with no cap and no update,
+
+    alone    its own forward and backward as fast as the card can have them: everything kept, the best micro-batch of a
+             few. What is missing from 1 is what caps, recompute and update cost
+    plain    forward and backward of the stock `transformers` model under bf16 autocast, uncompiled, at its best
+
+Nothing here says how good that clock is; the job `denominator` measures the stock model. Ten minutes per card; its rows
+replace the card's older ones.
 """
 
 import argparse
@@ -14,16 +18,21 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import torch
+from transformers import PretrainedConfig
+
 from experiments.harness import rows as row_file
+from experiments.harness.autocast import CudaAutocast
 from lowmem.adam import OPTIMIZERS
 from lowmem.cards import Card, card_named
 from lowmem.errors import LowmemError
-from lowmem.models import load_config, make_decoder
+from lowmem.models import build_model, load_config, make_decoder
 from lowmem.planner import make_plan
 from lowmem.precision import WORKING_DTYPES
 from lowmem.settings import Settings
-from lowmem.simulate import StepCase, gpu_target, record_step
+from lowmem.simulate import META, StepCase, gpu_target, record_step
 from lowmem.step import Schedule
+from lowmem.trace import Recorder
 from lowmem.units import GIB
 
 SEQ, BATCHES = 1024, (1, 2, 4, 8, 16, 32, 64)
@@ -36,7 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.gpu_acceptance.predicted", description=__doc__.split("\n")[0], allow_abbrev=False
     )
-    parser.add_argument("--gpus", nargs="+", metavar="CARD", default=["rtx3060", "rtx3090"], help="(%(default)s)")
+    parser.add_argument(
+        "--gpus", nargs="+", metavar="CARD", default=["rtx3060", "rtx3090", "h200"], help="(%(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of predicted.jsonl")
     options = parser.parse_args(arguments)
     path = options.out / NAME
@@ -56,10 +67,9 @@ def rows_of(card: Card, arguments: list[str]):
     precision = "bf16" if "bf16" in card.rates else "fp16"
     for model, ram_limit in RAM_LIMITS.items():
         config = load_config(model, "random")
-        fastest = max(
-            (alone_per_second(partial(make_decoder, config, precision, "fp32"), size, precision, card), size)
-            for size in (1, 2, 4, 8)
-        )
+        decoder = partial(make_decoder, config, precision, "fp32", gpu_target(card).fused_kernels)
+        fastest = max((alone_per_second(decoder, size, precision, card), size) for size in (1, 2, 4, 8))
+        plain = max(plain_per_second(config, size, card) for size in (8, 32)) if precision == "bf16" else None
         for batch in BATCHES:
             settings = Settings(
                 model=model, init="random", seq=SEQ, batch=batch, gpu=card.name, gpu_limit_bytes=11 * GIB,
@@ -72,6 +82,7 @@ def rows_of(card: Card, arguments: list[str]):
                 "caps": said["limits"], "choice": said["choice"], **said["predicted"],
                 "sequences_per_second": batch / plan.step_seconds,
                 "alone_sequences_per_second": fastest[0], "alone_micro_batch": fastest[1],
+                "plain_sequences_per_second": plain,
             }  # fmt: skip
             share = row["sequences_per_second"] / fastest[0]
             print(
@@ -92,6 +103,22 @@ def alone_per_second(decoder, micro_batch: int, precision: str, card: Card) -> f
         return record_step(decoder(), case, gpu_target(card), {}, alike=True).seconds
 
     return 2 * micro_batch / (seconds(4) - seconds(2))
+
+
+def plain_per_second(config: PretrainedConfig, batch: int, card: Card) -> float:
+    """Sequences per second of the stock model's forward and backward, the second time."""
+    target, model = gpu_target(card), build_model(config).to(META)
+    recorder = Recorder(target.machine)
+    tokens = torch.zeros((batch, SEQ), dtype=torch.int64, device=META)
+    ends = [0.0]
+    with recorder, target.functions():
+        for _ in range(2):
+            with CudaAutocast():
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            model.zero_grad()
+            ends.append(max(recorder.clock.host, recorder.clock.gpu))
+    return batch / (ends[2] - ends[1])
 
 
 if __name__ == "__main__":

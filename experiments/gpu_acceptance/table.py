@@ -109,11 +109,16 @@ def plans_table(rows: list[dict]) -> str:
         groups.setdefault((row["card"], row["model"]), {})[row["batch"]] = row
     lines = [
         [card, model, *(f"{_share(of[batch]):.2f}" if batch in of else "" for batch in batches),
-         f"{of[max(of)]['step_seconds']:.1f} s"]
+         f"{of[max(of)]['step_seconds']:.1f} s", _of_plain(of[max(of)])]
         for (card, model), of in groups.items()
     ]  # fmt: skip
     names = (f"{batch} x {predicted.SEQ:,}" for batch in batches)
-    return markdown(("card", "model", *names, "a step of the last"), lines)
+    return markdown(("card", "model", *names, "a step of the last", "of plain eager"), lines)
+
+
+def _of_plain(row: dict) -> str:
+    plain = row.get("plain_sequences_per_second")  # None where a card has no bf16; older rows have none
+    return "" if plain is None else f"{row['sequences_per_second'] / plain:.2f}"
 
 
 def _share(row: dict) -> float:

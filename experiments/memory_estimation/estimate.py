@@ -82,7 +82,8 @@ def smallest_row(config: PretrainedConfig, seq: int, batch: int, card: Card) -> 
 def _lowmem(config: PretrainedConfig, seq: int, batch: int, card: Card) -> tuple[Settings, Simulations]:
     settings = Settings(seq=seq, batch=batch)
     case = StepCase(seq, batch, Schedule(1, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS["adamw"], 0)
-    return settings, Simulations(lambda: make_decoder(config, "bf16", "fp32"), case, gpu_target(card))
+    target = gpu_target(card)
+    return settings, Simulations(lambda: make_decoder(config, "bf16", "fp32", target.fused_kernels), case, target)
 
 
 def _row(tape: Tape, limit_bytes: int, *, expandable_segments: bool) -> dict:

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from experiments.memory_estimation.models import MODELS
 from lowmem import device as devices
+from lowmem import fused
 from lowmem.adam import get_optimizer
 from lowmem.data import Batch
 from lowmem.models import make_decoder, model_from_config
@@ -82,14 +83,16 @@ def run_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, devic
 def run_lowmem(config: PretrainedConfig, seq: int, batch: int, choice: dict, device: torch.device) -> None:
     """lowmem's step with a predicted row's choice."""
     devices.make_deterministic(device)
-    decoder, optimizer = make_decoder(config, "bf16", "fp32"), get_optimizer("adamw")
+    kernels = fused.available(device)
+    decoder, optimizer = make_decoder(config, "bf16", "fp32", kernels), get_optimizer("adamw")
     store = Store(decoder, device, torch.bfloat16, optimizer, choice["resident_units"])
     for part in store.parts:
         part.working.normal_(0, 0.02)
     store.page_lock()
     schedule = Schedule(**{field.name: choice[field.name] for field in fields(Schedule) if field.name in choice})
     step = Step(
-        decoder, store, optimizer, schedule, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False)
+        decoder, store, optimizer, schedule, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False),
+        update=fused.update if kernels else None,
     )  # fmt: skip
     tokens = torch.zeros((batch, seq), dtype=torch.int64)
     _begin(device)

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
-from experiments.memory_estimation.autocast import CudaAutocast
+from experiments.harness.autocast import CudaAutocast
 from lowmem.blocks import Decoder
 from lowmem.models import build_model
 from lowmem.simulate import META, Target

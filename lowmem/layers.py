@@ -1,0 +1,132 @@
+"""A model's own layers in the precision and the form in which training runs them.
+
+`cast_explicitly` gives a model in 16 bit what autocast would: matrix products in 16 bit, norms and softmax in fp32, the
+residual stream as asked for. The casts stand here, in the open, and not in torch.autocast, whose rules differ between
+devices. `fused` puts operators.py's in the place of some lines, on GPUs that have them:
+
+  * the gradient of a matrix is added to its fp32 accumulator by the product that computes it, which saves rounding it
+    to 16 bit, and writing and reading it once more: 8 bytes of memory traffic per parameter and micro-batch, not 12.
+
+An accumulator is what `accumulated` says of a parameter; a parameter without one gets its gradient from autograd.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from transformers.activations import NewGELUActivation
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from lowmem import operators  # noqa: F401  defines torch.ops.lowmem
+
+
+def fuse_gelu(model: nn.Module) -> None:
+    """Puts torch's own tanh-GELU in the place of transformers' composition of it (`gelu_new`): the same function, one
+    kernel and one saved tensor of the MLP's inner width where there were eight and four. It differs by rounding."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, NewGELUActivation):
+                setattr(module, name, nn.GELU(approximate="tanh"))
+
+
+def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False) -> None:
+    """Gives `model`, whose matrices are in 16 bit and whose vectors (norms, biases) are in fp32, the precision that
+    autocast would: products in 16 bit, norms and softmax in fp32.
+
+    With `residual` fp32 the embeddings' output, and so the residual stream, is fp32; with a 16-bit `residual` it is
+    rounded after every block half, and a saved boundary costs half. `fused`: with operators.py's operators.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and residual is torch.float32:
+            module.forward = functools.partial(_embedding_in_fp32, module)
+        elif isinstance(module, nn.Linear):
+            module.forward = functools.partial(_fused_linear if fused else _linear, module)
+        elif isinstance(module, Conv1D):
+            module.forward = functools.partial(_fused_conv1d if fused else _conv1d, module)
+        elif "Norm" in type(module).__name__ and module._parameters:
+            module.forward = functools.partial(_norm_in_fp32, module)
+        if isinstance(module, GradientCheckpointingLayer):  # transformers' name for a block
+            module.register_forward_pre_hook(_extras_in_16_bit, with_kwargs=True)
+
+
+def accumulated(parameter: nn.Parameter, accumulator: Callable[[], Tensor]) -> None:
+    """From now on fused layers add `parameter`'s gradients to what `accumulator` returns: fp32, of its shape."""
+    parameter._lowmem_accumulator = accumulator
+
+
+def _embedding_in_fp32(module: nn.Embedding, *arguments, **keywords) -> Tensor:
+    return type(module).forward(module, *arguments, **keywords).float()
+
+
+def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+    dtype = module.weight.dtype
+    return F.linear(x.to(dtype), module.weight, None if module.bias is None else module.bias.to(dtype))
+
+
+def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
+    dtype = module.weight.dtype
+    flat = torch.addmm(module.bias.to(dtype), x.to(dtype).flatten(0, -2), module.weight)
+    return flat.view(*x.shape[:-1], -1)
+
+
+def _fused_linear(module: nn.Linear, x: Tensor) -> Tensor:
+    return _fused_product(module, x, True) if x.dim() > 1 else _linear(module, x)
+
+
+def _fused_conv1d(module: Conv1D, x: Tensor) -> Tensor:
+    return _fused_product(module, x, False)
+
+
+def _fused_product(module: nn.Linear | Conv1D, x: Tensor, transposed: bool) -> Tensor:
+    dtype = module.weight.dtype
+    bias = None if module.bias is None else module.bias.to(dtype)
+    return _Product.apply(x.to(dtype).flatten(0, -2), module.weight, bias, transposed).view(*x.shape[:-1], -1)
+
+
+class _Product(torch.autograd.Function):
+    """x [N, I] @ weight [I, O] + bias, or with `transposed` x @ weight.T, of a weight [O, I]; all in 16 bit."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.transposed = weight, transposed
+        matrix = weight.T if transposed else weight
+        return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):
+        (x,) = ctx.saved_tensors
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
+        matrix = ctx.weight.T if ctx.transposed else ctx.weight
+        bias_gradient = gradient.sum(0) if of_bias else None
+        x_gradient = gradient @ matrix.T if of_x else None
+        factors = (gradient.T, x) if ctx.transposed else (x.T, gradient)
+        accumulator = getattr(ctx.weight, "_lowmem_accumulator", None)
+        weight_gradient = None
+        if of_weight and accumulator is None:
+            weight_gradient = torch.mm(*factors)
+        elif of_weight:
+            torch.ops.lowmem.add_product(accumulator(), *factors)
+        return x_gradient, weight_gradient, bias_gradient, None
+
+
+def _norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
+    return type(module).forward(module, x.float(), *gate, **keywords).to(x.dtype)
+
+
+def _extras_in_16_bit(block: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict]:
+    """Rotary tables and additive masks meet queries and keys, which are in the matrices' dtype."""
+    dtype = next(parameter.dtype for parameter in block.parameters() if parameter.dim() >= 2)
+
+    def cast(value):
+        if isinstance(value, tuple):
+            return tuple(map(cast, value))
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    rest = {name: value if name == "hidden_states" else cast(value) for name, value in keywords.items()}
+    return (*arguments[:1], *map(cast, arguments[1:])), rest
