@@ -6,7 +6,7 @@ What it takes, in GiB (2**30 bytes), for N parameters and a batch of 64 x 1,024 
     gradients, fp32            4 N                            2.88   whole model: summed over all micro-batches
     Adam's m and v, fp32       8 N                            5.77   on the GPU as far as there is room, the rest in RAM
     low half of the weights    2 N                            1.44   with m and v; hi + low is the fp32 master, exactly
-    36 blocks' activations     4 x 1,024 tokens               5.9    26 blocks keep all, 10 their matrix products
+    36 blocks' activations     2 x 1,024 tokens               3.3    nothing is computed twice
     gradients of the first block's input                      0.31   64 x 1,024 x 1,280 x 4
 
 Kept the usual way (fp32 weights, gradients, m and v, all on the GPU) the first lines alone would be 11.53.
