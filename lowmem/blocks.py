@@ -64,11 +64,12 @@ class Decoder:
     """`model`, a causal language model of transformers, taken apart; its parameters may still be on the meta device.
 
     Attributes: `units` (embedding, blocks in order, final), `blocks`, `head_weight` [V, D], `head_bias` [V] or None,
-    `tied` (whether the head's weight is the token embedding's).
+    `tied` (whether the head's weight is the token embedding's), `fused_kernels` (whether what trains it is to run
+    operators.py's, as its layers do: layers.py).
     """
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, model: nn.Module, fused_kernels: bool = False):
+        self.model, self.fused_kernels = model, fused_kernels
         self.architecture = type(model).__name__
         if model.config.is_encoder_decoder:
             raise InputError(f"{self.architecture} is an encoder-decoder; only decoders can be trained here")

@@ -78,7 +78,7 @@ def block_seconds(decoder: Decoder, seq: int, micro_batch: int, dtype: torch.dty
 
 def predicted_block_seconds(decoder: Decoder, seq: int, micro_batch: int, dtype: torch.dtype, target: Target) -> float:
     """The same, simulated: seconds of the GPU alone, as if the host were infinitely fast."""
-    recorder = Recorder(replace(target.machine, host_seconds=(0.0, 0.0)))
+    recorder = Recorder(replace(target.machine, host_seconds=(0.0, 0.0), more_host_seconds={}))
     with recorder, target.functions():
         run = _first_block(decoder, seq, micro_batch, dtype, META)
         began = recorder.clock.gpu

@@ -38,6 +38,7 @@ from lowmem.units import MIB
 
 HOST_SECONDS_PER_OPERATION = 10e-6  # Python, dispatcher and launch of an eager forward operation; assumed
 HOST_SECONDS_PER_BACKWARD_OPERATION = 6e-6  # the same from autograd's C++ engine; assumed
+HOST_SECONDS_PER_PYTHON_BACKWARD = 27e-6  # of layers.py's product, both ways, beside its operations: on a CPU (x86_64)
 KERNEL_SECONDS = 2e-6  # a kernel's start and end on the GPU; assumed
 MEMORY_SHARE = 0.8  # of the bandwidth; copies reach 0.89 (mli/transformers-benchmarks#4), reductions less; assumed
 ATTENTION_SHARE = 0.6  # fused attention against a large product on the same card; assumed

@@ -14,11 +14,10 @@ from torch import Tensor
 from lowmem import adam
 from lowmem.adam import Hyperparameters, Optimizer, State
 from lowmem.loss import IGNORED, linear_cross_entropy
-from lowmem.precision import WORKING_DTYPES, join, split
+from lowmem.precision import join, split
 
 OLDEST_CAPABILITY = (7, 5)  # that today's Triton compiles for
 SIZES = (4096, 4097)  # Triton compiles another kernel for numbers that 16 divides
-_16_BIT = (torch.bfloat16, torch.float16)
 MOST_LOSS_ERROR = 0.02  # logits, and the gradients for them, are rounded to 16 bit: 0.006 in bf16 on the CPU
 MOST_ULPS = 8  # between a kernel and the eager lines: some fused products and sums, and a square root
 
@@ -45,10 +44,10 @@ def update(
         torch.ops.lowmem.split(working, low, master)
 
 
-def may_run_beside(rule: adam.UpdateRule | None, optimizer: Optimizer) -> bool:
-    """Whether updates by `rule` may have a CUDA stream of their own: they allocate nothing, and launch all they do on
-    the stream that is current."""
-    return rule is update and optimizer.any_stream
+def may_run_beside(fused_kernels: bool, optimizer: Optimizer) -> bool:
+    """Whether updates may have a CUDA stream of their own: kernels allocate nothing, and launch all they do on the
+    stream that is current, unless they are bitsandbytes'."""
+    return fused_kernels and optimizer.any_stream
 
 
 def expected(capability: tuple[int, int]) -> bool:
@@ -66,19 +65,24 @@ def available(device: torch.device) -> bool:
 def why_not(device: torch.device) -> str | None:
     """Compiles the kernels and holds them to the eager lines; a sentence where they cannot be had, None where they
     can. A second or two the first time on a machine, then from Triton's cache."""
-    if torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
-        return "Triton does not compile for this card"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        return "Triton compiles for cards from Turing on"
+    in_16_bit = (torch.float16, torch.bfloat16) if capability >= (8, 0) else (torch.float16,)  # what runs may ask for
     try:
         worst = max(
             ulps
-            for name, dtype, size in product(("adamw", "sgd"), WORKING_DTYPES.values(), SIZES)
+            for name, dtype, size in product(("adamw", "sgd"), (torch.float32, *in_16_bit), SIZES)
             for ulps in largest_ulps(device, name, dtype, size=size).values()
         )
-        halves = all(halves_agree(device, dtype, size) for dtype in _16_BIT for size in SIZES)
-        loss = max(loss_error(device, dtype, size) for dtype in _16_BIT for size in SIZES)
+        halves = all(halves_agree(device, dtype, size) for dtype in in_16_bit for size in SIZES)
+        loss = max(
+            loss_error(device, dtype, size, with_bias, differentiate)
+            for dtype, size, with_bias, differentiate in product(in_16_bit, SIZES, (False, True), (False, True))
+        )
     except Exception as error:  # whatever a compiler may say: none there, a driver too old, no room for its files
         last = (str(error).strip() or "no reason given").splitlines()[-1]
-        return f"Triton does not compile here ({type(error).__name__}: {last})"
+        return f"they do not run here ({type(error).__name__}: {last})"
     if not halves:
         return "a kernel splits or joins weights otherwise"
     if not loss <= MOST_LOSS_ERROR:
@@ -86,7 +90,9 @@ def why_not(device: torch.device) -> str | None:
     return None if worst <= MOST_ULPS else f"a kernel is {worst:.3g} units of the last place off"
 
 
-def loss_error(device: torch.device, dtype: torch.dtype, words: int) -> float:
+def loss_error(
+    device: torch.device, dtype: torch.dtype, words: int, with_bias: bool = True, differentiate: bool = True
+) -> float:
     """The largest distance, relative to its norm, of the loss and its gradients on `device` from those of the eager
     lines on the CPU, in fp32, of the same 16-bit operands."""
     generator = torch.Generator().manual_seed(3)
@@ -95,12 +101,13 @@ def loss_error(device: torch.device, dtype: torch.dtype, words: int) -> float:
     labels[::5] = IGNORED
 
     def results(device: torch.device, dtype: torch.dtype, fused: bool) -> list[Tensor]:
-        gradients = [torch.ones(size, device=device) for size in (weight.shape, bias.shape)]
+        of_weight = torch.ones(weight.shape, device=device) if differentiate else None
+        of_bias = torch.ones(words, device=device) if differentiate and with_bias else None
         found = linear_cross_entropy(
-            hidden.to(device, dtype), weight.to(device, dtype), labels.to(device), bias=bias.to(device), scale=0.5,
-            weight_gradient=gradients[0], bias_gradient=gradients[1], chunk_tokens=32, fused=fused,
+            hidden.to(device, dtype), weight.to(device, dtype), labels.to(device), scale=0.5, chunk_tokens=32,
+            bias=bias.to(device) if with_bias else None, weight_gradient=of_weight, bias_gradient=of_bias, fused=fused,
         )  # fmt: skip
-        return [tensor.cpu().double() for tensor in (*found, *gradients)]
+        return [tensor.cpu().double() for tensor in (*found, of_weight, of_bias) if tensor is not None]
 
     pairs = zip(results(device, dtype, True), results(torch.device("cpu"), torch.float32, False), strict=True)
     return max(((found - truth).norm() / truth.norm()).item() for found, truth in pairs)

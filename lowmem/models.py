@@ -236,7 +236,7 @@ def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_
     fuse_gelu(model)
     if precision != "fp32":
         cast_explicitly(model, torch.float32 if residual == "fp32" else WORKING_DTYPES[precision], fused_kernels)
-    return Decoder(model)
+    return Decoder(model, fused_kernels)
 
 
 @contextmanager

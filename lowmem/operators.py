@@ -36,7 +36,7 @@ def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def row_stride(entries: int) -> int:
-    """The smallest with which rows of so many 16-bit numbers begin where 16 bytes can be read at once."""
+    """The smallest with which Triton reads rows of so many numbers 16 bytes at a time: it asks for multiples of 16."""
     return -(-entries // 16) * 16
 
 

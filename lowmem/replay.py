@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from lowmem.adam import UpdateRule
 from lowmem.blocks import Extra
 from lowmem.data import Batch
 from lowmem.recompute import ALL, INPUT, Dropout, Saved, Segment
@@ -63,9 +64,11 @@ class ReplayedStep(Step):
         known: dict[tuple, _Known] | None,
         alike: bool,
         functions: Callable[[], AbstractContextManager],
+        update: UpdateRule,
         **keywords,
     ):
         super().__init__(*arguments, **keywords)
+        self._rule = update
         self._recorder, self._known, self._functions = recorder, known, functions
         self._forwards: dict[int, Region] = {}  # segments that wait for their backward, by their Saved
         self._parts: list[list[Part]] = [[] for _ in self._decoder.units]

@@ -25,7 +25,13 @@ from lowmem import adam, fused
 from lowmem.adam import Optimizer, UpdateRule
 from lowmem.allocator import CachingAllocator
 from lowmem.blocks import Decoder
-from lowmem.cards import HOST_SECONDS_PER_BACKWARD_OPERATION, HOST_SECONDS_PER_OPERATION, Card, operation_seconds
+from lowmem.cards import (
+    HOST_SECONDS_PER_BACKWARD_OPERATION,
+    HOST_SECONDS_PER_OPERATION,
+    HOST_SECONDS_PER_PYTHON_BACKWARD,
+    Card,
+    operation_seconds,
+)
 from lowmem.clock import SimulatedCopies
 from lowmem.cuda_ops import (
     PRODUCTS,
@@ -104,6 +110,7 @@ def gpu_target(card: Card, fused_kernels: bool | None = None) -> Target:
         workspace_bytes=workspace + blaslt_workspace_bytes(version),
         seconds=lambda *operation: operation_seconds(card, *operation),
         host_seconds=(HOST_SECONDS_PER_OPERATION, HOST_SECONDS_PER_BACKWARD_OPERATION),
+        more_host_seconds={torch.ops.lowmem.add_product.default: HOST_SECONDS_PER_PYTHON_BACKWARD},
     )
     return Target(
         machine, lambda: CudaFunctions(card.capability), fused.update if fused_kernels else adam.update,
@@ -160,6 +167,8 @@ def record_step(
     """Two steps of `case` on `decoder`, whose parameters become meta tensors of the store's. `known`, a dict
     that is kept between calls with the same decoder, sequence length, dtype and target, saves running again what has
     been run; with None everything is run. `alike`: blocks that are made alike are run once for all of them."""
+    if decoder.fused_kernels != target.fused_kernels:
+        raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     recorder = Recorder(target.machine, lambda frame: _NAMES.get(frame.f_code))
     with _no_collection(), recorder:
         store = Store(decoder, META, case.dtype, case.optimizer, case.resident_units, host_tensor=_never_touched)
@@ -181,7 +190,7 @@ def record_step(
                 recorder.clock,
                 target.copies_in,
                 target.copies_out,
-                beside=fused.may_run_beside(target.update, case.optimizer),
+                beside=fused.may_run_beside(target.fused_kernels, case.optimizer),
             )
         schedule = case.schedule
         group = schedule.micro_batch * schedule.group

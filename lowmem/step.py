@@ -123,16 +123,12 @@ class Step:
         weight_decay: float,
         seed: int,
         loss_scale: LossScale,
-        update: UpdateRule | None = None,
     ):
-        """`update`: fused.update where operators.py's can be had (the loss is computed by them, too, and the decoder's
-        layers have been made for them); None: adam.update, in slices on the CPU."""
         self.segments = schedule.segments(len(decoder.blocks))
         self.schedule, self.loss_scale = schedule, loss_scale
         self._decoder, self._store, self._optimizer = decoder, store, optimizer
         self._clip_norm, self._seed = clip_norm, seed
-        self._fused = update is fused.update
-        beside = fused.may_run_beside(update, optimizer)
+        beside = fused.may_run_beside(decoder.fused_kernels, optimizer)
         self._updates = Updates(store, len(decoder.units), weight_decay, lambda *piece: self._update(*piece), beside)
         self._when_final = HOLD
         self._update_with = 1.0, 0.0  # the factor that clips the gradients, and the learning rate
@@ -140,7 +136,8 @@ class Step:
         self._lowest_final = 0  # the first unit whose gradients are
         self._lessons: Lessons = {}
         self._device = store.device
-        self._rule = update or (adam.update_in_slices if self._device.type == "cpu" else adam.update)
+        eagerly: UpdateRule = adam.update_in_slices if self._device.type == "cpu" else adam.update
+        self._rule = fused.update if decoder.fused_kernels else eagerly
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
         for unit in decoder.units:
             for name, parameter in unit.parameters.items():
@@ -357,7 +354,7 @@ class Step:
             labels.flatten(),
             bias=None if bias is None else bias.detach(),
             scale=1.0 if scale is None else scale,
-            fused=self._fused and weight.dtype is not torch.float32,
+            fused=self._decoder.fused_kernels and weight.dtype is not torch.float32,
             **accumulators,
         )
 

@@ -127,13 +127,15 @@ class _Open:
 class Machine:
     """What a device adds to what the operations say themselves. Of an operation (func, args, kwargs, result):
     `hidden_bytes` are its temporaries, `seconds` its time on the GPU. `workspace_bytes`: what a thread's first matrix
-    product (`products`) takes for good. `host_seconds`: to launch an operation, in forward and in backward."""
+    product (`products`) takes for good. `host_seconds`: to launch an operation, in forward and in backward;
+    `more_host_seconds`: what some take beside that."""
 
     hidden_bytes: Callable = lambda *_: ()
     products: frozenset = frozenset()
     workspace_bytes: int = 0
     seconds: Callable = lambda *_: 0.0
     host_seconds: tuple[float, float] = (0.0, 0.0)
+    more_host_seconds: dict = field(default_factory=dict)
 
 
 class Recorder(TorchDispatchMode):
@@ -202,7 +204,7 @@ class Recorder(TorchDispatchMode):
         else:
             region.operations = list(Tape(chunks))
         region.operations[:] = [(region._relative(n, earlier), size, name) for n, size, name in region.operations]
-        if len(chunks) == 1:
+        if len(chunks) == 1 and region.operations:  # one that allocates nothing is off the tape already
             earlier_base = earlier.base if earlier else 0
             chunk = Chunk(region.operations, region.base, earlier_base, chunks[0].seconds)
             self.tape.chunks[opened.first_chunk] = chunk
@@ -291,7 +293,8 @@ class Recorder(TorchDispatchMode):
             self._born(size, "inside_operations") for size in machine.hidden_bytes(func, args, kwargs, result)
         ]:
             self._freed(number)
-        span = Span.of_operation(machine.host_seconds[thread], machine.seconds(func, args, kwargs, result))
+        host = machine.host_seconds[thread] + machine.more_host_seconds.get(func, 0.0)
+        span = Span.of_operation(host, machine.seconds(func, args, kwargs, result))
         self._advance(span)
 
     def _advance(self, span: Span) -> None:

@@ -120,7 +120,7 @@ def train(
     loss_scale = LossScale(enabled=plan.precision == "fp16")
     step = Step(
         decoder, store, optimizer, plan.schedule, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
-        seed=settings.seed, loss_scale=loss_scale, update=fused.update if plan.fused_kernels else None,
+        seed=settings.seed, loss_scale=loss_scale,
     )  # fmt: skip
     recoveries: list[dict] = []
     attempt = partial(within_memory, step, recoveries, log.say)

@@ -1,18 +1,25 @@
-"""The update kernels, run on the CPU by Triton's interpreter, and compiled for cards that are not here."""
+"""The fused operators, run on the CPU by Triton's interpreter, and compiled for cards that are not here."""
 
 import copy
 import dataclasses
 import importlib
+import itertools
+import os
 import re
+import subprocess
 import sys
+import tempfile
+from collections import Counter
 from contextlib import contextmanager
 
 import pytest
 import torch
+from reference import tiny_config
 from test_loss import chunked, errors, operands
 from test_loss import plain as plain_loss
 from test_step import PLAIN, make_batches, train
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 import lowmem
@@ -21,9 +28,10 @@ from lowmem.adam import Hyperparameters, get_optimizer, state_layout
 from lowmem.cards import CARDS
 from lowmem.layers import accumulated, cast_explicitly
 from lowmem.loss import linear_cross_entropy
+from lowmem.models import make_decoder
 from lowmem.precision import join, split
 from lowmem.replay import _traffic_of_8_bit
-from lowmem.simulate import gpu_target
+from lowmem.simulate import gpu_target, record_step
 from lowmem.trace import Recorder
 
 triton = pytest.importorskip("triton")
@@ -159,7 +167,7 @@ def test_pieces_updated_on_their_own_are_the_whole_bit_for_bit(interpreted, name
 )
 def test_with_kernels_too_placement_and_schedule_change_no_bit(interpreted, family, precision, optimizer):
     batches = make_batches(2)
-    kind = {"family": family, "precision": precision, "optimizer": optimizer, "update": fused.update}
+    kind = {"family": family, "precision": precision, "optimizer": optimizer, "fused_kernels": True}
     plain = train(batches, **kind, **PLAIN)
     for arrangement in (
         {"resident_units": 2, "group": 2, "segment_blocks": 2},
@@ -169,19 +177,49 @@ def test_with_kernels_too_placement_and_schedule_change_no_bit(interpreted, fami
         assert train(batches, **kind, **arrangement).differences(plain) == [], arrangement
 
 
+class Counting(TorchDispatchMode):
+    """How often each operator of ours runs, and which matrices autograd was given a gradient of."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "lowmem":
+            self.counts[function._schema.name.removeprefix("lowmem::")] += 1
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_step_with_kernels_runs_them_for_every_matrix_loss_and_update(interpreted, family):
+    """Two micro-batches, one of them at a time; four products a block for GPT-2, seven for Llama."""
+    with Counting() as counting:
+        outcome = train(make_batches(1), family=family, precision="bf16", fused_kernels=True, **PLAIN)
+    blocks = len(outcome.step.segments)
+    products = {"gpt2": 4, "llama": 7}[family] * blocks
+    assert counting.counts["cross_entropy"] == 2
+    assert counting.counts["add_product"] == 2 * (products + 1), "and the head"
+    assert counting.counts["adamw"] >= 2 * blocks
+    with Counting() as counting:
+        train(make_batches(1), family=family, precision="bf16", **PLAIN)
+    assert not counting.counts
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_run_with_kernels_stays_as_near_to_fp32_as_one_without(interpreted, family):
     """Gradients of matrices are not rounded to bf16 before they are summed; the rest is. Of the mean distances over six
     steps: 0.8 to 1.3 for one seed. Logits' gradients that are cut off, not rounded, make it 6 for GPT-2's norms."""
-    batches, distances = make_batches(4), {fused.update: torch.zeros(2), None: torch.zeros(2)}
+    batches, distances = make_batches(4), {True: torch.zeros(2), False: torch.zeros(2)}
     for seed in range(2):
         kind = {"family": family, "seed": seed}
         truth = train(batches, **kind)
-        for update in distances:
-            run = train(batches, precision="bf16", update=update, **kind)
+        for fused_kernels in distances:
+            run = train(batches, precision="bf16", fused_kernels=fused_kernels, **kind)
             pairs = ((run.losses, truth.losses), (run.norms, truth.norms))
-            distances[update] += torch.tensor([torch.tensor(a).sub(torch.tensor(b)).abs().mean() for a, b in pairs])
-    assert (distances[fused.update] <= 1.5 * distances[None]).all(), distances
+            distances[fused_kernels] += torch.tensor(
+                [torch.tensor(a).sub(torch.tensor(b)).abs().mean() for a, b in pairs]
+            )
+    assert (distances[True] <= 1.5 * distances[False]).all(), distances
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -293,8 +331,8 @@ def test_the_kernel_compiles_for_cards_and_reads_16_bytes_at_a_time_without_spil
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
                if name.endswith("_at") or name == "n"}  # fmt: skip
     source = ASTSource(kernel, signature, {"KIND": kind, "BLOCK": compiled.BLOCK}, aligned)
-    accesses = accesses_of(source, capability, warps=4)
-    assert accesses and all(space == "global" and ".v4.b32" in width for space, width in accesses), accesses
+    accesses = [access for access in accesses_of(source, capability, warps=4) if access[0] != "bar.sync"]
+    assert accesses and all("global" in what and ".v4.b32" in width for what, width in accesses), accesses
 
 
 @pytest.mark.parametrize("capability", [75, 80, 86, 90])
@@ -312,19 +350,37 @@ def test_the_loss_compiles_for_cards_and_reads_logits_16_bytes_at_a_time_without
                if name.endswith("_at") or name == "stride"}  # fmt: skip
     constants = {"HAS_BIAS": False, "DIFFERENTIATE": True, "BLOCK": compiled.WORDS}
     accesses = accesses_of(ASTSource(kernel, signature, constants, aligned), capability, warps=8)
-    assert all(space == "global" for space, _ in accesses)
-    wide = [width for _, width in accesses if ".v4.b32" in width]
+    assert not any("local" in what for what, _ in accesses)
+    wide = [what for what, width in accesses if ".v4.b32" in width]
     assert len(wide) >= 3 * compiled.WORDS // (8 * 32) // 8, "both readings and the writing, 8 numbers at once"
-    assert len(accesses) - len(wide) <= 3, "the label, its logit and the loss"
+    narrow = [place for place, (what, width) in enumerate(accesses) if "global" in what and ".v4.b32" not in width]
+    assert len(narrow) <= 3, "the label, its logit and the loss"
+    first_overwritten = next(n for n, (what, width) in enumerate(accesses) if what == "st.global" and ".v4" in width)
+    between = [what for what, _ in accesses[narrow[-2] : first_overwritten]]
+    assert "bar.sync" in between, "the target's logit is read before any thread overwrites it"
 
 
 def accesses_of(source, capability: int, warps: int) -> list[tuple[str, str]]:
-    """(memory, width) of the loads and stores in the compiled kernel."""
+    """(instruction, width) of what touches memory, and of barriers, in the compiled kernel, which spills nothing."""
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget("cuda", capability, 32)
     ptx = triton.compile(source, target=target, options={"num_warps": warps}).asm["ptx"]
-    return re.findall(r"(?:ld|st)\.(global|local)(\S*)", ptx)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        assembler = [
+            knobs.nvidia.ptxas.path,
+            "-v",
+            f"--gpu-name=sm_{capability}{'a' if capability == 90 else ''}",
+            file.name,
+            "-o",
+            os.devnull,
+        ]
+        said = subprocess.run(assembler, capture_output=True, text=True, check=True).stderr
+    assert re.findall(r"(\d+) bytes spill", said) == ["0", "0"], said
+    return re.findall(r"(ld\.global|st\.global|ld\.local|st\.local|bar\.sync)(\S*)", ptx)
 
 
 def test_without_a_gpu_the_kernels_are_expected_of_turing_and_later():
@@ -334,7 +390,7 @@ def test_without_a_gpu_the_kernels_are_expected_of_turing_and_later():
 
 def test_where_triton_does_not_compile_the_reason_is_a_sentence(compiled, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "Triton does not compile here" in fused.why_not.__wrapped__(CPU)  # for this "card", which is none
+    assert "they do not run here" in fused.why_not.__wrapped__(CPU)  # for this "card", which is none
 
 
 def test_kernels_that_agree_are_used_and_halves_that_differ_are_found(interpreted, monkeypatch):
@@ -342,6 +398,25 @@ def test_kernels_that_agree_are_used_and_halves_that_differ_are_found(interprete
     assert fused.why_not.__wrapped__(CPU) is None
     monkeypatch.setattr(interpreted, "join", lambda working, low, master: master.copy_(working))
     assert fused.why_not.__wrapped__(CPU) == "a kernel splits or joins weights otherwise"
+
+
+def test_before_a_run_the_loss_is_tried_in_every_variant_that_triton_makes_of_it(interpreted, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    real, variants = interpreted.cross_entropy, set()
+
+    def noting(logits, bias, labels, losses, scale):
+        variants.add((logits.dtype, bias is not None, scale is not None))
+        real(logits, bias, labels, losses, scale)
+
+    monkeypatch.setattr(interpreted, "cross_entropy", noting)
+    assert fused.why_not.__wrapped__(CPU) is None
+    assert variants == set(itertools.product(DTYPES[1:], (False, True), (False, True)))
+
+
+def test_a_step_is_not_simulated_for_kernels_that_its_decoder_does_not_run():
+    decoder, case = make_decoder(tiny_config("gpt2"), "bf16", "fp32"), None
+    with pytest.raises(ValueError, match="not made for the target's kernels"):
+        record_step(decoder, case, gpu_target(CARDS["rtx3090"]))
 
 
 def test_a_loss_that_is_computed_otherwise_is_found(interpreted, monkeypatch):
@@ -352,9 +427,9 @@ def test_a_loss_that_is_computed_otherwise_is_found(interpreted, monkeypatch):
 
 
 def test_8_bit_updates_stay_on_the_stream_that_computes():
-    assert fused.may_run_beside(fused.update, get_optimizer("adamw"))
-    assert not fused.may_run_beside(fused.update, get_optimizer("adamw8bit"))
-    assert not fused.may_run_beside(None, get_optimizer("adamw"))
+    assert fused.may_run_beside(True, get_optimizer("adamw"))
+    assert not fused.may_run_beside(True, get_optimizer("adamw8bit"))
+    assert not fused.may_run_beside(False, get_optimizer("adamw"))
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch):

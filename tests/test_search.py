@@ -28,7 +28,7 @@ CHOICES = Choices((1, 2, 4), None, (1, 2), range(7), (0, 1, 3, 5))
 
 
 def decoder():
-    return make_decoder(CONFIG, "bf16", "fp32")
+    return make_decoder(CONFIG, "bf16", "fp32", fused_kernels=True)
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ import torch
 from reference import VOCABULARY, plain_training, tiny_model
 from transformers import AutoModelForCausalLM, OPTConfig
 
-from lowmem import fused, streaming
 from lowmem import store as stores
+from lowmem import streaming
 from lowmem.adam import get_optimizer
 from lowmem.blocks import Decoder
 from lowmem.data import Batch
@@ -79,15 +79,15 @@ def train(
     residual="fp32",
     rates=None,
     before_step=None,
-    update=None,
+    fused_kernels=False,
     **schedule,
 ) -> Outcome:
     model = tiny_model(family, dropout, seed)
     initial = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
     if precision != "fp32":
         stream = torch.float32 if residual == "fp32" else WORKING_DTYPES[precision]
-        cast_explicitly(model, stream, update is fused.update)
-    decoder = Decoder(model)
+        cast_explicitly(model, stream, fused_kernels)
+    decoder = Decoder(model, fused_kernels)
     rule = get_optimizer(optimizer)
     store = Store(decoder, CPU, WORKING_DTYPES[precision], rule, resident_units)
     store.write(iter(initial))
@@ -95,7 +95,6 @@ def train(
     step = Step(
         decoder, store, rule, layout,
         clip_norm=clip_norm, weight_decay=0.01, seed=3, loss_scale=LossScale(precision == "fp16"),
-        update=update,
     )  # fmt: skip
     results = []
     for index, batch in enumerate(batches):

@@ -157,7 +157,7 @@ def train(
     kernels = fused.available(device)
     if precision != "fp32":
         cast_explicitly(model, torch.float32, kernels)
-    decoder = Decoder(model)
+    decoder = Decoder(model, kernels)
     rule = get_optimizer(optimizer)
     store = Store(decoder, device, WORKING_DTYPES[precision], rule, resident_units)
     store.write(random_weights(shape.config, seed=0))
@@ -165,7 +165,6 @@ def train(
     step = Step(
         decoder, store, rule, Schedule(micro_batch=2, **schedule),
         clip_norm=clip_norm, weight_decay=0.01, seed=0, loss_scale=LossScale(precision == "fp16", scale=4096.0),
-        update=fused.update if kernels else None,
     )  # fmt: skip
     results = [step(batch, index, 1e-3) for index, batch in enumerate(shape.batches())]
     step.flush()

@@ -142,8 +142,9 @@ def fused_speed(device: torch.device, tokens: int, width: int, vocabulary: int) 
     first matrix with adding it to its accumulator."""
     hidden, weight, left, right = (
         torch.randn(*shape, device=device).to(torch.bfloat16)
-        for shape in ((tokens, width), (vocabulary, width), (width, tokens), (tokens, 4 * width))
+        for shape in ((tokens, width), (vocabulary, width), (tokens, width), (tokens, 4 * width))
     )
+    left = left.T  # as an MLP's input in its first matrix's gradient
     labels = torch.zeros(tokens, dtype=torch.int64, device=device)
     of_weight, of_matrix = torch.zeros(weight.shape, device=device), torch.zeros(width, 4 * width, device=device)
 

@@ -101,8 +101,8 @@ def measure(
     return Measured(peaks.gpu_allocated_peak_bytes, peaks.gpu_reserved_peak_bytes, returned, left, tape)
 
 
-def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, steps: int, target: Target) -> Ran:
-    """The step as training makes it, on random weights, with the update that `target` counts on."""
+def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, steps: int) -> Ran:
+    """The step as training makes it, on random weights."""
     store = Store(decoder, device, case.dtype, case.optimizer, case.resident_units)
     for part in store.parts:
         part.working.normal_(0, 0.02)
@@ -110,7 +110,6 @@ def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, 
     step = Step(
         decoder, store, case.optimizer, case.schedule, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
         loss_scale=LossScale(case.dtype is torch.float16, scale=1024.0),
-        update=target.update if device.type == "cuda" else None,
     )  # fmt: skip
     seconds = []
     for number in range(steps):

@@ -40,7 +40,7 @@ from lowmem.planner import make_plan
 from lowmem.precision import WORKING_DTYPES
 from lowmem.prediction import Plan
 from lowmem.settings import Settings
-from lowmem.simulate import Memory, StepCase, gpu_target, under_cap
+from lowmem.simulate import Memory, StepCase, under_cap
 
 SEQ, BATCH, PLAIN_BATCH = 1024, 16, 2
 TINY_SEQ, TINY_BATCH = 16, 2
@@ -136,7 +136,7 @@ def _run_lowmem(plan: Plan, device: torch.device):
         plan.resident_units, settings.clip_norm,
     )  # fmt: skip
     ids, labels = torch.randint(0, decoder.model.config.vocab_size, (2, settings.batch, settings.seq))
-    return train(decoder, case, Batch(ids, labels), device, STEPS, gpu_target(plan.card, plan.fused_kernels))
+    return train(decoder, case, Batch(ids, labels), device, STEPS)
 
 
 def _compared(predicted: Memory, found) -> tuple[dict, dict[str, bool]]:

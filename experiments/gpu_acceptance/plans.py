@@ -167,7 +167,7 @@ def check_choice(setting: Setting, device: torch.device, target: Target) -> Resu
     """A row per layout of a small grid under CHOICE_LIMIT_BYTES, less the margin that the planner leaves; its choice
     beside the fastest."""
     if setting.dry_run:  # where the simulation of the CPU has no clock, and the grid is three layouts
-        base, target, room, steps = DRY_GRID[0], gpu_target(CARDS["rtx3060"]), None, STEPS
+        base, target, room, steps = DRY_GRID[0], gpu_target(CARDS["rtx3060"], fused_kernels=False), None, STEPS
         micro_batches, groups, states = (4,), (1,), ("resident",)
     else:
         base, room, steps = Layout("gpt2"), CHOICE_LIMIT_BYTES - MARGIN_BYTES, TIMED_STEPS
@@ -215,11 +215,11 @@ def measure(
     layout: Layout, device: torch.device, target: Target, limit_bytes: int | None = None, *, steps: int = STEPS,
     history: bool = False,
 ) -> Measured[Ran] | None:  # fmt: skip
-    """Really runs `layout`, with the update that `target` counts on; None where it ran out of memory under the cap."""
+    """Really runs `layout`, with the kernels that `target` counts on; None where it ran out of memory under the cap."""
 
     def work() -> Ran:
         decoder = layout.decoder(target.fused_kernels)
-        return train(decoder, layout.case(len(decoder.units)), layout.tokens(), device, steps, target)
+        return train(decoder, layout.case(len(decoder.units)), layout.tokens(), device, steps)
 
     return measured.measure(work, device, limit_bytes, history=history)
 

@@ -91,8 +91,7 @@ def run_lowmem(config: PretrainedConfig, seq: int, batch: int, choice: dict, dev
     store.page_lock()
     schedule = Schedule(**{field.name: choice[field.name] for field in fields(Schedule) if field.name in choice})
     step = Step(
-        decoder, store, optimizer, schedule, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False),
-        update=fused.update if kernels else None,
+        decoder, store, optimizer, schedule, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False)
     )  # fmt: skip
     tokens = torch.zeros((batch, seq), dtype=torch.int64)
     _begin(device)
