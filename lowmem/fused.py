@@ -64,7 +64,7 @@ def available(device: torch.device) -> bool:
 @cache
 def why_not(device: torch.device) -> str | None:
     """Compiles the kernels and holds them to the eager lines; a sentence where they cannot be had, None where they
-    can. A second or two the first time on a machine, then from Triton's cache."""
+    can. Some ten seconds the first time on a machine, then from Triton's cache."""
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         return "Triton compiles for cards from Turing on"
