@@ -4,7 +4,7 @@
 allocator, under the card's memory less CUDA's context. NCCL's buffers are not known and not subtracted: a figure within
 1 GiB of the card is no promise.
 
-Seconds per step are the roofline's of cards.py plus communication at the speed of a copy over the bus in one direction,
+Seconds per step are those of roofline.py plus communication at the speed of a copy over the bus in one direction,
 which DDP and FSDP2 hide behind compute and tensor parallelism does not: good for an order, not a figure. Not compared
 with GPUs.
 

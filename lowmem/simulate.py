@@ -25,13 +25,7 @@ from lowmem import adam, fused
 from lowmem.adam import Optimizer, UpdateRule
 from lowmem.allocator import CachingAllocator
 from lowmem.blocks import Decoder
-from lowmem.cards import (
-    HOST_SECONDS_PER_BACKWARD_OPERATION,
-    HOST_SECONDS_PER_OPERATION,
-    HOST_SECONDS_PER_PYTHON_BACKWARD,
-    Card,
-    operation_seconds,
-)
+from lowmem.cards import Card
 from lowmem.clock import SimulatedCopies
 from lowmem.cuda_ops import (
     PRODUCTS,
@@ -45,6 +39,12 @@ from lowmem.data import Batch
 from lowmem.device import CUBLAS_WORKSPACES
 from lowmem.precision import LossScale
 from lowmem.replay import META, ReplayedStep
+from lowmem.roofline import (
+    HOST_SECONDS_PER_BACKWARD_OPERATION,
+    HOST_SECONDS_PER_OPERATION,
+    HOST_SECONDS_PER_PYTHON_BACKWARD,
+    operation_seconds,
+)
 from lowmem.step import Schedule, Step
 from lowmem.store import Store
 from lowmem.streaming import Ring

@@ -7,19 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from lowmem.cards import (
-    ATTENTION_SHARE,
-    CARDS,
-    EMULATED_SHARE,
-    KERNEL_SECONDS,
-    UNALIGNED_SHARE,
-    Card,
-    Rate,
-    card_named,
-    card_of_name_reported,
-    operation_seconds,
-)
+from lowmem.cards import CARDS, EMULATED_SHARE, Card, Rate, card_named, card_of_name_reported
 from lowmem.errors import InputError
+from lowmem.roofline import ATTENTION_SHARE, KERNEL_SECONDS, UNALIGNED_SHARE, operation_seconds
 
 aten = torch.ops.aten
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
