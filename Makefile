@@ -3,11 +3,15 @@
 
 PYTHON =
 RUN = .venv/bin/python
+TORCH_CUDA = 2.14.1
+RUN_CUDA = .venv-cuda/bin/python
 
 help:
 	@echo 'make setup   make .venv and install what requirements.txt pins; a second call installs nothing'
 	@echo 'make demo    train a small model on the source files of the standard library (minutes on two CPU cores)'
 	@echo 'make test    run the test suite (no GPU, no network)'
+	@echo 'make stand-in   make .venv-cuda: a CUDA build of PyTorch (1.2 GB) and a GPU that is not there to run it on'
+	@echo 'make test-cuda  run the tests of what only CUDA does, on that'
 	@echo 'make results tables and pictures of the READMEs from the rows that are there'
 	@echo 'make lint    check style and formatting'
 
@@ -43,6 +47,24 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
+# .venv-cuda has nothing of its own but a CUDA build of PyTorch, without the libraries of CUDA; the rest is .venv's.
+# Another version: make stand-in TORCH_CUDA=2.12.1
+stand-in: setup
+	@set -eu; \
+	wanted="torch==$(TORCH_CUDA), beside $$($(RUN) -c 'import sys, sysconfig; print(sys.version, sysconfig.get_path("purelib"))')"; \
+	if [ "$$(cat .venv-cuda/installed.txt 2>/dev/null)" != "$$wanted" ]; then \
+		rm -rf .venv-cuda; \
+		$(RUN) -m venv --without-pip .venv-cuda; \
+		$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+			> "$$($(RUN_CUDA) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"; \
+		$(RUN) -m pip --python $(RUN_CUDA) install --disable-pip-version-check --no-deps torch==$(TORCH_CUDA); \
+		echo "$$wanted" > .venv-cuda/installed.txt; \
+	fi; \
+	$(RUN_CUDA) -m stand_in.build
+
+test-cuda: stand-in
+	OMP_NUM_THREADS=1 $(RUN_CUDA) -m stand_in --values -- -m pytest -n 2 --dist worksteal tests/cuda
+
 # Tables and pictures of all READMEs, from the rows that are there; measures nothing.
 results: setup
 	$(RUN) -m experiments.results
@@ -52,4 +74,4 @@ lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-.PHONY: help setup demo test results lint
+.PHONY: help setup demo test stand-in test-cuda results lint

@@ -139,6 +139,8 @@ class Decoder:
         """The pieces against the whole model on a few tokens; raises InputError if they differ. Needs real weights."""
         try:
             difference = self.difference(vocabulary_size, document_mask)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # that is the card's error and says nothing of the model
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise InputError(

@@ -1,0 +1,161 @@
+"""Makes the libraries of the stand-in for the CUDA build of PyTorch that this interpreter has.
+
+    .venv-cuda/bin/python -m stand_in.build
+
+One library has what is modelled (card/*.c). For every CUDA library that PyTorch's own libraries ask for, a second kind
+is generated: the same name, the same symbols and versions of symbols, and each function either jumps to what is
+modelled, or is a stub that returns 0 (success) and, where it creates an object, hands out a piece of memory. Which
+functions those are is read from PyTorch's libraries, so another version of PyTorch needs no change here.
+
+Needs a C compiler and binutils (nm, readelf). The headers of CUDA are those that Triton's package has.
+"""
+
+import hashlib
+import importlib.util
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+HERE = Path(__file__).parent
+LIBRARIES = Path(sys.prefix) / "stand_in"
+CARD = "libstand_in_card.so"
+_PREFIX = "card_"  # of the functions that are modelled
+# Libraries whose symbols PyTorch's libraries ask for without a version, by the beginning of a symbol's name.
+_BY_PREFIX = {
+    "cusparseLt": "libcusparseLt.so.0",
+    "cuFile": "libcufile.so.0",
+    "nvshmem": "libnvshmem_host.so.3",
+    "nccl": "libnccl.so.2",
+}
+_CUDA = ("libcu", "libnv", "libnccl")  # how the names of CUDA's libraries begin
+
+
+class BuildError(Exception):
+    """The stand-in cannot be built here; the text says what is missing."""
+
+
+def build() -> Path:
+    """The folder of the libraries, which are made where they are missing or were made of something else."""
+    asking = _libraries_that_ask()
+    sources = sorted((HERE / "card").iterdir())
+    made_of = hashlib.sha256("".join(f"{path}{path.stat().st_mtime_ns}" for path in asking).encode())
+    for path in (*sources, Path(__file__)):
+        made_of.update(path.read_bytes())
+    mark = LIBRARIES / "made_of"
+    if mark.exists() and mark.read_text() == made_of.hexdigest():
+        return LIBRARIES
+    LIBRARIES.mkdir(exist_ok=True)
+    for old in LIBRARIES.iterdir():
+        old.unlink()
+    headers = _headers()
+    modelled = set(re.findall(rf"\b{_PREFIX}(\w+)\s*\(", "".join(path.read_text() for path in sources)))
+    modelled |= set(re.findall(r"^PRODUCT\((\w+)\)", (HERE / "card" / "kernels.c").read_text(), re.M))
+    code = [path for path in sources if path.suffix == ".c"]
+    _compile(LIBRARIES / CARD, code, "-fvisibility=hidden", "-I", str(headers))
+    for library, symbols in _asked_for(asking, headers, modelled).items():
+        _make_library(library, symbols, modelled)
+    mark.write_text(made_of.hexdigest())
+    return LIBRARIES
+
+
+def _libraries_that_ask() -> list[Path]:
+    """PyTorch's libraries, and bitsandbytes' where that is installed."""
+    spec = importlib.util.find_spec("torch")
+    folder = Path(spec.origin).parent / "lib" if spec else None
+    if folder is None or not (folder / "libtorch_cuda.so").exists():
+        raise BuildError(f"{sys.executable} has no CUDA build of PyTorch; .venv-cuda has, by make stand-in")
+    found = [path for path in folder.glob("lib*.so") if re.match(r"lib(torch|c10|caffe2)", path.name)]
+    bitsandbytes = importlib.util.find_spec("bitsandbytes")
+    if bitsandbytes:
+        cuda = re.search(r"libcudart\.so\.(\d+)", _output("readelf", "-d", folder / "libtorch_cuda.so"))[1]
+        found += Path(bitsandbytes.origin).parent.glob(f"libbitsandbytes_cuda{cuda}*.so")
+    return sorted(found)
+
+
+def _headers() -> Path:
+    triton = importlib.util.find_spec("triton")
+    folder = Path(triton.origin).parent / "backends" / "nvidia" / "include" if triton else None
+    if folder is None or not (folder / "cuda_runtime_api.h").exists():
+        raise BuildError("the headers of CUDA come with Triton, which is not installed: pip install triton")
+    return folder
+
+
+def _asked_for(asking: list[Path], headers: Path, modelled: set[str]) -> dict[str, dict[str, str]]:
+    """For each CUDA library the symbols that are asked for, with their versions ("" where they have none)."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for path in asking:
+        for library in re.findall(r"\(NEEDED\).*\[(.*)\]", _output("readelf", "-d", path)):
+            if library.startswith(_CUDA):
+                found[library]  # also one of which nothing is asked by name
+        library_of = {}  # by version of a symbol
+        library = ""
+        for line in _output("readelf", "-V", path).splitlines():
+            if file := re.search(r"File: (\S+)", line):
+                library = file[1]
+            elif version := re.search(r"Name: (\S+)", line):
+                library_of[version[1]] = library
+        for line in _output("nm", "-D", "--undefined-only", path).splitlines():
+            symbol, _, version = line.split()[-1].partition("@")
+            library = library_of.get(version) if version else _by_prefix(symbol)
+            if library and library.startswith(_CUDA):
+                found[library][symbol] = version
+    # The driver and NVML are not linked with but opened: the one may be asked for anything that its header names.
+    driver = _output("cc", "-E", "-I", headers, "-x", "c", headers / "cuda.h")
+    found["libcuda.so.1"] |= dict.fromkeys(re.findall(r"\b(cu[A-Z]\w+)\s*\(", driver), "")
+    found["libnvidia-ml.so.1"] |= dict.fromkeys((name for name in modelled if name.startswith("nvml")), "")
+    return found
+
+
+def _by_prefix(symbol: str) -> str | None:
+    return next((library for prefix, library in _BY_PREFIX.items() if symbol.startswith(prefix)), None)
+
+
+def _make_library(library: str, symbols: dict[str, str], modelled: set[str]) -> None:
+    lines = ["void card_not_modelled(const char *);", "void *card_new_handle(void);"]
+    for symbol in sorted(symbols):
+        plain = re.sub(r"_v\d+$", "", symbol) if library == "libcuda.so.1" else symbol
+        ours = next((name for name in (symbol, plain) if name in modelled), None)
+        if ours:  # a jump keeps the arguments as they are, whatever they are
+            jump = f".globl {symbol}\\n.type {symbol},@function\\n{symbol}: jmp {_PREFIX}{ours}@PLT\\n"
+            lines.append(f'__asm__("{jump}");')
+            continue
+        say = f'static char said; if (!said) {{ said = 1; card_not_modelled("{symbol}"); }}'
+        if "Create" in symbol and not symbol.startswith("cudaGraph"):
+            lines.append(f"int {symbol}(void **made) {{ {say} *made = card_new_handle(); return 0; }}")
+        else:
+            lines.append(f"int {symbol}(void) {{ {say} return 0; }}")
+    source = LIBRARIES / "stubs.c"
+    source.write_text("\n".join(lines) + "\n")
+    options = [f"-Wl,-soname,{library}", "-L", str(LIBRARIES), "-lstand_in_card", "-Wl,-rpath,$ORIGIN"]
+    versions = defaultdict(list)
+    for symbol, version in symbols.items():
+        versions[version].append(symbol)
+    script = "".join(f"{v} {{ global: {'; '.join(names)}; }};\n" for v, names in sorted(versions.items()) if v)
+    if script:
+        (LIBRARIES / "stubs.map").write_text(script)
+        options.append(f"-Wl,--version-script={LIBRARIES / 'stubs.map'}")
+    _compile(LIBRARIES / library, [source], *options)
+
+
+def _compile(library: Path, sources: list[Path], *options: str) -> None:
+    flags = ["-O1", "-g", "-w", "-shared", "-fPIC", "-D_GNU_SOURCE"]
+    _output("cc", *flags, "-o", library, *sources, *options, "-ldl", "-lpthread")
+
+
+def _output(program: str, *arguments: str | Path) -> str:
+    try:
+        result = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise BuildError(f"{program} is not installed; the stand-in needs a C compiler and binutils") from None
+    if result.returncode:
+        raise BuildError(f"{program} {' '.join(map(str, arguments))}\n{result.stderr}")
+    return result.stdout
+
+
+if __name__ == "__main__":
+    try:
+        print(build())
+    except BuildError as error:
+        sys.exit(f"stand_in.build: {error}")

@@ -1,0 +1,68 @@
+"""The functions of card/*.c that are not CUDA's, as Python calls them; only in processes that run on the stand-in."""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+COMPUTATION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
+
+
+class Counts(ctypes.Structure):
+    """What the card has been asked for since the process began; bytes, and their highest where it says `peak`."""
+
+    _fields_ = [
+        (name, ctypes.c_uint64)
+        for name in (
+            *("launches", "copies", "bytes_to_device", "bytes_to_host", "bytes_on_device"),
+            *("device_bytes", "peak_device_bytes", "page_locked_bytes", "peak_page_locked_bytes"),
+            *("managed_bytes", "managed_resident_bytes", "prefetched_to_device_bytes", "prefetched_to_host_bytes"),
+        )
+    ]
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library itself, with the types of its functions' arguments. KeyError where this is not the stand-in."""
+    card = ctypes.CDLL(str(Path(os.environ["STAND_IN_LIBRARIES"]) / "libstand_in_card.so"))
+    card.card_counts.restype = ctypes.POINTER(Counts)
+    card.card_arena.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)]
+    card.card_launches.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
+    card.card_compute.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    card.card_set_computation.argtypes = [COMPUTATION]
+    card.card_cudaStreamSynchronize.argtypes = [ctypes.c_void_p]
+    card.card_set_order.argtypes = [ctypes.c_char_p]
+    card.card_set_page_locked_bytes.argtypes = [ctypes.c_size_t]
+    card.card_set_page_locked_bytes.restype = ctypes.c_size_t
+    return card
+
+
+@contextmanager
+def order(name: str) -> Iterator[None]:
+    """Within it work is run in the order `name` (card/streams.c), and at its end all of it is done; ValueError where
+    there is no such order."""
+    if not library().card_set_order(name.encode()):
+        library().card_set_order(b"issue")
+        raise ValueError(f"{name}: no such order of streams")
+    try:
+        yield
+    finally:
+        library().card_set_order(os.environ["STAND_IN_ORDER"].encode())
+
+
+@contextmanager
+def page_locked_limit(limit_bytes: int) -> Iterator[None]:
+    """Within it no more than `limit_bytes` of host memory may be page-locked."""
+    before = library().card_set_page_locked_bytes(limit_bytes)
+    try:
+        yield
+    finally:
+        library().card_set_page_locked_bytes(before)
+
+
+def counts() -> dict[str, int]:
+    """The card's counts at this moment, by name."""
+    found = library().card_counts().contents
+    return {name: getattr(found, name) for name, _ in Counts._fields_}

@@ -1,0 +1,77 @@
+"""What kind of card the stand-in is: from the project's table of cards, as the environment that its libraries read."""
+
+import os
+from pathlib import Path
+
+from lowmem.cards import CARDS
+from lowmem.units import MIB
+
+ROOT = Path(__file__).resolve().parents[1]
+CONTEXT_BYTES = 256 * MIB  # of a card's memory; what a context really takes depends on the driver
+UNLIMITED = 2**62
+ORDERS = ("issue", "late", "lowest", "highest", "random:N")
+
+# By compute capability: threads, blocks and bytes of shared memory per multiprocessor, and bytes of shared memory that
+# a block may ask for. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+_KIB = 1024
+_MULTIPROCESSORS = {
+    (6, 0): (2048, 32, 64 * _KIB, 48 * _KIB),
+    (6, 1): (2048, 32, 96 * _KIB, 48 * _KIB),
+    (7, 0): (2048, 32, 96 * _KIB, 96 * _KIB),
+    (7, 5): (1024, 16, 64 * _KIB, 64 * _KIB),
+    (8, 0): (2048, 32, 164 * _KIB, 163 * _KIB),
+    (8, 6): (1536, 16, 100 * _KIB, 99 * _KIB),
+    (8, 9): (1536, 24, 100 * _KIB, 99 * _KIB),
+    (9, 0): (2048, 32, 228 * _KIB, 227 * _KIB),
+    (10, 0): (2048, 32, 228 * _KIB, 227 * _KIB),
+    (12, 0): (1536, 24, 100 * _KIB, 99 * _KIB),
+}
+
+
+def environment(
+    gpu: str,
+    *,
+    libraries: Path,
+    memory_bytes: int | None = None,
+    page_locked_bytes: int = UNLIMITED,
+    devices: int = 1,
+    values: bool = False,
+    order: str = "issue",
+    sanitize: bool = False,
+) -> dict[str, str]:
+    """This process's variables, with those under which another, and those that it starts, find a card of kind `gpu`.
+
+    `libraries`: where build.py put them; `memory_bytes`: the card's, where it is not the table's; `page_locked_bytes`:
+    how much host memory may be page-locked; `values`: whether operators are computed, by the CPU (values.py); without
+    them device memory is not even written by copies. `order`: one of ORDERS (card/streams.c); `sanitize`: whether
+    PyTorch's own checker of streams runs."""
+    card = CARDS[gpu]
+    threads, blocks, shared, shared_by_block = _MULTIPROCESSORS[card.capability]
+    properties = {
+        "name": f"NVIDIA {card.reported_names[0]}",
+        "capability": card.capability[0] * 10 + card.capability[1],
+        "multiprocessors": card.multiprocessors,
+        "threads_per_multiprocessor": threads,
+        "blocks_per_multiprocessor": blocks,
+        "shared_bytes_per_multiprocessor": shared,
+        "shared_bytes_per_block": shared_by_block,
+        "memory_bytes": memory_bytes or card.memory_bytes,
+        "context_bytes": CONTEXT_BYTES,
+        "page_locked_bytes": page_locked_bytes,
+        "copied_bytes": UNLIMITED if values else 0,
+        "devices": devices,
+    }
+    search = [str(Path(__file__).parent / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    found = dict(os.environ)
+    found |= {
+        "STAND_IN_CARD": ";".join(f"{key}={value}" for key, value in properties.items()),
+        "STAND_IN_LIBRARIES": str(libraries),
+        "STAND_IN_ORDER": order,
+        "STAND_IN_VALUES": "1" if values else "",
+        "PYTHONPATH": os.pathsep.join(filter(None, search)),
+        "TRITON_LIBCUDA_PATH": str(libraries),  # where Triton looks for libcuda.so.1
+    }
+    found.pop("TORCH_CUDA_SANITIZER", None)  # PyTorch looks whether it is there
+    if sanitize:
+        found["TORCH_CUDA_SANITIZER"] = "1"
+    return found

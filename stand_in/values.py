@@ -1,0 +1,225 @@
+"""What kernels would compute, computed by the CPU: every operator that launched a kernel, where the kernel would write.
+
+The memory of the stand-in's card is memory of this process, so a CPU tensor can lie over a CUDA tensor's bytes. Under
+the mode below each operator runs as it is: it allocates, checks its arguments, launches kernels that do nothing, and
+copies, which the card does itself. If it launched a kernel, its computation is put into the queue of the stream on
+which it did (card/streams.c): the same operator of the CPU, or the one that counterparts.py names, on CPU tensors over
+the same bytes. It runs when the card would run the kernel, so what is computed depends on the order of streams, and on
+memory that was freed too early and is somebody else's by then, as on a card.
+
+Random numbers: CUDA's generator is a seed and an offset, the CPU's another algorithm. A run that seeds both alike
+should draw the same dropout masks on both, so the CPU draws from its own generator in the state that belongs to the
+seed and offset at which CUDA's stands.
+
+Operators that decide on the host by what is in device memory (how many entries are not zero) would decide by memory
+that is computed later; for these everything before is waited for, and the result is the CPU's.
+"""
+
+import ctypes
+import itertools
+import sys
+import traceback
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from stand_in.card_library import COMPUTATION, library
+
+_computations: dict[int, Callable[[], None]] = {}  # by number: those that wait in a stream's queue
+_numbers = itertools.count()
+_mode: list[TorchDispatchMode] = []
+
+
+def begin() -> None:
+    """From here on this thread's operators, and those of the backward passes that it begins, compute."""
+    library().card_set_computation(_run)
+    _mode.append(Values())
+    _mode[0].__enter__()
+
+
+@COMPUTATION
+def _run(number: int) -> int:
+    """Called by the card where a stream comes to a computation. Not 0 says that it failed."""
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            _computations.pop(number)()
+    except BaseException:
+        print("stand_in: a computation failed, as a kernel may; the card is of no use from here on", file=sys.stderr)
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+class Values(TorchDispatchMode):
+    """Computes what is launched. One for a process; its threads share the card."""
+
+    def __init__(self):
+        super().__init__()
+        from stand_in import counterparts  # needs PyTorch whole
+
+        self._counterparts = counterparts.COUNTERPARTS
+        self._random, self._synchronous = counterparts.RANDOM, counterparts.SYNCHRONOUS
+        self._card = library()
+        self._draws = _Draws()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in self._synchronous and _any_cuda(args, kwargs):
+            return self._at_once(func, args, kwargs)
+        place = self._draws.place(func, args, kwargs) if func in self._random else None
+        self._card.card_count_launches()
+        result = func(*args, **kwargs)
+        stream = ctypes.c_void_p()
+        launches = self._card.card_launches(ctypes.byref(stream))
+        if launches < 0:
+            raise RuntimeError(f"stand_in: {func} launched kernels on several streams")
+        if launches:
+            compute = self._computation(func, args, kwargs, result, place)
+            number = next(_numbers)
+            _computations[number] = compute
+            self._card.card_compute(stream, number)
+            if _host_waits(func, args, kwargs, result):
+                self._card.card_cudaStreamSynchronize(stream)
+        return result
+
+    def _computation(self, func, args: tuple, kwargs: dict, result: Any, place) -> Callable[[], None]:
+        """What the launched kernels stand for, as a function without arguments."""
+        call = self._counterparts.get(func, func)
+        over_args, over_kwargs = _over(func, args, kwargs)
+        results = [_alias(leaf) for leaf in tree_leaves(result)]
+        draw = None if place is None else self._draws.reserve(call, over_args, over_kwargs, place)
+
+        def compute() -> None:
+            found = call(*over_args, **over_kwargs) if draw is None else draw(call, over_args, over_kwargs)
+            for into, value in zip(results, tree_leaves(found), strict=False):
+                if isinstance(into, Tensor) and isinstance(value, Tensor) and into.data_ptr() != value.data_ptr():
+                    into.copy_(value)
+
+        return compute
+
+    def _at_once(self, func, args: tuple, kwargs: dict) -> Any:
+        torch.cuda.synchronize()
+        call = self._counterparts.get(func, func)
+        over_args, over_kwargs = _over(func, args, kwargs)
+        device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_cuda)
+        with torch.no_grad():
+            found = call(*over_args, **over_kwargs)
+        return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, found)
+
+
+class _Draws:
+    """Which numbers the CPU draws where CUDA's generator stands at a seed and an offset."""
+
+    def __init__(self):
+        self._states: dict[tuple[int, int], Tensor] = {}  # of the CPU's generator
+
+    def place(self, func, args: tuple, kwargs: dict) -> tuple[torch.Generator, tuple[int, int]] | None:
+        """Where the generator stands that `func` is about to draw from; None where it draws from a CPU's."""
+        given = kwargs.get("generator")
+        if given is None:
+            given = next((value for value in args if isinstance(value, torch.Generator)), None)
+        if given is None:
+            if not _any_cuda(args, kwargs):
+                return None
+            torch.cuda.init()
+            given = torch.cuda.default_generators[torch.cuda.current_device()]
+        if given.device.type != "cuda":
+            return None
+        return given, (given.initial_seed(), given.get_offset())
+
+    def reserve(self, call: Callable, args: tuple, kwargs: dict, place) -> Callable:
+        """Draws what `call` will draw, in its name; returns what calls it later in the same state."""
+        generator, before = place
+        state = self._state(before)
+        stand_ins = tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.set_state(state)
+            call(*stand_ins[0], **stand_ins[1])
+            after = torch.default_generator.get_state()
+        self._states[generator.initial_seed(), generator.get_offset()] = after
+
+        def draw(call: Callable, args: tuple, kwargs: dict) -> Any:
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.set_state(state)
+                return call(*args, **kwargs)
+
+        return draw
+
+    def _state(self, place: tuple[int, int]) -> Tensor:
+        seed, offset = place
+        if offset == 0 or place not in self._states:  # one that was set from outside has no history here
+            return torch.Generator().manual_seed(seed + offset).get_state()
+        return self._states[place]
+
+
+def _any_cuda(args: tuple, kwargs: dict) -> bool:
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "cuda":
+        return True
+    return any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves((args, kwargs)))
+
+
+def _over(func, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments of `func` for the CPU: tensors over the CUDA tensors' bytes. Of a CPU tensor that is only read, and
+    not page-locked, the values of this moment, as a launch takes them."""
+    written = {
+        id(value)
+        for argument, value in zip(func._schema.arguments, args, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    } | {
+        id(kwargs[argument.name])
+        for argument in func._schema.arguments
+        if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write
+    }
+
+    def over(leaf):
+        if isinstance(leaf, torch.device):
+            return torch.device("cpu") if leaf.type == "cuda" else leaf
+        if isinstance(leaf, torch.Generator):
+            return None
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.is_cuda or id(leaf) in written or (leaf.device.type == "cpu" and leaf.is_pinned()):
+            return _alias(leaf)
+        return leaf.detach().clone()
+
+    with _disable_current_modes():
+        args, kwargs = tree_map(over, (args, kwargs))
+    kwargs.pop("pin_memory", None)
+    kwargs.pop("non_blocking", None)
+    return args, kwargs
+
+
+def _host_waits(func, args: tuple, kwargs: dict, result: Any) -> bool:
+    """Whether `func` is a copy to the host that is done when it returns."""
+    onto_host = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.device.type == "cpu"]
+    non_blocking = kwargs.get("non_blocking") or (func is torch.ops.aten.copy_.default and args[2:3] == (True,))
+    return bool(onto_host) and not (non_blocking and all(leaf.is_pinned() for leaf in onto_host))
+
+
+@cache
+def _arena() -> tuple[int, Tensor]:
+    """The address of the card's memory, and all of it as one tensor of bytes."""
+    start, size = ctypes.c_void_p(), ctypes.c_size_t()
+    library().card_arena(ctypes.byref(start), ctypes.byref(size))
+    return start.value, torch.frombuffer((ctypes.c_char * size.value).from_address(start.value), dtype=torch.uint8)
+
+
+def _alias(leaf):
+    """A CPU tensor over the bytes of a tensor of either device, with its shape and strides; anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if not leaf.is_cuda:
+        return leaf.detach()
+    storage = leaf.untyped_storage()
+    if storage.nbytes() == 0:
+        return torch.empty(leaf.shape, dtype=leaf.dtype)
+    start, arena = _arena()
+    offset = (storage.data_ptr() - start) // leaf.dtype.itemsize + leaf.storage_offset()
+    with _disable_current_modes():
+        return torch.empty(0, dtype=leaf.dtype).set_(arena.untyped_storage(), offset, leaf.shape, leaf.stride())

@@ -1,0 +1,242 @@
+"""Training on "cuda", with the values of the CPU: the path over the card changes no bit of them.
+
+Without fused kernels every operator of the card has the CPU's arithmetic (stand_in/values.py), so that a training on
+the card has to leave the bits of the same training on the CPU. With them the kernels' own arithmetic is run, by
+Triton's interpreter, and the two differ by roundings.
+"""
+
+import math
+import os
+import signal
+from functools import partial
+
+import pytest
+import torch
+from runs import at_call, content, loss_rows, stored, weights
+from transformers import GPT2Config
+
+from experiments.gpu_acceptance import bitwise
+from experiments.gpu_acceptance.bitwise import CASES, PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Shape
+from lowmem import fused
+from lowmem.adam import get_optimizer
+from lowmem.blocks import Decoder
+from lowmem.models import build_model
+from lowmem.precision import LossScale
+from lowmem.recovery import within_memory
+from lowmem.step import Schedule, Step
+from lowmem.store import Store
+from lowmem.weights import random_weights
+from lowmem.units import KIB
+from stand_in.card_library import counts, order, page_locked_limit
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SHAPE = Shape.of(True, dropout=0.1)
+IN_BACKWARD = "no clipping, updated in backward"
+ARRANGEMENTS = CASES | {IN_BACKWARD: UNCLIPPED | UPDATED_IN_BACKWARD}
+STREAMED = [name for name, case in ARRANGEMENTS.items() if case.get("resident_units", PLAIN["resident_units"]) < 10]
+ORDERS = ("late", "lowest", "highest", "random:1")
+# By Triton's interpreter, whose sums of exponentials and fused products are ordered otherwise than PyTorch's: the
+# largest difference of a weight after two steps at a learning rate of 1e-3, where Adam's first steps are as large as
+# the rate whatever the gradient, so that the sign of one near zero decides.
+MOST_WEIGHT_DIFFERENCE = {"fp32": 2e-4, "bf16": 4e-3, "fp16": 4e-3}
+MOST_LOSS_DIFFERENCE = {"fp32": 2e-6, "bf16": 2e-3, "fp16": 2e-3}
+
+
+@pytest.fixture
+def plain_lines(monkeypatch):
+    """No fused kernels, as on a card that Triton does not know."""
+    monkeypatch.setattr(fused, "why_not", lambda device: "this test compares the plain lines")
+
+
+@pytest.fixture(scope="module")
+def on_cpu():
+    """The plain arrangement's outcome on the CPU, by precision and by whether gradients are clipped."""
+    known = {}
+
+    def outcome(precision: str, **more):
+        key = (precision, *sorted(more))
+        if key not in known:
+            known[key] = bitwise.train(SHAPE, CPU, precision, **PLAIN | more)
+        return known[key]
+
+    return outcome
+
+
+def reference(on_cpu, precision: str, case: dict):
+    """Of an arrangement of `case`: the plain one's outcome; without clipping also with its group."""
+    return on_cpu(precision, **UNCLIPPED) if "clip_norm" in case else on_cpu(precision)
+
+
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+@pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
+def test_every_arrangement_on_the_card_leaves_the_bits_of_the_cpu(on_cpu, plain_lines, precision, name):
+    if precision == "fp16" and name == IN_BACKWARD:
+        pytest.skip("with loss scaling no update is made in backward")
+    case = ARRANGEMENTS[name]
+    outcome = bitwise.train(SHAPE, CUDA, precision, **PLAIN | case)
+    assert outcome.differences(reference(on_cpu, precision, case)) == []
+    assert outcome.page_locked
+
+
+@pytest.mark.parametrize("optimizer", ("adamw8bit", "sgd"))
+def test_other_optimizers_leave_the_bits_of_the_cpu(on_cpu, plain_lines, optimizer):
+    outcome = bitwise.train(SHAPE, CUDA, "bf16", **PLAIN | {"resident_units": 0, "defer": True, "optimizer": optimizer})
+    assert outcome.differences(bitwise.train(SHAPE, CPU, "bf16", **PLAIN | {"optimizer": optimizer})) == []
+
+
+@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize("stream_order", ORDERS)
+def test_no_order_of_streams_changes_a_bit(on_cpu, monkeypatch, plain_lines, stream_order, name):
+    """With updates on a stream of their own, as fused kernels have them: the plain lines allocate, which the memory of
+    one stream allows, and so a wait that is missing shows all the more."""
+    monkeypatch.setattr(fused, "may_run_beside", lambda kernels, optimizer: True)
+    case = ARRANGEMENTS[name]
+    with order(stream_order):
+        outcome = bitwise.train(SHAPE, CUDA, "bf16", **PLAIN | case)
+    assert outcome.differences(reference(on_cpu, "bf16", case)) == []
+
+
+@pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
+def test_fused_kernels_train_as_the_plain_lines_do(on_cpu, precision):
+    case = {"resident_units": 0, "defer": True}
+    assert fused.why_not(CUDA) is None
+    before = counts()["launches"]
+    outcome, truth = bitwise.train(SHAPE, CUDA, precision, **PLAIN | case), on_cpu(precision)
+    assert counts()["launches"] > before
+    for name, weight in truth.weights.items():
+        difference = (outcome.weights[name].float() - weight.float()).abs().max().item()
+        assert difference <= MOST_WEIGHT_DIFFERENCE[precision], name
+    for found, true in zip(outcome.losses, truth.losses, strict=True):
+        assert math.isclose(found, true, rel_tol=MOST_LOSS_DIFFERENCE[precision])
+
+
+def test_states_that_cannot_be_page_locked_are_streamed_all_the_same(on_cpu, plain_lines):
+    with page_locked_limit(counts()["page_locked_bytes"] + 4096), order("late"):
+        outcome = bitwise.train(SHAPE, CUDA, "bf16", **PLAIN | CASES["streamed, deferred"])
+    assert not outcome.page_locked
+    assert outcome.differences(on_cpu("bf16")) == []
+
+
+# --- memory that really runs out
+
+WIDE = Shape(
+    GPT2Config(
+        n_layer=3, n_embd=64, n_head=2, vocab_size=211, n_positions=256, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1,
+    ), seq=256, batch=8, steps=3,
+)  # fmt: skip
+
+
+def make_step(device: torch.device, micro_batch: int) -> Step:
+    decoder, rule = Decoder(build_model(WIDE.config)), get_optimizer("adamw")
+    store = Store(decoder, device, torch.float32, rule, resident_units=2)
+    store.write(random_weights(WIDE.config, seed=0))
+    store.page_lock()
+    schedule = Schedule(micro_batch=micro_batch, group=1, segment_blocks=1, recompute=False)
+    return Step(
+        decoder, store, rule, schedule, clip_norm=0.1, weight_decay=0.01, seed=0, loss_scale=LossScale(enabled=False)
+    )
+
+
+def result_of(step: Step, results) -> list:
+    step.flush()
+    masters = {name: weight.clone() for name, weight in step._store.masters()}
+    return [(result.loss, result.grad_norm) for result in results], masters
+
+
+def test_a_step_that_runs_out_of_the_cards_memory_goes_on_and_costs_no_bit(plain_lines):
+    batches = WIDE.batches()
+    peaks = {}
+    for micro_batch in (2, 8):
+        step = make_step(CUDA, micro_batch)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        step(batches[0], 0, 1e-3)
+        step.flush()
+        peaks[micro_batch] = torch.cuda.max_memory_reserved()
+        del step
+    assert peaks[8] > peaks[2] + (8 << 20)  # else no cap would tell them apart
+
+    step, recoveries, said = make_step(CUDA, 8), [], []
+    attempt = partial(within_memory, step, recoveries, said.append)
+    results = [attempt(0, step, batches[0], 0, 1e-3)]
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((peaks[8] + peaks[2]) / 2 / total)
+    try:
+        results += [attempt(index, step, batches[index], index, 1e-3) for index in (1, 2)]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert recoveries and recoveries[0]["step"] == 1 and "out of memory" in said[0]
+    smaller = recoveries[-1]["micro_batch"]
+    assert smaller in (2, 4)
+
+    truth = make_step(CPU, 8)
+    expected = [truth(batches[0], 0, 1e-3)]
+    truth.begin_again(smaller)
+    expected += [truth(batches[index], index, 1e-3) for index in (1, 2)]
+    (losses, found), (true_losses, true) = result_of(step, results), result_of(truth, expected)
+    assert losses == true_losses
+    assert all(torch.equal(found[name], true[name]) for name in true)
+
+
+# --- whole runs
+
+ON_CARD = ("--device", "cuda", "--precision", "fp32")
+
+
+def losses(out) -> list[tuple]:
+    return [(row["loss"], row["grad_norm"], row.get("eval_loss")) for row in loss_rows(out)]
+
+
+def test_a_whole_run_on_the_card_is_that_of_the_cpu(finished, train, tmp_path, plain_lines):
+    """Plan, evaluation, steps, checkpoint, export: what is saved are the same bytes."""
+    assert train(tmp_path / "out", *ON_CARD) == 0
+    assert losses(tmp_path / "out") == losses(finished)
+    assert weights(tmp_path / "out") == weights(finished)
+    report = stored(tmp_path / "out/report.json")
+    assert report["device"] == "NVIDIA GeForce RTX 3060"
+    measured, predicted = report["measured"], report["plan"]["predicted"]
+    assert 0 < measured["gpu_allocated_peak_bytes"] <= measured["gpu_reserved_peak_bytes"]
+    assert measured["gpu_allocated_peak_bytes"] <= predicted["gpu_allocated_peak_bytes"]
+
+    newest = sorted((tmp_path / "out/checkpoints").iterdir())[-1]
+    mine, cpus = content(newest), content(finished / "checkpoints" / newest.name)
+    same = [name for name in cpus if name.endswith(".bin") or name.endswith(".safetensors")]
+    assert same and all(mine[name] == cpus[name] for name in same)
+
+
+def test_a_run_that_is_stopped_on_the_card_goes_on_there_bit_for_bit(finished, train, tmp_path, plain_lines):
+    options = (*ON_CARD, "--states", "streamed")
+    with pytest.MonkeyPatch.context() as patch:
+        at_call(patch, Step, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), call=2)
+        assert train(tmp_path / "out", *options) == 75
+    assert train(tmp_path / "out", *options) == 0
+    assert losses(tmp_path / "out") == losses(finished)
+    assert weights(tmp_path / "out") == weights(finished)
+
+
+def test_a_run_whose_states_cannot_be_page_locked_says_so(finished, train, tmp_path, capsys, plain_lines):
+    with page_locked_limit(counts()["page_locked_bytes"] + 64 * KIB):  # PyTorch's own buffers still can be
+        assert train(tmp_path / "out", *ON_CARD, "--states", "streamed") == 0
+    assert "page-locked memory was refused" in capsys.readouterr().err
+    assert weights(tmp_path / "out") == weights(finished)
+
+
+def test_a_run_with_everything_the_card_has(train, tmp_path, capsys):
+    """bf16, fused kernels, 8-bit moments streamed, one sequence at a time; then the same run in fp16."""
+    options = ("--device", "cuda", "--optimizer", "adamw8bit", "--states", "streamed", "--micro-batch", "1")
+    for precision in ("bf16", "fp16"):
+        assert train(tmp_path / precision, *options, "--precision", precision) == 0
+        first, *_, last = losses(tmp_path / precision)
+        assert last[0] < first[0]
+    assert "without fused kernels" not in capsys.readouterr().err
+
+
+def test_a_run_on_a_card_that_another_fills_is_refused(train, tmp_path, capsys, plain_lines):
+    free = torch.cuda.mem_get_info()[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "mem_get_info", lambda *device: (1 << 20, free))
+        assert train(tmp_path / "out", *ON_CARD) != 0
+    assert not (tmp_path / "out/checkpoints").exists()
+    assert "Traceback" not in capsys.readouterr().err
