@@ -1,7 +1,7 @@
 """Attention as the CPU computes it, behind the operators that CUDA calls it by.
 
-`F.scaled_dot_product_attention` becomes one operator on CUDA (flash, memory-efficient or cuDNN attention), which the CPU
-does not have. What the same call becomes on a CPU is chosen by PyTorch itself (`torch._fused_sdp_choice`):
+`F.scaled_dot_product_attention` becomes one operator on CUDA (flash, memory-efficient or cuDNN attention), which the
+CPU does not have. What the same call becomes on a CPU is chosen by PyTorch itself (`torch._fused_sdp_choice`):
 
   * one operator, `_scaled_dot_product_flash_attention_for_cpu`, which saves the logarithm of each row's sum. Its
     backward reads that and the output from the tensors that CUDA's forward saved, so whoever spoils them spoils the
@@ -99,7 +99,7 @@ def cudnn_attention_backward(
     max_k, dropout_p, is_causal, *, scale=None,
 ):  # fmt: skip
     """`aten::_scaled_dot_product_cudnn_attention_backward`: the gradients for query, key and value."""
-    saved = output, logsumexp[..., 0], philox_seed
+    saved = output, logsumexp, philox_seed
     return _backward(gradient, query, key, value, attn_bias, saved, dropout_p, is_causal, scale)[:3]
 
 
@@ -119,10 +119,11 @@ def _backward(
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """The gradients for query, key, value and bias; `saved`: output, logsumexp and seed."""
     output, logsumexp, seed = saved
+    rows = query.shape[2]
     if not bias_gradient and _in_one_operator(query, key, value, bias, dropout_p, is_causal, scale):
         return *_aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            gradient, query, key, value, output, logsumexp[..., : query.shape[2]], dropout_p, is_causal,
-            attn_mask=bias, scale=scale,
+            gradient, query, key, value, output, logsumexp.flatten(2)[..., :rows], dropout_p,
+            is_causal, attn_mask=bias, scale=scale,
         ), None  # fmt: skip
 
     def plain(query: Tensor, key: Tensor, value: Tensor, bias_leaf: Tensor | None) -> Tensor:
@@ -172,7 +173,7 @@ def _kept_generator_state(seed: Tensor) -> Tensor:
     name = int(seed.flatten()[0])
     if name not in _states:
         raise RuntimeError(
-            f"attention's backward has a seed, {name}, that none of the last {_MOST_STATES} forward passes with dropout "
-            "has written: it was overwritten, or its forward pass is too long ago"
+            f"attention's backward has a seed, {name}, that none of the last {_MOST_STATES} forward passes with "
+            "dropout has written: it was overwritten, or its forward pass is too long ago"
         )
     return _states[name]

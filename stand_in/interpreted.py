@@ -16,7 +16,7 @@ per block, whatever its size. The loss keeps its block, on which the order of it
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import ModuleType
 
@@ -49,6 +49,9 @@ def _language_interpreted() -> Iterator[None]:
     import triton
     from triton.runtime import interpreter
 
+    with suppress(ImportError):  # it looks at the language when it is first imported, which launching a kernel does
+        importlib.import_module("triton.experimental.gluon")
+
     language, convert = triton.language, interpreter._convert_float
 
     def rounded(numbers, source, target, mode):
@@ -68,8 +71,9 @@ def _language_interpreted() -> Iterator[None]:
     finally:
         interpreter._convert_float = convert
         for thing, attributes in zip(changing, before, strict=True):
-            for name in vars(thing).keys() - attributes.keys():
-                delattr(thing, name)
+            if isinstance(thing, type):  # names that were added to modules are globals of interpreted functions
+                for name in vars(thing).keys() - attributes.keys():
+                    delattr(thing, name)
             for name, value in attributes.items():
                 if vars(thing).get(name) is not value:
                     setattr(thing, name, value)
