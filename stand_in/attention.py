@@ -137,18 +137,18 @@ def _backward(
 
 
 def _in_one_operator(query, key, value, bias, dropout_p, is_causal, scale) -> bool:
-    """Whether a CPU computes these by its one operator. Forward and backward must be of one mind, so what a program
-    has asked for by `sdpa_kernel` at either moment is left out: that was about CUDA's kernels."""
+    """Whether a CPU computes these by its one operator; keys may have fewer heads than queries.
+
+    Forward and backward must be of one mind, so what a program has asked for by `sdpa_kernel` at either moment is left
+    out: that was about CUDA's kernels."""
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        choice = torch._fused_sdp_choice(
-            query, key, value, bias, dropout_p, is_causal, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
-        )
+        choice = torch._fused_sdp_choice(query, key, value, bias, dropout_p, is_causal, scale=scale, enable_gqa=True)
     return choice == SDPBackend.FLASH_ATTENTION.value
 
 
 def _plain(query, key, value, bias, dropout_p, is_causal, scale) -> Tensor:
     return _aten._scaled_dot_product_attention_math.default(
-        query, key, value, bias, dropout_p, is_causal, None, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
+        query, key, value, bias, dropout_p, is_causal, None, scale=scale, enable_gqa=True
     )[0]
 
 
