@@ -1,0 +1,102 @@
+"""The project's Triton kernels, run by Triton's interpreter on tensors in host memory.
+
+What `triton.jit` makes of a function, code for a GPU or calls of the interpreter, is decided when the function is
+defined. So that the compiled kernels go their whole way on the stand-in (compiling, loading, launching), the module of
+the kernels is loaded a second time here, under another name, for the interpreter.
+
+The interpreter changes Triton's language while a kernel runs and leaves part of that changed, which the compiler would
+stumble over. `_language_interpreted` puts everything back. It does two more things, as tests do who run kernels so: it
+lets kernels call functions of the language that are kernels' functions themselves (sums, maxima), and it rounds to
+bf16 as GPUs do, where the interpreter cuts off.
+
+Kernels that go over the parameters one by one run in blocks as large as fit, since the interpreter takes milliseconds
+per block, whatever its size. The loss keeps its block, on which the order of its sums depends.
+"""
+
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lowmem import operators  # noqa: F401  defines torch.ops.lowmem
+
+_LARGEST_BLOCK = 2**20  # the most entries that Triton lets a tensor have
+_lock = threading.RLock()
+
+
+@cache
+def interpreted_kernels() -> ModuleType:
+    """lowmem.kernels again, for the interpreter; raises ImportError where Triton is missing."""
+    import triton
+
+    specification = importlib.util.find_spec("lowmem.kernels")
+    copy = importlib.util.spec_from_file_location("stand_in._interpreted_kernels", specification.origin)
+    module = importlib.util.module_from_spec(copy)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        copy.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _language_interpreted() -> Iterator[None]:
+    import triton
+    from triton.runtime import interpreter
+
+    with suppress(ImportError):  # it looks at the language when it is first imported, which launching a kernel does
+        importlib.import_module("triton.experimental.gluon")
+
+    language, convert = triton.language, interpreter._convert_float
+
+    def rounded(numbers, source, target, mode):
+        if (source, target) != (language.float32, language.bfloat16):
+            return convert(numbers, source, target, mode)
+        return torch.from_numpy(numbers.copy()).to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
+
+    changing = (language, language.core, language.math, language.standard, language.tensor, language.dtype)
+    before = [dict(vars(thing)) for thing in changing]
+    for module in (language, language.standard):
+        for name, function in list(vars(module).items()):
+            if isinstance(function, triton.JITFunction):
+                setattr(module, name, _interpreted(function))
+    interpreter._convert_float = rounded
+    try:
+        yield
+    finally:
+        interpreter._convert_float = convert
+        for thing, attributes in zip(changing, before, strict=True):
+            if isinstance(thing, type):  # names that were added to modules are globals of interpreted functions
+                for name in vars(thing).keys() - attributes.keys():
+                    delattr(thing, name)
+            for name, value in attributes.items():
+                if vars(thing).get(name) is not value:
+                    setattr(thing, name, value)
+
+
+@cache
+def _interpreted(function):
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return InterpretedFunction(function.fn)
+
+
+def _kernel(name: str) -> Callable:
+    def run(first: Tensor, *others) -> None:
+        kernels = interpreted_kernels()
+        with _lock, _language_interpreted():
+            kernels.BLOCK = min(1 << max(first.numel() - 1, 0).bit_length(), _LARGEST_BLOCK)
+            getattr(kernels, name)(first, *others)
+
+    return run
+
+
+COUNTERPARTS: dict[OpOverload, Callable] = {
+    getattr(torch.ops.lowmem, name).default: _kernel(name)
+    for name in ("adamw", "sgd", "join", "split", "cross_entropy")
+}
