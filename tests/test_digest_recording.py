@@ -81,11 +81,13 @@ def test_a_difference_is_named_by_its_thousand():
 
 def test_the_peak_counts_whole_blocks():
     # Rounded to 512 bytes, and with a rest of 1 MiB: 19 MiB take all of the 20.
-    trace = [alloc(100, 1), alloc(0, 19 * MIB), free(0, 19 * MIB), free(100, 1)]
-    assert allocated_peak_bytes(snapshot(trace, EMPTY_LARGE, EMPTY_SMALL)) == 20 * MIB + 512
+    trace = [alloc(100, 513), alloc(0, 19 * MIB), free(0, 19 * MIB), free(100, 513)]
+    assert allocated_peak_bytes(snapshot(trace, EMPTY_LARGE, EMPTY_SMALL)) == 20 * MIB + 1024
     # A rest of 1.5 MiB is split off.
     trace = [alloc(0, 18 * MIB + MIB // 2), free(0, 18 * MIB + MIB // 2)]
     assert allocated_peak_bytes(snapshot(trace, EMPTY_LARGE)) == 18 * MIB + MIB // 2
+    # So is a rest of 1 MiB among small blocks.
+    assert allocated_peak_bytes(snapshot([alloc(100, MIB), free(100, MIB)], EMPTY_SMALL)) == MIB
 
 
 def test_the_peak_knows_what_was_there_before_and_what_stays():
