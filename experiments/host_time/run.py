@@ -7,7 +7,7 @@ allocator and the launch cost the host. Beside each stands what the simulator's 
 run on meta tensors with a GPU that needs no time: operations times the constants of the card's Machine (simulate.py).
 
 What is compared is the processor time of the process, of the thread that runs forward and of autograd's, which take
-turns: other processes lengthen the wall's time and hardly that. The wall's time stands beside it.
+turns. Other processes lengthen the wall's time most, this less, and the least of many repeats least; all are in the row.
 
 A constant is seconds of some machine. So every row says how fast this one is: nanoseconds per turn of an empty Python
 loop, and microseconds per addition of two small tensors on the CPU, taken before and after all cases.
@@ -205,7 +205,7 @@ def _row(name: str, times: list[Times], calls: int, counted: float, operations: 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m experiments.host_time.run", allow_abbrev=False)
-    parser.add_argument("--repeats", type=int, default=20, help="timings of each case (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=30, help="timings of each case (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the file that rows are added to (%(default)s)")
     return parser.parse_args(arguments)
 
