@@ -9,7 +9,7 @@ import torch
 from experiments.harness import rows as row_file
 from experiments.harness.tables import END
 from experiments.host_time import run, table
-from experiments.host_time.cases import CALLS, operator_cases, product_case, update_case
+from experiments.host_time.cases import CALLS, META, operator_cases, product_case, step_case, update_case
 from lowmem import adam, fused
 from lowmem.cards import CARDS
 from lowmem.simulate import gpu_target
@@ -25,7 +25,7 @@ def target(request):
 
 def test_the_gpu_takes_no_time(target):
     with target.functions(), Recorder(target.machine) as recorder:
-        product_case(target.fused_kernels).make(run.META)()()
+        product_case(target.fused_kernels).make(META)()()
     assert recorder.clock.host > 0 and recorder.clock.gpu == 0
     assert target.copies_in is None and target.copies_out is None
 
@@ -58,12 +58,19 @@ def test_the_fused_product_and_update_count_as_operators_of_this_project(target)
 @pytest.mark.parametrize("case", [*operator_cases(), product_case(False), update_case(adam.update, "eager")],
                          ids=lambda case: case.name)  # fmt: skip
 def test_a_case_runs_on_a_device_and_makes_its_row(case):
-    prepare = case.make(CPU)
-    prepare()()
-    row = run._row(case.name, [run._timed(prepare()) for _ in range(2)], case.calls, 10e-6, 1)
-    assert case.calls == CALLS and row["repeats"] == 2
+    times = run.in_rounds([case], CPU, rounds=2)
+    assert set(times) == {case.name, "python loop", "cpu additions"} and len(times[case.name]) == 2
+    row = run.row_of(case, times[case.name], 10e-6, 1)
+    assert case.calls == CALLS
     assert 0 < row["least_processor_us"] <= row["processor_us"] and 0 < row["least_wall_us"] <= row["wall_us"]
     assert row["clock_us"] == pytest.approx(10)
+
+
+def test_a_step_counts_more_operations_with_more_blocks(target):
+    counts = [run.clock_of(step_case("gpt2", blocks, target.fused_kernels), target) for blocks in (1, 2, 3)]
+    seconds, operations = zip(*counts, strict=True)
+    assert operations[1] - operations[0] == operations[2] - operations[1] > 0
+    assert seconds[1] - seconds[0] == pytest.approx(seconds[2] - seconds[1]) and seconds[0] > 0
 
 
 def test_it_runs_on_the_stand_in_only(monkeypatch, tmp_path, capsys):

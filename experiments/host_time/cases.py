@@ -7,38 +7,66 @@ blocks.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count as numbers
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import GPT2Config
 
 from lowmem.adam import Hyperparameters, UpdateRule, get_optimizer, state_layout
+from lowmem.data import Batch
 from lowmem.layers import accumulated, cast_explicitly
+from lowmem.models import GPT2_SHAPES, make_decoder
+from lowmem.precision import LossScale
+from lowmem.simulate import StepCase, Target, record_step
+from lowmem.step import Schedule, Step
+from lowmem.store import Store
+from lowmem.trace import Recorder
 
 CALLS = 100  # of an operator, one after the other
 SIDE = 64  # of the tensors of single operators
-OPTIMIZER = "adamw"
+OPTIMIZER, LEARNING_RATE = "adamw", 1e-4
+SEQ, SEQUENCES = 1024, 2  # of a step
+META = torch.device("meta")
 Run = Callable[[], object]
+
+
+Make = Callable[[torch.device], Callable[[], Run]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """`make(device)` gives a function that prepares one timing and returns what is timed, which makes `calls` of what
-    the case is named after."""
+    """`make(device)` gives a function that prepares one timing and returns what is timed, which does `calls` times what
+    the case is named after. `count(target)`: host seconds by the simulator's clock for all of them."""
 
     name: str
     calls: int
-    make: Callable[[torch.device], Callable[[], Run]]
+    make: Make
+    count: Callable[[Target], float]
+
+
+def _case(name: str, make: Make) -> Case:
+    """One whose lines run on meta tensors as they are."""
+
+    def count(target: Target) -> float:
+        with target.functions(), Recorder(target.machine) as recorder:
+            run = make(META)()
+            began = recorder.clock.host
+            run()
+            return recorder.clock.host - began
+
+    return Case(name, CALLS, make, count)
 
 
 def operator_cases() -> list[Case]:
     return [
-        Case("add, no gradient", CALLS, _repeated(lambda x: torch.add(x, x))),
-        Case("view, no gradient", CALLS, _repeated(lambda x: x.view(-1))),
-        Case("matrix product, no gradient", CALLS, _repeated(lambda x: torch.mm(x, x))),
-        Case("add, recorded by autograd", CALLS, _repeated(lambda x: torch.add(x, x), gradient=True)),
-        Case("tanh, its backward", CALLS, _backward_of_tanh),
-        Case("attention, no gradient", CALLS, _attention),
+        _case("add, no gradient", _repeated(lambda x: torch.add(x, x))),
+        _case("view, no gradient", _repeated(lambda x: x.view(-1))),
+        _case("matrix product, no gradient", _repeated(lambda x: torch.mm(x, x))),
+        _case("add, recorded by autograd", _repeated(lambda x: torch.add(x, x), gradient=True)),
+        _case("tanh, its backward", _backward_of_tanh),
+        _case("attention, no gradient", _attention),
     ]
 
 
@@ -105,7 +133,7 @@ def product_case(fused: bool) -> Case:
 
         return prepare
 
-    return Case("linear layer, forward and backward" + (", fused" if fused else ""), CALLS, make)
+    return _case("linear layer, forward and backward" + (", fused" if fused else ""), make)
 
 
 def update_case(rule: UpdateRule, name: str) -> Case:
@@ -117,7 +145,7 @@ def update_case(rule: UpdateRule, name: str) -> Case:
         state = {name: torch.zeros(size, dtype=dtype, device=device) for name, (size, dtype) in layout.items()}
         working = torch.zeros(entries, dtype=torch.bfloat16, device=device)
         gradient = torch.zeros(entries, device=device)
-        hyper = Hyperparameters(learning_rate=1e-4, weight_decay=0.01, update=1)
+        hyper = Hyperparameters(LEARNING_RATE, weight_decay=0.01, update=1)
 
         def run() -> None:
             with torch.no_grad():
@@ -126,4 +154,29 @@ def update_case(rule: UpdateRule, name: str) -> Case:
 
         return lambda: run
 
-    return Case(f"update of a piece, {name}", CALLS, make)
+    return _case(f"update of a piece, {name}", make)
+
+
+def step_case(model: str, blocks: int, fused: bool) -> Case:
+    """A step with the update of the step before it: everything on the card, blocks recomputed, a sequence at a time."""
+    _, width, heads = GPT2_SHAPES[model]
+    config = GPT2Config(n_layer=blocks, n_embd=width, n_head=heads)
+    schedule = Schedule(micro_batch=1, group=SEQUENCES, segment_blocks=1, recompute=True)
+    case = StepCase(SEQ, SEQUENCES, schedule, torch.bfloat16, get_optimizer(OPTIMIZER), resident_units=blocks + 2)
+
+    def make(device: torch.device) -> Callable[[], Run]:
+        decoder = make_decoder(config, "bf16", "16bit", fused)
+        store = Store(decoder, device, case.dtype, case.optimizer, case.resident_units)
+        step = Step(
+            decoder, store, case.optimizer, schedule, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
+            loss_scale=LossScale(enabled=False),
+        )  # fmt: skip
+        ids = torch.zeros(SEQUENCES, SEQ, dtype=torch.int64)
+        batch, number = Batch(ids, ids), numbers()
+        step(batch, next(number), LEARNING_RATE)  # the first step has no update to apply
+        return lambda: lambda: step(batch, next(number), LEARNING_RATE)
+
+    def count(target: Target) -> float:
+        return record_step(make_decoder(config, "bf16", "16bit", fused), case, target).seconds
+
+    return Case(f"step, {model}, {blocks} blocks" + (", fused" if fused else ""), 1, make, count)
