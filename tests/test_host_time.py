@@ -90,3 +90,14 @@ def test_the_newest_row_of_a_case_counts():
     row = row_file.read(table.RESULTS)[-1]
     found = table.table([row | {"operations": 123456}, row | {"operations": 4}])
     assert "123,456" not in found and found.count(row["name"]) == 1
+
+
+def test_a_further_block_is_the_difference_of_two_steps():
+    def step(blocks: int, fused: str = "") -> dict:
+        times = dict.fromkeys(("least_processor_us", "processor_us", "least_wall_us", "wall_us", "clock_us"), 10.0)
+        name = f"step, gpt2, {blocks} blocks{fused}"
+        return {key: value * blocks + 5 for key, value in times.items()} | {"name": name, "operations": 7.0 * blocks}
+
+    found = table.further_blocks({row["name"]: row for row in (step(2), step(5), step(4, ", fused"))})
+    assert [row["name"] for row in found] == ["a further block of gpt2"]  # of the fused there is one step only
+    assert found[0]["least_processor_us"] == found[0]["clock_us"] == 10 and found[0]["operations"] == 7

@@ -1,5 +1,6 @@
 """The README's table, made from rows: python -m experiments.host_time.table puts it between the README's marks."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -10,26 +11,56 @@ BEGIN = "<!-- host time -->"
 FOLDER = Path(__file__).resolve().parent
 README = FOLDER / "README.md"
 RESULTS = FOLDER / "results" / "rows.jsonl"
+COUNTED = ("operations", "us each", "clock, us", "processor / clock")
+_STEP = re.compile(r"step, (.+), (\d+) blocks(|, fused)")
 
 
 def table(rows: list[dict]) -> str:
-    """The newest row of each case, in the order of the run, and the machine that made the last."""
+    """The machine, the newest row of each case in the order of the run, and what a further block adds to a step."""
     newest = {row["name"]: row for row in rows}
-    lines = [
+    cases = [_cells(row) for row in newest.values()]
+    header = ("", "processor, us", "its median", "wall, us", *COUNTED)
+    further = [_cells(row)[:2] + _cells(row)[4:] for row in further_blocks(newest)]
+    return "\n\n".join(
         [
-            row["name"],
-            _microseconds(row["least_processor_us"]),
-            _microseconds(row["processor_us"]),
-            _microseconds(row["least_wall_us"]),
-            f"{row['operations']:,.0f}",
-            f"{row['least_processor_us'] / row['operations']:.1f}",
-            _microseconds(row["clock_us"]),
-            f"{row['least_processor_us'] / row['clock_us']:.2f}",
+            *[_machine(row) for row in list(newest.values())[-1:]],
+            markdown(header, cases),
+            markdown(("", "processor, us", *COUNTED), further),
         ]
-        for row in newest.values()
+    )
+
+
+def further_blocks(newest: dict[str, dict]) -> list[dict]:
+    """One row for each model: the difference of its two steps, by the number of blocks between them."""
+    steps: dict[str, dict[int, dict]] = {}
+    for name, row in newest.items():
+        if match := _STEP.fullmatch(name):
+            model, blocks, fused = match.groups()
+            steps.setdefault(f"a further block of {model}{fused}", {})[int(blocks)] = row
+    found = []
+    for name, by_blocks in steps.items():
+        fewest, most = min(by_blocks), max(by_blocks)
+        if fewest < most:
+            differences = {
+                key: (by_blocks[most][key] - by_blocks[fewest][key]) / (most - fewest)
+                for key, value in by_blocks[most].items()
+                if key == "operations" or key.endswith("_us") and isinstance(value, float)
+            }
+            found.append({"name": name} | differences)
+    return found
+
+
+def _cells(row: dict) -> list[str]:
+    return [
+        row["name"],
+        _microseconds(row["least_processor_us"]),
+        _microseconds(row["processor_us"]),
+        _microseconds(row["least_wall_us"]),
+        f"{row['operations']:,.0f}",
+        f"{row['least_processor_us'] / row['operations']:.1f}",
+        _microseconds(row["clock_us"]),
+        f"{row['least_processor_us'] / row['clock_us']:.2f}",
     ]
-    header = ("", "processor, us", "its median", "wall, us", "operations", "us each", "clock, us", "processor / clock")
-    return "\n\n".join([_machine(row) for row in list(newest.values())[-1:]] + [markdown(header, lines)])
 
 
 def _machine(row: dict) -> str:
