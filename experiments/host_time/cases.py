@@ -1,0 +1,182 @@
+"""What is timed: single operators, a matrix product forward and backward, the update of a part, whole steps.
+
+A case is made for a device, "cuda" to be timed and "meta" to be counted by the simulator's clock, so that both see the
+same lines. Sizes do not matter for the host, so operators get small tensors; steps have the shapes of GPT-2, with fewer
+blocks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count as numbers
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GPT2Config
+
+from lowmem.adam import Hyperparameters, UpdateRule, get_optimizer, state_layout
+from lowmem.data import Batch
+from lowmem.layers import accumulated, cast_explicitly
+from lowmem.models import GPT2_SHAPES, make_decoder
+from lowmem.precision import LossScale
+from lowmem.simulate import StepCase, Target, record_step
+from lowmem.step import Schedule, Step
+from lowmem.store import Store
+from lowmem.trace import Recorder
+
+CALLS = 100  # of an operator, one after the other
+SIDE = 64  # of the tensors of single operators
+OPTIMIZER, LEARNING_RATE = "adamw", 1e-4
+SEQ, SEQUENCES = 1024, 2  # of a step
+META = torch.device("meta")
+Run = Callable[[], object]
+
+
+Make = Callable[[torch.device], Callable[[], Run]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`make(device)` gives a function that prepares one timing and returns what is timed, which does `calls` times what
+    the case is named after. `count(target)`: host seconds by the simulator's clock for all of them."""
+
+    name: str
+    calls: int
+    make: Make
+    count: Callable[[Target], float]
+
+
+def _case(name: str, make: Make) -> Case:
+    """One whose lines run on meta tensors as they are."""
+
+    def count(target: Target) -> float:
+        with target.functions(), Recorder(target.machine) as recorder:
+            run = make(META)()
+            began = recorder.clock.host
+            run()
+            return recorder.clock.host - began
+
+    return Case(name, CALLS, make, count)
+
+
+def operator_cases() -> list[Case]:
+    return [
+        _case("add, no gradient", _repeated(lambda x: torch.add(x, x))),
+        _case("view, no gradient", _repeated(lambda x: x.view(-1))),
+        _case("matrix product, no gradient", _repeated(lambda x: torch.mm(x, x))),
+        _case("add, recorded by autograd", _repeated(lambda x: torch.add(x, x), gradient=True)),
+        _case("tanh, its backward", _backward_of_tanh),
+        _case("attention, no gradient", _attention),
+    ]
+
+
+def _repeated(operator: Callable[[Tensor], Tensor], gradient: bool = False) -> Callable:
+    def make(device: torch.device) -> Callable[[], Run]:
+        x = torch.empty(SIDE, SIDE, device=device, dtype=torch.bfloat16, requires_grad=gradient)
+
+        def run() -> None:
+            with torch.set_grad_enabled(gradient):
+                for _ in range(CALLS):
+                    operator(x)
+
+        return lambda: run
+
+    return make
+
+
+def _backward_of_tanh(device: torch.device) -> Callable[[], Run]:
+    """A chain of operators with one operation each in backward; the gradient that it begins with is given."""
+    x = torch.empty(SIDE, SIDE, device=device, requires_grad=True)
+    gradient = torch.empty(SIDE, SIDE, device=device)
+
+    def prepare() -> Run:
+        y = x
+        for _ in range(CALLS):
+            y = torch.tanh(y)
+        return lambda: torch.autograd.grad(y, x, gradient)
+
+    return prepare
+
+
+def _attention(device: torch.device) -> Callable[[], Run]:
+    q = torch.empty(1, 2, SIDE, SIDE, device=device, dtype=torch.bfloat16)
+
+    def run() -> None:
+        with torch.no_grad():
+            for _ in range(CALLS):
+                F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    return lambda: run
+
+
+def product_case(fused: bool) -> Case:
+    """A linear layer as training has it, forward and backward; `fused` adds the gradient to its accumulator."""
+
+    def make(device: torch.device) -> Callable[[], Run]:
+        layers = nn.Sequential(nn.Linear(SIDE, SIDE, device=device, dtype=torch.bfloat16))
+        cast_explicitly(layers, torch.bfloat16, fused)
+        weight = layers[0].weight
+        sum_of_gradients = torch.zeros(SIDE, SIDE, device=device)
+        if fused:
+            accumulated(weight, lambda: sum_of_gradients)
+        x = torch.empty(SIDE, SIDE, device=device, dtype=torch.bfloat16, requires_grad=True)
+        gradient = torch.empty(SIDE, SIDE, device=device, dtype=torch.bfloat16)
+
+        def run() -> None:
+            for _ in range(CALLS):
+                layers(x).backward(gradient)
+
+        def prepare() -> Run:
+            x.grad = None
+            layers.zero_grad()
+            return run
+
+        return prepare
+
+    return _case("linear layer, forward and backward" + (", fused" if fused else ""), make)
+
+
+def update_case(rule: UpdateRule, name: str) -> Case:
+    """The exact update of one piece, whose state is on the device."""
+
+    def make(device: torch.device) -> Callable[[], Run]:
+        optimizer, entries = get_optimizer(OPTIMIZER), SIDE * SIDE
+        layout = state_layout(optimizer, entries, torch.bfloat16)
+        state = {name: torch.zeros(size, dtype=dtype, device=device) for name, (size, dtype) in layout.items()}
+        working = torch.zeros(entries, dtype=torch.bfloat16, device=device)
+        gradient = torch.zeros(entries, device=device)
+        hyper = Hyperparameters(LEARNING_RATE, weight_decay=0.01, update=1)
+
+        def run() -> None:
+            with torch.no_grad():
+                for _ in range(CALLS):
+                    rule(optimizer, working, state, gradient, hyper, True)
+
+        return lambda: run
+
+    return _case(f"update of a piece, {name}", make)
+
+
+def step_case(model: str, blocks: int, fused: bool) -> Case:
+    """A step with the update of the step before it: everything on the card, blocks recomputed, a sequence at a time."""
+    _, width, heads = GPT2_SHAPES[model]
+    config = GPT2Config(n_layer=blocks, n_embd=width, n_head=heads)
+    schedule = Schedule(micro_batch=1, group=SEQUENCES, segment_blocks=1, recompute=True)
+    case = StepCase(SEQ, SEQUENCES, schedule, torch.bfloat16, get_optimizer(OPTIMIZER), resident_units=blocks + 2)
+
+    def make(device: torch.device) -> Callable[[], Run]:
+        decoder = make_decoder(config, "bf16", "16bit", fused)
+        store = Store(decoder, device, case.dtype, case.optimizer, case.resident_units)
+        step = Step(
+            decoder, store, case.optimizer, schedule, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
+            loss_scale=LossScale(enabled=False),
+        )  # fmt: skip
+        ids = torch.zeros(SEQUENCES, SEQ, dtype=torch.int64)
+        batch, number = Batch(ids, ids), numbers()
+        step(batch, next(number), LEARNING_RATE)  # the first step has no update to apply
+        return lambda: lambda: step(batch, next(number), LEARNING_RATE)
+
+    def count(target: Target) -> float:
+        return record_step(make_decoder(config, "bf16", "16bit", fused), case, target).seconds
+
+    return Case(f"step, {model}, {blocks} blocks" + (", fused" if fused else ""), 1, make, count)

@@ -1,0 +1,164 @@
+"""What the CUDA path costs the host: the time of operators, updates and steps whose kernels return at once.
+
+    .venv-cuda/bin/python -m stand_in --gpu rtx3090 -- -m experiments.host_time.run [--rounds N] [--out DIR]
+
+On the stand-in a kernel takes no time, so what a step takes there is what Python, the dispatcher, autograd, the caching
+allocator and the launch cost the host. Beside each stands what the simulator's clock counts for the very same lines,
+run on meta tensors with a GPU that needs no time: operations times the constants of the card's Machine (simulate.py).
+
+What is compared is the processor time of the process: of the thread that runs forward and of autograd's, which take
+turns. The cases take turns too, round after round, so that whatever else the machine does meets all of them; other
+processes disturb the least of a case's times least.
+
+A constant is seconds of some machine. So every row says how fast this one is: nanoseconds per turn of an empty Python
+loop, and microseconds per addition of two small tensors on the CPU, each the least of the same rounds.
+"""
+
+import argparse
+import dataclasses
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from experiments.harness import rows
+from experiments.host_time.cases import Case, Run, operator_cases, product_case, step_case, update_case
+from experiments.host_time.table import table
+from lowmem import adam, fused
+from lowmem import device as devices
+from lowmem.plan import card_for
+from lowmem.settings import Settings
+from lowmem.simulate import Target, gpu_target
+
+RESULTS = Path(__file__).resolve().parent / "results" / "rows.jsonl"
+STEPS = [("gpt2", 2), ("gpt2", 4), ("gpt2-large", 2), ("gpt2-large", 4)]  # shape and blocks
+LOOP_TURNS, CPU_ADDITIONS = 100_000, 1000
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parse(arguments)
+    devices.set_environment()
+    if not (torch.cuda.is_available() and os.environ.get("STAND_IN_CARD")):
+        print("host_time: this runs on the stand-in only; on a GPU the host's time is not seen alone", file=sys.stderr)
+        return 2
+    device = devices.select_device("cuda")
+    devices.make_deterministic(device)
+    card = card_for(Settings())
+    common = {
+        "section": "host time",
+        "stand_in": True,
+        "device": torch.cuda.get_device_name(device),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
+        "constants_us": _constants(gpu_target(card)),
+        "rounds": options.rounds,
+    } | rows.made_by("experiments.host_time.run", arguments)
+
+    cases = {kernels: cases_of(kernels) for kernels in (False, True)}
+    times = in_rounds([*cases[False], *cases[True]], device, options.rounds)
+    speed = {
+        "python_loop_ns": min(it.processor for it in times.pop("python loop")) / LOOP_TURNS * 1e9,
+        "cpu_addition_us": min(it.processor for it in times.pop("cpu additions")) / CPU_ADDITIONS * 1e6,
+    }
+    for kernels, made in cases.items():
+        target = without_gpu_time(gpu_target(card, kernels))
+        for case in made:
+            found = row_of(case, times[case.name], *clock_of(case, target))
+            rows.append(options.out, common | {"machine_speed": speed} | found)
+    print(table(rows.read(options.out)))
+    return 0
+
+
+def cases_of(kernels: bool) -> list[Case]:
+    """With the project's own kernels or without; operators are PyTorch's own."""
+    rule, name = (fused.update, "one kernel") if kernels else (adam.update, "eager")
+    parts = [product_case(kernels), update_case(rule, name), *(step_case(*which, kernels) for which in STEPS)]
+    return parts if kernels else operator_cases() + parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Seconds: of the processors, all threads of this process together, and of the clock on the wall."""
+
+    processor: float
+    wall: float
+
+
+def timed(run: Run) -> Times:
+    processor, wall = time.process_time(), time.perf_counter()
+    run()
+    return Times(time.process_time() - processor, time.perf_counter() - wall)
+
+
+def in_rounds(cases: list[Case], device: torch.device, rounds: int) -> dict[str, list[Times]]:
+    """By case, and of "python loop" and "cpu additions", the times of each round. Each runs once before the first."""
+    prepare = {case.name: case.make(device) for case in cases}
+    prepare |= {"python loop": lambda: _python_loop, "cpu additions": lambda: _cpu_additions}
+    for make_ready in prepare.values():
+        make_ready()()  # handles, workspaces and compiled kernels come to be
+    times: dict[str, list[Times]] = {name: [] for name in prepare}
+    for _ in range(rounds):
+        for name, make_ready in prepare.items():
+            times[name].append(timed(make_ready()))
+    return times
+
+
+def _python_loop() -> None:
+    for _ in range(LOOP_TURNS):
+        pass
+
+
+def _cpu_additions() -> None:
+    x = torch.zeros(64)
+    with torch.no_grad():
+        for _ in range(CPU_ADDITIONS):
+            torch.add(x, x)
+
+
+def without_gpu_time(target: Target) -> Target:
+    """The same target, on whose GPU everything is done at once: its clock shows the host's time alone."""
+    machine = dataclasses.replace(target.machine, seconds=lambda *_: 0.0)
+    return dataclasses.replace(target, machine=machine, copies_in=None, copies_out=None)
+
+
+def clock_of(case: Case, target: Target) -> tuple[float, float]:
+    """What the simulator's clock counts for one call: host seconds, and operations of any kind."""
+    one_each = dataclasses.replace(target.machine, host_seconds=(1.0, 1.0), more_host_seconds={})
+    counting = dataclasses.replace(target, machine=one_each)
+    return case.count(target) / case.calls, case.count(counting) / case.calls
+
+
+def row_of(case: Case, times: list[Times], clock_seconds: float, operations: float) -> dict:
+    processor, wall = ([getattr(it, kind) / case.calls * 1e6 for it in times] for kind in ("processor", "wall"))
+    return {
+        "name": case.name,
+        "processor_us": statistics.median(processor),
+        "least_processor_us": min(processor),
+        "wall_us": statistics.median(wall),
+        "least_wall_us": min(wall),
+        "clock_us": clock_seconds * 1e6,
+        "operations": operations,
+    }
+
+
+def _constants(target: Target) -> dict[str, float]:
+    """What the clock counts for an operation in forward and in backward, and beside that for some, in microseconds."""
+    forward, backward = target.machine.host_seconds
+    more = {str(operator): seconds for operator, seconds in target.machine.more_host_seconds.items()}
+    named = {"an operation": forward, "one in backward": backward} | more
+    return {name: seconds * 1e6 for name, seconds in named.items()}
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m experiments.host_time.run", allow_abbrev=False)
+    parser.add_argument("--rounds", type=int, default=50, help="how often each case is timed (%(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the file that rows are added to (%(default)s)")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
