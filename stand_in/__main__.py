@@ -27,9 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
     sanitize = options.order == "sanitize"
     order = {"sanitize": "issue", "adversarial": ADVERSARIAL}.get(options.order, options.order)
     environment = settings.environment(
-        options.gpu, libraries=libraries, memory_bytes=options.memory, page_locked_bytes=options.page_locked,
-        devices=options.devices, values=options.values or order != "issue", order=order,
-        sanitize=sanitize,
+        options.gpu, libraries=libraries, architectures=build.architectures(), memory_bytes=options.memory,
+        page_locked_bytes=options.page_locked, devices=options.devices, values=options.values or order != "issue",
+        order=order, sanitize=sanitize,
     )  # fmt: skip
     code = subprocess.run([sys.executable, *command], env=environment).returncode
     return code if code >= 0 else 128 - code  # ended by a signal: as a shell says it

@@ -18,6 +18,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from stand_in import settings
+
 HERE = Path(__file__).parent
 LIBRARIES = Path(sys.prefix) / "stand_in"
 CARD = "libstand_in_card.so"
@@ -56,6 +58,7 @@ def build() -> Path:
     _compile(LIBRARIES / CARD, code, "-fvisibility=hidden", "-I", str(headers))
     for library, symbols in _asked_for(asking, headers, modelled).items():
         _make_library(library, symbols, modelled)
+    _note_architectures()
     mark.write_text(made_of.hexdigest())
     return LIBRARIES
 
@@ -137,6 +140,22 @@ def _make_library(library: str, symbols: dict[str, str], modelled: set[str]) -> 
         (LIBRARIES / "stubs.map").write_text(script)
         options.append(f"-Wl,--version-script={LIBRARIES / 'stubs.map'}")
     _compile(LIBRARIES / library, [source], *options)
+
+
+def architectures() -> list[int]:
+    """The compute capabilities that PyTorch's kernels here are built for: 86 for 8.6."""
+    return [int(name) for name in (LIBRARIES / "architectures").read_text().split()]
+
+
+def _note_architectures() -> None:
+    """Asks PyTorch, which can be imported by now, on a card of which nothing matters."""
+    environment = settings.environment("rtx3060", libraries=LIBRARIES, architectures=[86])
+    program = "import torch; print(*(name[3:].rstrip('af') for name in torch._C._cuda_getArchFlags().split()))"
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    if result.returncode:
+        raise BuildError(f"PyTorch cannot be imported on the stand-in: {result.stderr[-2000:]}")
+    found = sorted({int(number) for number in result.stdout.split() if number.isdecimal()})
+    (LIBRARIES / "architectures").write_text(" ".join(map(str, found)))
 
 
 def _compile(library: Path, sources: list[Path], *options: str) -> None:

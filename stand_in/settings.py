@@ -1,6 +1,7 @@
 """What kind of card the stand-in is: from the project's table of cards, as the environment that its libraries read."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from lowmem.cards import CARDS
@@ -32,6 +33,7 @@ def environment(
     gpu: str,
     *,
     libraries: Path,
+    architectures: Sequence[int],
     memory_bytes: int | None = None,
     page_locked_bytes: int = UNLIMITED,
     devices: int = 1,
@@ -41,15 +43,17 @@ def environment(
 ) -> dict[str, str]:
     """This process's variables, with those under which another, and those that it starts, find a card of kind `gpu`.
 
-    `libraries`: where build.py put them; `memory_bytes`: the card's, where it is not the table's; `page_locked_bytes`:
-    how much host memory may be page-locked; `values`: whether operators are computed, by the CPU (values.py); without
-    them device memory is not even written by copies. `order`: one of ORDERS (card/streams.c); `sanitize`: whether
-    PyTorch's own checker of streams runs."""
+    `libraries`: where build.py put them; `architectures`: which PyTorch's kernels are built for; `memory_bytes`: the
+    card's, where it is not the table's; `page_locked_bytes`: how much host memory may be page-locked; `values`: whether
+    operators are computed, by the CPU (values.py); without them device memory is not even written by copies. `order`:
+    one of ORDERS (card/streams.c); `sanitize`: whether PyTorch's own checker of streams runs."""
     card = CARDS[gpu]
+    major, minor = card.capability
     threads, blocks, shared, shared_by_block = _MULTIPROCESSORS[card.capability]
     properties = {
         "name": f"NVIDIA {card.reported_names[0]}",
-        "capability": card.capability[0] * 10 + card.capability[1],
+        "capability": major * 10 + minor,
+        "binary": max((n for n in architectures if n // 10 == major and n % 10 <= minor), default=major * 10),
         "multiprocessors": card.multiprocessors,
         "threads_per_multiprocessor": threads,
         "blocks_per_multiprocessor": blocks,

@@ -11,6 +11,8 @@ Random numbers: CUDA's generator is a seed and an offset, the CPU's another algo
 should draw the same dropout masks on both, so the CPU draws from its own generator in the state that belongs to the
 seed and offset at which CUDA's stands.
 
+What disables dispatch modes is not computed; printing a CUDA tensor does, so print `tensor.cpu()`.
+
 Operators that decide on the host by what is in device memory (how many entries are not zero) would decide by memory
 that is computed later; for these everything before is waited for, and the result is the CPU's.
 """
@@ -33,6 +35,7 @@ from stand_in.card_library import COMPUTATION, library
 _computations: dict[int, Callable[[], None]] = {}  # by number: those that wait in a stream's queue
 _numbers = itertools.count()
 _mode: list[TorchDispatchMode] = []
+_COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 
 
 def begin() -> None:
@@ -63,13 +66,16 @@ class Values(TorchDispatchMode):
         from stand_in import counterparts  # needs PyTorch whole
 
         self._counterparts = counterparts.COUNTERPARTS
-        self._random, self._synchronous = counterparts.RANDOM, counterparts.SYNCHRONOUS
+        self._random, self._waits = counterparts.RANDOM, counterparts.waits
         self._card = library()
         self._draws = _Draws()
+        # Addresses of the few results that lie on the host though kernels make them: seeds of dropout in attention. To
+        # whom they are given they are not known yet.
+        self._computed_on_host: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in self._synchronous and _any_cuda(args, kwargs):
+        if self._waits(func, args) and _any_cuda(args, kwargs):
             return self._at_once(func, args, kwargs)
         place = self._draws.place(func, args, kwargs) if func in self._random else None
         self._card.card_count_launches()
@@ -83,15 +89,16 @@ class Values(TorchDispatchMode):
             number = next(_numbers)
             _computations[number] = compute
             self._card.card_compute(stream, number)
-            if _host_waits(func, args, kwargs, result):
+            if func in _COPIES and _host_waits(args, kwargs, result):
                 self._card.card_cudaStreamSynchronize(stream)
         return result
 
     def _computation(self, func, args: tuple, kwargs: dict, result: Any, place) -> Callable[[], None]:
         """What the launched kernels stand for, as a function without arguments."""
         call = self._counterparts.get(func, func)
-        over_args, over_kwargs = _over(func, args, kwargs)
+        over_args, over_kwargs = _over(func, args, kwargs, self._computed_on_host)
         results = [_alias(leaf) for leaf in tree_leaves(result)]
+        self._computed_on_host |= {t.data_ptr() for t in results if isinstance(t, Tensor) and not _is_on_card(t)}
         draw = None if place is None else self._draws.reserve(call, over_args, over_kwargs, place)
 
         def compute() -> None:
@@ -105,10 +112,12 @@ class Values(TorchDispatchMode):
     def _at_once(self, func, args: tuple, kwargs: dict) -> Any:
         torch.cuda.synchronize()
         call = self._counterparts.get(func, func)
-        over_args, over_kwargs = _over(func, args, kwargs)
+        over_args, over_kwargs = _over(func, args, kwargs, self._computed_on_host)
         device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_cuda)
         with torch.no_grad():
             found = call(*over_args, **over_kwargs)
+        if func._schema.is_mutable:
+            return args[0]
         return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, found)
 
 
@@ -164,9 +173,9 @@ def _any_cuda(args: tuple, kwargs: dict) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves((args, kwargs)))
 
 
-def _over(func, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _over(func, args: tuple, kwargs: dict, computed_on_host: set[int]) -> tuple[tuple, dict]:
     """The arguments of `func` for the CPU: tensors over the CUDA tensors' bytes. Of a CPU tensor that is only read, and
-    not page-locked, the values of this moment, as a launch takes them."""
+    neither page-locked nor `computed_on_host`, the values of this moment, as a launch takes them."""
     written = {
         id(value)
         for argument, value in zip(func._schema.arguments, args, strict=False)
@@ -184,7 +193,7 @@ def _over(func, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             return None
         if not isinstance(leaf, Tensor):
             return leaf
-        if leaf.is_cuda or id(leaf) in written or (leaf.device.type == "cpu" and leaf.is_pinned()):
+        if leaf.is_cuda or id(leaf) in written or leaf.data_ptr() in computed_on_host or leaf.is_pinned():
             return _alias(leaf)
         return leaf.detach().clone()
 
@@ -195,11 +204,16 @@ def _over(func, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     return args, kwargs
 
 
-def _host_waits(func, args: tuple, kwargs: dict, result: Any) -> bool:
-    """Whether `func` is a copy to the host that is done when it returns."""
+def _host_waits(args: tuple, kwargs: dict, result: Any) -> bool:
+    """Whether a copy with these arguments is one to the host that is done when it returns."""
     onto_host = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.device.type == "cpu"]
-    non_blocking = kwargs.get("non_blocking") or (func is torch.ops.aten.copy_.default and args[2:3] == (True,))
+    non_blocking = kwargs.get("non_blocking") or args[2:3] == (True,)
     return bool(onto_host) and not (non_blocking and all(leaf.is_pinned() for leaf in onto_host))
+
+
+def _is_on_card(tensor: Tensor) -> bool:
+    start, arena = _arena()
+    return start <= tensor.data_ptr() < start + arena.nbytes
 
 
 @cache

@@ -19,6 +19,7 @@
 struct card {
   char name[256];
   int capability;  // 86 for compute capability 8.6
+  int binary;      // of the code that PyTorch's build has for it: 86 for an RTX 4090 (8.9), too
   int multiprocessors, threads_per_multiprocessor, blocks_per_multiprocessor;
   size_t shared_bytes_per_multiprocessor, shared_bytes_per_block;
   size_t memory_bytes;        // what CUDA reports as the total

@@ -34,6 +34,7 @@ static size_t number(const char *key) { return strtoull(setting(key), NULL, 10);
 void card_read_settings(void) {
   snprintf(card.name, sizeof card.name, "%s", setting("name"));
   card.capability = number("capability");
+  card.binary = number("binary");
   card.multiprocessors = number("multiprocessors");
   card.threads_per_multiprocessor = number("threads_per_multiprocessor");
   card.blocks_per_multiprocessor = number("blocks_per_multiprocessor");

@@ -65,7 +65,7 @@ EXPORT cudaError_t card_cudaFuncGetAttributes(struct cudaFuncAttributes *attribu
   memset(attributes, 0, sizeof *attributes);
   attributes->maxThreadsPerBlock = 1024;
   attributes->numRegs = 32;
-  attributes->ptxVersion = attributes->binaryVersion = card.capability;
+  attributes->ptxVersion = attributes->binaryVersion = card.binary;
   attributes->maxDynamicSharedSizeBytes = 49152;
   return cudaSuccess;
 }
