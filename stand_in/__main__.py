@@ -6,7 +6,7 @@ COMMAND is a script, or -m and a module; it runs with this interpreter, and its 
 """
 
 import argparse
-import subprocess
+import os
 import sys
 
 from lowmem.cards import CARDS
@@ -18,6 +18,7 @@ ADVERSARIAL = "late"  # the order that finds most by itself (tests/cuda)
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Does not return where it runs the command; else the exit code."""
     options, command = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
         libraries = build.build()
@@ -31,8 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
         page_locked_bytes=options.page_locked, devices=options.devices, values=options.values or order != "issue",
         order=order, sanitize=sanitize,
     )  # fmt: skip
-    code = subprocess.run([sys.executable, *command], env=environment).returncode
-    return code if code >= 0 else 128 - code  # ended by a signal: as a shell says it
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, *command], environment)  # the command takes this process's place
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
