@@ -1,0 +1,75 @@
+"""One line of JSON per arrangement: the races that the checker finds, and what differs from the plain run.
+
+    python -m tests.stream_order.check [ARRANGEMENT ...]
+    TORCH_CUDA_SANITIZER=1 python -m tests.stream_order.check --device cuda
+
+On "cuda" (a GPU, or a stand-in for one) streams are real, and PyTorch's own checker looks at them where it is switched
+on. Ends with exit code 1 where there is a race, a difference or an error.
+"""
+
+import json
+import sys
+import time
+from argparse import ArgumentParser
+
+import torch
+
+from tests.stream_order.arrangements import ARRANGEMENTS, Arrangement, differences, plain, recorded, run
+from tests.stream_order.checker import races
+
+WAYS = {"reading waits": True, "reading does not wait": False}  # of counting .item()
+
+
+def checked(arrangement: Arrangement) -> dict:
+    """`races`: {way of counting: [number of different ones, the first]}; `different`: names of what is not bitwise as
+    in the plain run."""
+    outcomes, trace = recorded(arrangement)
+    found = {way: list(races(trace, reading_waits)) for way, reading_waits in WAYS.items()}
+    return {
+        "operations": len(trace.operations),
+        "races": {way: [len(reports), reports[0]] for way, reports in found.items() if reports},
+        "different": differences(plain(arrangement), outcomes),
+    }
+
+
+def run_on(device: torch.device, arrangement: Arrangement) -> dict:
+    return {"different": differences(plain(arrangement, device), run(arrangement, device))}
+
+
+def line(name: str, device: str) -> dict:
+    """What is found in one arrangement; `error`: what it ended with, where it did not reach its end."""
+    started = time.monotonic()
+    try:
+        found = checked(ARRANGEMENTS[name]) if device == "cpu" else run_on(torch.device(device, 0), ARRANGEMENTS[name])
+        error = None
+    except Exception as raised:  # a broken copy of the package may end in any
+        found, error = {}, f"{type(raised).__name__}: {raised}"
+    return {"arrangement": name, **found, "error": error, "seconds": round(time.monotonic() - started, 1)}
+
+
+def is_clean(line: dict) -> bool:
+    return not (line["error"] or line.get("different") or line.get("races"))
+
+
+def main() -> int:
+    parser = ArgumentParser(prog="python -m tests.stream_order.check", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="ARRANGEMENT", help="all of them if none is named")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--until-found", action="store_true", help="stop when there is a race either way")
+    options = parser.parse_args()
+    if unknown := set(options.names) - ARRANGEMENTS.keys():
+        parser.error(f"no arrangement {sorted(unknown)}; there are {list(ARRANGEMENTS)}")
+    torch.set_num_threads(1)
+    clean, ways = True, set()
+    for name in options.names or ARRANGEMENTS:
+        found = line(name, options.device)
+        print(json.dumps(found), flush=True)
+        clean = clean and is_clean(found)
+        ways |= found.get("races", {}).keys()
+        if options.until_found and ways == WAYS.keys():
+            break
+    return 0 if clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

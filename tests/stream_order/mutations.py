@@ -1,0 +1,110 @@
+"""Whether the checker finds what is missing: every mutation of mutation_list.py in turn, in a copy of the package.
+
+    python -m tests.stream_order.mutations --jobs 2 --out tests/stream_order/results/mutations.jsonl
+    python -m tests.stream_order.mutations --only "what computes is not held after updates"
+
+Each mutation has a process of its own (check.py), in a folder with a changed copy of lowmem/. A row says in which
+arrangement each way of counting `.item()` finds the first race, and where weights come out wrong. Another method that
+tries the same mutations leaves rows with another `method`, which are shown beside these (table.py). Ends with exit code
+1 where a mutation that is not equivalent was not found, or one that is said to be was.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from experiments.harness import rows as row_file
+from tests.stream_order.mutation_list import MUTATIONS, Mutation
+
+SECONDS = 600  # after which one mutation counts as hung
+
+
+@contextmanager
+def broken_copy(mutation: Mutation) -> Iterator[Path]:
+    """A folder that stands for the repository, with `mutation` in its lowmem/."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copytree(row_file.ROOT / "lowmem", folder / "lowmem", ignore=shutil.ignore_patterns("__pycache__"))
+        for other in ("experiments", "tests"):
+            (folder / other).symlink_to(row_file.ROOT / other)
+        mutation.apply(folder / "lowmem")
+        yield folder
+
+
+def tried(mutation: Mutation, *arrangements: str) -> dict:
+    """What check.py says of the copy, over `arrangements` or all. `found`: {way of counting .item(): the first race};
+    `wrong`: the first arrangement with other bits than the plain run; `failed`: the first that did not reach its end.
+    RuntimeError where check.py itself failed."""
+    command = [sys.executable, "-m", "tests.stream_order.check", "--until-found", *arrangements]
+    started = time.monotonic()
+    with broken_copy(mutation) as folder:
+        environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+        process = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )  # fmt: skip
+    if process.returncode not in (0, 1) or not process.stdout:
+        raise RuntimeError(f"{mutation.name}: {process.stderr[-2000:]}")
+    lines = [json.loads(line) for line in process.stdout.splitlines()]
+    found: dict[str, dict] = {}
+    for line in lines:
+        for way, (number, report) in line.get("races", {}).items():
+            found.setdefault(way, {"arrangement": line["arrangement"], "races": number, "report": report})
+    return {
+        "file": mutation.file, "mutation": mutation.name, "old": mutation.old, "new": mutation.new,
+        "equivalent": mutation.equivalent, "found": found,
+        "wrong": next((line["arrangement"] for line in lines if line.get("different")), None),
+        "failed": next(([line["arrangement"], line["error"]] for line in lines if line["error"]), None),
+        "arrangements": len(lines), "seconds": round(time.monotonic() - started, 1),
+    }  # fmt: skip
+
+
+def is_found(row: dict) -> bool:
+    """Whether anything at all was seen; a race, other bits, or an error."""
+    return bool(row["found"] or row["wrong"] or row["failed"])
+
+
+def main() -> int:
+    parser = ArgumentParser(prog="python -m tests.stream_order.mutations", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, metavar="FILE", help="add the rows to FILE")
+    parser.add_argument("--only", metavar="TEXT", help="the mutations whose name has TEXT in it")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once")
+    options = parser.parse_args()
+    arguments = [f"--only={options.only}"] if options.only else []
+    common = {
+        "method": "checker",
+        "sources": row_file.digest("lowmem/**/*.py", "tests/stream_order/*.py"),
+        **row_file.made_by("tests.stream_order.mutations", arguments),
+    }
+    mutations = [mutation for mutation in MUTATIONS if (options.only or "") in mutation.name]
+    missed = 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for row in pool.map(tried, mutations):
+            row = common | row
+            as_expected = is_found(row) is not bool(row["equivalent"])
+            missed += not as_expected
+            print(f"{'ok    ' if as_expected else 'MISSED'} {row['mutation']}: {said(row)}", flush=True)
+            if options.out is not None:
+                row_file.append(options.out, row)
+    print(f"{len(mutations)} mutations, {missed} not as expected")
+    return 1 if missed else 0
+
+
+def said(row: dict) -> str:
+    """A row as one line for people."""
+    parts = [f"{way}: {race['report']} ({race['arrangement']})" for way, race in row["found"].items()]
+    parts += [f"other bits ({row['wrong']})"] if row["wrong"] else []
+    parts += [f"{row['failed'][1]} ({row['failed'][0]})"] if row["failed"] else []
+    return "; ".join(parts) or "nothing found"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
