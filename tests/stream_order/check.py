@@ -4,7 +4,8 @@
     TORCH_CUDA_SANITIZER=1 python -m tests.stream_order.check --device cuda
 
 On "cuda" (a GPU, or a stand-in for one) streams are real, and PyTorch's own checker looks at them where it is switched
-on. Ends with exit code 1 where there is a race, a difference or an error.
+on; `--races-only` is for a stand-in whose kernels compute nothing. Ends with exit code 1 where there is a race, a
+difference or an error.
 """
 
 import json
@@ -13,11 +14,13 @@ import time
 from argparse import ArgumentParser
 
 import torch
+from torch.cuda._sanitizer import Access, CUDASanitizerErrors
 
 from tests.stream_order.arrangements import ARRANGEMENTS, Arrangement, differences, plain, recorded, run
 from tests.stream_order.checker import races
 
 WAYS = {"reading waits": True, "reading does not wait": False}  # of counting .item()
+SANITIZER = "sanitizer"  # PyTorch's
 
 
 def checked(arrangement: Arrangement) -> dict:
@@ -32,15 +35,27 @@ def checked(arrangement: Arrangement) -> dict:
     }
 
 
-def run_on(device: torch.device, arrangement: Arrangement) -> dict:
-    return {"different": differences(plain(arrangement, device), run(arrangement, device))}
-
-
-def line(name: str, device: str) -> dict:
-    """What is found in one arrangement; `error`: what it ended with, where it did not reach its end."""
-    started = time.monotonic()
+def sanitized(arrangement: Arrangement, device: torch.device, races_only: bool) -> dict:
+    """The same of a run on `device`; `races` are what PyTorch's sanitizer raised, where it is switched on."""
     try:
-        found = checked(ARRANGEMENTS[name]) if device == "cpu" else run_on(torch.device(device, 0), ARRANGEMENTS[name])
+        outcomes = run(arrangement, device)
+    except CUDASanitizerErrors as raised:
+        first = raised.errors[0]
+        report = f"unordered: {_said(first.previous_access)} and {_said(first.current_access)}"
+        return {"races": {SANITIZER: [len(raised.errors), report]}}
+    return {"races": {}, "different": [] if races_only else differences(plain(arrangement, device), outcomes)}
+
+
+def _said(access: Access) -> str:
+    return f"{access.type.name.lower()} by {access.operator.partition('(')[0]} on stream {access.stream:#x}"
+
+
+def line(name: str, device: str, races_only: bool) -> dict:
+    """What is found in one arrangement; `error`: what it ended with, where it did not reach its end."""
+    started, arrangement = time.monotonic(), ARRANGEMENTS[name]
+    try:
+        on_gpu = device == "cuda"
+        found = sanitized(arrangement, torch.device("cuda", 0), races_only) if on_gpu else checked(arrangement)
         error = None
     except Exception as raised:  # a broken copy of the package may end in any
         found, error = {}, f"{type(raised).__name__}: {raised}"
@@ -55,18 +70,19 @@ def main() -> int:
     parser = ArgumentParser(prog="python -m tests.stream_order.check", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="ARRANGEMENT", help="all of them if none is named")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--until-found", action="store_true", help="stop when there is a race either way")
+    parser.add_argument("--races-only", action="store_true", help="do not compare with the plain run")
+    parser.add_argument("--until-found", action="store_true", help="stop when there is a race, counted either way")
     options = parser.parse_args()
     if unknown := set(options.names) - ARRANGEMENTS.keys():
         parser.error(f"no arrangement {sorted(unknown)}; there are {list(ARRANGEMENTS)}")
     torch.set_num_threads(1)
-    clean, ways = True, set()
+    clean, ways = True, {SANITIZER} if options.device == "cuda" else set(WAYS)
     for name in options.names or ARRANGEMENTS:
-        found = line(name, options.device)
+        found = line(name, options.device, options.races_only)
         print(json.dumps(found), flush=True)
         clean = clean and is_clean(found)
-        ways |= found.get("races", {}).keys()
-        if options.until_found and ways == WAYS.keys():
+        ways -= found.get("races", {}).keys()
+        if options.until_found and not ways:
             break
     return 0 if clean else 1
 

@@ -1,12 +1,13 @@
 """Whether the checker finds what is missing: every mutation of mutation_list.py in turn, in a copy of the package.
 
     python -m tests.stream_order.mutations --jobs 2 --out tests/stream_order/results/mutations.jsonl
-    python -m tests.stream_order.mutations --only "what computes is not held after updates"
+    python -m tests.stream_order.mutations --only "not held after updates" deferred
+    python -m tests.stream_order.mutations --method sanitizer            on a GPU or a stand-in: PyTorch's own checker
 
 Each mutation has a process of its own (check.py), in a folder with a changed copy of lowmem/. A row says in which
-arrangement each way of counting `.item()` finds the first race, and where weights come out wrong. Another method that
-tries the same mutations leaves rows with another `method`, which are shown beside these (table.py). Ends with exit code
-1 where a mutation that is not equivalent was not found, or one that is said to be was.
+arrangement each way of counting `.item()` finds the first race, and where weights come out wrong. Other methods that try
+the same mutations leave rows with another `method`, which are shown beside these (table.py). Ends with exit code 1 where
+a mutation that is not equivalent was not found, or one that is said to be was.
 """
 
 import json
@@ -25,7 +26,11 @@ from pathlib import Path
 from experiments.harness import rows as row_file
 from tests.stream_order.mutation_list import MUTATIONS, Mutation
 
-SECONDS = 600  # after which one mutation counts as hung
+SECONDS = 900  # after which one mutation counts as hung
+METHODS = {  # options of check.py, and its environment
+    "checker": ([], {}),
+    "sanitizer": (["--device", "cuda", "--races-only"], {"TORCH_CUDA_SANITIZER": "1"}),
+}
 
 
 @contextmanager
@@ -40,14 +45,16 @@ def broken_copy(mutation: Mutation) -> Iterator[Path]:
         yield folder
 
 
-def tried(mutation: Mutation, *arrangements: str) -> dict:
+def tried(mutation: Mutation, *arrangements: str, method: str = "checker") -> dict:
     """What check.py says of the copy, over `arrangements` or all. `found`: {way of counting .item(): the first race};
-    `wrong`: the first arrangement with other bits than the plain run; `failed`: the first that did not reach its end.
-    RuntimeError where check.py itself failed."""
-    command = [sys.executable, "-m", "tests.stream_order.check", "--until-found", *arrangements]
+    `wrong`: the first arrangement with other bits than the plain run; `failed`: the first that did not reach its end,
+    and why. RuntimeError where check.py itself failed."""
+    options, environment = METHODS[method]
+    command = [sys.executable, "-m", "tests.stream_order.check", "--until-found", *options, *arrangements]
     started = time.monotonic()
     with broken_copy(mutation) as folder:
-        environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | environment | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         process = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS
         )  # fmt: skip
@@ -59,7 +66,7 @@ def tried(mutation: Mutation, *arrangements: str) -> dict:
         for way, (number, report) in line.get("races", {}).items():
             found.setdefault(way, {"arrangement": line["arrangement"], "races": number, "report": report})
     return {
-        "file": mutation.file, "mutation": mutation.name, "old": mutation.old, "new": mutation.new,
+        "method": method, "file": mutation.file, "mutation": mutation.name, "old": mutation.old, "new": mutation.new,
         "equivalent": mutation.equivalent, "found": found,
         "wrong": next((line["arrangement"] for line in lines if line.get("different")), None),
         "failed": next(([line["arrangement"], line["error"]] for line in lines if line["error"]), None),
@@ -74,20 +81,22 @@ def is_found(row: dict) -> bool:
 
 def main() -> int:
     parser = ArgumentParser(prog="python -m tests.stream_order.mutations", description=__doc__.splitlines()[0])
+    parser.add_argument("arrangements", nargs="*", metavar="ARRANGEMENT", help="all of them if none is named")
     parser.add_argument("--out", type=Path, metavar="FILE", help="add the rows to FILE")
-    parser.add_argument("--only", metavar="TEXT", help="the mutations whose name has TEXT in it")
+    parser.add_argument("--method", choices=METHODS, default="checker")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the mutations whose name has TEXT in it")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     options = parser.parse_args()
-    arguments = [f"--only={options.only}"] if options.only else []
+    arguments = ["--method", options.method] if options.method != "checker" else []
+    arguments += ["--only", options.only] if options.only else []
     common = {
-        "method": "checker",
         "sources": row_file.digest("lowmem/**/*.py", "tests/stream_order/*.py"),
-        **row_file.made_by("tests.stream_order.mutations", arguments),
+        **row_file.made_by("tests.stream_order.mutations", [*arguments, *options.arrangements]),
     }
-    mutations = [mutation for mutation in MUTATIONS if (options.only or "") in mutation.name]
+    mutations = [mutation for mutation in MUTATIONS if options.only in mutation.name]
     missed = 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        for row in pool.map(tried, mutations):
+        for row in pool.map(lambda mutation: tried(mutation, *options.arrangements, method=options.method), mutations):
             row = common | row
             as_expected = is_found(row) is not bool(row["equivalent"])
             missed += not as_expected

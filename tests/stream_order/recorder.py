@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import count
 from pathlib import Path
 from unittest.mock import patch
@@ -133,17 +134,14 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _note(self, func, args, kwargs, result) -> None:
-        schema = func._schema
-        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-        touched: list[tuple[Tensor, bool]] = []  # with whether it is written
-        for argument in schema.arguments:
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            touched += [(tensor, written) for tensor in _tensors(given.get(argument.name))]
+        written = _arguments(func)
+        given = dict(zip(written, args, strict=False)) | kwargs
+        touched = [(tensor, written[name]) for name, value in given.items() for tensor in _tensors(value)]
         inputs = {tensor.untyped_storage()._cdata for tensor, _ in touched}
         returned = _tensors(result)
         fresh = [t for t in returned if (at := t.untyped_storage()._cdata) not in inputs and at not in self._memories]
-        reads_a_number = bool(schema.returns) and not returned  # .item(), torch.equal
-        if not (fresh or reads_a_number or any(written for _, written in touched)):
+        reads_a_number = bool(func._schema.returns) and not returned  # .item(), torch.equal
+        if not (fresh or reads_a_number or any(is_written for _, is_written in touched)):
             for tensor in returned:  # views
                 self._memory(tensor)
             return
@@ -202,12 +200,24 @@ class Recorder(TorchDispatchMode):
 
     def _died(self, address: int) -> None:
         number = self._memories.pop(address)
-        self._on_host.discard(number)
-        if not self._ended:
+        if number in self._on_host:  # which no pool hands out
+            self._on_host.remove(number)
+        elif not self._ended:
             self.trace.operations.append(Free(number))
 
 
+@cache
+def _arguments(func) -> dict[str, bool]:
+    """An operator's arguments in order, and whether it writes into them."""
+    arguments = func._schema.arguments
+    return {a.name: a.alias_info is not None and a.alias_info.is_write for a in arguments}
+
+
 def _tensors(value) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if value is None or isinstance(value, int | float | torch.dtype | torch.device):
+        return []
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 

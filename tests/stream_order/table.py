@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments.harness import rows as row_file
 from experiments.harness.tables import between, markdown, put
-from tests.stream_order.check import WAYS
+from tests.stream_order.check import SANITIZER, WAYS
 from tests.stream_order.mutation_list import MUTATIONS, Mutation
 
 FOLDER = Path(__file__).resolve().parent
@@ -20,7 +20,8 @@ RESULTS, README = FOLDER / "results" / "mutations.jsonl", FOLDER / "README.md"
 BEGIN = "<!-- made by python -m tests.stream_order.table -->"
 METHODS = {  # by a row's `method`: its columns, by the keys of its `found`
     "checker": {"reading waits": "checker, `.item()` waits", "reading does not wait": "checker, it does not"},
-    "orders": {"orders": "adversarial orders on the stand-in"},
+    "sanitizer": {SANITIZER: "PyTorch's sanitizer on a stand-in"},
+    "orders": {"orders": "adversarial orders on a stand-in"},
 }
 NOT_RUN = "not run yet"
 assert METHODS["checker"].keys() == WAYS.keys()

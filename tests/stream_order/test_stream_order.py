@@ -44,10 +44,9 @@ def test_an_arrangement_has_no_race_and_the_bits_of_the_plain_run(name):
     assert result["operations"] > 10_000
 
 
-FOUND = {  # a mutation each way of counting .item() finds, one that only one of them does, and one that is equivalent
+FOUND = {  # a mutation that both ways of counting .item() find, and one that only one of them does
     "an update does not wait for its state": (set(WAYS), "unordered: write by copy_ on in"),
     "updates are made ready without a wait for what computes": ({"reading does not wait"}, "unordered: read by"),
-    "the host does not wait for copies in": (set(), None),
 }
 
 
@@ -58,7 +57,6 @@ def test_the_checker_finds_what_is_taken_out(name):
     row = mutations.tried(mutation, "deferred")
     assert row["found"].keys() == ways and row["failed"] is None and row["wrong"] is None
     assert all(race["report"].startswith(report) for race in row["found"].values())
-    assert bool(mutation.equivalent) is not mutations.is_found(row)
 
 
 def test_every_mutation_changes_the_one_place_that_it_means(tmp_path):
@@ -173,7 +171,7 @@ def test_an_operator_reads_and_writes_the_bytes_of_its_arguments():
     a, b = torch.zeros(4, 8), torch.ones(8)
 
     def work(recorder):
-        a[1].add_(b[None])  # views are no work
+        a[1].add_(b[:])  # views are no work
         torch.mul(a[2:], 2.0, out=a[:2])
         return a.T.sum(0)
 
@@ -245,4 +243,4 @@ def test_copies_to_and_from_the_host_are_transfers_and_all_else_there_is_its_own
         *(("host", "sum", [half, (0, 4, True)]), ("host", "_local_scalar_dense", [(0, 4, False)])),
         *(("allocates", "compute"), ("compute", "sum", [half, (0, 4, True)])),
         *(("compute", "_local_scalar_dense", [(0, 4, False)]), ("record", "compute"), ("reads", "host"), "free"),
-    ]
+    ], "no memory of the host is ever handed out again"
