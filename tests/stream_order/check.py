@@ -47,7 +47,7 @@ def sanitized(arrangement: Arrangement, device: torch.device, races_only: bool) 
 
 
 def _said(access: Access) -> str:
-    return f"{access.type.name.lower()} by {access.operator.partition('(')[0]} on stream {access.stream:#x}"
+    return f"{access.type.name.lower()} by {str(access.operator).partition('(')[0]} on stream {access.stream:#x}"
 
 
 def line(name: str, device: str, races_only: bool) -> dict:

@@ -5,9 +5,9 @@
     python -m tests.stream_order.mutations --method sanitizer            on a GPU or a stand-in: PyTorch's own checker
 
 Each mutation has a process of its own (check.py), in a folder with a changed copy of lowmem/. A row says in which
-arrangement each way of counting `.item()` finds the first race, and where weights come out wrong. Other methods that try
-the same mutations leave rows with another `method`, which are shown beside these (table.py). Ends with exit code 1 where
-a mutation that is not equivalent was not found, or one that is said to be was.
+arrangement each way of counting `.item()` finds the first race, and where weights come out wrong. Other methods that
+try the same mutations leave rows with another `method`, which are shown beside these (table.py). Ends with exit code 1
+where a mutation that is not equivalent was not found, or one that is said to be was.
 """
 
 import json

@@ -3,7 +3,8 @@
 Every operator of PyTorch's dispatcher counts as one kernel on the stream that is current, with the bytes that its
 schema says it reads and writes; autograd's operators are among them. The values are the CPU's, computed at once, in the
 order in which the host calls. Which memory would be the device's and which the host's cannot be seen from a CPU tensor:
-all of it counts as the device's, but for tensors made by `Recorder.host_tensor` and what is computed from those.
+all of it counts as the device's, but for tensors made by `Recorder.host_tensor` and what is computed from those. So
+random weights, say, count as made on the device, and more has to be ordered here than on a GPU, never less.
 
 checker.py says what the record means.
 """
