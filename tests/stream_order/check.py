@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from argparse import ArgumentParser
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.cuda._sanitizer import Access, CUDASanitizerErrors
@@ -66,24 +67,31 @@ def is_clean(line: dict) -> bool:
     return not (line["error"] or line.get("different") or line.get("races"))
 
 
+def lines(names: Iterable[str], device: str, *, races_only: bool = False, until_found: bool = False) -> Iterator[dict]:
+    """Of one arrangement after the other, or, `until_found`, of as many as it takes to see a race each way of
+    counting."""
+    ways = {SANITIZER} if device == "cuda" else set(WAYS)
+    for name in names:
+        found = line(name, device, races_only)
+        yield found
+        ways -= found.get("races", {}).keys()
+        if until_found and not ways:
+            return
+
+
 def main() -> int:
     parser = ArgumentParser(prog="python -m tests.stream_order.check", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="ARRANGEMENT", help="all of them if none is named")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--races-only", action="store_true", help="do not compare with the plain run")
-    parser.add_argument("--until-found", action="store_true", help="stop when there is a race, counted either way")
     options = parser.parse_args()
     if unknown := set(options.names) - ARRANGEMENTS.keys():
         parser.error(f"no arrangement {sorted(unknown)}; there are {list(ARRANGEMENTS)}")
     torch.set_num_threads(1)
-    clean, ways = True, {SANITIZER} if options.device == "cuda" else set(WAYS)
-    for name in options.names or ARRANGEMENTS:
-        found = line(name, options.device, options.races_only)
+    clean = True
+    for found in lines(options.names or ARRANGEMENTS, options.device, races_only=options.races_only):
         print(json.dumps(found), flush=True)
         clean = clean and is_clean(found)
-        ways -= found.get("races", {}).keys()
-        if options.until_found and not ways:
-            break
     return 0 if clean else 1
 
 

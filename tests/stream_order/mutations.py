@@ -4,22 +4,20 @@
     python -m tests.stream_order.mutations --only "not held after updates" deferred
     python -m tests.stream_order.mutations --method sanitizer            on a GPU or a stand-in: PyTorch's own checker
 
-Each mutation has a process of its own (check.py), in a folder with a changed copy of lowmem/. A row says in which
-arrangement each way of counting `.item()` finds the first race, and where weights come out wrong. Other methods that
-try the same mutations leave rows with another `method`, which are shown beside these (table.py). Ends with exit code 1
-where a mutation that is not equivalent was not found, or one that is said to be was.
+Each mutation has a process of its own, which imports a changed copy of lowmem/. A row says in which arrangement each
+way of counting `.item()` finds the first race, and where weights come out wrong. Other methods that try the same
+mutations leave rows with another `method`, which are shown beside these (table.py). Ends with exit code 1 where a
+mutation that is not equivalent was not found, or one that is said to be was.
 """
 
-import json
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,10 +25,11 @@ from experiments.harness import rows as row_file
 from tests.stream_order.mutation_list import MUTATIONS, Mutation
 
 SECONDS = 900  # after which one mutation counts as hung
-METHODS = {  # options of check.py, and its environment
-    "checker": ([], {}),
-    "sanitizer": (["--device", "cuda", "--races-only"], {"TORCH_CUDA_SANITIZER": "1"}),
-}
+METHODS = {"checker": "cpu", "sanitizer": "cuda"}  # and the device that check.py looks at
+PRELOADED = [
+    "torch.cuda._sanitizer",
+    "transformers.models.gpt2.modeling_gpt2",
+]  # all but the package: seconds each time
 
 
 @contextmanager
@@ -45,22 +44,33 @@ def broken_copy(mutation: Mutation) -> Iterator[Path]:
         yield folder
 
 
-def tried(mutation: Mutation, *arrangements: str, method: str = "checker") -> dict:
-    """What check.py says of the copy, over `arrangements` or all. `found`: {way of counting .item(): the first race};
-    `wrong`: the first arrangement with other bits than the plain run; `failed`: the first that did not reach its end,
-    and why. RuntimeError where check.py itself failed."""
-    options, environment = METHODS[method]
-    command = [sys.executable, "-m", "tests.stream_order.check", "--until-found", *options, *arrangements]
+def tried(mutations: Iterable[Mutation], arrangements: Sequence[str], method: str, jobs: int = 1) -> Iterator[dict]:
+    """What check.py says of each copy, over `arrangements` or all, in `jobs` processes at once. `found`: {way of
+    counting .item(): the first race}; `wrong`: the first arrangement with other bits than the plain run; `failed`: the
+    first that did not reach its end, and why. multiprocessing.TimeoutError where one hangs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with context.Pool(jobs, maxtasksperchild=1) as pool:
+        tasks = [pool.apply_async(_tried, (mutation, arrangements, method)) for mutation in mutations]
+        for task in tasks:
+            yield task.get(SECONDS * len(tasks))
+
+
+def _tried(mutation: Mutation, arrangements: Sequence[str], method: str) -> dict:
+    """In a process of its own, that has not imported lowmem yet."""
     started = time.monotonic()
     with broken_copy(mutation) as folder:
-        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | environment | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-        process = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS
-        )  # fmt: skip
-    if process.returncode not in (0, 1) or not process.stdout:
-        raise RuntimeError(f"{mutation.name}: {process.stderr[-2000:]}")
-    lines = [json.loads(line) for line in process.stdout.splitlines()]
+        sys.path.insert(0, str(folder))
+        import torch
+
+        import lowmem
+        from tests.stream_order import check
+
+        assert Path(lowmem.__file__).is_relative_to(folder)
+        torch.set_num_threads(1)
+        names = arrangements or check.ARRANGEMENTS
+        on_cuda = METHODS[method] == "cuda"
+        lines = list(check.lines(names, METHODS[method], races_only=on_cuda, until_found=True))
     found: dict[str, dict] = {}
     for line in lines:
         for way, (number, report) in line.get("races", {}).items():
@@ -75,7 +85,7 @@ def tried(mutation: Mutation, *arrangements: str, method: str = "checker") -> di
 
 
 def is_found(row: dict) -> bool:
-    """Whether anything at all was seen; a race, other bits, or an error."""
+    """Whether anything at all was seen: a race, other bits, or an error."""
     return bool(row["found"] or row["wrong"] or row["failed"])
 
 
@@ -87,6 +97,9 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="the mutations whose name has TEXT in it")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if options.method == "sanitizer":
+        os.environ["TORCH_CUDA_SANITIZER"] = "1"  # it is read where torch is imported, in the processes to come
     arguments = ["--method", options.method] if options.method != "checker" else []
     arguments += ["--only", options.only] if options.only else []
     common = {
@@ -95,14 +108,13 @@ def main() -> int:
     }
     mutations = [mutation for mutation in MUTATIONS if options.only in mutation.name]
     missed = 0
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for row in pool.map(lambda mutation: tried(mutation, *options.arrangements, method=options.method), mutations):
-            row = common | row
-            as_expected = is_found(row) is not bool(row["equivalent"])
-            missed += not as_expected
-            print(f"{'ok    ' if as_expected else 'MISSED'} {row['mutation']}: {said(row)}", flush=True)
-            if options.out is not None:
-                row_file.append(options.out, row)
+    for row in tried(mutations, options.arrangements, options.method, options.jobs):
+        row = common | row
+        as_expected = is_found(row) is not bool(row["equivalent"])
+        missed += not as_expected
+        print(f"{'ok    ' if as_expected else 'MISSED'} {row['mutation']}: {said(row)}", flush=True)
+        if options.out is not None:
+            row_file.append(options.out, row)
     print(f"{len(mutations)} mutations, {missed} not as expected")
     return 1 if missed else 0
 

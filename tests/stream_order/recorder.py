@@ -82,7 +82,6 @@ class Recorder(TorchDispatchMode):
         self.trace = Trace()
         self.numbers = count()  # of events
         self._names = [*reversed(stream_names)]
-        self._streams: list[Stream] = []
         self._default = self._new_stream("compute")
         self._current = [self._default]
         self._memories: dict[int, int] = {}  # numbers of the live storages, by address
@@ -117,8 +116,7 @@ class Recorder(TorchDispatchMode):
 
     def _new_stream(self, name: str) -> Stream:
         self.trace.streams.append(name)
-        self._streams.append(Stream(self, len(self.trace.streams) - 1))
-        return self._streams[-1]
+        return Stream(self, len(self.trace.streams) - 1)
 
     @contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
