@@ -70,14 +70,19 @@ DOWNWARDS = """\
         if self._downwards:  # their gradients came to be since the pass was begun
             self.ring.copies.wait_for_compute()
 """
-LOOP = """\
+RUN = """\
         try:
             while self.units_done < units:
-"""
-HOLD = """\
+                self.units_done = next(self._pass)
+        except torch.OutOfMemoryError as error:
+            raise UpdateInterrupted(
+                f"out of memory within update {self.hyper.update}, which left some weights new and some old, so they "
+                "are not saved; the same command goes on from the newest checkpoint, and --recompute on or --states "
+                f"streamed leaves it more room ({str(error).splitlines()[0]})"
             ) from error
         self.ring.copies.hold_compute()
 """
+HOLD = "        self.ring.copies.hold_compute()\n"
 FLUSH = """\
         self.run(self.units)
         self.ring.synchronize()
@@ -168,10 +173,8 @@ UPDATES = [
         "        if self._downwards:",
         "        if self._downwards and self.units_done == 0:",
     ),
-    _updates("what computes is not held after updates", HOLD, "            ) from error\n"),
-    _updates(
-        "what computes is held before updates, not after", LOOP, "        self.ring.copies.hold_compute()\n" + LOOP
-    ),
+    _updates("what computes is not held after updates", RUN, RUN.removesuffix(HOLD)),
+    _updates("what computes is held before updates, not after", RUN, HOLD + RUN.removesuffix(HOLD)),
     _updates(
         "updates are not launched as updates",
         "            with self.ring.copies.updating():\n",
