@@ -84,7 +84,7 @@ class Ring:
             for _ in range(AHEAD + 1)
         ]
         self._views: dict[tuple[int, int], State] = {}  # by slot and piece
-        self.copies = _CudaCopies(device, beside) if device.type == "cuda" else _SynchronousCopies()
+        self.copies = copies_for(device, beside)
 
     @property
     def slot_bytes(self) -> int:
@@ -125,6 +125,11 @@ class Ring:
     def synchronize(self) -> None:
         """Returns when everything written back has arrived in RAM."""
         self.copies.synchronize()
+
+
+def copies_for(device: torch.device, beside: bool) -> "_CudaCopies | _SynchronousCopies":
+    """What carries states to and from `device`. Tests give the CUDA transfers imitated streams here."""
+    return _CudaCopies(device, beside) if device.type == "cuda" else _SynchronousCopies()
 
 
 class _SynchronousCopies:

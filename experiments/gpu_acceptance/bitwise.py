@@ -12,6 +12,7 @@ GPU.
 import gc
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -29,8 +30,9 @@ from lowmem.data import Batch
 from lowmem.layers import cast_explicitly
 from lowmem.models import build_model
 from lowmem.precision import WORKING_DTYPES, LossScale
-from lowmem.step import Schedule, Step
+from lowmem.step import Schedule, Step, StepResult
 from lowmem.store import Store
+from lowmem.streaming import host_tensor
 from lowmem.weights import random_weights
 
 ALL = 10**6
@@ -99,6 +101,17 @@ class Outcome:
     states: dict[str, Tensor]
     page_locked: bool  # of the streamed states: pageable memory is copied without overlap, and shows nothing
 
+    @classmethod
+    def of(cls, results: Sequence[StepResult], store: Store, page_locked: bool) -> "Outcome":
+        """After `Step.flush`."""
+        states = {
+            f"{part.name} {key}": tensor.to("cpu", copy=True)
+            for part in store.parts
+            for key, tensor in part.state.items()
+        }
+        losses, norms = [result.loss for result in results], [result.grad_norm for result in results]
+        return cls(losses, norms, dict(store.masters()), states, page_locked)
+
     def differences(self, other: "Outcome") -> list[str]:
         """Names of what is not bitwise equal."""
         found = [name for name in ("losses", "norms") if getattr(self, name) != getattr(other, name)]
@@ -153,25 +166,35 @@ def train(
     optimizer: str = "adamw", **schedule: int | bool,
 ) -> Outcome:  # fmt: skip
     """`shape.steps` steps of `optimizer` from the same random weights, two sequences at a time."""
-    model = build_model(shape.config)
     kernels = fused.available(device)
+    step, store = make_step(
+        shape, device, precision, kernels, resident_units, clip_norm=clip_norm, optimizer=optimizer, **schedule
+    )
+    page_locked = store.page_lock()
+    results = [step(batch, index, 1e-3) for index, batch in enumerate(shape.batches())]
+    step.flush()
+    outcome = Outcome.of(results, store, page_locked)
+    if device.type == "cuda":  # hooks and parameters hold each other: a run would stay on the card beside the next
+        del step, store
+        gc.collect()
+    return outcome
+
+
+def make_step(
+    shape: Shape, device: torch.device, precision: str, kernels: bool, resident_units: int, *, clip_norm: float | None,
+    optimizer: str, host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor, **schedule: int | bool,
+) -> tuple[Step, Store]:  # fmt: skip
+    """The step, two sequences at a time, and the store, with the same random weights each time; `kernels`: whether with
+    fused operators. The keywords that are not named here are Schedule's."""
+    model = build_model(shape.config)
     if precision != "fp32":
         cast_explicitly(model, torch.float32, kernels)
     decoder = Decoder(model, kernels)
     rule = get_optimizer(optimizer)
-    store = Store(decoder, device, WORKING_DTYPES[precision], rule, resident_units)
+    store = Store(decoder, device, WORKING_DTYPES[precision], rule, resident_units, host_tensor)
     store.write(random_weights(shape.config, seed=0))
-    page_locked = store.page_lock()
     step = Step(
         decoder, store, rule, Schedule(micro_batch=2, **schedule),
         clip_norm=clip_norm, weight_decay=0.01, seed=0, loss_scale=LossScale(precision == "fp16", scale=4096.0),
     )  # fmt: skip
-    results = [step(batch, index, 1e-3) for index, batch in enumerate(shape.batches())]
-    step.flush()
-    states = {f"{part.name} {key}": tensor.cpu() for part in store.parts for key, tensor in part.state.items()}
-    losses, norms = [result.loss for result in results], [result.grad_norm for result in results]
-    outcome = Outcome(losses, norms, dict(store.masters()), states, page_locked)
-    if device.type == "cuda":  # hooks and parameters hold each other: a run would stay on the card beside the next
-        del model, decoder, store, step
-        gc.collect()
-    return outcome
+    return step, store

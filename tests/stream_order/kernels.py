@@ -1,0 +1,54 @@
+"""lowmem/kernels.py in plain PyTorch, for tests in which a kernel only has to be one operator with the right result.
+
+Triton's interpreter would run the kernels themselves, at a thousand times the cost (tests/test_fused.py does).
+"""
+
+import torch
+from torch import Tensor
+
+from lowmem import precision
+from lowmem.loss import IGNORED
+
+
+def adamw(
+    working: Tensor, low: Tensor | None, m: Tensor, v: Tensor, gradient: Tensor, gradient_scale: float, kept: float,
+    one_minus_beta1: float, beta2: float, one_minus_beta2: float, root: float, epsilon: float, step_size: float,
+) -> None:  # fmt: skip
+    gradient = gradient * gradient_scale
+    m.lerp_(gradient, one_minus_beta1)
+    v.mul_(beta2).addcmul_(gradient, gradient, value=one_minus_beta2)
+    master = precision.join(working, low) * kept
+    _write(working, low, master.addcdiv_(m, (v.sqrt() / root).add_(epsilon), value=-step_size))
+
+
+def sgd(
+    working: Tensor, low: Tensor | None, gradient: Tensor, gradient_scale: float, kept: float, learning_rate: float
+) -> None:
+    master = precision.join(working, low) * kept
+    _write(working, low, master.sub_(gradient * gradient_scale, alpha=learning_rate))
+
+
+def join(working: Tensor, low: Tensor, master: Tensor) -> None:
+    master.copy_(precision.join(working, low))
+
+
+def split(working: Tensor, low: Tensor, master: Tensor) -> None:
+    _write(working, low, master)
+
+
+def _write(working: Tensor, low: Tensor | None, master: Tensor) -> None:
+    high, rest = precision.split(master, working.dtype)
+    working.copy_(high)
+    if low is not None:
+        low.copy_(rest)
+
+
+def cross_entropy(logits: Tensor, bias: Tensor | None, labels: Tensor, losses: Tensor, scale: float | None) -> None:
+    counted = labels != IGNORED
+    labels = labels.clamp(min=0)[:, None]
+    z = logits.float() if bias is None else logits.float() + bias
+    log_shares = z.log_softmax(1)
+    losses.copy_(torch.where(counted, -log_shares.gather(1, labels)[:, 0], 0.0))
+    if scale is not None:
+        gradient = log_shares.exp().scatter_add_(1, labels, -torch.ones_like(z[:, :1]))
+        logits.copy_(gradient * torch.where(counted, scale, 0.0)[:, None])

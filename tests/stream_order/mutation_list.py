@@ -1,0 +1,231 @@
+"""Every wait, record and hold of the code that moves states and updates weights, taken out or weakened, one at a time.
+
+A mutation is a text of one file of lowmem/ and what stands in its place; the text occurs there once. Whatever claims to
+find mistakes in the order of streams has to find these (mutations.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`file`: in lowmem/; `equivalent`: why nothing can go wrong with it, where that is so."""
+
+    file: str
+    name: str
+    old: str
+    new: str
+    equivalent: str | None = None
+
+    def apply(self, package: Path) -> None:
+        """Changes the file in the copy `package` of lowmem/. ValueError where the text is not there exactly once."""
+        path = package / self.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {text.count(self.old)} places in {self.file} have the text {self.old!r}")
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+COMPUTE = "torch.cuda.current_stream()"
+NEXT_SLOT = "[(slot + 1) % (AHEAD + 1)]"
+
+# Of streaming.py
+SLOTS_FREE = "        self._in.wait_stream(torch.cuda.current_stream())"
+REFILL = "        self._in.wait_event(self._written[slot])  # an event never recorded is no obstacle\n"
+FETCH = """\
+        with torch.cuda.stream(self._in):
+            for name, tensor in home.items():
+                state[name].copy_(tensor, non_blocking=True)
+            self._fetched[slot].record()
+"""
+WAIT_FETCHED = "        self._updates.wait_event(self._fetched[slot])\n"
+UPDATING = """\
+        with torch.cuda.stream(self._updates):
+            yield
+            self._updated.record()
+"""
+WAIT_FOR_COMPUTE = "        self._updates.wait_stream(torch.cuda.current_stream())\n"
+HOLD_COMPUTE = "        torch.cuda.current_stream().wait_event(self._updated)"
+WAIT_UPDATED = "        self._out.wait_stream(self._updates)\n"
+WRITE_BACK = """\
+        with torch.cuda.stream(self._out):
+            for name, tensor in home.items():
+                tensor.copy_(state[name], non_blocking=True)
+            self._written[slot].record()
+"""
+HAND_OUT = """\
+            yield piece, state
+            self.copies.write_back(slot, state, piece.state)
+"""
+
+# Of updates.py
+BEGIN = """\
+        self.units_done = 0
+        self.ring.copies.wait_for_compute()
+"""
+DOWNWARDS = """\
+        if self._downwards:  # their gradients came to be since the pass was begun
+            self.ring.copies.wait_for_compute()
+"""
+RUN = """\
+        try:
+            while self.units_done < units:
+                self.units_done = next(self._pass)
+        except torch.OutOfMemoryError as error:
+            raise UpdateInterrupted(
+                f"out of memory within update {self.hyper.update}, which left some weights new and some old, so they "
+                "are not saved; the same command goes on from the newest checkpoint, and --recompute on or --states "
+                f"streamed leaves it more room ({str(error).splitlines()[0]})"
+            ) from error
+        self.ring.copies.hold_compute()
+"""
+HOLD = "        self.ring.copies.hold_compute()\n"
+FLUSH = """\
+        self.run(self.units)
+        self.ring.synchronize()
+"""
+
+
+def without_stream(text: str) -> str:
+    """The `with torch.cuda.stream(...)` at the beginning of `text` has no effect."""
+    return "        if True:\n" + text.partition("\n")[2]
+
+
+def without_record(text: str) -> str:
+    """`text` without its last line, which records an event."""
+    return "".join(text.splitlines(keepends=True)[:-1])
+
+
+def recorded_first(text: str) -> str:
+    """The last line comes first inside the `with` statement."""
+    first, *others, last = text.splitlines(keepends=True)
+    return "".join([first, last, *others])
+
+
+def recorded_outside(text: str) -> str:
+    """The last line comes after the `with` statement: the event is recorded on the stream that computes."""
+    *others, last = text.splitlines(keepends=True)
+    return "".join([*others, last.removeprefix("    ")])
+
+
+_streaming: Callable[..., Mutation] = partial(Mutation, "streaming.py")
+_updates: Callable[..., Mutation] = partial(Mutation, "updates.py")
+
+SLOTS = [
+    _streaming("copies in do not wait for what used the slots' memory before", SLOTS_FREE, "        pass"),
+    _streaming(
+        "one slot too few",
+        "for _ in range(AHEAD + 1)\n        ]\n",
+        "for _ in range(AHEAD)\n        ]\n",
+    ),
+    _streaming("a piece is fetched one piece too early", "used + AHEAD + 1,", "used + AHEAD + 2,"),
+]
+
+COPIES_IN = [
+    _streaming("a slot is refilled without waiting for its write-back", REFILL, ""),
+    _streaming(
+        "a slot is refilled after the write-back of the one before", REFILL, REFILL.replace("[slot]", "[slot - 1]")
+    ),
+    _streaming("a slot is refilled after the write-back of the next one", REFILL, REFILL.replace("[slot]", NEXT_SLOT)),
+    _streaming("the wait for a slot's write-back comes after the copies in", REFILL + FETCH, FETCH + REFILL),
+    _streaming(
+        "what computes waits for a slot's write-back, not the copies in", REFILL, REFILL.replace("self._in", COMPUTE)
+    ),
+    _streaming("copies in run on the stream that computes", FETCH, without_stream(FETCH)),
+    _streaming("copies in are not recorded", FETCH, without_record(FETCH)),
+    _streaming("copies in are recorded before they are made", FETCH, recorded_first(FETCH)),
+    _streaming("copies in are recorded on the stream that computes", FETCH, recorded_outside(FETCH)),
+    _streaming(
+        "copies in are recorded for the next slot", FETCH, FETCH.replace("_fetched[slot]", "_fetched" + NEXT_SLOT)
+    ),
+]
+
+UPDATES = [
+    _streaming("an update does not wait for its state", WAIT_FETCHED, "        pass\n"),
+    _streaming("an update waits for the slot before", WAIT_FETCHED, WAIT_FETCHED.replace("[slot]", "[slot - 1]")),
+    _streaming("an update waits for the next slot", WAIT_FETCHED, WAIT_FETCHED.replace("[slot]", NEXT_SLOT)),
+    _streaming(
+        "what computes waits for a state, not the updates", WAIT_FETCHED, WAIT_FETCHED.replace("self._updates", COMPUTE)
+    ),
+    _streaming("updates run on the stream that computes", UPDATING, without_stream(UPDATING)),
+    _streaming("updates are not recorded", UPDATING, without_record(UPDATING)),
+    _streaming("updates are recorded before they are made", UPDATING, recorded_first(UPDATING)),
+    _streaming("updates are recorded on the stream that computes", UPDATING, recorded_outside(UPDATING)),
+    _streaming("updates do not wait for what computes", WAIT_FOR_COMPUTE, "        pass\n"),
+    _streaming(
+        "what computes waits for the updates, not they for it",
+        WAIT_FOR_COMPUTE,
+        f"        {COMPUTE}.wait_stream(self._updates)\n",
+    ),
+    _streaming("what computes does not wait for updates", HOLD_COMPUTE, "        pass"),
+    _streaming(
+        "what computes waits for states, not for updates",
+        HOLD_COMPUTE,
+        f"        {COMPUTE}.wait_stream(self._in)",
+    ),
+    _updates("updates are made ready without a wait for what computes", BEGIN, "        self.units_done = 0\n"),
+    _updates("updates in backward do not wait for their gradients", DOWNWARDS, ""),
+    _updates(
+        "updates in backward wait for the first gradients alone",
+        "        if self._downwards:",
+        "        if self._downwards and self.units_done == 0:",
+    ),
+    _updates("what computes is not held after updates", RUN, RUN.removesuffix(HOLD)),
+    _updates("what computes is held before updates, not after", RUN, HOLD + RUN.removesuffix(HOLD)),
+    _updates(
+        "updates are not launched as updates",
+        "            with self.ring.copies.updating():\n",
+        "            if True:\n",
+    ),
+    Mutation(
+        "adam.py",
+        "8-bit updates count as running on any stream",
+        "        any_stream=False,",
+        "        any_stream=True,",
+    ),
+]
+
+COPIES_OUT = [
+    _streaming("copies out do not wait for the update", WAIT_UPDATED, ""),
+    _streaming(
+        "copies out wait for what computes, not for the update",
+        WAIT_UPDATED,
+        WAIT_UPDATED.replace("self._updates", COMPUTE),
+    ),
+    _streaming(
+        "copies out wait for the copies in, not for the update",
+        WAIT_UPDATED,
+        WAIT_UPDATED.replace("self._updates", "self._in"),
+    ),
+    _streaming(
+        "the wait for the update comes after the copies out", WAIT_UPDATED + WRITE_BACK, WRITE_BACK + WAIT_UPDATED
+    ),
+    _streaming("a state is written back before it is updated", HAND_OUT, "".join(reversed(HAND_OUT.splitlines(True)))),
+    _streaming("copies out run on the stream that computes", WRITE_BACK, without_stream(WRITE_BACK)),
+    _streaming("copies out are not recorded", WRITE_BACK, without_record(WRITE_BACK)),
+    _streaming("copies out are recorded before they are made", WRITE_BACK, recorded_first(WRITE_BACK)),
+    _streaming("copies out are recorded on the stream that computes", WRITE_BACK, recorded_outside(WRITE_BACK)),
+    _streaming(
+        "copies out are recorded for the slot before",
+        WRITE_BACK,
+        WRITE_BACK.replace("_written[slot]", "_written[slot - 1]"),
+    ),
+]
+
+SYNCHRONIZING = [
+    _streaming("the host does not wait for copies out", "        self._out.synchronize()", "        pass"),
+    _streaming(
+        "the host does not wait for copies in",
+        "        self._in.synchronize()\n",
+        "",
+        equivalent="flush() has completed the pass before: every copy in was awaited by the stream of the updates, and "
+        "that by the copies out, for which the host waits",
+    ),
+    _streaming("the ring is not synchronized", "        self.copies.synchronize()\n", "        pass\n"),
+    _updates("a flush does not wait for the copies", FLUSH, "        self.run(self.units)\n"),
+]
+
+MUTATIONS = SLOTS + COPIES_IN + UPDATES + COPIES_OUT + SYNCHRONIZING

@@ -1,0 +1,131 @@
+"""Whether the checker finds what is missing: every mutation of mutation_list.py in turn, in a copy of the package.
+
+    python -m tests.stream_order.mutations --jobs 2 --out tests/stream_order/results/mutations.jsonl
+    python -m tests.stream_order.mutations --only "not held after updates" deferred
+    python -m tests.stream_order.mutations --method sanitizer            on a GPU or a stand-in: PyTorch's own checker
+
+Each mutation has a process of its own, which imports a changed copy of lowmem/. A row says in which arrangement each
+way of counting `.item()` finds the first race, and where weights come out wrong. Other methods that try the same
+mutations leave rows with another `method`, which are shown beside these (table.py). Ends with exit code 1 where a
+mutation that is not equivalent was not found, or one that is said to be was.
+"""
+
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from experiments.harness import rows as row_file
+from tests.stream_order.mutation_list import MUTATIONS, Mutation
+
+SECONDS = 900  # after which one mutation counts as hung
+METHODS = {"checker": "cpu", "sanitizer": "cuda"}  # and the device that check.py looks at
+PRELOADED = [
+    "torch.cuda._sanitizer",
+    "transformers.models.gpt2.modeling_gpt2",
+]  # all but the package: seconds each time
+
+
+@contextmanager
+def broken_copy(mutation: Mutation) -> Iterator[Path]:
+    """A folder that stands for the repository, with `mutation` in its lowmem/."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copytree(row_file.ROOT / "lowmem", folder / "lowmem", ignore=shutil.ignore_patterns("__pycache__"))
+        for other in ("experiments", "tests"):
+            (folder / other).symlink_to(row_file.ROOT / other)
+        mutation.apply(folder / "lowmem")
+        yield folder
+
+
+def tried(mutations: Iterable[Mutation], arrangements: Sequence[str], method: str, jobs: int = 1) -> Iterator[dict]:
+    """What check.py says of each copy, over `arrangements` or all, in `jobs` processes at once. `found`: {way of
+    counting .item(): the first race}; `wrong`: the first arrangement with other bits than the plain run; `failed`: the
+    first that did not reach its end, and why. multiprocessing.TimeoutError where one hangs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with context.Pool(jobs, maxtasksperchild=1) as pool:
+        tasks = [pool.apply_async(_tried, (mutation, arrangements, method)) for mutation in mutations]
+        for task in tasks:
+            yield task.get(SECONDS * len(tasks))
+
+
+def _tried(mutation: Mutation, arrangements: Sequence[str], method: str) -> dict:
+    """In a process of its own, that has not imported lowmem yet."""
+    started = time.monotonic()
+    with broken_copy(mutation) as folder:
+        sys.path.insert(0, str(folder))
+        import torch
+
+        import lowmem
+        from tests.stream_order import check
+
+        assert Path(lowmem.__file__).is_relative_to(folder)
+        torch.set_num_threads(1)
+        names = arrangements or check.ARRANGEMENTS
+        on_cuda = METHODS[method] == "cuda"
+        lines = list(check.lines(names, METHODS[method], races_only=on_cuda, until_found=True))
+    found: dict[str, dict] = {}
+    for line in lines:
+        for way, (number, report) in line.get("races", {}).items():
+            found.setdefault(way, {"arrangement": line["arrangement"], "races": number, "report": report})
+    return {
+        "method": method, "file": mutation.file, "mutation": mutation.name, "old": mutation.old, "new": mutation.new,
+        "equivalent": mutation.equivalent, "found": found,
+        "wrong": next((line["arrangement"] for line in lines if line.get("different")), None),
+        "failed": next(([line["arrangement"], line["error"]] for line in lines if line["error"]), None),
+        "arrangements": len(lines), "seconds": round(time.monotonic() - started, 1),
+    }  # fmt: skip
+
+
+def is_found(row: dict) -> bool:
+    """Whether anything at all was seen: a race, other bits, or an error."""
+    return bool(row["found"] or row["wrong"] or row["failed"])
+
+
+def main() -> int:
+    parser = ArgumentParser(prog="python -m tests.stream_order.mutations", description=__doc__.splitlines()[0])
+    parser.add_argument("arrangements", nargs="*", metavar="ARRANGEMENT", help="all of them if none is named")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="add the rows to FILE")
+    parser.add_argument("--method", choices=METHODS, default="checker")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the mutations whose name has TEXT in it")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if options.method == "sanitizer":
+        os.environ["TORCH_CUDA_SANITIZER"] = "1"  # it is read where torch is imported, in the processes to come
+    arguments = ["--method", options.method] if options.method != "checker" else []
+    arguments += ["--only", options.only] if options.only else []
+    common = {
+        "sources": row_file.digest("lowmem/**/*.py", "tests/stream_order/*.py"),
+        **row_file.made_by("tests.stream_order.mutations", [*arguments, *options.arrangements]),
+    }
+    mutations = [mutation for mutation in MUTATIONS if options.only in mutation.name]
+    missed = 0
+    for row in tried(mutations, options.arrangements, options.method, options.jobs):
+        row = common | row
+        as_expected = is_found(row) is not bool(row["equivalent"])
+        missed += not as_expected
+        print(f"{'ok    ' if as_expected else 'MISSED'} {row['mutation']}: {said(row)}", flush=True)
+        if options.out is not None:
+            row_file.append(options.out, row)
+    print(f"{len(mutations)} mutations, {missed} not as expected")
+    return 1 if missed else 0
+
+
+def said(row: dict) -> str:
+    """A row as one line for people."""
+    parts = [f"{way}: {race['report']} ({race['arrangement']})" for way, race in row["found"].items()]
+    parts += [f"other bits ({row['wrong']})"] if row["wrong"] else []
+    parts += [f"{row['failed'][1]} ({row['failed'][0]})"] if row["failed"] else []
+    return "; ".join(parts) or "nothing found"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""The record of what a program gives to CUDA's streams, made on the CPU: the streams and events are imitated.
+
+Every operator of PyTorch's dispatcher counts as one kernel on the stream that is current, with the bytes that its
+schema says it reads and writes; autograd's operators are among them. The values are the CPU's, computed at once, in the
+order in which the host calls. Which memory would be the device's and which the host's cannot be seen from a CPU tensor:
+all of it counts as the device's, but for tensors made by `Recorder.host_tensor` and what is computed from those. So
+random weights, say, count as made on the device, and more has to be ordered here than on a GPU, never less.
+
+checker.py says what the record means.
+"""
+
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import count
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lowmem import streaming
+from tests.stream_order.checker import HOST, Access, Allocate, Free, Record, Trace, Wait, Work
+
+_aten = torch.ops.aten
+_WITHOUT_VALUES = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided}
+_PACKAGE = str(Path(streaming.__file__).parent)
+
+
+class Stream:
+    """torch.cuda.Stream, as far as the project uses it."""
+
+    def __init__(self, recorder: "Recorder", number: int):
+        self._recorder, self.number = recorder, number
+
+    def wait_event(self, event: "Event") -> None:
+        if event.number is not None:  # an event that was never recorded is no obstacle
+            self._recorder.trace.operations.append(Wait(self.number, event.number))
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.wait_event(other.record_event())
+
+    def record_event(self) -> "Event":
+        event = Event(self._recorder)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+
+class Event:
+    """torch.cuda.Event; `number`: of its last record, None before the first."""
+
+    def __init__(self, recorder: "Recorder"):
+        self._recorder = recorder
+        self.number: int | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.number = next(self._recorder.numbers)
+        number = (stream or self._recorder.current).number
+        self._recorder.trace.operations.append(Record(self.number, number))
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._recorder.current).wait_event(self)
+
+    def synchronize(self, reading: bool = False) -> None:
+        if self.number is not None:
+            self._recorder.trace.operations.append(Wait(HOST, self.number, reading))
+
+
+class Recorder(TorchDispatchMode):
+    """Fills `trace` with what happens inside `with recorder.imitating():`."""
+
+    def __init__(self, stream_names: Sequence[str] = ("in", "out", "updates")):
+        """`stream_names`: of those that the program makes, in their order; the one it begins on is "compute"."""
+        super().__init__()
+        self.trace = Trace()
+        self.numbers = count()  # of events
+        self._names = [*reversed(stream_names)]
+        self._default = self._new_stream("compute")
+        self._current = [self._default]
+        self._memories: dict[int, int] = {}  # numbers of the live storages, by address
+        self._on_host: set[int] = set()  # numbers of those that are the host's
+        self._ended = False
+
+    @property
+    def current(self) -> Stream:
+        return self._current[-1]
+
+    @contextmanager
+    def imitating(self) -> Iterator[Trace]:
+        """torch.cuda's streams and events are the recorder's, and a CPU device's transfers are CUDA's."""
+        cuda = patch.multiple(
+            torch.cuda,
+            Stream=lambda device=None: self._new_stream(self._names.pop() if self._names else "another"),
+            Event=lambda: Event(self),
+            stream=self._on,
+            current_stream=lambda device=None: self.current,
+        )
+        try:
+            with cuda, patch.object(streaming, "copies_for", streaming._CudaCopies), self:
+                yield self.trace
+        finally:
+            self._ended = True
+
+    def host_tensor(self, entries: int, dtype: torch.dtype) -> Tensor:
+        """streaming.host_tensor, in memory that counts as the host's."""
+        tensor = streaming.host_tensor(entries, dtype)
+        self._on_host.add(self._memory(tensor))
+        return tensor
+
+    def _new_stream(self, name: str) -> Stream:
+        self.trace.streams.append(name)
+        return Stream(self, len(self.trace.streams) - 1)
+
+    @contextmanager
+    def _on(self, stream: Stream) -> Iterator[None]:
+        self._current.append(stream)
+        try:
+            yield
+        finally:
+            self._current.pop()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func, args, kwargs, result) -> None:
+        written = _arguments(func)
+        given = dict(zip(written, args, strict=False)) | kwargs
+        touched = [(tensor, written[name]) for name, value in given.items() for tensor in _tensors(value)]
+        inputs = {tensor.untyped_storage()._cdata for tensor, _ in touched}
+        returned = _tensors(result)
+        fresh = [t for t in returned if (at := t.untyped_storage()._cdata) not in inputs and at not in self._memories]
+        reads_a_number = bool(func._schema.returns) and not returned  # .item(), torch.equal
+        if not (fresh or reads_a_number or any(is_written for _, is_written in touched)):
+            for tensor in returned:  # views
+                self._memory(tensor)
+            return
+
+        hosts = [self._memory(tensor) in self._on_host for tensor, _ in touched]
+        is_transfer = func.overloadpacket is _aten.copy_ and any(hosts) and not all(hosts)
+        computed_by_host = any(hosts) and not is_transfer
+        for tensor in fresh:
+            self._allocate(tensor, computed_by_host)
+        if func.overloadpacket in _WITHOUT_VALUES:
+            return
+        touched += [(tensor, True) for tensor in fresh]
+        name = str(func.overloadpacket).removeprefix("aten.")
+        stream = self._default if func.namespace == "bitsandbytes" else self.current  # it launches on the null stream
+        if computed_by_host:
+            self._work_of_host(name, touched, stream)
+        else:
+            self._work(stream, name, touched)
+            if reads_a_number:
+                stream.record_event().synchronize(reading=True)
+            elif is_transfer and not given.get("non_blocking"):
+                stream.synchronize()
+
+    def _work_of_host(self, name: str, touched: list[tuple[Tensor, bool]], stream: Stream) -> None:
+        """What the host needs of the device's memory is copied to it first, and it waits for that."""
+        places: dict[bool, list[tuple[Tensor, bool]]] = {False: [], True: []}
+        for tensor, written in touched:
+            places[self._memory(tensor) in self._on_host].append((tensor, written))
+        if places[False]:
+            self._work(stream, f"{name} (copied for the host)", places[False])
+            stream.synchronize()
+        self._work(None, name, places[True])
+
+    def _work(self, stream: Stream | None, name: str, touched: list[tuple[Tensor, bool]]) -> None:
+        accesses = tuple(
+            Access(self._memory(tensor), *_bytes(tensor), written) for tensor, written in touched if tensor.numel()
+        )
+        self.trace.operations.append(Work(HOST if stream is None else stream.number, name, accesses))
+
+    def _allocate(self, tensor: Tensor, on_host: bool) -> None:
+        number = self._memory(tensor)
+        if on_host:
+            self._on_host.add(number)
+        else:
+            self.trace.operations.append(Allocate(number, self.current.number))
+
+    def _memory(self, tensor: Tensor) -> int:
+        """The number of a tensor's memory; memory that no operator has made gets one, too."""
+        storage = tensor.untyped_storage()
+        number = self._memories.get(storage._cdata)
+        if number is None:
+            number = self._memories[storage._cdata] = len(self.trace.memories)
+            self.trace.memories.append(_place())
+            weakref.finalize(storage, self._died, storage._cdata).atexit = False
+        return number
+
+    def _died(self, address: int) -> None:
+        number = self._memories.pop(address)
+        if number in self._on_host:  # which no pool hands out
+            self._on_host.remove(number)
+        elif not self._ended:
+            self.trace.operations.append(Free(number))
+
+
+@cache
+def _arguments(func) -> dict[str, bool]:
+    """An operator's arguments in order, and whether it writes into them."""
+    arguments = func._schema.arguments
+    return {a.name: a.alias_info is not None and a.alias_info.is_write for a in arguments}
+
+
+def _tensors(value) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if value is None or isinstance(value, int | float | torch.dtype | torch.device):
+        return []
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> tuple[int, int]:
+    """From the first byte to the one behind the last; what lies between the rows of a view counts, too."""
+    start = tensor.storage_offset()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * tensor.element_size(), (start + last + 1) * tensor.element_size()
+
+
+def _place() -> str:
+    """The function of the project that is running."""
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    if frame is None:
+        return "?"
+    function = frame.f_code.co_qualname.partition(".<locals>")[0]
+    return f"{function} ({Path(frame.f_code.co_filename).name})"

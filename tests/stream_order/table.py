@@ -1,0 +1,101 @@
+"""README.md's tables, of the rows that programs leave in results/mutations.jsonl.
+
+    python -m tests.stream_order.mutations --jobs 2 --out tests/stream_order/results/mutations.jsonl
+    python -m tests.stream_order.table
+
+Of the rows of one method for one mutation the last is shown. A test fails when README.md and the rows disagree, or the
+rows are of other mutations than mutation_list.py's.
+"""
+
+import sys
+from pathlib import Path
+
+from experiments.harness import rows as row_file
+from experiments.harness.tables import between, markdown, put
+from tests.stream_order.check import SANITIZER, WAYS
+from tests.stream_order.mutation_list import MUTATIONS, Mutation
+
+FOLDER = Path(__file__).resolve().parent
+RESULTS, README = FOLDER / "results" / "mutations.jsonl", FOLDER / "README.md"
+BEGIN = "<!-- made by python -m tests.stream_order.table -->"
+METHODS = {  # by a row's `method`: its columns, by the keys of its `found`
+    "checker": {"reading waits": "checker, `.item()` waits", "reading does not wait": "checker, it does not"},
+    "sanitizer": {SANITIZER: "PyTorch's sanitizer on a stand-in"},
+    "orders": {"orders": "adversarial orders on a stand-in"},
+}
+NOT_RUN = "not run yet"
+assert METHODS["checker"].keys() == WAYS.keys()
+
+
+def key(row: dict | Mutation) -> tuple[str, str, str]:
+    """What makes two rows the same mutation: its file, and the texts before and after."""
+    values = row if isinstance(row, dict) else vars(row)
+    return values["file"], values["old"], values["new"]
+
+
+def tables(rows: list[dict]) -> str:
+    """One line for each method, and one for each mutation."""
+    last = {(row["method"], key(row)): row for row in rows}
+    programs, columns = [], []
+    for method, ways in METHODS.items():
+        found = [last[method, key(mutation)] for mutation in MUTATIONS if (method, key(mutation)) in last]
+        programs.append(_summary(method, found))
+        columns += [(method, way, title) for way, title in ways.items()]
+    lines = []
+    for mutation in MUTATIONS:
+        of_mutation = {method: last.get((method, key(mutation))) for method in METHODS}
+        cells = [_cell(of_mutation[method], way) for method, way, _ in columns]
+        lines.append([mutation.file, mutation.name, *cells, _first_report(mutation, of_mutation["checker"])])
+    header = ["file", "mutation", *(title for *_, title in columns), "the first race"]
+    return f"{markdown(['method', 'command', 'result'], programs)}\n\n{markdown(header, lines)}"
+
+
+def _summary(method: str, found: list[dict]) -> list[str]:
+    if not found:
+        return [method, "", NOT_RUN]
+    equivalent = [row for row in found if row["equivalent"]]
+    others = [row for row in found if not row["equivalent"]]
+    said = f"{sum(map(_is_found, others))} of {len(others)} found; {len(equivalent)} equivalent, "
+    said += f"{sum(map(_is_found, equivalent))} of them found"
+    commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in found))
+    machine = f"{sum(row['seconds'] for row in found):.0f} s of processes on {found[-1]['machine']}, commit {commits}"
+    return [method, f"`{found[-1]['command']}`", f"{said}; {machine}"]
+
+
+def _is_found(row: dict) -> bool:
+    return bool(row["found"] or row["wrong"] or row["failed"])
+
+
+def _cell(row: dict | None, way: str) -> str:
+    """The arrangement in which a mutation was found one way."""
+    if row is None:
+        return NOT_RUN
+    if way in row["found"]:
+        return row["found"][way]["arrangement"]
+    if row["equivalent"]:
+        return "equivalent"
+    return "no" if _is_found(row) else "**not found**"
+
+
+def _first_report(mutation: Mutation, row: dict | None) -> str:
+    if mutation.equivalent:
+        return f"none is possible: {mutation.equivalent}"
+    if row is None:
+        return NOT_RUN
+    parts = [race["report"] for race in list(row["found"].values())[:1]]
+    parts += ["and other bits than the plain run's"] if row["wrong"] else []
+    return "; ".join([*parts, *(row["failed"] or [])[1:]])
+
+
+def with_tables(text: str, rows: list[dict]) -> str:
+    """README's `text` with the tables of `rows` between its two marks."""
+    return between(text, BEGIN, tables(rows))
+
+
+def main() -> int:
+    put(README, BEGIN, tables(row_file.read(RESULTS)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
