@@ -174,6 +174,16 @@ class MemoryRunsOut(TorchDispatchMode):
 
 
 @contextmanager
+def computed_by_plain_kernels() -> Iterator[None]:
+    """On the stand-in the project's operators launch their kernels, and kernels.py of this folder computes them."""
+    from stand_in import counterparts, interpreted
+
+    plain = {kernel: getattr(plain_kernels, kernel.name().split("::")[1]) for kernel in interpreted.COUNTERPARTS}
+    with patch.dict(counterparts.COUNTERPARTS, plain):
+        yield
+
+
+@contextmanager
 def with_plain_kernels() -> Iterator[None]:
     """The project's operators compute with kernels.py of this folder on the CPU."""
     before = sys.modules.get("lowmem.kernels")  # patch.dict would also forget what is imported meanwhile

@@ -2,26 +2,38 @@
 
     python -m tests.stream_order.check [ARRANGEMENT ...]
     TORCH_CUDA_SANITIZER=1 python -m tests.stream_order.check --device cuda
+    .venv-cuda/bin/python -m stand_in --values -- -m tests.stream_order.check --orders
 
-On "cuda" (a GPU, or a stand-in for one) streams are real, and PyTorch's own checker looks at them where it is switched
-on; `--races-only` is for a stand-in whose kernels compute nothing. Ends with exit code 1 where there is a race, a
-difference or an error.
+On "cuda" (a GPU, or the stand-in for one) streams are real, and PyTorch's own checker looks at them where it is
+switched on; `--races-only` is for the stand-in without values. `--orders` runs each arrangement on the stand-in in
+several orders of its streams' work: what is missing then gives other bits than the plain run's. Ends with exit code 1
+where there is a race, a difference or an error.
 """
 
 import json
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.cuda._sanitizer import Access, CUDASanitizerErrors
 
-from tests.stream_order.arrangements import ARRANGEMENTS, Arrangement, differences, plain, recorded, run
+from tests.stream_order.arrangements import (
+    ARRANGEMENTS,
+    Arrangement,
+    computed_by_plain_kernels,
+    differences,
+    plain,
+    recorded,
+    run,
+)
 from tests.stream_order.checker import races
 
 WAYS = {"reading waits": True, "reading does not wait": False}  # of counting .item()
 SANITIZER = "sanitizer"  # PyTorch's
+ORDERS = ("late", "lowest", "highest", "random:1")  # of the stand-in's streams (stand_in/card/streams.c)
+IN_ORDERS = "orders"
 
 
 def checked(arrangement: Arrangement) -> dict:
@@ -47,16 +59,36 @@ def sanitized(arrangement: Arrangement, device: torch.device, races_only: bool) 
     return {"races": {}, "different": [] if races_only else differences(plain(arrangement, device), outcomes)}
 
 
+def ordered(arrangement: Arrangement, orders: Sequence[str] = ORDERS) -> dict:
+    """Of a run on the stand-in in each of `orders`; the first that gives other bits is reported as a race."""
+    from stand_in.card_library import order
+
+    expected = plain(arrangement)
+    for name in orders:
+        with computed_by_plain_kernels(), order(name):
+            different = differences(expected, run(arrangement, torch.device("cuda", 0)))
+        if different:
+            return {
+                "races": {IN_ORDERS: [len(different), f"other bits in the order {name}: {', '.join(different[:3])}"]}
+            }
+    return {"races": {}, "different": []}
+
+
 def _said(access: Access) -> str:
     return f"{access.type.name.lower()} by {str(access.operator).partition('(')[0]} on stream {access.stream:#x}"
 
 
 def line(name: str, device: str, races_only: bool) -> dict:
-    """What is found in one arrangement; `error`: what it ended with, where it did not reach its end."""
+    """What is found in one arrangement, by the way that `device` stands for ("cpu", "cuda" or IN_ORDERS); `error`: what
+    it ended with, where it did not reach its end."""
     started, arrangement = time.monotonic(), ARRANGEMENTS[name]
     try:
-        on_gpu = device == "cuda"
-        found = sanitized(arrangement, torch.device("cuda", 0), races_only) if on_gpu else checked(arrangement)
+        if device == IN_ORDERS:
+            found = ordered(arrangement)
+        elif device == "cuda":
+            found = sanitized(arrangement, torch.device("cuda", 0), races_only)
+        else:
+            found = checked(arrangement)
         error = None
     except Exception as raised:  # a broken copy of the package may end in any
         found, error = {}, f"{type(raised).__name__}: {raised}"
@@ -70,7 +102,7 @@ def is_clean(line: dict) -> bool:
 def lines(names: Iterable[str], device: str, *, races_only: bool = False, until_found: bool = False) -> Iterator[dict]:
     """Of one arrangement after the other, or, `until_found`, of as many as it takes to see a race each way of
     counting."""
-    ways = {SANITIZER} if device == "cuda" else set(WAYS)
+    ways = {"cpu": set(WAYS), "cuda": {SANITIZER}, IN_ORDERS: {IN_ORDERS}}[device]
     for name in names:
         found = line(name, device, races_only)
         yield found
@@ -83,13 +115,17 @@ def main() -> int:
     parser = ArgumentParser(prog="python -m tests.stream_order.check", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="ARRANGEMENT", help="all of them if none is named")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--orders", action="store_true", help="on the stand-in, in several orders of streams")
+    parser.add_argument("--until-found", action="store_true", help="stop where one is found in every way of looking")
     parser.add_argument("--races-only", action="store_true", help="do not compare with the plain run")
     options = parser.parse_args()
     if unknown := set(options.names) - ARRANGEMENTS.keys():
         parser.error(f"no arrangement {sorted(unknown)}; there are {list(ARRANGEMENTS)}")
     torch.set_num_threads(1)
     clean = True
-    for found in lines(options.names or ARRANGEMENTS, options.device, races_only=options.races_only):
+    device = IN_ORDERS if options.orders else options.device
+    chosen = {"races_only": options.races_only, "until_found": options.until_found}
+    for found in lines(options.names or ARRANGEMENTS, device, **chosen):
         print(json.dumps(found), flush=True)
         clean = clean and is_clean(found)
     return 0 if clean else 1
