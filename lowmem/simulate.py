@@ -30,10 +30,8 @@ from lowmem.clock import SimulatedCopies
 from lowmem.cuda_ops import (
     PRODUCTS,
     CudaFunctions,
-    Gpu,
     blas_workspace_bytes,
     blaslt_workspace_bytes,
-    hidden_bytes,
 )
 from lowmem.data import Batch
 from lowmem.device import CUBLAS_WORKSPACES
@@ -48,6 +46,7 @@ from lowmem.roofline import (
 from lowmem.step import Schedule, Step
 from lowmem.store import Store
 from lowmem.streaming import Ring
+from lowmem.temporaries import Gpu, hidden_bytes
 from lowmem.trace import FREED, Machine, Recorder, Tape
 
 _NAMES = {  # of what is born in these functions, or in what they call, outside of the parts that are replayed
@@ -113,7 +112,7 @@ def gpu_target(card: Card, fused_kernels: bool | None = None) -> Target:
         more_host_seconds={torch.ops.lowmem.add_product.default: HOST_SECONDS_PER_PYTHON_BACKWARD},
     )
     return Target(
-        machine, lambda: CudaFunctions(card.capability), fused.update if fused_kernels else adam.update,
+        machine, lambda: CudaFunctions(card.capability, version), fused.update if fused_kernels else adam.update,
         card.copy_bytes_per_second, card.copy_bytes_per_second,
     )  # fmt: skip
 

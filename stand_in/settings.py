@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from lowmem.capabilities import multiprocessor
 from lowmem.cards import CARDS
 from lowmem.units import MIB
 
@@ -11,22 +12,6 @@ ROOT = Path(__file__).resolve().parents[1]
 CONTEXT_BYTES = 256 * MIB  # of a card's memory; what a context really takes depends on the driver
 UNLIMITED = 2**62
 ORDERS = ("issue", "late", "lowest", "highest", "random:N")
-
-# By compute capability: threads, blocks and bytes of shared memory per multiprocessor, and bytes of shared memory that
-# a block may ask for. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-_KIB = 1024
-_MULTIPROCESSORS = {
-    (6, 0): (2048, 32, 64 * _KIB, 48 * _KIB),
-    (6, 1): (2048, 32, 96 * _KIB, 48 * _KIB),
-    (7, 0): (2048, 32, 96 * _KIB, 96 * _KIB),
-    (7, 5): (1024, 16, 64 * _KIB, 64 * _KIB),
-    (8, 0): (2048, 32, 164 * _KIB, 163 * _KIB),
-    (8, 6): (1536, 16, 100 * _KIB, 99 * _KIB),
-    (8, 9): (1536, 24, 100 * _KIB, 99 * _KIB),
-    (9, 0): (2048, 32, 228 * _KIB, 227 * _KIB),
-    (10, 0): (2048, 32, 228 * _KIB, 227 * _KIB),
-    (12, 0): (1536, 24, 100 * _KIB, 99 * _KIB),
-}
 
 
 def environment(
@@ -49,16 +34,16 @@ def environment(
     one of ORDERS (card/streams.c); `sanitize`: whether PyTorch's own checker of streams runs."""
     card = CARDS[gpu]
     major, minor = card.capability
-    threads, blocks, shared, shared_by_block = _MULTIPROCESSORS[card.capability]
+    processor = multiprocessor(card.capability)
     properties = {
         "name": f"NVIDIA {card.reported_names[0]}",
         "capability": major * 10 + minor,
         "binary": max((n for n in architectures if n // 10 == major and n % 10 <= minor), default=major * 10),
         "multiprocessors": card.multiprocessors,
-        "threads_per_multiprocessor": threads,
-        "blocks_per_multiprocessor": blocks,
-        "shared_bytes_per_multiprocessor": shared,
-        "shared_bytes_per_block": shared_by_block,
+        "threads_per_multiprocessor": processor.threads,
+        "blocks_per_multiprocessor": processor.blocks,
+        "shared_bytes_per_multiprocessor": processor.shared_bytes,
+        "shared_bytes_per_block": processor.shared_bytes_of_block,
         "memory_bytes": memory_bytes or card.memory_bytes,
         "context_bytes": CONTEXT_BYTES,
         "page_locked_bytes": page_locked_bytes,

@@ -1,4 +1,4 @@
-"""The table of CUDA's allocations, against numbers worked out by hand. That a GPU does the same is not tested here."""
+"""What CUDA runs in the place of generic operators, worked out by hand; tests/cuda holds it to PyTorch's CUDA build."""
 
 import contextlib
 
@@ -12,12 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowmem.cuda_ops import (
     PRODUCTS,
     CudaFunctions,
-    Gpu,
     attention_kernel,
     blas_workspace_bytes,
     blaslt_workspace_bytes,
-    hidden_bytes,
 )
+from lowmem.temporaries import hidden_bytes
 
 aten = torch.ops.aten
 H100, RTX3090, T4, V100, GTX1080TI = (9, 0), (8, 6), (7, 5), (7, 0), (6, 1)
@@ -112,6 +111,27 @@ def test_the_kernel_is_the_one_that_torch_chooses_on_that_card(capability, dtype
     query = heads(1, 4, 128, width, dtype)
     key, value = heads(1, key_heads, 128, width, dtype), heads(1, key_heads, 128, width, dtype)
     assert attention_kernel(capability, query, key, value, **keywords) == kernel
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "key_heads", "keywords", "older", "newer"),
+    [
+        (T4, FP16, 2, {"enable_gqa": True}, "math", "efficient"),
+        (H100, FP32, 2, {"enable_gqa": True}, "math", "efficient"),
+        (H100, BF16, 2, {"enable_gqa": True}, "flash", "flash"),
+        (H100, BF16, 2, {"enable_gqa": True} | BOOL_MASK, "math", "efficient"),
+        (H100, BF16, 1, {}, "math", "flash"),
+        (T4, FP16, 1, {}, "math", "efficient"),
+        (T4, FP16, 2, {}, "math", "math"),
+        (T4, FP16, 3, {"enable_gqa": True}, "math", "math"),
+    ],
+)
+def test_from_2_14_on_the_efficient_kernel_takes_groups_and_both_take_one_head_of_keys(
+    capability, dtype, key_heads, keywords, older, newer
+):
+    query, key, value = heads(H=4, T=128, dtype=dtype), *(heads(H=key_heads, T=128, dtype=dtype) for _ in range(2))
+    for version, kernel in (((2, 13), older), ((2, 14), newer), ((3, 0), newer)):
+        assert attention_kernel(capability, query, key, value, **keywords, torch_version=version) == kernel
 
 
 def test_a_wide_head_is_refused_only_where_there_is_a_backward():
@@ -210,86 +230,6 @@ def test_the_composite_saves_square_matrices_and_a_mask_of_bools():
     assert saved == 3 * one + square * (8 + 8 + 1)
 
 
-def test_gpt2_xl_flash_backward_by_hand():
-    tensors = [heads() for _ in range(3)]
-    _, seen = run_attention(H100, tensors, is_causal=True)
-    name = "_scaled_dot_product_flash_attention_backward"
-    row_sums = 25 * 1024 * 4  # 102,400
-    dq = 25 * 1024 * 64 * 4  # 6,553,600
-    # H100: 132 multiprocessors over 25 heads, 6 splits; RTX 3090: 82 over 25, 4 splits
-    assert seen.hidden_bytes(name, Gpu(H100, 132)) == (row_sums, 6 * dq) == (102_400, 39_321_600)
-    assert seen.hidden_bytes(name, Gpu(RTX3090, 82)) == (row_sums, 4 * dq) == (102_400, 26_214_400)
-    assert seen.hidden_bytes(name, Gpu(H100, 132, deterministic=False)) == (row_sums, dq)
-
-
-def test_flash_backward_rounds_rows_and_widths_and_expands_groups():
-    query, key, value = heads(H=32, T=1000, D=80), heads(H=8, T=1000, D=80), heads(H=8, T=1000, D=80)
-    _, seen = run_attention(H100, (query, key, value), enable_gqa=True)
-    expanded = 32 * 1000 * 80 * 2
-    assert seen.hidden_bytes("_scaled_dot_product_flash_attention_backward", Gpu(H100, 132)) == (
-        32 * 1024 * 4, 5 * 32 * 1024 * 96 * 4, expanded, expanded
-    )  # fmt: skip
-
-
-def test_flash_backward_copies_a_gradient_that_is_not_laid_out_as_the_output():
-    tensors = [heads() for _ in range(3)]
-    with CudaFunctions(H100), Seen() as seen:
-        out = F.scaled_dot_product_attention(*tensors)
-        out.backward(meta(1, 25, 1024, 64, grad=False))
-    sizes = seen.hidden_bytes("_scaled_dot_product_flash_attention_backward", Gpu(H100, 132))
-    assert sizes[0] == 25 * 1024 * 64 * 2 and len(sizes) == 3
-
-
-def test_flash_forward_splits_the_keys_of_a_batch_too_small_for_the_card():
-    name = "_scaled_dot_product_flash_attention"
-    _, seen = run_attention(H100, [heads(H=25) for _ in range(3)])
-    assert seen.hidden_bytes(name, Gpu(H100, 132)) == ()  # 400 blocks for 264 places
-    _, seen = run_attention(H100, [heads(H=5) for _ in range(3)])
-    # 80 blocks for 264 places, 4 blocks of 256 keys: 3 splits would leave as many keys to each as 2; 2 fill 0.61 of
-    # the places, 4 fill 1.21, that is two waves at 0.61
-    assert seen.hidden_bytes(name, Gpu(H100, 132)) == (2 * 5 * 1024 * 64 * 4,)  # 40 KiB of row sums are left out
-    _, seen = run_attention(H100, [heads(H=5), heads(H=5, T=4096), heads(H=5, T=4096)])
-    # 16 blocks of keys: 3 splits fill 0.91 of one wave, 16 fill 0.97 of five, which is not worth it
-    assert seen.hidden_bytes(name, Gpu(H100, 132)) == (3 * 5 * 1024 * 64 * 4,)
-    _, seen = run_attention(H100, [heads(H=5) for _ in range(3)], dropout_p=0.1)
-    assert seen.hidden_bytes(name, Gpu(H100, 132)) == ()
-
-
-def test_gpt2_xl_efficient_backward_by_hand_on_a_t4():
-    _, seen = run_attention(T4, [heads(dtype=FP16) for _ in range(3)], is_causal=True)
-    name = "_scaled_dot_product_efficient_attention"
-    assert seen.hidden_bytes(name, Gpu(T4, 40)) == ()
-    tiles = 25 * 16 * (16 + 64 * 64 * 4)  # 16 tiles of 64 queries per head, each with a lock
-    assert seen.hidden_bytes(name + "_backward", Gpu(T4, 40)) == (25 * 1024 * 4, tiles) == (102_400, 6_560_000)
-
-
-def test_efficient_attention_of_wide_heads_and_of_fp32_needs_more():
-    name, gpu = "_scaled_dot_product_efficient_attention", Gpu(T4, 40)
-    _, seen = run_attention(T4, [heads(H=16, D=256, dtype=FP16) for _ in range(3)])
-    assert seen.hidden_bytes(name, gpu) == (16 * 1024 * 256 * 4,)
-    sums = 64 * 2 * 256 * 4  # of dk and dv, per head
-    tiles = 16 * 4 * (16 + 64 * 64 * 4)
-    assert seen.hidden_bytes(name + "_backward", gpu) == (16 * 1024 * 4, 16 * (sums + tiles))
-    _, seen = run_attention(GTX1080TI, [heads(dtype=FP32) for _ in range(3)])
-    products = 25 * 1024 * 64 * 4
-    assert seen.hidden_bytes(name, Gpu(GTX1080TI, 28)) == ()
-    assert seen.hidden_bytes(name + "_backward", Gpu(GTX1080TI, 28)) == (products, 102_400, 102_400)
-
-
-def test_embedding_backward_sorts_from_3073_lookups_on():
-    gpu = Gpu(H100, 132)
-    for lookups in (3072, 4096):
-        weight = meta(50257, 1600)
-        with Seen() as seen:
-            out = F.embedding(torch.zeros(1, lookups, dtype=torch.int64, device="meta"), weight)
-            out.backward(torch.empty_like(out))
-        sizes = seen.hidden_bytes("embedding_dense_backward", gpu)
-        if lookups == 3072:
-            assert sizes == ()
-    rows = 4096 // 10 + 4096  # 4,505; the index tables are 36,040 bytes and less
-    assert sizes == (rows * 1600 * 4,) == (28_832_000,)
-
-
 @pytest.mark.parametrize("call", [F.dropout, lambda x, p, training=True: torch.dropout(x, p, training)])
 def test_dropout_saves_a_mask_of_bools(call):
     x = meta(4, 1024)
@@ -354,6 +294,20 @@ def test_fp16_softmax_in_fp32_copies_nothing_and_bf16_does(call):
             assert F.softmax(x, -1).dtype is dtype
         assert seen.names.count("_to_copy") == copies
         assert out.dtype is FP32 and x.grad.dtype is dtype
+
+
+def test_the_bias_of_a_linear_is_added_in_place_where_the_input_is_no_matrix():
+    x, weight, bias = meta(4, 8, 16), meta(32, 16), meta(32)
+
+    def names(x, bias):
+        with CudaFunctions(H100), Seen() as seen:
+            F.linear(x, weight, bias)
+        return set(seen.names)
+
+    assert "add_" in names(x.transpose(0, 1), bias)
+    assert {"add", "add_"} & (
+        names(x, bias) | names(x.transpose(0, 1), None) | names(x[0].T.contiguous().T, bias)
+    ) == set()
 
 
 def test_gelu_layer_norm_and_products_are_left_alone():

@@ -13,7 +13,7 @@ import torch
 from transformers import PretrainedConfig
 
 from experiments.memory_estimation.plain import record_plain
-from lowmem import cuda_ops
+from lowmem import cuda_ops, temporaries
 from lowmem.adam import OPTIMIZERS
 from lowmem.allocator import SimulatedOutOfMemory
 from lowmem.cards import Card
@@ -32,14 +32,14 @@ _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 def plain_target(card: Card) -> Target:
     """`card` as plain training finds it: sums in any order, PyTorch's own workspaces, nothing streamed."""
-    gpu = cuda_ops.Gpu(card.capability, card.multiprocessors, deterministic=False)
+    gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=False)
     machine = Machine(
-        hidden_bytes=functools.partial(cuda_ops.hidden_bytes, gpu=gpu),
+        hidden_bytes=functools.partial(temporaries.hidden_bytes, gpu=gpu),
         products=cuda_ops.PRODUCTS,
         workspace_bytes=cuda_ops.blas_workspace_bytes(card.capability, None, _TORCH)
         + cuda_ops.blaslt_workspace_bytes(_TORCH),
     )
-    return Target(machine, functools.partial(cuda_ops.CudaFunctions, card.capability))
+    return Target(machine, functools.partial(cuda_ops.CudaFunctions, card.capability, _TORCH))
 
 
 def plain_rows(

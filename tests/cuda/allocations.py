@@ -1,0 +1,205 @@
+"""What one call allocates on a CUDA device, beside what the simulator says of the same call on tensors without data.
+
+A call is first made on the meta device, as in a simulated step. Its tensors are kept as descriptions, from which
+tensors of the same sizes, strides and shared storages are made on the device. There the caching allocator's own
+counters say what the call took beside its results, and its results are compared with those on meta.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from lowmem.allocator import ROUNDING
+from lowmem.cuda_ops import CudaFunctions
+from lowmem.simulate import Machine
+from lowmem.temporaries import Gpu, hidden_bytes
+from lowmem.trace import FREED, Recorder
+
+META = torch.device("meta")
+VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
+SMALL_BYTES = 16  # of a result: seeds and offsets of random numbers, which attention keeps where it likes
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor without its storage; those of one call with the same `storage` share it."""
+
+    storage: int
+    storage_bytes: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def layout(self) -> tuple:
+        """What two results must share: strides say nothing where a size is 1."""
+        stride = tuple(stride for size, stride in zip(self.shape, self.stride, strict=True) if size > 1)
+        return self.shape, stride, self.dtype, rounded(self.storage_bytes)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of `func`, an aten overload, with Described in the place of tensors; `temporaries`: as the table says."""
+
+    func: Callable
+    args: tuple
+    kwargs: dict
+    results: list
+    temporaries: int
+
+    @property
+    def key(self) -> tuple:
+        """What two calls must share to be one case."""
+        leaves, structure = tree_flatten((self.args, self.kwargs))
+        return str(self.func), str(structure), *(_without_storage(leaf) for leaf in leaves)
+
+    @property
+    def case(self) -> str:
+        leaves = tree_leaves((self.args, self.kwargs))
+        return " ".join(
+            f"{str(leaf.dtype)[6:]}{list(leaf.shape)}{list(leaf.stride)}" if isinstance(leaf, Described) else str(leaf)
+            for leaf in leaves
+        )
+
+
+def described(value: Any) -> Any:
+    """`value` with Described in the place of its tensors."""
+
+    def describe(leaf):
+        if not isinstance(leaf, Tensor):
+            return leaf
+        storage = leaf.untyped_storage()
+        place = leaf.storage_offset(), tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device.type
+        return Described(storage._cdata, storage.nbytes(), *place)
+
+    return tree_map(describe, value)
+
+
+def call_on_meta(gpu: Gpu, func: Callable, *args, **kwargs) -> tuple[Call, Any]:
+    """The call, which is made here, and its result."""
+    before = described((args, kwargs))
+    result = func(*args, **kwargs)
+    return record_of(gpu, func, args, kwargs, result, before), result
+
+
+def record_of(gpu: Gpu, func: Callable, args: tuple, kwargs: dict, result, before: tuple | None = None) -> Call:
+    """The Call of a call that was made already."""
+    of_args, of_kwargs = before or described((args, kwargs))
+    temporaries = sum(rounded(size) for size in hidden_bytes(func, args, kwargs, result, gpu))
+    return Call(func, of_args, of_kwargs, tree_leaves(described(result)), temporaries)
+
+
+def measure(call: Call, device: torch.device) -> tuple[int, str]:
+    """Bytes that the call took on `device` beside its results, and a sentence where a result is another there than on
+    meta; empty where none is."""
+    args, kwargs = _made((call.args, call.kwargs), device)
+    given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+    with _peak(device) as peak:
+        result = call.func(*args, **kwargs)
+    kept = {
+        leaf.untyped_storage().data_ptr(): rounded(leaf.untyped_storage().nbytes())
+        for leaf in tree_leaves(result)
+        if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.untyped_storage().data_ptr() not in given
+    }
+    pairs = zip(tree_leaves(described(result)), call.results, strict=True)
+    differences = [
+        f"{there.layout} is {here.layout} on meta"
+        for there, here in pairs
+        if isinstance(here, Described) and here.storage_bytes > SMALL_BYTES and there.layout != here.layout
+    ]
+    return peak[0] - sum(kept.values()), "; ".join(differences)
+
+
+def rounded(size: int) -> int:
+    """What the allocator counts for a request."""
+    return -(-size // ROUNDING) * ROUNDING
+
+
+class Peaks(NamedTuple):
+    """Of a function and its backward, above what there was before it, bytes: at the highest point of each, and what
+    the function leaves for its backward."""
+
+    forward: int
+    saved: int
+    backward: int
+
+
+def peaks_on(device: torch.device, function: Callable, *tensors: Tensor) -> Peaks:
+    """Of `function` of tensors like `tensors`, which are on meta; its result is a tensor."""
+    inputs = _made(described(tensors), device)
+    for made, tensor in zip(inputs, tensors, strict=True):
+        made.requires_grad_(tensor.requires_grad)
+    before = torch.cuda.memory_allocated(device)
+    with _peak(device) as forward:
+        result = function(*inputs)
+    saved = torch.cuda.memory_allocated(device) - before
+    gradient = torch.empty_like(result)
+    started = torch.cuda.memory_allocated(device)
+    with _peak(device) as backward:
+        result.backward(gradient)
+    return Peaks(forward[0], saved, started - before + backward[0])
+
+
+def peaks_simulated(gpu: Gpu, function: Callable, *tensors: Tensor) -> Peaks:
+    """The same of meta tensors, as simulate.py would have it."""
+    inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    machine = Machine(hidden_bytes=lambda *operation: hidden_bytes(*operation, gpu))
+    with CudaFunctions(gpu.capability, VERSION), Recorder(machine) as recorder:
+        for tensor in inputs:
+            recorder.note(tensor)
+        given = len(list(recorder.tape))
+        result = function(*inputs)
+        done = len(list(recorder.tape))
+        result.backward(torch.empty_like(result))
+        heights = list(_heights(recorder.tape))
+    base = heights[given - 1]
+    return Peaks(max(heights[given - 1 : done]) - base, heights[done - 1] - base, max(heights[done - 1 :]) - base)
+
+
+def _heights(tape) -> Iterator[int]:
+    live: dict[int, int] = {}
+    now = 0
+    for storage, size, _ in tape:
+        now += -live.pop(storage) if size == FREED else live.setdefault(storage, rounded(size))
+        yield now
+
+
+@contextmanager
+def _peak(device: torch.device) -> Iterator[list[int]]:
+    """A list that holds, afterwards, the most that was allocated inside beyond what there was before."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    found: list[int] = []
+    yield found
+    found.append(torch.cuda.max_memory_allocated(device) - before)
+
+
+def _made(value: Any, device: torch.device) -> Any:
+    """`value` with tensors of uninitialised memory in the place of Described: on `device` where they were on meta."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def make(leaf):
+        if isinstance(leaf, torch.device) and leaf == META:
+            return device
+        if not isinstance(leaf, Described):
+            return leaf
+        where = device if leaf.device == "meta" else torch.device(leaf.device)
+        if leaf.storage not in storages:
+            empty = torch.empty(leaf.storage_bytes, dtype=torch.uint8, device=where)
+            storages[leaf.storage] = empty.untyped_storage()
+        tensor = torch.empty(0, dtype=leaf.dtype, device=where)
+        return tensor.set_(storages[leaf.storage], leaf.offset, leaf.shape, leaf.stride)
+
+    return tree_map(make, value)
+
+
+def _without_storage(leaf: Any) -> Any:
+    return leaf.layout[:3] + (leaf.offset % 4, leaf.device) if isinstance(leaf, Described) else leaf

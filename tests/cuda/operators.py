@@ -1,0 +1,203 @@
+"""Every operator that the simulator has an opinion on, run for real: what it allocates, against lowmem/temporaries.py.
+
+    python -m stand_in --gpu a100 -- -m tests.cuda.operators [--workspaces] [--families gpt2 llama ...]
+
+prints a row of JSON for every case: the operator, its arguments, bytes of temporaries as PyTorch's caching allocator
+counted them and as the table has them, and a sentence where a result is not what it is on meta. Four kinds of cases:
+
+- workspaces: what the first matrix product of a thread takes for good, forward and in autograd's thread, as
+  CUBLAS_WORKSPACE_CONFIG says (`--workspaces`: nothing else);
+- operators (calls.py): those of the table, over shapes and dtypes, with and without deterministic algorithms;
+- functions (calls.py): those that cuda_ops.py replaces, with their backward: both peaks, and what is saved in between;
+- steps: every distinct operation of simulated steps of small decoders of many families.
+
+Kernels compute nothing there, so nothing here looks at a value. The device's properties are those of the card that the
+process was started for.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from transformers import (
+    BioGptConfig,
+    BloomConfig,
+    CodeGenConfig,
+    FalconConfig,
+    Gemma2Config,
+    GPT2Config,
+    GPTBigCodeConfig,
+    GPTJConfig,
+    GPTNeoConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MptConfig,
+    OPTConfig,
+    PhiConfig,
+    Qwen3Config,
+    StableLmConfig,
+)
+
+from lowmem.adam import OPTIMIZERS
+from lowmem.cards import CARDS
+from lowmem.cuda_ops import blas_workspace_bytes, blaslt_workspace_bytes
+from lowmem.device import make_deterministic, set_environment
+from lowmem.models import make_decoder
+from lowmem.precision import WORKING_DTYPES
+from lowmem.simulate import StepCase, gpu_target, record_step
+from lowmem.step import Schedule
+from lowmem.temporaries import Gpu
+from tests.cuda import calls
+from tests.cuda.allocations import VERSION, Call, measure, peaks_on, peaks_simulated, record_of
+
+LLAMA = {
+    **{"vocab_size": 32000, "num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 2816},
+    **{"num_attention_heads": 16, "num_key_value_heads": 4},
+}
+LAYERS = {"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8}
+OLD = {"n_layer": 2, "n_embd": 1024, "n_head": 16, "n_positions": 2048}
+FAMILIES: dict[str, Callable] = {  # two blocks of each, as wide as a small published one
+    "gpt2": lambda: GPT2Config(**{**OLD, "n_embd": 768, "n_head": 12}),
+    "bloom": lambda: BloomConfig(vocab_size=50880, n_layer=2, hidden_size=1024, n_head=16),
+    "llama": lambda: LlamaConfig(**LLAMA),
+    "gptj": lambda: GPTJConfig(**{**OLD, "n_head": 4}, rotary_dim=64),
+    "opt": lambda: OPTConfig(num_hidden_layers=2, hidden_size=768, ffn_dim=3072, num_attention_heads=12),
+    "gpt_neo": lambda: GPTNeoConfig(
+        num_layers=2, hidden_size=768, num_heads=12, attention_types=[[["global", "local"], 1]]
+    ),
+    "gpt_neox": lambda: GPTNeoXConfig(**LAYERS, intermediate_size=4096),
+    "phi": lambda: PhiConfig(num_hidden_layers=2),
+    "qwen3": lambda: Qwen3Config(**LLAMA | {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}),
+    "gpt_bigcode": lambda: GPTBigCodeConfig(**OLD),
+    "codegen": lambda: CodeGenConfig(**OLD, rotary_dim=32),
+    "biogpt": lambda: BioGptConfig(num_hidden_layers=2),
+    "falcon": lambda: FalconConfig(**LAYERS, alibi=True, multi_query=False),
+    "stablelm": lambda: StableLmConfig(**LLAMA | {"num_key_value_heads": 16}),
+    "gemma2": lambda: Gemma2Config(**LLAMA, head_dim=128),
+    "mpt": lambda: MptConfig(n_layers=2, d_model=1024, n_heads=16, vocab_size=50368),
+}
+DROPOUTS = (
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout", "hidden_dropout"),
+    *("hidden_dropout_prob", "resid_dropout", "embed_dropout", "activation_dropout"),
+)
+
+
+def steps(gpu: Gpu, family: str) -> Iterator[Call]:
+    """The distinct operations of simulated steps of `family`: 16-bit products with both residual streams, and fp32;
+    with dropout, and with documents masked."""
+    seen: dict[tuple, Call] = {}
+
+    def watch(func: Callable, args: tuple, kwargs: dict, result) -> tuple:
+        if func.namespace == "aten":  # our own kernels are launched by Triton; add_product is among the operators
+            call = record_of(gpu, func, args, kwargs, result)
+            seen.setdefault(call.key, call)
+        return ()
+
+    half = "bf16" if gpu.capability >= (8, 0) else "fp16"
+    for precision, residual, fused, (seq, micro_batch, masked) in (
+        (half, "fp32", True, (1024, 4, False)),
+        (half, "16bit", False, (1000, 3, True)),
+        ("fp32", "fp32", False, (1000, 3, False)),
+    ):
+        config = FAMILIES[family]()
+        for name in DROPOUTS:
+            if hasattr(config, name):
+                setattr(config, name, 0.0 if masked else 0.1)
+        card = replace(CARDS["a100"], capability=gpu.capability, multiprocessors=gpu.multiprocessors)
+        target = gpu_target(card, fused)
+        target = replace(target, machine=replace(target.machine, hidden_bytes=watch))
+        schedule = Schedule(micro_batch, 1, 1, recompute=True)
+        case = StepCase(
+            seq, 2 * micro_batch, schedule, WORKING_DTYPES.get(precision, torch.float32), OPTIMIZERS["adamw"], 1,
+            document_mask=masked,
+        )  # fmt: skip
+        record_step(make_decoder(config, precision, residual, fused), case, target, {})
+    yield from seen.values()
+
+
+def rows(gpu: Gpu, families: list[str]) -> Iterator[dict]:
+    device = torch.device("cuda")
+    for deterministic in (True, False):
+        mode = replace(gpu, deterministic=deterministic)
+        with deterministic_algorithms(deterministic):
+            chosen = calls.operators if deterministic else calls.whose_sums_have_an_order
+            distinct = {call.key: call for call in chosen(mode)}
+            for call in distinct.values():
+                yield row_of("operator", call, device) | {"deterministic": deterministic}
+    for name, function, tensors in calls.functions(gpu):
+        there, here = peaks_on(device, function, *tensors), peaks_simulated(gpu, function, *tensors)
+        yield {"kind": "function", "operator": name, "measured": there, "simulated": here, "difference": ""}
+    for family in families:
+        for call in steps(gpu, family):
+            yield row_of("step", call, device) | {"family": family}
+
+
+def workspaces(gpu: Gpu) -> Iterator[dict]:
+    """To be run first: a thread takes its workspace once."""
+    device = torch.device("cuda")
+    x = torch.ones(8, 8, device=device, requires_grad=True)
+    bias = torch.ones(8, device=device)
+    config = os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    said = blas_workspace_bytes(gpu.capability, config, VERSION) + blaslt_workspace_bytes(VERSION)
+    results = [torch.empty_like(x), torch.empty_like(x)]
+    before = torch.cuda.memory_allocated(device)
+    with torch.no_grad():
+        torch.mm(x, x, out=results[0])
+        torch.addmm(bias, x, x, out=results[1])
+    forward = torch.cuda.memory_allocated(device) - before
+    torch.mm(x, x).sum().backward()
+    x.grad = None
+    backward = torch.cuda.memory_allocated(device) - before - forward
+    for name, taken in (("forward", forward), ("backward", backward)):
+        yield {
+            "kind": "workspace", "operator": f"first product {name}", "measured": [taken], "simulated": [said],
+            "difference": "",
+        }  # fmt: skip
+
+
+def row_of(kind: str, call: Call, device: torch.device) -> dict:
+    taken, difference = measure(call, device)
+    return {
+        "kind": kind, "operator": str(call.func), "case": call.case, "measured": [taken],
+        "simulated": [call.temporaries], "difference": difference,
+    }  # fmt: skip
+
+
+@contextmanager
+def deterministic_algorithms(on: bool) -> Iterator[None]:
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="*", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--workspaces", action="store_true")
+    options = parser.parse_args(arguments)
+    set_environment()
+    device = torch.device("cuda")
+    make_deterministic(device)
+    properties = torch.cuda.get_device_properties(device)
+    gpu = Gpu((properties.major, properties.minor), properties.multi_processor_count)
+    here = properties.max_threads_per_multi_processor, properties.shared_memory_per_multiprocessor
+    if (*here, properties.shared_memory_per_block_optin) != gpu.multiprocessor:
+        raise AssertionError(f"the device's multiprocessors are not those of lowmem/capabilities.py: {here}")
+    with deterministic_algorithms(False):  # which refuses products where the workspaces are not set
+        found = list(workspaces(gpu))
+    for row in itertools.chain(found, () if options.workspaces else rows(gpu, options.families)):
+        print(json.dumps(row))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
