@@ -69,6 +69,8 @@ test-cuda: stand-in
 results: setup
 	$(RUN) -m experiments.results
 	$(RUN) -m tests.faults.table
+	$(RUN) -m tests.stream_order.table
+	$(RUN) -m experiments.host_time.table
 
 lint: setup
 	$(RUN) -m ruff check .

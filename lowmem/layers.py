@@ -8,7 +8,6 @@ devices. `fused` puts operators.py's in the place of some lines, on GPUs that ha
     to 16 bit, and writing and reading it once more: 8 bytes of memory traffic per parameter and micro-batch, not 12.
 
 An accumulator is what `accumulated` says of a parameter; a parameter without one gets its gradient from autograd.
-The fused form has never run on a GPU.
 """
 
 import functools

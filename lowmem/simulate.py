@@ -95,7 +95,7 @@ def _attention_on_the_cpu(query, key, value, attn_mask=None, dropout_p=0.0, is_c
 
 def gpu_target(card: Card, fused_kernels: bool | None = None) -> Target:
     """A GPU of this kind, running as device.py sets it up; `fused_kernels`: whether operators.py's can be had, None: as
-    is to be expected. What it predicts has never been compared with a GPU."""
+    is to be expected."""
     if fused_kernels is None:
         fused_kernels = fused.expected(card.capability)
     version = tuple(int(number) for number in torch.__version__.split(".")[:2])

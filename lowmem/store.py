@@ -160,8 +160,7 @@ class Store:
 
     def page_lock(self) -> bool:
         """Page-locks what is streamed to a GPU, and says whether all of it could be. To be called when the weights are
-        in place: locking makes every page resident, and until then loading needs the room. Has never run on a
-        GPU."""
+        in place: locking makes every page resident, and until then loading needs the room."""
         if self.device.type != "cuda":
             return True
         tensors = [tensor for part in self.parts if part.streamed for tensor in part.state.values()]

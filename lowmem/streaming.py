@@ -10,7 +10,7 @@ Buffers in RAM are anonymous mappings of exactly the size asked for, registered 
 allocator rounds sizes up to powers of two (2.25 GiB take 4 GiB).
 
 On the CPU the same ring works synchronously: states are copied into a slot and back, and everything that does not say
-`cuda` is tested there. The CUDA lines have never run on a GPU.
+`cuda` is tested there; the rest on the stand-in (tests/cuda), in every order of streams that events allow.
 """
 
 import mmap
@@ -59,7 +59,7 @@ def page_lock(tensor: Tensor) -> bool:
     """Registers a `host_tensor` with CUDA and says whether it worked; all its pages become resident at once.
 
     Where CUDA refuses (a limit on locked memory) the tensor stays pageable: copies then run at about half the speed and
-    do not overlap. Has never run on a GPU.
+    do not overlap.
     """
     if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
         _mappings[tensor.data_ptr()].locked_address = tensor.data_ptr()
@@ -161,7 +161,7 @@ class _SynchronousCopies:
 
 class _CudaCopies:
     """Transfers on two side streams, updates on a third or, if not `beside`, on the one that computes; a slot is
-    refilled only after its write-back. Has never run on a GPU."""
+    refilled only after its write-back."""
 
     def __init__(self, device: torch.device, beside: bool):
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)

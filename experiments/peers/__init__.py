@@ -12,5 +12,5 @@
     memory.py       peaks of GPU and RAM, page-locked and managed memory counted
     updates.py      the updates that update.py times
 
-Everything CUDA here has never run on a GPU.
+Which of them ran, and on what machine, the rows in results/ say.
 """

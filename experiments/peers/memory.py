@@ -8,7 +8,6 @@ process's resident set depends on the driver, so that is tried out once, with a 
 stay with the allocator): where it is not, what the allocator holds (in powers of two, as it takes them) is added. A
 thread looks every 20 ms; the kernel's own high-water mark is taken where that is higher.
 
-The lines for CUDA have never run on a GPU.
 """
 
 import sys

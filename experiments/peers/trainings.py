@@ -1,7 +1,7 @@
 """The peers, each set up as its documentation advises (catalogue.py has the sources), on the same weights and batches.
 
 A training is a function of a Case. It raises torch.OutOfMemoryError where the GPU, or its cap, is too small. On the CPU
-everything is fp32, so that there only the order of summation differs; the lines for CUDA have never run on a GPU.
+everything is fp32, so that there only the order of summation differs.
 """
 
 import json
