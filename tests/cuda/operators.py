@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
     properties = torch.cuda.get_device_properties(device)
     gpu = Gpu((properties.major, properties.minor), properties.multi_processor_count)
     here = properties.max_threads_per_multi_processor, properties.shared_memory_per_multiprocessor
-    if (*here, properties.shared_memory_per_block_optin) != gpu.multiprocessor:
+    if (*here, properties.shared_memory_per_block_optin, gpu.multiprocessor.blocks) != gpu.multiprocessor:
         raise AssertionError(f"the device's multiprocessors are not those of lowmem/capabilities.py: {here}")
     with deterministic_algorithms(False):  # which refuses products where the workspaces are not set
         found = list(workspaces(gpu))

@@ -11,17 +11,14 @@ an H100 or H200.
 """
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+import on_card
 import pytest
 
 from tests.cuda.digest_recording import first_difference, read_recordings
 from tests.cuda.recorded_model import VOCABULARY, WIDTH
 
-ROOT = Path(__file__).resolve().parents[2]
 RECORDINGS = read_recordings()
 STEPS = [name for name in RECORDINGS if name.startswith("step")]
 REDUCTIONS = [name for name in RECORDINGS if name.startswith("reductions")]
@@ -33,11 +30,9 @@ REST_BYTES = -(VOCABULARY * WIDTH * 2) % SEGMENT_STEP_BYTES
 
 
 def on_stand_in(card: str, *arguments: str) -> dict[str, Any]:
-    """What tests.cuda.recorded_steps prints. A process of its own: a card's properties are fixed when CUDA starts."""
-    command = [sys.executable, "-m", "stand_in", "--gpu", card, "--", "-m", "tests.cuda.recorded_steps", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    """What tests.cuda.recorded_steps prints."""
+    lines = on_card.output("-m", "tests.cuda.recorded_steps", *arguments, options=("--gpu", card)).splitlines()
+    return json.loads(lines[-1])
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -120,7 +120,7 @@ def test_states_that_cannot_be_page_locked_are_streamed_all_the_same(on_cpu, pla
 
 WIDE = Shape(
     GPT2Config(
-        n_layer=3, n_embd=64, n_head=2, vocab_size=211, n_positions=256, bos_token_id=0, eos_token_id=0,
+        n_layer=3, n_embd=128, n_head=2, vocab_size=211, n_positions=256, bos_token_id=0, eos_token_id=0,
         resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1,
     ), seq=256, batch=8, steps=3,
 )  # fmt: skip
