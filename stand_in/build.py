@@ -68,7 +68,10 @@ def _libraries_that_ask() -> list[Path]:
     spec = importlib.util.find_spec("torch")
     folder = Path(spec.origin).parent / "lib" if spec else None
     if folder is None or not (folder / "libtorch_cuda.so").exists():
-        raise BuildError(f"{sys.executable} has no CUDA build of PyTorch; .venv-cuda has, by make stand-in")
+        raise BuildError(
+            f"{sys.executable} has no CUDA build of PyTorch. make stand-in makes .venv-cuda, which has one unless pip "
+            "offers nothing but a CPU build for this machine and version (another: make stand-in TORCH_CUDA=2.12.1)"
+        )
     found = [path for path in folder.glob("lib*.so") if re.match(r"lib(torch|c10|caffe2)", path.name)]
     bitsandbytes = importlib.util.find_spec("bitsandbytes")
     if bitsandbytes:

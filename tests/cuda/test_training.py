@@ -33,11 +33,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE = Shape.of(True, dropout=0.1)
 IN_BACKWARD = "no clipping, updated in backward"
 ARRANGEMENTS = CASES | {IN_BACKWARD: UNCLIPPED | UPDATED_IN_BACKWARD}
-STREAMED = [name for name, case in ARRANGEMENTS.items() if case.get("resident_units", PLAIN["resident_units"]) < 10]
 FEW = ("streamed, deferred", "streamed, deferred, the first group larger", IN_BACKWARD)
 IN_PRECISIONS = [("bf16", name) for name in ARRANGEMENTS] + [("fp32", name) for name in FEW] + [("fp16", FEW[1])]
-IN_ORDERS = [("late", name) for name in STREAMED]
-IN_ORDERS += [(stream_order, name) for stream_order in ("lowest", "highest", "random:1") for name in FEW]
 # By Triton's interpreter, whose sums of exponentials and fused products are ordered otherwise than PyTorch's: the
 # largest difference of a weight after two steps at a learning rate of 1e-3, where Adam's first steps are as large as
 # the rate whatever the gradient, so that the sign of one near zero decides.
@@ -82,17 +79,6 @@ def test_every_arrangement_on_the_card_leaves_the_bits_of_the_cpu(on_cpu, plain_
 def test_other_optimizers_leave_the_bits_of_the_cpu(on_cpu, plain_lines, optimizer):
     outcome = bitwise.train(SHAPE, CUDA, "bf16", **PLAIN | {"resident_units": 0, "defer": True, "optimizer": optimizer})
     assert outcome.differences(bitwise.train(SHAPE, CPU, "bf16", **PLAIN | {"optimizer": optimizer})) == []
-
-
-@pytest.mark.parametrize("stream_order, name", IN_ORDERS)
-def test_no_order_of_streams_changes_a_bit(on_cpu, monkeypatch, plain_lines, stream_order, name):
-    """With updates on a stream of their own, as fused kernels have them: the plain lines allocate, which the memory of
-    one stream allows, and so a wait that is missing shows all the more."""
-    monkeypatch.setattr(fused, "may_run_beside", lambda kernels, optimizer: True)
-    case = ARRANGEMENTS[name]
-    with order(stream_order):
-        outcome = bitwise.train(SHAPE, CUDA, "bf16", **PLAIN | case)
-    assert outcome.differences(reference(on_cpu, "bf16", case)) == []
 
 
 @pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))

@@ -1,0 +1,32 @@
+"""Streams on the stand-in: the same bits in every order that streams and events allow, and no report by PyTorch's
+sanitizer.
+
+tests/stream_order has the arrangements, and README.md there which missing waits this finds.
+"""
+
+import json
+
+import on_card
+import pytest
+
+from tests.stream_order.arrangements import ARRANGEMENTS
+from tests.stream_order.check import ORDERS, ordered
+
+FIRST, *OTHERS = ORDERS
+FEW = ("deferred", "in backward, half streamed, saved", "the first group larger, fp16")
+
+
+@pytest.mark.parametrize(
+    "name, orders", [(name, [FIRST]) for name in ARRANGEMENTS] + [(name, OTHERS) for name in FEW], ids=str
+)
+def test_no_order_of_streams_changes_a_bit(name, orders):
+    assert ordered(ARRANGEMENTS[name], orders) == {"races": {}, "different": []}
+
+
+def test_pytorchs_sanitizer_has_nothing_to_report():
+    """Without values: it looks at which operator uses which memory on which stream, not at what is computed."""
+    command = ("-m", "tests.stream_order.check", "--device", "cuda", "--races-only")
+    lines = on_card.output(*command, options=("--order", "sanitize"))
+    found = [json.loads(line) for line in lines.splitlines()]
+    assert [line["arrangement"] for line in found] == list(ARRANGEMENTS)
+    assert [line for line in found if line["error"] or line["races"]] == []
