@@ -118,7 +118,7 @@ def dry_run(tmp_path_factory) -> tuple[Path, list[dict]]:
 
 def in_this_process(job: Job, folder: Path) -> int:
     """A dry run of `job` as its own process would make it; the exit code."""
-    shared = {"commit": None, "device": "a CPU", "versions": MACHINE["versions"], "dry_run": True}
+    shared = {"commit": None, "device": "a CPU", "versions": MACHINE["versions"], "dry_run": True, "stand_in": False}
     scratch = folder / "scratch" / str(time.monotonic_ns())
     scratch.mkdir(parents=True)
     return child.run(

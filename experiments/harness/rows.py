@@ -19,8 +19,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = (
     *("section", "name", "ok", "values", "checks", "error", "output", "seconds", "date"),
-    *("command", "caps", "commit", "sources", "device", "versions", "dry_run"),
+    *("command", "caps", "commit", "sources", "device", "versions", "dry_run", "stand_in"),
 )
+
+
+def on_stand_in() -> bool:
+    """Whether this process's GPU is the one that is not there (stand_in/): its seconds mean nothing."""
+    return bool(os.environ.get("STAND_IN_LIBRARIES"))
+
+
+def is_measured(row: dict) -> bool:
+    """Whether a row is of real shapes, made on a real machine. Rows that are older than the stand-in do not name it."""
+    return not row.get("dry_run", False) and not row.get("stand_in", False)
 
 
 def make_row(
@@ -127,6 +137,7 @@ def made_by(program: str, arguments: list[str]) -> dict:
         "commit": commit(),
         "versions": versions(),
         "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "stand_in": on_stand_in(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
