@@ -9,7 +9,6 @@ What this cannot show: that other shapes take kernels that are as deterministic.
 GPU.
 """
 
-import gc
 import itertools
 import math
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers import GPT2Config
 
 from experiments.gpu_acceptance.capped import capped_device
+from experiments.gpu_acceptance.measured import collect_garbage
 from experiments.harness.child import Result, Setting
 from lowmem import device as devices
 from lowmem import fused
@@ -173,5 +173,5 @@ def train(
     outcome = Outcome(losses, norms, dict(store.masters()), states, page_locked)
     if device.type == "cuda":  # hooks and parameters hold each other: a run would stay on the card beside the next
         del model, decoder, store, step
-        gc.collect()
+        collect_garbage()
     return outcome
