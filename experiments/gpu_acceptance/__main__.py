@@ -37,8 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help=f"sections or jobs: {names}")
     parser.add_argument("--again", action="store_true", help="run what has a good row already, too")
     parser.add_argument(
-        "--dry-run", action="store_true",
-        help="on the CPU, or on the stand-in where that runs this, with tiny shapes: shows that every line runs",
+        "--dry-run", action="store_true", help="with tiny shapes, on the CPU or on the stand-in: shows that all runs"
     )
     options = parser.parse_args(arguments)
     unknown = set(options.only) - {name for job in JOBS for name in (job.section, job.full_name)}
@@ -69,10 +68,11 @@ def main(arguments: list[str] | None = None) -> int:
             if options.dry_run and options.out is None:
                 path = Path(scratch) / "rows.jsonl"
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                if any(_kind(row) != _kind_here(device) for row in rows.read(path)):
-                    print(f"gpu_acceptance: {path} has rows of another kind of run; give another --out", file=sys.stderr)
+                refusal = _refused_at(path, device)
+                if refusal:
+                    print(f"gpu_acceptance: {refusal}; give another --out", file=sys.stderr)
                     return 2
+                path.parent.mkdir(parents=True, exist_ok=True)
                 with open(path, "ab") as held:
                     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     good = run_jobs(chosen, path, Path(scratch), machine, device, deadline, again=options.again)
@@ -120,7 +120,7 @@ def run_jobs(
 
 def of_job(job: Job, dry_run: bool) -> dict:
     """What all rows of a job share, beside what all jobs do."""
-    command = ["python3", "-m", "experiments.gpu_acceptance", "--only", job.full_name]
+    command = ["python3", *rows.through_stand_in(), "-m", "experiments.gpu_acceptance", "--only", job.full_name]
     caps = {
         name: None if gib is None else int(gib * GIB)
         for name, gib in (("gpu_bytes", job.gpu_gib), ("ram_bytes", job.ram_gib))
@@ -192,12 +192,18 @@ def _refused_on_stand_in(dry_run: bool) -> str | None:
     return None
 
 
-def _kind(row: dict) -> tuple[bool, bool]:
-    """What rows of one file have in common: whether of a dry run, whether of the stand-in."""
-    return row["dry_run"], row.get("stand_in", False)
+def _refused_at(path: Path, device: str) -> str | None:
+    """Why the rows of this run cannot go to `path`; None where they can: a file has rows of one kind of run alone."""
+    kind = _kind_here(device)
+    if any(kind) and path.parent.resolve() == RESULTS.resolve():
+        return f"{path} is for what was measured on a GPU"
+    if any((row["dry_run"], row.get("stand_in", False)) != kind for row in rows.read(path)):
+        return f"{path} has rows of another kind of run"
+    return None
 
 
 def _kind_here(device: str) -> tuple[bool, bool]:
+    """Of the rows of this run: whether they are of a dry run, and whether of the stand-in."""
     return device == "cpu" or rows.on_stand_in(), rows.on_stand_in()
 
 

@@ -225,7 +225,7 @@ def allocator(device: torch.device, gpu_limit_bytes: int) -> tuple[dict, dict[st
     except torch.OutOfMemoryError:
         refused = True
     size_bytes = gpu_limit_bytes - 2 * GIB
-    fits = torch.cuda.caching_allocator_alloc(size_bytes, device)  # torch.empty would write to all of it here
+    fits = torch.cuda.caching_allocator_alloc(size_bytes)  # torch.empty would write to all of it here
     values = {"reserved_bytes": torch.cuda.memory_reserved(device), "kept_bytes": kept.numel() + size_bytes}
     torch.cuda.caching_allocator_delete(fits)
     return values, {"more than the cap is refused": refused, "expandable segments": growing}

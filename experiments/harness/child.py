@@ -28,8 +28,8 @@ A_CHECK_FAILED = 3  # exit code; a crash is 1, or a signal
 class Setting:
     """What a job's function is given. `device`: "cuda" or "cpu"; `scratch`: a folder that is removed afterwards;
     `record(detail, values, checks)` writes a row at once, and says whether all checks held; `kept`: the folder of the
-    rows, for what belongs beside them, or None where nothing is kept; `stand_in`: whether the GPU is not there (stand_in/),
-    so that time means nothing."""
+    rows, for what belongs beside them, or None where nothing is kept; `stand_in`: whether the GPU is one that is not
+    there (stand_in/), so that no time means anything."""
 
     device: str
     dry_run: bool
