@@ -234,7 +234,8 @@ def _draw_panel(axes, panel: dict) -> None:
         axes.axhline(row + 0.8, color="0.6", linewidth=0.5)
     axes.set_yticks([])
     axes.set_ylim(len(LANES), -0.2)
-    axes.set_xlim(start, end)
+    if end > start:
+        axes.set_xlim(start, end)
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 
