@@ -54,6 +54,7 @@ def environment(
     found = dict(os.environ)
     found |= {
         "STAND_IN_CARD": ";".join(f"{key}={value}" for key, value in properties.items()),
+        "STAND_IN_GPU": gpu,
         "STAND_IN_LIBRARIES": str(libraries),
         "STAND_IN_ORDER": order,
         "STAND_IN_VALUES": "1" if values else "",

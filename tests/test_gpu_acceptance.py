@@ -118,7 +118,7 @@ def dry_run(tmp_path_factory) -> tuple[Path, list[dict]]:
 
 def in_this_process(job: Job, folder: Path) -> int:
     """A dry run of `job` as its own process would make it; the exit code."""
-    shared = {"commit": None, "device": "a CPU", "versions": MACHINE["versions"], "dry_run": True}
+    shared = {"commit": None, "device": "a CPU", "versions": MACHINE["versions"], "dry_run": True, "stand_in": False}
     scratch = folder / "scratch" / str(time.monotonic_ns())
     scratch.mkdir(parents=True)
     return child.run(
@@ -299,6 +299,37 @@ def test_without_a_gpu_it_says_so_and_without_sense_too(tmp_path, monkeypatch, c
     for wrong in (["--only", "trian"], ["--minutes", "0"]):
         with pytest.raises(SystemExit, match="2"):
             program.main(wrong)
+
+
+def test_on_the_stand_in_it_measures_nothing_and_wants_values(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("STAND_IN_LIBRARIES", "somewhere")
+    monkeypatch.setenv("STAND_IN_VALUES", "")
+    for wrong, why in (([], "no speed to measure"), (["--dry-run"], "--values")):
+        assert program.main([*wrong, "--out", str(tmp_path)]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and why in said and list(tmp_path.iterdir()) == []
+
+
+def test_rows_of_the_stand_in_and_others_never_meet_in_a_file(tmp_path, made_up, monkeypatch, capsys):
+    monkeypatch.setattr(program, "machine_here", lambda: {"names": {"cpu": "a CPU", "cuda": "a GPU"}, "versions": {}})
+    monkeypatch.setattr(program.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(program, "JOBS", (job("good"),))
+    on_cpu, on_gpu = ["--dry-run", "--out", str(tmp_path)], ["--out", str(tmp_path)]
+    assert program.main(on_cpu) == 0
+    kinds = [(row["dry_run"], row["stand_in"]) for row in rows.read(tmp_path / "rows.jsonl")]
+    assert kinds == [(True, False)] * 2
+    assert program.main(on_gpu) == 2 and "another kind of run" in capsys.readouterr().err
+    for name, value in {"LIBRARIES": "somewhere", "VALUES": "1", "GPU": "rtx3060", "ORDER": "issue"}.items():
+        monkeypatch.setenv(f"STAND_IN_{name}", value)
+    assert program.main(on_cpu) == 2 and "another kind of run" in capsys.readouterr().err
+    assert len(rows.read(tmp_path / "rows.jsonl")) == 2
+    assert program.main(["--dry-run", "--out", str(tmp_path / "stand_in")]) == 0
+    for row in rows.read(tmp_path / "stand_in" / "rows.jsonl"):
+        assert row["dry_run"] and row["stand_in"] and row["device"] == "a GPU"
+        assert row["command"].startswith("python3 -m stand_in --gpu rtx3060 --order issue --values -- -m experiments.")
+    monkeypatch.setattr(program, "RESULTS", tmp_path / "results")
+    assert program.main(["--dry-run", "--out", str(tmp_path / "results")]) == 2
+    assert "measured on a GPU" in capsys.readouterr().err and not (tmp_path / "results").exists()
 
 
 # --- plans: what the dry run cannot show, for there everything holds
@@ -575,6 +606,13 @@ def test_the_search_for_a_micro_batch_ends_where_memory_does_or_speed_falls_twic
     result = denominator._search(setting, torch.device("cpu"), "gpt2-large")
     assert (result and result["micro_batch"]) == best
     assert [values["fits"] for _, values, _ in found] == [speed is not None for speed in speeds[:tried]]
+
+
+def test_a_step_of_which_nothing_was_recorded_has_a_timeline_without_time(tmp_path):
+    found = timeline.timeline_of([], streamed_bytes=8)
+    (panel,) = timeline.content(found)["panels"].values()
+    assert set(panel["busy"][timeline.COMPUTE]) == {0.0} and found.figures()["hidden_share"] is None
+    timeline.draw([timeline.content(found)], "nothing", tmp_path / "nothing.png")
 
 
 def test_a_model_that_does_not_compile_says_why_and_its_eager_rows_stay(recorded, monkeypatch):

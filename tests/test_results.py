@@ -6,7 +6,7 @@ import pytest
 
 from experiments import results
 from experiments.gpu_acceptance import predicted, table
-from experiments.harness.rows import read
+from experiments.harness.rows import append, read
 from experiments.harness.tables import between, markdown
 from lowmem.units import GIB
 
@@ -62,6 +62,14 @@ def test_the_last_good_row_of_a_job_counts_and_its_first_part_where_it_was_kille
     rows = [training("xl exact", 1.0), training("xl exact", 2.0), row("train", "xl exact", error="crashed")]
     assert "| 2.00 |" in table.speed_table(rows)
     assert "| 3.00 |" in table.speed_table([training("xl exact: run", 3.0), row("train", "xl exact", error="killed")])
+
+
+def test_no_table_has_rows_of_a_dry_run_or_of_the_stand_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    real = training("xl exact", 1.0)  # as rows from before the stand-in, it does not name that
+    for found in (real, real | {"stand_in": True}, real | {"dry_run": True}, real | {"stand_in": False}):
+        append(tmp_path / "rows.jsonl", found)
+    assert table.committed_rows()[0] == [real, real | {"stand_in": False}]
 
 
 def test_a_training_that_broke_its_cap_is_no_result_and_one_whose_update_costs_too_much_is():

@@ -23,8 +23,13 @@ Each job is a process of its own with a time limit: a crash, a hang, an exhauste
 are appended one by one as they are found out, so whatever ends the command, what was measured is kept, and a second
 call goes on with what is missing or did not hold, in time that is left: a job is not begun with less than a third of
 its limit. What a machine lacks (bitsandbytes, a C compiler) is a row that says so. Beside the rows lie
-timeline_<job>.json and .png. `--dry-run` runs the same lines on the CPU with tiny shapes; it shows that they run, and
-its rows are never mixed with measurements.
+timeline_<job>.json and .png. `--dry-run` runs the same lines with tiny shapes, on the CPU or on the stand-in for a GPU:
+
+    .venv-cuda/bin/python -m stand_in --gpu rtx3060 --values -- -m experiments.gpu_acceptance --dry-run --minutes 30
+
+It shows that they run; on the stand-in with CUDA's allocator, streams, events and page-locked memory, and with values
+that the CPU computes. What compares times, compiles or asks a profiler is left out there. Its rows say what they are,
+and are never mixed with measurements.
 
 Not here yet: unified memory and nested tensors, whose experiments are not there either. `predicted.py` has what plans
 say of speed, and table.py makes tables and a picture of both.

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help=f"sections or jobs: {names}")
     parser.add_argument("--again", action="store_true", help="run what has a good row already, too")
     parser.add_argument(
-        "--dry-run", action="store_true", help="on the CPU with tiny shapes: shows that every line runs"
+        "--dry-run", action="store_true", help="with tiny shapes, on the CPU or on the stand-in: shows that all runs"
     )
     options = parser.parse_args(arguments)
     unknown = set(options.only) - {name for job in JOBS for name in (job.section, job.full_name)}
@@ -50,9 +50,13 @@ def main(arguments: list[str] | None = None) -> int:
     for number in SIGNALS:
         signal.signal(number, _interrupt)
     deadline = time.monotonic() + options.minutes * 60
+    refusal = _refused_on_stand_in(options.dry_run) if rows.on_stand_in() else None
+    if refusal:
+        print(f"gpu_acceptance: {refusal}", file=sys.stderr)
+        return 2
     try:
         machine = machine_here()
-        device = "cpu" if options.dry_run else "cuda"
+        device = "cpu" if options.dry_run and not rows.on_stand_in() else "cuda"
         if not machine["names"]:
             print("gpu_acceptance: lowmem cannot be imported here (see above); try make setup.", file=sys.stderr)
             return 1
@@ -64,6 +68,10 @@ def main(arguments: list[str] | None = None) -> int:
             if options.dry_run and options.out is None:
                 path = Path(scratch) / "rows.jsonl"
             try:
+                refusal = _refused_at(path, device)
+                if refusal:
+                    print(f"gpu_acceptance: {refusal}; give another --out", file=sys.stderr)
+                    return 2
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with open(path, "ab") as held:
                     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,12 +95,14 @@ def run_jobs(
 ) -> bool:
     """Runs `jobs` in their order until `deadline` (of time.monotonic), rows to `path`; whether all are good.
 
-    `machine`: what `machine_here` gives; `device`: "cuda", or "cpu" for a dry run."""
+    `machine`: what `machine_here` gives; `device`: "cuda", or "cpu" for a dry run. On the stand-in every run is dry."""
+    dry_run, stand_in = _kind_here(device)
     shared = {
         "commit": rows.commit(),
         "device": machine["names"][device],
         "versions": machine["versions"],
-        "dry_run": device == "cpu",
+        "dry_run": dry_run,
+        "stand_in": stand_in,
     }
     last_rows = {(row["section"], row["name"]): row for row in rows.read(path)}
     good = True
@@ -110,7 +120,7 @@ def run_jobs(
 
 def of_job(job: Job, dry_run: bool) -> dict:
     """What all rows of a job share, beside what all jobs do."""
-    command = ["python3", "-m", "experiments.gpu_acceptance", "--only", job.full_name]
+    command = ["python3", *rows.through_stand_in(), "-m", "experiments.gpu_acceptance", "--only", job.full_name]
     caps = {
         name: None if gib is None else int(gib * GIB)
         for name, gib in (("gpu_bytes", job.gpu_gib), ("ram_bytes", job.ram_gib))
@@ -173,8 +183,32 @@ def _failed(path: Path, job: Job, common: dict, seconds: float, error: str, outp
     return False
 
 
+def _refused_on_stand_in(dry_run: bool) -> str | None:
+    """Why this command does not run on the stand-in as it was called; None where it does."""
+    if not dry_run:
+        return "the stand-in has no speed to measure, and real shapes would take it days; --dry-run runs tiny ones"
+    if not os.environ.get("STAND_IN_VALUES"):
+        return "the stand-in computes nothing without --values, and much here compares values"
+    return None
+
+
+def _refused_at(path: Path, device: str) -> str | None:
+    """Why the rows of this run cannot go to `path`; None where they can: a file has rows of one kind of run alone."""
+    kind = _kind_here(device)
+    if any(kind) and path.parent.resolve() == RESULTS.resolve():
+        return f"{path} is for what was measured on a GPU"
+    if any((row["dry_run"], row.get("stand_in", False)) != kind for row in rows.read(path)):
+        return f"{path} has rows of another kind of run"
+    return None
+
+
+def _kind_here(device: str) -> tuple[bool, bool]:
+    """Of the rows of this run: whether they are of a dry run, and whether of the stand-in."""
+    return device == "cpu" or rows.on_stand_in(), rows.on_stand_in()
+
+
 def _still_holds(row: dict, common: dict) -> bool:
-    return row["ok"] and all(row[key] == common[key] for key in ("sources", "device", "dry_run"))
+    return row["ok"] and all(row[key] == common[key] for key in ("sources", "device"))
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -9,7 +9,6 @@ What this cannot show: that other shapes take kernels that are as deterministic.
 GPU.
 """
 
-import gc
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from torch import Tensor
 from transformers import GPT2Config
 
 from experiments.gpu_acceptance.capped import capped_device
+from experiments.gpu_acceptance.measured import collect_garbage
 from experiments.harness.child import Result, Setting
 from lowmem import device as devices
 from lowmem import fused
@@ -176,7 +176,7 @@ def train(
     outcome = Outcome.of(results, store, page_locked)
     if device.type == "cuda":  # hooks and parameters hold each other: a run would stay on the card beside the next
         del step, store
-        gc.collect()
+        collect_garbage()
     return outcome
 
 

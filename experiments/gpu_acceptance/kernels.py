@@ -79,10 +79,11 @@ def check(setting: Setting) -> Result:
     if "fused" in rules:
         values = fused_speed(device, *shape)
         faster = {f"the {name} is faster": values[f"{name}_share"] < 1 for name in ("loss", "gradient")}
-        record("fused speed", values, faster)
+        record("fused speed", values, {} if setting.dry_run else faster)
     record("host memory", *host_memory(device, (4 if setting.dry_run else 256) * MIB))
     if device.type == "cuda":
-        record("allocator", *allocator(device, setting.gpu_limit_bytes))
+        fits_bytes = 256 * MIB if setting.dry_run else setting.gpu_limit_bytes - 2 * GIB
+        record("allocator", *allocator(device, setting.gpu_limit_bytes, fits_bytes))
     return Result({"parts": len(done), "ram_bytes_with_device_started": ram_bytes}, done)
 
 
@@ -215,8 +216,9 @@ def host_memory(device: torch.device, size_bytes: int) -> tuple[dict, dict[str, 
     return values, checks
 
 
-def allocator(device: torch.device, gpu_limit_bytes: int) -> tuple[dict, dict[str, bool]]:
-    """Whether the cap holds to the byte that was asked for, and whether segments are those that grow."""
+def allocator(device: torch.device, gpu_limit_bytes: int, fits_bytes: int) -> tuple[dict, dict[str, bool]]:
+    """Whether the cap holds to the byte that was asked for, and whether segments are those that grow; `fits_bytes`:
+    what is allocated under it."""
     kept = torch.zeros(64 * MIB, dtype=torch.uint8, device=device)
     growing = all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
     try:
@@ -224,7 +226,7 @@ def allocator(device: torch.device, gpu_limit_bytes: int) -> tuple[dict, dict[st
         refused = False
     except torch.OutOfMemoryError:
         refused = True
-    fits = torch.empty(gpu_limit_bytes - 2 * GIB, dtype=torch.uint8, device=device)
+    fits = torch.empty(fits_bytes, dtype=torch.uint8, device=device)
     values = {"reserved_bytes": torch.cuda.memory_reserved(device), "kept_bytes": kept.numel() + fits.numel()}
     return values, {"more than the cap is refused": refused, "expandable segments": growing}
 

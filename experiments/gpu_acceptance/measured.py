@@ -125,9 +125,16 @@ def error(predicted: int, measured: int) -> float:
     return predicted / measured - 1
 
 
+def collect_garbage() -> None:
+    """Frees what nothing but itself holds, as a training's parameters and hooks hold each other. The first collection
+    takes the hooks from the parameters, the second one the parameters."""
+    for _ in range(2):
+        gc.collect()
+
+
 def _empty(device: torch.device) -> None:
-    """Frees what earlier work left: hooks and parameters hold each other, cuBLAS holds a workspace per thread."""
-    gc.collect()
+    """Frees what earlier work left: a training that holds itself, and a workspace of cuBLAS per thread."""
+    collect_garbage()
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()

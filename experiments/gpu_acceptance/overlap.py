@@ -31,6 +31,7 @@ from lowmem.prediction import Plan
 from lowmem.simulate import StepCase, gpu_target
 from lowmem.step import Step
 from lowmem.store import Store
+from lowmem.units import GIB
 
 MOST_ADDED = 0.03  # to a step, by its update: issue 4's bar, for 64k tokens
 PAIRS = 3
@@ -57,8 +58,8 @@ def check(setting: Setting, name: str, trained: Trained) -> tuple[dict, dict[str
     held["timeline"] = setting.record("timeline", values, checks)
     return {
         "update_adds": cost["update_adds"],
-        "copies_hidden_share": values["recorded"]["hidden_share"],
-        "streamed_gib_each_way": values["recorded"]["streamed_gib_each_way"],
+        "copies_hidden_share": values.get("recorded", {}).get("hidden_share"),
+        "streamed_gib_each_way": _streamed_bytes(trained.store) / GIB,
     }, held
 
 
@@ -102,12 +103,17 @@ class _NoCopies(streaming._SynchronousCopies):
 
 
 def record_timeline(setting: Setting, name: str, trained: Trained) -> tuple[dict, dict[str, bool]]:
-    """One step, recorded and simulated: the figures of both; {what was seen: whether}."""
-    device = trained.store.device
-    work = partial(trained.step, trained.batch, 0, LEARNING_RATE)
-    recorded = timeline.recorded(work, device, _streamed_bytes(trained.store))
-    timelines = [recorded, *([simulated(trained)] if trained.plan.card is not None else [])]
-    values: dict = {found.title: found.figures() for found in timelines}
+    """One step, recorded and simulated: the figures of both; {what was seen: whether}. On the stand-in, simulated
+    alone."""
+    timelines, reason = [], {}
+    if setting.stand_in:
+        reason = {"not_recorded": "the stand-in's card takes no time, and reports no event to a profiler"}
+    else:
+        work = partial(trained.step, trained.batch, 0, LEARNING_RATE)
+        timelines.append(timeline.recorded(work, trained.store.device, _streamed_bytes(trained.store)))
+    if trained.plan.card is not None:
+        timelines.append(simulated(trained))
+    values: dict = reason | {found.title: found.figures() for found in timelines}
     if setting.kept is not None:
         path = setting.kept / f"timeline_{name.replace(' ', '_')}.json"
         contents = [timeline.content(found) for found in timelines]
@@ -116,8 +122,10 @@ def record_timeline(setting: Setting, name: str, trained: Trained) -> tuple[dict
         with suppress(ImportError):  # the figures are there without a picture
             timeline.draw(contents, f"{name}: one step with its update", path.with_suffix(".png"))
             values["picture"] = path.with_suffix(".png").name
-    checks = {"kernels were seen": bool(recorded.lanes[timeline.COMPUTE])}
-    if device.type == "cuda" and _streamed_bytes(trained.store):
+    if setting.stand_in:
+        return values, {}
+    checks = {"kernels were seen": bool(timelines[0].lanes[timeline.COMPUTE])}
+    if trained.store.device.type == "cuda" and _streamed_bytes(trained.store):
         least = _streamed_bytes(trained.store) / FASTEST_BUS
         figures = values["recorded"]
         checks["copies both ways were seen"] = min(figures[f"copies_{way}_seconds"] for way in ("in", "out")) > least

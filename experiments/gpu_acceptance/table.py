@@ -24,8 +24,8 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def committed_rows() -> tuple[list[dict], list[dict]]:
-    """Measured ones, of real shapes, and predicted ones."""
-    measured = [row for row in row_file.read(RESULTS / "rows.jsonl") if not row["dry_run"]]
+    """Measured ones, of real shapes on a GPU that is there, and predicted ones."""
+    measured = [row for row in row_file.read(RESULTS / "rows.jsonl") if row_file.is_measured(row)]
     return measured, row_file.read(RESULTS / predicted.NAME)
 
 

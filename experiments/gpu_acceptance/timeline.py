@@ -166,7 +166,10 @@ def common(left: Sequence[Stretch], right: Sequence[Stretch]) -> list[Stretch]:
 
 
 def busy_shares(stretches: Sequence[Stretch], start: float, end: float, parts: int = PARTS) -> list[float]:
-    """Of each of as many equal `parts` of the time from `start` to `end`, the share that the stretches cover."""
+    """Of each of as many equal `parts` of the time from `start` to `end`, the share that the stretches cover; none
+    where there is no time between the two, as in a recording without an event."""
+    if end <= start:
+        return [0.0] * parts
     starts = [begin for begin, _ in stretches]
     before = [0.0, *accumulate(stop - begin for begin, stop in stretches)]  # covered until each one's begin
 
@@ -231,7 +234,8 @@ def _draw_panel(axes, panel: dict) -> None:
         axes.axhline(row + 0.8, color="0.6", linewidth=0.5)
     axes.set_yticks([])
     axes.set_ylim(len(LANES), -0.2)
-    axes.set_xlim(start, end)
+    if end > start:
+        axes.set_xlim(start, end)
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -28,7 +28,8 @@ A_CHECK_FAILED = 3  # exit code; a crash is 1, or a signal
 class Setting:
     """What a job's function is given. `device`: "cuda" or "cpu"; `scratch`: a folder that is removed afterwards;
     `record(detail, values, checks)` writes a row at once, and says whether all checks held; `kept`: the folder of the
-    rows, for what belongs beside them, or None where nothing is kept."""
+    rows, for what belongs beside them, or None where nothing is kept; `stand_in`: whether the GPU is one that is not
+    there (stand_in/), so that no time means anything."""
 
     device: str
     dry_run: bool
@@ -37,6 +38,7 @@ class Setting:
     scratch: Path
     record: Callable[[str, dict, dict[str, bool]], bool]
     kept: Path | None = None
+    stand_in: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def run(task: dict) -> int:
 
     setting = Setting(
         task["device"], task["common"]["dry_run"], _bytes(task["gpu_gib"]), _bytes(task["ram_gib"]), scratch, record,
-        path.parent,
+        path.parent, task["common"]["stand_in"],
     )  # fmt: skip
     missing, output = None, None
     try:

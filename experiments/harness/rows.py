@@ -19,8 +19,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = (
     *("section", "name", "ok", "values", "checks", "error", "output", "seconds", "date"),
-    *("command", "caps", "commit", "sources", "device", "versions", "dry_run"),
+    *("command", "caps", "commit", "sources", "device", "versions", "dry_run", "stand_in"),
 )
+
+
+def on_stand_in() -> bool:
+    """Whether this process's GPU is the one that is not there (stand_in/): its seconds mean nothing."""
+    return bool(os.environ.get("STAND_IN_LIBRARIES"))
+
+
+def through_stand_in() -> list[str]:
+    """The words between `python` and a command's -m with which it runs as this process does: none without stand-in."""
+    if not on_stand_in():
+        return []
+    found = os.environ
+    values = ["--values"] if found.get("STAND_IN_VALUES") else []
+    return ["-m", "stand_in", "--gpu", found["STAND_IN_GPU"], "--order", found["STAND_IN_ORDER"], *values, "--"]
+
+
+def is_measured(row: dict) -> bool:
+    """Whether a row is of real shapes, made on a real machine. Rows that are older than the stand-in do not name it."""
+    return not row.get("dry_run", False) and not row.get("stand_in", False)
 
 
 def make_row(
@@ -123,10 +142,11 @@ def made_by(program: str, arguments: list[str]) -> dict:
     from lowmem.report import versions  # and with it torch, which the process that starts jobs does without
 
     return {
-        "command": shlex.join(["python", "-m", program, *arguments]),
+        "command": shlex.join(["python", *through_stand_in(), "-m", program, *arguments]),
         "commit": commit(),
         "versions": versions(),
         "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "stand_in": on_stand_in(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

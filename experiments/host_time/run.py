@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parse(arguments)
     devices.set_environment()
-    if not (torch.cuda.is_available() and os.environ.get("STAND_IN_CARD")):
+    if not (torch.cuda.is_available() and rows.on_stand_in()):
         print("host_time: this runs on the stand-in only; on a GPU the host's time is not seen alone", file=sys.stderr)
         return 2
     device = devices.select_device("cuda")
@@ -50,7 +50,6 @@ def main(arguments: list[str] | None = None) -> int:
     card = card_for(Settings())
     common = {
         "section": "host time",
-        "stand_in": True,
         "device": torch.cuda.get_device_name(device),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],

@@ -61,6 +61,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         "device": machine["names"][options.device],
         "versions": machine["versions"],
         "dry_run": False,
+        "stand_in": rows.on_stand_in(),
     }
     path, good = options.out / NAME, True
 

@@ -41,7 +41,7 @@ def training_table(rows: list[dict]) -> str:
     what stands before it is the model."""
     groups: dict[tuple, dict[str, dict]] = {}
     for row in rows:
-        if row["section"] == "peers" and not row["dry_run"] and ": " not in row["name"]:
+        if row["section"] == "peers" and row_file.is_measured(row) and ": " not in row["name"]:
             model, peer = row["name"].rsplit(maxsplit=1)
             key = model, row["device"], row["caps"]["gpu_bytes"], row["caps"]["ram_bytes"]
             group = groups.setdefault(key, {})
@@ -94,7 +94,7 @@ def update_table(rows: list[dict]) -> str:
     """The newest run of update.py on each machine."""
     groups: dict[str, dict[str, dict]] = {}
     for row in rows:
-        if row["section"] == "peers update" and not row["dry_run"]:
+        if row["section"] == "peers update" and row_file.is_measured(row):
             groups.setdefault(row["device"], {})[row["name"]] = row
     parts = []
     for device, found in groups.items():

@@ -74,6 +74,7 @@ def measure(parameters: int, repeats: int, command: list[str]) -> list[dict]:
         "device": machine["names"]["cpu"],
         "versions": machine["versions"],
         "dry_run": False,
+        "stand_in": rows.on_stand_in(),
     }
     shared = {
         "run": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

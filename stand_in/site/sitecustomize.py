@@ -12,19 +12,27 @@ from pathlib import Path
 
 
 class _AfterImport:
-    """A finder that finds nothing by itself: it lets `then` follow the import of the module `name`."""
+    """A finder that finds nothing by itself: it lets `then` follow the import of the module `name`. Asking only where
+    the module is, as transformers asks for torch before it imports it, changes nothing."""
 
     def __init__(self, name, then):
         self.name, self.then = name, then
+        self.asking_others = False
 
     def find_spec(self, name, path=None, target=None):
-        if name != self.name:
+        if name != self.name or self.asking_others:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.asking_others = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.asking_others = False
+        if spec is None:
+            return None
         load = spec.loader.exec_module
 
         def load_and_then(module):
+            sys.meta_path.remove(self)
             load(module)
             self.then()
 

@@ -266,3 +266,9 @@ def test_alias_of_a_view():
     whole = torch.arange(12.0, device=CUDA).view(3, 4)
     assert torch.equal(whole.t()[1:, 1].cpu(), torch.tensor([5.0, 6.0, 7.0]))
     assert ctypes.c_float.from_address(whole[2, 3].data_ptr()).value == 11.0
+
+
+def test_looking_for_pytorch_before_importing_it_leaves_values_on():
+    program = 'import importlib.util; importlib.util.find_spec("torch"); import torch; '
+    program += 'print((torch.ones(2, device="cuda") + 1).tolist())'
+    assert on_card.output("-c", program, options=("--values",)) == "[2.0, 2.0]\n"
