@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     sanitize = options.order == "sanitize"
     order = {"sanitize": "issue", "adversarial": ADVERSARIAL}.get(options.order, options.order)
     environment = settings.environment(
-        options.gpu, libraries=libraries, architectures=build.architectures(), memory_bytes=options.memory,
+        options.gpu, libraries=libraries, architectures=build.architectures(libraries), memory_bytes=options.memory,
         page_locked_bytes=options.page_locked, devices=options.devices, values=options.values or order != "issue",
         order=order, sanitize=sanitize,
     )  # fmt: skip

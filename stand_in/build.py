@@ -15,13 +15,14 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
 from stand_in import settings
 
 HERE = Path(__file__).parent
-LIBRARIES = Path(sys.prefix) / "stand_in"
+FOLDER = Path(sys.prefix) / "stand_in"  # a folder in it for each state of the sources and of PyTorch
 CARD = "libstand_in_card.so"
 _PREFIX = "card_"  # of the functions that are modelled
 # Libraries whose symbols PyTorch's libraries ask for without a version, by the beginning of a symbol's name.
@@ -39,28 +40,36 @@ class BuildError(Exception):
 
 
 def build() -> Path:
-    """The folder of the libraries, which are made where they are missing or were made of something else."""
+    """The folder of the libraries, which are made where they are missing or were made of something else.
+
+    They are made in a folder of their own, which gets its name when it is complete: another process may be building or
+    running the same, and an interrupted build leaves nothing that is taken for a whole one."""
     asking = _libraries_that_ask()
     sources = sorted((HERE / "card").iterdir())
     made_of = hashlib.sha256("".join(f"{path}{path.stat().st_mtime_ns}" for path in asking).encode())
     for path in (*sources, Path(__file__)):
         made_of.update(path.read_bytes())
-    mark = LIBRARIES / "made_of"
-    if mark.exists() and mark.read_text() == made_of.hexdigest():
-        return LIBRARIES
-    LIBRARIES.mkdir(exist_ok=True)
-    for old in LIBRARIES.iterdir():
-        old.unlink()
+    libraries = FOLDER / made_of.hexdigest()[:16]
+    if libraries.exists():
+        return libraries
     headers = _headers()
     modelled = set(re.findall(rf"\b{_PREFIX}(\w+)\s*\(", "".join(path.read_text() for path in sources)))
     modelled |= set(re.findall(r"^PRODUCT\((\w+)\)", (HERE / "card" / "kernels.c").read_text(), re.M))
-    code = [path for path in sources if path.suffix == ".c"]
-    _compile(LIBRARIES / CARD, code, "-fvisibility=hidden", "-I", str(headers))
-    for library, symbols in _asked_for(asking, headers, modelled).items():
-        _make_library(library, symbols, modelled)
-    _note_architectures()
-    mark.write_text(made_of.hexdigest())
-    return LIBRARIES
+    FOLDER.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=FOLDER, prefix="part-") as name:
+        part = Path(name) / "libraries"
+        part.mkdir()
+        code = [path for path in sources if path.suffix == ".c"]
+        _compile(part / CARD, code, "-fvisibility=hidden", "-I", str(headers))
+        for library, symbols in _asked_for(asking, headers, modelled).items():
+            _make_library(part, library, symbols, modelled)
+        _note_architectures(part)
+        try:
+            part.rename(libraries)
+        except OSError:
+            if not libraries.exists():  # else another process was first, with the same
+                raise
+    return libraries
 
 
 def _libraries_that_ask() -> list[Path]:
@@ -118,7 +127,7 @@ def _by_prefix(symbol: str) -> str | None:
     return next((library for prefix, library in _BY_PREFIX.items() if symbol.startswith(prefix)), None)
 
 
-def _make_library(library: str, symbols: dict[str, str], modelled: set[str]) -> None:
+def _make_library(folder: Path, library: str, symbols: dict[str, str], modelled: set[str]) -> None:
     lines = ["void card_not_modelled(const char *);", "void *card_new_handle(void);"]
     for symbol in sorted(symbols):
         plain = re.sub(r"_v\d+$", "", symbol) if library == "libcuda.so.1" else symbol
@@ -132,33 +141,33 @@ def _make_library(library: str, symbols: dict[str, str], modelled: set[str]) -> 
             lines.append(f"int {symbol}(void **made) {{ {say} *made = card_new_handle(); return 0; }}")
         else:
             lines.append(f"int {symbol}(void) {{ {say} return 0; }}")
-    source = LIBRARIES / "stubs.c"
+    source = folder / "stubs.c"
     source.write_text("\n".join(lines) + "\n")
-    options = [f"-Wl,-soname,{library}", "-L", str(LIBRARIES), "-lstand_in_card", "-Wl,-rpath,$ORIGIN"]
+    options = [f"-Wl,-soname,{library}", "-L", str(folder), "-lstand_in_card", "-Wl,-rpath,$ORIGIN"]
     versions = defaultdict(list)
     for symbol, version in symbols.items():
         versions[version].append(symbol)
     script = "".join(f"{v} {{ global: {'; '.join(names)}; }};\n" for v, names in sorted(versions.items()) if v)
     if script:
-        (LIBRARIES / "stubs.map").write_text(script)
-        options.append(f"-Wl,--version-script={LIBRARIES / 'stubs.map'}")
-    _compile(LIBRARIES / library, [source], *options)
+        (folder / "stubs.map").write_text(script)
+        options.append(f"-Wl,--version-script={folder / 'stubs.map'}")
+    _compile(folder / library, [source], *options)
 
 
-def architectures() -> list[int]:
-    """The compute capabilities that PyTorch's kernels here are built for: 86 for 8.6."""
-    return [int(name) for name in (LIBRARIES / "architectures").read_text().split()]
+def architectures(libraries: Path) -> list[int]:
+    """The compute capabilities that the kernels of this PyTorch are built for, as noted in `libraries`: 86 for 8.6."""
+    return [int(name) for name in (libraries / "architectures").read_text().split()]
 
 
-def _note_architectures() -> None:
+def _note_architectures(folder: Path) -> None:
     """Asks PyTorch, which can be imported by now, on a card of which nothing matters."""
-    environment = settings.environment("rtx3060", libraries=LIBRARIES, architectures=[86])
+    environment = settings.environment("rtx3060", libraries=folder, architectures=[86])
     program = "import torch; print(*(name[3:].rstrip('af') for name in torch._C._cuda_getArchFlags().split()))"
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     if result.returncode:
         raise BuildError(f"PyTorch cannot be imported on the stand-in: {result.stderr[-2000:]}")
     found = sorted({int(number) for number in result.stdout.split() if number.isdecimal()})
-    (LIBRARIES / "architectures").write_text(" ".join(map(str, found)))
+    (folder / "architectures").write_text(" ".join(map(str, found)))
 
 
 def _compile(library: Path, sources: list[Path], *options: str) -> None:

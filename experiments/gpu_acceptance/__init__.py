@@ -36,5 +36,5 @@ say of speed, and table.py makes tables and a picture of both.
 
 To add a section: a function(setting, **options) in a module here or in another experiment, and a Job in jobs.py.
 
-Everything CUDA here has never run on a GPU.
+No GPU has run it yet; README.md of the repository says what is known without one.
 """

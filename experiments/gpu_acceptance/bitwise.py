@@ -5,8 +5,7 @@ halves, m, v, losses and norms must equal those of the plain arrangement. Parts 
 really overlap: a missing wait between streams shows as a different bit. Without dropout, the losses must also follow
 fp32 on the CPU, for two wrong runs can agree.
 
-What this cannot show: that other shapes take kernels that are as deterministic. Everything CUDA here has never run on a
-GPU.
+What this cannot show: that other shapes take kernels that are as deterministic.
 """
 
 import itertools

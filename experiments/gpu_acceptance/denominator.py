@@ -9,8 +9,7 @@ in ordinary accumulation, PyTorch's own settings for allocator and cuBLAS.
     compiled   torch.compile of the whole model, for the micro-batch that was best: compiling takes a minute or more, so
                there is no search; it is timed apart, and where it fails (it wants a C compiler) the row says why
 
-Rows are found out one by one: where time ends in the middle of compiling, the eager ones are there. Everything CUDA
-here has never run on a GPU.
+Rows are found out one by one: where time ends in the middle of compiling, the eager ones are there.
 """
 
 import gc

@@ -5,7 +5,7 @@ leaves nothing behind; `left_bytes` says whether that is so. A process's cap of 
 lifted first.
 
 On the CPU (a dry run) the profiler's memory events stand in for the card's: they go through the model of the caching
-allocator, caps included. Everything CUDA here has never run on a GPU.
+allocator, caps included.
 """
 
 import gc

@@ -10,8 +10,7 @@ issue 3's (plans.py), plain training has none here. Weights are random: no memor
 experiments/memory_estimation and of this file; a model of which no config is known without a network has a row that
 says so.
 
-Plans are made in other processes while the GPU measures: seconds of a step are worth little here. Everything CUDA here
-has never run on a GPU.
+Plans are made in other processes while the GPU measures: seconds of a step are worth little here.
 """
 
 import os

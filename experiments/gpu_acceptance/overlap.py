@@ -6,7 +6,7 @@ own, so each step that is timed as trained makes one whole update, that of the s
 none.
 
 Then one more step is recorded, with its copies (timeline.py), beside the same step as the plan has simulated it:
-timeline_<job>.json and .png beside the rows. Everything CUDA here has never run on a GPU.
+timeline_<job>.json and .png beside the rows.
 """
 
 import json

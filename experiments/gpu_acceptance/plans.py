@@ -8,8 +8,7 @@
 An error is (predicted - measured) / measured: below 0 the plan promised too much. The bars are issue 3's.
 
 One process measures many layouts, each from an empty allocator (measured.py). Every row checks that nothing was left of
-the one before, and the first layout comes once more at the end, where it must measure the same. Everything CUDA here
-has never run on a GPU.
+the one before, and the first layout comes once more at the end, where it must measure the same.
 """
 
 import math

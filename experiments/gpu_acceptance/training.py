@@ -8,7 +8,7 @@ The first step also warms up, so a step's time is the median of the others. Its 
 which is where it is timed; the last step, which makes its own too, counts only as far as a median of three lets it.
 
 What the run was is a row ("<job>: run") before anything else is done; then, where the job asks for it, what the update
-adds to a step (overlap.py). Everything CUDA here has never run on a GPU.
+adds to a step (overlap.py).
 """
 
 import inspect

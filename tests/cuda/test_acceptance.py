@@ -29,7 +29,7 @@ def found(tmp_path_factory) -> dict[str, dict]:
 
 def _command(*arguments: str, values: bool = True):
     options = ("--gpu", "rtx3060", *(["--values"] if values else []))
-    return run("-m", "experiments.gpu_acceptance", *arguments, options=options, seconds=900)
+    return run("-m", "experiments.gpu_acceptance", *arguments, options=options)
 
 
 @pytest.mark.timeout(900)
