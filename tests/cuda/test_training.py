@@ -208,6 +208,14 @@ def test_a_run_whose_states_cannot_be_page_locked_says_so(finished, train, tmp_p
     assert weights(tmp_path / "out") == weights(finished)
 
 
+def test_an_error_of_the_card_is_not_taken_for_the_models(train, tmp_path, capsys, plain_lines):
+    """PyTorch page-locks a few bytes when it reads a number back: where even that is refused, no precision helps."""
+    with page_locked_limit(0):
+        assert train(tmp_path / "out", *ON_CARD) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "the GPU failed (CUDA error: out of memory" in said and "precision" not in said
+
+
 def test_a_run_with_everything_the_card_has(train, tmp_path, capsys):
     """bf16, fused kernels, 8-bit moments streamed, one sequence at a time; then the same run in fp16."""
     options = ("--device", "cuda", "--optimizer", "adamw8bit", "--states", "streamed", "--micro-batch", "1")
