@@ -58,9 +58,9 @@ stand-in: setup
 		$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 			> "$$($(RUN_CUDA) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"; \
 		$(RUN) -m pip --python $(RUN_CUDA) install --disable-pip-version-check --no-deps torch==$(TORCH_CUDA); \
-		echo "$$wanted" > .venv-cuda/installed.txt; \
 	fi; \
-	$(RUN_CUDA) -m stand_in.build
+	$(RUN_CUDA) -m stand_in.build; \
+	echo "$$wanted" > .venv-cuda/installed.txt
 
 test-cuda: stand-in
 	OMP_NUM_THREADS=1 $(RUN_CUDA) -m stand_in --values -- -m pytest -n 2 --dist worksteal tests/cuda

@@ -1,13 +1,14 @@
 """What follows from a GPU's compute capability alone, and not from the card: what one multiprocessor holds.
 
 NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". PyTorch's kernels choose their
-launch by these figures, and with the launch the size of their temporaries (reductions.py, cuda_ops.py).
+launch by these figures, and with the launch the size of their temporaries (reductions.py, temporaries.py).
 """
 
 from typing import NamedTuple
 
+from lowmem.units import KIB
+
 Capability = tuple[int, int]
-KIB = 1024
 
 
 class Multiprocessor(NamedTuple):

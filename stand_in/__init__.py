@@ -5,8 +5,8 @@ every kernel. Below them CUDA's libraries are replaced by ones that keep the boo
 limits of memory, streams, events, page-locked and managed memory, properties. Kernels are counted and not run.
 Two things can be asked for beside that:
 
-    values   every operator that launched a kernel is computed by the CPU's operator, in the place where the kernel
-             would have written (values.py, counterparts.py)
+    values   the operators of a training step are computed by the CPU's, in the place where the kernel would have
+             written (values.py, counterparts.py)
     orders   what streams and events allow to happen in another order does (card/streams.c)
 
 What that shows: peaks of memory, as that build of PyTorch has them; whether streams are kept in order; what the CUDA

@@ -11,10 +11,10 @@ import sys
 
 from lowmem.cards import CARDS
 from lowmem.errors import InputError
-from lowmem.units import parse_size
+from lowmem.units import format_size, parse_size
 from stand_in import build, settings
 
-ADVERSARIAL = "late"  # the order that finds most by itself (tests/cuda)
+ADVERSARIAL = "late"  # the order in which missing waits are found first (tests/stream_order/results)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,12 +45,12 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--memory", type=_size, help="its memory, where that is not the table's: 8GiB")
     parser.add_argument("--devices", type=int, default=1, help="how many of them (%(default)s)")
     parser.add_argument(
-        "--page-locked", type=_size, default=settings.UNLIMITED, metavar="SIZE",
-        help="host memory that may be page-locked; more is refused (no limit)",
+        "--page-locked", type=_size_or_none, default=settings.UNLIMITED, metavar="SIZE",
+        help="host memory that may be page-locked, or 0; more is refused (no limit)",
     )  # fmt: skip
     parser.add_argument(
-        "--values", action="store_true", help="compute every operator, by the CPU; for small models (every order but "
-        "issue and sanitize does)"
+        "--values", action="store_true", help="compute the operators of a training step, by the CPU; for small models "
+        "(every order but issue and sanitize does)"
     )  # fmt: skip
     parser.add_argument(
         "--order", type=_order, default="issue",
@@ -65,6 +65,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options, command = parser.parse_args(arguments[:end]), arguments[end + 1 :]
     if not command:
         parser.error("there is no command after --")
+    if options.memory is not None and options.memory <= settings.CONTEXT_BYTES:
+        parser.error(f"--memory: CUDA's context alone takes {format_size(settings.CONTEXT_BYTES)}")
     if not 1 <= options.devices <= 8:
         parser.error(f"--devices {options.devices}: give 1 to 8")
     return options, command
@@ -75,6 +77,10 @@ def _size(text: str) -> int:
         return parse_size(text)
     except (InputError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _size_or_none(text: str) -> int:
+    return 0 if text == "0" else _size(text)
 
 
 def _order(text: str) -> str:

@@ -12,7 +12,7 @@ the operator returns, None in the place of a tensor that nobody reads. The bits 
 on a CPU; where CUDA's operator rounds at other places, this does not show it.
 
 RANDOM: the operators that draw from a generator. SYNCHRONOUS: those whose CUDA implementation reads a number back to
-decide on a shape or on a result, so that it goes wrong where kernels compute nothing.
+decide on a shape or on a result: from device memory that no kernel has written here.
 """
 
 import math
@@ -151,7 +151,7 @@ _WAITING_WITHOUT_A_TAG = (
     "_grouped_mm.default", "_index_put_impl_.default", "embedding_renorm_.default", "histc.default",
     "index_fill.int_Tensor", "index_fill_.int_Tensor", "index_put.default", "index_put_.default", "isin.Tensor_Tensor",
     "linspace.Scalar_Tensor", "linspace.Tensor_Scalar", "linspace.Tensor_Tensor", "masked_fill.Tensor",
-    "masked_fill_.Tensor", "segment_reduce.default",
+    "masked_fill_.Tensor", "masked_scatter_backward.default", "segment_reduce.default",
 )  # fmt: skip
 SYNCHRONOUS: set[OpOverload] = {
     *_tagged(torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output),

@@ -9,7 +9,7 @@ memory that was freed too early and is somebody else's by then, as on a card.
 
 Random numbers: CUDA's generator is a seed and an offset, the CPU's another algorithm. A run that seeds both alike
 should draw the same dropout masks on both, so the CPU draws from its own generator in the state that belongs to the
-seed and offset at which CUDA's stands.
+seed and offset at which CUDA's stands. How many numbers an operator draws must not depend on values (as poisson's do).
 
 What disables dispatch modes is not computed; printing a CUDA tensor does, so print `tensor.cpu()`.
 
@@ -17,10 +17,12 @@ Operators that decide on the host by what is in device memory (how many entries 
 that is computed later; for these everything before is waited for, and the result is the CPU's.
 """
 
+import _thread
 import ctypes
 import itertools
 import sys
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -35,6 +37,7 @@ from stand_in.card_library import COMPUTATION, library
 _computations: dict[int, Callable[[], None]] = {}  # by number: those that wait in a stream's queue
 _numbers = itertools.count()
 _mode: list[TorchDispatchMode] = []
+_MOST_STATES = 8192  # of generators that are kept
 _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 
 
@@ -51,6 +54,9 @@ def _run(number: int) -> int:
     try:
         with _disable_current_modes(), torch.no_grad():
             _computations.pop(number)()
+    except KeyboardInterrupt:
+        _thread.interrupt_main()  # the program's to answer, when it runs again
+        return 1
     except BaseException:
         print("stand_in: a computation failed, as a kernel may; the card is of no use from here on", file=sys.stderr)
         traceback.print_exc()
@@ -59,7 +65,7 @@ def _run(number: int) -> int:
 
 
 class Values(TorchDispatchMode):
-    """Computes what is launched. One for a process; its threads share the card."""
+    """Computes what is launched by the thread that imported PyTorch, and by the backward passes that it begins."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +131,7 @@ class _Draws:
     """Which numbers the CPU draws where CUDA's generator stands at a seed and an offset."""
 
     def __init__(self):
-        self._states: dict[tuple[int, int], Tensor] = {}  # of the CPU's generator
+        self._states: OrderedDict[tuple[int, int], Tensor] = OrderedDict()  # of the CPU's generator, 5 KiB each
 
     def place(self, func, args: tuple, kwargs: dict) -> tuple[torch.Generator, tuple[int, int]] | None:
         """Where the generator stands that `func` is about to draw from; None where it draws from a CPU's."""
@@ -136,7 +142,7 @@ class _Draws:
             if not _any_cuda(args, kwargs):
                 return None
             torch.cuda.init()
-            given = torch.cuda.default_generators[torch.cuda.current_device()]
+            given = torch.cuda.default_generators[_device_index(args, kwargs)]
         if given.device.type != "cuda":
             return None
         return given, (given.initial_seed(), given.get_offset())
@@ -145,12 +151,14 @@ class _Draws:
         """Draws what `call` will draw, in its name; returns what calls it later in the same state."""
         generator, before = place
         state = self._state(before)
-        stand_ins = tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        stand_ins = tree_map(lambda leaf: torch.ones_like(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.set_state(state)
             call(*stand_ins[0], **stand_ins[1])
             after = torch.default_generator.get_state()
         self._states[generator.initial_seed(), generator.get_offset()] = after
+        if len(self._states) > _MOST_STATES:
+            self._states.popitem(last=False)
 
         def draw(call: Callable, args: tuple, kwargs: dict) -> Any:
             with torch.random.fork_rng(devices=[]):
@@ -164,6 +172,14 @@ class _Draws:
         if offset == 0 or place not in self._states:  # one that was set from outside has no history here
             return torch.Generator().manual_seed(seed + offset).get_state()
         return self._states[place]
+
+
+def _device_index(args: tuple, kwargs: dict) -> int:
+    """Of the card that an operator with these arguments runs on."""
+    devices = [torch.device(kwargs["device"])] if kwargs.get("device") is not None else []
+    devices += [leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_cuda]
+    index = devices[0].index if devices else None
+    return torch.cuda.current_device() if index is None else index
 
 
 def _any_cuda(args: tuple, kwargs: dict) -> bool:
@@ -205,23 +221,24 @@ def _over(func, args: tuple, kwargs: dict, computed_on_host: set[int]) -> tuple[
 
 
 def _host_waits(args: tuple, kwargs: dict, result: Any) -> bool:
-    """Whether a copy with these arguments is one to the host that is done when it returns."""
-    onto_host = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.device.type == "cpu"]
+    """Whether a copy with these arguments is one from or to the host that is done when it returns."""
+    tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+    on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     non_blocking = kwargs.get("non_blocking") or args[2:3] == (True,)
-    return bool(onto_host) and not (non_blocking and all(leaf.is_pinned() for leaf in onto_host))
+    return bool(on_host) and not (non_blocking and all(tensor.is_pinned() for tensor in on_host))
 
 
 def _is_on_card(tensor: Tensor) -> bool:
-    start, arena = _arena()
-    return start <= tensor.data_ptr() < start + arena.nbytes
+    first, end = _arena()
+    return first <= tensor.data_ptr() < end
 
 
 @cache
-def _arena() -> tuple[int, Tensor]:
-    """The address of the card's memory, and all of it as one tensor of bytes."""
+def _arena() -> tuple[int, int]:
+    """The address of the card's memory, and the first behind it."""
     start, size = ctypes.c_void_p(), ctypes.c_size_t()
     library().card_arena(ctypes.byref(start), ctypes.byref(size))
-    return start.value, torch.frombuffer((ctypes.c_char * size.value).from_address(start.value), dtype=torch.uint8)
+    return start.value, start.value + size.value
 
 
 def _alias(leaf):
@@ -233,7 +250,9 @@ def _alias(leaf):
     storage = leaf.untyped_storage()
     if storage.nbytes() == 0:
         return torch.empty(leaf.shape, dtype=leaf.dtype)
-    start, arena = _arena()
-    offset = (storage.data_ptr() - start) // leaf.dtype.itemsize + leaf.storage_offset()
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     with _disable_current_modes():
-        return torch.empty(0, dtype=leaf.dtype).set_(arena.untyped_storage(), offset, leaf.shape, leaf.stride())
+        over = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        alias = torch.empty(0, dtype=leaf.dtype).set_(over, leaf.storage_offset(), leaf.shape, leaf.stride())
+        alias = alias.conj() if leaf.is_conj() else alias
+        return torch._neg_view(alias) if leaf.is_neg() else alias

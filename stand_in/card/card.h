@@ -66,6 +66,7 @@ struct counts {
   uint64_t managed_bytes, managed_resident_bytes, prefetched_to_device_bytes, prefetched_to_host_bytes;
 };
 extern struct counts counts;
-extern pthread_mutex_t card_mutex;  // guards everything above; recursive
+// Guards everything above. It is recursive, but work is run only where it is held once, since it is let go meanwhile.
+extern pthread_mutex_t card_mutex;
 #define LOCK pthread_mutex_lock(&card_mutex)
 #define UNLOCK pthread_mutex_unlock(&card_mutex)

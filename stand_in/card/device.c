@@ -46,7 +46,11 @@ void card_read_settings(void) {
   card.copied_bytes = number("copied_bytes");
   card.devices = number("devices");
   const char *visible = getenv("CUDA_VISIBLE_DEVICES");
-  if (visible && (!*visible || *visible == '-')) card.devices = 0;
+  if (visible) {  // the entries that name a device, in their number alone: all cards are alike
+    int named = *visible && *visible != '-';
+    for (const char *comma = strchr(visible, ','); named && comma; comma = strchr(comma + 1, ',')) named++;
+    if (named < card.devices) card.devices = named;
+  }
 }
 
 EXPORT const struct counts *card_counts(void) { return &counts; }
@@ -239,10 +243,9 @@ EXPORT CUresult card_cuPointerGetAttribute(void *value, CUpointer_attribute whic
 }
 
 // Functions of the driver are looked up by name, with or without the suffix of a version.
-static void note_unmodelled(const char *name) {
+EXPORT void card_not_modelled(const char *name) {
   if (getenv("STAND_IN_VERBOSE")) fprintf(stderr, "stand_in: not modelled: %s\n", name);
 }
-EXPORT void card_not_modelled(const char *name) { note_unmodelled(name); }
 static int succeed(void) { return 0; }
 EXPORT cudaError_t card_cudaGetDriverEntryPointByVersion(
     const char *name, void **function, unsigned version, unsigned long long flags,
@@ -259,7 +262,7 @@ EXPORT cudaError_t card_cudaGetDriverEntryPointByVersion(
     *function = dlsym(library, ours);
   }
   if (!*function) {
-    note_unmodelled(name);
+    card_not_modelled(name);
     *function = (void *)succeed;
   }
   if (result) *result = cudaDriverEntryPointSuccess;

@@ -41,7 +41,7 @@ static enum order order;
 static uint64_t random_state;
 static pthread_cond_t progress = PTHREAD_COND_INITIALIZER;
 static int (*computation)(int64_t);
-static bool failed;              // a computation did; as on a card, every later call says so
+static bool failed;              // a computation did; as on a card, whoever waits from then on is told so
 static __thread int running;     // how many pieces of work this thread is in
 static __thread int polls;       // queries in a row that found work not done
 
@@ -125,21 +125,22 @@ static struct stream *choose(void) {
   return order == RANDOM ? able[random_below(count)] : able[order == HIGHEST ? count - 1 : 0];
 }
 
-// Runs work until number `number` of `stream` is done.
-static void run_until(struct stream *stream, uint64_t number) {
+// Runs work until number `number` of `stream` is done. Where only another thread can go on, it waits for that, or
+// returns if it may not: whoever asks without waiting may hold Python's lock, which that thread needs.
+static void run_until(struct stream *stream, uint64_t number, bool may_wait) {
   while (stream->done < number) {
     struct stream *next = NULL;
     if (order == ISSUE || order == LATE) {
       struct work *work = stream->first;
-      if (!stream->busy && work->run == wait_for_event) run_until(work->destination, work->number);
+      if (!stream->busy && work->run == wait_for_event) run_until(work->destination, work->number, may_wait);
       if (can_go_on(stream)) next = stream;
     } else {
       next = choose();
     }
     if (next)
       run_first(next);
-    else if (running)
-      return;  // what this thread runs is waited for by itself: memory that Python frees while it computes
+    else if (running || !may_wait)
+      return;  // `running`: what this thread runs is waited for by itself, when Python frees memory while it computes
     else
       pthread_cond_wait(&progress, &card_mutex);
   }
@@ -157,7 +158,7 @@ static uint64_t append(struct stream *stream, struct work work) {
 
 static void proceed(struct stream *stream) {
   LOCK;
-  if (order == ISSUE && !stream->busy) run_until(stream, stream->issued);
+  if (order == ISSUE && !stream->busy) run_until(stream, stream->issued, true);
   while (order == RANDOM && !running && random_below(2)) {
     struct stream *next = choose();
     if (!next) break;
@@ -175,7 +176,7 @@ void card_queue(cudaStream_t handle, struct work work) {
 }
 
 static void run_all(void) {
-  for (int i = 0; i < stream_count; i++) run_until(streams[i], streams[i]->issued);
+  for (int i = 0; i < stream_count; i++) run_until(streams[i], streams[i]->issued, true);
 }
 
 void card_synchronize_device(void) {
@@ -189,7 +190,7 @@ static cudaError_t outcome(void) { return card_error(failed ? cudaErrorLaunchFai
 // Whether work is done, for a host that asks and does not wait. One that asks again and again must see it done one day.
 static cudaError_t query(struct stream *stream, uint64_t number) {
   LOCK;
-  if (stream->done < number && ++polls >= POLLS_BEFORE_PROGRESS) run_until(stream, stream->done + 1);
+  if (stream->done < number && ++polls >= POLLS_BEFORE_PROGRESS) run_until(stream, stream->done + 1, false);
   bool done = stream->done >= number;
   if (done) polls = 0;
   UNLOCK;
@@ -222,7 +223,7 @@ EXPORT cudaError_t card_cudaDeviceGetStreamPriorityRange(int *least, int *greate
 EXPORT cudaError_t card_cudaStreamSynchronize(cudaStream_t handle) {
   LOCK;
   struct stream *stream = stream_of(handle);
-  run_until(stream, stream->issued);
+  run_until(stream, stream->issued, true);
   UNLOCK;
   return outcome();
 }
@@ -297,7 +298,7 @@ EXPORT cudaError_t card_cudaEventQuery(cudaEvent_t handle) {
 EXPORT cudaError_t card_cudaEventSynchronize(cudaEvent_t handle) {
   struct event *event = (struct event *)handle;
   LOCK;
-  if (event->stream) run_until(event->stream, event->number);
+  if (event->stream) run_until(event->stream, event->number, true);
   UNLOCK;
   return outcome();
 }
@@ -413,14 +414,25 @@ EXPORT CUresult card_cuMemsetD32Async(CUdeviceptr destination, unsigned value, s
 
 // ---- computations: what the kernels of one operator would compute, by a function of Python (values.py)
 static __thread struct {
+  bool counted;  // values.py will compute what these launches stand for
   int launches;
   cudaStream_t stream;
   bool several;  // streams
 } launched;
+static bool values, said;
+
+// A kernel that nobody computes leaves what was there before. That must not go unnoticed.
+static void note_uncomputed(void) {
+  if (!values || launched.counted || said) return;
+  said = true;
+  fprintf(stderr, "stand_in: a kernel was launched that values.py does not see, in another thread than the one that "
+                  "imported PyTorch or with dispatch modes disabled; it computes nothing\n");
+}
 
 void card_note_launch(cudaStream_t stream) {
   LOCK;
   counts.launches++;
+  note_uncomputed();
   UNLOCK;
   launched.several |= launched.launches && stream_of(launched.stream) != stream_of(stream);
   launched.launches++;
@@ -429,16 +441,23 @@ void card_note_launch(cudaStream_t stream) {
 
 // From here on the launches of this thread are counted; card_launches says how many there were, -1 if they were on
 // several streams, and on which.
-EXPORT void card_count_launches(void) { memset(&launched, 0, sizeof launched); }
+EXPORT void card_count_launches(void) {
+  memset(&launched, 0, sizeof launched);
+  launched.counted = true;
+}
 EXPORT int card_launches(uintptr_t *stream) {
   *stream = (uintptr_t)launched.stream;
+  launched.counted = false;
   return launched.several ? -1 : launched.launches;
 }
 
 static void compute(struct work *work) {
   if (computation((int64_t)work->number)) failed = true;
 }
-EXPORT void card_set_computation(int (*function)(int64_t)) { computation = function; }
+EXPORT void card_set_computation(int (*function)(int64_t)) {
+  computation = function;
+  values = true;
+}
 EXPORT void card_compute(uintptr_t stream, int64_t number) {
   card_queue((cudaStream_t)stream, (struct work){.run = compute, .number = (uint64_t)number});
 }
