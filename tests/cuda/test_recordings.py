@@ -47,7 +47,9 @@ def test_a_recorded_step_makes_the_same_requests_in_the_same_order(name):
     # affair. So a tensor may lie in a whole segment here, with the rest, and in a piece of a larger one there. With
     # torch 2.14.1 and 2.11.0 the peak is one rest lower at 128 tokens, six higher at 512, the same at 256 and 1,024.
     difference = found["allocated_peak_bytes"] - recorded["allocated_peak_bytes"]
-    assert difference % REST_BYTES == 0 and abs(difference) <= 8 * REST_BYTES, difference
+    # torch 2.12.1 makes the same requests, and its peak is 2 MiB higher at 1,024.
+    assert difference == SEGMENT_STEP_BYTES or difference % REST_BYTES == 0, difference
+    assert abs(difference) <= 8 * REST_BYTES, difference
     # Reserved is 0.45% lower at 256 tokens and the same at the three others.
     assert found["reserved_bytes"] == pytest.approx(recorded["reserved_bytes"], rel=0.01)
 
