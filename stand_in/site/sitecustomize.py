@@ -4,10 +4,12 @@ The libraries are loaded before PyTorch asks for CUDA's, whose names then count 
 module is done right after its import, so that a process which needs no PyTorch does not wait for it.
 """
 
+import atexit
 import ctypes
 import importlib.util
 import os
 import sys
+import time
 from pathlib import Path
 
 
@@ -46,6 +48,27 @@ def _load_libraries(folder):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
+def _wait_for_backward_threads():
+    """Let PyTorch's backward threads finish before Python ends. One that asks for the interpreter's lock after that, to
+    let go of its last tensors, is unwound through C++ that cannot be unwound, and the process aborts (pytorch #38228).
+    A thread that has finished sleeps; one that waits for the lock would have got it while this one slept."""
+    asleep = 0
+    for _ in range(200):  # at most a second
+        threads = [folder for folder in Path("/proc/self/task").glob("*") if _name(folder).startswith("pt_autograd")]
+        asleep = asleep + 1 if all(_state(folder) == "S" for folder in threads) else 0
+        if not threads or asleep == 3:
+            return
+        time.sleep(0.005)
+
+
+def _name(thread):
+    return (thread / "comm").read_text()
+
+
+def _state(thread):
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 def _begin_values():
     from stand_in import values
 
@@ -66,6 +89,7 @@ def _pass_over_comparisons():
 
 if os.environ.get("STAND_IN_LIBRARIES"):
     _load_libraries(Path(os.environ["STAND_IN_LIBRARIES"]))
+    atexit.register(_wait_for_backward_threads)
     sys.meta_path.insert(0, _AfterImport("lowmem.calibrate", _pass_over_timing))
     if os.environ.get("STAND_IN_VALUES"):
         sys.meta_path.insert(0, _AfterImport("torch", _begin_values))

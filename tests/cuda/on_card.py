@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(*command: str, options: Sequence[str] = (), **environment: str) -> subprocess.CompletedProcess:
     """`python -m stand_in OPTIONS -- COMMAND` in the repository, with more variables; what it printed is text."""
     return subprocess.run(
-        [sys.executable, "-m", "stand_in", *options, "--", *command], cwd=ROOT, env=os.environ | environment,
-        capture_output=True, text=True,
+        [sys.executable, "-m", "stand_in", *options, "--", *command], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"PYTHONFAULTHANDLER": "1"} | environment,  # a signal that ends it leaves a traceback
     )  # fmt: skip
 
 
 def output(*command: str, options: Sequence[str] = (), **environment: str) -> str:
-    """What it printed on stdout; an AssertionError with the end of stderr where it failed."""
+    """What it printed on stdout; an AssertionError with the end of what it said where it failed."""
     result = run(*command, options=options, **environment)
-    assert result.returncode == 0, f"exit code {result.returncode}: {result.stderr[-3000:]}"
+    assert result.returncode == 0, f"exit code {result.returncode}: {result.stderr[-3000:]}{result.stdout[-500:]}"
     return result.stdout
