@@ -29,8 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
     order = {"sanitize": "issue", "adversarial": ADVERSARIAL}.get(options.order, options.order)
     environment = settings.environment(
         options.gpu, libraries=libraries, architectures=build.architectures(libraries), memory_bytes=options.memory,
-        page_locked_bytes=options.page_locked, devices=options.devices, values=options.values or order != "issue",
-        order=order, sanitize=sanitize,
+        page_locked_bytes=options.page_locked, devices=options.devices, host_resident=options.ram,
+        values=options.values or order != "issue", order=order, sanitize=sanitize,
     )  # fmt: skip
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *command], environment)  # the command takes this process's place
@@ -47,6 +47,10 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--page-locked", type=_size_or_none, default=settings.UNLIMITED, metavar="SIZE",
         help="host memory that may be page-locked, or 0; more is refused (no limit)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ram", action="store_true", help="let host memory take RAM where CUDA makes it do so: what is page-locked, "
+        "and what is copied to (16 GiB for GPT-2-XL); without this a large run takes little"
     )  # fmt: skip
     parser.add_argument(
         "--values", action="store_true", help="compute the operators of a training step, by the CPU; for small models "

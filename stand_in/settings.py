@@ -22,6 +22,7 @@ def environment(
     memory_bytes: int | None = None,
     page_locked_bytes: int = UNLIMITED,
     devices: int = 1,
+    host_resident: bool = False,
     values: bool = False,
     order: str = "issue",
     sanitize: bool = False,
@@ -29,9 +30,11 @@ def environment(
     """This process's variables, with those under which another, and those that it starts, find a card of kind `gpu`.
 
     `libraries`: where build.py put them; `architectures`: which PyTorch's kernels are built for; `memory_bytes`: the
-    card's, where it is not the table's; `page_locked_bytes`: how much host memory may be page-locked; `values`: whether
-    operators are computed, by the CPU (values.py); without them device memory is not even written by copies. `order`:
-    one of ORDERS (card/streams.c); `sanitize`: whether PyTorch's own checker of streams runs."""
+    card's, where it is not the table's; `page_locked_bytes`: how much host memory may be page-locked; `host_resident`:
+    whether host memory takes RAM where CUDA makes it do so (page-locked, or the destination of a copy), so that a
+    process's RAM is what it would be with a GPU; `values`: whether operators are computed, by the CPU (values.py);
+    without them device memory is not even written by copies. `order`: one of ORDERS (card/streams.c); `sanitize`:
+    whether PyTorch's own checker of streams runs."""
     card = CARDS[gpu]
     major, minor = card.capability
     processor = multiprocessor(card.capability)
@@ -48,6 +51,7 @@ def environment(
         "context_bytes": CONTEXT_BYTES,
         "page_locked_bytes": page_locked_bytes,
         "copied_bytes": UNLIMITED if values else 0,
+        "host_resident": int(host_resident),
         "devices": devices,
     }
     search = [str(Path(__file__).parent / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]

@@ -26,6 +26,7 @@ struct card {
   size_t context_bytes;       // what a CUDA context takes of it
   size_t page_locked_bytes;   // host memory that may be page-locked; more is refused
   size_t copied_bytes;        // copies of more bytes than this move no data
+  bool host_resident;         // host memory takes RAM where CUDA would make it: page-locked, or copied to
   int devices;
 };
 extern struct card card;

@@ -44,6 +44,7 @@ void card_read_settings(void) {
   card.context_bytes = number("context_bytes");
   card.page_locked_bytes = number("page_locked_bytes");
   card.copied_bytes = number("copied_bytes");
+  card.host_resident = number("host_resident");
   card.devices = number("devices");
   const char *visible = getenv("CUDA_VISIBLE_DEVICES");
   if (visible) {  // the entries that name a device, in their number alone: all cards are alike

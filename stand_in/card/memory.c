@@ -330,6 +330,8 @@ EXPORT size_t card_set_page_locked_bytes(size_t bytes) {
 static cudaError_t lock_pages(void *address, size_t bytes, bool ours) {
   if (locked_range_of(address, bytes)) return cudaErrorHostMemoryAlreadyRegistered;
   if (counts.page_locked_bytes + bytes > card.page_locked_bytes) return cudaErrorMemoryAllocation;
+  if (card.host_resident)
+    for (volatile char *page = address; page < (char *)address + bytes; page += 4096) *page = *page;
   struct locked *range = malloc(sizeof *range);
   *range = (struct locked){address, bytes, ours, locked_ranges};
   locked_ranges = range;

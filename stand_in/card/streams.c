@@ -343,6 +343,7 @@ static void copy(struct work *work) {
   memmove(work->destination, work->staged ? work->staged : work->source, work->bytes);
 }
 
+static void set_bytes(struct work *work) { memset(work->destination, work->value, work->bytes); }
 static void leave_out(struct work *work) {}  // a copy of more than card.copied_bytes
 
 static cudaError_t queue_copy(void *destination, const void *source, size_t bytes, cudaStream_t stream, bool wait) {
@@ -359,7 +360,7 @@ static cudaError_t queue_copy(void *destination, const void *source, size_t byte
   bool pageable_destination = from_device && !to_device && !card_is_page_locked(destination);
   bool on_host = !to_device && !from_device;
   if (bytes > card.copied_bytes && !on_host) {
-    work.run = leave_out;
+    work.run = from_device && card.host_resident ? set_bytes : leave_out;  // device memory is zeros where none is moved
   } else if (pageable_source && !wait) {  // the host may change it as soon as this call returns
     work.staged = malloc(bytes);
     memcpy(work.staged, source, bytes);
@@ -389,7 +390,6 @@ EXPORT cudaError_t card_cudaMemcpy2DAsync(
   return error;
 }
 
-static void set_bytes(struct work *work) { memset(work->destination, work->value, work->bytes); }
 static void set_words(struct work *work) {
   for (size_t i = 0; i < work->bytes / 4; i++) ((int *)work->destination)[i] = work->value;
 }

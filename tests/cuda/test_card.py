@@ -188,6 +188,27 @@ def test_page_locked_memory_is_refused_beyond_its_limit():
     assert streaming.page_lock(large)
 
 
+@pytest.mark.parametrize("ram", (False, True))
+def test_a_process_takes_the_ram_that_it_would_with_a_gpu(ram):
+    """Without values nothing is copied; with --ram, host memory is taken all the same."""
+    program = """
+        import torch
+        from lowmem import streaming
+        def resident_bytes():
+            return int(open("/proc/self/statm").read().split()[1]) * 4096
+        on_card = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+        before = resident_bytes()
+        locked = streaming.host_tensor(96 << 20, torch.uint8)
+        streaming.page_lock(locked)
+        middle = resident_bytes()
+        copied = on_card.cpu()
+        print(middle - before >> 20, resident_bytes() - middle >> 20)
+        """
+    locked, copied = map(int, printed(program, *(["--ram"] if ram else [])))
+    expected = (96, 64) if ram else (0, 0)
+    assert abs(locked - expected[0]) <= 4 and abs(copied - expected[1]) <= 4
+
+
 def test_what_was_page_locked_can_be_again():
     for _ in range(2):
         tensor = streaming.host_tensor(1 << 12, torch.float32)
