@@ -34,7 +34,7 @@ def through_stand_in() -> list[str]:
         return []
     found = os.environ
     values = ["--values"] if found.get("STAND_IN_VALUES") else []
-    ram = ["--ram"] if "host_resident=1" in found["STAND_IN_CARD"] else []
+    ram = ["--ram"] if "host_resident=1" in found.get("STAND_IN_CARD", "") else []
     return ["-m", "stand_in", "--gpu", found["STAND_IN_GPU"], "--order", found["STAND_IN_ORDER"], *values, *ram, "--"]
 
 
