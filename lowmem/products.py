@@ -150,7 +150,7 @@ class Recalling(TorchDispatchMode):
 
     def _saved(self, tensor: Tensor) -> Tensor:
         self.missed |= self._has_no_values(tensor)
-        return tensor
+        return tensor.detach()  # an operation that saves its own output would hold itself alive through its graph
 
 
 def _draws(operation, args: Sequence, kwargs: dict) -> bool:

@@ -112,7 +112,8 @@ def _run_again(
     if recalling.missed:
         lessons[kind] = None
         del output
-        with Recalling(None, None):  # what was kept may have been changed in place by now
+        saved.products = None  # what was kept may have been changed in place by now, and would lie beside all of it
+        with Recalling(None, None):
             output = _run(decoder, segment.blocks, boundary, extras, dropout)
     return output
 

@@ -8,23 +8,16 @@ import functools
 
 import pytest
 import torch
+from families import FAMILIES, LLAMA, NEW, OLD, V
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
-    BioGptConfig,
-    BloomConfig,
-    CodeGenConfig,
     Gemma2Config,
     GPT2Config,
-    GPTBigCodeConfig,
-    GPTJConfig,
-    GPTNeoConfig,
-    GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
     OPTConfig,
-    Qwen3Config,
     T5Config,
     T5ForConditionalGeneration,
     logging,
@@ -37,37 +30,6 @@ from lowmem.models import build_model
 
 logging.set_verbosity_error()
 
-V = 97
-SPECIAL = {"vocab_size": V, "bos_token_id": 0, "eos_token_id": 0}
-OLD = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 64, **SPECIAL}  # GPT-2's names for the sizes
-NEW = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64, **SPECIAL}
-LLAMA = {**NEW, "intermediate_size": 64, "num_key_value_heads": 2}
-OPT = {**NEW, "ffn_dim": 64, "pad_token_id": 1}
-
-FAMILIES = {
-    "gpt2": lambda: GPT2Config(**OLD),
-    # alternating global and local attention: the blocks' masks differ
-    "gpt_neo": lambda: GPTNeoConfig(
-        num_layers=3,
-        hidden_size=32,
-        num_heads=4,
-        attention_types=[[["global", "local"], 1], [["global"], 1]],
-        window_size=4,
-        max_position_embeddings=64,
-        **SPECIAL,
-    ),
-    "gptj": lambda: GPTJConfig(rotary_dim=4, **OLD),
-    "opt": lambda: OPTConfig(**OPT),
-    # OPT-350m's shape: project_in before the blocks, project_out after, norms after each block and none at the end
-    "opt_projected": lambda: OPTConfig(word_embed_proj_dim=16, do_layer_norm_before=False, **OPT),
-    "bloom": lambda: BloomConfig(n_layer=3, hidden_size=32, n_head=4, **SPECIAL),
-    "codegen": lambda: CodeGenConfig(rotary_dim=4, n_ctx=64, **OLD),
-    "biogpt": lambda: BioGptConfig(**{**NEW, "intermediate_size": 64, "pad_token_id": 1}),
-    "gpt_bigcode": lambda: GPTBigCodeConfig(**OLD),
-    "llama": lambda: LlamaConfig(**LLAMA),
-    "gpt_neox": lambda: GPTNeoXConfig(**{**NEW, "intermediate_size": 64}),
-    "qwen3": lambda: Qwen3Config(head_dim=8, **LLAMA),
-}
 TIED = {"gpt2", "gpt_neo", "opt", "opt_projected", "bloom", "biogpt", "gpt_bigcode"}
 HONOUR_DOCUMENT_MASK = {"gpt2", "gpt_neo", "gptj", "codegen", "gpt_bigcode", "llama", "gpt_neox", "qwen3"}
 every_family = pytest.mark.parametrize("family", FAMILIES)

@@ -4,11 +4,14 @@ from collections import Counter
 
 import pytest
 import torch
+from families import FAMILIES, POST_NORM
 from reference import VOCABULARY, tiny_model
 from test_recompute import assert_same, run
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, FalconConfig, OPTConfig
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, FalconConfig
 
 from lowmem import products, recompute
 from lowmem.blocks import Decoder
@@ -66,7 +69,7 @@ def kept_bytes(keep: str) -> int:
     with torch.no_grad():
         hidden, extras = decoder.embed(torch.arange(24).view(2, 12) % VOCABULARY)
     _, saved = forward(decoder, Segment(BLOCK, keep), hidden, extras, NAME)
-    leaves = [t for kept in saved.products if kept is not None for t in torch.utils._pytree.tree_leaves(kept.result)]
+    leaves = [t for kept in saved.products if kept is not None for t in tree_leaves(kept.result)]
     return sum(t.untyped_storage().nbytes() for t in leaves if isinstance(t, Tensor))
 
 
@@ -75,15 +78,35 @@ def test_what_a_gpt2_block_keeps_of_its_products_is_ten_times_its_width_and_the_
     assert kept_bytes(PRODUCTS) == 4 * tokens * ((3 + 1 + 1 + 4) * width + heads)
 
 
+class Storages(TorchDispatchMode):
+    """Counts the memory that operations have made and that somebody still holds, C++ included."""
+
+    def __init__(self):
+        super().__init__()
+        self._made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._made[reference.cdata] = reference
+        return result
+
+    def alive(self) -> int:
+        return sum(not reference.expired() for reference in self._made.values())
+
+
+NEED_THEIR_LAST_PRODUCT = {"opt_projected": FAMILIES["opt_projected"], **POST_NORM}
+
+
 @pytest.mark.parametrize("keep", [INPUT, PRODUCTS])
-def test_a_last_product_that_is_needed_is_computed_after_all(keep):
-    """OPT-350m's blocks end in a norm, which saves its input for backward."""
-    config = OPTConfig(
-        vocab_size=VOCABULARY, hidden_size=48, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, do_layer_norm_before=False, dropout=0.0, word_embed_proj_dim=48,
-    )  # fmt: skip
+@pytest.mark.parametrize("family", NEED_THEIR_LAST_PRODUCT)
+def test_a_last_product_that_is_needed_is_computed_after_all_and_no_graph_stays(family, keep):
+    """Their blocks end in a norm, which saves its input for backward, and some norms an output of their own, too."""
     torch.manual_seed(0)
-    decoder = Decoder(AutoModelForCausalLM.from_config(config).train())
+    decoder = Decoder(AutoModelForCausalLM.from_config(NEED_THEIR_LAST_PRODUCT[family]()).train())
     with torch.no_grad():
         hidden, extras = decoder.embed(torch.arange(24).view(2, 12) % VOCABULARY)
 
@@ -93,9 +116,12 @@ def test_a_last_product_that_is_needed_is_computed_after_all(keep):
             decoder.model.zero_grad()
             output, saved = forward(decoder, segment, hidden, extras, NAME, lessons.get(BLOCK, 0) is None)
             weight = torch.linspace(-1, 1, output.numel()).view_as(output)
-            boundary = backward(decoder, segment, saved, extras, NAME, weight, lessons, BLOCK)
+            with Storages() as storages:
+                boundary = backward(decoder, segment, saved, extras, NAME, weight, lessons, BLOCK)
+            results = {"boundary": boundary} | {n: p.grad for n, p in decoder.blocks[1].named_parameters()}
+            assert storages.alive() == len({t.untyped_storage()._cdata for t in results.values()})
         assert lessons == ({} if keep == ALL else {BLOCK: None})
-        return {"boundary": boundary} | {n: p.grad.clone() for n, p in decoder.blocks[1].named_parameters()}
+        return {name: gradient.clone() for name, gradient in results.items()}
 
     assert_same(gradients(keep), gradients(ALL))
 

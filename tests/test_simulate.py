@@ -6,7 +6,8 @@ are in fp32, because 16-bit products on the CPU take scratch memory inside oneDN
 
 import pytest
 import torch
-from test_blocks import FAMILIES, HONOUR_DOCUMENT_MASK
+from families import FAMILIES, POST_NORM
+from test_blocks import HONOUR_DOCUMENT_MASK
 from transformers import FalconConfig
 
 from experiments.gpu_acceptance.at_peak import tape_of_cpu
@@ -40,10 +41,11 @@ SETTINGS = {  # the schedule, dropout, a mask where the family has one
         False,
     ),
 }
+EVERY_POLICY = Schedule(2, 1, 1, True, product_blocks=1, whole_blocks=1)  # for three blocks
 
 
 def config_of(family: str, dropout: float):
-    config = FAMILIES[family]()
+    config = (FAMILIES | POST_NORM)[family]()
     for name in DROPOUTS:
         if hasattr(config, name):
             setattr(config, name, dropout)
@@ -89,6 +91,14 @@ def test_the_simulated_peak_is_what_the_profiler_sees_on_the_cpu(family, setting
     simulated = record_step(decoder_of(config), case, cpu_target(), known={}).tape.peak_bytes()
     # The worst seen is 0.003%: numbers that Python hands to an operation are tensors of 8 bytes for a moment.
     assert simulated == pytest.approx(really, rel=5e-5)
+
+
+@pytest.mark.parametrize("family", POST_NORM)
+def test_so_it_is_where_blocks_end_in_norms(family):
+    case = StepCase(SEQ, BATCH, EVERY_POLICY, torch.float32, OPTIMIZERS["adamw"], 99)
+    config = config_of(family, 0.0)
+    simulated = record_step(decoder_of(config), case, cpu_target(), known={}).tape.peak_bytes()
+    assert simulated == pytest.approx(really_allocated(config, case), rel=5e-5)
 
 
 def test_heads_that_share_one_key_take_the_cpus_composite_attention():
