@@ -50,12 +50,8 @@ class Budget:
         so much of it that there is no room for the plan's `planned_bytes`; without a plan, for the whole cap."""
         if self.device.type != "cuda":
             return
+        self.check_card()
         free, total = torch.cuda.mem_get_info(self.device)
-        if self.gpu_limit_bytes is not None and self.gpu_limit_bytes > total:
-            raise InputError(
-                f"--gpu-limit {format_size(self.gpu_limit_bytes)} is more than the card has "
-                f"({format_size(total)}); lower it to about {(total - CONTEXT_BYTES) // MIB}MiB"
-            )
         needed = self.gpu_limit_bytes if planned_bytes is None else planned_bytes
         if needed is not None and needed > free:
             raise LowmemError(
@@ -64,6 +60,17 @@ class Budget:
             )
         if self.gpu_limit_bytes is not None:
             torch.cuda.set_per_process_memory_fraction(self.gpu_limit_bytes / total, self.device)
+
+    def check_card(self) -> None:
+        """InputError, with the largest cap that the card has, where the card is smaller than the cap."""
+        if self.gpu_limit_bytes is None:
+            return
+        total = torch.cuda.mem_get_info(self.device)[1]
+        if self.gpu_limit_bytes > total:
+            raise InputError(
+                f"--gpu-limit {format_size(self.gpu_limit_bytes)} is more than the card has "
+                f"({format_size(total)}); lower it to about {(total - CONTEXT_BYTES) // MIB}MiB"
+            )
 
     def peaks(self) -> Peaks:
         """What has been measured so far."""

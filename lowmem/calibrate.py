@@ -10,14 +10,14 @@ by one factor until both take equally long.
 
 Only seconds come from here. Which layout is chosen is the table's to say (plan.py): a stopwatch never decides that.
 
-Cost: about a second, the embeddings and one block on the card, and that block's activations of `TOKENS` tokens; all
-memory is free afterwards. Left out: the host's time, which stays assumed (the card is kept busy while the block is
-launched, so that it never waits for the host), the update, and other blocks where a model has several kinds.
+Cost: about a second, the embeddings and one block on the card, and that block's activations of `TOKENS` tokens; the
+caller gives that memory back (device.forget_allocations). Left out: the host's time, which stays assumed (the card is
+kept busy while the block is launched, so that it never waits for the host), the update, and other blocks where a model
+has several kinds.
 
 The same functions run on the CPU, in tests.
 """
 
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -57,9 +57,6 @@ def measured_card(decoder: Callable[[], Decoder], seq: int, dtype: torch.dtype, 
         return card
     make_deterministic(device)  # as the run will be
     measured = block_seconds(decoder(), seq, micro_batch, dtype, device)
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
     for _ in range(_ROUNDS):
         card = _scaled(card, predicted / measured)
         predicted = predicted_block_seconds(decoder(), seq, micro_batch, dtype, gpu_target(card))

@@ -1,5 +1,6 @@
 """Which device computes, and what has to be set before it does."""
 
+import gc
 import os
 
 import torch
@@ -42,8 +43,16 @@ def select_device(wanted: str) -> torch.device:
     return device
 
 
+def collect_garbage() -> None:
+    """Frees what nothing but itself holds, as a training's parameters and hooks hold each other. The first collection
+    takes the hooks from the parameters, the second one the parameters."""
+    for _ in range(2):
+        gc.collect()
+
+
 def forget_allocations(device: torch.device) -> None:
-    """What was allocated so far, and is no longer used, goes back to the card and counts for no peak."""
+    """What was allocated so far, and is no longer used, goes back to the card and counts for no peak; garbage, too."""
+    collect_garbage()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
 

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 import torch
 from transformers import PretrainedConfig, logging
 
-from lowmem.budget import CONTEXT_BYTES
+from lowmem.budget import CONTEXT_BYTES, Budget
 from lowmem.cards import CARDS, Card, card_named, card_of_name_reported
 from lowmem.device import select_device, set_environment
 from lowmem.errors import InputError, LowmemError, PlanError
@@ -29,7 +29,11 @@ from lowmem.units import parse_size
 def planned(settings: Settings) -> tuple[str, str, Card | None]:
     """Device ("cuda" or "cpu"), precision and, for CUDA, card that a plan is for: what is here to train on, or, with
     plan_only, a GPU whether or not there is one, unless the CPU was asked for. InputError for a card that is not in the
-    table, for one that a run without a GPU is to train on, and for bf16 on a card that has none."""
+    table, for one that a run without a GPU is to train on, for bf16 on a card that has none, and for a cap that is more
+    than the card has, where that card is here."""
+    for_this_card = settings.gpu is None or not settings.plan_only
+    if for_this_card and settings.device != "cpu" and torch.cuda.is_available():
+        Budget(torch.device("cuda"), settings.gpu_limit_bytes, None).check_card()  # before anything slow
     if not settings.plan_only:
         device = select_device(settings.device)
         if device.type == "cpu" and settings.gpu is not None:

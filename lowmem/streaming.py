@@ -58,11 +58,16 @@ def host_tensor(entries: int, dtype: torch.dtype) -> Tensor:
 def page_lock(tensor: Tensor) -> bool:
     """Registers a `host_tensor` with CUDA and says whether it worked; all its pages become resident at once.
 
+    A process that is forked later does not have this memory: Linux would copy page-locked pages for it at once, which
+    doubles the RAM that is used (older kernels share them, and the first write would part the CPU from the GPU).
+
     Where CUDA refuses (a limit on locked memory) the tensor stays pageable: copies then run at about half the speed and
     do not overlap.
     """
     if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
-        _mappings[tensor.data_ptr()].locked_address = tensor.data_ptr()
+        mapping = _mappings[tensor.data_ptr()]
+        mapping.locked_address = tensor.data_ptr()
+        mapping.madvise(mmap.MADV_DONTFORK)
         return True
     with suppress(RuntimeError):  # the refusal would be reported by the next kernel's check, so let this be the next
         torch.zeros(1, device="cuda")

@@ -150,6 +150,17 @@ def test_the_precision_is_what_the_card_has():
         planned(Settings(plan_only=True, gpu="t4", precision="bf16"))
 
 
+def test_a_cap_that_the_card_here_does_not_have_is_refused_with_the_largest_that_it_has(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 11019 * MIB))
+    for plan_only in (True, False):
+        with pytest.raises(InputError, match=r"11.0 GiB is more than the card has .* to about 10507MiB"):
+            planned(Settings(gpu_limit_bytes=11 * GIB, plan_only=plan_only))
+    assert planned(Settings(gpu_limit_bytes=11 * GIB, plan_only=True, gpu="t4"))[0] == "cuda", "a card that is not here"
+    assert planned(Settings(gpu_limit_bytes=11 * GIB, device="cpu"))[0] == "cpu"
+
+
 def test_a_run_without_a_gpu_is_not_for_a_card(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert planned(Settings()) == ("cpu", "fp32", None)

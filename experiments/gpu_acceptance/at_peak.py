@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lowmem.allocator import ROUNDING
+from lowmem.device import collect_garbage
 from lowmem.simulate import under_cap
 from lowmem.trace import FREED, Chunk, Tape
 
@@ -44,7 +45,7 @@ def tape_of_cpu(work: Callable[[], Returned]) -> tuple[Tape, Returned]:
     """What the CPU allocates while `work` runs, as the profiler sees it, and what `work` returns. Python's cycle
     collector, which would free at moments of its own, runs before and not during it."""
     enabled = gc.isenabled()
-    gc.collect()
+    collect_garbage()
     gc.disable()
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

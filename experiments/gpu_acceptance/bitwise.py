@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import GPT2Config
 
 from experiments.gpu_acceptance.capped import capped_device
-from experiments.gpu_acceptance.measured import collect_garbage
 from experiments.harness.child import Result, Setting
 from lowmem import device as devices
 from lowmem import fused
@@ -175,7 +174,7 @@ def train(
     outcome = Outcome.of(results, store, page_locked)
     if device.type == "cuda":  # hooks and parameters hold each other: a run would stay on the card beside the next
         del step, store
-        collect_garbage()
+        devices.collect_garbage()
     return outcome
 
 

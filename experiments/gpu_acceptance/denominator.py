@@ -12,7 +12,6 @@ in ordinary accumulation, PyTorch's own settings for allocator and cuBLAS.
 Rows are found out one by one: where time ends in the middle of compiling, the eager ones are there.
 """
 
-import gc
 import os
 import statistics
 import time
@@ -24,6 +23,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, PretrainedConfig
 
 from experiments.harness.child import Result, Setting
 from lowmem.budget import Budget
+from lowmem.device import collect_garbage
 from lowmem.models import load_config
 
 REPEATS = 3
@@ -150,7 +150,7 @@ def _unless_out_of_memory(device: torch.device, work: Callable):
 
 
 def _forget(device: torch.device) -> None:
-    gc.collect()
+    collect_garbage()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

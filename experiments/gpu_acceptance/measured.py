@@ -8,7 +8,6 @@ On the CPU (a dry run) the profiler's memory events stand in for the card's: the
 allocator, caps included.
 """
 
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -125,17 +124,9 @@ def error(predicted: int, measured: int) -> float:
     return predicted / measured - 1
 
 
-def collect_garbage() -> None:
-    """Frees what nothing but itself holds, as a training's parameters and hooks hold each other. The first collection
-    takes the hooks from the parameters, the second one the parameters."""
-    for _ in range(2):
-        gc.collect()
-
-
 def _empty(device: torch.device) -> None:
     """Frees what earlier work left: a training that holds itself, and a workspace of cuBLAS per thread."""
-    collect_garbage()
+    devices.collect_garbage()
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+        devices.forget_allocations(device)

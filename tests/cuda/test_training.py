@@ -5,6 +5,7 @@ the card has to leave the bits of the same training on the CPU. With them the ke
 Triton's interpreter, and the two differ by roundings.
 """
 
+import gc
 import math
 import os
 import signal
@@ -20,7 +21,9 @@ from experiments.gpu_acceptance.bitwise import CASES, PLAIN, UNCLIPPED, UPDATED_
 from lowmem import fused
 from lowmem.adam import get_optimizer
 from lowmem.blocks import Decoder
-from lowmem.models import build_model
+from lowmem.calibrate import block_seconds
+from lowmem.device import forget_allocations
+from lowmem.models import build_model, make_decoder
 from lowmem.precision import LossScale
 from lowmem.recovery import within_memory
 from lowmem.step import Schedule, Step
@@ -225,6 +228,27 @@ def test_a_run_with_everything_the_card_has(train, tmp_path, capsys):
         first, *_, last = losses(tmp_path / precision)
         assert last[0] < first[0]
     assert "without fused kernels" not in capsys.readouterr().err
+
+
+def test_a_cap_that_the_card_does_not_have_is_refused_before_anything_slow(train, tmp_path, capsys):
+    """As 11 GiB on a card of 11,019 MiB. There is no such data either, which is looked at later."""
+    assert train(tmp_path / "out", *ON_CARD, "--gpu-limit", "12GiB", "--data", str(tmp_path / "nowhere")) == 2
+    assert "12.0 GiB is more than the card has (11.8 GiB); lower it to about 11532MiB" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_the_timed_block_and_tried_kernels_took_is_given_back():
+    """Also what only a collection of garbage frees."""
+    gc.disable()
+    try:
+        decoder = partial(make_decoder, WIDE.config, "bf16", "fp32", True)
+        block_seconds(decoder(), 32, 2, torch.bfloat16, CUDA)
+        torch._C._cuda_clearCublasWorkspaces()
+        assert torch.cuda.memory_allocated() > 0
+        forget_allocations(CUDA)
+        assert torch.cuda.memory_allocated() == torch.cuda.max_memory_reserved() == 0
+    finally:
+        gc.enable()
 
 
 def test_a_run_on_a_card_that_another_fills_is_refused(train, tmp_path, capsys, plain_lines):
