@@ -4,19 +4,38 @@ from transformers import (
     BioGptConfig,
     BloomConfig,
     CodeGenConfig,
+    CohereConfig,
+    Ernie4_5Config,
     Exaone4Config,
+    FalconConfig,
+    Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
     Glm4Config,
+    GlmConfig,
     GPT2Config,
     GPTBigCodeConfig,
     GPTJConfig,
     GPTNeoConfig,
     GPTNeoXConfig,
+    GraniteConfig,
+    HeliumConfig,
     LlamaConfig,
+    MistralConfig,
+    MptConfig,
+    NanoChatConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoConfig,
     OPTConfig,
+    Phi3Config,
+    PhiConfig,
+    Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
+    XGLMConfig,
 )
 
 V = 97
@@ -50,11 +69,35 @@ FAMILIES = {
     "gpt_neox": lambda: GPTNeoXConfig(**{**NEW, "intermediate_size": 64}),
     "qwen3": lambda: Qwen3Config(head_dim=8, **LLAMA),
 }
-# A norm comes after the last product of their blocks and saves it for backward, so that product is needed.
-POST_NORM = {
+POST_NORM = {  # a norm comes after the last product of a block and saves it for backward, so that product is needed
     "olmo2": lambda: Olmo2Config(**LLAMA),
     "olmo3": lambda: Olmo3Config(**LLAMA),
     "exaone4": lambda: Exaone4Config(**LLAMA),
     "glm4": lambda: Glm4Config(head_dim=8, **LLAMA, pad_token_id=1),
     "gemma3_text": lambda: Gemma3TextConfig(head_dim=8, **LLAMA),
+    "gemma2": lambda: Gemma2Config(head_dim=8, **LLAMA),
+}
+MORE_FAMILIES = POST_NORM | {  # that show themselves in one way only
+    "cohere": lambda: CohereConfig(**LLAMA),
+    "ernie4_5": lambda: Ernie4_5Config(head_dim=8, **LLAMA),
+    "gemma": lambda: GemmaConfig(head_dim=8, **LLAMA),
+    "glm": lambda: GlmConfig(head_dim=8, **LLAMA, pad_token_id=1),
+    "granite": lambda: GraniteConfig(logits_scaling=8.0, **LLAMA),
+    "helium": lambda: HeliumConfig(head_dim=8, **LLAMA),
+    "mistral": lambda: MistralConfig(sliding_window=16, **LLAMA),
+    "mpt": lambda: MptConfig(n_layers=3, d_model=32, n_heads=4, max_seq_len=64, **SPECIAL),
+    "nanochat": lambda: NanoChatConfig(**LLAMA),
+    "olmo": lambda: OlmoConfig(**LLAMA),
+    "phi": lambda: PhiConfig(**LLAMA),
+    "phi3": lambda: Phi3Config(**LLAMA, pad_token_id=1),
+    "qwen2": lambda: Qwen2Config(**LLAMA),
+    "smollm3": lambda: SmolLM3Config(**LLAMA, pad_token_id=1),
+    "stablelm": lambda: StableLmConfig(**LLAMA),
+    "starcoder2": lambda: Starcoder2Config(**LLAMA),
+    # Falcon-7B's layout: one head of keys for all queries, where the CPU's fused attention wants as many as of queries
+    "falcon": lambda: FalconConfig(multi_query=True, alibi=False, **NEW),
+    "falcon_alibi": lambda: FalconConfig(multi_query=False, alibi=True, **NEW),
+    "xglm": lambda: XGLMConfig(
+        num_layers=3, d_model=32, attention_heads=4, ffn_dim=64, max_position_embeddings=64, pad_token_id=1, **SPECIAL
+    ),
 }
