@@ -18,12 +18,17 @@ the disk leaves the page cache: a save of 17 GiB does not push out of RAM what t
 
 import hashlib
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from io import RawIOBase
 from pathlib import Path
+
+import torch
 
 from lowmem.errors import InputError
 from lowmem.units import MIB
@@ -39,6 +44,9 @@ MANIFEST = "manifest.json"
 CHUNK_BYTES = 16 * MIB
 _HASHES = {"blake2b": partial(hashlib.blake2b, digest_size=16), "xxh3_128": xxh3_128}
 _HASH = "blake2b" if xxh3_128 is None else "xxh3_128"
+_DTYPES = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int16: "I16", torch.uint8: "U8"
+}  # fmt: skip
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -53,13 +61,40 @@ def write(path: Path, content: Iterable[bytes | memoryview]) -> dict:
         for piece in content:
             digest.update(piece)
             size_bytes += len(piece)
-            rest = memoryview(piece)
-            while len(rest):
-                rest = rest[file.write(rest) :]
+            _write_all(file, piece)
             begin_writing_out(file.fileno())
         os.fsync(file.fileno())
         begin_writing_out(file.fileno())  # nothing is left to write: the rest is forgotten
     return {"bytes": size_bytes, "hash": digest.hexdigest()}
+
+
+def write_at(path: Path, offset_bytes: int, content: bytes | memoryview) -> None:
+    """Puts `content` into a file, which is made where there is none, from `offset_bytes` on; not yet fsynced."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
+        file.seek(offset_bytes)
+        _write_all(file, content)
+        begin_writing_out(file.fileno())
+
+
+def _write_all(file: RawIOBase, content: bytes | memoryview) -> None:
+    rest = memoryview(content)
+    while len(rest):
+        rest = rest[file.write(rest) :]
+
+
+def safetensors_header(
+    tensors: dict[str, tuple[torch.dtype, Sequence[int]]], metadata: dict[str, str], separators: tuple[str, str]
+) -> bytes:
+    """How a .safetensors file begins that holds `tensors`, {name: (dtype, shape)}, in this order: the length of what
+    follows (8 bytes, little-endian) and, in JSON with these separators, where each tensor lies behind it."""
+    header: dict = {"__metadata__": metadata}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=separators, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8
+    return struct.pack("<Q", len(text)) + text
 
 
 def begin_writing_out(descriptor: int) -> None:

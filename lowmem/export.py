@@ -1,24 +1,23 @@
-"""A trained model in Hugging Face format, written piece by piece: at most one shard of tensors is in RAM."""
+"""A trained model in Hugging Face format, written run by run: a few MiB are in RAM, whatever the model's size."""
 
 import copy
 import json
 import math
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from lowmem.durable import flush_path
+from lowmem.durable import flush_path, safetensors_header, write_at
 from lowmem.errors import InputError, LowmemError
 from lowmem.models import build_model, some
+from lowmem.precision import runs
 from lowmem.units import MIB, format_size
-from lowmem.weights import exact_empty
 
 
 def export_model(
@@ -29,14 +28,17 @@ def export_model(
     tokenizer,
     generation_config: GenerationConfig | None,
     readme: str,
+    order: Sequence[str] | None = None,
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = 256 * MIB,
 ) -> None:
     """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it with the same logits, bit for bit.
 
-    `parameters` yields each name of `build_model(config).named_parameters()` once, in any order, on any device; a
-    tensor is copied as it comes, so the memory behind it may be used again. Names are those that `save_pretrained`
-    would write. The folder is made beside the old one and takes its place only when it is complete and on the disk.
+    `parameters` yields each name of `build_model(config).named_parameters()` with its tensor, or with flat runs of it
+    one after the other, in any order, on any device; the memory behind it may be used again once the next is asked for.
+    `order`: that of the names, by which they are put into files; None: the config's. Names in files are those that
+    `save_pretrained` would write. The folder is made beside the old one and takes its place only when it is complete
+    and on the disk.
     Raises LowmemError where disk or RAM are too small, ValueError where `parameters` is not what the config says.
     """
     try:
@@ -59,7 +61,7 @@ def export_model(
         )
     partial.mkdir()
     try:
-        _write_shards(partial, model, shapes, parameters, dtype, shard_bytes)
+        _write_shards(partial, model, shapes, order or list(shapes), parameters, dtype, shard_bytes)
         _write_descriptions(partial, model, tokenizer, generation_config, dtype, readme)
         for path in (*partial.rglob("*"), partial):
             flush_path(path)
@@ -67,7 +69,7 @@ def export_model(
             folder.rename(previous)
         partial.rename(folder)
         flush_path(folder.parent)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise LowmemError(f"the export to {folder} failed ({error}); an older export is untouched") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -78,43 +80,52 @@ def _write_shards(
     folder: Path,
     model: PreTrainedModel,
     shapes: dict[str, tuple[int, ...]],
+    order: Sequence[str],
     parameters: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> None:
-    file_name = _file_names(model)
-    shard: dict[str, Tensor] = {}
-    shards: list[list[str]] = []  # the names in each file
-
-    def write() -> None:
-        shards.append(list(shard))
-        save_file(shard, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
-        shard.clear()
-
-    total_bytes = 0
-    for name, tensor in parameters:
-        if shapes.pop(name, None) != tuple(tensor.shape):
-            raise ValueError(f"{name} {tuple(tensor.shape)} is no parameter of this config, or came twice")
-        tensor_bytes = tensor.numel() * dtype.itemsize
-        if shard and sum(kept.nbytes for kept in shard.values()) + tensor_bytes > shard_bytes:
-            write()
-        shard[file_name[name]] = exact_empty(tensor.shape, dtype).copy_(tensor.detach())
-        total_bytes += tensor_bytes
-        del tensor
-    write()
-    if shapes:
-        raise ValueError(f"{len(shapes)} parameters were not given: {some(shapes)}")
-
+    """Where each value belongs is known from the shapes, so it goes there as it comes."""
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    shards: list[list[str]] = [[]]  # the parameters in each file
+    for name in order:
+        if shards[-1] and sum(sizes[other] for other in shards[-1]) + sizes[name] > shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
+    numbers = range(1, len(shards) + 1)
+    files = [folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers]
     if len(shards) == 1:
-        (folder / "1.safetensors").rename(folder / "model.safetensors")
-        return
-    weight_map = {}
-    for number, names in enumerate(shards, 1):
-        final_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"{number}.safetensors").rename(folder / final_name)
-        weight_map |= dict.fromkeys(names, final_name)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        files = [folder / "model.safetensors"]
+
+    file_name = _file_names(model)
+    places: dict[str, tuple[Path, int]] = {}
+    for path, names in zip(files, shards, strict=True):
+        names = sorted(names, key=lambda name: file_name[name].encode())  # as safetensors itself does
+        ends = [0, *accumulate(sizes[name] for name in names)]
+        text = safetensors_header(
+            {file_name[name]: (dtype, shapes[name]) for name in names}, {"format": "pt"}, separators=(",", ":")
+        )
+        write_at(path, 0, text)
+        places |= {name: (path, len(text) + start) for name, start in zip(names, ends, strict=False)}
+
+    written = dict.fromkeys(shapes, 0)
+    for name, values in parameters:
+        known = name in shapes and (values.dim() == 1 or tuple(values.shape) == shapes[name])
+        if not known or written[name] + values.numel() * dtype.itemsize > sizes[name]:
+            raise ValueError(f"{name} {tuple(values.shape)} is no parameter of this config, or came twice")
+        path, start = places[name]
+        for run in runs(values.detach()):
+            content = memoryview(run.to("cpu", dtype).view(torch.uint8).numpy())
+            write_at(path, start + written[name], content)
+            written[name] += len(content)
+        del values
+    if missing := [name for name in shapes if written[name] < sizes[name]]:
+        raise ValueError(f"{len(missing)} parameters were not given: {some(missing)}")
+
+    if len(shards) > 1:
+        weight_map = {file_name[name]: path.name for name, (path, _) in places.items()}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _file_names(model: PreTrainedModel) -> dict[str, str]:

@@ -19,9 +19,12 @@ The idea of a 16-bit correction beside the working weight is FlashOptim's; its i
 patterns.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+RUN_ELEMENTS = 2**18  # of a tensor that is converted or carried at once: 1 MiB in fp32, whatever the tensor's size
 WORKING_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -50,13 +53,24 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return working, torch.round(residual / _fp16_unit(working)).to(torch.int16)
 
 
-def join(working: Tensor, low: Tensor | None) -> Tensor:
+def join(working: Tensor, low: Tensor | None = None) -> Tensor:
     """The fp32 master of ``(working, low)``: a new tensor, or `working` itself where it is fp32."""
     if low is None:
         return working
     if working.dtype is torch.bfloat16:
         return ((working.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
     return working.float() + low.float() * _fp16_unit(working)
+
+
+def runs(tensor: Tensor) -> Iterator[Tensor]:
+    """`tensor` in C order, as flat runs of at most RUN_ELEMENTS elements; views wherever its memory allows it, so that
+    what is done to a large tensor run by run never needs a second one."""
+    if tensor.numel() <= RUN_ELEMENTS:
+        yield tensor.reshape(-1)
+        return
+    rows = RUN_ELEMENTS // tensor[0].numel()
+    for block in tensor.split(rows) if rows else tensor:
+        yield from runs(block)
 
 
 def _fp16_unit(working: Tensor) -> Tensor:

@@ -128,8 +128,8 @@ def finish(
         log.say(_sample(decoder, tokenizer, settings.sample_prompt))
     generation_config = GenerationConfig.from_model_config(config)
     export_model(
-        folder / "model", config, store.masters(), tokenizer=tokenizer, generation_config=generation_config,
-        readme=_model_readme(plan, log.rows),
+        folder / "model", config, store.masters(), order=store.names(), tokenizer=tokenizer,
+        generation_config=generation_config, readme=_model_readme(plan, log.rows),
     )  # fmt: skip
     budget.check("the export")
     peaks = asdict(budget.peaks())

@@ -34,7 +34,17 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from lowmem.durable import CHUNK_BYTES, MANIFEST, Damaged, Manifest, flush_path, to_json, write, write_manifest
+from lowmem.durable import (
+    CHUNK_BYTES,
+    MANIFEST,
+    Damaged,
+    Manifest,
+    flush_path,
+    safetensors_header,
+    to_json,
+    write,
+    write_manifest,
+)
 from lowmem.errors import InputError, LowmemError
 from lowmem.settings import FIELD_NAMES, option_name
 from lowmem.store import Part, Store
@@ -45,9 +55,6 @@ _STATE = "state.json"
 _STATE_KEYS = ("step", "updates", "loss_scale", "skipped", "eval_first", "recoveries")
 _NAME = re.compile(r"step-([0-9]{8,})")
 _TEMPORARY, _ASIDE = ".tmp-", ".old-"  # before the name of a checkpoint that is not (yet, or any longer) one
-_DTYPES = {
-    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int16: "I16", torch.uint8: "U8"
-}  # fmt: skip
 
 
 @contextmanager
@@ -141,18 +148,12 @@ def _file_name(part: Part) -> str:
 
 
 def _header(part: Part) -> bytes:
-    """How a part's .safetensors file begins: the length of what follows (8 bytes, little-endian) and, in JSON, where
-    each tensor lies behind it; in the metadata, where in the flat tensors each parameter lies ([start, *shape])."""
+    """How a part's .safetensors file begins; in the metadata, where in the flat tensors each parameter lies
+    ([start, *shape])."""
     views = {name: part.view(part.working, name) for name in part.names()}
     places = {name: [view.storage_offset(), *view.shape] for name, view in views.items()}
-    header: dict = {"__metadata__": {"part": part.name, "parameters": json.dumps(places)}}
-    end = 0
-    for name, tensor in _tensors(part).items():
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8
-    return struct.pack("<Q", len(text)) + text
+    tensors = {name: (tensor.dtype, tensor.shape) for name, tensor in _tensors(part).items()}
+    return safetensors_header(tensors, {"part": part.name, "parameters": json.dumps(places)}, (", ", ": "))
 
 
 def _file_content(part: Part) -> Iterator[bytes | memoryview]:

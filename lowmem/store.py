@@ -11,7 +11,7 @@ state (adam.py) on the device or in RAM.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lowmem.adam import BLOCK, Optimizer, slice_state, state_layout
 from lowmem.blocks import Decoder
-from lowmem.precision import join, split
+from lowmem.precision import RUN_ELEMENTS, join, runs, split
 from lowmem.streaming import State, host_tensor, page_lock
 
 PIECE = 2**22
@@ -88,18 +88,30 @@ class Part:
             self.gradient = torch.zeros(self.working.numel(), dtype=torch.float32, device=self.working.device)
         return self.view(self.gradient, name)
 
-    def write(self, name: str, master: Tensor) -> None:
-        """Sets parameter `name` to the fp32 tensor `master`, wherever that lies."""
-        high, low = split(master.to(torch.float32).contiguous(), self.working.dtype)
-        self.view(self.working, name).copy_(high)
-        if low is not None:
-            self.view(self.state["low"], name).copy_(low)
+    def write(self, name: str, master: Tensor, start: int = 0) -> None:
+        """Sets parameter `name` to the fp32 tensor `master`, or its elements from `start` on to those of `master`,
+        wherever that lies; a run at a time."""
+        for run in runs(master):
+            high, low = split(run.to(torch.float32), self.working.dtype)
+            stop = start + run.numel()
+            self._flat(self.working, name)[start:stop].copy_(high)
+            if low is not None:
+                self._flat(self.state["low"], name)[start:stop].copy_(low)
+            start = stop
+
+    def master_runs(self, name: str) -> Iterator[Tensor]:
+        """Parameter `name` in fp32, in its order, as new flat tensors of at most RUN_ELEMENTS elements on the CPU."""
+        halves = [self.working, self.state["low"]] if "low" in self.state else [self.working]
+        for pieces in zip(*(self._flat(half, name).split(RUN_ELEMENTS) for half in halves), strict=True):
+            high, *low = (piece.to("cpu", copy=True) for piece in pieces)
+            yield join(high, *low)
 
     def master(self, name: str) -> Tensor:
         """Parameter `name` in fp32, as a new tensor on the CPU."""
-        low = self.view(self.state["low"], name).cpu() if "low" in self.state else None
-        working = self.view(self.working, name).cpu()
-        return join(working, low) if low is not None else working.clone()
+        return torch.cat(list(self.master_runs(name))).view(self._places[name][1])
+
+    def _flat(self, flat: Tensor, name: str) -> Tensor:
+        return self.view(flat, name).view(-1)
 
     def names(self) -> list[str]:
         return list(self._places)
@@ -170,14 +182,24 @@ class Store:
         """The part that holds parameter `name`."""
         return self._part_of[name]
 
-    def write(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Takes every (name, fp32 tensor) into its place; each tensor may be freed once the next is asked for."""
-        for name, master in weights:
-            self._part_of[name].write(name, master)
-            del master
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes every (name, fp32 tensor) into its place. A parameter may come whole or as runs of its elements, one
+        after the other (weights.py); each tensor may be freed once the next is asked for."""
+        written: dict[str, int] = {}
+        for name, values in weights:
+            self._part_of[name].write(name, values, written.get(name, 0))
+            written[name] = written.get(name, 0) + values.numel()
+            del values
+
+    def names(self) -> list[str]:
+        """Of all parameters, part by part."""
+        return [name for part in self.parts for name in part.names()]
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter's name and fp32 value, one at a time."""
-        for part in self.parts:
-            for name in part.names():
-                yield name, part.master(name)
+        """Every parameter's name and fp32 tensor, in the order of `names`; one of more than RUN_ELEMENTS elements as
+        flat runs, the name with each."""
+        for name in self.names():
+            part = self._part_of[name]
+            whole = part.view(part.working, name)
+            for run in part.master_runs(name):
+                yield name, run.view(whole.shape) if run.numel() == whole.numel() else run

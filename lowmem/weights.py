@@ -5,8 +5,10 @@ a second copy while converting. Here the model is built without storage, its wei
 consumes the stream puts each tensor where it belongs (split into halves, on the GPU, ...) before the next one is read:
 
     model = build_model(load_config("gpt2-xl", "pretrained"))    shapes on `meta`, buffers real: about a second, no RAM
-    for name, tensor in read_weights(model, "gpt2-xl"): ...      fp32; RAM: one tensor + 4 MiB
+    for name, values in read_weights(model, "gpt2-xl"): ...      fp32; RAM: some MiB
     for name, tensor in random_weights(model.config, seed): ...  fp32; RAM: one module's tensors
+
+A tensor of more than 1 MiB comes as runs of its elements, in their order, one after the other.
 
 Both kinds of file (.safetensors and zipped .bin) are only a list of (name, dtype, shape, offset) followed by raw bytes.
 So the lists of all files are read first and compared with the model; then the bytes are read by offset. Mapping the
@@ -36,9 +38,8 @@ from transformers.initialization import guard_torch_init_functions
 
 from lowmem.errors import InputError
 from lowmem.models import build_model, model_folder, model_from_config, parameters_placed, some, weight_files
-from lowmem.units import MIB
+from lowmem.precision import RUN_ELEMENTS
 
-_CHUNK_BYTES = 4 * MIB
 _SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Masks, rotary tables and the like that older versions of transformers stored beside the weights.
 _OLD_BUFFERS = re.compile(
@@ -58,6 +59,10 @@ class _Entry:
     stride: tuple[int, ...]  # in elements; safetensors are always contiguous, .bin files need not be
 
     @property
+    def is_contiguous(self) -> bool:
+        return self.stride == _strides(self.shape)
+
+    @property
     def elements(self) -> int:
         """Elements from the first to the last, whatever the stride."""
         if 0 in self.shape:
@@ -66,12 +71,14 @@ class _Entry:
 
 
 def read_weights(model: PreTrainedModel, source: str) -> Iterator[tuple[str, Tensor]]:
-    """Yields every name of `model.named_parameters()` once, with its fp32 CPU tensor, in the order of the files.
+    """Yields every name of `model.named_parameters()` with its fp32 CPU tensor, in the order of the files; one of more
+    than RUN_ELEMENTS elements as flat runs, the name with each.
 
     `source` is a folder or a hub name. Names may lack the base model's prefix, be older ones that transformers renames,
     and hold a tied weight under either or both of its names. Everything is compared with the model's names and shapes
-    before this function returns; InputError lists what is missing, unexpected or of another shape. RAM: one tensor
-    and 4 MiB, and the previous tensor for as long as the caller's loop still holds it.
+    before this function returns; InputError lists what is missing, unexpected or of another shape. RAM: one run,
+    1 MiB, and the previous run for as long as the caller's loop still holds it; a tensor of a .bin file whose elements
+    lie there in another order (a transposed one) comes whole.
     """
     entries: dict[str, _Entry] = {}
     for path in weight_files(model_folder(source, "weights")):
@@ -81,7 +88,11 @@ def read_weights(model: PreTrainedModel, source: str) -> Iterator[tuple[str, Ten
 
 def _stream(matched: dict[str, _Entry]) -> Iterator[tuple[str, Tensor]]:
     for name, entry in matched.items():
-        yield name, _read(entry)
+        if entry.elements <= RUN_ELEMENTS or not entry.is_contiguous:
+            yield name, _read(entry)
+            continue
+        for chunk in _chunks(entry):
+            yield name, chunk.to(torch.float32, copy=True)
 
 
 def _safetensors_entries(path: Path) -> dict[str, _Entry]:
@@ -97,10 +108,14 @@ def _safetensors_entries(path: Path) -> dict[str, _Entry]:
     entries = {}
     for name, item in sorted(header.items(), key=lambda pair: pair[1]["data_offsets"]):
         shape = tuple(item["shape"])
-        stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         offset_bytes = 8 + header_bytes + item["data_offsets"][0]
-        entries[name] = _Entry(path, offset_bytes, _SAFETENSORS_DTYPES.get(item["dtype"]), shape, stride)
+        entries[name] = _Entry(path, offset_bytes, _SAFETENSORS_DTYPES.get(item["dtype"]), shape, _strides(shape))
     return entries
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a tensor whose elements lie one after the other."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _bin_entries(path: Path) -> dict[str, _Entry]:
@@ -187,12 +202,11 @@ def exact_empty(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
 
 
 def _chunks(entry: _Entry) -> Iterator[Tensor]:
-    """The entry's elements [n] in the file's dtype, 4 MiB at a time, always in the same memory."""
-    chunk_elements = _CHUNK_BYTES // entry.dtype.itemsize
-    staging = exact_empty([min(chunk_elements, entry.elements)], entry.dtype)
+    """The entry's elements [n] in the file's dtype, a run at a time, always in the same memory."""
+    staging = exact_empty([min(RUN_ELEMENTS, entry.elements)], entry.dtype)
     with entry.path.open("rb") as file:
         file.seek(entry.offset_bytes)
-        for start in range(0, entry.elements, chunk_elements):
+        for start in range(0, entry.elements, RUN_ELEMENTS):
             chunk = staging[: entry.elements - start]
             if file.readinto(chunk.view(torch.uint8).numpy()) != chunk.nbytes:
                 raise InputError(f"{entry.path} ends in the middle of a tensor; download or copy it again")

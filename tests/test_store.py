@@ -8,6 +8,7 @@ from reference import tiny_config, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, OPTConfig
 
+from lowmem import precision
 from lowmem import store as store_module
 from lowmem.adam import BLOCK, OPTIMIZERS, Hyperparameters, update
 from lowmem.blocks import Decoder
@@ -93,15 +94,24 @@ def test_an_untied_head_is_the_final_units_own():
     assert store.parameter_count == sum(p.numel() for p in tiny_model("llama").parameters())
 
 
+@pytest.mark.parametrize("run_elements", [2**20, 50])
 @pytest.mark.parametrize("resident_units", [0, 2, 99])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_masters_come_back_as_they_were_written(family, dtype, resident_units):
+def test_masters_come_back_as_they_were_written(family, dtype, resident_units, run_elements, monkeypatch):
     """Exactly, for fp16 where its neighbour is normal: below 2**-14 to 2**-40."""
+    monkeypatch.setattr(precision, "RUN_ELEMENTS", run_elements)
+    monkeypatch.setattr(store_module, "RUN_ELEMENTS", run_elements)
     weights = weights_of(family)
     _, store = make(family, dtype, resident_units=resident_units)
-    store.write(iter(weights.items()))
-    masters = dict(store.masters())
+    store.write((name, run) for name, weight in weights.items() for run in weight.flatten().split(run_elements // 3))
+    masters = {name: store.part_of(name).master(name) for name in store.names()}
+    runs: dict[str, list] = {}
+    for name, run in store.masters():
+        assert run.numel() <= run_elements
+        runs.setdefault(name, []).append(run.flatten())
+    assert list(runs) == store.names()
+    assert all(torch.equal(torch.cat(runs[name]), masters[name].flatten()) for name in runs)
     assert masters.keys() == weights.keys()
     for name, weight in weights.items():
         assert masters[name].dtype is torch.float32 and masters[name].shape == weight.shape

@@ -108,7 +108,8 @@ class Outcome:
             for key, tensor in part.state.items()
         }
         losses, norms = [result.loss for result in results], [result.grad_norm for result in results]
-        return cls(losses, norms, dict(store.masters()), states, page_locked)
+        weights = {name: store.part_of(name).master(name) for name in store.names()}
+        return cls(losses, norms, weights, states, page_locked)
 
     def differences(self, other: "Outcome") -> list[str]:
         """Names of what is not bitwise equal."""

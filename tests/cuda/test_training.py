@@ -128,7 +128,7 @@ def make_step(device: torch.device, micro_batch: int) -> Step:
 
 def result_of(step: Step, results) -> list:
     step.flush()
-    masters = {name: weight.clone() for name, weight in step._store.masters()}
+    masters = {name: step._store.part_of(name).master(name) for name in step._store.names()}
     return [(result.loss, result.grad_norm) for result in results], masters
 
 
