@@ -217,6 +217,10 @@ PRODUCTS = frozenset(
 ) | {_aten.addmm_.default, _aten.baddbmm_.default, _aten.addmv_.default, torch.ops.lowmem.add_product.default}
 
 
+# What allocates its second result before its first: cuda/Dropout.cu (seen on 2.14.1).
+LAST_RESULT_FIRST = frozenset({_aten.native_dropout.default})
+
+
 def blas_workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int] = (2, 13)) -> int:
     """What a thread's first product on a stream takes; `config`: CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count".
 

@@ -110,6 +110,11 @@ class ReplayedStep(Step):
         part, key = super()._embed_backward, ("embed_backward", gradient.shape)
         return self._once(key, "embeddings", lambda: self._run(part, micro_batch, dropout, gradient), self._ends)
 
+    def _evaluated(self, micro_batch: Batch) -> Tensor:
+        part, key = super()._evaluated, ("evaluated", micro_batch.input_ids.shape)
+        return self._once(key, "evaluation", lambda: self._run(part, micro_batch),
+                          arguments=[t for t in vars(micro_batch).values() if t is not None])  # fmt: skip
+
     def _norm_of(self, piece: Piece) -> Tensor:
         run = super()._norm_of
         return self._once(("norm", piece.stop - piece.start), "update", lambda: run(piece))

@@ -1,13 +1,13 @@
 """The training step on tensors without data: what it allocates, what a GPU makes of that, and how long it takes.
 
-`record_step` runs the very `Step` that trains, with its store, on meta tensors (trace.py), two optimizer steps long:
-the first has no update to apply, the second applies the first one's while it runs forward, as all later ones do. (One
-is enough where a step makes its own updates.) A
-segment of blocks runs once per shape and is replayed for every other micro-batch. `under_cap` gives the tape to the
-model of CUDA's allocator: it fits if, and only if, that run completes.
+`record_step` runs the very `Step` that trains, with its store, on meta tensors (trace.py): an evaluation, as a run
+begins with one, then two optimizer steps. The first has no update to apply, the second applies the first one's while it
+runs forward, as all later ones do. (One is enough where a step makes its own updates.) A segment of blocks runs once
+per shape and is replayed for every other micro-batch. `under_cap` gives the tape to the model of CUDA's allocator: it
+fits if, and only if, that run completes.
 
 What CUDA does otherwise than the generic kernels is a table of its own (cuda_ops.py). Not simulated: the CUDA context,
-which is outside the allocator's cap; evaluation, saving and export, which take less than training.
+which is outside the allocator's cap; saving and export, which take less than training.
 """
 
 import gc
@@ -28,6 +28,7 @@ from lowmem.blocks import Decoder
 from lowmem.cards import Card
 from lowmem.clock import SimulatedCopies
 from lowmem.cuda_ops import (
+    LAST_RESULT_FIRST,
     PRODUCTS,
     CudaFunctions,
     blas_workspace_bytes,
@@ -107,6 +108,7 @@ def gpu_target(card: Card, fused_kernels: bool | None = None) -> Target:
         hidden_bytes=lambda *operation: hidden_bytes(*operation, gpu),
         products=PRODUCTS,
         workspace_bytes=workspace + blaslt_workspace_bytes(version),
+        last_result_first=LAST_RESULT_FIRST,
         seconds=lambda *operation: operation_seconds(card, *operation),
         host_seconds=(HOST_SECONDS_PER_OPERATION, HOST_SECONDS_PER_BACKWARD_OPERATION),
         more_host_seconds={torch.ops.lowmem.add_product.default: HOST_SECONDS_PER_PYTHON_BACKWARD},
@@ -170,6 +172,7 @@ def record_step(
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     recorder = Recorder(target.machine, lambda frame: _NAMES.get(frame.f_code))
     with _no_collection(), recorder:
+        recorder.take_workspaces()  # as a run does (device.py)
         store = Store(decoder, META, case.dtype, case.optimizer, case.resident_units, host_tensor=_never_touched)
         for part in store.parts:
             recorder.rename(part.working, "working_weights")
@@ -192,6 +195,7 @@ def record_step(
                 beside=fused.may_run_beside(target.fused_kernels, case.optimizer),
             )
         schedule = case.schedule
+        step.evaluate(_batch(case, schedule.micro_batch))  # as a run does before its first step
         group = schedule.micro_batch * schedule.group
         if group < case.batch or (case.clip_norm is not None and not schedule.norm_first):
             two = schedule.micro_batch * (schedule.first_group or schedule.group) + group

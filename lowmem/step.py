@@ -214,13 +214,7 @@ class Step:
         self._decoder.model.eval()
         total = 0.0
         for micro_batch in batch.micro_batches(self.schedule.micro_batch):
-            micro_batch = micro_batch.to(self._device)
-            hidden, extras = self._decoder.embed(
-                micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids
-            )
-            for index, extra in enumerate(extras):
-                hidden = self._decoder.block(index, hidden, extra)
-            total += self._loss(self._decoder.final(hidden), micro_batch.labels)[0].item()
+            total += self._evaluated(micro_batch.to(self._device)).item()
         return total, batch.trained_tokens
 
     def flush(self) -> None:
@@ -332,6 +326,13 @@ class Step:
         dropout.begin(-1, self._device)
         hidden, _ = self._decoder.embed(micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids)
         hidden.backward(gradient)
+
+    def _evaluated(self, micro_batch) -> Tensor:
+        """Loss of one micro-batch, summed over tokens."""
+        hidden, extras = self._decoder.embed(micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids)
+        for index, extra in enumerate(extras):
+            hidden = self._decoder.block(index, hidden, extra)
+        return self._loss(self._decoder.final(hidden), micro_batch.labels)[0]
 
     def _norm_of(self, piece: Piece) -> Tensor:
         return torch.linalg.vector_norm(piece.part.gradient[piece.start : piece.stop])

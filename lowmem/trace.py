@@ -133,6 +133,7 @@ class Machine:
     hidden_bytes: Callable = lambda *_: ()
     products: frozenset = frozenset()
     workspace_bytes: int = 0
+    last_result_first: frozenset = frozenset()
     seconds: Callable = lambda *_: 0.0
     host_seconds: tuple[float, float] = (0.0, 0.0)
     more_host_seconds: dict = field(default_factory=dict)
@@ -154,7 +155,7 @@ class Recorder(TorchDispatchMode):
         self._held: set[int] = set()  # storages whose end a replay will write
         self._threads: set[int] = set()  # those that have a workspace
         self._open: list[_Open] = []
-        self._sum: tuple[torch.UntypedStorage, dict] | None = None  # of two gradients, when it has just been made
+        self._sum: tuple | None = None  # of two gradients, just made: its storage, number and bytes of the first one's
         self._paused = False
         self._ended = False
         self._operations: list[Operation] = []
@@ -282,16 +283,17 @@ class Recorder(TorchDispatchMode):
                 opened.region.threads.add(thread)
             self._need_workspace(thread)
         self._settle()
-        if func is _aten.add.Tensor and thread == BACKWARD and torch._C._current_autograd_node() is None:
-            sizes = {self.number_of(t): t.untyped_storage().nbytes() for t in args if isinstance(t, Tensor)}
-            self._sum = result.untyped_storage(), sizes
+        if func is _aten.add.Tensor and thread == BACKWARD and _called_by_the_engine():
+            self._sum = result.untyped_storage(), self.number_of(args[0]), args[0].untyped_storage().nbytes()
         else:
-            for tensor in result if isinstance(result, tuple | list) else (result,):
+            results = result if isinstance(result, tuple | list) else (result,)
+            for tensor in reversed(results) if func in machine.last_result_first else results:
                 if isinstance(tensor, Tensor):
                     self.note(tensor)
-        for number in [
+        temporaries = [
             self._born(size, "inside_operations") for size in machine.hidden_bytes(func, args, kwargs, result)
-        ]:
+        ]
+        for number in reversed(temporaries):  # as C++ destroys what a function holds
             self._freed(number)
         host = machine.host_seconds[thread] + machine.more_host_seconds.get(func, 0.0)
         span = Span.of_operation(host, machine.seconds(func, args, kwargs, result))
@@ -318,7 +320,7 @@ class Recorder(TorchDispatchMode):
         mode (accumulate in input_buffer.cpp). Nothing else held it if it dies right after; if something else happens
         first, the sum is a storage of its own."""
         if self._sum is not None:
-            storage, _ = self._sum
+            storage, *_ = self._sum
             self._sum = None
             self._bind(storage, self._born(storage.nbytes(), self._name()))
 
@@ -338,8 +340,8 @@ class Recorder(TorchDispatchMode):
         if self._ended:
             return
         if self._sum is not None:
-            storage, operands = self._sum
-            if operands.get(number) == storage.nbytes():
+            storage, *first = self._sum
+            if first == [number, storage.nbytes()]:
                 self._sum = None
                 self._bind(storage, number)
                 return
@@ -352,6 +354,11 @@ class Recorder(TorchDispatchMode):
     def _freed(self, number: int) -> None:
         self._births.pop(number, None)
         self._operations.append((number, FREED, ""))
+
+    def take_workspaces(self) -> None:
+        """Both threads have computed products before what follows, and have their workspaces."""
+        for thread in (FORWARD, BACKWARD):
+            self._need_workspace(thread)
 
     def _need_workspace(self, thread: int) -> None:
         """Written before the region that needs it: it happens once, and a region is replayed."""
@@ -371,3 +378,12 @@ class Recorder(TorchDispatchMode):
             chunks.pop()
         self._operations = []
         self.tape.chunks.append(Chunk(self._operations, 0, 0, self.clock.gpu))
+
+
+def _called_by_the_engine() -> bool:
+    """Whether what is recorded now was called by autograd's engine, or by a backward that is written in C++, and not by
+    Python code that runs in a backward pass."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame.f_code.co_name == "_engine_run_backward"

@@ -72,6 +72,7 @@ def plan_and_train(
     data = read_data(settings, config, tokenizer)  # what cannot be trained on is refused before anything slow
     measured = no_kernel = None
     if device.type == "cuda":
+        devices.take_workspaces(device)
         no_kernel = fused.why_not(device)
         pieces = partial(make_decoder, config, precision, settings.residual, no_kernel is None)
         measured = measured_card(pieces, settings.seq, WORKING_DTYPES[precision], device)

@@ -21,7 +21,7 @@ from lowmem.precision import LossScale
 from lowmem.simulate import Machine, StepCase, Target, cpu_target, most_bytes, named_at_peak, record_step, under_cap
 from lowmem.step import Schedule, Step
 from lowmem.store import Store
-from lowmem.trace import FREED, Chunk, Tape
+from lowmem.trace import FREED, Chunk, Recorder, Tape
 from lowmem.units import KIB, MIB
 
 CPU = torch.device("cpu")
@@ -222,6 +222,52 @@ def test_every_thread_takes_a_workspace_once_and_keeps_it():
         operations = list(record_step(decoder, case, Target(machine), known).tape)
         taken = [storage for storage, _, name in operations if name == "workspaces"]
         assert len(taken) == 2 and not any(size == FREED and storage in taken for storage, size, _ in operations)
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, None])
+def test_both_workspaces_are_there_before_the_weights(clip_norm):
+    """Also where one step is recorded, whose first backward comes after its first forward and head."""
+    machine = Machine(products=frozenset({torch.ops.aten.mm.default}), workspace_bytes=MIB)
+    decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
+    schedule = Schedule(2, 2, 1, recompute=True)
+    case = StepCase(256, 4, schedule, torch.bfloat16, OPTIMIZERS["adamw"], 99, clip_norm)
+    operations = list(record_step(decoder, case, Target(machine), {}).tape)
+    assert [name for _, _, name in operations[:3]] == ["workspaces", "workspaces", "working_weights"]
+
+
+SUMS = {  # of a tensor, whose gradient is the sum of two; nobody else holds the first, or the caller does
+    "added in place": lambda y: y.sin() * y.cos(),
+    "a sum of its own": lambda y: y + y.sin(),
+}
+
+
+@pytest.mark.parametrize("function", SUMS.values(), ids=list(SUMS))
+def test_gradients_that_meet_are_added_in_place_where_autograd_does_that(function):
+    """It never does so under a dispatch mode, which the record is made in. The profiler needs none."""
+
+    def backward(device: torch.device) -> None:
+        x = torch.zeros(MIB, device=device, requires_grad=True)
+        result = function(x * 2)
+        result.backward(torch.empty_like(result))
+
+    with Recorder() as recorder:
+        backward(torch.device("meta"))
+        births = [size for _, size, _ in recorder.tape if size != FREED]
+    seen = [size for _, size, _ in tape_of_cpu(lambda: backward(CPU))[0] if size != FREED]
+    assert births == [size for size in seen if size > KIB]  # numbers that Python hands to an operation are small
+
+
+def test_temporaries_end_last_born_first_and_results_come_in_the_order_that_the_machine_says():
+    dropout = torch.ops.aten.native_dropout.default
+    temporaries = {dropout: (3, 5)}
+    machine = Machine(hidden_bytes=lambda func, *_: temporaries.get(func, ()), last_result_first=frozenset(temporaries))
+    with Recorder(machine) as recorder:
+        given = torch.empty(8, device="meta")
+        results = dropout(given, 0.1, True)
+        operations = [(storage, size) for storage, size, _ in recorder.tape]
+    (mask, _), (output, _), (first, _), (second, _) = operations[1:5]
+    assert operations[1:] == [(mask, 8), (output, 32), (first, 3), (second, 5), (second, FREED), (first, FREED)]
+    assert given.numel() == results[0].numel()  # all alive until here
 
 
 def test_temporaries_inside_an_operation_end_with_it():

@@ -1,0 +1,117 @@
+"""What a run asks the allocator for, from its workspaces to the end of its second step, beside what its plan simulates.
+
+    python -m stand_in --gpu CARD -- -m tests.cuda.step_requests
+
+For each case one JSON object: the requests of both that differ, in order; empty where the two sequences are the same.
+Small models; sizes up to LEFT_OUT_BYTES are left out (random numbers' states, and what sorting takes).
+"""
+
+import difflib
+import json
+from itertools import groupby
+from operator import itemgetter
+
+import torch
+from transformers import GPT2Config, LlamaConfig
+
+from lowmem import device as devices
+from lowmem import fused
+from lowmem.adam import OPTIMIZERS
+from lowmem.cards import card_of_name_reported
+from lowmem.data import Batch
+from lowmem.models import make_decoder
+from lowmem.precision import WORKING_DTYPES, LossScale
+from lowmem.simulate import StepCase, gpu_target, record_step
+from lowmem.step import Schedule, Step
+from lowmem.store import Store
+from lowmem.trace import FREED
+from tests.cuda.digest_recording import Event, events_of
+
+LEFT_OUT_BYTES = 1024
+MODELS = {
+    "gpt2": GPT2Config(
+        vocab_size=5000, n_embd=256, n_head=4, n_layer=3, n_positions=256, bos_token_id=0, eos_token_id=0
+    ),
+    "llama": LlamaConfig(
+        vocab_size=5000, hidden_size=256, num_attention_heads=4, num_hidden_layers=3, intermediate_size=640,
+        tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+SEQ, BATCH = 256, 4
+CASES = {  # schedule, the resident units, the clipping; each first simulated step is as long as the real one
+    "kept": (Schedule(2, 1, 1, recompute=False), 1, 1.0),
+    "recomputed": (Schedule(2, 1, 2, recompute=True), 0, 1.0),
+    "products kept": (Schedule(2, 1, 1, True, product_blocks=2, whole_blocks=1), 9, 1.0),
+    "updated in backward": (Schedule(2, 2, 1, recompute=True), 0, None),
+    "two passes": (Schedule(2, 2, 1, recompute=True, norm_first=True), 0, 1.0),
+}
+
+
+def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
+    """("alloc" or "free", bytes) of a run."""
+    torch.cuda.memory._record_memory_history(context=None)
+    devices.take_workspaces(device)
+    store = Store(decoder, device, case.dtype, case.optimizer, case.resident_units)
+    step = Step(
+        decoder, store, case.optimizer, case.schedule, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
+        loss_scale=LossScale(enabled=case.dtype is torch.float16),
+    )  # fmt: skip
+    tokens = torch.zeros((case.batch, case.seq), dtype=torch.int64)
+    step.evaluate(Batch(tokens[: case.schedule.micro_batch], tokens[: case.schedule.micro_batch], None, None))
+    in_backward = case.clip_norm is None or case.schedule.norm_first
+    for number in range(1 if in_backward else 2):
+        step(Batch(tokens, tokens, None, None), number, 1e-4)
+    step.flush()
+    events = events_of(torch.cuda.memory._snapshot())
+    torch.cuda.memory._record_memory_history(enabled=None)
+    return events
+
+
+def simulated(case: StepCase, decoder, device: torch.device) -> list[Event]:
+    """The same of a plan for the card that is here."""
+    sizes: dict[int, int] = {}
+    events = []
+    target = gpu_target(card_of_name_reported(torch.cuda.get_device_name(device)))
+    for storage, size, _ in record_step(decoder, case, target, {}).tape:
+        if size == FREED:
+            events.append(("free", sizes.pop(storage)))
+        else:
+            sizes[storage] = size
+            events.append(("alloc", size))
+    return events
+
+
+def differences(found: list[Event], planned: list[Event]) -> list[str]:
+    return list(difflib.unified_diff(_lines(found), _lines(planned), "run", "plan", n=2, lineterm=""))
+
+
+def _lines(events: list[Event]) -> list[str]:
+    """Frees that follow one another are sorted, since a function's variables may end in any order."""
+    large = [event for event in events if event[1] > LEFT_OUT_BYTES]
+    runs = (sorted(run) if action == "free" else run for action, run in groupby(large, key=itemgetter(0)))
+    return [f"{action} {size}" for run in runs for action, size in run]
+
+
+def main() -> None:
+    device = torch.device("cuda", 0)
+    devices.make_deterministic(device)
+    precisions = ["fp16", *(["bf16"] if torch.cuda.get_device_capability(device) >= (8, 0) else [])]
+    assert fused.why_not(device) is None
+    for family, name in ((family, name) for family in MODELS for name in CASES):
+        schedule, resident, clip = CASES[name]
+        for precision in precisions:
+            case = StepCase(
+                SEQ, BATCH, schedule, WORKING_DTYPES[precision], OPTIMIZERS["adamw"], resident, clip_norm=clip
+            )
+            if precision == "fp16" and clip is None:
+                continue  # loss scaling looks at all gradients first, so that is another schedule
+            torch._C._cuda_clearCublasWorkspaces()
+            found = requested(case, make_decoder(MODELS[family], precision, "fp32", True), device)
+            planned = simulated(case, make_decoder(MODELS[family], precision, "fp32", True), device)
+            row = {"case": f"{family}, {precision}, {name}", "requests": len(found)}
+            print(json.dumps(row | {"differences": differences(found, planned)}))
+
+
+if __name__ == "__main__":
+    devices.set_environment()
+    main()
