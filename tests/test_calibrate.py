@@ -98,7 +98,7 @@ def test_a_blocks_prediction_is_that_of_its_operations_on_the_card():
 
 @pytest.mark.parametrize("factor", [0.5, 3.0])
 def test_the_measured_card_makes_the_prediction_what_was_measured(monkeypatch, factor):
-    there = replace(calibrate._scaled(CARDS["t4"], 0.1), name="here")  # so that little work takes it long
+    there = replace(calibrate._scaled(CARDS["t4"], 0.03), name="here")  # so that little work takes it long
     expected = factor * predicted_block_seconds(decoder(), SEQ, 4, torch.float32, gpu_target(there))
     ran = []
 

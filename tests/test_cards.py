@@ -9,7 +9,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from lowmem.cards import CARDS, EMULATED_SHARE, Card, Rate, card_named, card_of_name_reported
 from lowmem.errors import InputError
-from lowmem.roofline import ATTENTION_SHARE, KERNEL_SECONDS, UNALIGNED_SHARE, operation_seconds
+from lowmem.roofline import ATTENTION_SHARES, KERNEL_SECONDS, UNALIGNED_SHARE, operation_seconds
 
 aten = torch.ops.aten
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -162,6 +162,8 @@ def test_what_is_changed_in_place_is_read_and_written_and_what_is_overwritten_on
     assert nanoseconds(aten.mul_.Tensor, x, 2.0) == 8_000
     assert nanoseconds(aten.addcdiv_.default, x, y, meta(1000)) == 16_000
     assert nanoseconds(aten._foreach_mul_.Scalar, [x, y], 2.0) == 16_000
+    mask = meta(1000, dtype=torch.bool)
+    assert nanoseconds(aten.masked_fill.Scalar, x, mask, 0.0) == 8_000 + 9_000  # a copy, which is then changed
     assert nanoseconds(aten.copy_.default, x, meta(1000, dtype=BF16)) == 6_000
     assert nanoseconds(aten.fill_.Scalar, x, 1.0) == 4_000
     assert nanoseconds(aten.mul.out, x, y, out=meta(1000)) == 12_000
@@ -260,6 +262,12 @@ def test_tiles_that_stand_over_and_idle_multiprocessors_are_lost(rows, columns, 
     assert seconds == pytest.approx(2 * rows * columns * terms / 1e12 / share)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(640, 128), (128, 640)])
+def test_fp32_products_fill_a_card_with_half_tiles_where_whole_ones_would_not(rows, columns):
+    a, b = meta(rows, 64), meta(64, columns)  # 5 tiles are two rounds of 4; 10 halves are three
+    assert work(FAST_MEMORY, aten.mm.default, a, b) == pytest.approx(2 * rows * columns * 64 / 1e11 / (10 / 12))
+
+
 def test_sixteen_bit_products_with_a_size_that_is_no_multiple_of_8_are_slower():
     def per_flop(columns, dtype, card=FAST_MEMORY):
         a, b = meta(512, 1024, dtype=dtype), meta(1024, columns, dtype=dtype)
@@ -295,16 +303,20 @@ def test_smaller_products_are_about_as_fast_as_others_measured_them(card, dtype,
 
 @pytest.mark.parametrize("kind", ["flash_attention", "efficient_attention", "flash_attention_for_cpu"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_counts_what_torch_counts_and_half_of_it_where_it_is_causal(kind, causal):
-    query, key = meta(2, 3, 40, 16, dtype=BF16), meta(2, 3, 56, 16, dtype=BF16)
-    value = meta(2, 3, 56, 24, dtype=BF16)
+@pytest.mark.parametrize("hopper", [False, True])
+def test_attention_counts_what_torch_counts_and_the_tiles_below_the_diagonal_where_it_is_causal(kind, causal, hopper):
+    card = Card(**{**vars(FAST_MEMORY), "capability": (9, 0)}) if hopper else FAST_MEMORY
+    forward_share, backward_share = ATTENTION_SHARES["efficient" if "efficient" in kind else "flash", hopper]
+    query, key = meta(2, 3, 400, 16, dtype=BF16), meta(2, 3, 512, 16, dtype=BF16)
+    value = meta(2, 3, 512, 24, dtype=BF16)
+    counted = 5 / 8 if causal else 1  # of four tiles of 128 in a row, 1, 2, 3, 4: 10 of 16
     forward = getattr(aten, f"_scaled_dot_product_{kind}").default
     given = (query, key, value) + ((None, False) if kind == "efficient_attention" else ())
-    flops = sdpa_flop_count(query.shape, key.shape, value.shape) / (2 if causal else 1)
-    output = meta(2, 3, 40, 24, dtype=BF16)
-    seconds = operation_seconds(FAST_MEMORY, forward, (*given, 0.0, causal), {}, (output,))
-    assert seconds - KERNEL_SECONDS == pytest.approx(flops / (1e12 * ATTENTION_SHARE))
-    by_name = operation_seconds(FAST_MEMORY, forward, given, {"is_causal": causal}, (output,))
+    flops = sdpa_flop_count(query.shape, key.shape, value.shape) * counted
+    output = meta(2, 3, 400, 24, dtype=BF16)
+    seconds = operation_seconds(card, forward, (*given, 0.0, causal), {}, (output,))
+    assert seconds - KERNEL_SECONDS == pytest.approx(flops / (1e12 * forward_share))
+    by_name = operation_seconds(card, forward, given, {"is_causal": causal}, (output,))
     assert by_name == seconds
 
     backward = getattr(aten, f"_scaled_dot_product_{kind}_backward").default
@@ -312,9 +324,9 @@ def test_attention_counts_what_torch_counts_and_half_of_it_where_it_is_causal(ki
     arguments = [None] * len(names)
     arguments[:4] = output, query, key, value
     arguments[names.index("is_causal")] = causal
-    flops = sdpa_backward_flop_count(output.shape, query.shape, key.shape, value.shape) / (2 if causal else 1)
-    seconds = operation_seconds(FAST_MEMORY, backward, tuple(arguments), {}, (query, key, value))
-    assert seconds - KERNEL_SECONDS == pytest.approx(flops / (1e12 * ATTENTION_SHARE))
+    flops = sdpa_backward_flop_count(output.shape, query.shape, key.shape, value.shape) * counted
+    seconds = operation_seconds(card, backward, tuple(arguments), {}, (query, key, value))
+    assert seconds - KERNEL_SECONDS == pytest.approx(flops / (1e12 * backward_share))
 
 
 def test_other_operations_that_torch_counts_are_counted_its_way():

@@ -11,32 +11,45 @@ Shape suffixes: B sequences, T tokens of each, D width, H heads, K width of a he
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 VOCABULARY = 10_000
-LAYERS, WIDTH, HEADS, INNER_WIDTH = 24, 1024, 16, 4096  # "medium" of the assignment
-DEVICE = "cuda"
 
 
-def _uninitialised(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, device=DEVICE))
+@dataclass(frozen=True)
+class Size:
+    """How large the decoder is, and where its weights lie."""
+
+    layers: int
+    width: int
+    heads: int
+    inner_width: int
+    device: str = "cuda"
+
+    def weight(self, *shape: int) -> nn.Parameter:
+        """Of this shape, not initialised."""
+        return nn.Parameter(torch.empty(*shape, device=self.device))
+
+
+MEDIUM = Size(24, 1024, 16, 4096)  # of the assignment's sizes the recorded one
 
 
 class Linear(nn.Module):
-    def __init__(self, inputs: int, outputs: int):
+    def __init__(self, inputs: int, outputs: int, size: Size):
         super().__init__()
-        self.weight = _uninitialised(outputs, inputs)
+        self.weight = size.weight(outputs, inputs)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.einsum("...i,oi->...o", x, self.weight)
 
 
 class Embedding(nn.Module):
-    def __init__(self):
+    def __init__(self, size: Size):
         super().__init__()
-        self.weight = _uninitialised(VOCABULARY, WIDTH)
+        self.weight = size.weight(VOCABULARY, size.width)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         return self.weight[ids_BT, :]
@@ -45,9 +58,9 @@ class Embedding(nn.Module):
 class RMSNorm(nn.Module):
     """Root mean square normalisation, computed in fp32 from whatever comes in."""
 
-    def __init__(self):
+    def __init__(self, size: Size):
         super().__init__()
-        self.weight = _uninitialised(WIDTH)
+        self.weight = size.weight(size.width)
 
     def forward(self, x: Tensor) -> Tensor:
         came_as = x.dtype
@@ -60,11 +73,11 @@ class RMSNorm(nn.Module):
 class Rotary(nn.Module):
     """Rotary position embedding. The tables of cosines and sines are made on the CPU and copied: one allocation."""
 
-    def __init__(self, context: int):
+    def __init__(self, context: int, size: Size):
         super().__init__()
-        half = WIDTH // HEADS // 2
+        half = size.width // size.heads // 2
         angles = torch.outer(torch.arange(context), 10_000.0 ** -(torch.arange(half) / half))
-        self.register_buffer("table", torch.stack((angles.cos(), angles.sin())).to(DEVICE), persistent=False)
+        self.register_buffer("table", torch.stack((angles.cos(), angles.sin())).to(size.device), persistent=False)
 
     def forward(self, x_BHTK: Tensor) -> Tensor:
         even, odd = x_BHTK.unflatten(-1, (-1, 2)).movedim(-1, 0).unbind(0)
@@ -88,15 +101,15 @@ def attend(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor) -> Tens
 
 
 class Attention(nn.Module):
-    def __init__(self, rotary: Rotary):
+    def __init__(self, rotary: Rotary, size: Size):
         super().__init__()
-        self.query, self.key, self.value, self.output = (Linear(WIDTH, WIDTH) for _ in range(4))
-        self.rotary = rotary
+        self.query, self.key, self.value, self.output = (Linear(size.width, size.width, size) for _ in range(4))
+        self.rotary, self.heads = rotary, size.heads
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         tokens = x_BTD.size(1)
         q, k, v = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
-        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (q, k, v))
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
         q = self.rotary(q)
         k = self.rotary(k)
         positions = torch.arange(tokens, device=x_BTD.device)
@@ -109,12 +122,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU, with the SiLU as a product of its own."""
 
-    def __init__(self):
+    def __init__(self, size: Size):
         super().__init__()
         self.gate, self.down, self.up = (
-            Linear(WIDTH, INNER_WIDTH),
-            Linear(INNER_WIDTH, WIDTH),
-            Linear(WIDTH, INNER_WIDTH),
+            Linear(size.width, size.inner_width, size),
+            Linear(size.inner_width, size.width, size),
+            Linear(size.width, size.inner_width, size),
         )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -126,10 +139,10 @@ def silu(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    def __init__(self, rotary: Rotary):
+    def __init__(self, rotary: Rotary, size: Size):
         super().__init__()
-        self.attention, self.mlp = Attention(rotary), MLP()
-        self.before_attention, self.before_mlp = RMSNorm(), RMSNorm()
+        self.attention, self.mlp = Attention(rotary, size), MLP(size)
+        self.before_attention, self.before_mlp = RMSNorm(size), RMSNorm(size)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         from_attention = self.attention(self.before_attention(x_BTD))
@@ -140,15 +153,16 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """The decoder, 423,183,360 parameters, made in the order in which the recorded program moves them to the GPU."""
+    """The decoder, of the recorded size 423,183,360 parameters, made in the order in which the recorded program moves
+    them to the GPU."""
 
-    def __init__(self, context: int):
+    def __init__(self, context: int, size: Size = MEDIUM):
         super().__init__()
-        self.embedding = Embedding()
-        self.rotary = Rotary(context)
-        self.blocks = nn.ModuleList(Block(self.rotary) for _ in range(LAYERS))
-        self.norm = RMSNorm()
-        self.head = Linear(WIDTH, VOCABULARY)
+        self.embedding = Embedding(size)
+        self.rotary = Rotary(context, size)
+        self.blocks = nn.ModuleList(Block(self.rotary, size) for _ in range(size.layers))
+        self.norm = RMSNorm(size)
+        self.head = Linear(size.width, VOCABULARY, size)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         embedded = self.embedding(ids_BT)

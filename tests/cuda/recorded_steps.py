@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from tests.cuda.digest_recording import describe, events_of, lines_of
-from tests.cuda.recorded_model import DEVICE, VOCABULARY, AdamW, Model, cross_entropy
+from tests.cuda.recorded_model import MEDIUM, VOCABULARY, AdamW, Model, cross_entropy
 
 BATCH = 4
+DEVICE = MEDIUM.device
 STEPS_BEFORE = 5  # so many steps run before the recording begins
 
 

@@ -17,7 +17,7 @@ import on_card
 import pytest
 
 from tests.cuda.digest_recording import first_difference, read_recordings
-from tests.cuda.recorded_model import VOCABULARY, WIDTH
+from tests.cuda.recorded_model import MEDIUM, VOCABULARY
 
 RECORDINGS = read_recordings()
 STEPS = [name for name in RECORDINGS if name.startswith("step")]
@@ -26,7 +26,7 @@ REDUCTION_WIDTH = 2560  # of the model whose reductions were recorded
 SEGMENT_STEP_BYTES = 2 * 2**20  # cudaMalloc is asked for multiples of it
 # What a segment of its own has left beside the logits of 512 tokens: 20,971,520 - 20,480,000 bytes. It is too small to
 # be split off, so it counts as allocated. Twice as much is left beside the embedding, the head, and logits of 40.96 MB.
-REST_BYTES = -(VOCABULARY * WIDTH * 2) % SEGMENT_STEP_BYTES
+REST_BYTES = -(VOCABULARY * MEDIUM.width * 2) % SEGMENT_STEP_BYTES
 
 
 def on_stand_in(card: str, *arguments: str) -> dict[str, Any]:
