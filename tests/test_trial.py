@@ -46,6 +46,7 @@ def compare(config, document_mask: bool = False, precision: str = "fp32") -> str
         OPTConfig(word_embed_proj_dim=512, hidden_size=1024, num_attention_heads=16, do_layer_norm_before=False),
         MptConfig(),
         FalconConfig(),
+        FalconConfig(alibi=True, multi_query=False, parallel_attn=False, num_attention_heads=32, hidden_size=2048),
         LlamaConfig(num_key_value_heads=8),
         LlamaConfig(num_key_value_heads=1, vocab_size=32_001, pad_token_id=32_000),
         Qwen3Config(),
