@@ -8,10 +8,11 @@ be the model's own code. So the model is run as it stands, with its list of bloc
   * by stubs that return a given hidden state, with the output projection replaced by a recorder of its input: the
     *final* half, which gives the hidden state that is multiplied by the head's weight.
 
+What happens to the logits after the head (soft-capping, scaling) is followed through one more such run (logits.py).
+
 What this cannot express is refused by name: encoder-decoders, several lists of blocks, a head that is not a plain
-linear layer, weights shared between blocks, parameters that no half touches. What happens to the logits after the head
-(soft-capping, scaling) cannot be seen from here, so `Decoder.check` compares the pieces with the whole on real weights,
-and trial.py on a small copy before there are any.
+linear layer, anything else that is done to the logits, weights shared between blocks, parameters that no half touches.
+`Decoder.check` compares the pieces with the whole on real weights, and trial.py on a small copy before there are any.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
 from lowmem.errors import InputError
+from lowmem.logits import Followed, LogitFunction
 
 Extra = tuple[tuple, dict[str, Any]]  # what a block is called with beside the hidden state
 
@@ -64,8 +66,8 @@ class Decoder:
     """`model`, a causal language model of transformers, taken apart; its parameters may still be on the meta device.
 
     Attributes: `units` (embedding, blocks in order, final), `blocks`, `head_weight` [V, D], `head_bias` [V] or None,
-    `tied` (whether the head's weight is the token embedding's), `fused_kernels` (whether what trains it is to run
-    operators.py's, as its layers do: layers.py).
+    `logit_function` (of what those give: the model's logits), `tied` (whether the head's weight is the token
+    embedding's), `fused_kernels` (whether what trains it is to run operators.py's, as its layers do: layers.py).
     """
 
     def __init__(self, model: nn.Module, fused_kernels: bool = False):
@@ -85,6 +87,7 @@ class Decoder:
         self._returns_tuple = False
         buffers = list(model.buffers())
         self.units = self._find_units()
+        self.logit_function = self._find_logit_function()
         if any(now is not before for now, before in zip(model.buffers(), buffers, strict=True)):
             raise InputError(
                 f"{self.architecture}: the model replaces its buffers while it runs (rotary tables that grow with the "
@@ -170,10 +173,10 @@ class Decoder:
         made_up = made_up.view(2, 8, -1)
         with _forward_replaced(self._head, lambda hidden: made_up):
             returned = self.model(input_ids=input_ids, use_cache=False).logits
-        if not torch.equal(returned.to(made_up.dtype), made_up) or not _close(whole, self.logits(input_ids)):
+        if not _close(returned, self.logit_function(made_up)) or not _close(whole, self.logits(input_ids)):
             return (
                 f"{self.architecture} cannot be trained in pieces: its logits are not those of embedding, blocks and "
-                "head in turn (soft-capped or scaled logits, perhaps)"
+                "head in turn"
             )
         with torch.enable_grad():
             _, extras = self.embed(input_ids)
@@ -195,7 +198,7 @@ class Decoder:
         hidden, extras = self.embed(input_ids, position_ids, document_ids)
         for index, extra in enumerate(extras):
             hidden = self.block(index, hidden, extra)
-        return self._head(self.final(hidden))
+        return self.logit_function(self._head(self.final(hidden)))
 
     def _run(self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         positions = {} if position_ids is None else {"position_ids": position_ids}
@@ -253,6 +256,24 @@ class Decoder:
         if unused:
             raise InputError(f"{self.architecture}: neither embedding, blocks nor head use {', '.join(unused[:5])}")
         return units
+
+    def _find_logit_function(self) -> LogitFunction:
+        head_output = self.head_weight.new_zeros((1, 1, self.head_weight.shape[0]))
+        with (
+            torch.no_grad(),
+            _AnswerYes(),
+            self._blocks_replaced(lambda hidden, *_, **__: self._as_block_output(hidden)),
+            _forward_replaced(self._head, lambda hidden: head_output),
+            Followed(head_output) as followed,
+        ):
+            input_ids = torch.zeros((1, 1), dtype=torch.int64, device=head_output.device)
+            function = followed.function_of(self.model(input_ids=input_ids, use_cache=False).logits)
+        if isinstance(function, str):
+            raise InputError(
+                f"{self.architecture} cannot be trained in pieces: what it does to its logits after the head is "
+                f"neither a factor nor a soft cap ({function})"
+            )
+        return function
 
     def _parameters_called(self) -> tuple[set[int], set[int]]:
         """ids of the parameters of the modules called before the blocks and after them, seen by running the model

@@ -13,10 +13,16 @@ from torch import Tensor
 
 from lowmem import adam
 from lowmem.adam import Hyperparameters, Optimizer, State
+from lowmem.logits import LogitFunction
 from lowmem.loss import IGNORED, linear_cross_entropy
 from lowmem.precision import join, split
 
 OLDEST_CAPABILITY = (7, 5)  # that today's Triton compiles for
+KINDS_OF_LOGITS = (  # whether they have a bias, and what a model makes of them: Triton compiles a kernel for each
+    (False, LogitFunction()),
+    (True, LogitFunction()),
+    (False, LogitFunction(5.0, 0.25)),
+)
 SIZES = (4096, 4097)  # Triton compiles another kernel for numbers that 16 divides
 MOST_LOSS_ERROR = 0.02  # logits, and the gradients for them, are rounded to 16 bit: 0.006 in bf16 on the CPU
 MOST_ULPS = 8  # between a kernel and the eager lines: some fused products and sums, and a square root
@@ -77,8 +83,10 @@ def why_not(device: torch.device) -> str | None:
         )
         halves = all(halves_agree(device, dtype, size) for dtype in in_16_bit for size in SIZES)
         loss = max(
-            loss_error(device, dtype, size, with_bias, differentiate)
-            for dtype, size, with_bias, differentiate in product(in_16_bit, SIZES, (False, True), (False, True))
+            loss_error(device, dtype, size, with_bias, differentiate, function)
+            for dtype, size, differentiate, (with_bias, function) in product(
+                in_16_bit, SIZES, (False, True), KINDS_OF_LOGITS
+            )
         )
     except Exception as error:  # whatever a compiler may say: none there, a driver too old, no room for its files
         last = (str(error).strip() or "no reason given").splitlines()[-1]
@@ -91,8 +99,9 @@ def why_not(device: torch.device) -> str | None:
 
 
 def loss_error(
-    device: torch.device, dtype: torch.dtype, words: int, with_bias: bool = True, differentiate: bool = True
-) -> float:
+    device: torch.device, dtype: torch.dtype, words: int, with_bias: bool = True, differentiate: bool = True,
+    function: LogitFunction = LogitFunction(),  # noqa: B008  it is frozen
+) -> float:  # fmt: skip
     """The largest distance, relative to its norm, of the loss and its gradients on `device` from those of the eager
     lines on the CPU, in fp32, of the same 16-bit operands."""
     generator = torch.Generator().manual_seed(3)
@@ -106,6 +115,7 @@ def loss_error(
         found = linear_cross_entropy(
             hidden.to(device, dtype), weight.to(device, dtype), labels.to(device), scale=0.5, chunk_tokens=32,
             bias=bias.to(device) if with_bias else None, weight_gradient=of_weight, bias_gradient=of_bias, fused=fused,
+            function=function,
         )  # fmt: skip
         return [tensor.cpu().double() for tensor in (*found, of_weight, of_bias) if tensor is not None]
 

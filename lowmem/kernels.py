@@ -58,22 +58,27 @@ def _launch(kernel, working: Tensor, low: Tensor | None, *others: Tensor, number
     kernel[(triton.cdiv(n, BLOCK),)](*halves, *others, n, *numbers, KIND=kind, BLOCK=BLOCK, num_warps=4)
 
 
-def cross_entropy(logits: Tensor, bias: Tensor | None, labels: Tensor, losses: Tensor, scale: float | None) -> None:
-    """Writes `losses` [C] fp32 of `logits` [C, V] + `bias` [V] fp32, of any dtype, and unless `scale` is None `scale`
-    times their gradient in the place of the logits; 0 where one of the `labels` [C] is -100.
+def cross_entropy(
+    logits: Tensor, bias: Tensor | None, labels: Tensor, losses: Tensor, scale: float | None,
+    outer: float = 1.0, inner: float | None = None,
+) -> None:  # fmt: skip
+    """Writes `losses` [C] fp32 of f(`logits` [C, V] + `bias` [V] fp32), of any dtype, and unless `scale` is None
+    `scale` times their gradient in the place of the logits; 0 where one of the `labels` [C] is -100. f is
+    `outer` * z, or with `inner` `outer` * tanh(`inner` * z) (logits.py).
 
     `labels` and `bias` are contiguous. Rows begin at multiples of 16 numbers (operators.row_stride), and what lies
     behind a row's V is overwritten."""
     _cross_entropy[(logits.shape[0],)](
-        logits, logits if bias is None else bias, labels, losses, 0.0 if scale is None else scale, logits.shape[1],
-        logits.stride(0), HAS_BIAS=bias is not None, DIFFERENTIATE=scale is not None, BLOCK=WORDS, num_warps=8,
+        logits, logits if bias is None else bias, labels, losses, 0.0 if scale is None else scale, outer, inner or 0.0,
+        logits.shape[1], logits.stride(0), HAS_BIAS=bias is not None, CAPPED=inner is not None,
+        DIFFERENTIATE=scale is not None, BLOCK=WORDS, num_warps=8,
     )  # fmt: skip
 
 
 @triton.jit
 def _cross_entropy(
-    logits_at, bias_at, labels_at, losses_at, scale, words, stride,
-    HAS_BIAS: tl.constexpr, DIFFERENTIATE: tl.constexpr, BLOCK: tl.constexpr,
+    logits_at, bias_at, labels_at, losses_at, scale, outer, inner, words, stride,
+    HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr, DIFFERENTIATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_at + row)
@@ -81,7 +86,9 @@ def _cross_entropy(
     highest = tl.full((), -3.0e38, tl.float32)  # finite: a block may be -inf throughout
     total = tl.zeros((), tl.float32)
     for start in range(0, stride, BLOCK):
-        z = _logits(logits_at, bias_at, start + tl.arange(0, BLOCK), words, stride, HAS_BIAS)
+        word = start + tl.arange(0, BLOCK)
+        z = outer * _logits(logits_at, bias_at, word, words, stride, inner, HAS_BIAS, CAPPED)
+        z = tl.where(word < words, z, float("-inf"))
         higher = tl.maximum(highest, tl.max(z, axis=0))
         total = total * tl.exp(highest - higher) + tl.sum(tl.exp(z - higher), axis=0)
         highest = higher
@@ -90,24 +97,39 @@ def _cross_entropy(
     target = tl.load(logits_at + label, counted, other=0.0).to(tl.float32)
     if HAS_BIAS:
         target += tl.load(bias_at + label, counted, other=0.0)
-    tl.store(losses_at + row, tl.where(counted, log_total + highest - target, 0.0))
+    if CAPPED:
+        target = _tanh(inner * target)
+    tl.store(losses_at + row, tl.where(counted, log_total + highest - outer * target, 0.0))
     if DIFFERENTIATE:
-        factor = tl.where(counted, scale, 0.0)
+        factor = tl.where(counted, scale, 0.0) * outer
+        if CAPPED:
+            factor *= inner
         tl.debug_barrier()  # the target's logit is read by one thread, and overwritten by another
         for start in range(0, stride, BLOCK):
             word = start + tl.arange(0, BLOCK)
-            z = _logits(logits_at, bias_at, word, words, stride, HAS_BIAS)
-            share = tl.div_rn(tl.exp(z - highest), total)
+            z = _logits(logits_at, bias_at, word, words, stride, inner, HAS_BIAS, CAPPED)
+            share = tl.div_rn(tl.exp(outer * z - highest), total)
             gradient = factor * (share - tl.where(word == label, 1.0, 0.0))
+            if CAPPED:
+                gradient *= 1 - z * z
             tl.store(logits_at + word, gradient.to(logits_at.dtype.element_ty), word < stride)
 
 
 @triton.jit
-def _logits(logits_at, bias_at, word, words, stride, HAS_BIAS: tl.constexpr):
+def _logits(logits_at, bias_at, word, words, stride, inner, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr):
+    """But for the factor `outer`; 0 behind a row's words."""
     z = tl.load(logits_at + word, word < stride, other=0.0).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_at + word, word < words, other=0.0)
-    return tl.where(word < words, z, float("-inf"))
+    if CAPPED:
+        z = _tanh(inner * z)
+    return tl.where(word < words, z, 0.0)
+
+
+@triton.jit
+def _tanh(x):
+    """To 1e-7, absolutely: the compiler's own is not in the interpreter."""
+    return 1 - tl.div_rn(2.0, tl.exp(2 * x) + 1)
 
 
 @triton.jit

@@ -7,19 +7,23 @@ while its logits exist (as in Liger-Kernel and Apple's CCE, arXiv:2411.09009). P
     z = h W^T + b,   loss = log sum_v exp(z_v) - z_y,   dz = softmax(z) - onehot(y)
     dh = dz W,       dW += dz^T h,                      db += dz
 
-Precision: logits in the weights' dtype (what autocast computes), the softmax in fp32, dz rounded to the weights' dtype,
-and dW summed in fp32 straight into the accumulator of the (tied) embedding, a band of words at a time, so that no
-second gradient of V x D ever exists.
+Where a model scales or caps its logits (logits.py), f(z) takes the place of z, and dz is f'(z) times as much.
 
-Memory beside the operands: chunk_tokens x V x (4 + 2) bytes in 16 bit (147 MiB for GPT-2 at 512 tokens) or x 4 in fp32,
-and a band of 8,192 x D in 16 bit. `fused`, on GPUs with operators.py's: chunks of 1,024 tokens x V x 2 bytes (98 MiB)
-and no band, since dz takes the place of the logits in one kernel and the product adds to the accumulator itself.
+Precision: logits in the weights' dtype (what autocast computes), f and the softmax in fp32, dz rounded to the weights'
+dtype, and dW summed in fp32 straight into the accumulator of the (tied) embedding, a band of words at a time, so that
+no second gradient of V x D ever exists.
+
+Memory beside the operands: chunk_tokens x V x (4 + 2) bytes in 16 bit (147 MiB for GPT-2 at 512 tokens) or x 4 in fp32
+(4 more for a cap), and a band of 8,192 x D in 16 bit. `fused`, on GPUs with operators.py's: chunks of 1,024 tokens x V
+x 2 bytes (98 MiB) and no band, since dz takes the place of the logits in one kernel and the product adds to the
+accumulator itself.
 """
 
 import torch
 from torch import Tensor
 
 from lowmem import operators
+from lowmem.logits import LogitFunction
 
 IGNORED = -100
 CHUNK_TOKENS = 512
@@ -35,6 +39,7 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     scale: float = 1.0,
+    function: LogitFunction = LogitFunction(),  # noqa: B008  it is frozen
     weight_gradient: Tensor | None = None,
     bias_gradient: Tensor | None = None,
     chunk_tokens: int | None = None,
@@ -44,9 +49,11 @@ def linear_cross_entropy(
 
     `hidden` [N, D] and `weight` [V, D] of one dtype, `labels` [N] int64, `bias` [V] fp32 or None. `weight_gradient`
     [V, D] and `bias_gradient` [V], both fp32, are added to; without `weight_gradient` nothing is differentiated and the
-    second result is None. Every gradient is multiplied by `scale`; the loss is not. `fused` takes 16-bit operands.
+    second result is None. Every gradient is multiplied by `scale`; the loss is not. `function`: what the model makes of
+    its logits. `fused` takes 16-bit operands.
     """
     differentiate = weight_gradient is not None
+    wanted = scale if differentiate else None
     chunk_tokens = chunk_tokens or (FUSED_CHUNK_TOKENS if fused else CHUNK_TOKENS)
     hidden_gradient = torch.empty_like(hidden) if differentiate else None
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -56,9 +63,9 @@ def linear_cross_entropy(
         chunk = hidden[start : start + chunk_tokens]
         targets = labels[start : start + chunk_tokens]
         if fused:
-            losses, gradient = _in_one_kernel(chunk, weight, bias, targets, scale if differentiate else None, room)
+            losses, gradient = _in_one_kernel(chunk, weight, bias, targets, wanted, function, room)
         else:
-            losses, gradient = _line_by_line(chunk, weight, bias, targets, scale if differentiate else None)
+            losses, gradient = _line_by_line(chunk, weight, bias, targets, wanted, function)
         loss += losses.sum()
         if not differentiate:
             continue
@@ -80,7 +87,7 @@ def linear_cross_entropy(
 
 
 def _line_by_line(
-    chunk: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float | None
+    chunk: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float | None, function: LogitFunction
 ) -> tuple[Tensor, Tensor | None]:
     """The losses of a chunk's tokens [C] and, unless `scale` is None, the gradient for its logits [C, V] in fp32."""
     counted = targets != IGNORED
@@ -88,6 +95,12 @@ def _line_by_line(
     logits = torch.nn.functional.linear(chunk, weight).float()  # [C, V] fp32; in place from here on
     if bias is not None:
         logits += bias
+    slope = None  # of a cap, but for its factors
+    if function.inner is not None:
+        logits.mul_(function.inner).tanh_()
+        slope = None if scale is None else logits.square().neg_().add_(1)
+    if function.outer != 1:
+        logits *= function.outer
     maximum = logits.amax(dim=1, keepdim=True)
     target_logit = logits.gather(1, targets)
     exponentials = logits.sub_(maximum).exp_()
@@ -95,17 +108,23 @@ def _line_by_line(
     losses = torch.where(counted, (total.log() + maximum - target_logit)[:, 0], 0.0)
     if scale is None:
         return losses, None
-    factor = counted.to(torch.float32)[:, None] * scale
-    gradient = exponentials.mul_(factor / total)
-    return losses, gradient.scatter_add_(1, targets, -factor)
+    factor = counted.to(torch.float32)[:, None] * (scale * function.outer * (function.inner or 1))
+    gradient = exponentials.mul_(factor / total).scatter_add_(1, targets, -factor)
+    return losses, gradient if slope is None else gradient.mul_(slope)
 
 
 def _in_one_kernel(
-    chunk: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float | None, room: Tensor
+    chunk: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    scale: float | None,
+    function: LogitFunction,
+    room: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """The same, the gradient in the weights' dtype, in `room` [C or more, a row stride]."""
     logits = room[: chunk.shape[0], : weight.shape[0]]
     torch.mm(chunk, weight.T, out=logits)
     losses = torch.empty(chunk.shape[0], dtype=torch.float32, device=chunk.device)
-    torch.ops.lowmem.cross_entropy(logits, bias, targets, losses, scale)
+    torch.ops.lowmem.cross_entropy(logits, bias, targets, losses, scale, function.outer, function.inner)
     return losses, logits

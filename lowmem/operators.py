@@ -20,7 +20,8 @@ _SCHEMAS = {
     "sgd": f"(Tensor(a!) working, Tensor(b!)? low, Tensor gradient, {_numbers}, float learning_rate) -> ()",
     "join": "(Tensor working, Tensor low, Tensor(a!) master) -> ()",
     "split": "(Tensor(a!) working, Tensor(b!) low, Tensor master) -> ()",
-    "cross_entropy": "(Tensor(a!) logits, Tensor? bias, Tensor labels, Tensor(b!) losses, float? scale) -> ()",
+    "cross_entropy": "(Tensor(a!) logits, Tensor? bias, Tensor labels, Tensor(b!) losses, float? scale, "
+    "float outer=1.0, float? inner=None) -> ()",
     "add_product": "(Tensor(a!) accumulator, Tensor left, Tensor right) -> ()",
 }
 

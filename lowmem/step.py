@@ -355,6 +355,7 @@ class Step:
             labels.flatten(),
             bias=None if bias is None else bias.detach(),
             scale=1.0 if scale is None else scale,
+            function=self._decoder.logit_function,
             fused=self._decoder.fused_kernels and weight.dtype is not torch.float32,
             **accumulators,
         )

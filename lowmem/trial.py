@@ -30,6 +30,7 @@ _WIDTHS = (  # what families call that of the matrices within a block, or within
     *("intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size", "moe_intermediate_size"),
     "shared_expert_intermediate_size",
 )
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")  # the second is Falcon's
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _OURS, _THEIRS = (str(Path(module).parent) for module in (__file__, transformers.__file__))
 _AUTOGRAD = str(Path(torch.autograd.__file__).parent)
@@ -89,8 +90,9 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
                 setattr(holder, name, min(number, text.vocab_size - 1))
     if heads is not None and heads > _HEADS:
         text.hidden_size = width * _HEADS // heads
-        if isinstance(groups := getattr(text, "num_key_value_heads", None), int):
-            text.num_key_value_heads = max(1, groups * _HEADS // heads)
+        for name in _KEY_HEADS:
+            if isinstance(groups := getattr(text, name, None), int):
+                setattr(text, name, max(1, groups * _HEADS // heads))
         text.num_attention_heads = _HEADS
         for name in _WIDTHS:
             if isinstance(getattr(text, name, None), int):

@@ -75,14 +75,14 @@ POST_NORM = {  # a norm comes after the last product of a block and saves it for
     "exaone4": lambda: Exaone4Config(**LLAMA),
     "glm4": lambda: Glm4Config(head_dim=8, **LLAMA, pad_token_id=1),
     "gemma3_text": lambda: Gemma3TextConfig(head_dim=8, **LLAMA),
-    "gemma2": lambda: Gemma2Config(head_dim=8, **LLAMA),
+    "gemma2": lambda: Gemma2Config(head_dim=8, final_logit_softcapping=3.0, **LLAMA),
 }
 MORE_FAMILIES = POST_NORM | {  # that show themselves in one way only
-    "cohere": lambda: CohereConfig(**LLAMA),
+    "cohere": lambda: CohereConfig(logit_scale=2.0, **LLAMA),
     "ernie4_5": lambda: Ernie4_5Config(head_dim=8, **LLAMA),
     "gemma": lambda: GemmaConfig(head_dim=8, **LLAMA),
     "glm": lambda: GlmConfig(head_dim=8, **LLAMA, pad_token_id=1),
-    "granite": lambda: GraniteConfig(logits_scaling=8.0, **LLAMA),
+    "granite": lambda: GraniteConfig(logits_scaling=0.5, **LLAMA),
     "helium": lambda: HeliumConfig(head_dim=8, **LLAMA),
     "mistral": lambda: MistralConfig(sliding_window=16, **LLAMA),
     "mpt": lambda: MptConfig(n_layers=3, d_model=32, n_heads=4, max_seq_len=64, **SPECIAL),

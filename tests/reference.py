@@ -3,16 +3,20 @@
 from collections.abc import Iterator
 
 import torch
+from families import MORE_FAMILIES, V
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, logging
 
 logging.set_verbosity_error()
 
-VOCABULARY = 97
+VOCABULARY = V
 
 
 def tiny_config(family: str, dropout: float = 0.0):
-    """Small enough for a second, real enough to have every part: two or more heads, four blocks, grouped keys."""
+    """Small enough for a second, real enough to have every part: two or more heads, four blocks, grouped keys; three
+    blocks in other families than GPT-2 and Llama."""
+    if family in MORE_FAMILIES:
+        return MORE_FAMILIES[family]()
     if family == "gpt2":
         return GPT2Config(
             n_layer=4, n_embd=48, n_head=4, vocab_size=VOCABULARY, n_positions=64, bos_token_id=0, eos_token_id=0,
@@ -27,7 +31,7 @@ def tiny_config(family: str, dropout: float = 0.0):
 def tiny_model(family: str, dropout: float = 0.0, seed: int = 0) -> nn.Module:
     """fp32, on the CPU. Weights are larger than transformers would draw them, so that attention matters."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, dropout), attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(tiny_config(family, dropout))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:

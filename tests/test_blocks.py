@@ -4,18 +4,17 @@ Every model here is the real class of transformers at a tiny size, with weights 
 matter (transformers draws them so small that a missing mask would hardly show).
 """
 
+import dataclasses
 import functools
 
 import pytest
 import torch
-from families import FAMILIES, LLAMA, NEW, OLD, V
+from families import FAMILIES, LLAMA, MORE_FAMILIES, NEW, OLD, V
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
-    Gemma2Config,
     GPT2Config,
-    GraniteConfig,
     LlamaConfig,
     OPTConfig,
     T5Config,
@@ -26,6 +25,7 @@ from transformers import (
 from lowmem.blocks import Decoder
 from lowmem.errors import InputError
 from lowmem.layers import cast_explicitly
+from lowmem.logits import LogitFunction
 from lowmem.models import build_model
 
 logging.set_verbosity_error()
@@ -171,9 +171,39 @@ def in_16_bit(model: nn.Module, residual: torch.dtype) -> nn.Module:
 
 
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16], ids=["fp32 residual", "16-bit residual"])
-@every_family
+@pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES)
 def test_the_check_passes_in_16_bit(family, residual):
-    Decoder(in_16_bit(build(FAMILIES[family]()), residual)).check(V)
+    Decoder(in_16_bit(build((FAMILIES | MORE_FAMILIES)[family]()), residual)).check(V)
+
+
+# --- what a model does to its logits ---
+
+
+@pytest.mark.parametrize(
+    ("family", "function"),
+    [
+        ("gemma2", LogitFunction(3.0, 1 / 3)),
+        ("nanochat", LogitFunction(15.0, 1 / 15)),
+        ("cohere", LogitFunction(2.0)),
+        ("granite", LogitFunction(2.0)),
+        ("llama", LogitFunction()),
+    ],
+)
+def test_a_factor_or_a_soft_cap_on_the_logits_is_found_with_and_without_weights(family, function):
+    config = (FAMILIES | MORE_FAMILIES)[family]()
+    decoder = Decoder(build(config))
+    assert dataclasses.astuple(decoder.logit_function) == pytest.approx(dataclasses.astuple(function))
+    assert Decoder(build_on_meta(config)).logit_function == decoder.logit_function
+    whole = logits_of_whole(decoder.model, tokens(2, 8))
+    assert (decoder.logit_function(logits_of_pieces(decoder, tokens(2, 8))) - whole).abs().max() < 1e-5
+    decoder.check(V)
+
+
+def test_a_function_of_the_logits_that_is_not_the_models_is_found_out_by_the_check():
+    decoder = Decoder(build(MORE_FAMILIES["gemma2"]()))
+    decoder.logit_function = LogitFunction(3.0, 0.34)
+    with pytest.raises(InputError, match="Gemma2ForCausalLM cannot be trained in pieces"):
+        decoder.check(V)
 
 
 # --- documents packed into a row ---
@@ -229,29 +259,28 @@ def test_an_encoder_decoder_is_refused():
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("change", "what"),
     [
-        pytest.param(lambda: Gemma2Config(head_dim=8, **LLAMA), id="Gemma2"),
-        pytest.param(lambda: GraniteConfig(logits_scaling=2.0, **LLAMA), id="Granite"),
+        (lambda logits: logits + 1, "add"),
+        (lambda logits: logits.softmax(-1), "_softmax"),
+        (lambda logits: logits.tanh().tanh(), "tanh"),
+        (lambda logits: logits * logits, "mul"),
+        (lambda logits: logits[..., :50], "another shape"),
+        (lambda logits: torch.ones_like(logits), "ones_like"),
     ],
 )
-def test_a_model_that_changes_its_logits_after_the_head_is_refused_by_the_check(config, request):
-    decoder = Decoder(build(config()))
-    with pytest.raises(InputError, match=f"{request.node.callspec.id}ForCausalLM cannot be trained in pieces"):
-        decoder.check(V)
+def test_what_is_neither_a_factor_nor_a_cap_on_the_logits_is_refused_by_name(change, what):
+    model = build(FAMILIES["llama"]())
+    before = model.forward
 
+    def forward(**keywords):
+        output = before(**keywords)
+        output.logits = change(output.logits)
+        return output
 
-def test_soft_capping_is_seen_though_the_logits_are_too_small_to_be_capped():
-    """An untrained model's logits pass a cap of 30 all but unchanged; a trained one's would not."""
-    torch.manual_seed(0)
-    decoder = Decoder(AutoModelForCausalLM.from_config(Gemma2Config(head_dim=8, **LLAMA)).float())
-    assert logits_of_whole(decoder.model, tokens(2, 8)).abs().max() < 0.5
-    with pytest.raises(InputError, match="Gemma2ForCausalLM cannot be trained in pieces"):
-        decoder.check(V)
-
-
-def test_a_granite_whose_scaling_is_1_passes_the_check():
-    Decoder(build(GraniteConfig(logits_scaling=1.0, **LLAMA))).check(V)
+    model.forward = forward
+    with pytest.raises(InputError, match=rf"LlamaForCausalLM cannot be trained in pieces: .* \({what}\)"):
+        Decoder(model)
 
 
 def test_blocks_that_share_parameters_are_refused():

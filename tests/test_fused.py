@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from reference import tiny_config
-from test_loss import chunked, errors, operands
+from test_loss import CAPPED, PLAINLY, SCALED, chunked, errors, operands
 from test_loss import plain as plain_loss
 from test_step import PLAIN, make_batches, train
 from torch import nn
@@ -223,23 +223,25 @@ def test_a_run_with_kernels_stays_as_near_to_fp32_as_one_without(interpreted, fa
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("with_bias", "function"), [(False, PLAINLY), (True, PLAINLY), (False, CAPPED), (True, CAPPED), (False, SCALED)]
+)
 @pytest.mark.parametrize(("words", "chunk"), [(97, 37), (97, 16), (4096, 37), (8200, 20)])
 def test_the_loss_in_one_kernel_is_no_further_from_the_truth_than_line_by_line(
-    interpreted, words, chunk, with_bias, dtype
+    interpreted, words, chunk, with_bias, function, dtype
 ):
     hidden, weight, labels, bias = operands(0, V=words, dtype=dtype)
     bias = bias if with_bias else None
-    truth = plain_loss(hidden, weight, labels, bias, 0.37, torch.float64)
+    truth = plain_loss(hidden, weight, labels, bias, 0.37, torch.float64, function)
+    how = {"chunk_tokens": chunk, "function": function}
     one, lines = (
-        errors(chunked(hidden, weight, labels, bias, 0.37, chunk_tokens=chunk, fused=fused), truth)
-        for fused in (True, False)
+        errors(chunked(hidden, weight, labels, bias, 0.37, fused=fused, **how), truth) for fused in (True, False)
     )
     for name, error in one.items():  # a bias is summed of gradients that are rounded, as in autocast
         assert error <= (4 if name == "bias" else 1.1) * lines[name] + 1e-6, (name, error, lines[name])
-    loss, nothing = linear_cross_entropy(hidden, weight, labels, bias=bias, chunk_tokens=chunk, fused=True)
+    loss, nothing = linear_cross_entropy(hidden, weight, labels, bias=bias, fused=True, **how)
     assert nothing is None
-    assert loss == chunked(hidden, weight, labels, bias, 0.37, chunk_tokens=chunk, fused=True).loss
+    assert loss == chunked(hidden, weight, labels, bias, 0.37, fused=True, **how).loss
 
 
 def test_what_lies_behind_the_logits_in_their_rows_counts_for_nothing(interpreted):
@@ -336,19 +338,22 @@ def test_the_kernel_compiles_for_cards_and_reads_16_bytes_at_a_time_without_spil
 
 
 @pytest.mark.parametrize("capability", [75, 80, 86, 90])
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_the_loss_compiles_for_cards_and_reads_logits_16_bytes_at_a_time_without_spilling(compiled, capability, kind):
+@pytest.mark.parametrize(("kind", "capped"), [("bf16", False), ("fp16", False), ("bf16", True)])
+def test_the_loss_compiles_for_cards_and_reads_logits_16_bytes_at_a_time_without_spilling(
+    compiled, capability, kind, capped
+):
     from triton.compiler import ASTSource
 
     kernel = compiled._cross_entropy
     signature = {
         "logits_at": f"*{kind}", "bias_at": f"*{kind}", "labels_at": "*i64", "losses_at": "*fp32", "scale": "fp32",
-        "words": "i32", "stride": "i32", "HAS_BIAS": "constexpr", "DIFFERENTIATE": "constexpr", "BLOCK": "constexpr",
+        "outer": "fp32", "inner": "fp32", "words": "i32", "stride": "i32", "HAS_BIAS": "constexpr",
+        "CAPPED": "constexpr", "DIFFERENTIATE": "constexpr", "BLOCK": "constexpr",
     }  # fmt: skip
     assert list(signature) == kernel.arg_names
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(signature)
                if name.endswith("_at") or name == "stride"}  # fmt: skip
-    constants = {"HAS_BIAS": False, "DIFFERENTIATE": True, "BLOCK": compiled.WORDS}
+    constants = {"HAS_BIAS": False, "CAPPED": capped, "DIFFERENTIATE": True, "BLOCK": compiled.WORDS}
     accesses = accesses_of(ASTSource(kernel, signature, constants, aligned), capability, warps=8)
     assert not any("local" in what for what, _ in accesses)
     wide = [what for what, width in accesses if ".v4.b32" in width]
@@ -400,17 +405,18 @@ def test_kernels_that_agree_are_used_and_halves_that_differ_are_found(interprete
     assert fused.why_not.__wrapped__(CPU) == "a kernel splits or joins weights otherwise"
 
 
-def test_before_a_run_the_loss_is_tried_in_every_variant_that_triton_makes_of_it(interpreted, monkeypatch):
+def test_before_a_run_the_loss_is_tried_in_every_variant_that_models_want_of_it(interpreted, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     real, variants = interpreted.cross_entropy, set()
 
-    def noting(logits, bias, labels, losses, scale):
-        variants.add((logits.dtype, bias is not None, scale is not None))
-        real(logits, bias, labels, losses, scale)
+    def noting(logits, bias, labels, losses, scale, outer=1.0, inner=None):
+        variants.add((logits.dtype, bias is not None, scale is not None, inner is not None))
+        real(logits, bias, labels, losses, scale, outer, inner)
 
     monkeypatch.setattr(interpreted, "cross_entropy", noting)
     assert fused.why_not.__wrapped__(CPU) is None
-    assert variants == set(itertools.product(DTYPES[1:], (False, True), (False, True)))
+    kinds = itertools.product(DTYPES[1:], (False, True), (False, True), (False, True))
+    assert variants == {kind for kind in kinds if not (kind[1] and kind[3])}, "a bias or a cap"
 
 
 def test_a_step_is_not_simulated_for_kernels_that_its_decoder_does_not_run():
@@ -422,7 +428,11 @@ def test_a_step_is_not_simulated_for_kernels_that_its_decoder_does_not_run():
 def test_a_loss_that_is_computed_otherwise_is_found(interpreted, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     real = interpreted.cross_entropy
-    monkeypatch.setattr(interpreted, "cross_entropy", lambda *most: real(*most[:-1], most[-1] and 1.1 * most[-1]))
+
+    def wrong(logits, bias, labels, losses, scale, *more):
+        real(logits, bias, labels, losses, scale and 1.1 * scale, *more)
+
+    monkeypatch.setattr(interpreted, "cross_entropy", wrong)
     assert fused.why_not.__wrapped__(CPU).startswith("the loss or a gradient of it is 0.1")
 
 

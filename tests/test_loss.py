@@ -23,10 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowmem import loss as loss_module
+from lowmem.logits import LogitFunction
 from lowmem.loss import IGNORED, linear_cross_entropy
 
 FP32_TOLERANCE = {"loss": 7e-7, "hidden": 5e-6, "weight": 6e-7, "bias": 5e-7}
 SIXTEEN_BIT_FACTOR = {"loss": 1.5, "hidden": 1.05, "weight": 1.2, "bias": 1.05}  # times the plain loss's own error
+
+
+PLAINLY, SCALED, CAPPED = LogitFunction(), LogitFunction(0.0625), LogitFunction(1.5, 0.5)
+functions_of_logits = pytest.mark.parametrize("function", [PLAINLY, SCALED, CAPPED], ids=["plain", "scaled", "capped"])
 
 
 class Results(NamedTuple):
@@ -45,12 +50,14 @@ def operands(seed: int, N: int = 37, D: int = 48, V: int = 97, dtype: torch.dtyp
     return hidden.to(dtype), weight.to(dtype), labels, bias
 
 
-def plain(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, scale: float, dtype=None) -> Results:
+def plain(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, scale: float, dtype=None, function=PLAINLY
+) -> Results:
     """All logits at once and autograd; `dtype`: compute in it. The bias joins in fp32 at least, as a master does."""
     leaves = [t if t is None else t.to(dtype or t.dtype, copy=True).requires_grad_() for t in (hidden, weight, bias)]
     logits = F.linear(*leaves[:2])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    loss = F.cross_entropy(logits if bias is None else logits + leaves[2], labels, reduction="sum")
+    loss = F.cross_entropy(function(logits if bias is None else logits + leaves[2]), labels, reduction="sum")
     (loss * scale).backward()
     return Results(loss.detach(), *(None if leaf is None else leaf.grad for leaf in leaves))
 
@@ -84,14 +91,16 @@ def assert_fp32_close(results: Results, truth: Results) -> None:
         assert error <= FP32_TOLERANCE[name], (name, error)
 
 
+@functions_of_logits
 @pytest.mark.parametrize("V", [97, 8200])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 37, 64])
-def test_fp32_is_the_plain_loss_whatever_the_chunk(chunk_tokens, with_bias, V):
+def test_fp32_is_the_plain_loss_whatever_the_chunk(chunk_tokens, with_bias, V, function):
     hidden, weight, labels, bias = operands(0, V=V)
     bias = bias if with_bias else None
-    truth = plain(hidden, weight, labels, bias, 0.37, torch.float64)
-    assert_fp32_close(chunked(hidden, weight, labels, bias, 0.37, chunk_tokens=chunk_tokens), truth)
+    truth = plain(hidden, weight, labels, bias, 0.37, torch.float64, function)
+    results = chunked(hidden, weight, labels, bias, 0.37, chunk_tokens=chunk_tokens, function=function)
+    assert_fp32_close(results, truth)
 
 
 def test_the_default_chunk_gives_the_plain_loss_over_several_chunks():
@@ -113,14 +122,15 @@ def test_a_vocabulary_of_several_bands_gets_every_words_gradient(V, dtype):
     assert results.weight[-1].any() and results.weight[0].any()
 
 
+@functions_of_logits
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("chunk_tokens", [3, 64])
-def test_16_bit_errors_are_those_of_the_plain_16_bit_loss(chunk_tokens, dtype):
+def test_16_bit_errors_are_those_of_the_plain_16_bit_loss(chunk_tokens, dtype, function):
     for seed in range(3):
         case = operands(seed, V=1000, dtype=dtype)
-        truth = plain(*case, 0.37, torch.float64)
-        own = errors(chunked(*case, 0.37, chunk_tokens=chunk_tokens), truth)
-        for name, plain_error in errors(plain(*case, 0.37), truth).items():
+        truth = plain(*case, 0.37, torch.float64, function)
+        own = errors(chunked(*case, 0.37, chunk_tokens=chunk_tokens, function=function), truth)
+        for name, plain_error in errors(plain(*case, 0.37, function=function), truth).items():
             assert own[name] <= SIXTEEN_BIT_FACTOR[name] * plain_error, (name, own[name], plain_error)
 
 
@@ -200,11 +210,12 @@ def test_gradients_are_added_to_what_the_accumulators_hold(dtype):
     torch.testing.assert_close(bias_gradient, held_bias + fresh.bias, rtol=0, atol=2e-5)
 
 
-def test_without_an_accumulator_nothing_is_differentiated_and_the_loss_is_the_same():
+@functions_of_logits
+def test_without_an_accumulator_nothing_is_differentiated_and_the_loss_is_the_same(function):
     hidden, weight, labels, bias = operands(10)
-    loss, hidden_gradient = linear_cross_entropy(hidden, weight, labels, bias=bias)
+    loss, hidden_gradient = linear_cross_entropy(hidden, weight, labels, bias=bias, function=function)
     assert hidden_gradient is None
-    assert torch.equal(loss, chunked(hidden, weight, labels, bias, 1.0).loss)
+    assert torch.equal(loss, chunked(hidden, weight, labels, bias, 1.0, function=function).loss)
 
 
 def test_the_operands_stay_as_they_were():

@@ -277,13 +277,14 @@ def test_micro_batch_sizes_agree_but_for_the_order_of_summation():
             assert deviation < 1e-3, (name, deviation)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "granite", "cohere"])
 def test_fp32_follows_plain_transformers_and_torch_adamw(family):
-    """Largest relative deviation of 30 losses: 1.7e-7 measured, three roundings of the loss itself; 1e-5 allowed."""
+    """Largest relative deviation of 30 losses: 1.7e-7 measured, three roundings of the loss itself; 1e-6 allowed. The
+    last three scale or cap their logits."""
     batches, rates = _thirty_steps(seed=1)
     reference = list(plain_training(tiny_model(family), _pairs(batches), learning_rates=rates))
     ours = train(batches, family=family, dropout=0.0, clip_norm=1.0, rates=rates, group=2, segment_blocks=3)
-    assert reference[-1] < reference[0] - 0.4, "the reference must learn something"
+    assert reference[-1] < reference[0] - 0.15, "the reference must learn something"
     assert ours.losses == pytest.approx(reference, rel=1e-6)
 
 
