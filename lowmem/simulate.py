@@ -28,9 +28,9 @@ from lowmem.blocks import Decoder
 from lowmem.cards import Card
 from lowmem.clock import SimulatedCopies
 from lowmem.cuda_ops import (
-    LAST_RESULT_FIRST,
     PRODUCTS,
     CudaFunctions,
+    allocated,
     blas_workspace_bytes,
     blaslt_workspace_bytes,
 )
@@ -108,7 +108,7 @@ def gpu_target(card: Card, fused_kernels: bool | None = None) -> Target:
         hidden_bytes=lambda *operation: hidden_bytes(*operation, gpu),
         products=PRODUCTS,
         workspace_bytes=workspace + blaslt_workspace_bytes(version),
-        last_result_first=LAST_RESULT_FIRST,
+        allocated=allocated,
         seconds=lambda *operation: operation_seconds(card, *operation),
         host_seconds=(HOST_SECONDS_PER_OPERATION, HOST_SECONDS_PER_BACKWARD_OPERATION),
         more_host_seconds={torch.ops.lowmem.add_product.default: HOST_SECONDS_PER_PYTHON_BACKWARD},

@@ -235,9 +235,10 @@ def test_both_workspaces_are_there_before_the_weights(clip_norm):
     assert [name for _, _, name in operations[:3]] == ["workspaces", "workspaces", "working_weights"]
 
 
-SUMS = {  # of a tensor, whose gradient is the sum of two; nobody else holds the first, or the caller does
+SUMS = {  # of a tensor, whose gradient is the sum of two; nobody else holds the first, or the caller, or a view's base
     "added in place": lambda y: y.sin() * y.cos(),
     "a sum of its own": lambda y: y + y.sin(),
+    "a sum of its own beside a view": lambda y: y.sin() * (y.view(2, -1) * 3).flatten(),
 }
 
 
@@ -260,7 +261,10 @@ def test_gradients_that_meet_are_added_in_place_where_autograd_does_that(functio
 def test_temporaries_end_last_born_first_and_results_come_in_the_order_that_the_machine_says():
     dropout = torch.ops.aten.native_dropout.default
     temporaries = {dropout: (3, 5)}
-    machine = Machine(hidden_bytes=lambda func, *_: temporaries.get(func, ()), last_result_first=frozenset(temporaries))
+    machine = Machine(
+        hidden_bytes=lambda func, *_: temporaries.get(func, ()),
+        allocated=lambda func, args, kwargs, results: results[::-1] if func is dropout else results,
+    )
     with Recorder(machine) as recorder:
         given = torch.empty(8, device="meta")
         results = dropout(given, 0.1, True)
