@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lowmem import adam, fused
+from lowmem import adam, device, fused
 from lowmem.adam import Optimizer, UpdateRule
 from lowmem.allocator import CachingAllocator
 from lowmem.blocks import Decoder
@@ -35,7 +35,6 @@ from lowmem.cuda_ops import (
     blaslt_workspace_bytes,
 )
 from lowmem.data import Batch
-from lowmem.device import CUBLAS_WORKSPACES
 from lowmem.precision import LossScale
 from lowmem.replay import META, ReplayedStep
 from lowmem.roofline import (
@@ -101,7 +100,7 @@ def gpu_target(card: Card, fused_kernels: bool | None = None) -> Target:
         fused_kernels = fused.expected(card.capability)
     version = tuple(int(number) for number in torch.__version__.split(".")[:2])
     workspace = blas_workspace_bytes(
-        card.capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES), version
+        card.capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES), version
     )
     gpu = Gpu(card.capability, card.multiprocessors)
     machine = Machine(
@@ -214,9 +213,11 @@ def record_step(
     )
 
 
-def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool = True) -> Memory:
-    """What `tape` takes of a GPU whose allocator is capped; SimulatedOutOfMemory where it does not complete."""
-    allocator = CachingAllocator(expandable_segments=expandable_segments, limit_bytes=limit_bytes)
+def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None) -> Memory:
+    """What `tape` takes of a GPU whose allocator is capped; SimulatedOutOfMemory where it does not complete.
+    `expandable_segments`: None for what the environment says."""
+    grow = device.expandable_segments() if expandable_segments is None else expandable_segments
+    allocator = CachingAllocator(expandable_segments=grow, limit_bytes=limit_bytes)
     allocate, free = allocator.allocate, allocator.free
     handles: dict[int, int] = {}
     peak = reserved_peak = peak_chunk = 0

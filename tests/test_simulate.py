@@ -195,7 +195,7 @@ def test_the_persistent_parts_of_a_step_are_named_and_have_the_sizes_worked_out_
     assert sum(memory.at_peak.values()) == memory.allocated_peak_bytes
 
 
-def test_it_fits_where_the_capped_run_completes_and_nowhere_else():
+def test_it_fits_where_the_capped_run_completes_and_nowhere_else(monkeypatch):
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
     case = StepCase(256, 4, Schedule(2, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS["adamw"], 99)
     tape = record_step(decoder, case, Target(Machine()), {}).tape
@@ -206,6 +206,9 @@ def test_it_fits_where_the_capped_run_completes_and_nowhere_else():
     default = under_cap(tape, expandable_segments=False)
     assert default.reserved_peak_bytes >= default.allocated_peak_bytes >= free.allocated_peak_bytes
     assert sum(default.at_peak.values()) == default.allocated_peak_bytes
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    assert under_cap(tape) == default != free
     assert max(allocated for _, allocated, _ in free.timeline) == free.allocated_peak_bytes
     seconds = [second for second, _, _ in free.timeline]
     assert seconds == sorted(seconds)
