@@ -20,7 +20,7 @@ default settings:
 - At the cap every wholly free segment (every wholly free page) goes back to the driver, as in ``empty_cache``, and the
   allocation is tried once more.
 
-Left out: settings that this project never makes (max_split_size, roundup_power2_divisions, large_segment_size,
+Left out: settings that device.py refuses (max_split_size, roundup_power2_divisions, large_segment_size,
 garbage_collection_threshold), private pools of CUDA graphs, and a driver that has less memory than the cap. New
 segments get rising addresses; the driver's own choice can differ, which matters only between free blocks of one size.
 

@@ -18,9 +18,8 @@ Each entry names the file it was read in, below aten/src/ATen. "2.13" is what to
 kernels, the composites that it runs); "recent" a source of unknown release close to that; "main" is newer, "old" an
 earlier release; "assumed" was not read.
 
-Left out: F.rms_norm, one kernel there and a composite here, which no decoder tried calls; that efficient attention
-with dropout keeps its two random numbers in RAM there (1 KiB a call); settings that this project never makes (attention
-kernels off, FlashAttention 3, ...).
+Left out: F.rms_norm, one kernel there and a composite here, which no decoder tried calls; settings that this project
+never makes (attention kernels off, FlashAttention 3, ...).
 
 Taken to be alike, as 2.13 runs the operators here for which CUDA has kernels, and compared too: layer_norm (statistics
 in fp32), gelu, silu, embedding, cross_entropy, addmm, baddbmm, vector_norm, linear, softmax of bf16 in fp32. Alike but
@@ -217,8 +216,18 @@ PRODUCTS = frozenset(
 ) | {_aten.addmm_.default, _aten.baddbmm_.default, _aten.addmv_.default, torch.ops.lowmem.add_product.default}
 
 
-# What allocates its second result before its first: cuda/Dropout.cu (seen on 2.14.1).
-LAST_RESULT_FIRST = frozenset({_aten.native_dropout.default})
+def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) -> list[Tensor]:
+    """The results of an aten overload that are allocated on the device, in order (seen on 2.14.1): dropout's mask comes
+    first (cuda/Dropout.cu), and the two random numbers that efficient attention with dropout keeps lie in RAM."""
+    if func is _aten.native_dropout.default:
+        return results[::-1]
+    if func is _aten._scaled_dot_product_efficient_attention.default and _dropout_p(*args, **kwargs) > 0:
+        return results[:2]
+    return results
+
+
+def _dropout_p(query, key, value, bias, differentiates, dropout_p=0.0, *_, **__) -> float:
+    return dropout_p
 
 
 def blas_workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int] = (2, 13)) -> int:

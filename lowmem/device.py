@@ -8,16 +8,37 @@ import torch
 from lowmem.errors import InputError
 
 CUBLAS_WORKSPACES = ":4096:8"  # eight of 4 MiB
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first is torch's from 2.9 on
 
 
 def set_environment() -> None:
     """To be called before CUDA starts: segments that grow (reserved memory stays within 0.2% of allocated), and the
     cuBLAS workspace that makes products reproducible. What the user has set stays."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first is torch's from 2.9 on
-    if not any(name in os.environ for name in names):
-        os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:True"))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def expandable_segments() -> bool:
+    """Whether the segments of CUDA's caching allocator grow: as the environment says, else as set_environment would.
+    InputError where the environment asks the allocator for what allocator.py does not know."""
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        raise InputError("PYTORCH_NO_CUDA_MEMORY_CACHING is set, and no plan holds without the cache; unset it")
+    found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
+    if len(set(found.values())) > 1:
+        raise InputError(f"{' and '.join(ALLOCATOR_VARIABLES)} differ; set one of them")
+    grow = not found
+    for name, text in list(found.items())[:1]:
+        for setting in filter(None, map(str.strip, text.split(","))):
+            key, _, value = (word.strip() for word in setting.partition(":"))
+            if key == "expandable_segments" and value in ("True", "False"):
+                grow = value == "True"
+            elif not key.startswith("pinned_") and (key, value) != ("backend", "native"):
+                raise InputError(
+                    f"{name} has {setting}, which no plan knows; it may have expandable_segments:True or False"
+                )
+    return grow
 
 
 def select_device(wanted: str) -> torch.device:

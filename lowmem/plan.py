@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, logging
 
 from lowmem.budget import CONTEXT_BYTES, Budget
 from lowmem.cards import CARDS, Card, card_named, card_of_name_reported
-from lowmem.device import select_device, set_environment
+from lowmem.device import expandable_segments, select_device, set_environment
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.models import check_tokens, load_config
 from lowmem.planner import make_plan
@@ -53,6 +53,8 @@ def planned(settings: Settings) -> tuple[str, str, Card | None]:
 def _possible(device: str, precision: str, card: Card | None) -> tuple[str, str, Card | None]:
     if card is not None and precision == "bf16" and "bf16" not in card.rates:
         raise InputError(f"--precision bf16: {card.name} has no bf16; --precision auto takes fp16 there")
+    if card is not None:
+        expandable_segments()  # refuses settings of the allocator that no plan can be made for
     return device, precision, card
 
 

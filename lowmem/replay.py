@@ -69,6 +69,8 @@ class ReplayedStep(Step):
     ):
         super().__init__(*arguments, **keywords)
         self._rule = update
+        if self._optimizer.name == "adamw8bit":  # which has a table of 256 numbers for each moment
+            self._tables = torch.empty(256, device=META), torch.empty(256, device=META)
         self._recorder, self._known, self._functions = recorder, known, functions
         self._forwards: dict[int, Region] = {}  # segments that wait for their backward, by their Saved
         self._parts: list[list[Part]] = [[] for _ in self._decoder.units]

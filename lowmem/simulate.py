@@ -21,21 +21,20 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lowmem import adam, fused
+from lowmem import adam, device, fused
 from lowmem.adam import Optimizer, UpdateRule
 from lowmem.allocator import CachingAllocator
 from lowmem.blocks import Decoder
 from lowmem.cards import Card
 from lowmem.clock import SimulatedCopies
 from lowmem.cuda_ops import (
-    LAST_RESULT_FIRST,
     PRODUCTS,
     CudaFunctions,
+    allocated,
     blas_workspace_bytes,
     blaslt_workspace_bytes,
 )
 from lowmem.data import Batch
-from lowmem.device import CUBLAS_WORKSPACES
 from lowmem.precision import LossScale
 from lowmem.replay import META, ReplayedStep
 from lowmem.roofline import (
@@ -101,14 +100,14 @@ def gpu_target(card: Card, fused_kernels: bool | None = None) -> Target:
         fused_kernels = fused.expected(card.capability)
     version = tuple(int(number) for number in torch.__version__.split(".")[:2])
     workspace = blas_workspace_bytes(
-        card.capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES), version
+        card.capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES), version
     )
     gpu = Gpu(card.capability, card.multiprocessors)
     machine = Machine(
         hidden_bytes=lambda *operation: hidden_bytes(*operation, gpu),
         products=PRODUCTS,
         workspace_bytes=workspace + blaslt_workspace_bytes(version),
-        last_result_first=LAST_RESULT_FIRST,
+        allocated=allocated,
         seconds=lambda *operation: operation_seconds(card, *operation),
         host_seconds=(HOST_SECONDS_PER_OPERATION, HOST_SECONDS_PER_BACKWARD_OPERATION),
         more_host_seconds={torch.ops.lowmem.add_product.default: HOST_SECONDS_PER_PYTHON_BACKWARD},
@@ -214,9 +213,11 @@ def record_step(
     )
 
 
-def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool = True) -> Memory:
-    """What `tape` takes of a GPU whose allocator is capped; SimulatedOutOfMemory where it does not complete."""
-    allocator = CachingAllocator(expandable_segments=expandable_segments, limit_bytes=limit_bytes)
+def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None) -> Memory:
+    """What `tape` takes of a GPU whose allocator is capped; SimulatedOutOfMemory where it does not complete.
+    `expandable_segments`: None for what the environment says."""
+    grow = device.expandable_segments() if expandable_segments is None else expandable_segments
+    allocator = CachingAllocator(expandable_segments=grow, limit_bytes=limit_bytes)
     allocate, free = allocator.allocate, allocator.free
     handles: dict[int, int] = {}
     peak = reserved_peak = peak_chunk = 0

@@ -133,7 +133,7 @@ class Machine:
     hidden_bytes: Callable = lambda *_: ()
     products: frozenset = frozenset()
     workspace_bytes: int = 0
-    last_result_first: frozenset = frozenset()
+    allocated: Callable = lambda func, args, kwargs, results: results
     seconds: Callable = lambda *_: 0.0
     host_seconds: tuple[float, float] = (0.0, 0.0)
     more_host_seconds: dict = field(default_factory=dict)
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
         self.clock = Clock()
         self._name_of = name_of
         self._count = 0
-        self._numbers: dict[int, int] = {}  # of live storages, by address
+        self._numbers: dict[int, int | None] = {}  # of live storages, by address; None: of one that is elsewhere
         self._births: dict[int, tuple[list[Operation], int]] = {}  # where the birth of a live storage is written
         self._held: set[int] = set()  # storages whose end a replay will write
         self._threads: set[int] = set()  # those that have a workspace
@@ -283,13 +283,16 @@ class Recorder(TorchDispatchMode):
                 opened.region.threads.add(thread)
             self._need_workspace(thread)
         self._settle()
-        if func is _aten.add.Tensor and thread == BACKWARD and _called_by_the_engine():
+        if func is _aten.add.Tensor and thread == BACKWARD and not args[0]._is_view() and _called_by_the_engine():
             self._sum = result.untyped_storage(), self.number_of(args[0]), args[0].untyped_storage().nbytes()
         else:
-            results = result if isinstance(result, tuple | list) else (result,)
-            for tensor in reversed(results) if func in machine.last_result_first else results:
-                if isinstance(tensor, Tensor):
-                    self.note(tensor)
+            results = list(filter(_is_tensor, result if isinstance(result, tuple | list) else (result,)))
+            allocated = machine.allocated(func, args, kwargs, results)
+            for tensor in allocated:
+                self.note(tensor)
+            for tensor in results if len(allocated) < len(results) else ():
+                if tensor.untyped_storage()._cdata not in self._numbers:
+                    self._bind(tensor.untyped_storage(), None)  # not on the device
         temporaries = [
             self._born(size, "inside_operations") for size in machine.hidden_bytes(func, args, kwargs, result)
         ]
@@ -317,14 +320,14 @@ class Recorder(TorchDispatchMode):
 
     def _settle(self) -> None:
         """Autograd adds a second gradient into the first one if nothing else holds that, but never so under a dispatch
-        mode (accumulate in input_buffer.cpp). Nothing else held it if it dies right after; if something else happens
-        first, the sum is a storage of its own."""
+        mode (accumulate in input_buffer.cpp). Nothing else held it if it dies right after (a view holds its base, which
+        dies with it); if something else happens first, the sum is a storage of its own."""
         if self._sum is not None:
             storage, *_ = self._sum
             self._sum = None
             self._bind(storage, self._born(storage.nbytes(), self._name()))
 
-    def _bind(self, storage: torch.UntypedStorage, number: int) -> None:
+    def _bind(self, storage: torch.UntypedStorage, number: int | None) -> None:
         self._numbers[storage._cdata] = number
         weakref.finalize(storage, self._died, storage._cdata).atexit = False
 
@@ -337,7 +340,7 @@ class Recorder(TorchDispatchMode):
 
     def _died(self, address: int) -> None:
         number = self._numbers.pop(address)
-        if self._ended:
+        if self._ended or number is None:
             return
         if self._sum is not None:
             storage, *first = self._sum
@@ -378,6 +381,10 @@ class Recorder(TorchDispatchMode):
             chunks.pop()
         self._operations = []
         self.tape.chunks.append(Chunk(self._operations, 0, 0, self.clock.gpu))
+
+
+def _is_tensor(value) -> bool:
+    return isinstance(value, Tensor)
 
 
 def _called_by_the_engine() -> bool:

@@ -3,7 +3,8 @@
 The card has no speed, so it is not timed (calibrate.py): plans are made by the table of cards.
 
 Without values device memory is never written, so what compares values is carried out, it allocates and launches as
-ever, and its verdict is not looked at. With values nothing is passed over but the timing.
+ever, and its verdict is not looked at; what is asked of a value is so. With values nothing is passed over but the
+timing.
 """
 
 import contextlib
@@ -33,6 +34,16 @@ def comparisons() -> None:
     fused.largest_ulps = _with_verdict(fused.largest_ulps, {"weight": 0.0})
     fused.halves_agree = _with_verdict(fused.halves_agree, True)
     fused.loss_error = _with_verdict(fused.loss_error, 0.0)
+    questions()
+
+
+def questions() -> None:
+    """From here on the answer is yes when a program asks whether a value on the card is true, as in a simulated step
+    (trace.py). Models ask of masks and positions whether they need a mask, and memory that is 0 says that they do."""
+    from torch import Tensor
+
+    truth = Tensor.__bool__
+    Tensor.__bool__ = lambda tensor: tensor.is_cuda or truth(tensor)
 
 
 def _with_verdict(comparison, verdict):

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from lowmem.device import select_device, set_environment
+from lowmem.device import expandable_segments, select_device, set_environment
 from lowmem.errors import InputError
 
 TODAY = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
@@ -47,3 +47,41 @@ def test_what_the_user_set_for_the_allocator_stays_alone(monkeypatch, name):
     monkeypatch.setattr(os, "environ", {name: "max_split_size_mb:64"})
     set_environment()
     assert [value for key, value in os.environ.items() if key.endswith("ALLOC_CONF")] == ["max_split_size_mb:64"]
+
+
+@pytest.mark.parametrize(
+    ("text", "grow"),
+    [
+        (None, True),
+        ("", False),
+        ("expandable_segments:True", True),
+        (" expandable_segments : True ,pinned_use_background_threads:True", True),
+        ("expandable_segments:False", False),
+        ("backend:native", False),
+    ],
+)
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_whether_segments_grow_is_what_the_environment_says(monkeypatch, name, text, grow):
+    """As torch 2.14.1 was seen to read it; nothing said is what set_environment says."""
+    monkeypatch.setattr(os, "environ", {} if text is None else {name: text})
+    assert expandable_segments() == grow
+    set_environment()
+    assert expandable_segments() == grow
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"},
+        {"PYTORCH_ALLOC_CONF": "expandable_segments:True,garbage_collection_threshold:0.8"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2]"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
+        {"PYTORCH_ALLOC_CONF": "expandable_segments:1"},
+        {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},
+        {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    ],
+)
+def test_what_no_plan_can_be_made_for_is_refused_by_name(monkeypatch, environment):
+    monkeypatch.setattr(os, "environ", environment)
+    with pytest.raises(InputError, match="|".join(environment)):
+        expandable_segments()

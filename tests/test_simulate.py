@@ -195,7 +195,7 @@ def test_the_persistent_parts_of_a_step_are_named_and_have_the_sizes_worked_out_
     assert sum(memory.at_peak.values()) == memory.allocated_peak_bytes
 
 
-def test_it_fits_where_the_capped_run_completes_and_nowhere_else():
+def test_it_fits_where_the_capped_run_completes_and_nowhere_else(monkeypatch):
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
     case = StepCase(256, 4, Schedule(2, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS["adamw"], 99)
     tape = record_step(decoder, case, Target(Machine()), {}).tape
@@ -206,6 +206,9 @@ def test_it_fits_where_the_capped_run_completes_and_nowhere_else():
     default = under_cap(tape, expandable_segments=False)
     assert default.reserved_peak_bytes >= default.allocated_peak_bytes >= free.allocated_peak_bytes
     assert sum(default.at_peak.values()) == default.allocated_peak_bytes
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    assert under_cap(tape) == default != free
     assert max(allocated for _, allocated, _ in free.timeline) == free.allocated_peak_bytes
     seconds = [second for second, _, _ in free.timeline]
     assert seconds == sorted(seconds)
@@ -235,9 +238,10 @@ def test_both_workspaces_are_there_before_the_weights(clip_norm):
     assert [name for _, _, name in operations[:3]] == ["workspaces", "workspaces", "working_weights"]
 
 
-SUMS = {  # of a tensor, whose gradient is the sum of two; nobody else holds the first, or the caller does
+SUMS = {  # of a tensor, whose gradient is the sum of two; nobody else holds the first, or the caller, or a view's base
     "added in place": lambda y: y.sin() * y.cos(),
     "a sum of its own": lambda y: y + y.sin(),
+    "a sum of its own beside a view": lambda y: y.sin() * (y.view(2, -1) * 3).flatten(),
 }
 
 
@@ -260,7 +264,10 @@ def test_gradients_that_meet_are_added_in_place_where_autograd_does_that(functio
 def test_temporaries_end_last_born_first_and_results_come_in_the_order_that_the_machine_says():
     dropout = torch.ops.aten.native_dropout.default
     temporaries = {dropout: (3, 5)}
-    machine = Machine(hidden_bytes=lambda func, *_: temporaries.get(func, ()), last_result_first=frozenset(temporaries))
+    machine = Machine(
+        hidden_bytes=lambda func, *_: temporaries.get(func, ()),
+        allocated=lambda func, args, kwargs, results: results[::-1] if func is dropout else results,
+    )
     with Recorder(machine) as recorder:
         given = torch.empty(8, device="meta")
         results = dropout(given, 0.1, True)
