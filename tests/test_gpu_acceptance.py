@@ -15,14 +15,18 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from experiments.gpu_acceptance import __main__ as program
 from experiments.gpu_acceptance import (
+    bitwise,
+    capped,
     denominator,
     layouts,
+    life,
     measured,
     memory,
     overlap,
@@ -33,7 +37,7 @@ from experiments.gpu_acceptance import (
 from experiments.gpu_acceptance.__main__ import run_jobs
 from experiments.gpu_acceptance.at_peak import differences, live_at_peak, tape_of_history
 from experiments.gpu_acceptance.jobs import JOBS, Job
-from experiments.harness import child, rows
+from experiments.harness import child, progress, rows
 from experiments.harness.child import Setting
 from lowmem.cards import CARDS
 from lowmem.cli import parse_arguments
@@ -45,6 +49,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MACHINE = {"names": {"cpu": "a CPU"}, "versions": {"python": "3"}}
 MADE_UP = """
     import os, time
+    from experiments.harness import progress
     from experiments.harness.child import Result
 
     def good(setting, count=1):
@@ -63,6 +68,32 @@ MADE_UP = """
 
     def hangs(setting):
         (setting.scratch.parent / "pid").write_text(str(os.getpid()))
+        time.sleep(600)
+
+    def cases(setting):
+        progress.FLOOR_SECONDS = 3.0
+        good = Result({"count": 1}, {"holds": True})
+        works = {
+            "first": lambda: good, "raises": lambda: 1 / 0, "killed": lambda: killed(setting),
+            "hangs": lambda: time.sleep(600), "wrong": lambda: Result({"count": 2}, {"holds": False}),
+            "last": lambda: good,
+        }
+        found = {name: setting.attempt(name, work) for name, work in works.items()}
+        return Result({"counts": [result.values.get("count") for result in found.values()]},
+                      {name: result.held for name, result in found.items()})
+
+    def dies_before_any_case(setting):
+        setting.attempt("first", lambda: Result({}, {}))
+        raise ValueError("between cases")
+
+    def long_by_its_plan(setting):
+        progress.FLOOR_SECONDS = 0.0
+        setting.expect(20.0)
+        time.sleep(8)
+        return Result({}, {})
+
+    def longer_than_there_is_time(setting):
+        setting.expect(1e6)
         time.sleep(600)
 """
 
@@ -99,7 +130,8 @@ def names(found: list[dict]) -> list[str]:
 
 
 IN_THE_DRY_RUN = (  # one job for each function and for each kind of it
-    *("correctness/kernels", "correctness/bitwise", "plans/step", "train/large exact", "train/xl 8-bit"),
+    *("correctness/life", "correctness/kernels", "correctness/bitwise", "plans/step"),
+    *("train/large exact", "train/xl 8-bit"),
     *("denominator/large", "memory/lowmem, small", "memory/plain", "peers/gpt2-large lowmem"),
 )
 
@@ -137,7 +169,7 @@ def test_every_section_leaves_valid_rows(dry_run):
 
 
 def test_a_training_row_has_speed_and_peaks_beside_the_plans(dry_run):
-    _, found = dry_run
+    folder, found = dry_run
     row = next(row for row in found if row["name"] == "large exact")
     assert row["command"] == "python3 -m experiments.gpu_acceptance --only 'train/large exact' --dry-run"
     assert row["caps"] == {"gpu_bytes": 11 * GIB, "ram_bytes": None}
@@ -145,10 +177,41 @@ def test_a_training_row_has_speed_and_peaks_beside_the_plans(dry_run):
     assert values["sequences_per_second"] > 0 and row["checks"]["the loss falls"]
     assert values["ram_peak_bytes_error"] == values["predicted_ram_peak_bytes"] / values["ram_peak_bytes"] - 1
     assert values["choice"]["state_bits"] == 32 and "train_gpt2_large.py" in values["script"]
-    whole = next(row for row in found if row["name"] == "large exact: run")
-    assert len(whole["values"]["losses"]) == 2 and whole["values"]["report"]["plan"]["choice"] == values["choice"]
+    first, whole = [row["values"] for row in found if row["name"] == "large exact: run"]
+    assert len(whole["losses"]) == 2 and whole["report"]["plan"]["choice"] == values["choice"]
+    assert [part["complete"] for part in (first, whole)] == [False, True]
+    assert all((part["steps"], part["of_steps"]) == (2, 2) for part in (first, whole))
+    assert first["step_seconds"] == first["step_ms"][1] / 1000 and first["ram_peak_bytes"] <= whole["ram_peak_bytes"]
+    ends = {"model/model.safetensors", "checkpoints/step-00000002/state.json"}
+    assert all(list(folder.glob(f"scratch/*/run/{end}")) for end in ends), "saved and exported, as by a user"
     eight = next(row for row in found if row["name"] == "xl 8-bit")
     assert eight["values"]["choice"]["state_bits"] == 8 and eight["checks"]["ram_peak_bytes under the cap"]
+
+
+def test_a_runs_life_is_compared_bit_for_bit_and_its_verdict_is_a_row(dry_run):
+    _, found = dry_run
+    last = next(row for row in found if row["name"] == "life")
+    assert last["checks"] == {"undisturbed": True, "killed": True, "out of memory": True}
+    cases = {row["name"].split(": ")[1]: row for row in found if row["name"].startswith("life: ")}
+    assert cases["undisturbed"]["checks"]["and is what was trained"]
+    assert (
+        cases["killed"]["values"]["checkpoints_before"] == ["step-00000002"] and cases["killed"]["checks"]["was killed"]
+    )
+    assert cases["out of memory"]["values"]["recoveries"]
+    assert all(cases[name]["checks"]["every bit equal"] for name in ("killed", "out of memory"))
+
+
+def test_runs_that_differ_in_a_bit_or_are_not_there_are_found(tmp_path):
+    for name, byte in (("one", b"1"), ("same", b"1"), ("other", b"2")):
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "model/model.safetensors").write_bytes(byte)
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5, "step_ms": ' + f"{ord(byte)}}}\n")
+    assert life.differences(tmp_path / "one", tmp_path / "same") == []
+    assert life.differences(tmp_path / "one", tmp_path / "other") == ["model/model.safetensors"]
+    (tmp_path / "same/metrics.jsonl").write_text('{"step": 1, "loss": 2.6}\n')
+    assert life.differences(tmp_path / "one", tmp_path / "same") == ["row 1"]
+    assert life.differences(tmp_path / "one", tmp_path / "none") == ["model/model.safetensors", "row 1"]
+    assert life.differences(tmp_path / "none", tmp_path / "none") == ["there is nothing to compare"]
 
 
 def test_the_updates_cost_and_a_timeline_lie_beside_the_rows(dry_run):
@@ -244,6 +307,80 @@ def test_what_ends_one_job_does_not_end_the_next(tmp_path, made_up, capfd):
     printed = capfd.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed] == ["ok", *["FAILED"] * 4, "ok", "ok"]
     assert "not so: two is three" in printed[4]
+
+
+def test_a_case_that_fails_hangs_or_is_killed_does_not_hide_those_after_it(tmp_path, made_up):
+    good, found = run(tmp_path, job("cases"), job("dies_before_any_case"))
+    assert not good
+    parts = ["first", "raises", "killed", "hangs", "wrong", "last"]
+    assert names(found) == [
+        *(f"cases: {part}" for part in parts),
+        "cases",
+        "dies_before_any_case: first",
+        "dies_before_any_case",
+    ]
+    rows_of = {row["name"]: row for row in found}
+    assert "ZeroDivisionError" in rows_of["cases: raises"]["error"] and "SIGKILL" in rows_of["cases: killed"]["error"]
+    assert "its time was over" in rows_of["cases: hangs"]["error"], "by the case's limit: the job's is a minute"
+    assert rows_of["cases"]["values"] == {"counts": [1, None, None, None, 2, 1]}
+    held = rows_of["cases"]["checks"]
+    assert [name for name, holds in held.items() if holds] == ["first", "last"] and not rows_of["cases"]["ok"]
+    assert "between cases" in rows_of["dies_before_any_case"]["error"], "begun once more, it would end so for ever"
+
+
+def test_a_jobs_plan_decides_how_long_it_may_take(tmp_path, made_up):
+    good, found = run(tmp_path, job("long_by_its_plan", seconds=5))
+    assert good, found
+    good, found = run(tmp_path, job("longer_than_there_is_time"))
+    assert not good and found[-1]["error"].startswith("skipped: out of time: by its plan it may take 30001")
+
+
+def test_limits_follow_from_planned_seconds_and_the_cards_rate():
+    assert progress.time_limit(0) == progress.FLOOR_SECONDS
+    assert progress.time_limit(100) == progress.FLOOR_SECONDS + 100 * progress.FACTOR
+    rates = {name: progress.flops_per_second(f"NVIDIA {name}") for name in ("GeForce RTX 3060", "H200", "GeForce 9999")}
+    assert rates["H200"] > 20 * rates["GeForce RTX 3060"] == 20 * rates["GeForce 9999"]
+    peer = next(job for job in JOBS if job.section == "peers")
+    assert peer.flops / rates["GeForce RTX 3060"] > 2 * 250, "20 steps of Large take that long there"
+
+
+def test_a_run_announces_its_planned_seconds_before_its_steps_and_before_its_end(recorded, monkeypatch):
+    setting, found = recorded
+    planned = []
+    monkeypatch.setattr(Setting, "expect", lambda self, seconds: planned.append(seconds))
+    settings, log = SimpleNamespace(steps=4, batch=64), SimpleNamespace(rows=[])
+    predicted = dict.fromkeys((*training.PEAKS, "step_seconds"), 40.0)
+    plan = SimpleNamespace(
+        step_seconds=40.0, parameters=1_557_611_200,
+        to_dict=lambda: {"predicted": predicted, "choice": {}, "tokens_per_step": 65536},
+    )  # fmt: skip
+    watched = training._Watched(setting, {}, {"gpu": None, "ram": None})
+    watched.kept |= {"plan": plan, "settings": settings, "log": log, "device": torch.device("cpu")}
+    watched.begin()
+    write = watched.step(lambda log, row: log.rows.append(row))
+    for number in range(1, 5):
+        row = {"step": number, "loss": 5.0 - number, "step_ms": 40_000.0} | dict.fromkeys(training.PEAKS, number)
+        write(log, row)
+        assert len(found) == (number >= 2), "the row is there after the second step, and only then"
+    steps, end = planned
+    assert steps > 3 * 40 and end > 3 * 40 + 28e9 / training.DISK_BYTES_PER_SECOND
+    detail, values, checks = found[0]
+    assert detail == "run" and (values["complete"], values["steps"], values["of_steps"]) == (False, 2, 4)
+    assert values["step_seconds"] == 40 and values["ram_peak_bytes"] == 2 and checks == {"the loss falls": True}
+    values, checks = watched.outcome(1, setting.scratch)
+    assert not values["complete"] and values["steps"] == 4 and checks["exit code 0"] is False, "ended before its report"
+
+
+@pytest.mark.parametrize(("capability", "half"), [((7, 5), "fp16"), ((8, 0), "bf16"), ((8, 6), "bf16")])
+def test_bf16_is_left_out_where_a_card_has_none(monkeypatch, capability, half):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda", 0)
+    assert capped.sixteen_bit(device) == half
+    assert ("bf16" in capped.precisions(device)) == (half == "bf16") and "fp16" in capped.precisions(device)
+    precisions = {precision for precision, *_ in bitwise.arrangements(device, few=False)}
+    assert precisions == {half, "fp16"}
+    grid = plans.on_card(layouts.GRID, device)
+    assert {layout.precision for layout in grid} == {half, "fp16", "fp32"} and len(grid) == len(layouts.GRID)
 
 
 def test_only_what_is_missing_bad_or_of_other_sources_runs_again(tmp_path, made_up, monkeypatch):
@@ -395,7 +532,7 @@ def test_a_prediction_that_is_off_fails_and_says_what_lay_in_memory(recorded, mo
 )
 def test_the_smallest_cap_is_found_and_compared(recorded, monkeypatch, real_mib, missed):
     """The simulation says 1,000 MiB; really it is that and `real_mib`."""
-    setting, found = recorded
+    setting, _ = recorded
     real = (1000 + real_mib) * MIB
 
     def measure(layout, device, target, limit_bytes=None, **_):
@@ -404,12 +541,12 @@ def test_the_smallest_cap_is_found_and_compared(recorded, monkeypatch, real_mib,
 
     monkeypatch.setattr(plans, "measure", measure)
     monkeypatch.setattr(plans, "smallest_cap_bytes", lambda *_: 1000 * MIB)
-    held = plans.smallest_cap(setting, layouts.DRY_GRID[0], torch.device("cpu"), cpu_target())
-    _, values, checks = found[0]
+    result = plans.smallest_cap(setting, layouts.DRY_GRID[0], torch.device("cpu"), cpu_target())
+    values, checks = result.values, result.checks
     assert values["measured_fails_bytes"] < real <= values["measured_completes_bytes"]
     assert values["measured_completes_bytes"] - values["measured_fails_bytes"] <= plans.RESOLUTION_BYTES
     assert values["difference_bytes"] == 1000 * MIB - values["measured_completes_bytes"]
-    assert [name for name, holds in checks.items() if not holds] == missed and held == (not missed)
+    assert [name for name, holds in checks.items() if not holds] == missed
 
 
 def test_on_a_gpu_the_allocator_is_emptied_and_capped_and_running_out_is_an_answer(monkeypatch):
@@ -645,7 +782,8 @@ def test_a_model_without_a_plan_and_one_that_runs_out_of_memory_are_rows(recorde
     assert memory.lowmem(setting, []).values["models"] == 0
     assert "does not fit" in found[0][1]["not_measured"] and found[0][2] == {}
     monkeypatch.setattr(memory, "measure", lambda *_: None)
-    memory.plain(setting, [])
+    (setting.scratch / "other").mkdir()
+    memory.plain(dataclasses.replace(setting, scratch=setting.scratch / "other"), [])
     assert found[2][1]["completes"] is False and "measured_allocated_peak_bytes" not in found[2][1]
 
 
