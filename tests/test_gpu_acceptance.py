@@ -1,28 +1,30 @@
 """The command that is to use a GPU's few minutes well: it must not fail there for a reason that could be seen here.
 
 Every section runs on the CPU with tiny shapes, in this process, by the function that a job's process calls; one job
-goes the whole way, command and process. What ends a job, and what must not end the others, is tried with jobs made for
-it, each in its own process as the real ones are.
+goes the whole way, command and process. What ends a job, and what must not end the others, is in
+test_acceptance_jobs.py.
 """
 
 import dataclasses
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from experiments.gpu_acceptance import __main__ as program
 from experiments.gpu_acceptance import (
+    bitwise,
+    capped,
     denominator,
     layouts,
+    life,
     measured,
     memory,
     overlap,
@@ -30,7 +32,6 @@ from experiments.gpu_acceptance import (
     timeline,
     training,
 )
-from experiments.gpu_acceptance.__main__ import run_jobs
 from experiments.gpu_acceptance.at_peak import differences, live_at_peak, tape_of_history
 from experiments.gpu_acceptance.jobs import JOBS, Job
 from experiments.harness import child, rows
@@ -43,47 +44,6 @@ from lowmem.units import GIB, MIB
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINE = {"names": {"cpu": "a CPU"}, "versions": {"python": "3"}}
-MADE_UP = """
-    import os, time
-    from experiments.harness.child import Result
-
-    def good(setting, count=1):
-        setting.record("part", {"count": count, "bad": float("nan")}, {"holds": True})
-        return Result({"count": count}, {"holds": True})
-
-    def wrong(setting):
-        return Result({}, {"holds": True, "two is three": False})
-
-    def raises(setting):
-        setting.record("part", {}, {})
-        raise ValueError("what went wrong")
-
-    def killed(setting):
-        os.kill(os.getpid(), 9)
-
-    def hangs(setting):
-        (setting.scratch.parent / "pid").write_text(str(os.getpid()))
-        time.sleep(600)
-"""
-
-
-@pytest.fixture
-def made_up(tmp_path, monkeypatch) -> None:
-    """The functions above, where the processes of jobs find them as module `made_up`."""
-    (tmp_path / "made_up.py").write_text(textwrap.dedent(MADE_UP))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-
-def job(function: str, seconds: float = 60, **options) -> Job:
-    return Job("section", function, f"made_up:{function}", seconds, options=options)
-
-
-def run(tmp_path: Path, *jobs: Job, seconds: float = 120, again: bool = False) -> tuple[bool, list[dict]]:
-    scratch = tmp_path / f"scratch{time.monotonic_ns()}"
-    scratch.mkdir()
-    path = tmp_path / "rows.jsonl"
-    good = run_jobs(jobs, path, scratch, MACHINE, "cpu", time.monotonic() + seconds, again=again)
-    return good, rows.read(path)
 
 
 def command(*arguments: str, **keywords) -> subprocess.CompletedProcess:
@@ -91,15 +51,12 @@ def command(*arguments: str, **keywords) -> subprocess.CompletedProcess:
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=240, **keywords)
 
 
-def names(found: list[dict]) -> list[str]:
-    return [row["name"] for row in found]
-
-
 # --- every section, with tiny shapes
 
 
 IN_THE_DRY_RUN = (  # one job for each function and for each kind of it
-    *("correctness/kernels", "correctness/bitwise", "plans/step", "train/large exact", "train/xl 8-bit"),
+    *("correctness/life", "correctness/kernels", "correctness/bitwise", "plans/step"),
+    *("train/large exact", "train/xl 8-bit"),
     *("denominator/large", "memory/lowmem, small", "memory/plain", "peers/gpt2-large lowmem"),
 )
 
@@ -137,7 +94,7 @@ def test_every_section_leaves_valid_rows(dry_run):
 
 
 def test_a_training_row_has_speed_and_peaks_beside_the_plans(dry_run):
-    _, found = dry_run
+    folder, found = dry_run
     row = next(row for row in found if row["name"] == "large exact")
     assert row["command"] == "python3 -m experiments.gpu_acceptance --only 'train/large exact' --dry-run"
     assert row["caps"] == {"gpu_bytes": 11 * GIB, "ram_bytes": None}
@@ -145,10 +102,41 @@ def test_a_training_row_has_speed_and_peaks_beside_the_plans(dry_run):
     assert values["sequences_per_second"] > 0 and row["checks"]["the loss falls"]
     assert values["ram_peak_bytes_error"] == values["predicted_ram_peak_bytes"] / values["ram_peak_bytes"] - 1
     assert values["choice"]["state_bits"] == 32 and "train_gpt2_large.py" in values["script"]
-    whole = next(row for row in found if row["name"] == "large exact: run")
-    assert len(whole["values"]["losses"]) == 2 and whole["values"]["report"]["plan"]["choice"] == values["choice"]
+    first, whole = [row["values"] for row in found if row["name"] == "large exact: run"]
+    assert len(whole["losses"]) == 2 and whole["report"]["plan"]["choice"] == values["choice"]
+    assert [part["complete"] for part in (first, whole)] == [False, True]
+    assert all((part["steps"], part["of_steps"]) == (2, 2) for part in (first, whole))
+    assert first["step_seconds"] == first["step_ms"][1] / 1000 and first["ram_peak_bytes"] <= whole["ram_peak_bytes"]
+    ends = {"model/model.safetensors", "checkpoints/step-00000002/state.json"}
+    assert all(list(folder.glob(f"scratch/*/run/{end}")) for end in ends), "saved and exported, as by a user"
     eight = next(row for row in found if row["name"] == "xl 8-bit")
     assert eight["values"]["choice"]["state_bits"] == 8 and eight["checks"]["ram_peak_bytes under the cap"]
+
+
+def test_a_runs_life_is_compared_bit_for_bit_and_its_verdict_is_a_row(dry_run):
+    _, found = dry_run
+    last = next(row for row in found if row["name"] == "life")
+    assert last["checks"] == {"undisturbed": True, "killed": True, "out of memory": True}
+    cases = {row["name"].split(": ")[1]: row for row in found if row["name"].startswith("life: ")}
+    assert cases["undisturbed"]["checks"]["and is what was trained"]
+    assert (
+        cases["killed"]["values"]["checkpoints_before"] == ["step-00000002"] and cases["killed"]["checks"]["was killed"]
+    )
+    assert cases["out of memory"]["values"]["recoveries"]
+    assert all(cases[name]["checks"]["every bit equal"] for name in ("killed", "out of memory"))
+
+
+def test_runs_that_differ_in_a_bit_or_are_not_there_are_found(tmp_path):
+    for name, byte in (("one", b"1"), ("same", b"1"), ("other", b"2")):
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "model/model.safetensors").write_bytes(byte)
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5, "step_ms": ' + f"{ord(byte)}}}\n")
+    assert life.differences(tmp_path / "one", tmp_path / "same") == []
+    assert life.differences(tmp_path / "one", tmp_path / "other") == ["model/model.safetensors"]
+    (tmp_path / "same/metrics.jsonl").write_text('{"step": 1, "loss": 2.6}\n')
+    assert life.differences(tmp_path / "one", tmp_path / "same") == ["row 1"]
+    assert life.differences(tmp_path / "one", tmp_path / "none") == ["model/model.safetensors", "row 1"]
+    assert life.differences(tmp_path / "none", tmp_path / "none") == ["there is nothing to compare"]
 
 
 def test_the_updates_cost_and_a_timeline_lie_beside_the_rows(dry_run):
@@ -226,112 +214,6 @@ def test_what_this_machine_lacks_is_a_row_and_no_crash(tmp_path, monkeypatch):
     assert row["error"] == "bitsandbytes is not installed" and not row["ok"] and row["output"] is None
 
 
-# --- jobs made for it
-
-
-def test_what_ends_one_job_does_not_end_the_next(tmp_path, made_up, capfd):
-    jobs = [job("raises"), job("killed"), job("hangs", seconds=2), job("wrong"), job("good", count=3)]
-    good, found = run(tmp_path, *jobs)
-    assert not good
-    assert names(found) == ["raises: part", "raises", "killed", "hangs", "wrong", "good: part", "good"]
-    last = {row["name"]: row for row in found}
-    assert "exit code 1: ValueError: what went wrong" in last["raises"]["error"]
-    assert "Traceback" in last["raises"]["output"]
-    assert "SIGKILL" in last["killed"]["error"] and "time was over" in last["hangs"]["error"]
-    assert last["wrong"]["error"] is None and not last["wrong"]["ok"]
-    assert last["good"]["ok"] and last["good"]["values"] == {"count": 3}
-    assert last["good: part"]["values"]["bad"] is None, "JSON has no NaN"
-    printed = capfd.readouterr().out.splitlines()
-    assert [line.split()[0] for line in printed] == ["ok", *["FAILED"] * 4, "ok", "ok"]
-    assert "not so: two is three" in printed[4]
-
-
-def test_only_what_is_missing_bad_or_of_other_sources_runs_again(tmp_path, made_up, monkeypatch):
-    wrong, good = job("wrong"), job("good")
-    run(tmp_path, wrong, good)
-    assert names(run(tmp_path, wrong, good)[1])[3:] == ["wrong"]
-    assert names(run(tmp_path, good, again=True)[1])[4:] == ["good: part", "good"]
-    monkeypatch.setattr(rows, "sources", lambda target: "changed")
-    assert names(run(tmp_path, good)[1])[6:] == ["good: part", "good"]
-
-
-def test_jobs_for_which_no_time_is_left_say_so(tmp_path, made_up):
-    good, found = run(tmp_path, job("good"), seconds=1)
-    assert not good
-    assert [row["error"] for row in found] == ["skipped: out of time"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_signal_ends_the_job_too_and_the_rows_stay(tmp_path, made_up, number):
-    program = f"""
-        import sys
-        from experiments.gpu_acceptance import __main__ as command
-        from experiments.gpu_acceptance.jobs import Job
-        command.JOBS = tuple(Job("section", name, "made_up:" + name, 60) for name in ("good", "hangs"))
-        command.machine_here = lambda: {MACHINE}
-        command.tempfile.tempdir = {str(tmp_path)!r}
-        sys.exit(command.main(["--dry-run", "--out", {str(tmp_path)!r}]))
-    """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT)
-    pid = int(wait_for(lambda: "".join(path.read_text() for path in tmp_path.glob("*/pid"))))
-    process.send_signal(number)
-    assert process.wait(timeout=20) == (-signal.SIGKILL if number == signal.SIGKILL else 1)
-    wait_for(lambda: not running(pid))
-    assert names(rows.read(tmp_path / "rows.jsonl")) == ["good: part", "good"]
-    assert names(run(tmp_path, job("good"), job("wrong"))[1]) == ["good: part", "good", "wrong"], "what is missing"
-
-
-def test_a_half_line_is_left_out_and_not_added_to(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    rows.append(path, {"a": 1})
-    with open(path, "a") as file:
-        file.write('{"b": ')
-    rows.append(path, {"c": 3})
-    assert rows.read(path) == [{"a": 1}, {"c": 3}]
-
-
-def test_without_a_gpu_it_says_so_and_without_sense_too(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(program, "machine_here", lambda: MACHINE)
-    monkeypatch.setattr(program.signal, "signal", lambda *_: None)
-    assert program.main(["--out", str(tmp_path), "--only", "train"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "no GPU" in said and list(tmp_path.iterdir()) == []
-    for wrong in (["--only", "trian"], ["--minutes", "0"]):
-        with pytest.raises(SystemExit, match="2"):
-            program.main(wrong)
-
-
-def test_on_the_stand_in_it_measures_nothing_and_wants_values(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("STAND_IN_LIBRARIES", "somewhere")
-    monkeypatch.setenv("STAND_IN_VALUES", "")
-    for wrong, why in (([], "no speed to measure"), (["--dry-run"], "--values")):
-        assert program.main([*wrong, "--out", str(tmp_path)]) == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and why in said and list(tmp_path.iterdir()) == []
-
-
-def test_rows_of_the_stand_in_and_others_never_meet_in_a_file(tmp_path, made_up, monkeypatch, capsys):
-    monkeypatch.setattr(program, "machine_here", lambda: {"names": {"cpu": "a CPU", "cuda": "a GPU"}, "versions": {}})
-    monkeypatch.setattr(program.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(program, "JOBS", (job("good"),))
-    on_cpu, on_gpu = ["--dry-run", "--out", str(tmp_path)], ["--out", str(tmp_path)]
-    assert program.main(on_cpu) == 0
-    kinds = [(row["dry_run"], row["stand_in"]) for row in rows.read(tmp_path / "rows.jsonl")]
-    assert kinds == [(True, False)] * 2
-    assert program.main(on_gpu) == 2 and "another kind of run" in capsys.readouterr().err
-    for name, value in {"LIBRARIES": "somewhere", "VALUES": "1", "GPU": "rtx3060", "ORDER": "issue"}.items():
-        monkeypatch.setenv(f"STAND_IN_{name}", value)
-    assert program.main(on_cpu) == 2 and "another kind of run" in capsys.readouterr().err
-    assert len(rows.read(tmp_path / "rows.jsonl")) == 2
-    assert program.main(["--dry-run", "--out", str(tmp_path / "stand_in")]) == 0
-    for row in rows.read(tmp_path / "stand_in" / "rows.jsonl"):
-        assert row["dry_run"] and row["stand_in"] and row["device"] == "a GPU"
-        assert row["command"].startswith("python3 -m stand_in --gpu rtx3060 --order issue --values -- -m experiments.")
-    monkeypatch.setattr(program, "RESULTS", tmp_path / "results")
-    assert program.main(["--dry-run", "--out", str(tmp_path / "results")]) == 2
-    assert "measured on a GPU" in capsys.readouterr().err and not (tmp_path / "results").exists()
-
-
 # --- plans: what the dry run cannot show, for there everything holds
 
 
@@ -395,7 +277,7 @@ def test_a_prediction_that_is_off_fails_and_says_what_lay_in_memory(recorded, mo
 )
 def test_the_smallest_cap_is_found_and_compared(recorded, monkeypatch, real_mib, missed):
     """The simulation says 1,000 MiB; really it is that and `real_mib`."""
-    setting, found = recorded
+    setting, _ = recorded
     real = (1000 + real_mib) * MIB
 
     def measure(layout, device, target, limit_bytes=None, **_):
@@ -404,12 +286,12 @@ def test_the_smallest_cap_is_found_and_compared(recorded, monkeypatch, real_mib,
 
     monkeypatch.setattr(plans, "measure", measure)
     monkeypatch.setattr(plans, "smallest_cap_bytes", lambda *_: 1000 * MIB)
-    held = plans.smallest_cap(setting, layouts.DRY_GRID[0], torch.device("cpu"), cpu_target())
-    _, values, checks = found[0]
+    result = plans.smallest_cap(setting, layouts.DRY_GRID[0], torch.device("cpu"), cpu_target())
+    values, checks = result.values, result.checks
     assert values["measured_fails_bytes"] < real <= values["measured_completes_bytes"]
     assert values["measured_completes_bytes"] - values["measured_fails_bytes"] <= plans.RESOLUTION_BYTES
     assert values["difference_bytes"] == 1000 * MIB - values["measured_completes_bytes"]
-    assert [name for name, holds in checks.items() if not holds] == missed and held == (not missed)
+    assert [name for name, holds in checks.items() if not holds] == missed
 
 
 def test_on_a_gpu_the_allocator_is_emptied_and_capped_and_running_out_is_an_answer(monkeypatch):
@@ -484,6 +366,48 @@ def test_the_grid_has_every_kind_of_layout():
         "document_mask": {True, False}, "residual": {"fp32", "16bit"},
     }.items():  # fmt: skip
         assert {getattr(layout, field) for layout in layouts.GRID} == values
+
+
+# --- limits and precisions
+
+
+def test_a_run_announces_its_planned_seconds_before_its_steps_and_before_its_end(recorded, monkeypatch):
+    setting, found = recorded
+    planned = []
+    monkeypatch.setattr(Setting, "expect", lambda self, seconds: planned.append(seconds))
+    settings, log = SimpleNamespace(steps=4, batch=64), SimpleNamespace(rows=[])
+    predicted = dict.fromkeys((*training.PEAKS, "step_seconds"), 40.0)
+    plan = SimpleNamespace(
+        step_seconds=40.0, parameters=1_557_611_200,
+        to_dict=lambda: {"predicted": predicted, "choice": {}, "tokens_per_step": 65536},
+    )  # fmt: skip
+    watched = training._Watched(setting, {}, {"gpu": None, "ram": None})
+    watched.kept |= {"plan": plan, "settings": settings, "log": log, "device": torch.device("cpu")}
+    watched.begin()
+    write = watched.step(lambda log, row: log.rows.append(row))
+    for number in range(1, 5):
+        row = {"step": number, "loss": 5.0 - number, "step_ms": 40_000.0} | dict.fromkeys(training.PEAKS, number)
+        write(log, row)
+        assert len(found) == (number >= 2), "the row is there after the second step, and only then"
+    steps, end = planned
+    assert steps > 3 * 40 and end > 3 * 40 + 28e9 / training.DISK_BYTES_PER_SECOND
+    detail, values, checks = found[0]
+    assert detail == "run" and (values["complete"], values["steps"], values["of_steps"]) == (False, 2, 4)
+    assert values["step_seconds"] == 40 and values["ram_peak_bytes"] == 2 and checks == {"the loss falls": True}
+    values, checks = watched.outcome(1, setting.scratch)
+    assert not values["complete"] and values["steps"] == 4 and checks["exit code 0"] is False, "ended before its report"
+
+
+@pytest.mark.parametrize(("capability", "half"), [((7, 5), "fp16"), ((8, 0), "bf16"), ((8, 6), "bf16")])
+def test_bf16_is_left_out_where_a_card_has_none(monkeypatch, capability, half):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda", 0)
+    assert capped.sixteen_bit(device) == half
+    assert ("bf16" in capped.precisions(device)) == (half == "bf16") and "fp16" in capped.precisions(device)
+    precisions = {precision for precision, *_ in bitwise.arrangements(device, few=False)}
+    assert precisions == {half, "fp16"}
+    grid = plans.on_card(layouts.GRID, device)
+    assert {layout.precision for layout in grid} == {half, "fp16", "fp32"} and len(grid) == len(layouts.GRID)
 
 
 # --- what the update adds, and where copies lie
@@ -645,21 +569,6 @@ def test_a_model_without_a_plan_and_one_that_runs_out_of_memory_are_rows(recorde
     assert memory.lowmem(setting, []).values["models"] == 0
     assert "does not fit" in found[0][1]["not_measured"] and found[0][2] == {}
     monkeypatch.setattr(memory, "measure", lambda *_: None)
-    memory.plain(setting, [])
+    (setting.scratch / "other").mkdir()
+    memory.plain(dataclasses.replace(setting, scratch=setting.scratch / "other"), [])
     assert found[2][1]["completes"] is False and "measured_allocated_peak_bytes" not in found[2][1]
-
-
-def wait_for(condition, seconds: float = 40):
-    """The first true value of `condition()`."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-    return value
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False

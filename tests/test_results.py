@@ -64,6 +64,14 @@ def test_the_last_good_row_of_a_job_counts_and_its_first_part_where_it_was_kille
     assert "| 3.00 |" in table.speed_table([training("xl exact: run", 3.0), row("train", "xl exact", error="killed")])
 
 
+def test_a_training_that_was_ended_before_its_last_step_says_how_far_it_came():
+    extent = {"complete": False, "steps": 2, "of_steps": 4}
+    rows = [training("xl exact: run", 3.0, **extent), row("train", "xl exact", error="ended after 900 s")]
+    assert "| 3.00 (2 of 4 steps) |" in table.speed_table(rows)
+    rows.insert(1, training("xl exact: run", 4.0, complete=True, steps=4, of_steps=4))
+    assert "| 4.00 |" in table.speed_table(rows), "the complete row comes later, and counts"
+
+
 def test_no_table_has_rows_of_a_dry_run_or_of_the_stand_in(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "RESULTS", tmp_path)
     real = training("xl exact", 1.0)  # as rows from before the stand-in, it does not name that

@@ -2,12 +2,14 @@
 
     python3 -m experiments.gpu_acceptance [--minutes 9] [--out DIR] [--only NAME ...] [--again] [--dry-run]
 
-What the sections answer, and how long they should take on an H200 with 16 cores (estimated: none has run there):
+What the sections answer, and how long they should take on an H200 with 16 cores (estimated: none has run there; by
+its plans an RTX 3060 takes about 18 times as long to train):
 
-    correctness   are the bits those of the plain arrangement, the kernels' those of the CPU or near fp32?    1 min
+    correctness   a small model's whole life: killed, resumed, out of memory, not page-locked, exported, all with
+                  the same bits; the bits of every arrangement, the kernels' errors                           2 min
     train         GPT-2-Large and XL by their own scripts, 64 x 1,024 tokens under 11 GiB (XL: and 16 GiB of
                   RAM), exact, 8-bit, without clipping: speed, peaks and RAM beside the plan's; and what the
-                  update adds to a step, with a timeline of copies and compute                                9 min
+                  update adds to a step, with a timeline of copies and compute                               12 min
     denominator   what the card does at most: stock transformers, forward and backward in bf16 autocast, its
                   best micro-batch, eager and compiled, without a cap and under the same                      7 min
     memory        a plan for each of 14 models of ten families beside what it takes, signed; plain training
@@ -16,13 +18,23 @@ What the sections answer, and how long they should take on an H200 with 16 cores
                   installed says so                                                                          15 min
     plans         simulated peaks, smallest caps and choices against really run steps, layout by layout       3 min
 
-jobs.py has the jobs in order of value, which is not that of the sections: nine minutes have correctness, Large and XL
-exact, and Large's denominator; the same command goes on from there. About half a minute of each training is its plan.
+jobs.py has the jobs in order of value, which is not that of the sections: nine minutes of an H200 have correctness,
+Large and XL exact, and some of Large's denominator; the same command goes on from there. On a card of one's own give it
+an hour or more (`--minutes 120`): nothing is lost where it ends earlier. About half a minute of each training is its
+plan. A training saves and exports as a user's does: XL needs 28 GB of disk where temporary files lie (TMPDIR), which
+are free again after each job.
 
-Each job is a process of its own with a time limit: a crash, a hang, an exhausted card end that job and no other. Rows
-are appended one by one as they are found out, so whatever ends the command, what was measured is kept, and a second
-call goes on with what is missing or did not hold, in time that is left: a job is not begun with less than a third of
-its limit. What a machine lacks (bitsandbytes, a C compiler) is a row that says so. Beside the rows lie
+Each job is a process of its own, and each of its cases (a model, a layout, a kernel) ends alone where it crashes, hangs
+or exhausts the card: its row says how, and the job goes on with the next in a new process (experiments/harness/
+progress.py). How long a case or a training may take follows from the seconds that are planned for it on this card:
+three times as long, and two minutes. Before it has planned, a job has five minutes, and the peers, which plan nothing,
+have three times what their arithmetic takes on this card on top.
+
+Rows are appended one by one as they are found out, so whatever ends the command, what was measured is kept, and a
+second call goes on with what is missing or did not hold, in time that is left: a job is not begun with less than a
+third of its limit. A training has its row when its second step is done, and again when it has ended; the last row of a
+name counts, and one that was ended in between says so ("complete": false). What a machine lacks (bitsandbytes, a C
+compiler, bf16 below sm_80, where fp16 is measured) is a row that says so or is left out. Beside the rows lie
 timeline_<job>.json and .png. `--dry-run` runs the same lines with tiny shapes, on the CPU or on the stand-in for a GPU:
 
     .venv-cuda/bin/python -m stand_in --gpu rtx3060 --values -- -m experiments.gpu_acceptance --dry-run --minutes 30

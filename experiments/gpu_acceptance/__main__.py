@@ -8,21 +8,26 @@ import fcntl
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from experiments.gpu_acceptance.jobs import JOBS, Job
 from experiments.harness import rows
 from experiments.harness.child import A_CHECK_FAILED, machine_here, output_of
+from experiments.harness.progress import FACTOR, Progress, flops_per_second
 from lowmem.units import GIB
 
 RESULTS = Path(__file__).parent / "results"
 LEAST_SHARE = 1 / 3  # of its time limit, with which a job is begun: with less it would be ended half-way
+LOOK_SECONDS = 1.0  # how often it is looked at what a job says of its time
+OUT_OF_TIME = "skipped: out of time"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -115,6 +120,7 @@ def run_jobs(
         folder = scratch / str(index)
         folder.mkdir()
         good &= _run_job(job, path, folder, common, device, deadline)
+        shutil.rmtree(folder, ignore_errors=True)  # checkpoints of XL: the next one's must find room
     return good
 
 
@@ -138,44 +144,70 @@ def task_of(job: Job, path: Path, scratch: Path, common: dict, device: str) -> d
     return {
         "name": job.name, "target": job.target, "options": job.options, "gpu_gib": job.gpu_gib, "ram_gib": job.ram_gib,
         "device": device, "rows": str(path.resolve()), "scratch": str(scratch), "common": common,
+        "flops_per_second": flops_per_second(common["device"]),
     }  # fmt: skip
 
 
 def _run_job(job: Job, path: Path, scratch: Path, common: dict, device: str, deadline: float) -> bool:
-    started = time.monotonic()
-    limit = min(job.seconds, deadline - started)
-    if limit < job.seconds * LEAST_SHARE:
-        return _failed(path, job, common, 0.0, "skipped: out of time", None)
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}  # no job needs the hub, and a time-out is worth a measurement
-    if common["dry_run"]:
-        environment["OMP_NUM_THREADS"] = "1"  # tiny work: more would wait for each other
+    """Runs a job, in another process after each case that has ended one; whether all was good."""
+    progress, began = Progress(scratch), time.monotonic()
     task = task_of(job, path, scratch, common, device)
-    with open(scratch / "stderr.txt", "wb") as stderr:
+    silent_seconds = job.seconds + FACTOR * job.flops / task["flops_per_second"]
+    while True:
+        started = time.monotonic()
+        if deadline - started < silent_seconds * LEAST_SHARE:
+            return _failed(path, job.name, common, started - began, OUT_OF_TIME, None)
+        code, why = _run_process(task, progress, silent_seconds, deadline)
+        output = output_of(scratch)
+        if code in (0, A_CHECK_FAILED):
+            if code and output:
+                print(output, file=sys.stderr)
+            return code == 0
+        if code is not None:
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            sentence = output.strip().splitlines()[-1] if output else "nothing was said"
+            why = f"the process ended {how}: {sentence}"
+        case = None if why.startswith(OUT_OF_TIME) else progress.case()
+        if case is None:
+            return _failed(path, job.name, common, time.monotonic() - began, why, output)
+        _failed(path, f"{job.name}: {case}", common, time.monotonic() - started, why, output)
+        progress.failed(case)
+
+
+def _run_process(
+    task: dict, progress: Progress, silent_seconds: float, deadline: float
+) -> tuple[int | None, str | None]:
+    """One process of a job: its exit code, or None and why it was ended. It may take `silent_seconds` until it says how
+    long it may take, and never longer than until `deadline`."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}  # no job needs the hub, and a time-out is worth a measurement
+    if task["common"]["dry_run"]:
+        environment["OMP_NUM_THREADS"] = "1"  # tiny work: more would wait for each other
+    with open(Path(task["scratch"]) / "stderr.txt", "wb") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "experiments.harness.child", json.dumps(task)],
             cwd=rows.ROOT, env=environment, stdin=subprocess.PIPE, stderr=stderr, start_new_session=True,
         )  # fmt: skip
+    started = time.monotonic()
+    until, said = started + silent_seconds, False
     try:
-        code = process.wait(timeout=limit)
-    except subprocess.TimeoutExpired:
-        code = None
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(LOOK_SECONDS), None
+            now, announced = time.monotonic(), progress.until()
+            if announced is not None:
+                if not said and deadline - now < (announced - now) * LEAST_SHARE:
+                    return None, f"{OUT_OF_TIME}: by its plan it may take {announced - now:.0f} s"
+                until, said = announced, True
+            if now > deadline:
+                return None, f"{OUT_OF_TIME}: ended after {now - started:.0f} s"
+            if now > until:
+                return None, f"ended after {now - started:.0f} s: its time was over"
     finally:  # also when a signal ends this process: nothing may stay on the GPU
         _end(process)
-    seconds = time.monotonic() - started
-    output = output_of(scratch)
-    if code is None:
-        return _failed(path, job, common, seconds, f"ended after {seconds:.0f} s: its time was over", output)
-    if code not in (0, A_CHECK_FAILED):
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        sentence = output.strip().splitlines()[-1] if output else "nothing was said"
-        return _failed(path, job, common, seconds, f"the process ended {how}: {sentence}", output)
-    if code and output:
-        print(output, file=sys.stderr)
-    return code == 0
 
 
-def _failed(path: Path, job: Job, common: dict, seconds: float, error: str, output: str | None) -> bool:
-    row = rows.make_row(common, job.name, seconds, error=error, output=output)
+def _failed(path: Path, name: str, common: dict, seconds: float, error: str, output: str | None) -> bool:
+    row = rows.make_row(common, name, seconds, error=error, output=output)
     rows.append(path, row)
     print(rows.summary(row), flush=True)
     if output:

@@ -8,17 +8,19 @@ fp32 on the CPU, for two wrong runs can agree.
 What this cannot show: that other shapes take kernels that are as deterministic.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from transformers import GPT2Config
 
-from experiments.gpu_acceptance.capped import capped_device
+from experiments.gpu_acceptance.capped import capped_device, precisions, sixteen_bit
 from experiments.harness.child import Result, Setting
 from lowmem import device as devices
 from lowmem import fused
@@ -120,44 +122,54 @@ class Outcome:
 
 
 def check(setting: Setting) -> Result:
-    """A detail row per precision and arrangement."""
+    """A case per precision and arrangement."""
     device = capped_device(setting)
     devices.make_deterministic(device)
-    done: dict[str, bool] = {}
-    shape = Shape.of(setting.dry_run, dropout=0.1)
-    pairs = [("bf16", name, {}, case) for name, case in CASES.items()]
-    pairs += [("fp16", name, {}, case) for name, case in CASES.items()]
-    if find_spec("bitsandbytes"):
-        eight = {"optimizer": "adamw8bit"}
-        pairs += [("bf16", "8-bit, streamed, deferred", eight, {"resident_units": 0, "defer": True})]
-    pairs += [("bf16", "no clipping, updated in backward", UNCLIPPED, UPDATED_IN_BACKWARD)]
-    if setting.dry_run:
-        pairs = pairs[::4]  # tests/test_step.py has all of them on the CPU
-    for (precision, base), cases in itertools.groupby(pairs, lambda pair: (pair[0], pair[2])):
-        plain = train(shape, device, precision, **PLAIN | base)
-        for _, name, _, case in cases:
-            outcome = train(shape, device, precision, **PLAIN | base | case)
-            different = plain.differences(outcome)
-            values = {"different": len(different), "first": different[:5], "losses": outcome.losses}
-            detail = f"{precision}, {name}"
-            checks = {
-                "every bit equal": not different,
-                "every number finite": all(map(math.isfinite, outcome.losses + outcome.norms)),
-            }
-            if device.type == "cuda" and case.get("resident_units", ALL) != ALL:
-                checks["page-locked"] = outcome.page_locked
-            done[detail] = setting.record(detail, values, checks)
-
-    shape = Shape.of(setting.dry_run, dropout=0.0)
-    truth = train(shape, torch.device("cpu"), "fp32", **PLAIN)
-    for precision, most in MOST_LOSS_ERROR.items():
-        outcome = train(shape, device, precision, **PLAIN)
-        losses = zip(outcome.losses, truth.losses, strict=True)
-        error = max(abs(loss - true) / true for loss, true in losses)
-        detail = f"{precision} follows fp32 on the CPU"
-        values = {"error": error, "losses": outcome.losses}
-        done[detail] = setting.record(detail, values, {f"within {most:g}": error <= most})
+    shape, plain_shape = Shape.of(setting.dry_run, dropout=0.1), Shape.of(setting.dry_run, dropout=0.0)
+    cases: dict[str, Callable[[], Result]] = {}
+    for (precision, base), found in itertools.groupby(arrangements(device, setting.dry_run), lambda case: case[:2]):
+        # made once, when the first case asks for it: it may be another process's
+        plain = functools.cache(partial(train, shape, device, precision, **PLAIN | base))
+        for _, _, name, case in found:
+            outcome = partial(train, shape, device, precision, **PLAIN | base | case)
+            streamed = device.type == "cuda" and case.get("resident_units", ALL) != ALL
+            cases[f"{precision}, {name}"] = partial(_equal, plain, outcome, streamed)
+    truth = functools.cache(partial(train, plain_shape, torch.device("cpu"), "fp32", **PLAIN))
+    for precision in precisions(device):
+        outcome = partial(train, plain_shape, device, precision, **PLAIN)
+        most = MOST_LOSS_ERROR[precision]
+        cases[f"{precision} follows fp32 on the CPU"] = partial(_follows, truth, outcome, most)
+    done = {name: setting.attempt(name, work).held for name, work in cases.items()}
     return Result({"parts": len(done)}, done)
+
+
+def arrangements(device: torch.device, few: bool) -> list[tuple[str, dict, str, dict]]:
+    """(precision, what the plain arrangement differs in, name, case) of what is held against the plain one, in all
+    16-bit precisions of the device."""
+    half = sixteen_bit(device)
+    found = [(name, {}, *case) for name in precisions(device) if name != "fp32" for case in CASES.items()]
+    if find_spec("bitsandbytes"):
+        found.append((half, {"optimizer": "adamw8bit"}, "8-bit, streamed, deferred", CASES["streamed, deferred"]))
+    found.append((half, UNCLIPPED, "no clipping, updated in backward", UPDATED_IN_BACKWARD))
+    return found[::4] if few else found  # tests/test_step.py has all of them on the CPU
+
+
+def _equal(plain: Callable[[], Outcome], outcome: Callable[[], Outcome], streamed: bool) -> Result:
+    found = outcome()
+    different = plain().differences(found)
+    checks = {
+        "every bit equal": not different,
+        "every number finite": all(map(math.isfinite, found.losses + found.norms)),
+    }
+    if streamed:
+        checks["page-locked"] = found.page_locked
+    return Result({"different": len(different), "first": different[:5], "losses": found.losses}, checks)
+
+
+def _follows(truth: Callable[[], Outcome], outcome: Callable[[], Outcome], most: float) -> Result:
+    found = outcome()
+    error = max(abs(loss - true) / true for loss, true in zip(found.losses, truth().losses, strict=True))
+    return Result({"error": error, "losses": found.losses}, {f"within {most:g}": error <= most})
 
 
 def train(

@@ -1,4 +1,4 @@
-"""The device that a part computes on, as a training under the job's cap would find it.
+"""The device that a part computes on, as a training under the job's cap would find it, and the precisions it has.
 
 A file of its own because child.py, which the command imports, does without torch.
 """
@@ -8,6 +8,7 @@ import torch
 from experiments.harness.child import Setting
 from lowmem import device as devices
 from lowmem.budget import Budget
+from lowmem.precision import WORKING_DTYPES, resolve_precision
 
 
 def capped_device(setting: Setting) -> torch.device:
@@ -16,3 +17,13 @@ def capped_device(setting: Setting) -> torch.device:
     device = torch.device(setting.device)
     Budget(device, setting.gpu_limit_bytes, None).apply()
     return device
+
+
+def sixteen_bit(device: torch.device) -> str:
+    """What 16-bit training takes there: "bf16", or "fp16" on cards below sm_80, which have no bf16."""
+    return resolve_precision("auto", device) if device.type == "cuda" else "bf16"
+
+
+def precisions(device: torch.device) -> dict[str, torch.dtype]:
+    """All working precisions that the device has, by name."""
+    return {name: dtype for name, dtype in WORKING_DTYPES.items() if name != "bf16" or sixteen_bit(device) == "bf16"}

@@ -16,17 +16,21 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, PretrainedConfig
 
+from experiments.gpu_acceptance.capped import sixteen_bit
 from experiments.harness.child import Result, Setting
 from lowmem.budget import Budget
 from lowmem.device import collect_garbage
-from lowmem.models import load_config
+from lowmem.models import build_model, load_config
+from lowmem.precision import WORKING_DTYPES
 
 REPEATS = 3
+COMPILE_SECONDS = 100.0  # of the processor, planned
 LARGEST_MICRO_BATCH = 32
 SEQ = 1024
 TINY_SEQ = 8
@@ -71,20 +75,28 @@ def _config(setting: Setting, name: str) -> PretrainedConfig:
 def _search(setting: Setting, device: torch.device, name: str) -> dict | None:
     """Sequences per second, eager, of the best micro-batch and which that is; None where not one sequence fits."""
     rows: list[dict] = []
-    model = _unless_out_of_memory(device, lambda: _stock_model(setting, device, name))
+    model = cache(partial(_stock_model, setting, device, name))  # not made where every case is done already
     most = 2 if setting.dry_run else LARGEST_MICRO_BATCH
     for micro_batch in (2**power for power in range(most.bit_length())):
-        row = None
-        if model is not None:
-            row = _unless_out_of_memory(device, lambda size=micro_batch: _timed(setting, device, model, size))
-        values = {"model": name, "way": "eager", "fits": row is not None} | (row or {"micro_batch": micro_batch})
-        setting.record(f"{name}, eager, micro-batch {micro_batch}", values, {})
-        if row is None:
+        work = partial(_eager, setting, device, model, name, micro_batch)
+        seconds = _planned_seconds(setting, name, micro_batch)
+        row = setting.attempt(f"{name}, eager, micro-batch {micro_batch}", work, seconds).values
+        if "fits" not in row:  # it has ended its process
+            continue
+        if not row["fits"]:
             break
-        rows.append(row)
+        rows.append({key: row[key] for key in row if key not in ("model", "way", "fits")})
         if _fell_twice([row["sequences_per_second"] for row in rows]):
             break
     return max(rows, key=lambda row: row["sequences_per_second"], default=None)
+
+
+def _eager(
+    setting: Setting, device: torch.device, model: Callable[[], nn.Module], name: str, micro_batch: int
+) -> Result:
+    row = _unless_out_of_memory(device, lambda: _timed(setting, device, model(), micro_batch))
+    described = {"model": name, "way": "eager", "fits": row is not None}
+    return Result(described | (row or {"micro_batch": micro_batch}), {})
 
 
 def _fell_twice(speeds: list[float]) -> bool:
@@ -94,20 +106,30 @@ def _fell_twice(speeds: list[float]) -> bool:
 def _compiled(setting: Setting, device: torch.device, name: str, micro_batch: int) -> dict:
     """The same of the compiled model, or {"error": ...}, or on the stand-in {"not_measured": ...}."""
     detail, described = f"{name}, compiled, micro-batch {micro_batch}", {"model": name, "way": "compiled"}
-    if setting.stand_in:
-        row = {"micro_batch": micro_batch, "not_measured": NOT_COMPILED}
-        setting.record(detail, described | row, {})
-        return row
-    try:
-        model = _stock_model(setting, device, name)
-        # in a dry run only what Dynamo does: code for the CPU would have to be compiled
-        model.compile(dynamic=False, backend="eager" if setting.dry_run else "inductor")
-        row = _timed(setting, device, model, micro_batch)
-        row["compile_seconds"] = row.pop("first_seconds")
-    except Exception as error:  # whatever the compilers raise, and out of memory
-        row = {"micro_batch": micro_batch, "error": f"{type(error).__name__}: {_first_line(error)}"}
-    setting.record(detail, described | row, {"compiles": "error" not in row})
-    return row
+
+    def work() -> Result:
+        if setting.stand_in:
+            return Result(described | {"micro_batch": micro_batch, "not_measured": NOT_COMPILED}, {})
+        try:
+            model = _stock_model(setting, device, name)
+            # in a dry run only what Dynamo does: code for the CPU would have to be compiled
+            model.compile(dynamic=False, backend="eager" if setting.dry_run else "inductor")
+            row = _timed(setting, device, model, micro_batch)
+            row["compile_seconds"] = row.pop("first_seconds")
+        except Exception as error:  # whatever the compilers raise, and out of memory
+            row = {"micro_batch": micro_batch, "error": f"{type(error).__name__}: {_first_line(error)}"}
+        return Result(described | row, {"compiles": "error" not in row})
+
+    found = setting.attempt(detail, work, COMPILE_SECONDS + _planned_seconds(setting, name, micro_batch))
+    row = found.values or {"micro_batch": micro_batch, "error": "ended its process; its row says how"}
+    return {key: row[key] for key in row if key not in ("model", "way")}
+
+
+def _planned_seconds(setting: Setting, name: str, micro_batch: int) -> float:
+    """What arithmetic alone takes of a measurement: 6 FLOP per parameter and token, forward and backward."""
+    parameters = sum(parameter.numel() for parameter in build_model(_config(setting, name)).parameters())
+    tokens = micro_batch * (TINY_SEQ if setting.dry_run else SEQ)
+    return (1 + REPEATS) * 6 * parameters * tokens / setting.flops_per_second
 
 
 def _stock_model(setting: Setting, device: torch.device, name: str) -> nn.Module:
@@ -125,7 +147,7 @@ def _timed(setting: Setting, device: torch.device, model: nn.Module, micro_batch
     seconds = []
     for _ in range(1 + REPEATS):
         started = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, WORKING_DTYPES[sixteen_bit(device)]):
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         if device.type == "cuda":

@@ -13,13 +13,14 @@ allocator    the cap is kept, segments grow
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.gpu_acceptance.capped import capped_device
+from experiments.gpu_acceptance.capped import capped_device, precisions, sixteen_bit
 from experiments.harness.child import Result, Setting
 from lowmem import adam, fused
 from lowmem import device as devices
@@ -36,53 +37,77 @@ MOST_GRADIENT_ERROR = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # norm of the 
 
 
 def check(setting: Setting) -> Result:
-    """All of the above; detail rows carry the figures."""
+    """All of the above, each a case."""
     device = capped_device(setting)
     devices.make_deterministic(device)
-    done: dict[str, bool] = {}
-
-    def record(detail: str, values: dict, checks: dict[str, bool]) -> None:
-        done[detail] = setting.record(detail, values, checks)
-
+    cases: dict[str, Callable[[], Result]] = {}
     size = 2**14 if setting.dry_run else 2**24
     torch.zeros(1, device=device)
     ram_bytes = ram_peak_bytes()
-    for name in ("bf16", "fp16"):
-        record(f"split and join, {name}", {"patterns": size}, split_and_join(device, WORKING_DTYPES[name], size))
+    half = WORKING_DTYPES[sixteen_bit(device)]
+    for name, dtype in precisions(device).items():
+        if name != "fp32":
+            cases[f"split and join, {name}"] = partial(_split_and_join, device, dtype, size)
     rules = {"eager": adam.update}
     if device.type == "cuda":
-        reason = fused.why_not(device)
-        record("fused kernels", {"reason": reason}, {"compile and agree": reason is None})
-        rules |= {} if reason else {"fused": fused.update}
+        cases["fused kernels"] = partial(_fused_kernels, device)
+        rules |= {"fused": fused.update}
     for (kind, rule), (name, dtype), optimizer in itertools.product(
-        rules.items(), WORKING_DTYPES.items(), ("adamw", "sgd")
+        rules.items(), precisions(device).items(), ("adamw", "sgd")
     ):
-        ulps = fused.largest_ulps(device, optimizer, dtype, rule, size)
-        within = max(ulps.values()) <= fused.MOST_ULPS
-        record(f"{optimizer}, {name}, {kind}", ulps, {f"at most {fused.MOST_ULPS} ulp": within})
-    if device.type == "cpu" or "fused" in rules:
-        speed = update_speed(device, size if setting.dry_run else 2**26)
-        fast = setting.dry_run or speed["fused_share_of_copy_bandwidth"] >= LEAST_SHARE_OF_BANDWIDTH
-        record("update speed", speed, {f"at least {LEAST_SHARE_OF_BANDWIDTH:.0%} of copy bandwidth": fast})
+        cases[f"{optimizer}, {name}, {kind}"] = partial(_update, device, optimizer, dtype, rule, size)
+    cases["update speed"] = partial(_update_speed, device, size if setting.dry_run else 2**26, half, setting.dry_run)
     shape = (96, 32, 1013) if setting.dry_run else (2048, 1280, 50257)
-    for (name, dtype), kind in itertools.product(WORKING_DTYPES.items(), rules):
-        if kind == "fused" and name == "fp32":
-            continue  # line by line in either case
-        errors = loss_errors(device, dtype, *shape, kind == "fused")
-        within = {
-            "loss": errors["loss"] <= MOST_LOSS_ERROR[name],
-            "gradients": max(errors["hidden"], errors["weight"]) <= MOST_GRADIENT_ERROR[name],
-        }
-        record(f"chunked loss, {name}, {kind}", errors, within)
+    for name, kind in itertools.product(precisions(device), rules):
+        if kind != "fused" or name != "fp32":  # which is line by line in either case
+            cases[f"chunked loss, {name}, {kind}"] = partial(_loss, device, name, shape, kind == "fused")
     if "fused" in rules:
-        values = fused_speed(device, *shape)
-        faster = {f"the {name} is faster": values[f"{name}_share"] < 1 for name in ("loss", "gradient")}
-        record("fused speed", values, {} if setting.dry_run else faster)
-    record("host memory", *host_memory(device, (4 if setting.dry_run else 256) * MIB))
+        cases["fused speed"] = partial(_fused_speed, device, shape, half, setting.dry_run)
+    cases["host memory"] = partial(host_memory, device, (4 if setting.dry_run else 256) * MIB)
     if device.type == "cuda":
         fits_bytes = 256 * MIB if setting.dry_run else setting.gpu_limit_bytes - 2 * GIB
-        record("allocator", *allocator(device, setting.gpu_limit_bytes, fits_bytes))
+        cases["allocator"] = partial(allocator, device, setting.gpu_limit_bytes, fits_bytes)
+    done: dict[str, bool] = {}
+    for name, work in cases.items():
+        needs_kernels = name.endswith(", fused") or name in ("update speed", "fused speed")
+        if not needs_kernels or done.get("fused kernels", True):
+            done[name] = setting.attempt(name, work).held
     return Result({"parts": len(done), "ram_bytes_with_device_started": ram_bytes}, done)
+
+
+def _fused_kernels(device: torch.device) -> Result:
+    reason = fused.why_not(device)
+    return Result({"reason": reason}, {"compile and agree": reason is None})
+
+
+def _split_and_join(device: torch.device, dtype: torch.dtype, size: int) -> Result:
+    return Result({"patterns": size}, split_and_join(device, dtype, size))
+
+
+def _update(device: torch.device, optimizer: str, dtype: torch.dtype, rule: Callable, size: int) -> Result:
+    ulps = fused.largest_ulps(device, optimizer, dtype, rule, size)
+    return Result(ulps, {f"at most {fused.MOST_ULPS} ulp": max(ulps.values()) <= fused.MOST_ULPS})
+
+
+def _update_speed(device: torch.device, size: int, dtype: torch.dtype, dry_run: bool) -> Result:
+    speed = update_speed(device, size, dtype)
+    fast = dry_run or speed["fused_share_of_copy_bandwidth"] >= LEAST_SHARE_OF_BANDWIDTH
+    return Result(speed, {f"at least {LEAST_SHARE_OF_BANDWIDTH:.0%} of copy bandwidth": fast})
+
+
+def _loss(device: torch.device, precision: str, shape: tuple[int, int, int], fused_kernels: bool) -> Result:
+    errors = loss_errors(device, WORKING_DTYPES[precision], *shape, fused_kernels)
+    checks = {
+        "loss": errors["loss"] <= MOST_LOSS_ERROR[precision],
+        "gradients": max(errors["hidden"], errors["weight"]) <= MOST_GRADIENT_ERROR[precision],
+    }
+    return Result(errors, checks)
+
+
+def _fused_speed(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype, dry_run: bool) -> Result:
+    values = fused_speed(device, *shape, dtype)
+    faster = {f"the {name} is faster": values[f"{name}_share"] < 1 for name in ("loss", "gradient")}
+    return Result(values, {} if dry_run else faster)
 
 
 def split_and_join(device: torch.device, dtype: torch.dtype, size: int) -> dict[str, bool]:
@@ -102,13 +127,13 @@ def split_and_join(device: torch.device, dtype: torch.dtype, size: int) -> dict[
     }
 
 
-def update_speed(device: torch.device, size: int) -> dict[str, float]:
-    """Nanoseconds per parameter of AdamW's update with bf16 weights by either rule, and the fused one's bytes per
+def update_speed(device: torch.device, size: int, dtype: torch.dtype) -> dict[str, float]:
+    """Nanoseconds per parameter of AdamW's update with weights of `dtype` by either rule, and the fused one's bytes per
     second beside those of a plain copy on the device."""
     optimizer = get_optimizer("adamw")
     hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=1)
-    working, gradient = torch.zeros(size, dtype=torch.bfloat16, device=device), torch.zeros(size, device=device)
-    layout = state_layout(optimizer, size, torch.bfloat16).items()
+    working, gradient = torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, device=device)
+    layout = state_layout(optimizer, size, dtype).items()
     state = {name: torch.zeros(entries, dtype=dtype, device=device) for name, (entries, dtype) in layout}
     target = torch.empty_like(gradient)
     rules = {"fused": fused.update if device.type == "cuda" else adam.update, "eager": adam.update}
@@ -136,11 +161,11 @@ def _seconds(call, device: torch.device) -> float:
     return statistics.median(times[1:])
 
 
-def fused_speed(device: torch.device, tokens: int, width: int, vocabulary: int) -> dict[str, float]:
-    """Milliseconds in bf16, line by line and fused: of the loss with its gradients, and of the gradient of an MLP's
+def fused_speed(device: torch.device, tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> dict[str, float]:
+    """Milliseconds in `dtype`, line by line and fused: of the loss with its gradients, and of the gradient of an MLP's
     first matrix with adding it to its accumulator."""
     hidden, weight, left, right = (
-        torch.randn(*shape, device=device).to(torch.bfloat16)
+        torch.randn(*shape, device=device).to(dtype)
         for shape in ((tokens, width), (vocabulary, width), (tokens, width), (tokens, 4 * width))
     )
     left = left.T  # as an MLP's input in its first matrix's gradient
@@ -190,7 +215,7 @@ def loss_errors(
     }
 
 
-def host_memory(device: torch.device, size_bytes: int) -> tuple[dict, dict[str, bool]]:
+def host_memory(device: torch.device, size_bytes: int) -> Result:
     """There and back through memory like that of streamed states; GiB/s each way, pageable memory beside it."""
     entries = size_bytes // 4
     home = host_tensor(entries, torch.float32)
@@ -211,10 +236,10 @@ def host_memory(device: torch.device, size_bytes: int) -> tuple[dict, dict[str, 
     if device.type == "cuda":
         checks["page-locked"] = locked
         values["stale_error_after_refusal"] = _stale_error(home)
-    return values, checks
+    return Result(values, checks)
 
 
-def allocator(device: torch.device, gpu_limit_bytes: int, fits_bytes: int) -> tuple[dict, dict[str, bool]]:
+def allocator(device: torch.device, gpu_limit_bytes: int, fits_bytes: int) -> Result:
     """Whether the cap holds to the byte that was asked for, and whether segments are those that grow; `fits_bytes`:
     what is allocated under it."""
     kept = torch.zeros(64 * MIB, dtype=torch.uint8, device=device)
@@ -226,7 +251,7 @@ def allocator(device: torch.device, gpu_limit_bytes: int, fits_bytes: int) -> tu
         refused = True
     fits = torch.empty(fits_bytes, dtype=torch.uint8, device=device)
     values = {"reserved_bytes": torch.cuda.memory_reserved(device), "kept_bytes": kept.numel() + fits.numel()}
-    return values, {"more than the cap is refused": refused, "expandable segments": growing}
+    return Result(values, {"more than the cap is refused": refused, "expandable segments": growing})
 
 
 def _stale_error(registered: Tensor) -> str | None:

@@ -24,6 +24,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, PretrainedConfig
 
+from experiments.gpu_acceptance.capped import sixteen_bit
 from experiments.gpu_acceptance.denominator import stock_device
 from experiments.gpu_acceptance.measured import error, measure, prepared, train
 from experiments.gpu_acceptance.plans import bars
@@ -76,7 +77,7 @@ def lowmem(setting: Setting, models: Sequence[str]) -> Result:
     """A row per model, planned by lowmem and run."""
     device, card, target = prepared(setting)
     seq, batch = (TINY_SEQ, TINY_BATCH) if setting.dry_run else (SEQ, BATCH)
-    precision = "fp32" if setting.dry_run else "bf16"
+    precision = "fp32" if setting.dry_run else sixteen_bit(device)
 
     def case_of(name: str) -> tuple:
         settings = Settings(
@@ -84,23 +85,24 @@ def lowmem(setting: Setting, models: Sequence[str]) -> Result:
         )
         return settings, precision, card or A_CARD, target.fused_kernels
 
-    held, errors = {}, []
-    for name, plan in _predictions(setting, models, _planned, case_of):
+    def measured(name: str, plan: Plan | str) -> Result:
         if isinstance(plan, str):
-            setting.record(name, {"model": name, "method": "lowmem", "not_measured": plan}, {})
-            continue
+            return Result({"model": name, "method": "lowmem", "not_measured": plan}, {})
         found = measure(partial(_run_lowmem, plan, device), device, setting.gpu_limit_bytes)
         predicted = Memory(plan.gpu_allocated_peak_bytes, plan.gpu_reserved_peak_bytes, plan.gpu_breakdown, [])
         values, checks = _compared(predicted, found)
         values = _case(plan.settings, "lowmem") | values
         values |= {"parameters": plan.parameters, "choice": plan.to_dict()["choice"]}
         if found is not None:
-            errors.append(values["allocated_error"])
             values["measured_step_seconds"] = found.returned.step_seconds
             values["predicted_step_seconds"] = plan.step_seconds
         # a page of the allocator is much of a tiny model, and a plan of a GPU none of the CPU
-        held[name] = setting.record(name, values, {} if setting.dry_run else checks)
-    return Result(_summary(errors), held)
+        return Result(values, {} if setting.dry_run else checks)
+
+    def seconds(plan: Plan | str) -> float:
+        return STEPS * plan.step_seconds if isinstance(plan, Plan) else 0.0
+
+    return _of_all(setting, _predictions(setting, models, _planned, case_of), measured, seconds)
 
 
 def plain(setting: Setting, models: Sequence[str]) -> Result:
@@ -108,22 +110,39 @@ def plain(setting: Setting, models: Sequence[str]) -> Result:
     device, recipe, card = stock_device(setting), "fp32", A_CARD
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # as the simulation takes it
-        recipe, card = "bf16", card_for(Settings())
+        # the estimation has no recipe of fp16, which is what cards without bf16 would take
+        recipe, card = ("bf16" if sixteen_bit(device) == "bf16" else "fp32"), card_for(Settings())
     seq, batch = (TINY_SEQ, TINY_BATCH) if setting.dry_run else (SEQ, PLAIN_BATCH)
     run_plain = named(f"{_ESTIMATION}.measure:run_plain")
-    errors = []
-    for name, predicted in _predictions(setting, models, _plain_memory, lambda name: (seq, batch, recipe, card)):
+
+    def measured(name: str, predicted: Memory | str) -> Result:
         case = {"model": name, "method": f"plain {recipe}", "seq": seq, "batch": batch}
         if isinstance(predicted, str):
-            setting.record(name, case | {"not_measured": predicted}, {})
-            continue
+            return Result(case | {"not_measured": predicted}, {})
         config = _config(name)
         found = measure(partial(run_plain, config, seq, batch, recipe, device), device, setting.gpu_limit_bytes)
-        values, _ = _compared(predicted, found)
-        if found is not None:
-            errors.append(values["allocated_error"])
-        setting.record(name, case | {"limit_bytes": setting.gpu_limit_bytes} | values, {})
-    return Result(_summary(errors), {"something was measured": bool(errors)})
+        return Result(case | {"limit_bytes": setting.gpu_limit_bytes} | _compared(predicted, found)[0], {})
+
+    predictions = _predictions(setting, models, _plain_memory, lambda name: (seq, batch, recipe, card))
+    found = _of_all(setting, predictions, measured, lambda predicted: 0.0)  # two sequences: the floor is enough
+    return Result(found.values, found.checks | {"something was measured": found.values["models"] > 0})
+
+
+def _of_all(setting: Setting, predictions: Iterator[tuple], measured: Callable, seconds: Callable) -> Result:
+    """A case per model: what `measured(name, prediction)` gives, planned to take `seconds(prediction)`. A prediction
+    that is an exception ends its case, and no other."""
+
+    def work(name: str, predicted) -> Result:
+        if isinstance(predicted, Exception):
+            raise predicted
+        return measured(name, predicted)
+
+    found = {
+        name: setting.attempt(name, partial(work, name, predicted), seconds(predicted))
+        for name, predicted in predictions
+    }
+    errors = [result.values["allocated_error"] for result in found.values() if "allocated_error" in result.values]
+    return Result(_summary(errors), {name: result.held for name, result in found.items()})
 
 
 def _run_lowmem(plan: Plan, device: torch.device):
@@ -206,14 +225,18 @@ def _plain_memory(name: str, seq: int, batch: int, recipe: str, card: Card) -> M
 def _predictions(
     setting: Setting, models: Sequence[str], predict: Callable, case_of: Callable[[str], tuple]
 ) -> Iterator[tuple]:
-    """(model, what `predict` returns for it and its case), in order; made by other processes, but for a dry run."""
+    """(model, what `predict` returns for it and its case), in order; made by other processes, but for a dry run. What
+    an earlier process of the job is through with is not predicted again."""
     if setting.dry_run:
         yield from ((name, predict(name, *case_of(name))) for name in TINY)
         return
     workers = max(1, min(len(models), (os.cpu_count() or 1) - 2))
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin_worker) as pool:
-        waiting = [(name, pool.submit(predict, name, *case_of(name))) for name in models]
-        yield from ((name, future.result()) for name, future in waiting)
+        waiting = [
+            (name, None if setting.passed(name) else pool.submit(predict, name, *case_of(name))) for name in models
+        ]
+        for name, future in waiting:
+            yield name, "is done" if future is None else future.exception() or future.result()
 
 
 def _begin_worker() -> None:

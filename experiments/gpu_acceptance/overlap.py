@@ -35,6 +35,7 @@ from lowmem.units import GIB
 
 MOST_ADDED = 0.03  # to a step, by its update: issue 4's bar, for 64k tokens
 PAIRS = 3
+STEPS = 2 * PAIRS + 4  # that `check` makes at most, one of them simulated
 FASTEST_BUS = 500e9  # bytes per second: what copies faster has not copied the states
 LEARNING_RATE = 1e-5
 

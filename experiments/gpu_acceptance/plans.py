@@ -13,6 +13,7 @@ the one before, and the first layout comes once more at the end, where it must m
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,6 +21,7 @@ import torch
 
 from experiments.gpu_acceptance import measured
 from experiments.gpu_acceptance.at_peak import differences
+from experiments.gpu_acceptance.capped import sixteen_bit
 from experiments.gpu_acceptance.layouts import CAPPED, DRY_GRID, GRID, Layout
 from experiments.gpu_acceptance.measured import Measured, Ran, error, prepared, train
 from experiments.harness.child import Result, Setting
@@ -36,6 +38,7 @@ MOST_ALLOCATED_ERROR, MOST_MEDIAN_ERROR, MOST_RESERVED_ERROR, MOST_BELOW = 0.01,
 MOST_SLOWER = 1.05  # the choice's seconds, of the fastest layout's
 CHOICE_LIMIT_BYTES = 4 * GIB  # too little for the layout that would be fastest
 RESOLUTION_BYTES = 8 * MIB  # of the measured smallest cap
+SEARCH_SECONDS = 100.0  # planned for finding it; all else takes less than the limit's floor
 DIAGNOSES = 4  # layouts that are run again for what lies at the peak
 STEPS, TIMED_STEPS = 3, 12  # the first two of either are not timed
 
@@ -68,55 +71,71 @@ def check(setting: Setting) -> Result:
 
 
 def check_peaks(setting: Setting, device: torch.device, target: Target) -> Result:
-    """A row per layout, then one per smallest cap; their sum."""
-    grid, capped = (DRY_GRID, DRY_GRID[:1]) if setting.dry_run else (GRID, CAPPED)
-    errors: dict[str, float] = {}
-    peaks: list[int] = []
-    held: dict[str, bool] = {}
+    """A case per layout, then one per smallest cap; their sum."""
+    grid, capped = (DRY_GRID, DRY_GRID[:1]) if setting.dry_run else (on_card(GRID, device), on_card(CAPPED, device))
+    found: dict[str, Result] = {}
     diagnoses = 1 if setting.dry_run else DIAGNOSES
     for layout in (*grid, grid[0]):
-        name = f"{layout.name}, again" if layout.name in held else layout.name
-        recording = Simulated.of(layout, target).recording
-        predicted, real = under_cap(recording.tape), measure(layout, device, target)
-        if real is None:
-            held[name] = False
-            setting.record(name, {"predicted_allocated_peak_bytes": predicted.allocated_peak_bytes}, {"fits": False})
-            continue
-        allocated = error(predicted.allocated_peak_bytes, real.allocated_peak_bytes)
-        reserved = error(predicted.reserved_peak_bytes, real.reserved_peak_bytes)
-        peaks.append(real.allocated_peak_bytes)
-        values = {
-            "allocated_error": allocated,
-            "reserved_error": reserved,
-            "predicted_allocated_peak_bytes": predicted.allocated_peak_bytes,
-            "measured_allocated_peak_bytes": real.allocated_peak_bytes,
-            "predicted_reserved_peak_bytes": predicted.reserved_peak_bytes,
-            "measured_reserved_peak_bytes": real.reserved_peak_bytes,
-            "predicted_step_seconds": recording.seconds,
-            "measured_step_seconds": real.returned.step_seconds,
-        }
-        # a page of the allocator is much of a tiny model: there reserved has no bar
-        met = bars(allocated, 0.0 if setting.dry_run else reserved)
-        if diagnoses and (setting.dry_run or not all(met.values())):
-            diagnoses -= 1
-            tape = real.tape or measure(layout, device, target, history=True).tape
-            values |= differences(tape, recording.tape)
-        checks = met | {
-            "every update was made": real.returned.updates == STEPS,
-            "began with nothing reserved": real.left_bytes == 0,
-        }
-        if name == layout.name:
-            errors[name] = allocated
-        else:
-            checks["measures what it did at first"] = real.allocated_peak_bytes == peaks[0]
-        held[name] = setting.record(name, values, checks)
-    for layout in (layout for layout in capped if layout.name in errors):
-        held[f"smallest cap of {layout.name}"] = smallest_cap(setting, layout, device, target)
-    median = statistics.median(map(abs, errors.values())) if errors else math.inf
+        again = layout.name in found
+        first = found[layout.name].values.get("measured_allocated_peak_bytes") if again else None
+        diagnosed = sum("at_measured_peak" in result.values for result in found.values())
+        work = partial(_peaks_of, setting, layout, device, target, first, diagnosed < diagnoses)
+        name = f"{layout.name}, again" if again else layout.name
+        found[name] = setting.attempt(name, work)
+    measured = {layout.name: found[layout.name].values.get("allocated_error") for layout in grid}
+    errors = [error for error in measured.values() if error is not None]
+    held = {name: result.held for name, result in found.items()}
+    for layout in (layout for layout in capped if measured.get(layout.name) is not None):
+        name = f"smallest cap of {layout.name}"
+        work = partial(smallest_cap, setting, layout, device, target)
+        held[name] = setting.attempt(name, work, SEARCH_SECONDS).held
+    median = statistics.median(map(abs, errors)) if errors else math.inf
     held[f"median of allocated within {MOST_MEDIAN_ERROR:.1%}"] = median <= MOST_MEDIAN_ERROR
     values = {"layouts": len(errors), "median_allocated_error": median}
-    values |= {"lowest_error": min(errors.values(), default=None), "highest_error": max(errors.values(), default=None)}
+    values |= {"lowest_error": min(errors, default=None), "highest_error": max(errors, default=None)}
     return Result(values, held)
+
+
+def on_card(layouts: Sequence[Layout], device: torch.device) -> tuple[Layout, ...]:
+    """The layouts in precisions that the device has: in fp16 where it has no bf16; each once."""
+    half = sixteen_bit(device)
+    return tuple(
+        dict.fromkeys(replace(layout, precision=half) if layout.precision == "bf16" else layout for layout in layouts)
+    )
+
+
+def _peaks_of(
+    setting: Setting, layout: Layout, device: torch.device, target: Target, first: int | None, diagnose: bool
+) -> Result:
+    """One layout's peaks, simulated and measured. `first`: what was measured of it the first time."""
+    recording = Simulated.of(layout, target).recording
+    predicted, real = under_cap(recording.tape), measure(layout, device, target)
+    if real is None:
+        return Result({"predicted_allocated_peak_bytes": predicted.allocated_peak_bytes}, {"fits": False})
+    allocated = error(predicted.allocated_peak_bytes, real.allocated_peak_bytes)
+    reserved = error(predicted.reserved_peak_bytes, real.reserved_peak_bytes)
+    values = {
+        "allocated_error": allocated,
+        "reserved_error": reserved,
+        "predicted_allocated_peak_bytes": predicted.allocated_peak_bytes,
+        "measured_allocated_peak_bytes": real.allocated_peak_bytes,
+        "predicted_reserved_peak_bytes": predicted.reserved_peak_bytes,
+        "measured_reserved_peak_bytes": real.reserved_peak_bytes,
+        "predicted_step_seconds": recording.seconds,
+        "measured_step_seconds": real.returned.step_seconds,
+    }
+    # a page of the allocator is much of a tiny model: there reserved has no bar
+    checks = bars(allocated, 0.0 if setting.dry_run else reserved)
+    if diagnose and (setting.dry_run or not all(checks.values())):
+        tape = real.tape or measure(layout, device, target, history=True).tape
+        values |= differences(tape, recording.tape)
+    checks |= {
+        "every update was made": real.returned.updates == STEPS,
+        "began with nothing reserved": real.left_bytes == 0,
+    }
+    if first is not None:
+        checks["measures what it did at first"] = real.allocated_peak_bytes == first
+    return Result(values, checks)
 
 
 def bars(allocated_error: float, reserved_error: float) -> dict[str, bool]:
@@ -128,8 +147,8 @@ def bars(allocated_error: float, reserved_error: float) -> dict[str, bool]:
     }
 
 
-def smallest_cap(setting: Setting, layout: Layout, device: torch.device, target: Target) -> bool:
-    """A row: the smallest cap under which the simulation completes beside that under which the step does. A plan takes
+def smallest_cap(setting: Setting, layout: Layout, device: torch.device, target: Target) -> Result:
+    """The smallest cap under which the simulation completes beside that under which the step does. A plan takes
     the layout from MARGIN_BYTES above the former on."""
     simulated = Simulated.of(layout, target)
     simulated_bytes = smallest_cap_bytes(simulated.simulations, simulated.schedule, simulated.resident_units)
@@ -159,17 +178,18 @@ def smallest_cap(setting: Setting, layout: Layout, device: torch.device, target:
         "nothing that runs is refused beyond the margin": simulated_bytes - completes <= MARGIN_BYTES,
         "nothing that fails is called fitting within the margin": completes - simulated_bytes <= MARGIN_BYTES,
     }
-    return setting.record(f"smallest cap of {layout.name}", values, checks)
+    return Result(values, checks)
 
 
 def check_choice(setting: Setting, device: torch.device, target: Target) -> Result:
-    """A row per layout of a small grid under CHOICE_LIMIT_BYTES, less the margin that the planner leaves; its choice
+    """A case per layout of a small grid under CHOICE_LIMIT_BYTES, less the margin that the planner leaves; its choice
     beside the fastest."""
     if setting.dry_run:  # where the simulation of the CPU has no clock, and the grid is three layouts
         base, target, room, steps = DRY_GRID[0], gpu_target(CARDS["rtx3060"], fused_kernels=False), None, STEPS
         micro_batches, groups, states = (4,), (1,), ("resident",)
     else:
-        base, room, steps = Layout("gpt2"), CHOICE_LIMIT_BYTES - MARGIN_BYTES, TIMED_STEPS
+        (base,) = on_card([Layout("gpt2")], device)
+        room, steps = CHOICE_LIMIT_BYTES - MARGIN_BYTES, TIMED_STEPS
         micro_batches, groups, states = (4, 8), (1, 2), ("streamed", "resident")
     layouts = [
         replace(base, micro_batch=micro_batch, group=group, segment=segment, recompute=recompute, states=kind)
@@ -187,19 +207,23 @@ def check_choice(setting: Setting, device: torch.device, target: Target) -> Resu
     chosen = None
     for layout in layouts:
         case = layout.case(simulations.units)
-        recording = Simulated(simulations, case.schedule, case.resident_units).recording
-        real = measure(layout, device, target, room, steps=steps)
-        if real is not None:
-            seconds[layout.name] = real.returned.step_seconds
         if found is not None and found.case == case:
             chosen = layout.name
-        values = {
-            "measured_step_seconds": seconds.get(layout.name),
-            "predicted_step_seconds": recording.seconds,
-            "completes": real is not None,
-            "predicted_to_complete": _completes(recording.tape, room),
-        }
-        setting.record(f"choice of {layout.name}", values, {})
+
+        def work(layout=layout, case=case) -> Result:
+            recording = Simulated(simulations, case.schedule, case.resident_units).recording
+            real = measure(layout, device, target, room, steps=steps)
+            values = {
+                "measured_step_seconds": None if real is None else real.returned.step_seconds,
+                "predicted_step_seconds": recording.seconds,
+                "completes": real is not None,
+                "predicted_to_complete": _completes(recording.tape, room),
+            }
+            return Result(values, {})
+
+        timed = setting.attempt(f"choice of {layout.name}", work).values.get("measured_step_seconds")
+        if timed is not None:
+            seconds[layout.name] = timed
     best = min(seconds, key=seconds.get, default=None)
     values = {"chosen": chosen, "fastest": best, "choices": len(layouts), "completed": len(seconds)}
     checks = {"the choice completes": chosen in seconds}

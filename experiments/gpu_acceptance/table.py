@@ -55,8 +55,9 @@ def _not_held(row: dict) -> list[str]:
 
 
 def _training(found: dict[tuple[str, str], dict], name: str) -> list[str]:
-    row = found.get(("train", name)) or found.get(("train", f"{name}: run"))
-    if row is None or "sequences_per_second" not in row["values"]:
+    rows = (found.get(("train", of)) for of in (name, f"{name}: run"))
+    row = next((row for row in rows if row is not None and "sequences_per_second" in row["values"]), None)
+    if row is None:
         return [NOT_MEASURED] + [""] * 8
     if _not_held(row):
         return [f"not held: {', '.join(_not_held(row))}"] + [""] * 8
@@ -73,7 +74,8 @@ def _training(found: dict[tuple[str, str], dict], name: str) -> list[str]:
         f"{values['predicted_gpu_allocated_peak_bytes'] / GIB:.2f}, {values['predicted_ram_peak_bytes'] / GIB:.2f}"
     )
     adds = f"{values['update_adds']:+.1%}" if "update_adds" in values else ""
-    return [f"{speed:.2f}", *ratios, *peaks, said, adds]
+    cut = "" if values.get("complete", True) else f" ({values['steps']} of {values['of_steps']} steps)"
+    return [f"{speed:.2f}{cut}", *ratios, *peaks, said, adds]
 
 
 def _values(found: dict[tuple[str, str], dict], section: str, name: str) -> dict:

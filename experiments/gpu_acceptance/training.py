@@ -1,36 +1,44 @@
 """The real scripts for a few steps: do Large and XL fit their caps, how fast are they, how good was the plan.
 
-The script runs as a user would run it, inside this process, but for one thing: the checkpoint and the exported model at
-the end (18 bytes per parameter, 28 GB for XL) are not written, since that would take longer than what is measured.
-Memory while saving is therefore not measured here.
+The script runs as a user would run it, inside this process, to its very end: with the checkpoint and the exported model
+of the last step, 18 bytes per parameter of disk (28 GB for XL), which are removed after the job.
 
 The first step also warms up, so a step's time is the median of the others. Its update is deferred into the next step,
 which is where it is timed; the last step, which makes its own too, counts only as far as a median of three lets it.
 
-What the run was is a row ("<job>: run") before anything else is done; then, where the job asks for it, what the update
-adds to a step (overlap.py).
+What the run was is a row, "<job>: run". It is written when the second step is done, and again, complete, when the run
+has ended: as everywhere the last row of a name counts, and where the run was ended in between that is the first of the
+two, which says so ("complete": false, and "steps" of "of_steps"). Then, where the job asks for it, what the update adds
+to a step (overlap.py).
+
+How long the run may take follows from its own plan on this card (progress.py), with assumed speeds for the rest.
 """
 
-import inspect
 import json
-import runpy
 import shlex
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
 
 from experiments.gpu_acceptance import overlap
+from experiments.gpu_acceptance.scripted import remembering, run_script
 from experiments.harness.child import Result, Setting, Unavailable
 from experiments.harness.rows import ROOT
-from lowmem import report, train
-from lowmem.log import read_metrics
+from lowmem import train
+from lowmem.log import RunLog
+from lowmem.report import build_report, device_name
 
-FULL = ["--init", "random", "--steps", "4"]
+STEPS = 4
+FULL = ["--init", "random", "--steps", str(STEPS)]
 TINY = ["--demo", "--data", str(ROOT / "experiments" / "harness"), "--steps", "2", "--seq", "32", "--batch", "4"]
 TINY += ["--states", "streamed"]  # which are copied on the CPU too
 ALWAYS = ["--fixed-batch", "--eval-batches", "1", "--wandb", "disabled", "--resume", "never"]
+ENOUGH_STEPS = 2  # of which there is a row: the second one's time is a step's
+SAVED_BYTES = 18  # per parameter, of a checkpoint and an exported model
+DISK_BYTES_PER_SECOND = 200e6  # assumed: a slow one
+DRAWN_PER_SECOND = 50e6  # random weights, assumed
 PEAKS = {  # of a report, and whose cap each must keep
     "gpu_allocated_peak_bytes": "gpu",
     "gpu_reserved_peak_bytes": "gpu",
@@ -49,49 +57,86 @@ def run(setting: Setting, name: str, script: str, more: Sequence[str] = (), upda
     ]
     arguments = [*(TINY if setting.dry_run else FULL), *ALWAYS, *more, *caps, "--device", setting.device]
     folder = setting.scratch / "run"
-    code, kept = _run_script(script, [*arguments, "--out", str(folder)])
-    values = {"script": shlex.join(["python", script, *arguments]), "exit_code": code}
-    checks = {"exit code 0": code == 0}
-    if (folder / "report.json").exists():
-        found, held = _figures(json.loads((folder / "report.json").read_text()), limits)
-        values, checks = values | found, checks | held
-    setting.record("run", values | _everything(folder), checks)
+    watched = _Watched(setting, {"script": shlex.join(["python", script, *arguments])}, limits)
+    with patch.object(RunLog, "step", watched.step(RunLog.step)):
+        code = run_script(
+            script, [*arguments, "--out", str(folder)], train=remembering(train.train, watched.kept, watched.begin),
+            Step=remembering(train.Step, watched.kept),
+        )  # fmt: skip
+    result = watched.outcome(code, folder)
+    setting.record("run", *result)
+    values, checks = ({key: part[key] for key in part if key not in ("report", "step_ms", "losses")} for part in result)
     if update_cost and code == 0:
+        kept = watched.kept
         trained = overlap.Trained(
             kept["config"], kept["plan"], kept["store"], kept["Step"], kept["data"].train.batch(0)
         )
+        setting.expect(overlap.STEPS * (trained.plan.step_seconds or 0.0))
         found, held = overlap.check(setting, name, trained)
         values, checks = values | found, checks | held
     return Result(values, checks)
 
 
-def _run_script(script: str, arguments: list[str]) -> tuple[int, dict]:
-    """Its exit code, and what it had in its hands, by the names in lowmem/train.py; its Step under "Step"."""
-    kept: dict = {}
-    code = 0
-    with (
-        patch.object(sys, "argv", [script, *arguments]),
-        patch.object(train, "save_checkpoint"),
-        patch.object(report, "export_model"),
-        patch.object(train, "train", _remembering(train.train, kept)),
-        patch.object(train, "Step", _remembering(train.Step, kept)),
-    ):
-        try:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-        except SystemExit as exit:
-            code = exit.code or 0
-    return code, kept
+@dataclass
+class _Watched:
+    """A run while it goes on. `kept`: what it has in its hands, by the names in lowmem/train.py."""
 
+    setting: Setting
+    described: dict
+    limits: dict[str, int | None]
+    kept: dict = field(default_factory=dict)
 
-def _remembering(function: Callable, kept: dict) -> Callable:
-    """`function`, which leaves its arguments and what it returns in `kept`."""
+    def begin(self) -> None:
+        """The plan is made; what follows until there is enough for a row: weights, an evaluation, the first steps."""
+        plan = self.kept["plan"]
+        self._expect(ENOUGH_STEPS + 1, plan.parameters / DRAWN_PER_SECOND)
 
-    def call(*arguments, **keywords):
-        kept.update(inspect.signature(function).bind(*arguments, **keywords).arguments)
-        kept[function.__name__] = function(*arguments, **keywords)
-        return kept[function.__name__]
+    def step(self, write):
+        """RunLog.step, `write`, which also writes the job's row once there have been enough steps."""
 
-    return call
+        def call(log: RunLog, row: dict) -> None:
+            write(log, row)
+            if len(log.rows) == ENOUGH_STEPS:
+                self.setting.record("run", *self.so_far(log.rows))
+                plan = self.kept["plan"]
+                self._expect(self._of_steps - ENOUGH_STEPS + 1, SAVED_BYTES * plan.parameters / DISK_BYTES_PER_SECOND)
+
+        return call
+
+    def so_far(self, rows: list[dict]) -> tuple[dict, dict[str, bool]]:
+        """Values and checks of a run that has come to the last of `rows`."""
+        kept = self.kept
+        peaks = {peak: max((row[peak] for row in rows), key=lambda found: found or 0) for peak in PEAKS}
+        report = build_report(
+            kept["plan"].to_dict(), rows, peaks, device_name(kept["device"]), kept["settings"].batch, None
+        )
+        return self._row(report, complete=False)
+
+    def outcome(self, code: int, folder: Path) -> tuple[dict, dict[str, bool]]:
+        """The same of one that has ended with exit code `code`."""
+        ended = {"exit_code": code}, {"exit code 0": code == 0}
+        if (folder / "report.json").exists():
+            values, checks = self._row(json.loads((folder / "report.json").read_text()), complete=True)
+        elif len(rows := self.kept["log"].rows if "log" in self.kept else []) >= ENOUGH_STEPS:
+            values, checks = self.so_far(rows)
+        else:
+            plan = self.kept.get("plan")
+            values, checks = self.described | {"complete": False, "plan": plan and plan.to_dict()}, {}
+        return values | ended[0], ended[1] | checks
+
+    def _row(self, report: dict, complete: bool) -> tuple[dict, dict[str, bool]]:
+        values, checks = _figures(report, self.limits)
+        rows = self.kept["log"].rows
+        extent = {"complete": complete, "steps": len(rows), "of_steps": self._of_steps}
+        each = {"step_ms": [row["step_ms"] for row in rows], "losses": [row["loss"] for row in rows]}
+        return self.described | extent | values | each | {"report": report}, checks
+
+    @property
+    def _of_steps(self) -> int:
+        return self.kept["settings"].steps
+
+    def _expect(self, steps: int, other_seconds: float) -> None:
+        self.setting.expect(steps * (self.kept["plan"].step_seconds or 0.0) + other_seconds)
 
 
 def _figures(report: dict, limits: dict[str, int | None]) -> tuple[dict, dict[str, bool]]:
@@ -105,21 +150,10 @@ def _figures(report: dict, limits: dict[str, int | None]) -> tuple[dict, dict[st
         if measured[figure] and predicted[figure]:
             values[f"{figure}_error"] = predicted[figure] / measured[figure] - 1
     values |= {name: report["plan"][name] for name in ("choice", "tokens_per_step")}
-    checks = {
-        "the loss falls": report["loss"]["last"] < report["loss"]["first"],
-        "never out of memory": not report["out_of_memory"],  # it would have gone on in smaller micro-batches
-    }
+    checks = {"the loss falls": report["loss"]["last"] < report["loss"]["first"]}
+    if "out_of_memory" in report:  # it would have gone on in another way than planned
+        checks["never out of memory"] = not report["out_of_memory"]
     for peak, kind in PEAKS.items():
         if limits[kind] is not None and measured[peak] is not None:
             checks[f"{peak} under the cap"] = measured[peak] <= limits[kind]
     return values, checks
-
-
-def _everything(folder: Path) -> dict:
-    """What else a run folder says: the report whole, every step, and the plan where there was no report."""
-    metrics = read_metrics(folder / "metrics.jsonl")
-    found: dict = {"step_ms": [row["step_ms"] for row in metrics], "losses": [row["loss"] for row in metrics]}
-    for name in ("report", "plan"):
-        if (folder / f"{name}.json").exists() and "report" not in found:
-            found[name] = json.loads((folder / f"{name}.json").read_text())
-    return found

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.harness import rows
+from experiments.harness.progress import Progress
 from lowmem.units import GIB
 
 OUTPUT_CHARACTERS = 4000
@@ -25,11 +26,23 @@ A_CHECK_FAILED = 3  # exit code; a crash is 1, or a signal
 
 
 @dataclass(frozen=True)
+class Result:
+    """What a job's function returns, and a case of it: its row's content."""
+
+    values: dict
+    checks: dict[str, bool]
+
+    @property
+    def held(self) -> bool:
+        return all(self.checks.values())
+
+
+@dataclass(frozen=True)
 class Setting:
     """What a job's function is given. `device`: "cuda" or "cpu"; `scratch`: a folder that is removed afterwards;
     `record(detail, values, checks)` writes a row at once, and says whether all checks held; `kept`: the folder of the
     rows, for what belongs beside them, or None where nothing is kept; `stand_in`: whether the GPU is one that is not
-    there (stand_in/), so that no time means anything."""
+    there (stand_in/), so that no time means anything; `flops_per_second`: the card's, of large 16-bit products."""
 
     device: str
     dry_run: bool
@@ -39,14 +52,28 @@ class Setting:
     record: Callable[[str, dict, dict[str, bool]], bool]
     kept: Path | None = None
     stand_in: bool = False
+    flops_per_second: float = float("inf")
 
+    def expect(self, planned_seconds: float) -> None:
+        """What the job does next is planned to take so long on this card (progress.py has the limit that follows)."""
+        Progress(self.scratch).begin(None, planned_seconds)
 
-@dataclass(frozen=True)
-class Result:
-    """What a job's function returns: its last row's content."""
+    def attempt(self, case: str, work: Callable[[], Result], planned_seconds: float = 0.0) -> Result:
+        """What `work` returns, after its row is written. A case that has ended an earlier process of this job, or was
+        done by one, is not begun again: then its result is what is known of it. To be called in a fixed order."""
+        progress = Progress(self.scratch)
+        known = progress.done().get(case)
+        if known is not None:
+            return Result(**known)
+        progress.begin(case, planned_seconds)
+        result = work()
+        self.record(case, result.values, result.checks)
+        progress.end(case, result.values, result.checks)
+        return result
 
-    values: dict
-    checks: dict[str, bool]
+    def passed(self, case: str) -> bool:
+        """Whether `attempt` would not begin this case."""
+        return case in Progress(self.scratch).done()
 
 
 class Unavailable(Exception):
@@ -77,14 +104,14 @@ def run(task: dict) -> int:
 
     setting = Setting(
         task["device"], task["common"]["dry_run"], _bytes(task["gpu_gib"]), _bytes(task["ram_gib"]), scratch, record,
-        path.parent, task["common"]["stand_in"],
+        path.parent, task["common"]["stand_in"], task["flops_per_second"],
     )  # fmt: skip
     missing, output = None, None
     try:
         result = named(task["target"])(setting, **task["options"])
     except Unavailable as error:
         missing, result = str(error), Result({}, {})
-    held = missing is None and all(result.checks.values())
+    held = missing is None and result.held
     if missing is None and not held:
         output = output_of(scratch)
     row = rows.make_row(

@@ -13,7 +13,8 @@ from experiments.gpu_acceptance.jobs import JOBS
 from experiments.harness import rows
 
 CHOSEN = (
-    *("correctness/kernels", "correctness/bitwise", "train/large exact", "denominator/large", "memory/plain"),
+    *("correctness/life", "correctness/kernels", "correctness/bitwise", "train/large exact", "denominator/large"),
+    "memory/plain",
     *("memory/lowmem, small", "plans/step", "peers/gpt2-large flashoptim", JOBS[-1].full_name),
 )
 
@@ -47,6 +48,14 @@ def test_every_row_is_marked_as_one_of_the_stand_in(found):
         assert row["device"] == "NVIDIA GeForce RTX 3060" and row["versions"]["cuda"]
         assert row["command"].startswith("python3 -m stand_in --gpu rtx3060 --order issue --values -- -m experiments.")
         assert not rows.is_measured(row)
+
+
+def test_a_small_models_life_ends_with_the_same_bits_whatever_is_in_its_way(found):
+    cases = {name.split(": ")[1]: row for name, row in found.items() if name.startswith("correctness/life: ")}
+    assert found["correctness/life"]["checks"] == dict.fromkeys(cases, True) and len(cases) == 4
+    assert cases["killed"]["checks"]["was killed"]
+    assert "CUDA out of memory" in cases["out of memory"]["values"]["error"][0], "the real allocator's error"
+    assert cases["not page-locked"]["values"]["errors"] == [712]
 
 
 def test_cudas_own_path_was_taken(found):

@@ -1,0 +1,203 @@
+"""A run's life on this card, with a small model: whatever happens to it, the same bits come out.
+
+One training is left alone. The others are the same command with something in their way, and must end with the bits of
+the first: the rows of losses and norms, all of the last checkpoint, the exported weights.
+
+    killed          SIGKILL in the middle of a step; the same command again goes on from the checkpoint before
+    out of memory   the card's memory is taken up to the cap when a step begins: a real error of the real allocator,
+                    from which the run has to recover
+    not page-locked CUDA really refuses to register the states' memory, so that they are copied from pageable memory
+    exported        what transformers loads from the exported folder are the weights that were trained
+
+Where recovering has made the micro-batch smaller, which is another order of summation, the comparison is with a run
+that had that micro-batch from the start.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from experiments.gpu_acceptance.scripted import remembering, run_script
+from experiments.harness.child import Result, Setting
+from experiments.harness.rows import ROOT
+from lowmem import train
+from lowmem.log import read_metrics
+from lowmem.step import Step
+from lowmem.units import MIB
+
+SCRIPT = "train_gpt2_large.py"
+MICRO_BATCH = 2
+OPTIONS = [
+    *("--demo", "--data", str(ROOT / "experiments" / "harness"), "--eval-batches", "1", "--wandb", "disabled"),
+    *("--steps", "4", "--save-every", "2", "--micro-batch", str(MICRO_BATCH), "--states", "streamed"),
+]
+SHAPE, TINY_SHAPE = ["--seq", "256", "--batch", "8"], ["--seq", "32", "--batch", "4"]
+KILLED_IN_STEP = 3  # of which the checkpoint before is that of step 2
+SAME = ("step", "loss", "grad_norm", "eval_loss", "learning_rate")  # of a row of a run: what no clock decides
+SMALLEST_BLOCK, LARGE_PAGE = 512, 20 * MIB  # of the caching allocator
+ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
+
+
+def check(setting: Setting) -> Result:
+    """A row for each of the above; the verdict is the last one."""
+    cases: dict[str, Callable[[Setting], Result]] = {"undisturbed": undisturbed, "killed": killed}
+    cases["out of memory"] = out_of_memory
+    if setting.device == "cuda":
+        cases["not page-locked"] = not_page_locked
+    done = {name: setting.attempt(name, lambda case=case: case(setting)).held for name, case in cases.items()}
+    return Result({"cases": len(done)}, done)
+
+
+def undisturbed(setting: Setting) -> Result:
+    """Everything else is compared with this one; also the export."""
+    kept: dict = {}
+    out = setting.scratch / "undisturbed"
+    code = run_script(SCRIPT, _arguments(setting, out), Step=remembering(train.Step, kept))
+    losses = [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
+    checks = {"exit code 0": code == 0}
+    if code == 0:
+        loaded, said = AutoModelForCausalLM.from_pretrained(
+            out / "model", dtype=torch.float32, output_loading_info=True
+        )
+        weights = loaded.state_dict()
+        masters = dict(kept["store"].masters())
+        checks["the export loads"] = not said["missing_keys"] and not said["unexpected_keys"]
+        checks["and is what was trained"] = all(torch.equal(weights[name], masters[name].cpu()) for name in masters)
+        checks["the loss falls"] = losses[-1] < losses[0]
+    return Result({"losses": losses, "exit_code": code}, checks)
+
+
+def killed(setting: Setting) -> Result:
+    """By SIGKILL, in a process of its own; then begun again in this one."""
+    out = setting.scratch / "killed"
+    program = "from experiments.gpu_acceptance import life; life.train_until_killed()"
+    process = subprocess.run([sys.executable, "-c", program, json.dumps(_arguments(setting, out))], cwd=ROOT)
+    steps_before = len(read_metrics(out / "metrics.jsonl"))
+    checkpoints = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
+    code = run_script(SCRIPT, _arguments(setting, out))
+    checks = {"was killed": process.returncode == -signal.SIGKILL, "goes on to its end": code == 0}
+    checks["from its checkpoint"] = "going on from" in _said(out) and bool(checkpoints)
+    values = {"steps_before": steps_before, "checkpoints_before": checkpoints, "exit_code": code}
+    return _compared(setting, "undisturbed", out, values, checks)
+
+
+def train_until_killed() -> None:
+    """The process that `killed` kills; its arguments are the script's, as JSON."""
+
+    class Killed(Step):
+        def __call__(self, batch, number, *arguments):
+            if number == KILLED_IN_STEP - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__call__(batch, number, *arguments)
+
+    sys.exit(run_script(SCRIPT, json.loads(sys.argv[1]), Step=Killed))
+
+
+def out_of_memory(setting: Setting) -> Result:
+    """In the first step, so that what recovering changes is changed for the whole run."""
+    out, reference = setting.scratch / "out_of_memory", "undisturbed"
+    ran_out: list[str] = []
+
+    class Squeezed(Step):
+        def __call__(self, *arguments):
+            if ran_out:
+                return super().__call__(*arguments)
+            taken: list[Tensor] = []
+            try:
+                _take_all_memory(setting, taken)
+                return super().__call__(*arguments)
+            except torch.OutOfMemoryError as error:
+                ran_out.append(str(error).splitlines()[0])
+                raise
+            finally:
+                taken.clear()
+
+    code = run_script(SCRIPT, _arguments(setting, out), Step=Squeezed)
+    recoveries = json.loads((out / "report.json").read_text())["out_of_memory"] if code == 0 else []
+    smaller = next((found["micro_batch"] for found in reversed(recoveries) if "micro_batch" in found), MICRO_BATCH)
+    if smaller != MICRO_BATCH:
+        reference = f"micro-batches of {smaller}"
+        run_script(SCRIPT, [*_arguments(setting, setting.scratch / reference), "--micro-batch", str(smaller)])
+    values = {"error": ran_out, "recoveries": recoveries, "compared_with": reference, "exit_code": code}
+    checks = {"ran out of memory": len(ran_out) == 1, "recovers": code == 0 and bool(recoveries)}
+    return _compared(setting, reference, out, values, checks)
+
+
+def _take_all_memory(setting: Setting, taken: list[Tensor]) -> None:
+    """What the cap leaves of the card, in ever smaller pieces; on the CPU, without a cap, raises the error itself."""
+    if setting.device != "cuda":
+        raise torch.OutOfMemoryError("imitated: there is no cap on the CPU")
+    # A request from 10 MiB on is held against the cap before it is rounded to pages of 20 MiB. Such are not made here
+    # but in whole pages, or what is reserved would pass the cap, which ends a run.
+    in_pages = [LARGE_PAGE << power for power in range((setting.gpu_limit_bytes // LARGE_PAGE).bit_length())]
+    small = [SMALLEST_BLOCK << power for power in range(15)]  # up to 8 MiB
+    for size in reversed(small + in_pages):
+        with suppress(torch.OutOfMemoryError):
+            while True:
+                taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+
+
+def not_page_locked(setting: Setting) -> Result:
+    """CUDA refuses memory that is registered already, and leaves its error for the next kernel as it does whenever it
+    refuses; then that memory is given back, so that it is pageable."""
+    out, runtime = setting.scratch / "not_page_locked", torch.cuda.cudart()
+    register, answers = runtime.cudaHostRegister, []
+
+    def refuse(address: int, size_bytes: int, flags: int) -> int:
+        register(address, size_bytes, flags)
+        answers.append(int(register(address, size_bytes, flags)))
+        runtime.cudaHostUnregister(address)
+        return answers[-1]
+
+    with patch.object(runtime, "cudaHostRegister", refuse):
+        code = run_script(SCRIPT, _arguments(setting, out))
+    values = {"refused": len(answers), "errors": sorted(set(answers)), "exit_code": code}
+    checks = {
+        "every request was refused": bool(answers) and set(answers) == {ALREADY_REGISTERED},
+        "it is said": "page-locked memory was refused" in _said(out),
+    }
+    return _compared(setting, "undisturbed", out, values, checks)
+
+
+def _arguments(setting: Setting, out: Path) -> list[str]:
+    limit = "none" if setting.gpu_limit_bytes is None else str(setting.gpu_limit_bytes)
+    shape = TINY_SHAPE if setting.dry_run else SHAPE
+    return [*OPTIONS, *shape, "--gpu-limit", limit, "--device", setting.device, "--out", str(out)]
+
+
+def _said(out: Path) -> str:
+    return (out / "log.txt").read_text() if (out / "log.txt").exists() else ""
+
+
+def _compared(setting: Setting, reference: str, out: Path, values: dict, checks: dict[str, bool]) -> Result:
+    """`values` and `checks` with those of the comparison."""
+    different = differences(setting.scratch / reference, out)
+    return Result(values | {"different": different[:5]}, checks | {"every bit equal": not different})
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """Names of what is not bitwise equal in two run folders that have come to their end."""
+    contents = [_content(folder) for folder in (one, other)]
+    names = sorted(contents[0].keys() | contents[1].keys())
+    found = [name for name in names if contents[0].get(name) != contents[1].get(name)]
+    return found if names else ["there is nothing to compare"]
+
+
+def _content(folder: Path) -> dict[str, object]:
+    """What must not differ: the weights as exported, all tensors of the last checkpoint, a row's figures."""
+    newest = max((folder / "checkpoints").glob("step-*"), default=folder)
+    paths = [*newest.rglob("*.bin"), *newest.rglob("*.safetensors"), *(folder / "model").glob("*.safetensors")]
+    found: dict[str, object] = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    for row in read_metrics(folder / "metrics.jsonl"):
+        found[f"row {row['step']}"] = repr([row.get(name) for name in SAME])
+    return found
