@@ -6,12 +6,15 @@ RAM is measured as the high-water mark of the process's resident set. Page-locke
 anonymous mappings registered after they were made (streaming.py), which stay in the resident set, unlike memory from
 cudaHostAlloc (torch's pin_memory), which belongs to the driver and is not used here. Not part of it: other processes
 (wandb's, a data set's workers), memory that was swapped out, and the page cache of files, which the system takes back
-when it needs it. The mark is the kernel's own, so no peak is missed between two looks at it; a look costs 0.05 ms.
+when it needs it. The mark is the kernel's own, so no peak is missed between two looks at it; a look costs 0.05 ms. It
+is begun anew with each phase of a run, so that a report has the peak of each, and the highest of all is the run's.
 Linux adds up what each processor counted only now and then: on 2 processors a mark was seen to fall by 0.3 MiB.
 """
 
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +45,8 @@ class Budget:
         if device.type == "cuda" and device.index is None:  # which torch's cap does not take
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
+        self.ram_phases: dict[str, int] = {}  # the peak of each phase so far; empty where that cannot be measured
+        self._phase, self._ram_peak_bytes = "prepare", 0
         self.gpu_limit_bytes = gpu_limit_bytes if device.type == "cuda" else None
         self.ram_limit_bytes = ram_limit_bytes
 
@@ -72,13 +77,30 @@ class Budget:
                 f"({format_size(total)}); lower it to about {(total - CONTEXT_BYTES) // MIB}MiB"
             )
 
+    def enter(self, phase: str) -> str:
+        """From here on the run is in `phase`; returns which it was in: "prepare" at first, since the process began."""
+        mark = ram_peak_bytes()
+        self._ram_peak_bytes = max(self._ram_peak_bytes, mark)
+        if begin_ram_peak_anew():
+            self.ram_phases[self._phase] = max(self.ram_phases.get(self._phase, 0), mark)
+        before, self._phase = self._phase, phase
+        return before
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The block is of this phase, what comes after it of the one before."""
+        before = self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
     def peaks(self) -> Peaks:
         """What has been measured so far."""
+        ram = max(self._ram_peak_bytes, ram_peak_bytes())
         if self.device.type != "cuda":
-            return Peaks(None, None, ram_peak_bytes())
-        return Peaks(
-            torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device), ram_peak_bytes()
-        )
+            return Peaks(None, None, ram)
+        return Peaks(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device), ram)
 
     def check(self, where: str) -> None:
         """CapExceeded, naming what was measured at `where`, if a cap was."""
@@ -104,6 +126,15 @@ def ram_peak_bytes() -> int:
         pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def begin_ram_peak_anew() -> bool:
+    """The high-water mark falls to what is resident now; False where the system does not let it."""
+    try:
+        (_PROC / "self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def ram_now_bytes() -> int:

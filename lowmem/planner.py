@@ -7,7 +7,8 @@ moments are preferred; 8-bit ones are only taken where they were asked for, or w
 the plan says so.
 
     GPU   the simulated run, and MARGIN_BYTES left free
-    RAM   streamed states, and the process: what it holds now, and what training adds to that
+    RAM   streamed states, and the process: what it holds now, and what training adds to that; and what loading,
+          saving and export take on top (lifetime.py)
 
 On the CPU there is no choice to make for speed: the largest micro-batch of at most 4,096 tokens that fits, and
 recompute unless all activations fit into a quarter of the free RAM. The simulated peak is then RAM's, and beside it as
@@ -32,6 +33,7 @@ from lowmem.blocks import Decoder
 from lowmem.budget import CONTEXT_BYTES, ram_now_bytes
 from lowmem.cards import Card
 from lowmem.errors import PlanError
+from lowmem.lifetime import CUDA_PROCESS_BYTES, RUNS_BYTES, TRAINING_BYTES, Process, on_a_gpu, on_the_cpu
 from lowmem.models import make_decoder
 from lowmem.precision import WORKING_DTYPES
 from lowmem.prediction import Plan
@@ -40,11 +42,9 @@ from lowmem.settings import Settings
 from lowmem.simulate import Recording, StepCase, cpu_target, gpu_target, most_bytes, named_at_peak, record_step
 from lowmem.step import Schedule
 from lowmem.trial import architecture_blamed, compare_small_copy
-from lowmem.units import GIB, MIB, format_size
+from lowmem.units import MIB, format_size
 
 MARGIN_BYTES = 64 * MIB  # of the GPU's cap: small temporaries that are not simulated; not yet measured on a GPU
-CUDA_PROCESS_BYTES = 2 * GIB  # interpreter, libraries, CUDA's host side, data, where there is no GPU here; assumed
-TRAINING_BYTES = 192 * MIB  # what the process takes on top of what it holds when the plan is made: data, buffers
 CPU_MICRO_BATCH_TOKENS = 4096
 FEW_SEQUENCES = 4  # to a micro-batch, where forward and backward run twice: those plans take long to make
 SEGMENTS_OF_A_BATCH = (1, 2, 4, 6, 8)  # blocks per segment that are tried where the inputs of a whole batch are kept
@@ -53,41 +53,48 @@ SEGMENTS_OF_A_BATCH = (1, 2, 4, 6, 8)  # blocks per segment that are tried where
 def make_plan(
     settings: Settings, config: PretrainedConfig, device: str, precision: str, card: Card | None,
     ram_free_bytes: int | None = None, measured: Card | None = None, fused_kernels: bool | None = None,
+    process: Process | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for the model of `config` on `device` ("cuda", with a `card`, or "cpu"); PlanError, naming the smallest
     caps that would do, where nothing fits; InputError for an architecture that cannot be trained in pieces.
     `ram_free_bytes`: what this machine has, if the plan is for this machine. `measured`: the card as it was timed here,
     which says how long the chosen layout takes; what is chosen is the table's to say, so that it is the same every
-    time. `fused_kernels`: whether operators.py's can be had, None: as is to be expected of the card."""
+    time. `fused_kernels`: whether operators.py's can be had, None: as is to be expected of the card. `process`: what
+    the process that is going to train has taken, where that is not this one."""
+    if process is None and (device == "cpu" or torch.cuda.is_initialized()):
+        process = Process(ram_now_bytes(), 0)
     not_compared = compare_small_copy(config, settings.document_mask, precision, settings.residual)
     decoder = partial(make_decoder, config, precision, settings.residual)
     with architecture_blamed(settings.model, precision):
         if device == "cpu":
-            plan = _cpu_plan(settings, decoder, precision, ram_free_bytes)
+            plan = _cpu_plan(settings, decoder, precision, ram_free_bytes, process)
         else:
-            plan = _gpu_plan(settings, decoder, precision, card, measured, fused_kernels)
-    if ram_free_bytes is not None and plan.ram_bytes - ram_now_bytes() > ram_free_bytes:
+            plan = _gpu_plan(settings, decoder, precision, card, measured, fused_kernels, process)
+    if ram_free_bytes is not None and process is not None and plan.ram_bytes - process.now_bytes > ram_free_bytes:
         raise PlanError(
             f"{_what(settings)} needs {format_size(plan.ram_bytes)} of RAM in "
             f"this plan, and {format_size(ram_free_bytes)} are free here; free some, or lower --micro-batch or --seq."
         )
+    if process is not None and process.peak_bytes:
+        plan = replace(plan, ram={"prepare": {"process": process.peak_bytes}} | plan.ram)
     return replace(plan, not_compared=not_compared)
 
 
 def _gpu_plan(
     settings: Settings, decoder: Callable[[], Decoder], precision: str, card: Card, measured: Card | None,
-    fused_kernels: bool | None,
+    fused_kernels: bool | None, process: Process | None,
 ) -> Plan:  # fmt: skip
     target = gpu_target(card, fused_kernels)
     decoder = partial(decoder, fused_kernels=target.fused_kernels)
     gpu_limit, card_limit = settings.gpu_limit_bytes, None
-    if settings.gpu is not None or (gpu_limit is None and torch.cuda.is_available()):
+    if settings.gpu is not None or (gpu_limit is None and (process is not None or torch.cuda.is_available())):
         card_limit = card.memory_bytes - CONTEXT_BYTES  # what CUDA's context takes of a card is not for us
         gpu_limit = min(gpu_limit or card_limit, card_limit)
-    process = ram_now_bytes() + TRAINING_BYTES if torch.cuda.is_initialized() else CUDA_PROCESS_BYTES
+    process_bytes = CUDA_PROCESS_BYTES if process is None else process.now_bytes + TRAINING_BYTES
+    beside = process_bytes + RUNS_BYTES  # of RAM, whatever is streamed
     room = Room(
         None if gpu_limit is None else gpu_limit - MARGIN_BYTES,
-        None if settings.ram_limit_bytes is None else settings.ram_limit_bytes - process,
+        None if settings.ram_limit_bytes is None else settings.ram_limit_bytes - beside,
     )
     case = _case(settings, precision)
     simulations = Simulations(decoder, case, target)
@@ -102,11 +109,13 @@ def _gpu_plan(
             if card_limit is not None and smallest.gpu + MARGIN_BYTES > card_limit:
                 raise PlanError(
                     f"{card.name} has {format_size(card_limit)} for us; {_what(settings)} needs "
-                    f"{format_size(smallest.gpu + MARGIN_BYTES)}, even with {format_size(process + smallest.ram)} of "
+                    f"{format_size(smallest.gpu + MARGIN_BYTES)}, even with {format_size(beside + smallest.ram)} of "
                     "RAM: no plan for this card."
                 )
-            raise PlanError(_refusal(settings, gpu_limit, process, smallest))
-    plan = _plan(settings, simulations, "cuda", precision, card, gpu_limit, found, process)
+            raise PlanError(_refusal(settings, gpu_limit, beside, smallest))
+    plan = _plan(settings, simulations, "cuda", precision, card, gpu_limit, found, process_bytes)
+    if settings.ram_limit_bytes is not None and plan.ram_bytes > settings.ram_limit_bytes:  # loading alone is too much
+        raise PlanError(_refusal(settings, gpu_limit, 0, Room(None, plan.ram_bytes)))
     plan = replace(plan, fused_kernels=target.fused_kernels)
     if measured is not None:
         timed = record_step(decoder(), found.case, gpu_target(measured, fused_kernels), {}, alike=True)
@@ -166,16 +175,22 @@ def _twice(settings: Settings, choices: Choices) -> Choices | None:
 
 def _plan(
     settings: Settings, simulations: Simulations, device: str, precision: str, card: Card | None,
-    gpu_limit: int | None, found: Found, process: int,
+    gpu_limit: int | None, found: Found, process_bytes: int,
 ) -> Plan:  # fmt: skip
-    recording = found.recording
-    ram = {"streamed_states": recording.streamed_bytes, "process": process}
+    recording, case = found.recording, found.case
+    drawn_bytes = _drawn_bytes(settings, simulations)
+    ram = on_a_gpu(process_bytes, recording.streamed_bytes, drawn_bytes, case.optimizer, case.dtype)
     return Plan(
         settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, device, precision,
         card, found.case.optimizer.name, found.case.schedule, found.case.resident_units, gpu_limit,
         found.memory.allocated_peak_bytes, found.memory.reserved_peak_bytes, found.memory.at_peak, ram,
         recording.seconds, recording.waiting_seconds, _one_step(recording, found.memory.timeline),
     )  # fmt: skip
+
+
+def _drawn_bytes(settings: Settings, simulations: Simulations) -> int:
+    """The largest tensor that is whole in RAM while the weights are loaded."""
+    return 4 * simulations.largest_parameter if settings.init == "random" else 0
 
 
 def _one_step(recording: Recording, timeline: list[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
@@ -187,16 +202,18 @@ def _one_step(recording: Recording, timeline: list[tuple[float, int, int]]) -> l
     ]
 
 
-def _cpu_plan(settings: Settings, decoder: Callable[[], Decoder], precision: str, ram_free_bytes: int | None) -> Plan:
-    process = ram_now_bytes() + TRAINING_BYTES
+def _cpu_plan(
+    settings: Settings, decoder: Callable[[], Decoder], precision: str, ram_free_bytes: int | None, process: Process
+) -> Plan:
     simulations = Simulations(decoder, _case(settings, precision), cpu_target())
     choices = _choices(settings, simulations)
     resident = choices.resident_units[-1]
 
     def plan_of(schedule: Schedule) -> Plan:
         case, recording = simulations.record(schedule, resident)
-        ram = named_at_peak(recording.tape) | {"streamed_states": recording.streamed_bytes, "process": process}
-        ram["freed_and_kept"] = most_bytes(recording.tape, "live_blocks")
+        train = named_at_peak(recording.tape) | {"streamed_states": recording.streamed_bytes}
+        train["freed_and_kept"] = most_bytes(recording.tape, "live_blocks")
+        ram = on_the_cpu(process.now_bytes + TRAINING_BYTES, train, _drawn_bytes(settings, simulations))
         return Plan(
             settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, "cpu", precision,
             None, settings.optimizer, case.schedule, resident, settings.gpu_limit_bytes, None, None, {}, ram, None,
@@ -207,7 +224,7 @@ def _cpu_plan(settings: Settings, decoder: Callable[[], Decoder], precision: str
         return settings.ram_limit_bytes is None or plan.ram_bytes <= settings.ram_limit_bytes
 
     def fits_here(plan: Plan) -> bool:
-        return ram_free_bytes is None or plan.ram_bytes - ram_now_bytes() <= ram_free_bytes
+        return ram_free_bytes is None or plan.ram_bytes - process.now_bytes <= ram_free_bytes
 
     def twice(schedule: Schedule) -> Schedule:
         return replace(schedule, norm_first=True, group=settings.batch // schedule.micro_batch)
@@ -235,13 +252,13 @@ def _cpu_plan(settings: Settings, decoder: Callable[[], Decoder], precision: str
     return plan
 
 
-def _refusal(settings: Settings, gpu_limit: int | None, process: int, room: Room) -> str:
+def _refusal(settings: Settings, gpu_limit: int | None, beside: int, room: Room) -> str:
     caps = [
         f"{format_size(limit)} of {what}"
         for what, limit in (("GPU memory", gpu_limit), ("RAM", settings.ram_limit_bytes))
         if limit is not None
     ]
-    wants = [f"--ram-limit {math.ceil((process + room.ram) / MIB)}MiB"]
+    wants = [f"--ram-limit {math.ceil((beside + room.ram) / MIB)}MiB"]
     if room.gpu is not None:
         wants.insert(0, f"--gpu-limit {math.ceil((room.gpu + MARGIN_BYTES) / MIB)}MiB")
     return (

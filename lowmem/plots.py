@@ -75,11 +75,14 @@ def draw_loss(rows: list[dict], path: Path, eval_first: float | None = None) -> 
     figure.savefig(path, dpi=120)
 
 
-def draw_memory(plan: dict, measured: dict | None, path: Path, timeline: Sequence[tuple[float, int, int]] = ()) -> None:
+def draw_memory(
+    plan: dict, measured: dict | None, path: Path, timeline: Sequence[tuple[float, int, int]] = (),
+    ram_phases: dict[str, int] | None = None,
+) -> None:  # fmt: skip
     """Predicted bytes by name at the peak, stacked, beside the measured peak and the cap, for GPU and RAM, as a PNG;
     above that the GPU's memory over one step, where the plan has a `timeline`: (seconds, allocated bytes, reserved
-    bytes). `plan`: plan.json's content; `measured`: budget.Peaks as a dict, None for a plan that was not run.
-    ImportError without matplotlib."""
+    bytes); below it RAM by phase of the run, predicted and, where there are `ram_phases`, measured. `plan`: plan.json's
+    content; `measured`: budget.Peaks as a dict, None for a plan that was not run. ImportError without matplotlib."""
     reached = measured or {"gpu_reserved_peak_bytes": None, "ram_peak_bytes": None}
     kinds = [("RAM", plan["ram_breakdown"], reached["ram_peak_bytes"], plan["limits"]["ram_bytes"])]
     reserved = plan["predicted"]["gpu_reserved_peak_bytes"]
@@ -88,8 +91,10 @@ def draw_memory(plan: dict, measured: dict | None, path: Path, timeline: Sequenc
         kinds.insert(0, ("GPU", parts, reached["gpu_reserved_peak_bytes"], plan["limits"]["gpu_bytes"]))
     names = list(dict.fromkeys(name for _, parts, _, _ in kinds for name, size in parts.items() if size))
     height = 1.8 + 1.3 * len(kinds)
-    figure, *panels = _figure(9, height + 2.6 * bool(timeline), rows=(2.6, height) if timeline else (1,))
-    axes = panels[-1]
+    heights = (*([2.6] if timeline else []), height, 2.0)
+    figure, *panels = _figure(9, sum(heights), rows=heights)
+    axes = panels[-2]
+    _draw_phases(panels[-1], plan["ram_phases"], ram_phases or {}, plan["limits"]["ram_bytes"])
     if timeline:
         _draw_timeline(panels[0], timeline, reached["gpu_reserved_peak_bytes"], plan["limits"]["gpu_bytes"])
     colours = dict(zip(names, _colours(len(names)), strict=True))
@@ -129,6 +134,27 @@ def draw_memory(plan: dict, measured: dict | None, path: Path, timeline: Sequenc
     names = [name.replace("_", " ") for name in names]
     figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
+
+
+def _draw_phases(axes, predicted: dict[str, int], measured: dict[str, int], cap_bytes: int | None) -> None:
+    """The peak of RAM in each phase of the run, in their order, predicted beside measured."""
+    names = list(dict.fromkeys([*predicted, *measured]))
+    for phases, label, colour, place in ((predicted, "predicted", "C0", -0.2), (measured, "measured", "0.35", 0.2)):
+        known = [(number, phases[name]) for number, name in enumerate(names) if name in phases]
+        if not known:
+            continue
+        axes.bar([n + place for n, _ in known], [size / GIB for _, size in known], 0.38, color=colour, label=label)
+        for number, size in known:
+            axes.annotate(
+                f"{size / GIB:.2f}", (number + place, size / GIB), (0, 1), textcoords="offset points", ha="center",
+                fontsize=7,
+            )  # fmt: skip
+    if cap_bytes is not None:
+        axes.axhline(cap_bytes / GIB, color="C3", linestyle="--", linewidth=1.2, label="cap")
+    axes.set_xticks(range(len(names)), names)
+    axes.set_ylabel("RAM (GiB)")
+    axes.set_ylim(top=axes.get_ylim()[1] * 1.1)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _draw_timeline(

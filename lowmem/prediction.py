@@ -10,10 +10,11 @@ from importlib.metadata import version
 import torch
 
 from lowmem.cards import Card
+from lowmem.lifetime import Ram, largest
 from lowmem.recompute import ALL, INPUT, PRODUCTS
 from lowmem.settings import Settings
 from lowmem.step import Schedule
-from lowmem.units import MIB, format_size
+from lowmem.units import GIB, MIB, format_size
 
 STATE_BITS = {"adamw": 32, "adamw8bit": 8, "sgd": 0}
 
@@ -21,8 +22,8 @@ STATE_BITS = {"adamw": 32, "adamw8bit": 8, "sgd": 0}
 @dataclass(frozen=True)
 class Plan:
     """A layout of the step and what the simulation says of it. `card`: None on the CPU; GPU figures are None there.
-    `fused_kernels`: whether operators.py's are counted on. `not_compared`: why a small copy of the model was not
-    compared with its pieces (trial.py); None where it was."""
+    `ram`: bytes by phase of the run and by name (lifetime.py). `fused_kernels`: whether operators.py's are counted on.
+    `not_compared`: why a small copy of the model was not compared with its pieces (trial.py); None where it was."""
 
     model: str
     parameters: int
@@ -39,7 +40,7 @@ class Plan:
     gpu_allocated_peak_bytes: int | None
     gpu_reserved_peak_bytes: int | None
     gpu_breakdown: dict[str, int]
-    ram_breakdown: dict[str, int]
+    ram: Ram
     step_seconds: float | None
     waiting_seconds: float | None
     timeline: list[tuple[float, int, int]] = field(repr=False)
@@ -47,8 +48,18 @@ class Plan:
     not_compared: str | None = None
 
     @property
+    def ram_breakdown(self) -> dict[str, int]:
+        """Of the phase that takes the most RAM."""
+        return largest(self.ram)
+
+    @property
     def ram_bytes(self) -> int:
         return sum(self.ram_breakdown.values())
+
+    @property
+    def ram_phases(self) -> dict[str, int]:
+        """The RAM of each phase of the run, in bytes."""
+        return {phase: sum(held.values()) for phase, held in self.ram.items()}
 
     def to_dict(self) -> dict:
         """plan.json's content."""
@@ -78,6 +89,7 @@ class Plan:
             "seconds_waiting_for_copies": self.waiting_seconds,
             "breakdown": self.gpu_breakdown or self.ram_breakdown,
             "ram_breakdown": self.ram_breakdown,
+            "ram_phases": self.ram_phases,
             "not_compared_with_the_whole_model": self.not_compared,
             "depends_on": {
                 "card": None if self.card is None else self.card.name,
@@ -114,6 +126,8 @@ class Plan:
             lines += _table("GPU", self.gpu_breakdown, "allocated", self.gpu_limit_bytes)
             lines.append(f"  GPU {'reserved':<32}{format_size(self.gpu_reserved_peak_bytes):>10}")
         lines += _table("RAM", self.ram_breakdown, "total", settings.ram_limit_bytes)
+        phases = ", ".join(f"{phase} {size / GIB:.2f}" for phase, size in self.ram_phases.items())
+        lines.append(f"  RAM in GiB: {phases}")
         if self.step_seconds is not None:
             rate = settings.batch * settings.seq / self.step_seconds
             lines.append(

@@ -124,6 +124,7 @@ def finish(
 ) -> None:
     """Writes model/, report.json, loss.png and memory.png into the run folder, and says how it went."""
     folder = Path(settings.out)
+    budget.enter("export")
     if settings.sample_prompt is not None:
         log.say(_sample(decoder, tokenizer, settings.sample_prompt))
     generation_config = GenerationConfig.from_model_config(config)
@@ -131,14 +132,18 @@ def finish(
         folder / "model", config, store.masters(), order=store.names(), tokenizer=tokenizer,
         generation_config=generation_config, readme=_model_readme(plan, log.rows),
     )  # fmt: skip
+    budget.enter("report")
     budget.check("the export")
     peaks = asdict(budget.peaks())
     report = build_report(plan.to_dict(), log.rows, peaks, device_name(store.device), settings.batch, eval_first)
+    report["ram_phases"] = {
+        phase: {"predicted": plan.ram_phases.get(phase), "measured": size} for phase, size in budget.ram_phases.items()
+    }  # bytes
     report["out_of_memory"] = recoveries  # where a smaller micro-batch than the plan's took over, and which
     write_json(folder / "report.json", report)
     try:
         draw_loss(log.rows, folder / "loss.png", eval_first)
-        draw_memory(plan.to_dict(), peaks, folder / "memory.png", plan.timeline)
+        draw_memory(plan.to_dict(), peaks, folder / "memory.png", plan.timeline, budget.ram_phases)
     except ImportError:
         log.say("matplotlib is not installed, so loss.png and memory.png were not drawn")
     loss = report["loss"]

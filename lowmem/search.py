@@ -67,7 +67,8 @@ class Simulations:
         self._target, self._known = target, {}
         self._decoder = make_decoder()
         self.units, self.blocks = len(self._decoder.units), len(self._decoder.blocks)
-        self.parameters = sum(parameter.numel() for parameter in self._decoder.model.parameters())
+        sizes = [parameter.numel() for parameter in self._decoder.model.parameters()]
+        self.parameters, self.largest_parameter = sum(sizes), max(sizes)
         self._recordings: dict[tuple[Schedule, int], Recording] = {}
         self._peaks: dict[tuple[Schedule, int], int] = {}
 

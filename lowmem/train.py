@@ -3,7 +3,8 @@
 import math
 import sys
 import time
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,12 @@ from lowmem.calibrate import measured_card
 from lowmem.cards import Card
 from lowmem.data import Data, load_data
 from lowmem.errors import InputError, LowmemError, Stopped
+from lowmem.lifetime import Process
 from lowmem.log import RunLog, step_row, write_json
 from lowmem.models import check_tokens, load_config, make_decoder, most_positions, some
 from lowmem.plan import planned
 from lowmem.planner import make_plan
+from lowmem.planning import process_aside
 from lowmem.precision import WORKING_DTYPES, LossScale
 from lowmem.prediction import Plan
 from lowmem.recovery import with_pageable_copies, within_memory
@@ -43,6 +46,12 @@ SKIPPED_IN_A_ROW = 10  # steps without a finite gradient after which a run gives
 def run(settings: Settings, stop: StopRequest) -> None:
     """Plans, and unless that is all that was asked for, trains."""
     devices.set_environment()
+    with nullcontext() if settings.plan_only else process_aside() as aside:  # before CUDA is asked for anything
+        run_planned(settings, stop, aside)
+
+
+def run_planned(settings: Settings, stop: StopRequest, aside: Callable | None) -> None:
+    """`aside`: where training's plan is made (planning.py)."""
     kind, precision, card = planned(settings)
     config = load_config(settings.model, settings.init)
     check_tokens(config, settings.seq, largest_token_id=0)
@@ -60,11 +69,12 @@ def run(settings: Settings, stop: StopRequest) -> None:
             raise InputError(f"--out {settings.out} cannot be written: {error.strerror}; give another folder") from None
         return
     with lock_run(Path(settings.out)):  # two runs with one --out: the second is told so at once
-        plan_and_train(settings, config, kind, precision, card, stop)
+        plan_and_train(settings, config, kind, precision, card, stop, aside)
 
 
 def plan_and_train(
-    settings: Settings, config: PretrainedConfig, kind: str, precision: str, card: Card | None, stop: StopRequest
+    settings: Settings, config: PretrainedConfig, kind: str, precision: str, card: Card | None, stop: StopRequest,
+    aside: Callable,
 ) -> None:  # fmt: skip
     """A run that has its folder to itself; what is refused here leaves nothing in it."""
     device = devices.select_device(settings.device)
@@ -77,8 +87,8 @@ def plan_and_train(
         pieces = partial(make_decoder, config, precision, settings.residual, no_kernel is None)
         measured = measured_card(pieces, settings.seq, WORKING_DTYPES[precision], device)
         devices.forget_allocations(device)
-    free = ram_available_bytes()[0]
-    plan = make_plan(settings, config, kind, precision, card, free, measured, no_kernel is None)
+    free, process = ram_available_bytes()[0], Process.here()
+    plan = aside(make_plan, settings, config, kind, precision, card, free, measured, no_kernel is None, process)
     with closing(RunLog(Path(settings.out), settings)) as log:
         log.say(plan.describe())
         if no_kernel is not None:
@@ -111,6 +121,7 @@ def train(
 
     budget = Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes)
     budget.apply(plan.gpu_reserved_peak_bytes)
+    budget.enter("load")
     devices.make_deterministic(device)
     optimizer = get_optimizer(plan.optimizer)
     checkpoint = find_checkpoint(folder, settings.resume, log.say)
@@ -125,6 +136,11 @@ def train(
     )  # fmt: skip
     recoveries: list[dict] = []
     attempt = partial(within_memory, step, recoveries, log.say)
+
+    def evaluate(done: int) -> float | None:
+        with budget.phase("evaluate"):
+            return attempt(done, mean_loss, step, data.evaluation, settings.eval_batches)
+
     for sentence in said_aloud(settings, tokenizer, device):
         log.say(sentence)
     if checkpoint is None:
@@ -132,7 +148,7 @@ def train(
         decoder.check(config.vocab_size, settings.document_mask)
         if (folder / "report.json").exists():
             log.say(f"report.json, the pictures and model/ in {folder} are an earlier run's until this one ends")
-        first, skipped, eval_first = 0, 0, attempt(0, mean_loss, step, data.evaluation, settings.eval_batches)
+        first, skipped, eval_first = 0, 0, evaluate(0)
     else:
         state = load_checkpoint(checkpoint, store, identity)
         first, step.updates, eval_first = state["step"], state["updates"], state["eval_first"]
@@ -156,10 +172,12 @@ def train(
         step.flush()
         state = {"step": done, "updates": step.updates, "loss_scale": loss_scale.state()}
         state |= {"skipped": skipped, "eval_first": eval_first, "recoveries": recoveries}
-        save_checkpoint(folder, store, state | identity, keep_last=settings.keep_last)
+        with budget.phase("save"):
+            save_checkpoint(folder, store, state | identity, keep_last=settings.keep_last)
         if stop.requested and done < steps:
             raise Stopped(f"stopped by {stop.name} after step {done}; the same command goes on from there")
 
+    budget.enter("train")
     if stop.requested:
         save(first)
     warmup = warmup_updates(settings.warmup_steps, steps)
@@ -181,7 +199,7 @@ def train(
             done, done / data.train.steps_per_epoch, batch.trained_tokens, rate, seconds, result, budget.peaks()
         )
         if evaluating:
-            row["eval_loss"] = attempt(done, mean_loss, step, data.evaluation, settings.eval_batches)
+            row["eval_loss"] = evaluate(done)
         log.step(row)
         budget.check(f"step {done}")
         skipped = 0 if result.updated else skipped + 1

@@ -59,6 +59,40 @@ def test_a_program_does_not_inherit_the_mark_of_the_one_that_started_it():
     assert child - before < 64 * MIB
 
 
+def test_each_phase_has_its_own_peak_and_the_run_the_highest():
+    size = 192 * MIB
+    before, *phases, peak, after = measure(
+        "import torch\n"
+        "from lowmem.budget import Budget\n"
+        "budget = Budget(torch.device('cpu'), None, None)\n"
+        "marks[0] = ram_peak_bytes()\n"
+        "def work(size): bytearray(b'1') * size\n"
+        "budget.enter('load')\n"
+        f"work({size})\n"
+        "with budget.phase('evaluate'):\n"
+        f"    work({2 * size})\n"
+        "with budget.phase('evaluate'):\n"
+        "    pass\n"
+        "budget.enter('train')\n"
+        "budget.enter('report')\n"
+        "marks += [budget.ram_phases[name] for name in ('prepare', 'load', 'evaluate', 'train')]\n"
+        "marks += [budget.peaks().ram_peak_bytes, ram_peak_bytes()]"
+    )
+    prepare, load, evaluate, train = phases
+    assert abs(prepare - before) < 8 * MIB and abs(train - before) < 8 * MIB
+    assert abs(load - before - size) < 8 * MIB and abs(evaluate - before - 2 * size) < 8 * MIB
+    assert peak == max(phases) and after < before + 8 * MIB, "the mark itself has been begun anew"
+
+
+def test_where_the_mark_cannot_be_begun_anew_no_phase_has_a_figure_and_the_run_has_its_peak(machine):
+    files(machine / "proc", {"self/status": f"VmHWM: {3 * 2**20} kB"})
+    (machine / "proc/self/clear_refs").mkdir()
+    budget = Budget(CPU, None, None)
+    with budget.phase("evaluate"):
+        pass
+    assert budget.ram_phases == {} and budget.peaks().ram_peak_bytes == 3 * GIB
+
+
 # --- RAM, available
 
 

@@ -19,9 +19,10 @@ from lowmem import planner
 from lowmem.budget import CONTEXT_BYTES, ram_now_bytes
 from lowmem.cards import CARDS
 from lowmem.errors import InputError, PlanError
+from lowmem.lifetime import CUDA_PROCESS_BYTES
 from lowmem.models import load_config
 from lowmem.plan import card_for, planned
-from lowmem.planner import CUDA_PROCESS_BYTES, MARGIN_BYTES, make_plan
+from lowmem.planner import MARGIN_BYTES, make_plan
 from lowmem.prediction import Plan, kept_in_words
 from lowmem.settings import Settings
 from lowmem.step import Schedule

@@ -87,6 +87,7 @@ def test_a_run_without_a_finite_loss_says_so_in_its_figure(tmp_path, axes):
 PLAN = {
     "breakdown": {"working_weights": 2 * GIB, "nothing": 0, "loss": GIB},
     "ram_breakdown": {"streamed_states": 4 * GIB, "process": 1 * GIB},
+    "ram_phases": {"load": 3 * GIB, "train": 5 * GIB},
     "limits": {"gpu_bytes": 11 * GIB, "ram_bytes": None},
     "predicted": {"gpu_reserved_peak_bytes": int(3.25 * GIB)},
 }
@@ -144,13 +145,24 @@ def test_each_name_has_one_colour_and_one_line_in_the_legend(tmp_path, axes):
 def test_a_plan_that_was_not_run_has_its_timeline_and_no_measured_bars(tmp_path, axes):
     timeline = [(0.0, 1 * GIB, 2 * GIB), (0.5, 3 * GIB, 3 * GIB), (2.0, 2 * GIB, 3 * GIB)]
     draw_memory(PLAN, None, tmp_path / "memory.png", timeline)
-    over_time, at_the_peak = axes
+    over_time, at_the_peak, by_phase = axes
+    assert [bar.get_height() for bar in by_phase.patches] == [3, 5]
     assert lines(over_time)["allocated (predicted)"] == [(0.0, 1), (0.5, 3), (2.0, 2)]
     assert lines(over_time)["reserved (predicted)"] == [(0.0, 2), (0.5, 3), (2.0, 3)]
     assert lines(over_time)["cap"] == [(0, 11), (1, 11)]
     assert [label.get_text() for label in at_the_peak.get_yticklabels()] == ["GPU predicted", "RAM predicted"]
     draw_memory(PLAN, ON_GPU, tmp_path / "memory.png", timeline)
-    assert lines(axes[2])["reserved, peak (measured)"] == [(0, 2.5), (1, 2.5)]
+    assert lines(axes[3])["reserved, peak (measured)"] == [(0, 2.5), (1, 2.5)]
+
+
+def test_each_phase_of_a_run_has_its_ram_predicted_beside_measured(tmp_path, axes):
+    plan = PLAN | {"limits": {"gpu_bytes": None, "ram_bytes": 6 * GIB}}
+    draw_memory(plan, ON_GPU, tmp_path / "memory.png", ram_phases={"load": 2 * GIB, "train": 4 * GIB, "export": GIB})
+    assert is_png(tmp_path / "memory.png")
+    by_phase = axes[1]
+    assert [bar.get_height() for bar in by_phase.patches] == [3, 5, 2, 4, 1], "predicted first, then measured"
+    assert [label.get_text() for label in by_phase.get_xticklabels()] == ["load", "train", "export"]
+    assert lines(by_phase)["cap"] == [(0, 6), (1, 6)]
 
 
 def test_without_matplotlib_the_module_is_imported_and_drawing_raises_import_error():

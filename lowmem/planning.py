@@ -1,0 +1,88 @@
+"""A plan made in a process of its own: what planning takes is never part of the process that trains.
+
+A simulated step leaves some hundred MiB of Python objects behind, and the high-water mark that the RAM cap is held
+against would keep them for good. So the process forks before it has anything to do with CUDA, while it is small and its
+imports are done; the fork waits to be told what to plan, sends the plan back and ends. It sees no GPU. Nothing is
+imported a second time, and a script needs no `if __name__ == "__main__"`.
+
+The plan is made in the same process where there is no fork that is safe: elsewhere than on Linux, and where CUDA is
+initialised already.
+"""
+
+import os
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, get_context, parent_process
+from typing import TypeVar
+
+import torch
+
+from lowmem.errors import LowmemError
+
+Result = TypeVar("Result")
+
+
+@contextmanager
+def process_aside() -> Iterator[Callable[..., Result]]:
+    """Forks a process, and gives a function that calls another one there: `aside(function, *arguments)` returns what
+    `function(*arguments)` returns, or raises what it raises; both have to be picklable. For one call."""
+    if sys.platform != "linux" or torch.cuda.is_initialized():
+        yield lambda function, *arguments: function(*arguments)
+        return
+    context = get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(ours, theirs), daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads: the fork starts none that locks
+        process.start()
+    theirs.close()
+
+    def aside(function: Callable[..., Result], *arguments) -> Result:
+        try:
+            ours.send((function, arguments))
+            error, result = ours.recv()
+        except (EOFError, ConnectionError):
+            process.join()
+            raise LowmemError(
+                f"the process that plans was ended (exit code {process.exitcode}), by the system if RAM ran out"
+            ) from None
+        if error is not None:
+            raise error
+        return result
+
+    try:
+        yield aside
+    finally:
+        ours.close()
+        process.kill()  # it holds nothing that has to be put in order
+        process.join()
+        process.close()
+
+
+def _serve(ours: connection.Connection, theirs: connection.Connection) -> None:
+    """The other process: one call, and its outcome."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a terminal or job: ours answers them
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent_process().sentinel,), daemon=True).start()
+    ours.close()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or autograd would look for devices
+    torch.set_num_threads(1)  # OpenMP's threads are not forked
+    with suppress(EOFError, ConnectionError):
+        function, arguments = theirs.recv()
+        try:
+            outcome = None, function(*arguments)
+        except Exception as error:
+            if not isinstance(error, LowmemError):
+                error.add_note(f"In the process that plans:\n{traceback.format_exc()}")
+            outcome = error, None
+        theirs.send(outcome)
+
+
+def _end_with(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os._exit(1)
