@@ -15,8 +15,8 @@ copies in less memory than larger groups throughout.
 
 The search is best-first (branch and bound): a heap of single layouts and of sets of layouts, each with the seconds
 that nothing in it can go below. The lowest is taken off; a set is cut up, and the first layout that fits is the
-answer. A set's bound is the time of a layout that dominates all of it, whether or not that one fits. Dominance rests on these, which
-tests hold to exhaustive runs over small grids:
+answer. A set's bound is the time of a layout that dominates all of it, whether or not that one fits. Dominance rests on
+these, which tests hold to exhaustive runs over small grids:
 
   * more resident units take more memory, by their states exactly (with all of them resident there is no staging ring),
     and never more time, since there is less to wait for;
@@ -30,6 +30,7 @@ tests hold to exhaustive runs over small grids:
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from heapq import heappop, heappush
 from itertools import count, pairwise
 
@@ -40,7 +41,7 @@ from lowmem.step import Schedule
 from lowmem.units import MIB
 
 SEGMENTS = (1, 2, 3, 4)  # blocks per segment that are tried
-_NO_WAIT = 5e-3  # the share of a step from which waiting for copies is worth a larger first group
+_NO_WAIT = 1e-3  # the share of a step from which waiting for copies is worth a larger first group
 _PRECISION = 1 / 256  # of a smallest cap
 
 
@@ -285,18 +286,41 @@ class _Search:
         return self._record(_Layout(column, kept, resident)).seconds
 
     def _seconds_without_waiting(self, column: _Column, kept: int) -> float:
-        """What is left of a step's time where no copy is waited for."""
-        recording = self._record(_Layout(column, kept, self._last_resident))
+        """What is left of a step's time where no copy is waited for, at least."""
+        recording = self._record(_Layout(column, kept, 0))
         return recording.seconds - recording.waiting_seconds
+
+    def _least_seconds(self, micro_batch: int) -> float:
+        """What no layout with this micro-batch goes below. Where forward and backward run twice, that is half as much
+        again as where they run once: what they do not double are the updates."""
+        if self.choices.norm_first:
+            once = _Search(self.simulations, replace(self.choices, norm_first=False), Room(None, None))
+            return 1.5 * once._least_seconds(micro_batch)
+        column = _Column(_Family(micro_batch, self._groups(micro_batch)[0]), self.choices.segments[0])
+        return min(self._seconds_without_waiting(column, place) for place in self._turns())
 
     def _allocated_bytes(self, column: _Column, kept: int, resident: int) -> int:
         """Without a recording for every number of resident units: their states add up."""
-        schedule, units = self._arguments(_Layout(column, kept, resident))
-        least = self.choices.resident_units[0]
-        if units in (least, self.simulations.units):  # with everything resident there is no staging ring
-            return self.simulations.allocated_bytes(schedule, units)
-        _, recording = self.simulations.record(schedule, least)
-        return self.simulations.allocated_bytes(schedule, least) + sum(recording.state_bytes[least:units])
+        units, least = self.choices.resident_units[resident], self.choices.resident_units[0]
+        schedule, _ = self._arguments(_Layout(column, kept, 0))
+        allocated = self.simulations.allocated_bytes(schedule, least)
+        if units == least:
+            return allocated
+        states = sum(self.simulations.record(schedule, least)[1].state_bytes[least:units])
+        return allocated + states - (self._ring_bytes() if units == self.simulations.units else 0)
+
+    @cache  # noqa: B019
+    def _ring_bytes(self) -> int:
+        """What staging takes, which is not there with everything resident."""
+        micro_batch = self.choices.micro_batches[0]
+        layout = _Layout(_Column(_Family(micro_batch, self._groups(micro_batch)[0]), self.choices.segments[0]), 0, 0)
+        (schedule, least), units = self._arguments(layout), self.simulations.units
+        states = sum(self._record(layout).state_bytes[least:])
+        return (
+            self.simulations.allocated_bytes(schedule, least)
+            + states
+            - self.simulations.allocated_bytes(schedule, units)
+        )
 
     def found(self, layout: _Layout) -> Found | None:
         """The layout, if it fits."""
@@ -308,39 +332,44 @@ class _Search:
     # --- sets of layouts, and how they are cut up
 
     def families(self) -> _Bounded:
-        """Micro-batch sizes with their groups, up to the first that does not fit: more sequences never take less
-        memory. Their bound is the time with as much kept as is best and nothing to wait for."""
+        """Micro-batch sizes with their groups, up to the first that does not fit. A family's bound is the time with as
+        much kept as is best and nothing to wait for."""
         for micro_batch in self.choices.micro_batches:
-            groups = self._groups(micro_batch)
-            families = [_Family(micro_batch, group) for group in groups if self._may_fit(_Family(micro_batch, group))]
-            if not families:
+            families = [_Family(micro_batch, group) for group in self._groups(micro_batch)]
+            seconds = self._least_seconds(micro_batch)
+            if self.choices.norm_first:
+                yield from ((seconds, family) for family in families)
+            elif any(self._may_fit(family) for family in families):
+                yield from ((seconds, family) for family in families)
+            else:
                 return
-            column = _Column(_Family(micro_batch, groups[0]), self.choices.segments[0])
-            seconds = min(self._seconds_without_waiting(column, place) for place in self._turns())
-            yield from ((seconds, family) for family in families)
 
     def parts_of(self, family: _Family) -> _Bounded:
         """By segments, stretches of `kept` and whether there is a ring; then the family with a first group twice as
         large. A part's bound is taken from the column without a larger first group and with the shortest segments,
         which computes no more, given what longer segments save."""
-        column = _Column(replace(family, first_group=0), self.choices.segments[0])
-        itself = _Column(family, self.choices.segments[0])
+        if not self._may_fit(family):
+            return
+        shortest, longest = self.choices.segments[0], self.choices.segments[-1]
+        column = _Column(replace(family, first_group=0), shortest)
         again = sum(kept < self.simulations.blocks for kept in self.choices.kept)  # places with blocks in segments
         lowest = math.inf
         for segment in self.choices.segments:
-            limit = None if self.room.gpu is None else self.room.gpu + self._saved_bytes(itself, segment)
+            saved = 0 if segment == shortest else self._saved_bytes(family, longest)
+            limit = None if self.room.gpu is None else self.room.gpu + saved
             for least, most in self._stretches(column):
-                most = most if segment == itself.segment else min(most, again - 1)
                 for fewest, all in self._residencies():
-                    kept = self._most_kept(column, fewest, limit, least, most)
-                    if kept is not None:
-                        seconds = self._seconds_without_waiting(column, kept)
-                        lowest = min(lowest, seconds)
-                        yield seconds, _Part(_Column(family, segment), least, kept, fewest, all)
+                    kept = self._at_most_kept(column, fewest, limit, least, most)
+                    if kept is None or (segment != shortest and least >= again):
+                        continue
+                    seconds = self._seconds_without_waiting(column, kept if segment == shortest else min(kept, again))
+                    lowest = min(lowest, seconds)
+                    kept = kept if segment == shortest else min(kept, again - 1)
+                    yield seconds, _Part(_Column(family, segment), least, kept, fewest, all)
         first_group = 2 * (family.first_group or family.group)
         micro_batches = self.simulations.base.batch // family.micro_batch
         if lowest < math.inf and self.choices.groups is None and first_group < micro_batches:
-            recording = self._record(_Layout(itself, 0, 0))
+            recording = self._record(_Layout(_Column(family, shortest), 0, 0))
             if recording.waiting_seconds > _NO_WAIT * recording.seconds:
                 yield lowest, replace(family, first_group=first_group)
 
@@ -348,7 +377,7 @@ class _Search:
         """The layout that keeps most, with as many resident units as fit beside that, and halves of what has more
         resident units; of a part that keeps less than was thought, itself with a better bound."""
         column, least = part.column, part.least
-        most = self._most_kept(column, part.fewest, self.room.gpu, least, part.most)
+        most = self._most_kept(column, part.fewest, least, part.most)
         if most is None:
             return
         if most < part.most:
@@ -361,7 +390,7 @@ class _Search:
         middle = (resident + 1 + part.all) // 2
         for fewest, all in ((resident + 1, middle), (middle + 1, part.all)):
             if fewest <= all:
-                kept = self._most_kept(column, fewest, self.room.gpu, least, most)
+                kept = self._most_kept(column, fewest, least, most)
                 if kept is not None:
                     yield self._seconds(column, kept, all), _Part(column, least, kept, fewest, all)
 
@@ -381,20 +410,17 @@ class _Search:
         return sorted({0, *half, self._last_kept})
 
     def _stretches(self, column: _Column) -> list[tuple[int, int]]:
-        """From and to which place of `kept` more is faster. Where that is so with few resident units only, or with many
-        only, the place with least is a stretch of its own, too."""
-        stretches, alone = [(0, 0)], []
+        """From and to which place of `kept` more is faster, as far as two recordings say it; where the host is what is
+        slow it may be otherwise, so that each turn is a stretch of its own, too."""
+        falling: list[tuple[int, int]] = []
         for before, after in pairwise(self._turns()):
-            falls = [
-                self._seconds(column, after, resident) < self._seconds(column, before, resident)
-                for resident in (0, self._last_resident)
-            ]
-            if any(falls):
-                joined = stretches[-1][1] == before
-                stretches[-1:] = [(stretches[-1][0], after)] if joined else [stretches[-1], (before + 1, after)]
-            if not all(falls):
-                alone.append((before, before))
-        return sorted({*stretches, *alone})
+            falls = self._seconds(column, after, 0) < self._seconds(column, before, 0)
+            falls |= self._seconds_without_waiting(column, after) < self._seconds_without_waiting(column, before)
+            if falls and falling and falling[-1][1] == before:
+                falling[-1] = falling[-1][0], after
+            elif falls:
+                falling.append((before, after))
+        return falling + [(turn, turn) for turn in self._turns()]
 
     def _residencies(self) -> list[tuple[int, int]]:
         """From and to which place of resident units memory grows all along: with all resident there is no ring."""
@@ -411,34 +437,65 @@ class _Search:
     def _may_fit(self, family: _Family) -> bool:
         """Whether anything of the family does, for all that is known of the shortest segments."""
         column = _Column(family, self.choices.segments[0])
-        sizes = [self._allocated_bytes(column, 0, resident) for resident, _ in self._residencies()]
-        return _within(min(sizes) - self._saved_bytes(column, self.choices.segments[-1]), self.room.gpu)
+        least = min(self._allocated_bytes(column, 0, resident) for resident, _ in self._residencies())
+        return _within(least - self._saved_bytes(family, self.choices.segments[-1]), self.room.gpu)
 
-    def _saved_bytes(self, column: _Column, segment: int) -> int:
-        """The most that longer segments than those of `column` save: the inputs that are not kept."""
-        if segment == column.segment:
-            return 0
-        inputs = most_bytes(self._record(_Layout(column, 0, 0)).tape, "boundaries")
-        return inputs - inputs * column.segment // segment
+    def _saved_bytes(self, family: _Family, segment: int) -> int:
+        """The most that segments of that length save: inputs of blocks, of all micro-batches of a group."""
+        sequences = family.micro_batch * (family.first_group or family.group)
+        shortest = self.choices.segments[0]
+        return self._input_bytes() * sequences * (segment - shortest) // segment
 
-    def _most_kept(self, column: _Column, resident: int, limit: int | None, least: int, most: int) -> int | None:
+    @cache  # noqa: B019
+    def _input_bytes(self) -> int:
+        """The inputs of all segments of the shortest length, of one sequence."""
+        micro_batch = self.choices.micro_batches[0]
+        family = _Family(micro_batch, self._groups(micro_batch)[0])
+        tape = self._record(_Layout(_Column(family, self.choices.segments[0]), 0, 0)).tape
+        return most_bytes(tape, "boundaries") // (micro_batch * family.group)
+
+    def _most_kept(self, column: _Column, resident: int, least: int, most: int) -> int | None:
         """The most that can be kept, between these; None where nothing fits."""
-
-        def size(kept: int) -> int:
-            return self._allocated_bytes(column, kept, resident)
-
-        if least > most or not _within(size(least), limit):
+        if least > most or not self._fits(column, least, resident):
             return None
-        if _within(size(most), limit):
-            return most
-        fits, too_much = least, most
-        guess = next((place for place in self._turns() if fits < place < too_much), None)
-        while too_much - fits > 1:
-            if guess is not None:
-                fits, too_much = (guess, too_much) if _within(size(guess), limit) else (fits, guess)
-            share = (limit - size(fits)) / max(size(too_much) - size(fits), 1)
-            guess = min(max(fits + int(share * (too_much - fits)), fits + 1), too_much - 1)
+        fits, beyond, tried = least, most + 1, least
+        while beyond - fits > 1:
+            tried = min(max(self._estimate(column, resident, self.room.gpu, tried, most), fits + 1), beyond - 1)
+            if self._fits(column, tried, resident):
+                fits = tried
+            else:
+                beyond = tried
         return fits
+
+    def _at_most_kept(self, column: _Column, resident: int, limit: int | None, least: int, most: int) -> int | None:
+        """As much as can be kept or more, found with fewer recordings; None where nothing fits."""
+        if least > most or not _within(self._allocated_bytes(column, least, resident), limit):
+            return None
+        kept = least
+        while kept < most and _within(self._allocated_bytes(column, kept, resident), limit):
+            kept = min(max(self._estimate(column, resident, limit, kept, most), kept) + 1, most)
+        return kept
+
+    def _estimate(self, column: _Column, resident: int, limit: int | None, known: int, most: int) -> int:
+        """How much can be kept, if memory grows from what is known of one place as it does, evenly between the turns,
+        in the column with the smallest group."""
+        if limit is None:
+            return most
+        sizes = self._even_sizes(column.family.micro_batch)
+        room = limit - self._allocated_bytes(column, known, resident)
+        return next((place for place in range(most, -1, -1) if sizes[place] - sizes[known] <= room), 0)
+
+    @cache  # noqa: B019
+    def _even_sizes(self, micro_batch: int) -> list[float]:
+        """For every place of `kept` what the smallest group would allocate if it grew evenly between the turns."""
+        column = _Column(_Family(micro_batch, self._groups(micro_batch)[0]), self.choices.segments[0])
+        sizes = [float(self._allocated_bytes(column, 0, 0))]
+        for before, after in pairwise(self._turns()):
+            grows = self._allocated_bytes(column, after, 0) - self._allocated_bytes(column, before, 0)
+            sizes += [
+                sizes[before] + grows * (place - before) / (after - before) for place in range(before + 1, after + 1)
+            ]
+        return sizes
 
     # --- where nothing fits
 
