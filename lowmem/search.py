@@ -1,44 +1,48 @@
 """The fastest layout of a step that fits: which are tried, in which order, and what rules the others out.
 
-A layout is a micro-batch size, how many micro-batches form a group, how many blocks a segment, what each block keeps
-for its backward, and how many units have their optimizer state on the device. It fits if the simulated run completes
-under the GPU's cap and the streamed states fit under RAM's. Everything here is simulated time and memory (simulate.py).
+A layout is a micro-batch size, how many micro-batches form a group (and how many the first one), how many blocks a
+segment, what each block keeps for its backward, and how many units have their optimizer state on the device. Everything
+that is asked of a layout is simulated (simulate.py), and none of it depends on the caps: its seconds, the bytes that it
+streams, and `smallest_cap_bytes`, the cap of the GPU from which on it is taken to fit. The caps only select, and the
+answer is the fastest of what they let through. So a larger cap never gives a slower plan, and a cap that was named as
+the smallest is planned when it is given: it is a layout's own, and that layout is among those that are tried.
 
 What blocks keep is one number, `kept`: from 0, where each runs again from its input, one block after the other comes to
 keep its products, and from L on, the number of blocks, one after the other to keep everything, up to 2 L. A block's
-products are worth more time per byte than the rest, so no other mixture is tried.
+products are worth more time per byte than the rest, so no other mixture is tried. A group is one micro-batch or the
+whole batch; between these lies a larger first group, doubled as long as copies are waited for, which hides the same
+copies in less memory than larger groups throughout.
 
-Not every layout is simulated. What is left out is not, or by very little, the answer:
+The search is best-first (branch and bound): a heap of single layouts and of sets of layouts, each with the seconds
+that nothing in it can go below. The lowest is taken off; a set is cut up, and the first layout that fits is the
+answer. A set's bound is the time of a layout that dominates all of it, whether or not that one fits. Dominance rests on
+these, which tests hold to exhaustive runs over small grids:
 
-  * memory grows with `kept` and time falls, both nearly in proportion, so the most that fits is found by interpolation;
-  * a state on the GPU costs its own bytes, so one recording tells how many there is room for. What a block keeps is
-    used for every micro-batch and a resident state once per step, so room is given to blocks first, and the other way
-    round only where copies are waited for;
-  * sizes of micro-batches are tried in the order of what they reach at once, with as much kept as fits, until that is
-    so much longer than the best found that nothing else makes up for it;
-  * more sequences in a micro-batch never take less memory: sizes go up until one does not fit;
-  * longer segments and larger groups are tried where an estimate from what is known says that they could win. A larger
-    group only hides copies, or, if it is the whole batch, saves accumulators. A larger first group is tried for the
-    layouts that are the fastest without one, as far as they wait for copies.
-
-A test holds the outcome to the best of an exhaustive run over a small grid.
+  * more resident units take more memory, by their states exactly (with all of them resident there is no staging ring),
+    and never more time, since there is less to wait for;
+  * more kept takes more memory, and along each half of `kept` time goes one way (it falls, unless the host is what is
+    slow);
+  * at the same `kept` and residency, longer segments, larger groups and larger first groups compute no less. Longer
+    segments save at most the inputs that they do not keep; larger first groups save no memory;
+  * more sequences in a micro-batch never take less memory.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush
+from functools import cache
+from heapq import heappop, heappush
+from itertools import count, pairwise
 
 from lowmem.allocator import ROUNDING, SimulatedOutOfMemory
 from lowmem.blocks import Decoder
-from lowmem.simulate import Memory, Recording, StepCase, Target, record_step, under_cap
+from lowmem.simulate import Memory, Recording, StepCase, Target, most_bytes, record_step, under_cap
 from lowmem.step import Schedule
 from lowmem.units import MIB
 
 SEGMENTS = (1, 2, 3, 4)  # blocks per segment that are tried
-_NO_WAIT = 5e-3  # the share of a step from which waiting for copies is worth doing something about
-_GAIN = 0.05  # what longer segments, larger groups and resident states make of a micro-batch size's first layout
-_FEW = 16  # micro-batches: with more, the inputs kept for a group of the whole batch outweigh the accumulators
+_NO_WAIT = 1e-3  # the share of a step from which waiting for copies is worth a larger first group
+_PRECISION = 1 / 256  # of a smallest cap
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Found:
-    """A layout that fits, and what its simulation says under the cap."""
+    """A layout that fits, and what its simulation says of it."""
 
     case: StepCase
     recording: Recording
@@ -71,6 +75,7 @@ class Simulations:
         self.parameters, self.largest_parameter = sum(sizes), max(sizes)
         self._recordings: dict[tuple[Schedule, int], Recording] = {}
         self._peaks: dict[tuple[Schedule, int], int] = {}
+        self._runs: dict[tuple[Schedule, int], _Runs] = {}
 
     def record(self, schedule: Schedule, resident_units: int) -> tuple[StepCase, Recording]:
         """The recording of a layout; blocks that are made alike are run once."""
@@ -104,6 +109,59 @@ class Simulations:
             self._peaks[layout] = self.record(*layout)[1].tape.peak_bytes(ROUNDING)
         return self._peaks[layout]
 
+    def runs(self, schedule: Schedule, resident_units: int) -> "_Runs":
+        """The layout's simulated runs under caps."""
+        layout = schedule, resident_units
+        if layout not in self._runs:
+            self._runs[layout] = _Runs(self.record(*layout)[1], self.allocated_bytes(*layout))
+        return self._runs[layout]
+
+
+class _Runs:
+    """Simulated runs of one layout, of which the smallest cap is looked for: bisection between what is allocated and
+    what a run without a cap reserves, which no cap above it changes. It stops when a question is answered; the caps
+    that are tried do not depend on the questions, and so the answers agree.
+
+    Under a cap between the two the run gives cached memory back to the driver. Holes in it need not shrink as the cap
+    grows, so a run may complete under one cap and not under the next; but a layout that completes under a cap can
+    be run under that one. (The allocator looks at the cap before it maps whole pages, so that a little less than is
+    allocated may do; nobody calls that a cap.)"""
+
+    def __init__(self, recording: Recording, allocated_bytes: int):
+        self._recording, self._low = recording, allocated_bytes
+        self._high: int | None = None  # under which the run has completed
+        self.memory: Memory | None = None  # of that run
+
+    def smallest_cap_bytes(self) -> int:
+        """In whole MiB, to a few thousandths."""
+        while not self._settled():
+            self._try_one_more()
+        return -(-self._high // MIB) * MIB
+
+    def fits(self, limit_bytes: int | None) -> bool:
+        """Whether the smallest cap is within the limit."""
+        if limit_bytes is None:
+            limit_bytes = 2**62
+        while True:
+            if self._low > limit_bytes:
+                return False
+            if self._high is not None and -(-self._high // MIB) * MIB <= limit_bytes:
+                return True
+            if self._settled():
+                return False
+            self._try_one_more()
+
+    def _settled(self) -> bool:
+        return self._high is not None and self._high - self._low <= self._low * _PRECISION
+
+    def _try_one_more(self) -> None:
+        cap = None if self._high is None else (self._low + self._high) // 2
+        try:
+            self.memory = under_cap(self._recording.tape, cap)
+            self._high = self.memory.reserved_peak_bytes if cap is None else cap
+        except SimulatedOutOfMemory:
+            self._low = cap
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -118,50 +176,86 @@ class Choices:
     norm_first: bool = False
 
     def groups_of(self, batch: int, micro_batch: int) -> list[int]:
+        """The smallest group and the largest."""
         count = batch // micro_batch
         if self.norm_first:
             return [count] if self.groups is None or count in self.groups else []
-        return [group for group in self.groups or range(1, count + 1) if count % group == 0]
+        possible = [group for group in self.groups or (1, count) if count % group == 0]
+        return sorted({*possible[:1], *possible[-1:]})
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Layouts that differ in segments, what is kept and residency."""
+
+    micro_batch: int
+    group: int
+    first_group: int = 0
+
+
+@dataclass(frozen=True)
+class _Column:
+    """Layouts that differ in what is kept and residency alone."""
+
+    family: _Family
+    segment: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Of a column the layouts with `kept` from `least` to `most`, and from `fewest` to `all` resident units, all of
+    these being places in the choices' lists; none keeps more than `most` and fits."""
+
+    column: _Column
+    least: int
+    most: int
+    fewest: int
+    all: int
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """`kept`, `resident`: places in the choices' lists; `first_group`: as in Schedule."""
+    """`kept`, `resident`: places in the choices' lists. `part`: with this layout found not to fit, what else it has
+    stood for there."""
 
-    micro_batch: int
-    group: int
-    segment: int
+    column: _Column
     kept: int
     resident: int
-    first_group: int = 0
+    part: _Part | None = None
 
 
-def fastest(simulations: Simulations, choices: Choices, room: Room) -> Found | None:
-    """The fastest layout that fits; None where none does."""
+_Bounded = Iterator[tuple[float, _Family | _Part | _Layout]]  # with the seconds that nothing in it goes below
+
+
+def fastest(simulations: Simulations, choices: Choices, room: Room, below_seconds: float = math.inf) -> Found | None:
+    """The fastest layout that fits, if it takes less than `below_seconds`."""
     search = _Search(simulations, choices, room)
     if search.fewest_resident is None:
         return None
-    best: Found | None = None
-    waiting: list[tuple[float, _Layout]] = []  # with the seconds that would be left if nothing were waited for
-    for first_seconds, micro_batch in search.in_order_of_promise():
-        if best is not None and first_seconds > (1 + _GAIN) * best.recording.seconds:
-            break
-        for group in search.groups_worth_trying(micro_batch):
-            found, layout = search.fastest_of(search.candidates(micro_batch, group))
-            if found is None:
-                continue
-            waiting.append((found.recording.seconds - found.recording.waiting_seconds, layout))
-            best = found if best is None else min(best, found, key=_seconds)
-    for seconds, layout in sorted(waiting, key=lambda pair: pair[0]):
-        if seconds > (1 - _NO_WAIT) * _seconds(best):
-            break
-        found, _ = search.fastest_of(search.with_larger_first_groups(layout))
-        best = best if found is None else min(best, found, key=_seconds)
-    return best
+    heap: list = []
+    order = count()
+    seen = set()
 
+    def push(nodes: _Bounded) -> None:
+        for seconds, node in nodes:
+            if seconds < below_seconds and node not in seen:
+                seen.add(node)
+                heappush(heap, (seconds, next(order), node))
 
-def _seconds(found: Found) -> float:
-    return found.recording.seconds
+    push(search.families())
+    while heap:
+        _, _, node = heappop(heap)
+        match node:
+            case _Family():
+                push(search.parts_of(node))
+            case _Part():
+                push(search.cut(node))
+            case _Layout():
+                found = search.found(node)
+                if found is not None:
+                    return found
+                push(search.next_to(node))
+    return None
 
 
 class _Search:
@@ -169,228 +263,279 @@ class _Search:
 
     def __init__(self, simulations: Simulations, choices: Choices, room: Room):
         self.simulations, self.choices, self.room = simulations, choices, room
-        self._all_kept, self._all_resident = len(choices.kept) - 1, len(choices.resident_units) - 1
+        self._last_kept, self._last_resident = len(choices.kept) - 1, len(choices.resident_units) - 1
         smallest = choices.micro_batches[0]
-        self.fewest_resident: int | None = 0
-        states = self.record(_Layout(smallest, self._groups(smallest)[0], choices.segments[0], 0, 0)).state_bytes
+        column = _Column(_Family(smallest, self._groups(smallest)[0]), choices.segments[0])
+        states = self._record(_Layout(column, 0, 0)).state_bytes
         streamed = [sum(states[resident:]) for resident in choices.resident_units]
         self.fewest_resident = next((place for place, size in enumerate(streamed) if _within(size, room.ram)), None)
 
     # --- what a layout takes
 
-    def record(self, layout: _Layout) -> Recording:
+    def _arguments(self, layout: _Layout) -> tuple[Schedule, int]:
+        family, choices = layout.column.family, self.choices
+        schedule = self.simulations.schedule(
+            family.micro_batch, family.group, layout.column.segment, choices.kept[layout.kept], choices.norm_first,
+            family.first_group,
+        )  # fmt: skip
+        return schedule, choices.resident_units[layout.resident]
+
+    def _record(self, layout: _Layout) -> Recording:
         return self.simulations.record(*self._arguments(layout))[1]
 
-    def _arguments(self, layout: _Layout) -> tuple[Schedule, int]:
-        kept = self.choices.kept[layout.kept]
-        schedule = self.simulations.schedule(
-            layout.micro_batch, layout.group, layout.segment, kept, self.choices.norm_first, layout.first_group
-        )
-        return schedule, self.choices.resident_units[layout.resident]
+    def _seconds(self, column: _Column, kept: int, resident: int) -> float:
+        return self._record(_Layout(column, kept, resident)).seconds
 
-    def allocated_bytes(self, layout: _Layout) -> int:
+    def _seconds_without_waiting(self, column: _Column, kept: int) -> float:
+        """What is left of a step's time where no copy is waited for, at least."""
+        recording = self._record(_Layout(column, kept, 0))
+        return recording.seconds - recording.waiting_seconds
+
+    def _least_seconds(self, micro_batch: int) -> float:
+        """What no layout with this micro-batch goes below. Where forward and backward run twice, that is half as much
+        again as where they run once: what they do not double are the updates."""
+        if self.choices.norm_first:
+            once = _Search(self.simulations, replace(self.choices, norm_first=False), Room(None, None))
+            return 1.5 * once._least_seconds(micro_batch)
+        column = _Column(_Family(micro_batch, self._groups(micro_batch)[0]), self.choices.segments[0])
+        return min(self._seconds_without_waiting(column, place) for place in self._turns())
+
+    def _allocated_bytes(self, column: _Column, kept: int, resident: int) -> int:
         """Without a recording for every number of resident units: their states add up."""
-        schedule, resident = self._arguments(layout)
-        least = self.choices.resident_units[0]
-        if resident in (least, self.simulations.units):  # with everything resident there is no staging ring
-            return self.simulations.allocated_bytes(schedule, resident)
-        _, recording = self.simulations.record(schedule, least)
-        return self.simulations.allocated_bytes(schedule, least) + sum(recording.state_bytes[least:resident])
+        units, least = self.choices.resident_units[resident], self.choices.resident_units[0]
+        schedule, _ = self._arguments(_Layout(column, kept, 0))
+        allocated = self.simulations.allocated_bytes(schedule, least)
+        if units == least:
+            return allocated
+        states = sum(self.simulations.record(schedule, least)[1].state_bytes[least:units])
+        return allocated + states - (self._ring_bytes() if units == self.simulations.units else 0)
 
-    def _fits(self, layout: _Layout) -> bool:
-        """Whether what is allocated does; the allocator has not been asked."""
-        return _within(self.allocated_bytes(layout), self.room.gpu)
+    @cache  # noqa: B019
+    def _ring_bytes(self) -> int:
+        """What staging takes, which is not there with everything resident."""
+        micro_batch = self.choices.micro_batches[0]
+        layout = _Layout(_Column(_Family(micro_batch, self._groups(micro_batch)[0]), self.choices.segments[0]), 0, 0)
+        (schedule, least), units = self._arguments(layout), self.simulations.units
+        states = sum(self._record(layout).state_bytes[least:])
+        return (
+            self.simulations.allocated_bytes(schedule, least)
+            + states
+            - self.simulations.allocated_bytes(schedule, units)
+        )
+
+    def found(self, layout: _Layout) -> Found | None:
+        """The layout, if it fits."""
+        arguments = self._arguments(layout)
+        if not self.simulations.runs(*arguments).fits(self.room.gpu):
+            return None
+        return Found(*self.simulations.record(*arguments), self.simulations.runs(*arguments).memory)
+
+    # --- sets of layouts, and how they are cut up
+
+    def families(self) -> _Bounded:
+        """Micro-batch sizes with their groups, up to the first that does not fit. A family's bound is the time with as
+        much kept as is best and nothing to wait for."""
+        for micro_batch in self.choices.micro_batches:
+            families = [_Family(micro_batch, group) for group in self._groups(micro_batch)]
+            seconds = self._least_seconds(micro_batch)
+            if self.choices.norm_first:
+                yield from ((seconds, family) for family in families)
+            elif any(self._may_fit(family) for family in families):
+                yield from ((seconds, family) for family in families)
+            else:
+                return
+
+    def parts_of(self, family: _Family) -> _Bounded:
+        """By segments, stretches of `kept` and whether there is a ring; then the family with a first group twice as
+        large. A part's bound is taken from the column without a larger first group and with the shortest segments,
+        which computes no more, given what longer segments save."""
+        if not self._may_fit(family):
+            return
+        shortest, longest = self.choices.segments[0], self.choices.segments[-1]
+        column = _Column(replace(family, first_group=0), shortest)
+        again = sum(kept < self.simulations.blocks for kept in self.choices.kept)  # places with blocks in segments
+        lowest = math.inf
+        for segment in self.choices.segments:
+            saved = 0 if segment == shortest else self._saved_bytes(family, longest)
+            limit = None if self.room.gpu is None else self.room.gpu + saved
+            for least, most in self._stretches(column):
+                for fewest, all in self._residencies():
+                    kept = self._at_most_kept(column, fewest, limit, least, most)
+                    if kept is None or (segment != shortest and least >= again):
+                        continue
+                    seconds = self._seconds_without_waiting(column, kept if segment == shortest else min(kept, again))
+                    lowest = min(lowest, seconds)
+                    kept = kept if segment == shortest else min(kept, again - 1)
+                    yield seconds, _Part(_Column(family, segment), least, kept, fewest, all)
+        first_group = 2 * (family.first_group or family.group)
+        micro_batches = self.simulations.base.batch // family.micro_batch
+        if lowest < math.inf and self.choices.groups is None and first_group < micro_batches:
+            recording = self._record(_Layout(_Column(family, shortest), 0, 0))
+            if recording.waiting_seconds > _NO_WAIT * recording.seconds:
+                yield lowest, replace(family, first_group=first_group)
+
+    def cut(self, part: _Part) -> _Bounded:
+        """The layout that keeps most, with as many resident units as fit beside that, and halves of what has more
+        resident units; of a part that keeps less than was thought, itself with a better bound."""
+        column, least = part.column, part.least
+        most = self._most_kept(column, part.fewest, least, part.most)
+        if most is None:
+            return
+        if most < part.most:
+            yield self._seconds(column, most, part.all), replace(part, most=most)
+            return
+        resident = part.all
+        while not self._fits(column, most, resident):
+            resident -= 1
+        yield self._seconds(column, most, resident), _Layout(column, most, resident, part)
+        middle = (resident + 1 + part.all) // 2
+        for fewest, all in ((resident + 1, middle), (middle + 1, part.all)):
+            if fewest <= all:
+                kept = self._most_kept(column, fewest, least, most)
+                if kept is not None:
+                    yield self._seconds(column, kept, all), _Part(column, least, kept, fewest, all)
+
+    def next_to(self, layout: _Layout) -> _Bounded:
+        """Of what the layout, which does not fit, dominates in its part, the fastest ones: one of these dominates the
+        rest."""
+        for kept, resident in ((layout.kept, layout.resident - 1), (layout.kept - 1, layout.resident)):
+            if kept >= layout.part.least and resident >= layout.part.fewest:
+                yield self._seconds(layout.column, kept, resident), replace(layout, kept=kept, resident=resident)
 
     def _groups(self, micro_batch: int) -> list[int]:
         return self.choices.groups_of(self.simulations.base.batch, micro_batch)
 
-    # --- which layouts are tried
+    def _turns(self) -> list[int]:
+        """Places of `kept` between which time and memory change evenly."""
+        half = [place for place, kept in enumerate(self.choices.kept) if kept == self.simulations.blocks]
+        return sorted({0, *half, self._last_kept})
 
-    def in_order_of_promise(self) -> list[tuple[float, int]]:
-        """(seconds with as much kept as fits, micro-batch) of the sizes that fit: with the first group and the first
-        length of segments that do."""
-        promising = []
-        for micro_batch in self.choices.micro_batches:
-            groups = self._groups(micro_batch)
-            least = self._least_that_fits(micro_batch, groups[0]) or self._least_that_fits(micro_batch, groups[-1])
-            if least is None:
-                break
-            first = replace(least, kept=self._most_kept(least))
-            promising.append((self.record(self._most_resident(first)).seconds, micro_batch))
-        return sorted(promising)
+    def _stretches(self, column: _Column) -> list[tuple[int, int]]:
+        """From and to which place of `kept` more is faster, as far as two recordings say it; where the host is what is
+        slow it may be otherwise, so that each turn is a stretch of its own, too."""
+        falling: list[tuple[int, int]] = []
+        for before, after in pairwise(self._turns()):
+            falls = self._seconds(column, after, 0) < self._seconds(column, before, 0)
+            falls |= self._seconds_without_waiting(column, after) < self._seconds_without_waiting(column, before)
+            if falls and falling and falling[-1][1] == before:
+                falling[-1] = falling[-1][0], after
+            elif falls:
+                falling.append((before, after))
+        return falling + [(turn, turn) for turn in self._turns()]
 
-    def _least_that_fits(self, micro_batch: int, group: int) -> _Layout | None:
-        """With least kept, the shortest segments that fit, states streamed where that does."""
-        for segment in self.choices.segments:
-            for resident in sorted({self.fewest_resident, self._all_resident}):
-                layout = _Layout(micro_batch, group, segment, 0, resident)
-                if self._fits(layout):
-                    return layout
-        return None
+    def _residencies(self) -> list[tuple[int, int]]:
+        """From and to which place of resident units memory grows all along: with all resident there is no ring."""
+        fewest, last = self.fewest_resident, self._last_resident
+        if fewest < last and self.choices.resident_units[last] == self.simulations.units:
+            return [(fewest, last - 1), (last, last)]
+        return [(fewest, last)]
 
-    def groups_worth_trying(self, micro_batch: int) -> Iterator[int]:
-        smallest, *larger = self._groups(micro_batch)
-        least = self._least_that_fits(micro_batch, smallest)
-        if least is not None:
-            yield smallest
-        if larger and (least is None or self._saves_memory(replace(least, group=larger[-1]), least)):
-            yield larger[-1]
-        if least is None:
-            return
-        before = self.record(least)
-        for group in larger:
-            if before.waiting_seconds <= _NO_WAIT * before.seconds:
-                break
-            recording = self.record(replace(least, group=group))
-            if before.seconds - recording.seconds <= _NO_WAIT * before.seconds:
-                break
-            yield group
-            before = recording
+    # --- what fits, as far as what is allocated says it
 
-    def _saves_memory(self, whole: _Layout, least: _Layout) -> bool:
-        """Whether the batch as one group, which keeps the inputs of all and accumulators of few, leaves more room."""
-        if self._fits(replace(least, kept=self._all_kept, resident=self._all_resident)) or whole.group > _FEW:
-            return False
-        return self.allocated_bytes(whole) < self.allocated_bytes(least)
+    def _fits(self, column: _Column, kept: int, resident: int) -> bool:
+        return _within(self._allocated_bytes(column, kept, resident), self.room.gpu)
 
-    def candidates(self, micro_batch: int, group: int) -> Iterator[_Layout]:
-        """Layouts one of which is the fastest, as far as what is allocated decides."""
-        first: _Layout | None = None
-        for segment in self.choices.segments:
-            least = _Layout(micro_batch, group, segment, 0, self.fewest_resident)
-            if first is not None and not self._may_win(least, first):
-                continue
-            for resident in self._residencies(least):
-                most = self._most_kept(replace(least, resident=resident))
-                if most is None:
-                    continue
-                for kept in {most, min(most, self._all_kept // 2), 0}:  # where the host is what is slow, little is best
-                    yield self._most_resident(replace(least, kept=kept, resident=resident))
-                first = first or self._most_resident(replace(least, kept=most, resident=resident))
+    def _may_fit(self, family: _Family) -> bool:
+        """Whether anything of the family does, for all that is known of the shortest segments."""
+        column = _Column(family, self.choices.segments[0])
+        least = min(self._allocated_bytes(column, 0, resident) for resident, _ in self._residencies())
+        return _within(least - self._saved_bytes(family, self.choices.segments[-1]), self.room.gpu)
 
-    def _may_win(self, least: _Layout, first: _Layout) -> bool:
-        """Whether longer segments, which compute more again and keep fewer inputs, could be faster than `first`. Their
-        length matters to blocks alone that run again from their input: with products kept of all, it is the same."""
-        products = self._all_kept // 2
-        if first.kept >= products:
-            return False
-        if first.kept == 0:
-            return True
-        first_least = replace(least, segment=first.segment)
-        before, after = self.record(first_least), self.record(replace(first, resident=least.resident))
-        seconds = (before.seconds - after.seconds) / first.kept
-        room = self.allocated_bytes(replace(first, resident=least.resident)) - self.allocated_bytes(first_least)
-        more = (self.allocated_bytes(first_least) - self.allocated_bytes(least)) * first.kept / max(room, 1) + 1
-        recording = self.record(least)
-        share = min(first.kept + more, products) / products
-        shortest = recording.seconds - share * (recording.seconds - before.seconds + seconds * products)
-        return shortest < after.seconds
+    def _saved_bytes(self, family: _Family, segment: int) -> int:
+        """The most that segments of that length save: inputs of blocks, of all micro-batches of a group."""
+        sequences = family.micro_batch * (family.first_group or family.group)
+        shortest = self.choices.segments[0]
+        return self._input_bytes() * sequences * (segment - shortest) // segment
 
-    def _residencies(self, least: _Layout) -> list[int]:
-        """How many states to have on the device before blocks are given room."""
-        recording = self.record(least)
-        if recording.waiting_seconds <= _NO_WAIT * recording.seconds and self._fits(least):
-            return [least.resident]
-        return sorted({least.resident, self._most_resident(least).resident, self._all_resident})
+    @cache  # noqa: B019
+    def _input_bytes(self) -> int:
+        """The inputs of all segments of the shortest length, of one sequence."""
+        micro_batch = self.choices.micro_batches[0]
+        family = _Family(micro_batch, self._groups(micro_batch)[0])
+        tape = self._record(_Layout(_Column(family, self.choices.segments[0]), 0, 0)).tape
+        return most_bytes(tape, "boundaries") // (micro_batch * family.group)
 
-    def _most_resident(self, layout: _Layout) -> _Layout:
-        """With as many more states on the device as there is room for."""
-        more = (replace(layout, resident=place) for place in range(self._all_resident, layout.resident, -1))
-        return next(filter(self._fits, more), layout)
-
-    def _most_kept(self, layout: _Layout) -> int | None:
-        """The most that can be kept; None where nothing fits."""
-
-        def size(kept: int) -> int:
-            return self.allocated_bytes(replace(layout, kept=kept))
-
-        fits, too_much = 0, self._all_kept
-        if not _within(size(fits), self.room.gpu):
+    def _most_kept(self, column: _Column, resident: int, least: int, most: int) -> int | None:
+        """The most that can be kept, between these; None where nothing fits."""
+        if least > most or not self._fits(column, least, resident):
             return None
-        if _within(size(too_much), self.room.gpu):
-            return too_much
-        guess = too_much // 2  # where the price of one more changes
-        while too_much - fits > 1:
-            if fits < guess < too_much:
-                if _within(size(guess), self.room.gpu):
-                    fits = guess
-                else:
-                    too_much = guess
-            share = (self.room.gpu - size(fits)) / max(size(too_much) - size(fits), 1)
-            guess = min(max(fits + int(share * (too_much - fits)), fits + 1), too_much - 1)
+        fits, beyond, tried = least, most + 1, least
+        while beyond - fits > 1:
+            tried = min(max(self._estimate(column, resident, self.room.gpu, tried, most), fits + 1), beyond - 1)
+            if self._fits(column, tried, resident):
+                fits = tried
+            else:
+                beyond = tried
         return fits
 
-    def with_larger_first_groups(self, layout: _Layout) -> Iterator[_Layout]:
-        """For each length of segments the first group that hides all copies, by what a doubled one hides, or else the
-        largest that fits; room for it is taken from resident states."""
-        count = self.simulations.base.batch // layout.micro_batch
-        if self.choices.groups is not None or self.choices.norm_first or 2 * layout.group >= count:
-            return
-        before, doubled = self.record(layout), self.record(replace(layout, first_group=2 * layout.group))
-        hidden = before.waiting_seconds - doubled.waiting_seconds
-        if hidden <= _NO_WAIT * before.seconds / count:
-            return
-        most = (count // layout.group - 1).bit_length() - 1
-        enough = min((math.ceil(before.waiting_seconds / hidden)).bit_length(), most)
-        for segment in self.choices.segments:
-            for power in range(enough, 0, -1):
-                first_group = layout.group * 2**power
-                least = replace(layout, segment=segment, first_group=first_group, resident=self.fewest_resident)
-                if self._fits(least):
-                    yield self._most_resident(least)
-                    break
-            else:
-                continue
-            if power == enough:
-                return
+    def _at_most_kept(self, column: _Column, resident: int, limit: int | None, least: int, most: int) -> int | None:
+        """As much as can be kept or more, found with fewer recordings; None where nothing fits."""
+        if least > most or not _within(self._allocated_bytes(column, least, resident), limit):
+            return None
+        kept = least
+        while kept < most and _within(self._allocated_bytes(column, kept, resident), limit):
+            kept = min(max(self._estimate(column, resident, limit, kept, most), kept) + 1, most)
+        return kept
 
-    def fastest_of(self, candidates: Iterator[_Layout]) -> tuple[Found | None, _Layout | None]:
-        """The fastest that completes under the cap, of these and of those that take a little less; and which it is."""
-        tried = list(dict.fromkeys(candidates))
-        waiting = [(self.record(layout).seconds, index) for index, layout in enumerate(tried)]
-        heapify(waiting)
-        while waiting:
-            layout = tried[heappop(waiting)[1]]
-            case, recording = self.simulations.record(*self._arguments(layout))
-            try:
-                return Found(case, recording, under_cap(recording.tape, self.room.gpu)), layout
-            except SimulatedOutOfMemory:
-                fewer = (replace(layout, resident=n) for n in range(layout.resident - 1, self.fewest_resident - 1, -1))
-                less = (replace(layout, kept=n) for n in range(layout.kept - 1, -1, -1))
-                for other in (next(filter(self._fits, fewer), None), next(filter(self._fits, less), None)):
-                    if other is not None and other not in tried:
-                        heappush(waiting, (self.record(other).seconds, len(tried)))
-                        tried.append(other)
-        return None, None
+    def _estimate(self, column: _Column, resident: int, limit: int | None, known: int, most: int) -> int:
+        """How much can be kept, if memory grows from what is known of one place as it does, evenly between the turns,
+        in the column with the smallest group."""
+        if limit is None:
+            return most
+        sizes = self._even_sizes(column.family.micro_batch)
+        room = limit - self._allocated_bytes(column, known, resident)
+        return next((place for place in range(most, -1, -1) if sizes[place] - sizes[known] <= room), 0)
+
+    @cache  # noqa: B019
+    def _even_sizes(self, micro_batch: int) -> list[float]:
+        """For every place of `kept` what the smallest group would allocate if it grew evenly between the turns."""
+        column = _Column(_Family(micro_batch, self._groups(micro_batch)[0]), self.choices.segments[0])
+        sizes = [float(self._allocated_bytes(column, 0, 0))]
+        for before, after in pairwise(self._turns()):
+            grows = self._allocated_bytes(column, after, 0) - self._allocated_bytes(column, before, 0)
+            sizes += [
+                sizes[before] + grows * (place - before) / (after - before) for place in range(before + 1, after + 1)
+            ]
+        return sizes
+
+    # --- where nothing fits
 
     def smallest_room(self) -> Room:
         """Caps that would do where nothing fits: if the GPU's can be kept to, the smallest for RAM beside it; else the
-        smallest for the GPU, with as much streamed as RAM has room for."""
-        micro_batch = self.choices.micro_batches[0]
-        groups = self._groups(micro_batch)
-        layouts = [
-            _Layout(micro_batch, group, segment, 0, 0)
-            for group in sorted({groups[0], groups[-1]})
-            for segment in self.choices.segments
+        smallest for the GPU, with as much streamed as RAM has room for. They are those of the layouts that keep
+        nothing, of the smallest micro-batch."""
+        families = [
+            _Family(self.choices.micro_batches[0], group) for group in self._groups(self.choices.micro_batches[0])
         ]
-        streaming = _Search(self.simulations, self.choices, Room(self.room.gpu, None))
-        found, _ = streaming.fastest_of(
-            streaming._most_resident(layout) for layout in layouts if streaming._fits(layout)
-        )
-        if found is not None:
-            return Room(self.room.gpu, found.recording.streamed_bytes)
-        most = self._all_resident
-        fewest = most if self.fewest_resident is None else self.fewest_resident
-        # With everything resident there is no staging ring, which takes more than the states of a very small model.
-        layouts = [replace(layout, resident=resident) for layout in layouts for resident in sorted({fewest, most})]
+        columns = [_Column(family, segment) for family in families for segment in self.choices.segments]
+        streamed = [
+            self._record(_Layout(column, 0, resident)).streamed_bytes
+            for column in columns
+            for resident in [self._most_resident(column)]
+            if resident is not None
+        ]
+        if streamed:
+            return Room(self.room.gpu, min(streamed))
+        fewest = self._last_resident if self.fewest_resident is None else self.fewest_resident
+        layouts = [
+            _Layout(column, 0, resident) for column in columns for resident in sorted({fewest, self._last_resident})
+        ]
         best = None
-        for layout in sorted(layouts, key=self.allocated_bytes):
-            if best is not None and self.allocated_bytes(layout) >= best.gpu:
+        for layout in sorted(layouts, key=lambda layout: self._allocated_bytes(layout.column, 0, layout.resident)):
+            if best is not None and self._allocated_bytes(layout.column, 0, layout.resident) >= best.gpu:
                 break
-            cap = smallest_cap_bytes(self.simulations, *self._arguments(layout))
+            cap = self.simulations.runs(*self._arguments(layout)).smallest_cap_bytes()
             if best is None or cap < best.gpu:
-                best = Room(cap, self.record(layout).streamed_bytes)
+                best = Room(cap, self._record(layout).streamed_bytes)
         return best
+
+    def _most_resident(self, column: _Column) -> int | None:
+        """The most units that can be resident with nothing kept, by the simulated runs; None where nothing fits."""
+        for resident in range(self._last_resident, -1, -1):
+            arguments = self._arguments(_Layout(column, 0, resident))
+            if self._fits(column, 0, resident) and self.simulations.runs(*arguments).fits(self.room.gpu):
+                return resident
+        return None
 
 
 def smallest_room(simulations: Simulations, choices: Choices, room: Room) -> Room:
@@ -398,22 +543,10 @@ def smallest_room(simulations: Simulations, choices: Choices, room: Room) -> Roo
     return _Search(simulations, choices, room).smallest_room()
 
 
+def smallest_cap_bytes(simulations: Simulations, schedule: Schedule, resident: int) -> int:
+    """The smallest cap under which the layout's run completes, in whole MiB and to a few thousandths."""
+    return simulations.runs(schedule, resident).smallest_cap_bytes()
+
+
 def _within(size_bytes: int, limit_bytes: int | None) -> bool:
     return limit_bytes is None or size_bytes <= limit_bytes
-
-
-def smallest_cap_bytes(simulations: Simulations, schedule: Schedule, resident: int) -> int:
-    """The smallest cap, in whole MiB and to a thousandth, under which the run completes: between what is allocated and
-    what an uncapped run reserves. (The allocator looks at the cap before it maps whole pages, so that a little less
-    than is allocated may do; nobody calls that a cap.)"""
-    _, recording = simulations.record(schedule, resident)
-    low = -(-simulations.allocated_bytes(schedule, resident) // MIB)
-    high = -(-under_cap(recording.tape).reserved_peak_bytes // MIB)
-    while high - low > low // 1024:
-        middle = (low + high) // 2
-        try:
-            under_cap(recording.tape, middle * MIB)
-            high = middle
-        except SimulatedOutOfMemory:
-            low = middle + 1
-    return high * MIB
