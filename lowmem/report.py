@@ -125,7 +125,10 @@ def finish(
     """Writes model/, report.json, loss.png and memory.png into the run folder, and says how it went."""
     folder = Path(settings.out)
     if settings.sample_prompt is not None:
-        log.say(_sample(decoder, tokenizer, settings.sample_prompt))
+        try:
+            log.say(_sample(decoder, tokenizer, settings.sample_prompt))
+        except torch.OutOfMemoryError as error:
+            log.say(f"no sample: out of memory ({str(error).splitlines()[0]})")
     generation_config = GenerationConfig.from_model_config(config)
     export_model(
         folder / "model", config, store.masters(), tokenizer=tokenizer, generation_config=generation_config,
@@ -134,7 +137,7 @@ def finish(
     budget.check("the export")
     peaks = asdict(budget.peaks())
     report = build_report(plan.to_dict(), log.rows, peaks, device_name(store.device), settings.batch, eval_first)
-    report["out_of_memory"] = recoveries  # where a smaller micro-batch than the plan's took over, and which
+    report["out_of_memory"] = recoveries  # what was done about it, and the layout from there on
     write_json(folder / "report.json", report)
     try:
         draw_loss(log.rows, folder / "loss.png", eval_first)
