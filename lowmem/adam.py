@@ -10,7 +10,8 @@
 
 AdamW: Loshchilov and Hutter, arXiv:1711.05101; the order of operations is torch.optim.AdamW's. Everything is
 elementwise, so it does not matter whether it is applied to a whole unit or to pieces of it, nor where the state lay a
-moment before. Bytes of state per parameter, beside the 2 (16 bit) or 4 (fp32) of the working weight:
+moment before. Memory that runs out leaves no update half made: all that one needs is allocated before it changes
+anything. Bytes of state per parameter, beside the 2 (16 bit) or 4 (fp32) of the working weight:
 
     adamw      low 2 + m 4 + v 4 = 10 (fp32 working weights: 8)
     adamw8bit  low 2 + m 1 + v 1 = 4, and 8 per 256 parameters (bitsandbytes' blockwise quantisation, arXiv:2110.02861)
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lowmem.errors import InputError
-from lowmem.precision import join, split
+from lowmem.precision import join, split_into
 
 State = dict[str, Tensor]
 UpdateRule = Callable[["Optimizer", Tensor, State, Tensor, "Hyperparameters", bool], None]  # as `update`
@@ -50,11 +51,14 @@ class Hyperparameters:
 @dataclass(frozen=True)
 class Optimizer:
     """A name, what it keeps per parameter ({name: (parameters per entry, dtype)}, `low` apart) and its rule;
-    `any_stream`: whether that runs on whatever CUDA stream is current."""
+    `any_stream`: whether that runs on whatever CUDA stream is current.
+
+    The rule updates master weights [n] fp32 and their state in place by a gradient [n] fp32, which it scales; `room`
+    [n] fp32 is there for it to write into. It allocates nothing after its first change."""
 
     name: str
     entries: dict[str, tuple[int, torch.dtype]]
-    rule: Callable[[Tensor, State, Tensor, Hyperparameters, float], None]
+    rule: Callable[[Tensor, State, Tensor, Hyperparameters, float, Tensor | None], None]
     any_stream: bool = True
 
 
@@ -80,18 +84,18 @@ def update(
     at_once: int | None = None,
 ) -> None:
     """One update in place, an UpdateRule: `working` [n] in whatever computes, `state` of `state_layout`, `gradient`
-    [n] fp32 (scaled in place: it is spent afterwards); `at_once` elements at a time, a multiple of BLOCK, or all."""
+    [n] fp32 (scaled in place: it is spent afterwards); `at_once` elements at a time, a multiple of BLOCK, or all.
+
+    Where memory runs out within it, nothing has been changed yet; with `at_once` that is so of each slice alone."""
     size = at_once or working.numel()
     for start in range(0, working.numel(), size):
         stop = min(start + size, working.numel())
         part, kept = working[start:stop], slice_state(optimizer, state, start, stop)
         master = join(part, kept.get("low"))
-        scaled = gradient[start:stop].mul_(hyper.gradient_scale)
-        optimizer.rule(master, kept, scaled, hyper, hyper.weight_decay if decay else 0.0)
+        room = torch.empty_like(master)
+        optimizer.rule(master, kept, gradient[start:stop], hyper, hyper.weight_decay if decay else 0.0, room)
         if "low" in kept:
-            high, low = split(master, part.dtype)
-            part.copy_(high)
-            kept["low"].copy_(low)
+            split_into(master, part, kept["low"], room)
 
 
 update_in_slices = partial(update, at_once=CPU_SLICE)
@@ -105,20 +109,26 @@ def adamw_numbers(hyper: Hyperparameters, weight_decay: float) -> tuple[float, .
     return kept, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, math.sqrt(correction2), hyper.epsilon, step_size
 
 
-def _adamw(master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float) -> None:
+def _adamw(
+    master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float, room: Tensor
+) -> None:  # fmt: skip
     kept, one_minus_beta1, beta2, one_minus_beta2, root, epsilon, step_size = adamw_numbers(hyper, weight_decay)
     m, v = state["m"], state["v"]
+    gradient.mul_(hyper.gradient_scale)
     master.mul_(kept)
     m.lerp_(gradient, one_minus_beta1)
     v.mul_(beta2).addcmul_(gradient, gradient, value=one_minus_beta2)
-    denominator = (v.sqrt() / root).add_(epsilon)
+    denominator = torch.sqrt(v, out=room).div_(root).add_(epsilon)
     master.addcdiv_(m, denominator, value=-step_size)
 
 
-def _adamw8bit(master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float) -> None:
+def _adamw8bit(
+    master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float, room: Tensor | None
+) -> None:  # fmt: skip
     from bitsandbytes import functional
 
-    signed, unsigned = _quantisation_maps(master.device)
+    signed, unsigned = _quantisation_maps(master.device)  # which the first update allocates, so before any change
+    gradient.mul_(hyper.gradient_scale)
     functional.optimizer_update_8bit_blockwise(
         "adam",
         gradient,
@@ -140,7 +150,10 @@ def _adamw8bit(master: Tensor, state: State, gradient: Tensor, hyper: Hyperparam
     )
 
 
-def _sgd(master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float) -> None:
+def _sgd(
+    master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float, room: Tensor
+) -> None:  # fmt: skip
+    gradient.mul_(hyper.gradient_scale)
     master.mul_(1 - hyper.learning_rate * weight_decay).sub_(gradient, alpha=hyper.learning_rate)
 
 

@@ -46,7 +46,7 @@ def update(
     else:
         master = torch.empty_like(working, dtype=torch.float32)
         torch.ops.lowmem.join(working, low, master)
-        optimizer.rule(master, state, gradient.mul_(hyper.gradient_scale), hyper, weight_decay)
+        optimizer.rule(master, state, gradient, hyper, weight_decay, None)
         torch.ops.lowmem.split(working, low, master)
 
 

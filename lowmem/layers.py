@@ -7,7 +7,7 @@ devices. `fused` puts operators.py's in the place of some lines, on GPUs that ha
   * the gradient of a matrix is added to its fp32 accumulator by the product that computes it, which saves rounding it
     to 16 bit, and writing and reading it once more: 8 bytes of memory traffic per parameter and micro-batch, not 12.
 
-An accumulator is what `accumulated` says of a parameter; a parameter without one gets its gradient from autograd.
+`accumulated` says how that is done for a parameter; one of which nothing is said gets its gradient from autograd.
 """
 
 import functools
@@ -53,9 +53,10 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False
             module.register_forward_pre_hook(_extras_in_16_bit, with_kwargs=True)
 
 
-def accumulated(parameter: nn.Parameter, accumulator: Callable[[], Tensor]) -> None:
-    """From now on fused layers add `parameter`'s gradients to what `accumulator` returns: fp32, of its shape."""
-    parameter._lowmem_accumulator = accumulator
+def accumulated(parameter: nn.Parameter, add_product: Callable[[Tensor, Tensor], None]) -> None:
+    """From now on fused layers give the factors of `parameter`'s gradients, [M, K] and [K, N] in 16 bit, to
+    `add_product`, which adds the product to an accumulator."""
+    parameter._lowmem_add_product = add_product
 
 
 def _embedding_in_fp32(module: nn.Embedding, *arguments, **keywords) -> Tensor:
@@ -111,12 +112,12 @@ class _Product(torch.autograd.Function):
         bias_gradient = gradient.sum(0) if of_bias else None
         x_gradient = gradient @ matrix.T if of_x else None
         factors = (gradient.T, x) if ctx.transposed else (x.T, gradient)
-        accumulator = getattr(ctx.weight, "_lowmem_accumulator", None)
+        add_product = getattr(ctx.weight, "_lowmem_add_product", None)
         weight_gradient = None
-        if of_weight and accumulator is None:
+        if of_weight and add_product is None:
             weight_gradient = torch.mm(*factors)
         elif of_weight:
-            torch.ops.lowmem.add_product(accumulator(), *factors)
+            add_product(*factors)
         return x_gradient, weight_gradient, bias_gradient, None
 
 

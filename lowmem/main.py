@@ -48,7 +48,7 @@ def _in_a_sentence(error: Exception, settings: Settings) -> LowmemError | None:
     if isinstance(error, LowmemError):
         return error
     if isinstance(error, torch.OutOfMemoryError):
-        return CapExceeded(f"out of GPU memory under --gpu-limit, even for single sequences: {reason}")
+        return CapExceeded(f"out of GPU memory under --gpu-limit, before or after training: {reason}")
     if isinstance(error, OSError):  # a full disk or quota, a folder that went away
         where = error.filename or settings.out
         return LowmemError(f"{where}: {error.strerror or error}; what was saved is safe")

@@ -43,14 +43,25 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     and the working weight is the master itself."""
     if dtype is torch.float32:
         return master, None
-    if dtype is torch.bfloat16:
+    working, low = torch.empty_like(master, dtype=dtype), torch.empty_like(master, dtype=torch.int16)
+    split_into(master.clone(), working, low, torch.empty_like(master))
+    return working, low
+
+
+def split_into(master: Tensor, working: Tensor, low: Tensor, room: Tensor) -> None:
+    """`split` of fp32 `master` into the 16-bit `working` and the int16 `low`, without allocating anything; `master` and
+    `room`, another fp32 tensor of its shape, are overwritten."""
+    whole = room.view(torch.int32)
+    if working.dtype is torch.bfloat16:
         bits = master.view(torch.int32)
-        high = (bits + 0x8000) >> 16
-        low = bits - (high << 16)
-        return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
-    working = master.to(torch.float16)
-    residual = master - working.float()
-    return working, torch.round(residual / _fp16_unit(working)).to(torch.int16)
+        torch.add(bits, 0x8000, out=whole).bitwise_right_shift_(16)
+        working.view(torch.int16).copy_(whole)
+        low.copy_(bits.sub_(whole.bitwise_left_shift_(16)))
+    else:
+        working.copy_(master)
+        master.sub_(room.copy_(working))
+        unit = _fp16_unit_of(whole.copy_(working.view(torch.int16)))
+        low.copy_(master.div_(unit).round_())
 
 
 def join(working: Tensor, low: Tensor | None = None) -> Tensor:
@@ -59,7 +70,7 @@ def join(working: Tensor, low: Tensor | None = None) -> Tensor:
         return working
     if working.dtype is torch.bfloat16:
         return ((working.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
-    return working.float() + low.float() * _fp16_unit(working)
+    return working.float() + low.float() * _fp16_unit_of(working.view(torch.int16).to(torch.int32))
 
 
 def runs(tensor: Tensor) -> Iterator[Tensor]:
@@ -73,14 +84,15 @@ def runs(tensor: Tensor) -> Iterator[Tensor]:
         yield from runs(block)
 
 
-def _fp16_unit(working: Tensor) -> Tensor:
-    """2**(e - 39) as fp32, where e is the exponent field of each fp16 number: the unit that `low` counts in.
+def _fp16_unit_of(bits: Tensor) -> Tensor:
+    """2**(e - 39) as fp32, in the memory of `bits` (int32), where e is the exponent field of each fp16 number with
+    these bits: the unit that `low` counts in.
 
     A normal number is 2**(e - 15) times a significand of 11 bits; its fp32 neighbours are multiples of 2**(e - 39) even
     where `working` was rounded up to a power of two, and at most 2**13 of those units away.
     """
-    exponent = (working.view(torch.int16).to(torch.int32) >> 10) & 0x1F
-    return ((exponent + (127 - 39)) << 23).view(torch.float32)
+    exponent = bits.bitwise_right_shift_(10).bitwise_and_(0x1F)
+    return exponent.add_(127 - 39).bitwise_left_shift_(23).view(torch.float32)
 
 
 class LossScale:

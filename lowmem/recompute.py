@@ -90,29 +90,31 @@ def backward(
     lessons: Lessons, kind: Hashable,
 ) -> Tensor:  # fmt: skip
     """From the gradient for the segment's output to that for its boundary, both [B, T, D]; parameters' gradients go
-    where their hooks take them. `saved` is spent. `lessons`, kept from call to call, has at `kind` what was learnt of
-    segments like this one."""
-    boundary, output = saved.boundary, saved.output
+    where their hooks take them. `saved` is spent but for the boundary. `lessons`, kept from call to call, has at `kind`
+    what was learnt of segments like this one."""
+    boundary, output, products = saved.boundary, saved.output, saved.products
+    saved.output = saved.products = None  # spent, even if memory runs out: a second call runs the segment again
     if output is None:
         boundary = boundary.detach().requires_grad_()
-        output = _run_again(decoder, segment, saved, boundary, extras, dropout, lessons, kind)
-    saved.output = saved.products = None
+        output = _run_again(decoder, segment, products, boundary, extras, dropout, lessons, kind)
+    del products
     output.backward(gradient)
     return boundary.grad
 
 
 def _run_again(
-    decoder: Decoder, segment: Segment, saved: Saved, boundary: Tensor, extras: Sequence[Extra], dropout: Dropout,
-    lessons: Lessons, kind: Hashable,
+    decoder: Decoder, segment: Segment, products: list[Kept | None] | None, boundary: Tensor, extras: Sequence[Extra],
+    dropout: Dropout, lessons: Lessons, kind: Hashable,
 ) -> Tensor:  # fmt: skip
-    with Recalling(saved.products, lessons.get(kind)) as recalling:
+    with Recalling(products, lessons.get(kind)) as recalling:
         output = _run(decoder, segment.blocks, boundary, extras, dropout)
     if kind not in lessons:
         lessons[kind] = recalling.products - 1 if recalling.last_is_a_matrix_product else None
     if recalling.missed:
         lessons[kind] = None
         del output
-        saved.products = None  # what was kept may have been changed in place by now, and would lie beside all of it
+        if products is not None:
+            products.clear()  # what was kept may have been changed in place by now, and would lie beside all of it
         with Recalling(None, None):
             output = _run(decoder, segment.blocks, boundary, extras, dropout)
     return output

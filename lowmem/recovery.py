@@ -1,55 +1,187 @@
 """What a run does where the machine gives less than was planned.
 
-**Out of memory in a forward or backward pass**, of a step or of an evaluation. Another process took the memory, or the
-plan was wrong. A step changes nothing before its update, so it can be begun again with smaller micro-batches and the
-same batch: gradients so far are dropped, dropout masks and the batch are functions of the step's number. From there on
-the run is, bit for bit, one that had the smaller micro-batch from that step on; checkpoints keep it. It costs the time
-of the attempt, and smaller products afterwards.
+**Out of memory on the GPU**: another process took it, it is in pieces, or the plan was wrong. The work is done again
+(step.py says what of it), with less and less in its way:
 
-**Out of memory within an update** is another matter: some weights are new then and some old, and an update that is
-applied twice is wrong. That is Step's UpdateInterrupted, which nothing here catches: the run ends with exit code 1, and
-the same command goes on from the newest checkpoint.
+    1. what the allocator keeps for later is freed, and everything stays as it was, once for each layout;
+    2. a smaller layout, one after the other (smaller.py). No bit of the result depends on which;
+    3. smaller micro-batches, which is said, for it changes the bits: from that step on the run is one that had them.
+
+An evaluation gets smaller micro-batches of its own: they change the last digits of its loss, and nothing of training.
+Each measure is said, and noted in the checkpoints, so that a run that goes on begins where this one had come to. When
+nothing is left the run ends with exit code 4; what it had come to is saved first, unless updates are half made.
 
 **Page-locked memory refused**: states are copied from pageable memory, slower and without overlap.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import asdict, replace
 
 import torch
 
-from lowmem.prediction import Plan
-from lowmem.step import Step
+from lowmem.budget import ram_available_bytes, ram_now_bytes
+from lowmem.errors import CapExceeded
+from lowmem.layout import Layout, Schedule
+from lowmem.prediction import Plan, kept_in_words
+from lowmem.smaller import Sizes, smaller_layouts, with_micro_batch
+from lowmem.step import EVALUATION, PART, UPDATES, Step
+from lowmem.store import Store
+from lowmem.units import format_size
 
-Result = TypeVar("Result")
 PAGEABLE_SHARE = 0.5  # of the bus's speed that copies from pageable memory reach; assumed
+CACHE = "cache"
+_WHERE = {PART: " after updates had begun", UPDATES: " in updates", EVALUATION: " in the evaluation"}
 
 
-def within_memory(
-    step: Step, recoveries: list[dict], say: Callable[[str], None], number: int, work: Callable[..., Result], *arguments
-) -> Result:
-    """What `work(*arguments)` returns: a call of `step` or an evaluation by it, in optimizer step `number`.
+class OutOfRoom(CapExceeded):
+    """Memory ran out, and nothing is left to give up."""
 
-    Where memory runs out it is begun again with the next smaller micro-batch that divides the last one; each time is
-    said, and noted in `recoveries` as {"step", "micro_batch"}. Raises torch.OutOfMemoryError where single sequences
-    are too much already."""
-    while True:
-        try:
-            return work(*arguments)
-        except torch.OutOfMemoryError as error:
-            last = step.schedule.micro_batch
-            if last == 1:
-                raise
-            reason = str(error).splitlines()[0]
-        # Only here is the error gone, and with its traceback the tensors of the attempt.
-        smaller = next(size for size in range(last - 1, 0, -1) if last % size == 0)
-        step.begin_again(smaller)
-        recoveries.append({"step": number, "micro_batch": smaller})
-        say(
-            f"step {number}: out of memory ({reason}); begun again, and going on, with micro-batches of {smaller} "
-            f"instead of {last} and the same batch"
+
+class Recovery:
+    """Makes room for a step. `number`: of the optimizer step that is being made, from 1; `measures`: what was done, as
+    checkpoints and the report have it."""
+
+    def __init__(
+        self, step: Step, store: Store, sizes: Sizes, say: Callable[[str], None],
+        ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
+    ):  # fmt: skip
+        """`ram_refuses(moving, moved)`: why RAM has no room for so many bytes of states more, which makes it `moved`
+        more than was planned; None where it has."""
+        self.number, self.measures = 0, []
+        self._step, self._store, self._sizes, self._say, self._ram_refuses = step, store, sizes, say, ram_refuses
+        self._planned = step.layout
+        self._freed: set[Layout] = set()  # the layouts for which the cache was
+        step.relieve = self
+
+    def __call__(self, where: str, reason: str) -> None:
+        """Makes room after an OutOfMemoryError; OutOfRoom where there is nothing to give up."""
+        if where == PART and not self._step.keeps_activations:
+            where = UPDATES  # as there, nothing but states can be given up
+        said = f"step {self.number}: out of memory{_WHERE.get(where, '')} ({reason})"
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        now = self._step.layout
+        just_now = bool(self.measures) and self.measures[-1]["step"] == self.number
+        if not just_now and now not in self._freed:
+            self._freed.add(now)
+            self._note(CACHE, now, reason)
+            self._say(f"{said}; what the allocator kept was freed, and it is tried again as it was")
+            return
+        while (found := self._next(where)) is not None:
+            name, layout = found
+            try:
+                locked = self._step.take(layout)
+            except torch.OutOfMemoryError:  # the staging ring had no room: more states have to go
+                if self._step.layout == now:
+                    raise
+                continue
+            self._note(name, layout, reason)
+            words = f"{said}; it is tried again, and goes on, {self._in_words(name, now, layout)}"
+            self._say(words if locked else f"{words}; page-locked memory was refused for them, so copies are slower")
+            return
+        self.measures = [measure for measure in self.measures if measure["step"] < self.number]  # these did not do
+        mixed = self._step.halfway or where == UPDATES
+        raise OutOfRoom(
+            f"{said}. That is out of GPU memory under --gpu-limit, even for single sequences, with nothing kept and no "
+            "more states on the GPU than RAM has no room for; "
+            + ("some weights are new and some old by now, so they are not saved; " if mixed else "")
+            + "the same command goes on from the newest checkpoint"
         )
+
+    def resume(self, measures: list[dict]) -> None:
+        """Goes on with the layout that `measures`, of a checkpoint, had come to. Where another was planned meanwhile,
+        under other caps, say, that is taken, but for the size of micro-batches, which the bits depend on."""
+        self.measures += measures
+        if not measures:
+            return
+        last = measures[-1]
+        if last.get("planned") == asdict(self._planned):
+            saved = last["layout"]
+            layout = Layout(**saved | {"schedule": Schedule(**saved["schedule"])})
+        else:
+            layout = self._planned
+            if last["micro_batch"] < layout.schedule.micro_batch:
+                layout = with_micro_batch(layout, last["micro_batch"], self._sizes.clips)
+        if layout != self._planned:
+            self._step.take(layout)
+            self._say(
+                f"memory ran out before, last in step {last['step']}, so this goes on with micro-batches of "
+                f"{layout.schedule.micro_batch}, {kept_in_words(layout.schedule, self._sizes.blocks)}, and the states "
+                f"of {layout.resident_units} units on the device"
+            )
+
+    def _next(self, where: str) -> tuple[str, Layout] | None:
+        refused = None
+        for name, layout in smaller_layouts(self._planned, self._step.layout, where, self._sizes):
+            if name == "states":
+                refused = self._refusal(layout.resident_units)
+                if refused is not None:
+                    continue
+            if refused is not None:
+                self._say(f"states stay on the GPU: {refused}")
+            return name, layout
+        return None
+
+    def _refusal(self, resident_units: int) -> str | None:
+        """Why RAM cannot take the states of the units from the `resident_units`-th on."""
+        now = self._step.layout.resident_units
+        return self._ram_refuses(
+            self._store.state_bytes(range(resident_units, now)),
+            self._store.state_bytes(range(resident_units, self._planned.resident_units)),
+        )
+
+    def _note(self, name: str, layout: Layout, reason: str) -> None:
+        self.measures.append(
+            {
+                "step": self.number,
+                "measure": name,
+                "reason": reason,
+                "micro_batch": layout.schedule.micro_batch,
+                "layout": asdict(layout),
+                "planned": asdict(self._planned),
+            }
+        )
+
+    def _in_words(self, name: str, before: Layout, after: Layout) -> str:
+        old, new = before.schedule, after.schedule
+        return {
+            "first_group": "without a larger first group",
+            "kept": f"keeping less: {kept_in_words(new, self._sizes.blocks)}",
+            "groups": f"in groups of {new.group} instead of {old.group} micro-batches",
+            "segments": f"in segments of {new.segment_blocks} instead of {old.segment_blocks} blocks",
+            "states": f"with the states of {after.resident_units} instead of {before.resident_units} units on the GPU",
+            "micro_batch": f"with micro-batches of {new.micro_batch} instead of {old.micro_batch} and the same batch, "
+            "which changes roundings and dropout masks from here on",
+            "evaluation_rows": f"with micro-batches of {after.evaluation_rows} in evaluations, which may change the "
+            "last digits of their loss",
+        }[name]
+
+
+def recovery_of(step: Step, store: Store, width: int, plan: Plan, say: Callable[[str], None]) -> Recovery:
+    """The recovery of a run as planned, of a model of that `width`, within its cap for RAM and what the machine has."""
+
+    def ram_refuses(moving: int, moved: int) -> str | None:
+        limit, free = plan.settings.ram_limit_bytes, ram_available_bytes()[0]
+        needed = max(plan.ram_bytes + moved, ram_now_bytes() + moving)
+        if limit is not None and needed > limit:
+            return f"with them RAM would be at {format_size(needed)} of the {format_size(limit)} of --ram-limit"
+        return f"they take {format_size(moving)} and {format_size(free)} of RAM are free" if moving > free else None
+
+    settings = plan.settings
+    bytes_per_number = 4 if settings.residual == "fp32" or plan.precision == "fp32" else 2
+    return Recovery(
+        step,
+        store,
+        Sizes(
+            blocks=plan.blocks,
+            batch=settings.batch,
+            row_bytes=settings.seq * width * bytes_per_number,
+            gradient_bytes=4 * store.parameter_count,
+            clips=settings.clip_norm is not None,
+        ),
+        say,
+        ram_refuses,
+    )
 
 
 def with_pageable_copies(plan: Plan) -> Plan:

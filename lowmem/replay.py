@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from lowmem.adam import UpdateRule
+from lowmem.adam import Hyperparameters, UpdateRule
 from lowmem.blocks import Extra
 from lowmem.data import Batch
 from lowmem.recompute import ALL, INPUT, Dropout, Saved, Segment
@@ -267,9 +267,9 @@ class ReplayedStep(Step):
             return tree_unflatten([tensor(place) for place in known.results], known.structure)
 
 
-def _traffic_of_8_bit(master: Tensor, state: State, gradient: Tensor, *_) -> None:
-    """What bitsandbytes' update reads and writes; it allocates nothing."""
-    master.add_(gradient)
+def _traffic_of_8_bit(master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, *_) -> None:
+    """What bitsandbytes' update and the scaling before it read and write; they allocate nothing."""
+    master.add_(gradient.mul_(hyper.gradient_scale))
     state["m"].bitwise_not_()
     state["v"].bitwise_not_()
 

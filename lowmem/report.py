@@ -126,7 +126,10 @@ def finish(
     folder = Path(settings.out)
     budget.enter("export")
     if settings.sample_prompt is not None:
-        log.say(_sample(decoder, tokenizer, settings.sample_prompt))
+        try:
+            log.say(_sample(decoder, tokenizer, settings.sample_prompt))
+        except torch.OutOfMemoryError as error:
+            log.say(f"no sample: out of memory ({str(error).splitlines()[0]})")
     generation_config = GenerationConfig.from_model_config(config)
     export_model(
         folder / "model", config, store.masters(), order=store.names(), tokenizer=tokenizer,
@@ -139,7 +142,7 @@ def finish(
     report["ram_phases"] = {
         phase: {"predicted": plan.ram_phases.get(phase), "measured": size} for phase, size in budget.ram_phases.items()
     }  # bytes
-    report["out_of_memory"] = recoveries  # where a smaller micro-batch than the plan's took over, and which
+    report["out_of_memory"] = recoveries  # what was done about it, and the layout from there on
     write_json(folder / "report.json", report)
     try:
         draw_loss(log.rows, folder / "loss.png", eval_first)

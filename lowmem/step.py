@@ -27,77 +27,37 @@ the gradients of the first block's input of the whole batch: B x T x D x 4 bytes
 A step's loss is the mean over its trained tokens, so each micro-batch counts by its tokens. The update is deferred into
 the next forward so that, on a GPU, bringing streamed states over hides behind computation; nothing reads a weight
 before its update.
+
+Where memory runs out, room is made (`relieve`; recovery.py says how) and the same work done again. Until the updates
+of a step begin that is the whole step: it has changed nothing but accumulators, which are dropped; the updates of the
+step before, which wait in its forward pass, go on where they were. Once updates have begun, in backward, it is the part
+that failed: the backward pass of one micro-batch through one segment, say (accumulate.py).
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lowmem import adam, fused, recompute
+from lowmem.accumulate import Accumulation
 from lowmem.adam import Optimizer, UpdateRule
 from lowmem.blocks import Decoder, Extra
-from lowmem.layers import accumulated
+from lowmem.layout import Layout, Schedule
 from lowmem.loss import linear_cross_entropy
 from lowmem.precision import LossScale
-from lowmem.recompute import ALL, INPUT, PRODUCTS, Dropout, Lessons, Saved, Segment
-from lowmem.store import Part, Piece, Store
+from lowmem.recompute import Dropout, Lessons, Saved, Segment
+from lowmem.store import Piece, Store
 from lowmem.streaming import Ring, State
 from lowmem.updates import UpdateInterrupted, Updates
 
 HOLD, DROP, UPDATE = "hold", "drop", "update"  # what becomes of a unit's gradient when no more is added to it
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """`micro_batch` in sequences, `group` in micro-batches, `segment_blocks` in blocks.
-
-    `first_group`: that of the first group, where it is larger. Its forward pass is what the updates hide behind, and it
-    finds room: the inputs that it keeps grow as held gradients are spent, and go as new ones come to be. 0: as the
-    others.
-    `recompute`: whether blocks run again in backward; of those that would, the last `whole_blocks` keep all that
-    backward needs, and the `product_blocks` before them their products (recompute.py). The last ones, because theirs is
-    the memory that is free again first. `norm_first`: whether forward and backward run twice, the first time for the
-    norm alone; the whole batch is one group then. `defer`: whether updates wait for the next forward.
-    """
-
-    micro_batch: int
-    group: int
-    segment_blocks: int
-    recompute: bool
-    product_blocks: int = 0
-    whole_blocks: int = 0
-    norm_first: bool = False
-    defer: bool = True
-    first_group: int = 0
-
-    def groups(self, micro_batches: int) -> list[slice]:
-        """A step's micro-batches, cut into groups."""
-        starts = [0, *range(self.first_group or self.group, micro_batches, self.group)]
-        return [slice(*ends) for ends in pairwise([*starts, micro_batches])]
-
-    def segments(self, blocks: int) -> list[Segment]:
-        """All of a model's `blocks`, in order."""
-        if not self.recompute:
-            return _cut(range(blocks), self.segment_blocks, ALL)
-        whole = max(blocks - self.whole_blocks, 0)
-        products = max(whole - self.product_blocks, 0)
-        return [
-            *_cut(range(products), self.segment_blocks, INPUT),
-            *_cut(range(products, whole), 1, PRODUCTS),
-            *_cut(range(whole, blocks), 1, ALL),
-        ]
-
-
-def _cut(blocks: range, length: int, keep: str) -> list[Segment]:
-    return [
-        Segment(range(start, min(start + length, blocks.stop)), keep)
-        for start in range(blocks.start, blocks.stop, length)
-    ]
+# Where memory runs out: in a step that can be begun again, in one whose updates have begun, in updates alone.
+STEP, PART, UPDATES, EVALUATION = "step", "part of a step", "updates", "evaluation"
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -110,7 +70,11 @@ class StepResult:
 
 
 class Step:
-    """Callable on a batch; holds the updates that wait for the next forward."""
+    """Callable on a batch; holds the updates that wait for the next forward.
+
+    `relieve(where, reason)`: called where memory has run out, `where` one of STEP, PART, UPDATES and EVALUATION, when
+    nothing is left of the failed attempt; it makes room, by `take`, or raises. None: nothing is tried again.
+    """
 
     def __init__(
         self,
@@ -124,12 +88,15 @@ class Step:
         seed: int,
         loss_scale: LossScale,
     ):
-        self.segments = schedule.segments(len(decoder.blocks))
-        self.schedule, self.loss_scale = schedule, loss_scale
         self._decoder, self._store, self._optimizer = decoder, store, optimizer
+        self.schedule, self.loss_scale, self.evaluation_rows = schedule, loss_scale, schedule.micro_batch
+        self.relieve: Callable[[str, str], None] | None = None
         self._clip_norm, self._seed = clip_norm, seed
         beside = fused.may_run_beside(decoder.fused_kernels, optimizer)
         self._updates = Updates(store, len(decoder.units), weight_decay, lambda *piece: self._update(*piece), beside)
+        self._accumulation = Accumulation(decoder, store)
+        self._begun = False  # whether the updates of this step have
+        self._saved: list[list[Saved]] = []  # per micro-batch what its segments keep for their backward
         self._when_final = HOLD
         self._update_with = 1.0, 0.0  # the factor that clips the gradients, and the learning rate
         self._norms: dict[int, Tensor] = {}  # of the pieces whose gradients are final, by their place in the store
@@ -139,11 +106,40 @@ class Step:
         eagerly: UpdateRule = adam.update_in_slices if self._device.type == "cpu" else adam.update
         self._rule = fused.update if decoder.fused_kernels else eagerly
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
-        for unit in decoder.units:
-            for name, parameter in unit.parameters.items():
-                part = store.part_of(name)
-                accumulated(parameter, partial(part.gradient_of, name))
-                parameter.register_post_accumulate_grad_hook(_add_into(part, name))
+
+    @property
+    def schedule(self) -> Schedule:
+        return self._schedule
+
+    @schedule.setter
+    def schedule(self, schedule: Schedule) -> None:
+        self._schedule, self.segments = schedule, schedule.segments(len(self._decoder.blocks))
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.schedule, self._store.resident_units, self.evaluation_rows)
+
+    def take(self, layout: Layout) -> bool:
+        """Goes on with `layout`, where no more states are on the device than now; the result is whether what lies in
+        RAM is page-locked. A step whose updates have begun keeps from here on only what it must."""
+        self.schedule, self.evaluation_rows = layout.schedule, layout.evaluation_rows
+        for saved in (saved for micro_batch in self._saved for saved in micro_batch):
+            saved.output = saved.products = None
+        locked = True
+        if layout.resident_units < self._store.resident_units:
+            locked = self._updates.move_states(layout.resident_units)
+        return locked
+
+    @property
+    def keeps_activations(self) -> bool:
+        """Whether anything but boundaries is kept for a backward pass that is still to come."""
+        saved = (saved for micro_batch in self._saved for saved in micro_batch)
+        return any(one.output is not None or one.products is not None for one in saved)
+
+    @property
+    def halfway(self) -> bool:
+        """Whether some weights are of one step and some of the next, with no way to make that good."""
+        return self._begun and self._when_final == UPDATE and self._updates.waiting
 
     @property
     def updates(self) -> int:
@@ -160,8 +156,16 @@ class Step:
 
     def __call__(self, batch, step: int, learning_rate: float) -> StepResult:
         """`batch`: what data.py makes (input_ids, labels [B, T], ...), on the CPU; `step` names the dropout masks."""
+        self._begun = False
+        result = self._surely(STEP, self._attempt, batch, step, learning_rate)
+        if not self.schedule.defer:
+            self.flush()
+        return result
+
+    def _attempt(self, batch, step: int, learning_rate: float) -> StepResult:
         micro_batches = [piece.to(self._device) for piece in batch.micro_batches(self.schedule.micro_batch)]
-        scale = self.loss_scale.scale / batch.trained_tokens
+        tokens = batch.trained_tokens
+        scale = self.loss_scale.scale / tokens
         self._decoder.model.train()
         dropouts = [Dropout(self._seed, step, index) for index in range(len(micro_batches))]
         one_group = len(self.schedule.groups(len(micro_batches))) == 1
@@ -171,7 +175,7 @@ class Step:
         self._when_final = UPDATE if free_to_update else DROP if self.schedule.norm_first else HOLD
         self._update_with = 1.0, learning_rate
         loss, norm = self._forward_and_backward(micro_batches, dropouts, scale)
-        loss, norm = loss / batch.trained_tokens, norm / self.loss_scale.scale
+        loss, norm = loss / tokens, norm / self.loss_scale.scale
         updated = math.isfinite(norm)
         if updated and self._when_final != UPDATE:
             clip = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (norm + 1e-6))
@@ -181,8 +185,7 @@ class Step:
                 self._forward_and_backward(micro_batches, dropouts, scale)
             else:
                 self._updates.begin(*self._update_with, downwards=False)
-                if not self.schedule.defer:
-                    self.flush()
+                self._begun = True
         for part in self._store.parts if not updated else ():
             part.gradient = None
         self.loss_scale.update(updated)
@@ -200,52 +203,62 @@ class Step:
             losses += group_losses
             gradients += group_gradients
         for index, micro_batch in enumerate(micro_batches):
-            self._embed_backward(micro_batch, dropouts[index], gradients[index])
+            self._part(self._embed_backward, micro_batch, dropouts[index], gradients[index])
             gradients[index] = None
-        loss = torch.stack(losses).double().sum().item()
-        self._finish_gradients(0)
+        loss = self._part(lambda: torch.stack(losses).double().sum().item())
+        self._part(self._finish_gradients, 0)
         norms = [self._norms[index] for index in sorted(self._norms)]
-        return loss, torch.linalg.vector_norm(torch.stack(norms).double()).item()
+        return loss, self._part(lambda: torch.linalg.vector_norm(torch.stack(norms).double()).item())
 
-    @torch.no_grad()
     def evaluate(self, batch) -> tuple[float, int]:
         """Sum of the losses of a batch's tokens, and their number; weights as of the last update."""
         self.flush()
         self._decoder.model.eval()
+        return self._surely(EVALUATION, self._evaluate, batch), batch.trained_tokens
+
+    @torch.no_grad()
+    def _evaluate(self, batch) -> float:
         total = 0.0
-        for micro_batch in batch.micro_batches(self.schedule.micro_batch):
+        for micro_batch in batch.micro_batches(min(self.evaluation_rows, self.schedule.micro_batch)):
             total += self._evaluated(micro_batch.to(self._device)).item()
-        return total, batch.trained_tokens
+        return total
 
     def flush(self) -> None:
         """Applies every update that still waits: before anything but a training step reads a weight or a state."""
-        self._updates.flush()
+        self._surely(UPDATES, self._updates.flush)
 
-    def begin_again(self, micro_batch: int) -> None:
-        """After an OutOfMemoryError of a step or an evaluation: as if that had not been begun, and from now on in
-        micro-batches of `micro_batch` sequences. To be called outside the `except`, whose traceback holds tensors.
+    def _surely(self, where: str, work: Callable[..., Result], *arguments) -> Result:
+        """What `work(*arguments)` returns, done again for as long as memory runs out and `relieve` makes room."""
+        while True:
+            try:
+                return work(*arguments)
+            except torch.OutOfMemoryError as error:
+                if self.relieve is None or (where == STEP and self._begun):
+                    raise
+                reason = str(error).splitlines()[0]
+            # Only here is the error gone, and with its traceback the tensors of the attempt.
+            self._forget_the_attempt()
+            self.relieve(where, reason)
 
-        An update that was waiting is applied first, since no forward pass changes a weight. What gradients there are
-        then belong to the step that failed: an accumulator is begun only when every unit has been updated. Groups keep
-        their sequences, but for those of one micro-batch where that makes no difference.
-        """
-        if self._when_final == UPDATE and self._updates.waiting:
-            raise UpdateInterrupted(
-                "out of memory while the weights were updated, unit by unit, in backward: they are not saved; the same "
-                "command goes on from the newest checkpoint; --recompute on or --states streamed leaves it more room"
-            )
-        self.flush()
-        for part in self._store.parts:
-            part.gradient = None
+    def _part(self, work: Callable[..., Result], *arguments) -> Result:
+        """What `work(*arguments)` returns, a part of the step. Where memory runs out, it alone is done again if updates
+        have begun; else the step is."""
+        self._accumulation.begin_part()
+        return self._surely(PART, work, *arguments) if self._begun else work(*arguments)
+
+    def _forget_the_attempt(self) -> None:
+        """What gradients there are belong to the step that failed, unless they are those that updates wait with: an
+        accumulator is begun only when every unit has been updated."""
         for unit in self._decoder.units:
             for parameter in unit.parameters.values():
                 parameter.grad = None  # one that did not reach its accumulator
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        ratio = self.schedule.micro_batch // micro_batch
-        several = self.schedule.recompute and (self.schedule.group > 1 or self._clip_norm is None)
-        group = self.schedule.group * ratio if several or self.schedule.norm_first else 1
-        self.schedule = replace(self.schedule, micro_batch=micro_batch, group=group, first_group=0)
+        if self._begun:
+            self._accumulation.repeat_part()
+        else:
+            self._accumulation.begin_part()
+            self._saved = []
+            for part in () if self._updates.waiting else self._store.parts:
+                part.gradient = None
 
     def _group(
         self, micro_batches: Sequence, dropouts: Sequence[Dropout], scale: float
@@ -258,7 +271,7 @@ class Step:
         extras = [extra for _, extra in embedded]
         del embedded
 
-        saved: list[list[Saved]] = [[] for _ in micro_batches]
+        self._saved = saved = [[] for _ in micro_batches]
         for segment in self.segments:
             self._updates.run(segment.blocks.stop + 1)  # unit 0 is the embedding, so block i is unit i + 1
             for index, dropout in enumerate(dropouts):
@@ -276,17 +289,18 @@ class Step:
         if self._when_final == UPDATE:
             if math.isfinite(torch.stack(losses).sum().item()):
                 self._updates.begin(*self._update_with, downwards=True)
+                self._begun = True
             else:
                 self._when_final = HOLD
         if self._when_final != HOLD:
-            self._finish_gradients(len(self._decoder.units) - 1)
+            self._part(self._finish_gradients, len(self._decoder.units) - 1)
         for segment in reversed(self.segments):
             for index, dropout in enumerate(dropouts):
-                hidden[index] = self._segment_backward(
-                    segment, saved[index].pop(), extras[index], dropout, hidden[index]
+                hidden[index] = self._part(
+                    self._segment_backward, segment, saved[index].pop(), extras[index], dropout, hidden[index]
                 )
             if self._when_final != HOLD:
-                self._finish_gradients(segment.blocks.start + 1)
+                self._part(self._finish_gradients, segment.blocks.start + 1)
         return losses, hidden
 
     # What a step spends its time in. The simulator runs each of these once per shape and then replays it.
@@ -393,14 +407,3 @@ def mean_loss(step: Step, rows, batches: int) -> float | None:
         return None
     sums = [step.evaluate(rows.batch(index)) for index in range(min(batches, len(rows)))]
     return math.fsum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
-
-
-def _add_into(part: Part, name: str):
-    """A hook that moves a parameter's fresh gradient into its fp32 accumulator."""
-
-    def hook(parameter: Tensor) -> None:
-        if parameter.grad is not None:  # else a fused layer has added it already
-            part.gradient_of(name).add_(parameter.grad)
-            parameter.grad = None
-
-    return hook

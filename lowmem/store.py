@@ -57,6 +57,7 @@ class Part:
         host_tensor: Callable[[int, torch.dtype], Tensor],
     ):
         self.name, self.unit = name, unit
+        self._optimizer = optimizer
         self.gradient: Tensor | None = None
         self._places: dict[str, tuple[int, torch.Size]] = {}
         end = 0
@@ -76,6 +77,16 @@ class Part:
             Piece(self, start, stop, decay, slice_state(optimizer, self.state, start, stop), streamed)
             for start, stop in bounds
         ]
+
+    def stream(self, host_tensor: Callable[[int, torch.dtype], Tensor]) -> None:
+        """Moves the state from the device to where `host_tensor` puts it; all of it or, where that fails, nothing."""
+        state = {key: host_tensor(tensor.numel(), tensor.dtype) for key, tensor in self.state.items()}
+        for key, tensor in self.state.items():
+            state[key].copy_(tensor)
+        self.state, self.streamed = state, True
+        for piece in self.pieces:
+            piece.state = slice_state(self._optimizer, state, piece.start, piece.stop)
+            piece.streamed = True
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """The elements of parameter `name` in `flat` [n], in the parameter's shape."""
@@ -135,6 +146,7 @@ class Store:
         host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor,
     ):
         self.parameter_count = sum(p.numel() for p in decoder.model.parameters())
+        self.resident_units, self._host_tensor = min(resident_units, len(decoder.units)), host_tensor
         holders: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied weight has several
         for module in decoder.model.modules():
             for name, parameter in module._parameters.items():
@@ -177,6 +189,20 @@ class Store:
             return True
         tensors = [tensor for part in self.parts if part.streamed for tensor in part.state.values()]
         return all([page_lock(tensor) for tensor in tensors])
+
+    def state_bytes(self, units: range) -> int:
+        """Of the optimizer's states of these units."""
+        parts = (part for part in self.parts if part.unit in units)
+        return sum(tensor.nbytes for part in parts for tensor in part.state.values())
+
+    def stream(self, resident_units: int) -> bool:
+        """Moves the states of all units from the `resident_units`-th on into RAM, and says whether they are
+        page-locked. No copy and no update may be in flight."""
+        for part in self.parts:
+            if part.unit >= resident_units and not part.streamed:
+                part.stream(self._host_tensor)
+        self.resident_units = min(resident_units, self.resident_units)
+        return self.page_lock()
 
     def part_of(self, name: str) -> Part:
         """The part that holds parameter `name`."""

@@ -4,7 +4,8 @@ A pass over the pieces of the model brings each piece's state to the device `AHE
 it out, and writes it back after use; copies in, copies out and the updates have a stream each, so that on a GPU both
 directions of the bus and the compute stream work at once. Were the updates on the compute stream, a slot would only be
 free again when the forward pass before its update is done, and no more than the ring would ever be copied behind that.
-The ring is a fixed set of slots, each as large as the largest piece.
+The ring is a fixed set of slots, each as large as the largest piece. Where memory runs out within a pass, the same call
+can be made again.
 
 Buffers in RAM are anonymous mappings of exactly the size asked for, registered with CUDA: PyTorch's own page-locked
 allocator rounds sizes up to powers of two (2.25 GiB take 4 GiB).
@@ -64,6 +65,8 @@ def page_lock(tensor: Tensor) -> bool:
     Where CUDA refuses (a limit on locked memory) the tensor stays pageable: copies then run at about half the speed and
     do not overlap.
     """
+    if _mappings[tensor.data_ptr()].locked_address is not None:
+        return True
     if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
         mapping = _mappings[tensor.data_ptr()]
         mapping.locked_address = tensor.data_ptr()
@@ -80,51 +83,66 @@ class Ring:
     def __init__(self, device: torch.device, pieces: Sequence[Piece], beside: bool = False):
         """The slots are made to hold the largest streamed piece; none are made where nothing is streamed. `beside`:
         whether updates run beside what computes, for which they must not allocate."""
-        largest: dict[str, tuple[int, torch.dtype]] = {}
-        for piece in pieces:
-            for name, tensor in piece.state.items() if piece.streamed else ():
-                largest[name] = (max(tensor.numel(), largest.get(name, (0,))[0]), tensor.dtype)
-        self._slots = [
-            {name: torch.empty(entries, dtype=dtype, device=device) for name, (entries, dtype) in largest.items()}
-            for _ in range(AHEAD + 1)
-        ]
+        self._device = device
+        self._slots: list[State] = [{} for _ in range(AHEAD + 1)]
         self._views: dict[tuple[int, int], State] = {}  # by slot and piece
+        self.fit(pieces)
         self.copies = copies_for(device, beside)
+        self.begin(())
 
     @property
     def slot_bytes(self) -> int:
         return sum(tensor.nbytes for slot in self._slots for tensor in slot.values())
 
-    def pass_over(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, State]]:
-        """Each piece in turn with its state on the device; what the caller does to that state before it asks for the
-        next piece is kept. To stop early is to leave the rest untouched.
-
-        One pass at a time, and always the same pieces in the same order: a fetch waits for its slot, not for its home.
-        """
-        streamed = [piece for piece in pieces if piece.streamed]
-        fetched = 0
-        used = 0
+    def fit(self, pieces: Sequence[Piece]) -> None:
+        """Makes the slots anew where they are too small for `pieces`; nothing may be in flight."""
+        largest: dict[str, tuple[int, torch.dtype]] = {}
         for piece in pieces:
-            while fetched < min(used + AHEAD + 1, len(streamed)):
-                self.copies.fetch(fetched % len(self._slots), streamed[fetched].state, self._slot(fetched, streamed))
-                fetched += 1
-            if not piece.streamed:
-                yield piece, piece.state
-                continue
-            slot = used % len(self._slots)
-            state = self._slot(used, streamed)
-            self.copies.wait_fetched(slot)
-            yield piece, state
-            self.copies.write_back(slot, state, piece.state)
-            used += 1
+            for name, tensor in piece.state.items() if piece.streamed else ():
+                largest[name] = (max(tensor.numel(), largest.get(name, (0,))[0]), tensor.dtype)
+        slot = self._slots[0]
+        if all(name in slot and slot[name].numel() >= entries for name, (entries, _) in largest.items()):
+            return
+        self._slots, self._views = [{} for _ in range(AHEAD + 1)], {}  # the old ones' memory is free from here on
+        del slot
+        self._slots = [
+            {name: torch.empty(entries, dtype=dtype, device=self._device) for name, (entries, dtype) in largest.items()}
+            for _ in range(AHEAD + 1)
+        ]
 
-    def _slot(self, index: int, streamed: list[Piece]) -> State:
-        number = index % len(self._slots)
-        views = self._views.get((number, id(streamed[index])))
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """Begins a pass over `pieces`: each is taken, worked on and given back, one after the other, in this order.
+
+        One pass at a time, and always the same pieces in the same order, unless nothing is in flight: a fetch waits for
+        its slot, not for its home. A pass that is left early leaves alone what has not been given back."""
+        self._streamed = [piece for piece in pieces if piece.streamed]
+        self._fetched = self._used = 0
+
+    def take(self, piece: Piece) -> State:
+        """The state of `piece`, the next one of the pass, on the device; the same if asked again."""
+        while self._fetched < min(self._used + AHEAD + 1, len(self._streamed)):
+            home = self._streamed[self._fetched].state
+            self.copies.fetch(self._fetched % len(self._slots), home, self._slot(self._fetched))
+            self._fetched += 1
+        if not piece.streamed:
+            return piece.state
+        state = self._slot(self._used)
+        self.copies.wait_fetched(self._used % len(self._slots))
+        return state
+
+    def give_back(self, piece: Piece) -> None:
+        """Keeps what has been done to the state of `piece` since it was taken."""
+        if piece.streamed:
+            self.copies.write_back(self._used % len(self._slots), self._slot(self._used), piece.state)
+            self._used += 1
+
+    def _slot(self, index: int) -> State:
+        number, piece = index % len(self._slots), self._streamed[index]
+        views = self._views.get((number, id(piece)))
         if views is None:
             slot = self._slots[number]
-            views = {name: slot[name][: home.numel()] for name, home in streamed[index].state.items()}
-            self._views[number, id(streamed[index])] = views
+            views = {name: slot[name][: home.numel()] for name, home in piece.state.items()}
+            self._views[number, id(piece)] = views
         return views
 
     def synchronize(self) -> None:

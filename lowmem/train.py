@@ -29,7 +29,7 @@ from lowmem.planner import make_plan
 from lowmem.planning import process_aside
 from lowmem.precision import WORKING_DTYPES, LossScale
 from lowmem.prediction import Plan
-from lowmem.recovery import with_pageable_copies, within_memory
+from lowmem.recovery import OutOfRoom, recovery_of, with_pageable_copies
 from lowmem.report import config_identity, draw_plan, finish, run_identity, said_aloud
 from lowmem.resume import find_checkpoint, load_checkpoint, lock_run, save_checkpoint
 from lowmem.schedule import learning_rate, warmup_updates
@@ -134,12 +134,11 @@ def train(
         decoder, store, optimizer, plan.schedule, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
         seed=settings.seed, loss_scale=loss_scale,
     )  # fmt: skip
-    recoveries: list[dict] = []
-    attempt = partial(within_memory, step, recoveries, log.say)
+    recovery = recovery_of(step, store, decoder.head_weight.shape[1], plan, log.say)
 
-    def evaluate(done: int) -> float | None:
+    def evaluate() -> float | None:
         with budget.phase("evaluate"):
-            return attempt(done, mean_loss, step, data.evaluation, settings.eval_batches)
+            return mean_loss(step, data.evaluation, settings.eval_batches)
 
     for sentence in said_aloud(settings, tokenizer, device):
         log.say(sentence)
@@ -148,15 +147,13 @@ def train(
         decoder.check(config.vocab_size, settings.document_mask)
         if (folder / "report.json").exists():
             log.say(f"report.json, the pictures and model/ in {folder} are an earlier run's until this one ends")
-        first, skipped, eval_first = 0, 0, evaluate(0)
+        first, skipped, eval_first = 0, 0, evaluate()
     else:
         state = load_checkpoint(checkpoint, store, identity)
         first, step.updates, eval_first = state["step"], state["updates"], state["eval_first"]
         skipped = state["skipped"]
         loss_scale.load(state["loss_scale"])
-        recoveries += state["recoveries"]
-        if recoveries:
-            step.begin_again(recoveries[-1]["micro_batch"])
+        recovery.resume(state["recoveries"])
         log.say(f"going on from {checkpoint}: {first} of {steps} steps are done")
     if not store.page_lock():
         plan = with_pageable_copies(plan)
@@ -168,12 +165,16 @@ def train(
     write_json(folder / "settings.json", asdict(settings))
     log.start(first, steps, plan.to_dict())
 
+    saved = first
+
     def save(done: int) -> None:
+        nonlocal saved
         step.flush()
         state = {"step": done, "updates": step.updates, "loss_scale": loss_scale.state()}
-        state |= {"skipped": skipped, "eval_first": eval_first, "recoveries": recoveries}
+        state |= {"skipped": skipped, "eval_first": eval_first, "recoveries": recovery.measures}
         with budget.phase("save"):
             save_checkpoint(folder, store, state | identity, keep_last=settings.keep_last)
+        saved = done
         if stop.requested and done < steps:
             raise Stopped(f"stopped by {stop.name} after step {done}; the same command goes on from there")
 
@@ -189,7 +190,13 @@ def train(
         rate = learning_rate(
             step.updates, peak=settings.lr, updates=steps, warmup_updates=warmup, schedule=settings.schedule
         )
-        result = attempt(done, step, batch, done - 1, rate)
+        recovery.number = done
+        try:
+            result = step(batch, done - 1, rate)
+        except OutOfRoom:
+            if not step.halfway and saved < done - 1:
+                save(done - 1)
+            raise
         evaluating = len(data.evaluation) and (done == steps or done % (settings.eval_every or steps) == 0)
         saving = done == steps or done % (settings.save_every or steps) == 0
         if evaluating or saving:
@@ -199,7 +206,7 @@ def train(
             done, done / data.train.steps_per_epoch, batch.trained_tokens, rate, seconds, result, budget.peaks()
         )
         if evaluating:
-            row["eval_loss"] = evaluate(done)
+            row["eval_loss"] = evaluate()
         log.step(row)
         budget.check(f"step {done}")
         skipped = 0 if result.updated else skipped + 1
@@ -211,4 +218,4 @@ def train(
             save(done)
     if skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):
         raise LowmemError(f"the loss of the last step is {log.rows[-1]['loss']}: nothing was exported")
-    finish(settings, config, decoder, store, tokenizer, log, budget, plan, eval_first, recoveries)
+    finish(settings, config, decoder, store, tokenizer, log, budget, plan, eval_first, recovery.measures)

@@ -3,9 +3,12 @@
 They wait here until the next forward pass needs a unit's new weights or, where nothing has to be known of all gradients
 first, until that unit's gradient is final. Streamed states pass through the ring (streaming.py) in the same order,
 fetched ahead of it.
+
+Memory that runs out within an update leaves it to be made: a piece is updated whole or not at all (adam.py), and `run`
+goes on with the piece that it had come to, so none is updated twice and none left out.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,13 +30,14 @@ class Updates:
     def __init__(
         self, store: Store, units: int, weight_decay: float, update: Callable[[Piece, State], None], beside: bool
     ):
-        """`update`: updates one piece, whose state is on the device, with `hyper`; `beside`: whether it may run beside
-        what computes (streaming.py)."""
+        """`update`: updates one piece, whose state is on the device, with `hyper`, or changes nothing where memory runs
+        out; `beside`: whether it may run beside what computes (streaming.py)."""
         self.ring = Ring(store.device, store.pieces, beside)
         self.hyper = Hyperparameters(learning_rate=0.0, weight_decay=weight_decay, update=0)
         self.units, self.units_done = units, units
         self._store, self._update = store, update
-        self._pass: Iterator[int] | None = None
+        self._pieces: Sequence[Piece] = ()
+        self._next = 0  # the piece that the pass has come to
         self._downwards = False
 
     @property
@@ -46,48 +50,62 @@ class Updates:
         self.hyper = replace(
             self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale
         )
-        self._pass, self._downwards = self._pass_over(downwards), downwards
+        pieces = self._store.pieces
+        self._pieces = sorted(pieces, key=lambda piece: -piece.part.unit) if downwards else pieces
+        self._next, self._downwards = 0, downwards
+        self.ring.begin(self._pieces)
         self.units_done = 0
         self.ring.copies.wait_for_compute()
 
     def run(self, units: int) -> None:
-        """Sees to it that so many units are updated for all that is computed from here on. UpdateInterrupted where
-        memory runs out."""
+        """Sees to it that so many units are updated for all that is computed from here on. Where memory runs out, what
+        is still to be made is made by the next call."""
         if self.units_done >= units:
             return
         if self._downwards:  # their gradients came to be since the pass was begun
             self.ring.copies.wait_for_compute()
         try:
             while self.units_done < units:
-                self.units_done = next(self._pass)
-        except torch.OutOfMemoryError as error:
-            raise UpdateInterrupted(
-                f"out of memory within update {self.hyper.update}, which left some weights new and some old, so they "
-                "are not saved; the same command goes on from the newest checkpoint, and --recompute on or --states "
-                f"streamed leaves it more room ({str(error).splitlines()[0]})"
-            ) from error
-        self.ring.copies.hold_compute()
+                self._go_on()
+        finally:
+            self.ring.copies.hold_compute()
 
     def flush(self) -> None:
         """Makes every update that still waits; returns when all states have arrived where they belong."""
         self.run(self.units)
         self.ring.synchronize()
 
+    def move_states(self, resident_units: int) -> bool:
+        """Moves states into RAM (Store.stream), also in the middle of a pass, which goes on with the piece that it had
+        come to; the result is whether they are page-locked."""
+        self.ring.synchronize()
+        if self._store.device.type == "cuda":
+            torch.cuda.synchronize(self._store.device)
+        try:
+            locked = self._store.stream(resident_units)
+            self.ring.fit(self._store.pieces)
+        finally:
+            self.ring.begin(self._pieces[self._next :])
+        return locked
+
     @torch.no_grad()
-    def _pass_over(self, downwards: bool) -> Iterator[int]:
-        """Updates piece by piece; yields how many units are done. A part's gradient is freed after it."""
-        pieces = sorted(self._store.pieces, key=lambda piece: -piece.part.unit) if downwards else self._store.pieces
-        done = 0
-        for piece, state in self.ring.pass_over(pieces):
-            part = piece.part
-            before = self.units - 1 - part.unit if downwards else part.unit
-            if before > done:  # whatever units lie between have no parameters
-                yield before
-                done = before
-            if part.gradient is None:  # nothing of it took part in this step
-                continue
+    def _go_on(self) -> None:
+        """Updates the next piece, or comes to the end of a unit and says so in `units_done`. A part's gradient is freed
+        after its last piece."""
+        if self._next == len(self._pieces):
+            self.units_done = self.units
+            return
+        piece = self._pieces[self._next]
+        part = piece.part
+        state = self.ring.take(piece)
+        before = self.units - 1 - part.unit if self._downwards else part.unit
+        if before > self.units_done:  # whatever units lie between have no parameters
+            self.units_done = before
+            return
+        if part.gradient is not None:  # else nothing of it took part in this step
             with self.ring.copies.updating():
                 self._update(piece, state)
-            if piece is part.pieces[-1]:
-                part.gradient = None
-        yield self.units
+        self.ring.give_back(piece)
+        self._next += 1
+        if piece is part.pieces[-1]:
+            part.gradient = None

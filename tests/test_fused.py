@@ -278,7 +278,7 @@ def test_a_fused_product_gives_autograds_gradients_or_adds_the_weights_to_its_ac
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients(fused_too), strict=True))
 
     accumulator = torch.ones(module.weight.shape)
-    accumulated(fused_too.weight, lambda: accumulator)
+    accumulated(fused_too.weight, lambda *factors: torch.ops.lowmem.add_product(accumulator, *factors))
     fused_too(x).backward(gradient)
     assert fused_too.weight.grad is None and torch.equal(fused_too.bias.grad, plain[2])
     left, right = x.flatten(0, 1).to(dtype).double(), gradient.flatten(0, 1).double()

@@ -62,6 +62,14 @@ def recorded(pieces: list[Piece]) -> tuple[Ring, RecordedCopies]:
     return ring, ring.copies
 
 
+def pass_over(ring: Ring, pieces: list[Piece]):
+    """Each piece with its state, which is given back when the next one is asked for."""
+    ring.begin(pieces)
+    for piece in pieces:
+        yield piece, ring.take(piece)
+        ring.give_back(piece)
+
+
 # --- the ring ---
 
 
@@ -72,7 +80,7 @@ def test_every_piece_comes_in_order_with_its_own_state_and_changes_are_kept(size
     ring = Ring(CPU, pieces)
     for number in range(3):  # pass after pass over the same slots
         seen = []
-        for piece, state in ring.pass_over(pieces):
+        for piece, state in pass_over(ring, pieces):
             index = len(seen)
             seen.append(piece)
             assert state.keys() == {"m", "low"}
@@ -94,7 +102,7 @@ def test_pieces_may_differ_in_what_they_keep():
         del piece.state["low"]
     ring = Ring(CPU, pieces)
     for _ in range(2):
-        for piece, state in ring.pass_over(pieces):
+        for piece, state in pass_over(ring, pieces):
             assert state.keys() == piece.state.keys()
             for tensor in state.values():
                 tensor += 1
@@ -104,7 +112,7 @@ def test_pieces_may_differ_in_what_they_keep():
 
 def test_a_resident_piece_is_handed_out_as_it_is_and_a_streamed_one_from_a_slot():
     pieces = make_pieces([4, 4], resident=(0,))
-    for piece, state in Ring(CPU, pieces).pass_over(pieces):
+    for piece, state in pass_over(Ring(CPU, pieces), pieces):
         same = [state[name].data_ptr() == piece.state[name].data_ptr() for name in state]
         assert same == [not piece.streamed] * 2
 
@@ -114,7 +122,7 @@ def test_at_most_ahead_plus_1_pieces_are_on_the_way_and_a_slot_is_written_back_b
     ring, copies = recorded(pieces)
     in_flight: set[int] = set()
     most = 0
-    for _ in ring.pass_over(pieces):
+    for _ in pass_over(ring, pieces):
         pass
     for kind, slot in copies.events:
         if kind == "fetch":
@@ -132,7 +140,7 @@ def test_at_most_ahead_plus_1_pieces_are_on_the_way_and_a_slot_is_written_back_b
 def test_two_pieces_are_fetched_ahead_before_the_first_is_handed_out():
     pieces = make_pieces([3] * 5)
     ring, copies = recorded(pieces)
-    states = ring.pass_over(pieces)
+    states = pass_over(ring, pieces)
     next(states)
     assert copies.events == [("fetch", 0), ("fetch", 1), ("fetch", 2), ("wait", 0)]
     next(states)
@@ -142,20 +150,20 @@ def test_two_pieces_are_fetched_ahead_before_the_first_is_handed_out():
 def test_streamed_pieces_are_fetched_while_resident_ones_are_in_use():
     pieces = make_pieces([3] * 5, resident=(0, 1))
     ring, copies = recorded(pieces)
-    next(ring.pass_over(pieces))
+    next(pass_over(ring, pieces))
     assert copies.events == [("fetch", 0), ("fetch", 1), ("fetch", 2)]
 
 
 def test_stopping_early_leaves_the_rest_untouched():
     pieces = make_pieces([3, 4, 5, 6, 7])
     ring = Ring(CPU, pieces)
-    states = ring.pass_over(pieces)
+    states = pass_over(ring, pieces)
     for _ in range(3):  # asking for the third piece is what keeps the second
         _, state = next(states)
         state["m"].fill_(-1)
     states.close()
     assert [piece.state["m"][0].item() for piece in pieces] == [-1, -1, 3, 4, 5]
-    assert [state["m"][0].item() for _, state in ring.pass_over(pieces)] == [-1, -1, 3, 4, 5]
+    assert [state["m"][0].item() for _, state in pass_over(ring, pieces)] == [-1, -1, 3, 4, 5]
 
 
 def test_slots_hold_the_largest_streamed_piece_and_nothing_more():
@@ -167,13 +175,13 @@ def test_slots_hold_the_largest_streamed_piece_and_nothing_more():
 def test_without_streamed_pieces_there_are_no_slots(pieces):
     ring = Ring(CPU, pieces)
     assert ring.slot_bytes == 0
-    assert [piece for piece, _ in ring.pass_over(pieces)] == pieces
+    assert [piece for piece, _ in pass_over(ring, pieces)] == pieces
 
 
 def test_pieces_without_any_state_pass_too():
     """SGD over fp32 weights keeps nothing."""
     pieces = [Piece({}, streamed=True) for _ in range(5)]
-    assert [state for _, state in Ring(CPU, pieces).pass_over(pieces)] == [{}] * 5
+    assert [state for _, state in pass_over(Ring(CPU, pieces), pieces)] == [{}] * 5
 
 
 # --- buffers in RAM ---
@@ -359,7 +367,7 @@ def update_on_fake_device(seed: int, passes: int, copies=None, beside: bool = Fa
     ring._slots = [{"m": Cell()} for _ in range(AHEAD + 1)]
     ring.copies = (copies or streaming._CudaCopies)(CPU, beside)
     for number in range(passes):
-        for index, (_, state) in enumerate(ring.pass_over(pieces)):
+        for index, (_, state) in enumerate(pass_over(ring, pieces)):
 
             def action(cell=state["m"], mark=(index, number)):
                 cell.value = [*cell.value, mark]

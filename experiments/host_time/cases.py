@@ -118,7 +118,7 @@ def product_case(fused: bool) -> Case:
         weight = layers[0].weight
         sum_of_gradients = torch.zeros(SIDE, SIDE, device=device)
         if fused:
-            accumulated(weight, lambda: sum_of_gradients)
+            accumulated(weight, lambda *factors: torch.ops.lowmem.add_product(sum_of_gradients, *factors))
         x = torch.empty(SIDE, SIDE, device=device, dtype=torch.bfloat16, requires_grad=True)
         gradient = torch.empty(SIDE, SIDE, device=device, dtype=torch.bfloat16)
 

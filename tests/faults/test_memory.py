@@ -1,25 +1,18 @@
 """Memory that runs out, or is not there to begin with.
 
-An OutOfMemoryError is put into every phase of a step by counting the operations that PyTorch runs. On the CPU the same
-Python code recovers as on a GPU; what the allocator gives back there is not seen here.
+What a step itself does about it is in test_recovery.py.
 
-Seen to fail: with the retry inside the `except` (tensors still held), with gradients kept, with a parameter's own
-.grad kept, with the waiting update dropped, with the loss read after the update was handed over, with updates retried,
-with the micro-batch left out of the checkpoint.
+Seen to fail: with the layout left out of the checkpoint, with another plan's taken for it.
 """
 
 import dataclasses
-import gc
 import os
 import signal
-import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
-from reference import VOCABULARY, tiny_config
 from runs import assert_same_run, at_call, last_line, loss_rows, simulated, stored, weights
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import lowmem.adam
@@ -29,18 +22,13 @@ import lowmem.main
 import lowmem.recovery
 import lowmem.step
 import lowmem.train
-from lowmem.adam import get_optimizer
-from lowmem.blocks import Decoder
 from lowmem.budget import Budget
-from lowmem.data import Batch
 from lowmem.errors import LowmemError
-from lowmem.precision import LossScale
-from lowmem.recovery import PAGEABLE_SHARE, with_pageable_copies, within_memory
+from lowmem.recovery import PAGEABLE_SHARE, with_pageable_copies
 from lowmem.settings import Settings
-from lowmem.step import Schedule, Step
+from lowmem.step import Step
 from lowmem.store import Store
 from lowmem.units import MIB
-from lowmem.updates import UpdateInterrupted
 
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB.\nmore lines"
 
@@ -49,187 +37,115 @@ def run_out(*_):
     raise torch.OutOfMemoryError(FULL)
 
 
-# --- a step that is begun again
+# --- a whole run that runs out of the GPU's memory
 
-SAMPLES = 17  # of the operations of a step
+EVALUATION, SECOND_STEP = 1, 5  # calls of the loss: two in the evaluation before the first step, two in each step
+ALL_MEASURES = 9  # the cache, four times blocks, three times states, the micro-batch
 
 
-class OutOfMemoryAt(TorchDispatchMode):
-    """Counts PyTorch's operations; the one with this number fails."""
+def fail_at(patch: pytest.MonkeyPatch, calls: range) -> None:
+    """Memory runs out at these calls of the loss, so `len(calls)` times one after the other."""
+    real, numbers = lowmem.step.linear_cross_entropy, iter(range(1, 10_000))
 
-    def __init__(self, number: int):
-        super().__init__()
-        self.number, self.count = number, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        if self.count == self.number:
+    def failing(*arguments, **keywords):
+        if not simulated() and next(numbers) in calls:
             run_out()
-        return function(*args, **kwargs or {})
+        return real(*arguments, **keywords)
+
+    patch.setattr(lowmem.step, "linear_cross_entropy", failing)
 
 
-def make_step(group: int = 1) -> tuple[Step, Store]:
-    """Two blocks with dropout, states in RAM, micro-batches of two of four rows."""
-    config = tiny_config("gpt2", dropout=0.1)
-    config.n_layer = 2
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    initial = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
-    decoder, rule = Decoder(model), get_optimizer("adamw")
-    store = Store(decoder, torch.device("cpu"), torch.float32, rule, resident_units=1)
-    store.write(iter(initial))
-    step = Step(
-        decoder, store, rule, Schedule(micro_batch=2, group=group, segment_blocks=1, recompute=True),
-        clip_norm=0.5, weight_decay=0.01, seed=3, loss_scale=LossScale(False),
-    )  # fmt: skip
-    return step, store
+def measures(out) -> list[str]:
+    return [measure["measure"] for measure in stored(out / "report.json")["out_of_memory"]]
 
 
-def make_batch(step: int) -> Batch:
-    tokens = torch.randint(0, VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(step))
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-
-
-def train_on(step: Step, numbers: range) -> list:
-    return [step(make_batch(number), number, 1e-2) for number in numbers]
-
-
-def bits_of(store: Store) -> list[bytes]:
-    return [tensor.numpy().tobytes() for part in store.parts for tensor in (part.working, *part.state.values())]
-
-
-@pytest.mark.parametrize("group", [1, 2])
-def test_memory_that_runs_out_at_any_operation_of_a_step_costs_no_bit(group):
-    """Step 2 fails; the update of step 1, which waits in its forward pass, must be applied once and whole."""
-    step, store = make_step(group)
-    train_on(step, range(2))
-    batch, counting = make_batch(2), OutOfMemoryAt(0)
-    with counting:
-        step(batch, 2, 1e-2)
-
-    step, store = make_step(group)
-    expected = train_on(step, range(2))
-    step.schedule = dataclasses.replace(step.schedule, micro_batch=1)
-    expected += train_on(step, range(2, 4))
-    step.flush()
-    expected_bits = bits_of(store)
-
-    phases = dict.fromkeys(("forward, update waiting", "backward", "update"), 0)
-    last = range(counting.count - 2, counting.count + 1)
-    for number in (*range(1, counting.count - 2, 1 + counting.count // SAMPLES), *last):
-        step, store = make_step(group)
-        results, recoveries, said = train_on(step, range(2)), [], []
-        failing, phase = OutOfMemoryAt(number), []
-
-        def attempt(batch, index, rate, step=step, store=store, failing=failing, phase=phase):
-            try:
-                with failing:
-                    return step(batch, index, rate)
-            except torch.OutOfMemoryError:
-                waiting = step._updates.waiting
-                phase.append("forward, update waiting" if waiting else "backward")
-                raise
-
-        try:
-            results.append(within_memory(step, recoveries, said.append, 3, attempt, make_batch(2), 2, 1e-2))
-        except UpdateInterrupted as error:
-            assert error.exit_code == 1 and "some weights new and some old" in str(error)
-            phases["update"] += 1
-            continue
-        results += train_on(step, range(3, 4))
-        step.flush()
-        assert recoveries == [{"step": 3, "micro_batch": 1}] and "micro-batches of 1 instead of 2" in said[0], number
-        assert repr(results) == repr(expected), number
-        assert bits_of(store) == expected_bits, number
-        phases[phase[0]] += 1
-    assert min(phases.values()) > 0, phases
-
-
-def test_a_gradient_that_did_not_reach_its_accumulator_counts_for_nothing(monkeypatch):
-    """The accumulator's own allocation fails in the hook, when the parameter has its .grad already."""
-    step, store = make_step()
-    step.begin_again(1)
-    expected = train_on(step, range(1))
-    step, store = make_step()
-    part = store.parts[2]
-    with monkeypatch.context() as patch:
-        at_call(patch, part, "gradient_of", run_out)
-        result = within_memory(step, [], lambda _: None, 1, step, make_batch(0), 0, 1e-2)
-    assert [result] == expected
-
-
-def test_the_failed_attempts_tensors_are_gone_when_it_is_begun_again(monkeypatch):
-    step, _ = make_step()
-    alive, seen = [], []
-    real = lowmem.step.linear_cross_entropy
-
-    def failing(hidden, *arguments, **keywords):
-        alive.append(weakref.ref(hidden))
-        if len(alive) == 2:
-            run_out()
-        return real(hidden, *arguments, **keywords)
-
-    monkeypatch.setattr(lowmem.step, "linear_cross_entropy", failing)
-    gc.disable()  # no collection by chance: they must be free at once
-    try:
-        within_memory(step, [], lambda _: seen.extend(r() is None for r in alive), 1, step, make_batch(0), 0, 1e-2)
-    finally:
-        gc.enable()
-    assert seen == [True, True]
-
-
-def test_micro_batches_shrink_until_it_fits_or_single_sequences_do_not(monkeypatch):
-    step, _ = make_step()
-    step.schedule = dataclasses.replace(step.schedule, micro_batch=12)
-    sizes, recoveries = [], []
-
-    def work():
-        sizes.append(step.schedule.micro_batch)
-        run_out()
-
-    with pytest.raises(torch.OutOfMemoryError):
-        within_memory(step, recoveries, lambda _: None, 7, work)
-    assert sizes == [12, 6, 3, 1]
-    assert recoveries == [{"step": 7, "micro_batch": size} for size in (6, 3, 1)]
-
-
-# --- a whole run
-
-EVALUATION, SECOND_STEP = 1, 6  # calls of the loss: two in the evaluation before the first step, two in each step
-
-
-@pytest.mark.parametrize(("call", "number"), [(EVALUATION, 0), (SECOND_STEP, 2)])
-def test_a_run_goes_on_with_smaller_micro_batches_says_so_and_resumes_with_them(
-    train, tmp_path, monkeypatch, call, number
+def test_a_run_gives_up_what_costs_no_bit_says_so_and_resumes_without_it(
+    finished, train, tmp_path, monkeypatch, capsys
 ):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
+    failing = range(SECOND_STEP, SECOND_STEP + ALL_MEASURES - 1)
     with monkeypatch.context() as patch:
-        at_call(patch, lowmem.step, "linear_cross_entropy", run_out, call)
+        fail_at(patch, failing)
         assert train(whole) == 0
-    said = f"step {number}: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB.)"
-    assert said in (whole / "log.txt").read_text()
-    assert stored(whole / "report.json")["out_of_memory"] == [{"step": number, "micro_batch": 1}]
-    assert [row["tokens"] for row in loss_rows(whole)] == [4 * 32] * 3
+    said = (whole / "log.txt").read_text()
+    assert "step 2: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB.); what the allocator kept" in said
+    assert "; it is tried again, and goes on, keeping less: of 4 blocks " in said
+    found = measures(whole)
+    assert found[0] == "cache" and len(found) == len(failing) > 2 and "micro_batch" not in found
+    assert loss_rows(whole) == loss_rows(finished) and weights(whole) == weights(finished)
 
     with monkeypatch.context() as patch:
-        at_call(patch, lowmem.step, "linear_cross_entropy", run_out, call)
-        at_call(patch, Step, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), 3 if number else 2)
+        fail_at(patch, failing)
+        at_call(patch, Step, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
         assert train(parts) == 75
-    assert train(parts) == 0
-    assert stored(parts / "report.json")["out_of_memory"] == [{"step": number, "micro_batch": 1}]
+    capsys.readouterr()
+    taken = []
+    with monkeypatch.context() as patch:
+        at_call(patch, Step, "take", lambda: taken.append(True))
+        assert train(parts) == 0
+    assert taken and "memory ran out before, last in step 2, so this goes on with" in capsys.readouterr().err
+    assert stored(parts / "report.json")["out_of_memory"] == stored(whole / "report.json")["out_of_memory"]
     assert_same_run(whole, parts)
 
 
-def test_an_update_that_ran_out_of_memory_is_never_saved_and_the_run_goes_on_from_the_last_checkpoint(
-    finished, train, tmp_path, capsys, monkeypatch
-):
+def test_a_layout_that_was_planned_anew_is_taken_but_for_the_micro_batch(train, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        fail_at(patch, range(SECOND_STEP, SECOND_STEP + ALL_MEASURES))
+        at_call(patch, Step, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
+        assert train(out) == 75
+    layouts = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "take", lambda step, layout: layouts.append(layout))
+        train(out, "--recompute", "products")
+    assert layouts[0].schedule.micro_batch == 1 and layouts[0].schedule.product_blocks > 0
+
+
+def test_smaller_micro_batches_come_last_and_stay(train, tmp_path, monkeypatch):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    failing = range(SECOND_STEP, SECOND_STEP + ALL_MEASURES)
+    with monkeypatch.context() as patch:
+        fail_at(patch, failing)
+        assert train(whole) == 0
+    assert measures(whole)[-1] == "micro_batch" and "which changes roundings" in (whole / "log.txt").read_text()
+    assert [row["tokens"] for row in loss_rows(whole)] == [4 * 32] * 3
+    with monkeypatch.context() as patch:
+        fail_at(patch, failing)
+        at_call(patch, Step, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
+        assert train(parts) == 75
+    assert train(parts) == 0
+    assert_same_run(whole, parts)
+
+
+def test_an_evaluation_that_runs_out_of_memory_leaves_training_alone(finished, train, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        fail_at(patch, range(EVALUATION, EVALUATION + 5))
+        assert train(out) == 0
+    assert measures(out)[-1] == "evaluation_rows" and stored(out / "report.json")["out_of_memory"][0]["step"] == 0
+    assert "out of memory in the evaluation" in (out / "log.txt").read_text()
+    assert weights(out) == weights(finished)
+
+
+def test_an_update_that_runs_out_of_memory_is_made_all_the_same(finished, train, tmp_path, monkeypatch):
     out = tmp_path / "out"
     with monkeypatch.context() as patch:  # 13 parts are updated in each step; this is in the middle of the second
         at_call(patch, lowmem.adam, "update_in_slices", run_out, 20)
-        assert train(out, "--save-every", "1") == 1
-    assert "out of memory within update 2" in last_line(capsys)
+        assert train(out) == 0
+    assert measures(out) == ["cache"]
+    assert weights(out) == weights(finished)
+
+
+def test_what_a_run_had_come_to_is_saved_when_nothing_is_left_to_give_up(
+    finished, train, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        fail_at(patch, range(SECOND_STEP, 10_000))
+        assert train(out) == 4
+    assert "step 2: out of memory" in (sentence := last_line(capsys)) and "even for single sequences" in sentence
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000001"]
-    assert train(out, "--save-every", "1") == 0
+    assert train(out) == 0
     assert "1 of 3 steps are done" in capsys.readouterr().err
     assert weights(out) == weights(finished)
 

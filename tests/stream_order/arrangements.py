@@ -20,7 +20,8 @@ import lowmem
 from experiments.gpu_acceptance.bitwise import PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Outcome, Shape, make_step
 from lowmem import store as stores
 from lowmem.data import Batch
-from lowmem.recovery import within_memory
+from lowmem.recovery import Recovery
+from lowmem.smaller import Sizes
 from lowmem.step import Step, StepResult
 from lowmem.store import Store
 from lowmem.streaming import host_tensor
@@ -41,7 +42,7 @@ class Arrangement:
 
     `kernels`: whether with fused operators; unless the moments are in 8 bit, updates then run beside what computes.
     `evaluated`, `saved`: after which steps; `runs_out`: {step: the matrix product, counted from 1, at which memory runs
-    out}, after which that step begins again with micro-batches of half the size.
+    out}, after which that step is begun again.
     """
 
     placement: dict[str, int | bool]
@@ -88,19 +89,18 @@ def run(
     out and did not."""
     step, store = _prepare(arrangement, device, host_tensor)
     store.page_lock()
-    recoveries: list[dict] = []
+    config = SHAPE.config
+    sizes = Sizes(config.n_layer, SHAPE.batch, SHAPE.seq * config.n_embd * 4, 0, arrangement.clip_norm is not None)
+    recovery = Recovery(step, store, sizes, lambda said: None)
 
     def one_step(index: int, batch: Batch) -> StepResult:
-        def attempt(*arguments):
-            product = None if recoveries else arrangement.runs_out.get(index)
-            with MemoryRunsOut(product):
-                return step(*arguments)
-
-        return within_memory(step, recoveries, lambda said: None, index, attempt, batch, index, LEARNING_RATE)
+        recovery.number = index
+        with MemoryRunsOut(arrangement.runs_out.get(index)):
+            return step(batch, index, LEARNING_RATE)
 
     outcomes = _train(arrangement, step, store, one_step)
-    if [recovery["step"] for recovery in recoveries] != list(arrangement.runs_out):
-        raise RuntimeError(f"memory ran out in {recoveries}, not as in {arrangement.runs_out}")
+    if [measure["step"] for measure in recovery.measures] != list(arrangement.runs_out):
+        raise RuntimeError(f"memory ran out in {recovery.measures}, not as in {arrangement.runs_out}")
     return outcomes
 
 
@@ -112,17 +112,11 @@ def recorded(arrangement: Arrangement) -> tuple[list[Outcome], Trace]:
 
 
 def plain(arrangement: Arrangement, device: torch.device = CPU) -> list[Outcome]:
-    """The same training with everything on the device and updated at once. Memory does not run out, but micro-batches
-    are smaller from the same step on."""
+    """The same training with everything on the device and updated at once. Memory does not run out."""
     with with_plain_kernels() if device.type == "cpu" else nullcontext():
         step, store = _prepare(replace(arrangement, placement={}), device, host_tensor)
 
-        def one_step(index: int, batch: Batch) -> StepResult:
-            if index in arrangement.runs_out:
-                step.schedule = replace(step.schedule, micro_batch=step.schedule.micro_batch // 2)
-            return step(batch, index, LEARNING_RATE)
-
-        return _train(arrangement, step, store, one_step)
+        return _train(arrangement, step, store, lambda index, batch: step(batch, index, LEARNING_RATE))
 
 
 def differences(outcomes: list[Outcome], others: list[Outcome]) -> list[str]:
@@ -158,8 +152,8 @@ def _train(
 
 
 class MemoryRunsOut(TorchDispatchMode):
-    """At matrix product number `product`: products are in forward and backward passes, never in updates, which allocate
-    nothing."""
+    """Once, at matrix product number `product`: products are in forward and backward passes, never in updates, which
+    allocate nothing."""
 
     def __init__(self, product: int | None):
         super().__init__()

@@ -56,11 +56,6 @@ WRITE_BACK = """\
                 tensor.copy_(state[name], non_blocking=True)
             self._written[slot].record()
 """
-HAND_OUT = """\
-            yield piece, state
-            self.copies.write_back(slot, state, piece.state)
-"""
-
 # Of updates.py
 BEGIN = """\
         self.units_done = 0
@@ -73,16 +68,16 @@ DOWNWARDS = """\
 RUN = """\
         try:
             while self.units_done < units:
-                self.units_done = next(self._pass)
-        except torch.OutOfMemoryError as error:
-            raise UpdateInterrupted(
-                f"out of memory within update {self.hyper.update}, which left some weights new and some old, so they "
-                "are not saved; the same command goes on from the newest checkpoint, and --recompute on or --states "
-                f"streamed leaves it more room ({str(error).splitlines()[0]})"
-            ) from error
-        self.ring.copies.hold_compute()
+                self._go_on()
+        finally:
+            self.ring.copies.hold_compute()
 """
-HOLD = "        self.ring.copies.hold_compute()\n"
+HOLD = "            self.ring.copies.hold_compute()\n"
+UPDATE = """\
+            with self.ring.copies.updating():
+                self._update(piece, state)
+        self.ring.give_back(piece)
+"""
 FLUSH = """\
         self.run(self.units)
         self.ring.synchronize()
@@ -173,8 +168,12 @@ UPDATES = [
         "        if self._downwards:",
         "        if self._downwards and self.units_done == 0:",
     ),
-    _updates("what computes is not held after updates", RUN, RUN.removesuffix(HOLD)),
-    _updates("what computes is held before updates, not after", RUN, HOLD + RUN.removesuffix(HOLD)),
+    _updates("what computes is not held after updates", HOLD, "            pass\n"),
+    _updates(
+        "what computes is held before updates, not after",
+        RUN,
+        RUN.replace(HOLD, "            pass\n").replace("            while", HOLD + "            while"),
+    ),
     _updates(
         "updates are not launched as updates",
         "            with self.ring.copies.updating():\n",
@@ -203,7 +202,11 @@ COPIES_OUT = [
     _streaming(
         "the wait for the update comes after the copies out", WAIT_UPDATED + WRITE_BACK, WRITE_BACK + WAIT_UPDATED
     ),
-    _streaming("a state is written back before it is updated", HAND_OUT, "".join(reversed(HAND_OUT.splitlines(True)))),
+    _updates(
+        "a state is written back before it is updated",
+        UPDATE,
+        "            self.ring.give_back(piece)\n" + UPDATE.replace("        self.ring.give_back(piece)\n", ""),
+    ),
     _streaming("copies out run on the stream that computes", WRITE_BACK, without_stream(WRITE_BACK)),
     _streaming("copies out are not recorded", WRITE_BACK, without_record(WRITE_BACK)),
     _streaming("copies out are recorded before they are made", WRITE_BACK, recorded_first(WRITE_BACK)),

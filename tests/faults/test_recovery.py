@@ -1,0 +1,443 @@
+"""Memory that runs out in a step, at whatever operation, costs no bit until micro-batches have to be smaller.
+
+An OutOfMemoryError is put into a step by counting the operations that PyTorch runs; only those inside an update that
+write into memory which is there already, or look at it, cannot fail so. On the CPU the same Python code recovers as on
+a GPU; what the allocator gives back there is held to the real one in tests/cuda.
+"""
+
+import dataclasses
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from reference import VOCABULARY, tiny_config
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+import lowmem.step
+from lowmem.adam import get_optimizer
+from lowmem.blocks import Decoder
+from lowmem.data import Batch
+from lowmem.layers import cast_explicitly
+from lowmem.layout import Layout, Schedule
+from lowmem.precision import WORKING_DTYPES, LossScale
+from lowmem.recovery import OutOfRoom, Recovery
+from lowmem.smaller import Sizes, activation_bytes, kept_things, smaller_layouts, with_micro_batch
+from lowmem.step import EVALUATION, PART, STEP, UPDATES, Step
+from lowmem.store import Store
+from lowmem.streaming import Ring
+from lowmem.updates import Updates
+
+BLOCKS, SEQ, BATCH = 3, 8, 4
+UNITS = BLOCKS + 2
+SAMPLES = 13  # of the operations of a step
+RATE = 1e-2
+FULL = "CUDA out of memory. Tried to allocate 20.00 MiB.\nmore lines"
+
+DEFERRED = {"segment_blocks": 2}
+GROUPS = {"group": 2, "first_group": 3, "micro_batch": 1, "product_blocks": 1, "whole_blocks": 1, "resident_units": 3}
+IN_BACKWARD = {"clip_norm": None, "group": 2, "segment_blocks": 2, "resident_units": 2}
+IN_BACKWARD_KEPT = {"clip_norm": None, "group": 2, "product_blocks": 1, "whole_blocks": 1, "resident_units": 99}
+TWICE = {"norm_first": True, "group": 4, "micro_batch": 1, "segment_blocks": 2, "resident_units": 1}
+ARRANGEMENTS = {
+    "streamed, deferred": DEFERRED,
+    "streamed, not deferred": {"defer": False},
+    "groups, the first one larger, some blocks kept, half resident": GROUPS,
+    "nothing recomputed, resident": {"recompute": False, "resident_units": 99},
+    "in backward": IN_BACKWARD,
+    "in backward, some blocks kept": IN_BACKWARD_KEPT,
+    "in backward, nothing recomputed": IN_BACKWARD | {"recompute": False, "segment_blocks": 1},
+    "forward and backward twice": TWICE,
+    "bf16": DEFERRED | {"precision": "bf16", "resident_units": 2},
+    "bf16, in backward": IN_BACKWARD | {"precision": "bf16"},
+    "fp16, SGD": DEFERRED | {"precision": "fp16", "optimizer": "sgd"},
+    "bf16, 8-bit moments": DEFERRED | {"precision": "bf16", "optimizer": "adamw8bit"},
+}
+
+
+def run_out(*_):
+    raise torch.OutOfMemoryError(FULL)
+
+
+class RunsOut(TorchDispatchMode):
+    """Fails at the given operations, each counted from the failure before; `phases`: what a step was at then."""
+
+    def __init__(self, step: Step | None, *numbers: int):
+        super().__init__()
+        self.step, self.numbers, self.count, self.phases = step, list(numbers), 0, []
+        self.in_update = self.in_relief = False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        schema = function._schema
+        allocates_nothing = schema.is_mutable or any(returned.alias_info for returned in schema.returns)
+        if self.in_relief or (self.in_update and allocates_nothing):
+            return function(*args, **kwargs or {})
+        self.count += 1
+        if self.numbers and self.count == self.numbers[0]:
+            self.numbers.pop(0)
+            self.count = 0
+            updates = self.step._updates
+            self.phases.append((self.in_update, updates.waiting, self.step._begun))
+            run_out()
+        return function(*args, **kwargs or {})
+
+    def __enter__(self):
+        self._patch = pytest.MonkeyPatch()
+        self._watch(Updates, "_go_on", "in_update")
+        self._watch(Step, "take", "in_relief")
+        return super().__enter__()
+
+    def _watch(self, owner: type, name: str, flag: str) -> None:
+        real = getattr(owner, name)
+
+        def watched(*arguments):
+            setattr(self, flag, True)
+            try:
+                return real(*arguments)
+            finally:
+                setattr(self, flag, False)
+
+        self._patch.setattr(owner, name, watched)
+
+    def __exit__(self, *exception):
+        self._patch.undo()
+        return super().__exit__(*exception)
+
+
+@dataclasses.dataclass
+class Training:
+    step: Step
+    store: Store
+    recovery: Recovery
+    said: list[str]
+
+    def bits(self) -> list[bytes]:
+        self.step.flush()
+        return [
+            tensor.view(torch.uint8).numpy().tobytes()
+            for part in self.store.parts
+            for tensor in (part.working, *part.state.values())
+        ]
+
+    @property
+    def names(self) -> list[str]:
+        return [measure["measure"] for measure in self.recovery.measures]
+
+
+def make_training(
+    *, clip_norm=0.5, resident_units=0, precision="fp32", optimizer="adamw",
+    ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None, **schedule,
+) -> Training:  # fmt: skip
+    config = tiny_config("gpt2", dropout=0.1)
+    config.n_layer = BLOCKS
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    initial = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
+    if precision != "fp32":
+        cast_explicitly(model, torch.float32)
+    decoder, rule = Decoder(model), get_optimizer(optimizer)
+    store = Store(decoder, torch.device("cpu"), WORKING_DTYPES[precision], rule, resident_units)
+    store.write(iter(initial))
+    layout = Schedule(**{"micro_batch": 2, "group": 1, "segment_blocks": 1, "recompute": True} | schedule)
+    step = Step(
+        decoder, store, rule, layout, clip_norm=clip_norm, weight_decay=0.01, seed=3,
+        loss_scale=LossScale(precision == "fp16", scale=1024.0),
+    )  # fmt: skip
+    said = []
+    sizes = Sizes(BLOCKS, BATCH, SEQ * config.n_embd * 4, 4 * store.parameter_count, clip_norm is not None)
+    return Training(step, store, Recovery(step, store, sizes, said.append, ram_refuses), said)
+
+
+def before_call(patch: pytest.MonkeyPatch, owner: object, name: str, act: Callable, call: int = 1) -> None:
+    """`act()` happens at the beginning of the `call`-th call of owner.name."""
+    real, calls = getattr(owner, name), iter(range(1, 10_000))
+
+    def acting(*arguments):
+        if next(calls) == call:
+            act()
+        return real(*arguments)
+
+    patch.setattr(owner, name, acting)
+
+
+def make_batch(step: int) -> Batch:
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def train_on(training: Training, numbers: Sequence[int], *failures: int) -> tuple[list, RunsOut]:
+    """Their results; memory runs out in the first of these steps."""
+    mode, results = RunsOut(training.step, *failures), []
+    for number in numbers:
+        training.recovery.number = number + 1
+        batch = make_batch(number)
+        with mode:
+            results.append(training.step(batch, number, RATE))
+    return results, mode
+
+
+def undisturbed(case: dict, steps: int = 4) -> tuple[str, list[bytes], int]:
+    """Results, bits, and how many operations step 2 has that may run out of memory."""
+    training = make_training(**case)
+    results, _ = train_on(training, range(2))
+    second, mode = train_on(training, [2])
+    results += second + train_on(training, range(3, steps))[0]
+    return repr(results), training.bits(), mode.count
+
+
+def disturbed(case: dict, *failures: int) -> tuple[Training, str, RunsOut]:
+    """The same where memory runs out in step 2."""
+    training = make_training(**case)
+    results, _ = train_on(training, range(2))
+    second, mode = train_on(training, [2], *failures)
+    results += second + train_on(training, [3])[0]
+    return training, repr(results), mode
+
+
+# --- at any operation
+
+
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_memory_that_runs_out_at_any_operation_of_a_step_costs_no_bit(name):
+    """The step's own forward and backward, the update of the one before, which waits in its forward pass, and updates
+    in backward."""
+    case = ARRANGEMENTS[name]
+    expected, bits, count = undisturbed(case)
+    phases = set()
+    last = range(count - 2, count + 1)
+    for number in (*range(1, count - 2, 1 + count // SAMPLES), *last):
+        training, results, mode = disturbed(case, number)
+        assert training.names == ["cache"] and not mode.numbers, number
+        assert results == expected, number
+        assert training.bits() == bits, number
+        phases |= set(mode.phases)
+    assert (False, False, False) in phases, "forward or backward, when nothing waits"
+    if "in backward" in name or "twice" in name:
+        assert any(waiting and begun for _, waiting, begun in phases), "when updates have begun"
+    elif case.get("defer", True):
+        assert any(waiting and not begun for _, waiting, begun in phases), "when the step before waits for its updates"
+
+
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_memory_that_runs_out_within_updates_costs_no_bit(name):
+    """At the operations of a whole step's updates, which `flush` makes, in turn."""
+    case = ARRANGEMENTS[name] | {"clip_norm": 0.5, "defer": True}
+    expected = make_training(**case)
+    train_on(expected, range(2))
+    with RunsOut(expected.step) as mode:
+        expected.step.flush()
+    resident = expected.store.resident_units
+    more = [1, 1][: (resident + 1) // 2]  # the states of one unit go, then those of two more
+    for number in range(1, mode.count + 1, 1 + mode.count // SAMPLES):
+        training = make_training(**case)
+        train_on(training, range(2))
+        with RunsOut(training.step, number, *more) as failing:
+            training.step.flush()
+        assert not failing.numbers and training.names == ["cache", "states", "states"][: 1 + len(more)]
+        assert training.store.resident_units == max(resident - 2 ** len(more) + 1, 0)
+        assert training.bits() == expected.bits(), number
+
+
+# --- the measures, one after the other
+
+
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_every_measure_but_the_last_costs_no_bit(name):
+    """Memory runs out in attempt after attempt, each time at another operation, until only the micro-batch is left, or
+    nothing is."""
+    case = ARRANGEMENTS[name]
+    expected, bits, count = undisturbed(case)
+    known: list[str] = []
+    for failures in range(1, 24):
+        numbers = [1 + (37 + 211 * index) % (count // 4) for index in range(failures)]
+        try:
+            training, results, mode = disturbed(case, *numbers)
+        except OutOfRoom as error:
+            assert case.get("micro_batch") == 1 and "even for single sequences" in str(error)
+            break
+        if "micro_batch" in training.names:
+            break
+        assert results == expected and training.bits() == bits, training.names
+        assert training.names[:-1] == known and not mode.numbers
+        known = training.names
+    assert known[0] == "cache"
+    order = ["cache", "first_group", "kept", "groups", "segments", "states"]
+    assert sorted(known, key=order.index) == known
+    assert ("kept" in known) == (kept_things(make_training(**case).step.schedule, BLOCKS) > 0)
+    assert ("states" in known) == (case.get("resident_units", 0) > 0)
+    assert ("first_group" in known) == ("first_group" in case)
+
+
+def test_smaller_micro_batches_are_the_last_measure_and_the_run_is_one_that_had_them():
+    training, results, _ = disturbed({}, 100, 200)
+    assert training.names == ["cache", "micro_batch"]
+    assert "with micro-batches of 1 instead of 2 and the same batch, which changes roundings" in training.said[-1]
+
+    expected = make_training()
+    before, _ = train_on(expected, range(2))
+    expected.step.take(with_micro_batch(expected.step.layout, 1, clips=True))
+    assert repr(before + train_on(expected, [2, 3])[0]) == results
+    assert expected.bits() == training.bits()
+
+
+# --- the order of measures
+
+
+def test_a_layout_shrinks_step_by_step_and_what_costs_least_goes_first():
+    """Of XL under 12 GiB, about: a larger first group, half of the blocks with their products, three units resident."""
+    sizes = Sizes(blocks=48, batch=64, row_bytes=1024 * 1600 * 4, gradient_bytes=4 * 1_557_611_200, clips=True)
+    planned = Layout(Schedule(2, 4, 2, True, product_blocks=24, first_group=16), resident_units=3, evaluation_rows=2)
+    names, now = [], planned
+    while (found := next(smaller_layouts(planned, now, STEP, sizes), None)) is not None:
+        name, following = found
+        assert following != now
+        if name in ("groups", "segments"):
+            assert activation_bytes(following.schedule, sizes) < activation_bytes(now.schedule, sizes)
+        names.append(name)
+        now = following
+    kept = ["kept"] * 5  # 1, 3, 7, 15 and all 24
+    assert names == ["first_group", *kept, "groups", "groups", "states", "states", "micro_batch"]
+    assert (now.schedule.micro_batch, now.schedule.group, now.resident_units) == (1, 1, 0)
+    assert kept_things(now.schedule, 48) == 0
+
+
+def test_one_group_of_the_whole_batch_is_not_cut_where_that_takes_all_gradients_at_once():
+    """XL: boundaries of 2.3 GiB, and 5.8 GiB of gradients that come as those go."""
+    sizes = Sizes(blocks=48, batch=64, row_bytes=1024 * 1600 * 4, gradient_bytes=4 * 1_557_611_200, clips=True)
+    one_group = Layout(Schedule(1, 64, 4, True), 0, 1)
+    names = [name for name, _ in smaller_layouts(one_group, one_group, STEP, sizes)]
+    assert "groups" not in names
+    short = replace_schedule(one_group, segment_blocks=1)
+    shorter = dataclasses.replace(sizes, gradient_bytes=2**30)  # boundaries are more than gradients
+    assert next(smaller_layouts(short, short, STEP, shorter))[0] == "groups"
+    assert "segments" in [name for name, _ in smaller_layouts(short, short, STEP, shorter)]
+    twice = replace_schedule(one_group, norm_first=True)
+    assert "groups" not in [name for name, _ in smaller_layouts(twice, twice, STEP, sizes)]
+    unclipped = dataclasses.replace(sizes, clips=False)
+    assert "groups" not in [name for name, _ in smaller_layouts(one_group, one_group, STEP, unclipped)]
+
+
+def replace_schedule(layout: Layout, **changes) -> Layout:
+    return dataclasses.replace(layout, schedule=dataclasses.replace(layout.schedule, **changes))
+
+
+def test_only_states_can_be_given_up_in_updates_and_nothing_of_the_next_steps_layout():
+    sizes = Sizes(blocks=48, batch=64, row_bytes=1, gradient_bytes=1, clips=True)
+    planned = Layout(Schedule(2, 4, 2, True, product_blocks=24, first_group=16), resident_units=3, evaluation_rows=2)
+    assert {name for name, _ in smaller_layouts(planned, planned, UPDATES, sizes)} == {"states"}
+    assert {name for name, _ in smaller_layouts(planned, planned, PART, sizes)} == {"kept", "states"}
+    assert {name for name, _ in smaller_layouts(planned, planned, EVALUATION, sizes)} == {"states", "evaluation_rows"}
+
+
+# --- states and RAM
+
+
+def test_states_stay_where_ram_has_no_room_for_them_and_that_is_said():
+    asked = []
+
+    def refuses(moving: int, moved: int) -> str | None:
+        asked.append((moving, moved))
+        return "RAM would be at 17.0 GiB of the 16.0 GiB of --ram-limit"
+
+    training, _, _ = disturbed({"resident_units": 3, "ram_refuses": refuses}, 100, 100)
+    assert training.store.resident_units == 3 and training.names == ["cache", "micro_batch"]
+    of_unit = training.store.state_bytes(range(2, 3))
+    assert asked == [(of_unit, of_unit)]
+    assert "states stay on the GPU: RAM would be at 17.0 GiB" in training.said[1]
+
+
+def test_fewer_states_go_where_ram_has_room_for_those_alone():
+    case = {"resident_units": 4}
+    expected, bits, _ = undisturbed(case)
+    one = make_training(**case).store.state_bytes(range(3, 4))
+    refuses = lambda moving, moved: "too much" if moving > one else None  # noqa: E731
+    training, results, _ = disturbed(case | {"ram_refuses": refuses}, 100, 100, 100)
+    assert training.names == ["cache", "states", "states"] and training.store.resident_units == 2
+    assert results == expected and training.bits() == bits
+
+
+def test_a_staging_ring_that_finds_no_room_makes_more_states_go(monkeypatch):
+    case = {"resident_units": 99}
+    expected, bits, _ = undisturbed(case)
+    before_call(monkeypatch, Ring, "fit", run_out, 2)  # the first is that of a new training
+    training, results, _ = disturbed(case, 100, 100)
+    assert training.names == ["cache", "states"] and training.store.resident_units == UNITS - 3
+    assert results == expected and training.bits() == bits
+
+
+# --- nothing is left
+
+
+def test_updates_that_are_half_made_in_backward_are_not_saved():
+    training = make_training(**IN_BACKWARD)
+    train_on(training, range(2))
+    count = undisturbed(IN_BACKWARD)[2]
+    with pytest.raises(OutOfRoom, match="some weights are new and some old by now, so they are not saved") as raised:
+        train_on(training, [2], count * 3 // 4, *[1] * 9)
+    assert training.step.halfway and raised.value.exit_code == 4
+    assert training.store.resident_units == 0
+
+
+def test_a_step_that_cannot_be_made_is_left_as_if_it_had_not_been_begun():
+    training = make_training()
+    train_on(training, range(2))
+    with pytest.raises(OutOfRoom, match="even for single sequences"):
+        train_on(training, [2], *[900] * 9)
+    assert not training.step.halfway
+    expected = make_training()
+    train_on(expected, range(2))
+    assert training.bits() == expected.bits()
+
+
+# --- what a failed attempt leaves
+
+
+def test_a_gradient_that_did_not_reach_its_accumulator_counts_for_nothing(monkeypatch):
+    """The accumulator's own allocation fails in the hook, when the parameter has its .grad already."""
+    expected, bits, _ = undisturbed({})
+    training = make_training()
+    with monkeypatch.context() as patch:
+        before_call(patch, training.store.parts[2], "gradient_of", run_out, 20)
+        results, _ = train_on(training, range(4))
+    assert training.names == ["cache"] and repr(results) == expected and training.bits() == bits
+
+
+def test_the_failed_attempts_tensors_are_gone_when_room_is_made(monkeypatch):
+    training = make_training()
+    alive, seen = [], []
+    real = lowmem.step.linear_cross_entropy
+
+    def failing(hidden, *arguments, **keywords):
+        alive.append(weakref.ref(hidden))
+        if len(alive) == 2:
+            run_out()
+        return real(hidden, *arguments, **keywords)
+
+    monkeypatch.setattr(lowmem.step, "linear_cross_entropy", failing)
+    training.step.relieve = lambda where, reason: seen.extend(reference() is None for reference in alive)
+    gc.disable()  # no collection by chance: they must be free at once
+    try:
+        train_on(training, [0])
+    finally:
+        gc.enable()
+    assert seen == [True, True]
+
+
+def test_what_blocks_keep_is_gone_when_updates_have_begun(monkeypatch):
+    """Of the segments that wait for their backward, at the first measure that gives up what is kept."""
+    training = make_training(**IN_BACKWARD_KEPT | {"whole_blocks": 3, "product_blocks": 0})
+    count = undisturbed(IN_BACKWARD_KEPT | {"whole_blocks": 3, "product_blocks": 0})[2]
+    train_on(training, range(2))
+    seen = []
+    before_call(monkeypatch, Step, "take", lambda: seen.append(training.step.keeps_activations))
+    train_on(training, [2], count // 2, 1)
+    assert training.names == ["cache", "kept"] and seen == [True] and not training.step.keeps_activations
+
+
+def test_without_anyone_to_make_room_the_error_comes_through():
+    training = make_training()
+    training.step.relieve = None
+    with pytest.raises(torch.OutOfMemoryError):
+        train_on(training, [0], 100)
