@@ -70,6 +70,7 @@ results: setup
 	$(RUN) -m experiments.results
 	$(RUN) -m tests.faults.table
 	$(RUN) -m tests.stream_order.table
+	$(RUN) -m tests.published.table
 	$(RUN) -m experiments.host_time.table
 
 lint: setup

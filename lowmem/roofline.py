@@ -10,9 +10,9 @@ once and writes each output once. A card's sustained rate is that of large squar
 shapes the rest is lost to tiles that do not divide and to multiprocessors without one (`_share_in_use`), checked
 against others' figures for products of 1,024 and 2,048.
 
-Every constant here is assumed until a row of experiments measures it. The model's use is to order plans; expect its
-seconds to be off by a third. Left out: clocks that fall as a card warms, cache hits, kernels that read an input twice
-(layer norm's backward), the cost of determinism.
+Every constant here is assumed until a row of experiments measures it; tests/published holds them against whole steps
+that others measured. The model's use is to order plans; expect its seconds to be off by a third. Left out: clocks that
+fall as a card warms, cache hits, kernels that read an input twice (layer norm's backward), the cost of determinism.
 """
 
 import math

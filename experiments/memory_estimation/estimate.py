@@ -30,16 +30,17 @@ LARGEST_BATCH = 64
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-def plain_target(card: Card) -> Target:
-    """`card` as plain training finds it: sums in any order, PyTorch's own workspaces, nothing streamed."""
+def plain_target(card: Card, version: tuple[int, int] = _TORCH) -> Target:
+    """`card` as plain training finds it: sums in any order, the workspaces of this version of PyTorch, nothing
+    streamed."""
     gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=False)
     machine = Machine(
         hidden_bytes=functools.partial(temporaries.hidden_bytes, gpu=gpu),
         products=cuda_ops.PRODUCTS,
-        workspace_bytes=cuda_ops.blas_workspace_bytes(card.capability, None, _TORCH)
-        + cuda_ops.blaslt_workspace_bytes(_TORCH),
+        workspace_bytes=cuda_ops.blas_workspace_bytes(card.capability, None, version)
+        + cuda_ops.blaslt_workspace_bytes(version),
     )
-    return Target(machine, functools.partial(cuda_ops.CudaFunctions, card.capability, _TORCH))
+    return Target(machine, functools.partial(cuda_ops.CudaFunctions, card.capability, version))
 
 
 def plain_rows(

@@ -1,0 +1,43 @@
+"""Predicts what was published and puts the tables of it into README.md: five minutes, no GPU.
+
+python -m tests.published
+"""
+
+import argparse
+import json
+import sys
+
+import torch
+import transformers
+
+from tests.published import table
+from tests.published.peaks import peak_bytes
+from tests.published.points import peaks, step_times
+from tests.published.programs import build
+from tests.published.simulated import simulate
+
+PARTS = ("step_seconds", "peak_bytes")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.published", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--only", choices=PARTS, help="of the two parts; the other one keeps its predictions")
+    only = parser.parse_args().only
+    found = json.loads(table.PREDICTIONS.read_text(encoding="utf-8")) if table.PREDICTIONS.exists() else {}
+    if only != "peak_bytes":
+        found["step_seconds"] = []
+        for point in step_times():
+            found["step_seconds"].append(seconds := simulate(point.card, *build(point)))
+            print(f"{seconds / point.seconds:5.2f}  {point.group['name']}  {point.shape}", flush=True)
+    if only != "step_seconds":
+        found["peak_bytes"] = []
+        for peak in peaks():
+            found["peak_bytes"].append(size := peak_bytes(peak))
+            print(f"{size / peak.allocated_bytes - 1:+7.2%}  {peak}", flush=True)
+    found["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    table.PREDICTIONS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return table.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What was published, as points: what was run, on which card, and how long a step took or what it allocated at most.
+
+A step of measurements.json is what the program did between two readings of its clock. Where that is not all that
+training does ("forward", "forward and backward"), the group says so.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lowmem.cards import CARDS, Card, Rate
+
+MEASUREMENTS = Path(__file__).parent / "measurements.json"
+OTHER_CARDS = {  # that no plan is made for: their data sheets, and the shares of the card that is like them
+    "a100-80gb": replace(CARDS["a100"], name="a100-80gb", memory_bytes_per_second=2039e9),
+    "rtx3090ti": replace(
+        CARDS["rtx3090"], name="rtx3090ti", multiprocessors=84, memory_bytes_per_second=1008e9,
+        rates={"bf16": Rate(80e12, 1.0), "fp16": Rate(80e12, 1.0), "fp32": Rate(40e12, 0.69)},
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured step time. `group`: the rest of what stands in measurements.json beside it."""
+
+    group: dict[str, Any]
+    shape: dict[str, int]
+    seconds: float
+
+    @property
+    def card(self) -> Card:
+        name = self.group["card"]
+        card = OTHER_CARDS.get(name) or CARDS[name]
+        return at_clock(card, self.group["clock_share"]) if "clock_share" in self.group else card
+
+
+def at_clock(card: Card, share: float) -> Card:
+    """`card` with the clock of its multiprocessors locked at `share` of its data sheet's; memory has another clock."""
+    return replace(card, rates={name: Rate(rate.peak * share, rate.share) for name, rate in card.rates.items()})
+
+
+def step_times() -> list[Point]:
+    points = []
+    for group in _measurements()["step_times"]:
+        for row in group["points"]:
+            shape = dict(zip(group["columns"], row, strict=True))
+            points.append(Point(group, shape, shape.pop("seconds")))
+    return points
+
+
+@dataclass(frozen=True)
+class Peak:
+    """One measured `torch.cuda.max_memory_allocated` of forward and backward. `eager`: attention's way, else fused."""
+
+    model: str
+    batch: int
+    tokens: int
+    eager: bool
+    allocated_bytes: int
+
+
+def peaks() -> list[Peak]:
+    found = []
+    for group in _measurements()["peaks"]:
+        for batch, tokens, *megabytes in group["points"]:
+            found += [
+                Peak(group["model"], batch, tokens, eager, round(size * 1e6))
+                for eager, size in zip((True, False), megabytes, strict=True)
+                if size is not None
+            ]
+    return found
+
+
+def _measurements() -> dict[str, list[dict[str, Any]]]:
+    return json.loads(MEASUREMENTS.read_text(encoding="utf-8"))

@@ -1,0 +1,159 @@
+"""The programs whose step times others published, written anew as far as a simulation needs them.
+
+Each is a model and a step on tensors without data; what counts is which operations run on which shapes. CS336's
+program is tests/cuda/recorded_model.py, GPT-2 as nanoGPT had it is here, the rest is today's transformers.
+
+Shape suffixes: B sequences, T tokens of each, D width, H heads.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GPT2Config, LlamaConfig
+
+from experiments.harness.autocast import CudaAutocast
+from lowmem.models import build_model
+from tests.cuda.recorded_model import AdamW, Model, Size, cross_entropy
+from tests.published.points import Point
+
+META = torch.device("meta")
+Step = Callable[[], None]
+
+
+def build(point: Point) -> tuple[nn.Module, Step]:
+    """The model on the meta device, and the step that trains it."""
+    return _PROGRAMS[point.group["program"]](point)
+
+
+def _tokens(point: Point) -> Tensor:
+    return torch.zeros((point.shape["batch"], point.shape["tokens"]), dtype=torch.int64, device=META)
+
+
+def _autocast(point: Point, forward: Callable[[], Tensor]) -> Tensor:
+    if point.group["precision"] != "bf16 autocast":
+        return forward()
+    with CudaAutocast():
+        return forward()
+
+
+def _cs336(point: Point) -> tuple[nn.Module, Step]:
+    shape = point.shape
+    size = Size(shape["layers"], shape["width"], shape["heads"], shape["inner_width"], META)
+    model, tokens, kind = Model(shape["tokens"], size), _tokens(point), point.group["step"]
+    optimizer = AdamW(model.parameters())
+
+    def step() -> None:
+        if kind == "forward":
+            model(tokens).mean()
+        elif kind == "forward and backward":
+            model(tokens).mean().backward()
+        else:
+            optimizer.zero_grad()
+            _autocast(point, lambda: cross_entropy(model(tokens), tokens)).backward()
+            optimizer.step()
+
+    return model, step
+
+
+def _llama(point: Point) -> tuple[nn.Module, Step]:
+    model = build_model(LLAMA_3_2_1B).to(META, torch.bfloat16)
+    tokens = _tokens(point)
+    embedded = torch.empty(*tokens.shape, LLAMA_3_2_1B.hidden_size, dtype=torch.bfloat16, device=META)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, foreach=True)
+
+    def step() -> None:
+        logits = model(inputs_embeds=embedded, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return model, step
+
+
+LLAMA_3_2_1B = LlamaConfig(
+    hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
+    intermediate_size=8192, vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def _nano_gpt(point: Point) -> tuple[nn.Module, Step]:
+    with META:
+        model = NanoGPT(point.shape["tokens"])
+    tokens = _tokens(point)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = _autocast(point, lambda: F.cross_entropy(model(tokens).view(-1, GPT2_VOCABULARY), tokens.view(-1)))
+        loss.backward()
+        optimizer.step()
+
+    return model, step
+
+
+def _gpt2_medium(point: Point) -> tuple[nn.Module, Step]:
+    config = GPT2Config(n_layer=24, n_embd=1024, n_head=16)
+    model = build_model(config)
+    model.set_attn_implementation("eager")
+    model.to(META)
+    tokens = _tokens(point)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    def step() -> None:
+        for _ in range(4):
+            _autocast(point, lambda: model(input_ids=tokens, labels=tokens, use_cache=False).loss).backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        torch._foreach_mul_(gradients, 1.0 / (norm + 1e-6))  # clip_grad_norm_ does it one by one on meta tensors
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+_PROGRAMS = {"cs336": _cs336, "llama-3.2-1b": _llama, "nanogpt": _nano_gpt, "gpt2-medium": _gpt2_medium}
+
+
+GPT2_VOCABULARY = 50257
+
+
+class NanoGPT(nn.Module):
+    """GPT-2 small as nanoGPT and build-nanogpt had it before flash attention: T x T matrices, head tied or not."""
+
+    def __init__(self, tokens: int, layers: int = 12, width: int = 768, heads: int = 12):
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(GPT2_VOCABULARY, width), nn.Embedding(tokens, width)
+        self.blocks = nn.ModuleList(_Block(tokens, width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, GPT2_VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        x_BTD = self.embedding(ids_BT) + self.positions(torch.arange(ids_BT.size(1), device=ids_BT.device))
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.head(self.norm(x_BTD))
+
+
+class _Block(nn.Module):
+    def __init__(self, tokens: int, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.register_buffer("mask", torch.ones(tokens, tokens).tril()[None, None])
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attend(self.norm_1(x_BTD))
+        return x_BTD + self.down(F.gelu(self.up(self.norm_2(x_BTD)), approximate="tanh"))
+
+    def attend(self, x_BTD: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(2, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x_BTD).chunk(3, dim=2))
+        scores_BHTT = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        scores_BHTT = scores_BHTT.masked_fill(self.mask == 0, float("-inf"))
+        y = F.softmax(scores_BHTT, dim=-1) @ v
+        return self.projection(y.transpose(1, 2).contiguous().view(x_BTD.shape))

@@ -1,0 +1,105 @@
+"""README.md's tables, of the predictions that `python -m tests.published` leaves.
+
+python -m tests.published.table
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from experiments.harness.tables import between, markdown, put
+from tests.published.points import Point, peaks, step_times
+
+FOLDER = Path(__file__).resolve().parent
+PREDICTIONS, README = FOLDER / "predictions.json", FOLDER / "README.md"
+BEGIN = "<!-- made by python -m tests.published.table -->"
+THIRD = 1 / 3
+
+
+def predictions() -> dict[str, list]:
+    """`step_seconds` and `peak_bytes`, one for each of `step_times()` and of `peaks()`."""
+    return json.loads(PREDICTIONS.read_text(encoding="utf-8"))
+
+
+def ratios() -> dict[str, list[float]]:
+    """Predicted over measured, by group."""
+    found: dict[str, list[float]] = {}
+    for point, predicted in zip(step_times(), predictions()["step_seconds"], strict=True):
+        found.setdefault(point.group["name"], []).append(predicted / point.seconds)
+    return found
+
+
+def with_backward(found: dict[str, list[float]]) -> list[float]:
+    """Of the groups whose steps have a backward pass: what training is."""
+    forward_only = {point.group["name"] for point in step_times() if point.group["step"] == "forward"}
+    return [ratio for name, group in found.items() if name not in forward_only for ratio in group]
+
+
+def within_a_third(group: list[float]) -> int:
+    return sum(abs(ratio - 1) <= THIRD for ratio in group)
+
+
+def peak_errors() -> dict[str, list[float]]:
+    """Predicted over measured - 1, by model and attention."""
+    found: dict[str, list[float]] = {}
+    for peak, predicted in zip(peaks(), predictions()["peak_bytes"], strict=True):
+        name = f"{peak.model}, {'eager' if peak.eager else 'fused'} attention"
+        found.setdefault(name, []).append(predicted / peak.allocated_bytes - 1)
+    return found
+
+
+def within_a_percent(group: list[float]) -> int:
+    return sum(abs(error) <= 0.01 for error in group)
+
+
+def median_size(group: list[float]) -> float:
+    return statistics.median(map(abs, group))
+
+
+def tables() -> str:
+    return "\n\n".join((_step_table(), _peak_table()))
+
+
+def _peak_table() -> str:
+    groups = peak_errors()
+    groups["all"] = [error for group in groups.values() for error in group]
+    lines = [
+        (
+            *(name, str(len(group)), f"{median_size(group):.2%}"),
+            *(f"{min(group):+.2%}", f"{max(group):+.2%}", str(within_a_percent(group))),
+        )
+        for name, group in groups.items()
+    ]
+    return markdown(("peaks", "points", "error, median size", "from", "to", "within 1%"), lines)
+
+
+def _step_table() -> str:
+    found = ratios()
+    lines = [_line(name, group, _source(name)) for name, group in found.items()]
+    lines.append(_line("all with a backward pass", with_backward(found), ""))
+    header = ("steps", "points", "predicted / measured, median", "from", "to", "within a third", "source")
+    return markdown(header, lines)
+
+
+def _line(name: str, group: list[float], source: str) -> tuple[str, ...]:
+    numbers = (statistics.median(group), min(group), max(group))
+    return (name, str(len(group)), *(f"{number:.2f}" for number in numbers), str(within_a_third(group)), source)
+
+
+def _source(name: str) -> str:
+    point: Point = next(point for point in step_times() if point.group["name"] == name)
+    return point.group["source"]
+
+
+def text() -> str:
+    return between(README.read_text(encoding="utf-8"), BEGIN, tables())
+
+
+def main() -> int:
+    put(README, BEGIN, tables())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
