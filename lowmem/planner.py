@@ -37,12 +37,12 @@ from lowmem.lifetime import CUDA_PROCESS_BYTES, RUNS_BYTES, TRAINING_BYTES, Proc
 from lowmem.models import make_decoder
 from lowmem.precision import WORKING_DTYPES
 from lowmem.prediction import Plan
-from lowmem.search import SEGMENTS, Choices, Found, Room, Simulations, fastest, smallest_room
+from lowmem.search import SEGMENTS, Choices, Found, Room, Simulations, fastest, seconds_with, smallest_room
 from lowmem.settings import Settings
 from lowmem.simulate import Recording, StepCase, cpu_target, gpu_target, most_bytes, named_at_peak, record_step
 from lowmem.step import Schedule
 from lowmem.trial import architecture_blamed, compare_small_copy
-from lowmem.units import MIB, format_size
+from lowmem.units import GIB, MIB, format_size
 
 MARGIN_BYTES = 64 * MIB  # of the GPU's cap: small temporaries that are not simulated; not yet measured on a GPU
 CPU_MICRO_BATCH_TOKENS = 4096
@@ -117,9 +117,17 @@ def _gpu_plan(
     if settings.ram_limit_bytes is not None and plan.ram_bytes > settings.ram_limit_bytes:  # loading alone is too much
         raise PlanError(_refusal(settings, gpu_limit, 0, Room(None, plan.ram_bytes)))
     plan = replace(plan, fused_kernels=target.fused_kernels)
+    if room.ram is not None and found.case.optimizer is case.optimizer and not found.case.schedule.norm_first:
+        more = Room(room.gpu, room.ram + GIB)
+        plan = replace(
+            plan, seconds_with_more_ram=seconds_with(simulations, _choices(settings, simulations), more, found)
+        )
     if measured is not None:
         timed = record_step(decoder(), found.case, gpu_target(measured, fused_kernels), {}, alike=True)
+        ratio = timed.seconds / plan.step_seconds
         plan = replace(plan, card=measured, step_seconds=timed.seconds, waiting_seconds=timed.waiting_seconds)
+        if plan.seconds_with_more_ram is not None:
+            plan = replace(plan, seconds_with_more_ram=plan.seconds_with_more_ram * ratio)
     return plan
 
 
