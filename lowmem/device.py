@@ -1,12 +1,17 @@
 """Which device computes, and what has to be set before it does."""
 
+import ctypes
 import gc
 import os
+from contextlib import suppress
 
 import torch
 
 from lowmem.errors import InputError
+from lowmem.units import MIB
 
+RETURNED_FROM_BYTES = 6 * MIB  # from here on memory of the CPU goes back to the system when it is freed
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 CUBLAS_WORKSPACES = ":4096:8"  # eight of 4 MiB
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first is torch's from 2.9 on
 
@@ -18,6 +23,20 @@ def set_environment() -> None:
         os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:True"))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Has glibc give large tensors of the CPU back to the system when they are freed. By itself it learns to keep
+    pieces of up to 32 MiB and does not find them all again: GPT-2-Medium took 0.4 GiB more. The price is that their
+    pages are made anew each time: a fifth of a step's time with 128 tokens, nothing to be seen with 1,024. What the
+    user has set stays; other systems' allocators are left as they are."""
+    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        return
+    with suppress(OSError, AttributeError, TypeError):  # no C library that knows it
+        set_option = ctypes.CDLL(None).mallopt
+        set_option(_M_MMAP_THRESHOLD, RETURNED_FROM_BYTES)
+        set_option(_M_TRIM_THRESHOLD, 64 * MIB)
 
 
 def expandable_segments() -> bool:

@@ -8,7 +8,7 @@ what a plan predicts.
     save       the model and its states, and a chunk of what is copied from a GPU
     export     the same, and the runs in which weights are converted
 
-All the rest of what a process holds is one number: what it holds when it is planned and TRAINING_BYTES, or, where the
+All the rest of what a process holds is one number: what it holds when it is planned and TRAINING_BYTES; or, where the
 plan is for a GPU that is not here, CUDA_PROCESS_BYTES.
 """
 
@@ -23,7 +23,8 @@ from lowmem.units import GIB, MIB
 
 PHASES = ("prepare", "load", "evaluate", "train", "save", "export")
 CUDA_PROCESS_BYTES = 2 * GIB  # interpreter, libraries, CUDA's host side, data, where there is no GPU here; assumed
-TRAINING_BYTES = 192 * MIB  # what the process takes on top of what it holds when the plan is made: data, buffers
+TRAINING_BYTES = 192 * MIB  # what the process takes on top of what it holds when it is planned: data, buffers; assumed
+CPU_TRAINING_BYTES = 112 * MIB  # the same on the CPU: from runs of GPT-2 and GPT-2-Medium
 RUNS_BYTES = 24 * MIB  # what reading, converting and writing weights run by run takes (a test holds it to that)
 
 Ram = dict[str, dict[str, int]]  # by phase, by name

@@ -33,7 +33,15 @@ from lowmem.blocks import Decoder
 from lowmem.budget import CONTEXT_BYTES, ram_now_bytes
 from lowmem.cards import Card
 from lowmem.errors import PlanError
-from lowmem.lifetime import CUDA_PROCESS_BYTES, RUNS_BYTES, TRAINING_BYTES, Process, on_a_gpu, on_the_cpu
+from lowmem.lifetime import (
+    CPU_TRAINING_BYTES,
+    CUDA_PROCESS_BYTES,
+    RUNS_BYTES,
+    TRAINING_BYTES,
+    Process,
+    on_a_gpu,
+    on_the_cpu,
+)
 from lowmem.models import make_decoder
 from lowmem.precision import WORKING_DTYPES
 from lowmem.prediction import Plan
@@ -42,9 +50,10 @@ from lowmem.settings import Settings
 from lowmem.simulate import Recording, StepCase, cpu_target, gpu_target, most_bytes, named_at_peak, record_step
 from lowmem.step import Schedule
 from lowmem.trial import architecture_blamed, compare_small_copy
-from lowmem.units import MIB, format_size
+from lowmem.units import GIB, MIB, format_size
 
 MARGIN_BYTES = 64 * MIB  # of the GPU's cap: small temporaries that are not simulated; not yet measured on a GPU
+_WORTH_SAYING = 0.995  # of a step's time: what more RAM has to bring it below
 CPU_MICRO_BATCH_TOKENS = 4096
 FEW_SEQUENCES = 4  # to a micro-batch, where forward and backward run twice: those plans take long to make
 SEGMENTS_OF_A_BATCH = (1, 2, 4, 6, 8)  # blocks per segment that are tried where the inputs of a whole batch are kept
@@ -117,9 +126,14 @@ def _gpu_plan(
     if settings.ram_limit_bytes is not None and plan.ram_bytes > settings.ram_limit_bytes:  # loading alone is too much
         raise PlanError(_refusal(settings, gpu_limit, 0, Room(None, plan.ram_bytes)))
     plan = replace(plan, fused_kernels=target.fused_kernels)
+    if found.case.optimizer is case.optimizer:
+        plan = replace(plan, seconds_with_more_ram=_seconds_with_more_ram(settings, simulations, room, found))
     if measured is not None:
         timed = record_step(decoder(), found.case, gpu_target(measured, fused_kernels), {}, alike=True)
+        ratio = timed.seconds / plan.step_seconds
         plan = replace(plan, card=measured, step_seconds=timed.seconds, waiting_seconds=timed.waiting_seconds)
+        if plan.seconds_with_more_ram is not None:
+            plan = replace(plan, seconds_with_more_ram=plan.seconds_with_more_ram * ratio)
     return plan
 
 
@@ -131,6 +145,18 @@ def fastest_layout(settings: Settings, simulations: Simulations, room: Room) -> 
         return found
     below_seconds = math.inf if found is None else found.recording.seconds
     return fastest(simulations, twice, room, below_seconds) or found
+
+
+def _seconds_with_more_ram(settings: Settings, simulations: Simulations, room: Room, found: Found) -> float | None:
+    """How long a step of the same micro-batch takes with 1 GiB more of RAM; None where RAM is not what decides, or that
+    changes little. Most of what is asked for here has been recorded for `found`."""
+    recording, resident = found.recording, found.case.resident_units
+    if room.ram is None or not resident or recording.streamed_bytes + recording.state_bytes[resident - 1] <= room.ram:
+        return None
+    choices = replace(_choices(settings, simulations), micro_batches=[found.case.schedule.micro_batch])
+    larger = Room(room.gpu, room.ram + GIB)
+    faster = fastest(simulations, choices, larger, _WORTH_SAYING * recording.seconds)
+    return None if faster is None else faster.recording.seconds
 
 
 def least_room(settings: Settings, simulations: Simulations, room: Room) -> Room:
@@ -216,7 +242,7 @@ def _cpu_plan(
         case, recording = simulations.record(schedule, resident)
         train = named_at_peak(recording.tape) | {"streamed_states": recording.streamed_bytes}
         train["freed_and_kept"] = most_bytes(recording.tape, "live_blocks")
-        ram = on_the_cpu(process.now_bytes + TRAINING_BYTES, train, _drawn_bytes(settings, simulations))
+        ram = on_the_cpu(process.now_bytes + CPU_TRAINING_BYTES, train, _drawn_bytes(settings, simulations))
         return Plan(
             settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, "cpu", precision,
             None, settings.optimizer, case.schedule, resident, settings.gpu_limit_bytes, None, None, {}, ram, None,

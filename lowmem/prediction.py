@@ -23,7 +23,8 @@ STATE_BITS = {"adamw": 32, "adamw8bit": 8, "sgd": 0}
 class Plan:
     """A layout of the step and what the simulation says of it. `card`: None on the CPU; GPU figures are None there.
     `ram`: bytes by phase of the run and by name (lifetime.py). `fused_kernels`: whether operators.py's are counted on.
-    `not_compared`: why a small copy of the model was not compared with its pieces (trial.py); None where it was."""
+    `not_compared`: why a small copy of the model was not compared with its pieces (trial.py); None where it was.
+    `seconds_with_more_ram`: what a step takes if RAM's cap is 1 GiB higher, or less; None where RAM does not decide."""
 
     model: str
     parameters: int
@@ -46,6 +47,7 @@ class Plan:
     timeline: list[tuple[float, int, int]] = field(repr=False)
     fused_kernels: bool = False
     not_compared: str | None = None
+    seconds_with_more_ram: float | None = None
 
     @property
     def ram_breakdown(self) -> dict[str, int]:
@@ -87,6 +89,7 @@ class Plan:
                 "step_seconds": self.step_seconds,
             },
             "seconds_waiting_for_copies": self.waiting_seconds,
+            "step_seconds_with_1_gib_more_ram": self.seconds_with_more_ram,
             "breakdown": self.gpu_breakdown or self.ram_breakdown,
             "ram_breakdown": self.ram_breakdown,
             "ram_phases": self.ram_phases,
@@ -134,6 +137,8 @@ class Plan:
                 f"a step takes about {self.step_seconds:.3g} s on {self.card.name} ({rate:,.0f} tokens/s), "
                 f"{self.waiting_seconds:.2g} s of it waiting for copies"
             )
+        if self.seconds_with_more_ram is not None:
+            lines.append(f"RAM decides: with 1 GiB more a step takes about {self.seconds_with_more_ram:.3g} s")
         if self.not_compared is not None:
             lines.append(
                 f"not compared with the whole model ({self.not_compared}); training does that before its first step"
