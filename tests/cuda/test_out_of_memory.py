@@ -1,0 +1,213 @@
+"""Memory that really runs out: PyTorch's own allocator raises the error, under a cap.
+
+What tests/faults/test_recovery.py imitates at every operation on the CPU happens here where the allocator refuses. The
+outcome has the bits of the same training on the CPU, which never ran out.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config
+
+from experiments.gpu_acceptance.bitwise import PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Outcome, Shape, make_step
+from experiments.gpu_acceptance.measured import collect_garbage
+from lowmem import fused
+from lowmem.recovery import OutOfRoom, Recovery
+from lowmem.smaller import Sizes
+from lowmem.step import Step
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+TINY = replace(Shape.of(True, dropout=0.1), batch=4)
+WIDE = Shape(
+    GPT2Config(
+        n_layer=3, n_embd=128, n_head=2, vocab_size=211, n_positions=256, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1,
+    ), seq=256, batch=4, steps=3,
+)  # fmt: skip
+SAMPLES = 5  # of the operations of a step
+ARRANGEMENTS = {
+    "streamed, deferred": {"resident_units": 0, "defer": True},
+    "half resident, some blocks kept": {"resident_units": 3, "product_blocks": 1, "whole_blocks": 1, "defer": True},
+    "in backward": UNCLIPPED | UPDATED_IN_BACKWARD | {"group": 2},
+    "forward and backward twice": {"norm_first": True, "group": 2, "resident_units": 1, "defer": True},
+    "8-bit moments": {"resident_units": 0, "defer": True, "optimizer": "adamw8bit"},
+}
+
+
+@pytest.fixture(autouse=True)
+def plain_lines(monkeypatch):
+    """No fused kernels, whose sums are ordered otherwise than the CPU's."""
+    monkeypatch.setattr(fused, "why_not", lambda device: "this test compares the plain lines")
+
+
+class Taken(TorchDispatchMode):
+    """Just before operation `number` somebody takes all memory that is free, until the allocator has refused some."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.number, self.count, self.refused = number, 0, False
+        self._taken: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count == self.number:
+            self._take_all()
+        try:
+            return function(*args, **kwargs or {})
+        except torch.OutOfMemoryError:
+            self.refused = True
+            self._give_back()
+            raise
+
+    def __exit__(self, *exception):
+        self._give_back()
+        return super().__exit__(*exception)
+
+    def _take_all(self) -> None:
+        cap(torch.cuda.memory_reserved())
+        size = 2**26
+        while size >= 512:
+            try:
+                self._taken.append(torch.empty(size, dtype=torch.uint8, device=CUDA))
+            except torch.OutOfMemoryError:
+                size //= 2
+
+    def _give_back(self) -> None:
+        self._taken.clear()
+        cap(None)
+
+
+def cap(size_bytes: int | None) -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(1.0 if size_bytes is None else size_bytes / total)
+
+
+@contextmanager
+def training(shape: Shape, device: torch.device, case: dict) -> Iterator[tuple[Step, Recovery, list[str]]]:
+    case = {"clip_norm": 0.1, "optimizer": "adamw"} | PLAIN | case
+    step, store = make_step(shape, device, "bf16" if shape is TINY else "fp32", False, **case)
+    store.page_lock()
+    row_bytes = shape.seq * shape.config.n_embd * 4
+    sizes = Sizes(shape.config.n_layer, shape.batch, row_bytes, 4 * store.parameter_count, "clip_norm" in case)
+    said: list[str] = []
+    try:
+        yield step, Recovery(step, store, sizes, said.append), said
+    finally:
+        step.relieve = None
+        del step, store
+        collect_garbage()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def outcome(step: Step, results: list) -> Outcome:
+    step.flush()
+    return Outcome.of(results, step._store, page_locked=True)
+
+
+def plain(shape: Shape, case: dict) -> Outcome:
+    with training(shape, CPU, case) as (step, _, _):
+        return outcome(step, [step(batch, index, 1e-3) for index, batch in enumerate(shape.batches())])
+
+
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_whatever_the_allocator_refuses_costs_no_bit(name):
+    """In the second step, at one operation after the other that allocates."""
+    case, batches = ARRANGEMENTS[name], TINY.batches()
+    truth = plain(TINY, case)
+    with training(TINY, CUDA, case) as (step, _, _):
+        step(batches[0], 0, 1e-3)
+        with Taken(0) as mode:
+            step(batches[1], 1, 1e-3)
+        step.flush()
+    refused = 0
+    for number in range(1, mode.count, 1 + mode.count // SAMPLES):
+        with training(TINY, CUDA, case) as (step, recovery, said):
+            results = [step(batches[0], 0, 1e-3)]
+            recovery.number = 2
+            with Taken(number) as taken:
+                results.append(step(batches[1], 1, 1e-3))
+                step.flush()
+            assert outcome(step, results).differences(truth) == [], number
+            refused += taken.refused
+            assert [measure["measure"] for measure in recovery.measures] == ["cache"] * taken.refused
+            assert len(said) == taken.refused and all("CUDA out of memory" in sentence for sentence in said)
+    assert refused > SAMPLES // 2, "most operations allocate, or one soon after does"
+
+
+def reserved(case: dict) -> int:
+    """Of a card's memory, by the first two steps."""
+    with training(WIDE, CUDA, case) as (step, _, _):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for index, batch in enumerate(WIDE.batches()[:2]):
+            step(batch, index, 1e-3)
+        step.flush()
+        return torch.cuda.max_memory_reserved()
+
+
+GENEROUS = {"resident_units": 99, "recompute": False, "defer": True}
+SPARING = {"resident_units": 99, "recompute": True, "defer": True}
+
+
+def test_under_a_smaller_cap_than_the_layout_takes_a_run_finds_one_that_fits_and_costs_no_bit():
+    most, least = reserved(GENEROUS), reserved(SPARING)
+    assert most > least + (4 << 20)  # else no cap would tell them apart
+    truth, batches = plain(WIDE, GENEROUS), WIDE.batches()
+    with training(WIDE, CUDA, GENEROUS) as (step, recovery, said):
+        results = [step(batches[0], 0, 1e-3)]
+        torch.cuda.empty_cache()
+        cap((most + least) // 2)
+        try:
+            for index in (1, 2):
+                recovery.number = index + 1
+                results.append(step(batches[index], index, 1e-3))
+        finally:
+            cap(None)
+        found = [measure["measure"] for measure in recovery.measures]
+        assert found[:2] == ["cache", "kept"] and "micro_batch" not in found and len(said) == len(found)
+        assert {measure["step"] for measure in recovery.measures} == {2}, "the layout that was found does for step 3"
+        assert outcome(step, results).differences(truth) == []
+
+
+@pytest.mark.parametrize("downwards", [False, True])
+def test_states_leave_the_card_in_the_middle_of_a_pass(downwards):
+    """When the last step's updates have come to the second unit; the ring has no slots before."""
+    case = {"resident_units": 99, "defer": True} | (UNCLIPPED | {"group": 2} if downwards else {})
+    batches = TINY.batches()
+    truth = plain(TINY, case)
+    with training(TINY, CUDA, case) as (step, _, _):
+        results = [step(batches[0], 0, 1e-3)]
+        go_on, passes = step._updates._go_on, iter(range(10_000))
+
+        def moving() -> None:
+            go_on()
+            if next(passes) == 3:
+                assert step._updates.waiting and step._updates.move_states(1)
+
+        step._updates._go_on = moving
+        results.append(step(batches[1], 1, 1e-3))
+        assert step._store.resident_units == 1 and step.ring.slot_bytes > 0
+        assert outcome(step, results).differences(truth) == []
+
+
+def test_where_nothing_helps_the_run_ends_with_one_sentence_and_its_weights_are_those_of_the_step_before():
+    case, batches = {"resident_units": 0, "defer": True}, WIDE.batches()
+    with training(WIDE, CUDA, case) as (step, recovery, _):
+        results = [step(batches[0], 0, 1e-3)]
+        step.flush()
+        recovery.number = 2
+        torch.cuda.empty_cache()
+        cap(torch.cuda.memory_allocated() + (2 << 20))
+        try:
+            with pytest.raises(OutOfRoom, match="step 2: out of memory .*even for single sequences"):
+                step(batches[1], 1, 1e-3)
+        finally:
+            cap(None)
+        found = outcome(step, results)
+    with training(replace(WIDE, steps=1), CPU, case) as (step, _, _):
+        assert found.differences(outcome(step, [step(batches[0], 0, 1e-3)])) == []
