@@ -45,9 +45,10 @@ from lowmem.lifetime import (
 from lowmem.models import make_decoder
 from lowmem.precision import WORKING_DTYPES
 from lowmem.prediction import Plan
-from lowmem.search import SEGMENTS, Choices, Found, Room, Simulations, fastest, smallest_room
+from lowmem.search import SEGMENTS, Choices, Found, Room, fastest, frugal, smallest_room
 from lowmem.settings import Settings
 from lowmem.simulate import Recording, StepCase, cpu_target, gpu_target, most_bytes, named_at_peak, record_step
+from lowmem.simulations import Simulations
 from lowmem.step import Schedule
 from lowmem.trial import architecture_blamed, compare_small_copy
 from lowmem.units import GIB, MIB, format_size
@@ -105,7 +106,7 @@ def _gpu_plan(
         None if gpu_limit is None else gpu_limit - MARGIN_BYTES,
         None if settings.ram_limit_bytes is None else settings.ram_limit_bytes - beside,
     )
-    case = _case(settings, precision)
+    case = step_case(settings, precision)
     simulations = Simulations(decoder, case, target)
     found = fastest_layout(settings, simulations, room)
     if found is None:
@@ -166,7 +167,15 @@ def least_room(settings: Settings, simulations: Simulations, room: Room) -> Room
     return min(rooms, key=lambda room: (room.gpu or 0, room.ram))
 
 
-def _case(settings: Settings, precision: str) -> StepCase:
+def frugal_layouts(settings: Settings, simulations: Simulations) -> list[tuple[Schedule, int]]:
+    """Schedules and numbers of resident units with no cap for RAM, one of which takes least of the GPU."""
+    choices = _choices(settings, simulations)
+    both = [which for which in (choices, _twice(settings, choices)) if which]
+    return [layout for which in both for layout in frugal(simulations, which, Room(None, None))]
+
+
+def step_case(settings: Settings, precision: str) -> StepCase:
+    """What all layouts of these settings share, in one of them."""
     return StepCase(
         settings.seq, settings.batch, Schedule(1, 1, 1, recompute=True), WORKING_DTYPES[precision],
         OPTIMIZERS[settings.optimizer], 0, settings.clip_norm, settings.document_mask,
@@ -234,7 +243,7 @@ def _one_step(recording: Recording, timeline: list[tuple[float, int, int]]) -> l
 def _cpu_plan(
     settings: Settings, decoder: Callable[[], Decoder], precision: str, ram_free_bytes: int | None, process: Process
 ) -> Plan:
-    simulations = Simulations(decoder, _case(settings, precision), cpu_target())
+    simulations = Simulations(decoder, step_case(settings, precision), cpu_target())
     choices = _choices(settings, simulations)
     resident = choices.resident_units[-1]
 

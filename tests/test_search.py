@@ -9,14 +9,17 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import GPT2Config
+from transformers import GPT2Config, LlamaConfig
 
 from lowmem.adam import OPTIMIZERS
 from lowmem.allocator import SimulatedOutOfMemory
 from lowmem.cards import CARDS
 from lowmem.models import make_decoder
-from lowmem.search import Choices, Room, Simulations, fastest, smallest_room
+from lowmem.planner import fastest_layout, least_room
+from lowmem.search import Choices, Room, fastest, smallest_room
+from lowmem.settings import Settings
 from lowmem.simulate import StepCase, gpu_target, record_step, under_cap
+from lowmem.simulations import Simulations
 from lowmem.step import Schedule
 from lowmem.units import MIB
 
@@ -116,3 +119,61 @@ def test_where_only_ram_is_short_the_gpus_cap_stays_as_it_is(simulations, gpu):
     assert smallest.gpu == gpu
     assert fastest(simulations, few_resident, smallest) is not None
     assert fastest(simulations, few_resident, Room(gpu, smallest.ram - 1)) is None
+
+
+# --- the caps that are named, and those above them
+
+
+SWEPT = {  # where the smallest cap is that of long segments
+    "long sequences": (GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=200, n_positions=512), 512),
+    "llama": (
+        LlamaConfig(
+            hidden_size=192, num_hidden_layers=4, num_attention_heads=3, num_key_value_heads=1, intermediate_size=512,
+            vocab_size=500, tie_word_embeddings=True,
+        ),
+        256,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[("long sequences", 1.0), ("long sequences", None), ("llama", 1.0)], ids=str)
+def question(request) -> tuple[Settings, Simulations]:
+    name, clip_norm = request.param
+    config, seq = SWEPT[name]
+    case = dataclasses.replace(CASE, seq=seq, clip_norm=clip_norm)
+    simulations = Simulations(
+        lambda: make_decoder(config, "bf16", "fp32", fused_kernels=True), case, gpu_target(CARDS["rtx3090"])
+    )
+    return Settings(seq=seq, batch=BATCH, clip_norm=clip_norm), simulations
+
+
+def never_slower(question, rooms: list[Room]) -> None:
+    """Every room is planned for, and none slower than the one before."""
+    seconds = []
+    for room in rooms:
+        found = fastest_layout(*question, room)
+        assert found is not None, f"{room} is refused, {rooms[0]} was named"
+        assert room.gpu is None or found.memory.reserved_peak_bytes < room.gpu + 20 * MIB
+        assert room.ram is None or found.recording.streamed_bytes <= room.ram
+        seconds.append(found.recording.seconds)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < seconds[0]
+
+
+STEPS = (0, 1, 2, 3, 5, 8, 13, 21, 34, 144)
+
+
+@pytest.mark.parametrize("ram", [None, 4 * MIB])
+def test_a_cap_of_the_gpu_that_was_named_is_planned_and_a_larger_one_gives_no_less(question, ram):
+    named = least_room(*question, Room(1 * MIB, ram))
+    assert fastest_layout(*question, Room(named.gpu - MIB - named.gpu // 128, named.ram)) is None
+    never_slower(question, [Room(named.gpu + step * MIB, named.ram) for step in STEPS])
+
+
+def test_a_cap_of_ram_that_was_named_is_planned_and_a_larger_one_gives_no_less(question):
+    gpu = least_room(*question, Room(1 * MIB, None)).gpu + 4 * MIB
+    named = least_room(*question, Room(gpu, 1))
+    assert named.gpu == gpu
+    assert fastest_layout(*question, Room(gpu, named.ram - 1)) is None
+    never_slower(question, [Room(gpu + 32 * MIB, named.ram + step * MIB) for step in STEPS])
+    assert fastest_layout(*question, named) is not None

@@ -28,8 +28,9 @@ from experiments.harness.child import Result, Setting
 from lowmem.allocator import SimulatedOutOfMemory
 from lowmem.cards import CARDS
 from lowmem.planner import MARGIN_BYTES
-from lowmem.search import Choices, Room, Simulations, fastest, smallest_cap_bytes
+from lowmem.search import Choices, Room, fastest
 from lowmem.simulate import Recording, Target, gpu_target, under_cap
+from lowmem.simulations import Simulations, smallest_cap_bytes
 from lowmem.step import Schedule
 from lowmem.trace import Tape
 from lowmem.units import GIB, MIB

@@ -19,9 +19,10 @@ from lowmem.allocator import SimulatedOutOfMemory
 from lowmem.cards import Card
 from lowmem.models import make_decoder
 from lowmem.planner import fastest_layout, least_room
-from lowmem.search import Room, Simulations
+from lowmem.search import Room
 from lowmem.settings import Settings
 from lowmem.simulate import Memory, StepCase, Target, gpu_target, under_cap
+from lowmem.simulations import Simulations
 from lowmem.step import Schedule
 from lowmem.trace import Machine, Tape
 
