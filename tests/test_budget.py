@@ -240,7 +240,7 @@ def test_what_segments_map_beyond_the_allocators_cap_stays_under_the_runs(grow):
             while True:
                 allocator.allocate(size)
         furthest = max(furthest, allocator.peak_reserved_bytes - limit)
-    assert furthest == (OVERSHOOT_BYTES if grow else 0)
+    assert furthest <= OVERSHOOT_BYTES and (furthest > 0) == grow
 
 
 def test_a_device_without_its_number_is_the_current_one(monkeypatch):
