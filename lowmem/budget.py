@@ -24,6 +24,7 @@ from lowmem.errors import CapExceeded, InputError, LowmemError
 from lowmem.units import MIB, format_size
 
 CONTEXT_BYTES = 512 * MIB  # what CUDA takes of a card beside its allocator, about
+OVERSHOOT_BYTES = 18 * MIB  # that segments which grow may map beyond the allocator's own cap (allocator.py)
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -64,7 +65,8 @@ class Budget:
                 f"{format_size(needed)}; stop what else runs on it (nvidia-smi lists it), or lower --gpu-limit"
             )
         if self.gpu_limit_bytes is not None:
-            torch.cuda.set_per_process_memory_fraction(self.gpu_limit_bytes / total, self.device)
+            own_limit_bytes = max(self.gpu_limit_bytes - OVERSHOOT_BYTES, 0)
+            torch.cuda.set_per_process_memory_fraction(own_limit_bytes / total, self.device)
 
     def check_card(self) -> None:
         """InputError, with the largest cap that the card has, where the card is smaller than the cap."""

