@@ -44,6 +44,7 @@ OPTIONS = [
 SHAPE, TINY_SHAPE = ["--seq", "256", "--batch", "8"], ["--seq", "32", "--batch", "4"]
 KILLED_IN_STEP = 3  # of which the checkpoint before is that of step 2
 SAME = ("step", "loss", "grad_norm", "eval_loss", "learning_rate")  # of a row of a run: what no clock decides
+GPU_LIMIT_BYTES = 512 * MIB  # the cap of these runs: what is taken up is no more than that
 SMALLEST_BLOCK, LARGE_PAGE = 512, 20 * MIB  # of the caching allocator
 ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 
@@ -139,7 +140,7 @@ def _take_all_memory(setting: Setting, taken: list[Tensor]) -> None:
         raise torch.OutOfMemoryError("imitated: there is no cap on the CPU")
     # A request from 10 MiB on is held against the cap before it is rounded to pages of 20 MiB. Such are not made here
     # but in whole pages, or what is reserved would pass the cap, which ends a run.
-    in_pages = [LARGE_PAGE << power for power in range((setting.gpu_limit_bytes // LARGE_PAGE).bit_length())]
+    in_pages = [LARGE_PAGE << power for power in range((GPU_LIMIT_BYTES // LARGE_PAGE).bit_length())]
     small = [SMALLEST_BLOCK << power for power in range(15)]  # up to 8 MiB
     for size in reversed(small + in_pages):
         with suppress(torch.OutOfMemoryError):
@@ -170,9 +171,8 @@ def not_page_locked(setting: Setting) -> Result:
 
 
 def _arguments(setting: Setting, out: Path) -> list[str]:
-    limit = "none" if setting.gpu_limit_bytes is None else str(setting.gpu_limit_bytes)
     shape = TINY_SHAPE if setting.dry_run else SHAPE
-    return [*OPTIONS, *shape, "--gpu-limit", limit, "--device", setting.device, "--out", str(out)]
+    return [*OPTIONS, *shape, "--gpu-limit", str(GPU_LIMIT_BYTES), "--device", setting.device, "--out", str(out)]
 
 
 def _said(out: Path) -> str:
