@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MACHINE = {"names": {"cpu": "a CPU"}, "versions": {"python": "3"}}
 MADE_UP = """
     import os, time
-    from experiments.harness import progress
+    from experiments.harness import child, progress
     from experiments.harness.child import Result
 
     def good(setting, count=1):
@@ -41,7 +41,7 @@ MADE_UP = """
         time.sleep(600)
 
     def cases(setting):
-        progress.FLOOR_SECONDS = 3.0
+        progress.FLOOR_SECONDS, child.DRY_RUN_SECONDS = 3.0, 0.0
         good = Result({"count": 1}, {"holds": True})
         works = {
             "first": lambda: good, "raises": lambda: 1 / 0, "killed": lambda: killed(setting),
@@ -57,7 +57,7 @@ MADE_UP = """
         raise ValueError("between cases")
 
     def long_by_its_plan(setting):
-        progress.FLOOR_SECONDS = 0.0
+        progress.FLOOR_SECONDS, child.DRY_RUN_SECONDS = 0.0, 0.0
         setting.expect(20.0)
         time.sleep(8)
         return Result({}, {})
@@ -131,7 +131,7 @@ def test_a_jobs_plan_decides_how_long_it_may_take(tmp_path, made_up):
     good, found = run(tmp_path, job("long_by_its_plan", seconds=5))
     assert good, found
     good, found = run(tmp_path, job("longer_than_there_is_time"))
-    assert not good and found[-1]["error"].startswith("skipped: out of time: by its plan it may take 30001")
+    assert not good and found[-1]["error"].startswith("skipped: out of time: by its plan it may take 3000")
 
 
 def test_limits_follow_from_planned_seconds_and_the_cards_rate():

@@ -4,7 +4,7 @@ One training is left alone. The others are the same command with something in th
 the first: the rows of losses and norms, all of the last checkpoint, the exported weights.
 
     killed          SIGKILL in the middle of a step; the same command again goes on from the checkpoint before
-    out of memory   the card's memory is taken up to the cap when a step begins: a real error of the real allocator,
+    out of memory   the card's memory is taken up to the cap when a step begins: real errors of the real allocator,
                     from which the run has to recover
     not page-locked CUDA really refuses to register the states' memory, so that they are copied from pageable memory
     exported        what transformers loads from the exported folder are the weights that were trained
@@ -42,8 +42,10 @@ OPTIONS = [
     *("--steps", "4", "--save-every", "2", "--micro-batch", str(MICRO_BATCH), "--states", "streamed"),
 ]
 SHAPE, TINY_SHAPE = ["--seq", "256", "--batch", "8"], ["--seq", "32", "--batch", "4"]
+TIMES_OUT_OF_MEMORY = 2
 KILLED_IN_STEP = 3  # of which the checkpoint before is that of step 2
 SAME = ("step", "loss", "grad_norm", "eval_loss", "learning_rate")  # of a row of a run: what no clock decides
+GPU_LIMIT_BYTES = 512 * MIB  # the cap of these runs: what is taken up is no more than that
 SMALLEST_BLOCK, LARGE_PAGE = 512, 20 * MIB  # of the caching allocator
 ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 
@@ -104,18 +106,19 @@ def train_until_killed() -> None:
 
 
 def out_of_memory(setting: Setting) -> Result:
-    """In the first step, so that what recovering changes is changed for the whole run."""
+    """In the first step, so that what recovering changes is changed for the whole run; more than once, so that freeing
+    what the allocator keeps is not enough."""
     out, reference = setting.scratch / "out_of_memory", "undisturbed"
     ran_out: list[str] = []
 
     class Squeezed(Step):
-        def __call__(self, *arguments):
-            if ran_out:
-                return super().__call__(*arguments)
+        def _attempt(self, *arguments):
+            if len(ran_out) == TIMES_OUT_OF_MEMORY:
+                return super()._attempt(*arguments)
             taken: list[Tensor] = []
             try:
                 _take_all_memory(setting, taken)
-                return super().__call__(*arguments)
+                return super()._attempt(*arguments)
             except torch.OutOfMemoryError as error:
                 ran_out.append(str(error).splitlines()[0])
                 raise
@@ -123,13 +126,14 @@ def out_of_memory(setting: Setting) -> Result:
                 taken.clear()
 
     code = run_script(SCRIPT, _arguments(setting, out), Step=Squeezed)
-    recoveries = json.loads((out / "report.json").read_text())["out_of_memory"] if code == 0 else []
-    smaller = next((found["micro_batch"] for found in reversed(recoveries) if "micro_batch" in found), MICRO_BATCH)
-    if smaller != MICRO_BATCH:
-        reference = f"micro-batches of {smaller}"
-        run_script(SCRIPT, [*_arguments(setting, setting.scratch / reference), "--micro-batch", str(smaller)])
-    values = {"error": ran_out, "recoveries": recoveries, "compared_with": reference, "exit_code": code}
-    checks = {"ran out of memory": len(ran_out) == 1, "recovers": code == 0 and bool(recoveries)}
+    measures = json.loads((out / "report.json").read_text())["out_of_memory"] if code == 0 else []
+    micro_batch = measures[-1]["micro_batch"] if measures else MICRO_BATCH
+    if micro_batch != MICRO_BATCH:
+        reference = f"micro-batches of {micro_batch}"
+        run_script(SCRIPT, [*_arguments(setting, setting.scratch / reference), "--micro-batch", str(micro_batch)])
+    values = {"errors": ran_out, "measures": [measure["measure"] for measure in measures]}
+    values |= {"compared_with": reference, "exit_code": code}
+    checks = {"ran out of memory": len(ran_out) == TIMES_OUT_OF_MEMORY, "recovers": code == 0 and bool(measures)}
     return _compared(setting, reference, out, values, checks)
 
 
@@ -139,7 +143,7 @@ def _take_all_memory(setting: Setting, taken: list[Tensor]) -> None:
         raise torch.OutOfMemoryError("imitated: there is no cap on the CPU")
     # A request from 10 MiB on is held against the cap before it is rounded to pages of 20 MiB. Such are not made here
     # but in whole pages, or what is reserved would pass the cap, which ends a run.
-    in_pages = [LARGE_PAGE << power for power in range((setting.gpu_limit_bytes // LARGE_PAGE).bit_length())]
+    in_pages = [LARGE_PAGE << power for power in range((GPU_LIMIT_BYTES // LARGE_PAGE).bit_length())]
     small = [SMALLEST_BLOCK << power for power in range(15)]  # up to 8 MiB
     for size in reversed(small + in_pages):
         with suppress(torch.OutOfMemoryError):
@@ -170,9 +174,8 @@ def not_page_locked(setting: Setting) -> Result:
 
 
 def _arguments(setting: Setting, out: Path) -> list[str]:
-    limit = "none" if setting.gpu_limit_bytes is None else str(setting.gpu_limit_bytes)
     shape = TINY_SHAPE if setting.dry_run else SHAPE
-    return [*OPTIONS, *shape, "--gpu-limit", limit, "--device", setting.device, "--out", str(out)]
+    return [*OPTIONS, *shape, "--gpu-limit", str(GPU_LIMIT_BYTES), "--device", setting.device, "--out", str(out)]
 
 
 def _said(out: Path) -> str:

@@ -23,6 +23,7 @@ from lowmem.units import GIB
 
 OUTPUT_CHARACTERS = 4000
 A_CHECK_FAILED = 3  # exit code; a crash is 1, or a signal
+DRY_RUN_SECONDS = 200.0  # more are planned for whatever runs on processors alone, which others may keep busy
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Setting:
 
     def expect(self, planned_seconds: float) -> None:
         """What the job does next is planned to take so long on this card (progress.py has the limit that follows)."""
-        Progress(self.scratch).begin(None, planned_seconds)
+        self._begin(None, planned_seconds)
 
     def attempt(self, case: str, work: Callable[[], Result], planned_seconds: float = 0.0) -> Result:
         """What `work` returns, after its row is written. A case that has ended an earlier process of this job, or was
@@ -65,11 +66,15 @@ class Setting:
         known = progress.done().get(case)
         if known is not None:
             return Result(**known)
-        progress.begin(case, planned_seconds)
+        self._begin(case, planned_seconds)
         result = work()
         self.record(case, result.values, result.checks)
         progress.end(case, result.values, result.checks)
+        self.expect(0.0)  # for what the job does between its cases
         return result
+
+    def _begin(self, case: str | None, planned_seconds: float) -> None:
+        Progress(self.scratch).begin(case, planned_seconds + (DRY_RUN_SECONDS if self.dry_run else 0.0))
 
     def passed(self, case: str) -> bool:
         """Whether `attempt` would not begin this case."""

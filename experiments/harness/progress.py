@@ -55,10 +55,9 @@ class Progress:
         part.replace(self._now)
 
     def end(self, case: str, values: dict, checks: dict[str, bool]) -> None:
-        """`case` is done; the process may go on to another one."""
+        """`case` is done."""
         with open(self._done, "a") as file:
             file.write(json.dumps({"case": case, "values": values, "checks": checks}) + "\n")
-        self.begin(None, 0.0)
 
     def failed(self, case: str) -> None:
         """`case` has ended its process, of which nothing else is to be known."""
