@@ -4,6 +4,7 @@ A family has a micro-batch and groups; its columns have segments of one length e
 `kept` (search.py) and in how many units are resident, which are given as places in the lists of Choices.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -111,9 +112,22 @@ class Columns:
         return self.record(column, kept, resident).seconds
 
     def seconds_without_waiting(self, column: Column, kept: int) -> float:
-        """What is left of a step's time where no copy is waited for, at least."""
-        recording = self.record(column, kept, 0)
+        """What is left of a step's time where no copy is waited for, at least: however many units are resident."""
+        return self._without_waiting(column, kept, 0) - self._most_launching_seconds
+
+    def _without_waiting(self, column: Column, kept: int, resident: int) -> float:
+        recording = self.record(column, kept, resident)
         return recording.seconds - recording.waiting_seconds
+
+    @cached_property
+    def _most_launching_seconds(self) -> float:
+        """The most that launching copies adds to a step: what it adds to the smallest micro-batches, for which the host
+        is most likely to be what is slow."""
+        column = self.frugal_column(self.choices.micro_batches[0])
+        streamed, resident = (
+            [self._without_waiting(column, kept, place) for kept in self.turns()] for place in (0, self.last_resident)
+        )
+        return max(0.0, *map(operator.sub, streamed, resident))
 
     def allocated_bytes(self, column: Column, kept: int, resident: int) -> int:
         """Without a recording for every number of resident units: their states add up."""
