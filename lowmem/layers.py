@@ -49,6 +49,8 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False
             module.forward = functools.partial(_fused_conv1d if fused else _conv1d, module)
         elif "Norm" in type(module).__name__ and module._parameters:
             module.forward = functools.partial(_norm_in_fp32, module)
+        elif _is_router_or_experts(module):
+            module.register_forward_pre_hook(_input_in_16_bit, with_kwargs=True)
         if isinstance(module, GradientCheckpointingLayer):  # transformers' name for a block
             module.register_forward_pre_hook(_extras_in_16_bit, with_kwargs=True)
 
@@ -125,14 +127,34 @@ def _norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
     return type(module).forward(module, x.float(), *gate, **keywords).to(x.dtype)
 
 
+def _is_router_or_experts(module: nn.Module) -> bool:
+    """Whether `module` multiplies by matrices of its own and does nothing else: a mixture's router, or all its experts
+    in one. A scan's decay rates, say, are a matrix too, but stand beside layers."""
+    layers = (nn.Embedding, nn.modules.conv._ConvNd)
+    matrices = any(p.dim() >= 2 for p in module.parameters(recurse=False))
+    alone = not any(True for child in module.children() for _ in child.parameters())
+    return matrices and alone and not isinstance(module, layers)
+
+
+def _input_in_16_bit(module: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict]:
+    dtype = _matrices_dtype(module)
+    named = {name: _cast(value, dtype) if name == "hidden_states" else value for name, value in keywords.items()}
+    return (*_cast(arguments[:1], dtype), *arguments[1:]), named
+
+
 def _extras_in_16_bit(block: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict]:
     """Rotary tables and additive masks meet queries and keys, which are in the matrices' dtype."""
-    dtype = next(parameter.dtype for parameter in block.parameters() if parameter.dim() >= 2)
+    dtype = _matrices_dtype(block)
+    rest = {name: value if name == "hidden_states" else _cast(value, dtype) for name, value in keywords.items()}
+    return (*arguments[:1], *_cast(arguments[1:], dtype)), rest
 
-    def cast(value):
-        if isinstance(value, tuple):
-            return tuple(map(cast, value))
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    rest = {name: value if name == "hidden_states" else cast(value) for name, value in keywords.items()}
-    return (*arguments[:1], *map(cast, arguments[1:])), rest
+def _matrices_dtype(module: nn.Module) -> torch.dtype:
+    return next(parameter.dtype for parameter in module.parameters() if parameter.dim() >= 2)
+
+
+def _cast(value, dtype: torch.dtype):
+    """Floating-point tensors, in tuples too; whatever else there is stays."""
+    if isinstance(value, tuple):
+        return tuple(_cast(one, dtype) for one in value)
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

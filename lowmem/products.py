@@ -38,6 +38,7 @@ _WHOLE = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten.convolution.default,
+    _aten._grouped_mm.default,
 }
 _WITHOUT_VALUES = {_aten.empty_like.default, _aten.new_empty.default, _aten.zeros_like.default, _aten.ones_like.default}
 _READS = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.is_nonzero.default}

@@ -77,7 +77,7 @@ def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwar
 _aten = torch.ops.aten
 # Where the two matrices stand among the arguments.
 _PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.addmm_: 1, _aten.baddbmm: 1, _aten.baddbmm_: 1}
-_PRODUCTS |= {torch.ops.lowmem.add_product: 1}
+_PRODUCTS |= {torch.ops.lowmem.add_product: 1, _aten._grouped_mm: 0}
 # Whose share of ATTENTION_SHARES, forward or backward; where query, key and value stand; and how many products over
 # (head size of query and key, of value) there are.
 _ATTENTION = {
@@ -145,8 +145,8 @@ def _bytes_of(value: Any, seen: set[int]) -> int:
 
 
 def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
-    """`left` [(B,) M, K] times `right` [(B,) K, N]."""
-    batch = left.shape[0] if left.dim() == 3 else 1
+    """`left` [(B,) M, K] times `right` [(B,) K, N]; where one of them alone has a B, M, K or N is cut into B groups."""
+    batch = left.shape[0] if left.dim() == right.dim() == 3 else 1
     rows, terms, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     flops = 2 * batch * rows * terms * columns
     if flops == 0:

@@ -22,11 +22,13 @@ from transformers import (
     HeliumConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     MptConfig,
     NanoChatConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoConfig,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PhiConfig,
@@ -97,6 +99,8 @@ MORE_FAMILIES = POST_NORM | {  # that show themselves in one way only
     # Falcon-7B's layout: one head of keys for all queries, where the CPU's fused attention wants as many as of queries
     "falcon": lambda: FalconConfig(multi_query=True, alibi=False, **NEW),
     "falcon_alibi": lambda: FalconConfig(multi_query=False, alibi=True, **NEW),
+    "mixtral": lambda: MixtralConfig(num_local_experts=4, **LLAMA),
+    "olmoe": lambda: OlmoeConfig(num_experts=8, num_experts_per_tok=2, **LLAMA),
     "xglm": lambda: XGLMConfig(
         num_layers=3, d_model=32, attention_heads=4, ffn_dim=64, max_position_embeddings=64, pad_token_id=1, **SPECIAL
     ),

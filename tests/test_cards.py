@@ -169,6 +169,15 @@ def test_what_is_changed_in_place_is_read_and_written_and_what_is_overwritten_on
     assert nanoseconds(aten.mul.out, x, y, out=meta(1000)) == 12_000
 
 
+def test_a_grouped_product_multiplies_every_row_by_one_matrix():
+    """As a mixture of experts does: 4 matrices here, and the time of one product of all rows with one of them."""
+    rows, matrices, ends = meta(512, 256, dtype=BF16), meta(4, 256, 128, dtype=BF16), meta(4, dtype=torch.int32)
+    one = work(FAST_MEMORY, aten.mm.default, rows, matrices[0])
+    assert work(FAST_MEMORY, aten._grouped_mm.default, rows, matrices, ends) == one
+    of_matrices = work(FAST_MEMORY, aten._grouped_mm.default, rows.T, meta(512, 128, dtype=BF16), ends)
+    assert of_matrices == work(FAST_MEMORY, aten.mm.default, rows.T, meta(512, 128, dtype=BF16))
+
+
 def test_an_expanded_tensor_costs_what_exists_of_it():
     assert nanoseconds(aten.clone.default, meta(1, 10).expand(100, 10)) == 40 + 4_000
 

@@ -14,6 +14,7 @@ from transformers import (
     GPTNeoConfig,
     GraniteConfig,
     LlamaConfig,
+    MambaConfig,
     MixtralConfig,
     MptConfig,
     OPTConfig,
@@ -28,6 +29,7 @@ from lowmem.planner import make_plan
 from lowmem.settings import Settings
 from lowmem.trial import compare_small_copy
 
+SCAN = {"num_hidden_layers": 2, "hidden_size": 64, "state_size": 4, "vocab_size": 99}
 TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 99}
 
 
@@ -59,7 +61,7 @@ def compare(config, document_mask: bool = False, precision: str = "fp32") -> str
 )
 def test_the_small_copy_of_a_decoder_of_any_size_comes_apart_in_either_precision(config):
     before = config.to_dict()
-    assert compare(config, precision="fp32" if config.model_type == "mixtral" else "bf16") is None
+    assert compare(config, precision="bf16") is None
     assert config.to_dict() == before
 
 
@@ -77,9 +79,9 @@ def test_what_the_pieces_cannot_express_is_refused_by_name_without_weights(confi
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_what_does_not_run_in_16_bit_is_refused_with_the_precision_that_may(precision):
-    """Its experts are three-dimensional parameters, which meet fp32 inputs."""
-    with pytest.raises(InputError, match="MixtralForCausalLM does not run with matrices in .*; --precision fp32"):
-        compare(MixtralConfig(), precision=precision)
+    """Its convolution's bias is a vector, and so in fp32."""
+    with pytest.raises(InputError, match="MambaForCausalLM does not run with matrices in .*; --precision fp32"):
+        compare(MambaConfig(**SCAN), precision=precision)
 
 
 def test_a_neighbour_of_the_refused_is_not():
@@ -114,8 +116,8 @@ def planned(config, precision: str = "bf16"):
 
 def test_an_operator_that_refuses_what_the_architecture_gives_it_is_the_architectures_error(monkeypatch):
     monkeypatch.setattr(planner, "compare_small_copy", lambda *_: None)  # which would refuse it before
-    with pytest.raises(InputError, match="small cannot be simulated in fp16, so it is not trained: Expected inputs of"):
-        planned(MixtralConfig(**TINY, num_key_value_heads=2, num_local_experts=4), "fp16")
+    with pytest.raises(InputError, match="small cannot be simulated in fp16, so it is not trained: Input type"):
+        planned(MambaConfig(**SCAN), "fp16")
 
 
 def test_an_error_of_ours_beneath_the_architectures_code_is_ours(monkeypatch):
