@@ -37,6 +37,7 @@ that failed: the backward pass of one micro-batch through one segment, say (accu
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -123,18 +124,15 @@ class Step:
         """Goes on with `layout`, where no more states are on the device than now; the result is whether what lies in
         RAM is page-locked. A step whose updates have begun keeps from here on only what it must."""
         self.schedule, self.evaluation_rows = layout.schedule, layout.evaluation_rows
-        for saved in (saved for micro_batch in self._saved for saved in micro_batch):
+        for saved in chain(*self._saved):
             saved.output = saved.products = None
-        locked = True
-        if layout.resident_units < self._store.resident_units:
-            locked = self._updates.move_states(layout.resident_units)
-        return locked
+        more = layout.resident_units < self._store.resident_units
+        return self._updates.move_states(layout.resident_units) if more else True
 
     @property
     def keeps_activations(self) -> bool:
         """Whether anything but boundaries is kept for a backward pass that is still to come."""
-        saved = (saved for micro_batch in self._saved for saved in micro_batch)
-        return any(one.output is not None or one.products is not None for one in saved)
+        return any(saved.output is not None or saved.products is not None for saved in chain(*self._saved))
 
     @property
     def halfway(self) -> bool:
@@ -224,7 +222,7 @@ class Step:
         return total
 
     def flush(self) -> None:
-        """Applies every update that still waits: before anything but a training step reads a weight or a state."""
+        """Makes every update that still waits: before anything but a training step reads a weight or a state."""
         self._surely(UPDATES, self._updates.flush)
 
     def _surely(self, where: str, work: Callable[..., Result], *arguments) -> Result:
@@ -241,8 +239,7 @@ class Step:
             self.relieve(where, reason)
 
     def _part(self, work: Callable[..., Result], *arguments) -> Result:
-        """What `work(*arguments)` returns, a part of the step. Where memory runs out, it alone is done again if updates
-        have begun; else the step is."""
+        """The same of a part of the step, which is done again by itself where updates have begun; else the step is."""
         self._accumulation.begin_part()
         return self._surely(PART, work, *arguments) if self._begun else work(*arguments)
 
