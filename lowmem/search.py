@@ -210,8 +210,11 @@ class _Search(Columns):
         if self.choices.norm_first:
             once = _Search(self.simulations, replace(self.choices, norm_first=False), Room(None, None))
             return 1.5 * once._least_seconds(micro_batch)
-        column = self.frugal_column(micro_batch)
-        return min(self.seconds_without_waiting(column, place) for place in self.turns())
+        groups = self.groups(micro_batch)
+        if self.simulations.base.clip_norm is not None:
+            groups = groups[:1]  # without clipping the whole batch as one group updates during backward, otherwise
+        columns = [Column(Family(micro_batch, group), self.choices.segments[0]) for group in groups]
+        return min(self.seconds_without_waiting(column, place) for column in columns for place in self.turns())
 
     def _may_fit(self, family: Family) -> bool:
         """Whether anything of the family does, for all that is known of the shortest segments."""

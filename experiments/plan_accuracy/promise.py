@@ -38,7 +38,7 @@ from lowmem.plan import card_for
 from lowmem.search import Room
 from lowmem.settings import Settings
 from lowmem.simulate import StepCase, gpu_target
-from lowmem.simulations import Simulations
+from lowmem.simulations import Simulations, smallest_cap_bytes
 from lowmem.units import MIB, format_size
 
 RESULTS = Path(__file__).parent / "results" / "promise.jsonl"
@@ -81,9 +81,12 @@ def run_cell(settings: Settings, device: torch.device) -> dict:
 
     smallest = planner.least_room(settings, simulations, Room(0, None)).gpu
     planned = planner.fastest_layout(settings, simulations, Room(smallest, None))
-    refused = smallest - MIB
-    while planner.fastest_layout(settings, simulations, Room(refused, None)) is not None:
-        refused -= MIB
+    refused, found = smallest - MIB, planned
+    while found is not None:
+        found = planner.fastest_layout(settings, simulations, Room(refused, None))
+        if found is not None:
+            least = smallest_cap_bytes(simulations, found.case.schedule, found.case.resident_units)
+            refused = min(refused, least) - MIB
     tried_bytes = int(refused * LESS)
     frugal = sorted(
         planner.frugal_layouts(settings, simulations), key=lambda layout: simulations.allocated_bytes(*layout)
