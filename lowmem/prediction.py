@@ -135,7 +135,7 @@ class Plan:
             rate = settings.batch * settings.seq / self.step_seconds
             lines.append(
                 f"a step takes about {self.step_seconds:.3g} s on {self.card.name} ({rate:,.0f} tokens/s), "
-                f"{self.waiting_seconds:.2g} s of it waiting for copies"
+                f"{round(self.waiting_seconds, 4):.2g} s of it waiting for copies"
             )
         if self.seconds_with_more_ram is not None:
             lines.append(f"RAM decides: with 1 GiB more a step takes about {self.seconds_with_more_ram:.3g} s")
