@@ -11,6 +11,7 @@ from experiments.gpu_acceptance import table as speed
 from experiments.harness.tables import between
 from experiments.memory_estimation import table as memory
 from experiments.peers import table as peers
+from experiments.plan_accuracy import table as plan_accuracy
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -52,6 +53,7 @@ def main() -> int:
     README.write_text(text(), encoding="utf-8")
     memory.main()
     peers.main()
+    plan_accuracy.main()
     rows = memory.committed_rows()
     memory.draw(rows, memory.RESULTS / "memory.png")
     memory.draw_sizes(rows, memory.RESULTS / "sizes.png")

@@ -6,7 +6,7 @@ GPU is needed. Where nothing fits, forward and backward run twice a step, so tha
 moments are preferred; 8-bit ones are only taken where they were asked for, or where nothing exact fits into RAM, and
 the plan says so.
 
-    GPU   the simulated run, and MARGIN_BYTES left free
+    GPU   the simulated run, and a margin left free (room_under)
     RAM   streamed states, and the process: what it holds now, and what training adds to that; and what loading,
           saving and export take on top (lifetime.py)
 
@@ -64,8 +64,9 @@ from lowmem.step import Schedule
 from lowmem.trial import architecture_blamed, compare_small_copy
 from lowmem.units import GIB, MIB, format_size
 
-MARGIN_BYTES = 64 * MIB  # of the GPU's cap: small temporaries that are not simulated; not yet measured on a GPU
 _WORTH_SAYING = 0.995  # of a step's time: what more RAM has to bring it below
+MARGIN_BYTES = 64 * MIB  # of the GPU's cap, at least; with pages that are mapped beyond the allocator's own (budget.py)
+MARGINS_IN_A_CAP = 200  # 0.5%: a driver's addresses decide which free block serves which request
 CPU_MICRO_BATCH_TOKENS = 4096
 FEW_SEQUENCES = 4  # to a micro-batch, where forward and backward run twice: those plans take long to make
 SEGMENTS_OF_A_BATCH = (1, 2, 4, 6, 8)  # blocks per segment that are tried where the inputs of a whole batch are kept
@@ -114,7 +115,7 @@ def _gpu_plan(
     process_bytes = CUDA_PROCESS_BYTES if process is None else process.now_bytes + TRAINING_BYTES
     beside = process_bytes + RUNS_BYTES  # of RAM, whatever is streamed
     room = Room(
-        None if gpu_limit is None else gpu_limit - MARGIN_BYTES,
+        None if gpu_limit is None else room_under(gpu_limit),
         None if settings.ram_limit_bytes is None else settings.ram_limit_bytes - beside,
     )
     case = step_case(settings, precision)
@@ -127,10 +128,10 @@ def _gpu_plan(
             smaller = Simulations(decoder, replace(case, optimizer=OPTIMIZERS["adamw8bit"]), target)
             found = fastest(smaller, _choices(settings, smaller), room)
         if found is None:
-            if card_limit is not None and smallest.gpu + MARGIN_BYTES > card_limit:
+            if card_limit is not None and smallest_cap(smallest.gpu) > card_limit:
                 raise PlanError(
                     f"{card.name} has {format_size(card_limit)} for us; {_what(settings)} needs "
-                    f"{format_size(smallest.gpu + MARGIN_BYTES)}, even with {format_size(beside + smallest.ram)} of "
+                    f"{format_size(smallest_cap(smallest.gpu))}, even with {format_size(beside + smallest.ram)} of "
                     "RAM: no plan for this card."
                 )
             raise PlanError(_refusal(settings, gpu_limit, beside, smallest))
@@ -148,6 +149,16 @@ def _gpu_plan(
         if plan.seconds_with_more_ram is not None:
             plan = replace(plan, seconds_with_more_ram=plan.seconds_with_more_ram * ratio)
     return plan
+
+
+def room_under(gpu_limit: int) -> int:
+    """What a layout may take, simulated, under a cap of the GPU's memory."""
+    return gpu_limit - max(MARGIN_BYTES, gpu_limit // MARGINS_IN_A_CAP)
+
+
+def smallest_cap(room: int) -> int:
+    """The smallest cap that leaves so much room."""
+    return max(room + MARGIN_BYTES, (room - 1) * MARGINS_IN_A_CAP // (MARGINS_IN_A_CAP - 1) + 1)
 
 
 def _under_the_runs_cap(found: Found, gpu_limit: int | None) -> Memory:
@@ -319,7 +330,7 @@ def _refusal(settings: Settings, gpu_limit: int | None, beside: int, room: Room)
     ]
     wants = [f"--ram-limit {math.ceil((beside + room.ram) / MIB)}MiB"]
     if room.gpu is not None:
-        wants.insert(0, f"--gpu-limit {math.ceil((room.gpu + MARGIN_BYTES) / MIB)}MiB")
+        wants.insert(0, f"--gpu-limit {math.ceil(smallest_cap(room.gpu) / MIB)}MiB")
     return (
         f"{_what(settings)} does not fit in {' and '.join(caps)}; the smallest that would do is {' with '.join(wants)}."
     )

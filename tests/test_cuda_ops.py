@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowmem.cuda_ops import (
     PRODUCTS,
     CudaFunctions,
+    allocated,
     attention_kernel,
     blas_workspace_bytes,
     blaslt_workspace_bytes,
@@ -348,3 +349,18 @@ def test_every_product_of_a_block_and_of_the_loss_counts_as_one():
     products = [func for func, *_ in seen.calls if "mm" in func.overloadpacket.__name__]
     assert len(products) == 6 and all(func in PRODUCTS for func in products)
     assert aten.add.Tensor not in PRODUCTS
+
+
+@pytest.mark.parametrize(("dropout_p", "on_the_device"), [(0.0, 4), (0.1, 2)])
+def test_the_random_numbers_of_efficient_attention_with_dropout_lie_in_ram(dropout_p, on_the_device):
+    """As the allocator of 2.14.1 was seen to be asked, on a T4, where a step keeps one of each for every block."""
+    efficient = aten._scaled_dot_product_efficient_attention.default
+    results = [object() for _ in range(4)]
+    assert allocated(efficient, (None, None, None, None, True, dropout_p), {}, results) == results[:on_the_device]
+    assert allocated(efficient, (None,) * 5, {"dropout_p": dropout_p}, results) == results[:on_the_device]
+
+
+def test_results_are_allocated_in_their_order_but_for_dropouts():
+    results = [object(), object()]
+    assert allocated(aten.native_dropout.default, (None, 0.1, True), {}, results) == results[::-1]
+    assert allocated(aten.native_layer_norm.default, (), {}, results) == results

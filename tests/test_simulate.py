@@ -238,6 +238,16 @@ def test_both_workspaces_are_there_before_the_weights(clip_norm):
     assert [name for _, _, name in operations[:3]] == ["workspaces", "workspaces", "working_weights"]
 
 
+@pytest.mark.parametrize(("optimizer", "tables"), [("adamw", 0), ("adamw8bit", 2)])
+def test_moments_of_8_bits_have_a_table_each_for_good(optimizer, tables):
+    decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
+    case = StepCase(256, 4, Schedule(2, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS[optimizer], 0)
+    operations = list(record_step(decoder, case, Target(Machine()), {}).tape)
+    freed = {storage for storage, size, _ in operations if size == FREED}
+    others = [storage for storage, size, name in operations if size == KIB and name == "other" and storage not in freed]
+    assert len(others) == tables
+
+
 SUMS = {  # of a tensor, whose gradient is the sum of two; nobody else holds the first, or the caller, or a view's base
     "added in place": lambda y: y.sin() * y.cos(),
     "a sum of its own": lambda y: y + y.sin(),

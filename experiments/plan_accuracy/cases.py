@@ -82,7 +82,7 @@ def _models() -> list[Case]:
             options = (*BATCH, *layout, *more, *(_of("--document-mask on") if masked else ()))
             found.append(Case(model, card, options, TIGHT if number % 3 == 2 else NO_CAP, grow=number % 5 != 3))
     for model in LARGE:
-        for card in ("a100", "h100"):
+        for card in ("a100", "h100") if model != "pythia-12b" else ("h100",):
             found.append(Case(model, card, (*BATCH, *LAYOUTS["in backward"])))
     return found
 

@@ -21,13 +21,14 @@ from unittest.mock import patch
 from experiments.harness.child import named
 from experiments.plan_accuracy.cases import CASES, NO_CAP, TIGHT, Case
 from lowmem import planner, report, train
+from lowmem.allocator import LARGE_SEGMENT
 from lowmem.cli import parse_arguments
 from lowmem.device import ALLOCATOR_VARIABLES, set_environment
 from lowmem.errors import PlanError
 from lowmem.main import main as program
 from lowmem.models import load_config
 from lowmem.plan import planned
-from lowmem.planner import MARGIN_BYTES, make_plan
+from lowmem.planner import make_plan, smallest_cap
 from lowmem.settings import Settings
 
 WORDS = "All parameters of a model are trained under a cap of memory that holds. "
@@ -124,13 +125,13 @@ def _tight_cap(arguments: list[str]) -> int:
     free = make_plan(settings, config, *planned(settings))
     allocated, reserved = free.gpu_allocated_peak_bytes, free.gpu_reserved_peak_bytes
     for share in (0.5, 1.0):
-        cap = int(allocated + share * (reserved - allocated)) + MARGIN_BYTES
+        cap = smallest_cap(int(allocated + share * (reserved - allocated)))
         try:
             make_plan(replace(settings, gpu_limit_bytes=cap), config, *planned(settings))
         except PlanError:
             continue
         return cap
-    return reserved + 2 * MARGIN_BYTES
+    return smallest_cap(reserved + LARGE_SEGMENT)
 
 
 if __name__ == "__main__":

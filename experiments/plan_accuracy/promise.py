@@ -94,10 +94,10 @@ def run_cell(settings: Settings, device: torch.device) -> dict:
     frugal = [layout for layout in frugal if simulations.allocated_bytes(*layout) <= tried_bytes] or frugal[:1]
     ran = [simulations.record(*layout)[0] for layout in frugal]
     return {
-        "card": card.name, "precision": precision, "named_bytes": smallest + planner.MARGIN_BYTES,
+        "card": card.name, "precision": precision, "named_bytes": planner.smallest_cap(smallest),
         "layout": str(planned.case.schedule), "resident_units": planned.case.resident_units,
-        "completes": completes(planned.case, smallest + planner.MARGIN_BYTES),
-        "refused_bytes": refused + planner.MARGIN_BYTES, "tried_bytes": tried_bytes, "tried": len(ran),
+        "completes": completes(planned.case, planner.smallest_cap(smallest)),
+        "refused_bytes": planner.smallest_cap(refused), "tried_bytes": tried_bytes, "tried": len(ran),
         "completed_though_refused": [str(case.schedule) for case in ran if completes(case, tried_bytes)],
     }  # fmt: skip
 
