@@ -70,6 +70,8 @@ def _models() -> list[Case]:
     found = []
     for place, model in enumerate((*SMALL, *MIDDLE)):
         for turn, card in enumerate(CARDS):
+            if model == "codegen-2B-mono" and card == "t4":
+                continue  # loss scaling looks at all gradients first, which do not fit
             number = place * len(CARDS) + turn + place
             small = model in SMALL
             layouts = list(LAYOUTS.values()) if small else [LAYOUTS["in backward"], LAYOUTS["recomputed"]]
@@ -110,8 +112,8 @@ SEARCHED = [
 
 _FULL = {
     "recomputed": _of("--micro-batch 4 --group 1 --segment-blocks 1 --recompute on --states streamed"),
-    "groups": _of("--micro-batch 4 --group 4 --segment-blocks 2 --recompute on --states streamed"),
-    "in backward": _of("--micro-batch 4 --group 16 --segment-blocks 2 --recompute on --states streamed --clip-norm 0"),
+    "groups": _of("--micro-batch 2 --group 2 --segment-blocks 2 --recompute on --states streamed"),
+    "in backward": _of("--micro-batch 2 --group 32 --segment-blocks 8 --recompute on --states streamed --clip-norm 0"),
 }
 SCRIPTS = [
     Case(model, card, (*options, "--ram-limit", "none"), cap, script=f"train_{model.replace('-', '_')}.py")
