@@ -6,7 +6,7 @@ A family has a micro-batch and groups; its columns have segments of one length e
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -121,13 +121,15 @@ class Columns:
 
     @cached_property
     def _most_launching_seconds(self) -> float:
-        """The most that launching copies adds to a step: what it adds to the smallest micro-batches, for which the host
-        is most likely to be what is slow."""
+        """The most that launching copies, and the segments of the shortest length, adds to a step: what it adds to the
+        smallest micro-batches, for which the host is most likely to be what is slow."""
         column = self.frugal_column(self.choices.micro_batches[0])
+        longest = replace(column, segment=self.choices.segments[-1])
         streamed, resident = (
             [self._without_waiting(column, kept, place) for kept in self.turns()] for place in (0, self.last_resident)
         )
-        return max(0.0, *map(operator.sub, streamed, resident))
+        of_copies = max(0.0, *map(operator.sub, streamed, resident))
+        return of_copies + max(0.0, streamed[0] - self._without_waiting(longest, 0, 0))
 
     def allocated_bytes(self, column: Column, kept: int, resident: int) -> int:
         """Without a recording for every number of resident units: their states add up."""

@@ -47,9 +47,7 @@ def on_a_gpu(
 ) -> Ram:
     """RAM of a run on a GPU: `streamed_bytes` of states lie in RAM, `drawn_bytes` is the largest tensor that is whole
     in RAM while it loads (random weights are drawn so; 0 for weights from files)."""
-    # Until everything is page-locked at the end of loading, the pages of moments are zeros that take no room.
-    layout = {name: entries * kind.itemsize for name, (entries, kind) in state_layout(optimizer, BLOCK, dtype).items()}
-    moments = 1 - layout.get("low", 0) / max(sum(layout.values()), 1)
+    moments = _share_of_moments(optimizer, dtype)
     kept = {"streamed_states": streamed_bytes, "process": process_bytes}
     return {
         "load": kept | {"loading": max(drawn_bytes + RUNS_BYTES - int(streamed_bytes * moments), 0)},
@@ -58,6 +56,28 @@ def on_a_gpu(
         "save": kept | {"saving": CHUNK_BYTES},
         "export": kept | {"exporting": RUNS_BYTES},
     }
+
+
+def most_streamed(
+    limit_bytes: int, process_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
+) -> int:
+    """How many bytes of states may lie in RAM under that cap, in all phases of `on_a_gpu`; negative where not even a
+    run that streams nothing keeps to it."""
+    room = limit_bytes - process_bytes - RUNS_BYTES
+    low = 1 - _share_of_moments(optimizer, dtype)
+    while_loading = room - drawn_bytes
+    if while_loading < 0:
+        return while_loading
+    if not low:
+        return room
+    return min(room, int((while_loading - 1) / low))  # a byte for what is rounded
+
+
+def _share_of_moments(optimizer: Optimizer, dtype: torch.dtype) -> float:
+    """Of a state's bytes. Until everything is page-locked at the end of loading, their pages are zeros that take no
+    room."""
+    layout = {name: entries * kind.itemsize for name, (entries, kind) in state_layout(optimizer, BLOCK, dtype).items()}
+    return 1 - layout.get("low", 0) / max(sum(layout.values()), 1)
 
 
 def on_the_cpu(process_bytes: int, train: dict[str, int], drawn_bytes: int) -> Ram:

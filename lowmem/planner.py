@@ -37,9 +37,10 @@ from lowmem.errors import PlanError
 from lowmem.lifetime import (
     CPU_TRAINING_BYTES,
     CUDA_PROCESS_BYTES,
-    RUNS_BYTES,
     TRAINING_BYTES,
     Process,
+    largest,
+    most_streamed,
     on_a_gpu,
     on_the_cpu,
 )
@@ -113,32 +114,35 @@ def _gpu_plan(
         card_limit = card.memory_bytes - CONTEXT_BYTES  # what CUDA's context takes of a card is not for us
         gpu_limit = min(gpu_limit or card_limit, card_limit)
     process_bytes = CUDA_PROCESS_BYTES if process is None else process.now_bytes + TRAINING_BYTES
-    beside = process_bytes + RUNS_BYTES  # of RAM, whatever is streamed
-    room = Room(
-        None if gpu_limit is None else room_under(gpu_limit),
-        None if settings.ram_limit_bytes is None else settings.ram_limit_bytes - beside,
-    )
     case = step_case(settings, precision)
     simulations = Simulations(decoder, case, target)
+    drawn_bytes = _drawn_bytes(settings, simulations)
+
+    def room_for(case: StepCase) -> Room:
+        gpu, ram = (None if gpu_limit is None else room_under(gpu_limit)), settings.ram_limit_bytes
+        if ram is not None:
+            ram = most_streamed(ram, process_bytes, drawn_bytes, case.optimizer, case.dtype)
+        return Room(gpu, ram)
+
+    room = room_for(case)
     found = fastest_layout(settings, simulations, room)
     if found is None:
         smallest = least_room(settings, simulations, room)
         only_ram_is_short = room.ram is not None and smallest.gpu == room.gpu
         if only_ram_is_short and settings.optimizer == "adamw" and find_spec("bitsandbytes"):
             smaller = Simulations(decoder, replace(case, optimizer=OPTIMIZERS["adamw8bit"]), target)
-            found = fastest(smaller, _choices(settings, smaller), room)
+            found = fastest(smaller, _choices(settings, smaller), room_for(smaller.base))
         if found is None:
+            ram = sum(largest(on_a_gpu(process_bytes, smallest.ram, drawn_bytes, case.optimizer, case.dtype)).values())
             if card_limit is not None and smallest_cap(smallest.gpu) > card_limit:
                 raise PlanError(
                     f"{card.name} has {format_size(card_limit)} for us; {_what(settings)} needs "
-                    f"{format_size(smallest_cap(smallest.gpu))}, even with {format_size(beside + smallest.ram)} of "
-                    "RAM: no plan for this card."
+                    f"{format_size(smallest_cap(smallest.gpu))}, even with {format_size(ram)} of RAM: "
+                    "no plan for this card."
                 )
-            raise PlanError(_refusal(settings, gpu_limit, beside, smallest))
+            raise PlanError(_refusal(settings, gpu_limit, smallest.gpu, ram))
     found = replace(found, memory=_under_the_runs_cap(found, gpu_limit))
     plan = _plan(settings, simulations, "cuda", precision, card, gpu_limit, found, process_bytes)
-    if settings.ram_limit_bytes is not None and plan.ram_bytes > settings.ram_limit_bytes:  # loading alone is too much
-        raise PlanError(_refusal(settings, gpu_limit, 0, Room(None, plan.ram_bytes)))
     plan = replace(plan, fused_kernels=target.fused_kernels)
     if found.case.optimizer is case.optimizer:
         plan = replace(plan, seconds_with_more_ram=_seconds_with_more_ram(settings, simulations, room, found))
@@ -311,7 +315,7 @@ def _cpu_plan(
     plan = next((plan for plan in map(plan_of, schedules) if fits(plan)), None)
     if plan is None:
         least = plan_of(schedules[-1]).ram_bytes
-        raise PlanError(_refusal(settings, None, 0, Room(None, least)))
+        raise PlanError(_refusal(settings, None, None, least))
     if may_run_twice and not fits_here(plan):  # which changes no bit, so what is free may decide it
         plan = plan_of(twice(plan.schedule))
     if settings.recompute == "auto" and ram_free_bytes is not None:
@@ -322,15 +326,16 @@ def _cpu_plan(
     return plan
 
 
-def _refusal(settings: Settings, gpu_limit: int | None, beside: int, room: Room) -> str:
+def _refusal(settings: Settings, gpu_limit: int | None, room: int | None, ram: int) -> str:
+    """`room`: what the allocator has to have (None: it has enough); `ram`: what the whole run takes of RAM then."""
     caps = [
         f"{format_size(limit)} of {what}"
         for what, limit in (("GPU memory", gpu_limit), ("RAM", settings.ram_limit_bytes))
         if limit is not None
     ]
-    wants = [f"--ram-limit {math.ceil((beside + room.ram) / MIB)}MiB"]
-    if room.gpu is not None:
-        wants.insert(0, f"--gpu-limit {math.ceil(smallest_cap(room.gpu) / MIB)}MiB")
+    wants = [f"--ram-limit {math.ceil(ram / MIB)}MiB"]
+    if room is not None:
+        wants.insert(0, f"--gpu-limit {math.ceil(smallest_cap(room) / MIB)}MiB")
     return (
         f"{_what(settings)} does not fit in {' and '.join(caps)}; the smallest that would do is {' with '.join(wants)}."
     )

@@ -232,7 +232,7 @@ def test_a_refusal_names_caps_that_do_fit_and_that_are_tight(monkeypatch, caps):
 
 def test_moments_in_8_bits_are_taken_where_nothing_exact_fits_into_ram_and_that_is_said(monkeypatch):
     needed = plan_for(states="streamed").ram_breakdown["streamed_states"]
-    caps = {"states": "streamed", "micro_batch": 2, "ram_limit_bytes": CUDA_PROCESS_BYTES + needed // 2}
+    caps = {"states": "streamed", "micro_batch": 2, "ram_limit_bytes": CUDA_PROCESS_BYTES + needed * 3 // 4}
     if importlib.util.find_spec("bitsandbytes"):
         plan = plan_for(**caps)
         assert (plan.optimizer, plan.to_dict()["choice"]["state_bits"]) == ("adamw8bit", 8)
@@ -426,8 +426,6 @@ SMALL_LLAMA = LLAMA | {"model_type": "llama", "num_hidden_layers": 2}
         (SMALL_LLAMA | {"num_key_value_heads": 3}, "cannot be simulated"),
         (SMALL_LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised (gptq)"),
         (SMALL_LLAMA | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "replaces its buffers"),
-        (SMALL_LLAMA | {"model_type": "gemma2"}, "Gemma2ForCausalLM cannot be trained in pieces"),
-        (SMALL_LLAMA | {"model_type": "cohere"}, "CohereForCausalLM cannot be trained in pieces"),
         ({"model_type": "bert", "num_hidden_layers": 2, "max_position_embeddings": 1024}, "attends to later tokens"),
         ({"model_type": "xlnet", "d_model": 64, "n_layer": 2, "n_head": 4}, "XLNetLMHeadModel cannot be taken apart"),
         ({"model_type": "mpt", "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 512}, "512 positions"),

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config
 
 from experiments.gpu_acceptance.bitwise import PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Outcome, Shape, make_step
-from experiments.gpu_acceptance.measured import collect_garbage
 from lowmem import fused
+from lowmem.device import collect_garbage
 from lowmem.recovery import OutOfRoom, Recovery
 from lowmem.smaller import Sizes
 from lowmem.step import Step

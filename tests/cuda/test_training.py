@@ -19,7 +19,7 @@ from experiments.gpu_acceptance import bitwise
 from experiments.gpu_acceptance.bitwise import CASES, PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Shape
 from lowmem import fused
 from lowmem.calibrate import block_seconds
-from lowmem.device import forget_allocations
+from lowmem.device import collect_garbage, forget_allocations
 from lowmem.models import make_decoder
 from lowmem.step import Step
 from lowmem.units import KIB
@@ -135,6 +135,7 @@ def test_a_run_that_is_stopped_on_the_card_goes_on_there_bit_for_bit(finished, t
 
 
 def test_a_run_whose_states_cannot_be_page_locked_says_so(finished, train, tmp_path, capsys, plain_lines):
+    collect_garbage()  # an earlier run's buffers would be given back in the middle of this one
     with page_locked_limit(counts()["page_locked_bytes"] + 64 * KIB):  # PyTorch's own buffers still can be
         assert train(tmp_path / "out", *ON_CARD, "--states", "streamed") == 0
     assert "page-locked memory was refused" in capsys.readouterr().err
