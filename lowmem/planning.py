@@ -5,8 +5,8 @@ against would keep them for good. So the process forks before it has anything to
 imports are done; the fork waits to be told what to plan, sends the plan back and ends. It sees no GPU. Nothing is
 imported a second time, and a script needs no `if __name__ == "__main__"`.
 
-The plan is made in the same process where there is no fork that is safe: elsewhere than on Linux, and where CUDA is
-initialised already.
+The plan is made in the same process where there is no fork that is safe: elsewhere than on Linux, where CUDA is
+initialised already, and where autograd has started threads for it, which are not forked.
 """
 
 import os
@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -31,7 +32,7 @@ Result = TypeVar("Result")
 def process_aside() -> Iterator[Callable[..., Result]]:
     """Forks a process, and gives a function that calls another one there: `aside(function, *arguments)` returns what
     `function(*arguments)` returns, or raises what it raises; both have to be picklable. For one call."""
-    if sys.platform != "linux" or torch.cuda.is_initialized():
+    if sys.platform != "linux" or torch.cuda.is_initialized() or _autograd_has_threads():
         yield lambda function, *arguments: function(*arguments)
         return
     context = get_context("fork")
@@ -62,6 +63,11 @@ def process_aside() -> Iterator[Callable[..., Result]]:
         process.kill()  # it holds nothing that has to be put in order
         process.join()
         process.close()
+
+
+def _autograd_has_threads() -> bool:
+    names = (task.read_text() for task in Path("/proc/self/task").glob("*/comm"))
+    return any(name.startswith("pt_autograd") for name in names)
 
 
 def _serve(ours: connection.Connection, theirs: connection.Connection) -> None:

@@ -92,7 +92,7 @@ def test_fused_kernels_train_as_the_plain_lines_do(on_cpu, precision):
 
 
 def test_states_that_cannot_be_page_locked_are_streamed_all_the_same(on_cpu, plain_lines):
-    with page_locked_limit(counts()["page_locked_bytes"] + 4096), order("late"):
+    with page_locked_limit(counts()["page_locked_bytes"] + 64 * KIB), order("late"):  # PyTorch's own buffers still can
         outcome = bitwise.train(SHAPE, CUDA, "bf16", **PLAIN | CASES["streamed, deferred"])
     assert not outcome.page_locked
     assert outcome.differences(on_cpu("bf16")) == []
