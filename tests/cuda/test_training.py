@@ -170,6 +170,7 @@ def test_a_cap_that_the_card_does_not_have_is_refused_before_anything_slow(train
 
 def test_what_the_timed_block_and_tried_kernels_took_is_given_back():
     """Also what only a collection of garbage frees."""
+    torch._C._cuda_clearCublasWorkspaces()
     forget_allocations(CUDA)
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()  # what other tests of this process still hold
     gc.disable()
