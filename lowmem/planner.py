@@ -12,8 +12,8 @@ the plan says so.
 
 On the CPU there is no choice to make for speed: the largest micro-batch of at most 4,096 tokens that fits, and
 recompute unless all activations fit into a quarter of the free RAM. The simulated peak is then RAM's, and beside it as
-much as the blocks' activations ever take: malloc keeps what was freed in small blocks and does not find it all again. That is a rule of
-thumb (experiments/memory_estimation has four models' figures beside it).
+much as the blocks' activations ever take: malloc keeps what was freed in small blocks and does not find it all again.
+That is a rule of thumb (experiments/memory_estimation has four models' figures beside it).
 
 The micro-batch changes the bits of the result. So it never depends on what happens to be free or on a stopwatch: the
 same command on the same machine takes the same one.
