@@ -15,9 +15,9 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch.cuda._sanitizer import Access, CUDASanitizerErrors
 
 from tests.stream_order.arrangements import (
     ARRANGEMENTS,
@@ -29,6 +29,9 @@ from tests.stream_order.arrangements import (
     run,
 )
 from tests.stream_order.checker import races
+
+if TYPE_CHECKING:
+    from torch.cuda._sanitizer import Access
 
 WAYS = {"reading waits": True, "reading does not wait": False}  # of counting .item()
 SANITIZER = "sanitizer"  # PyTorch's
@@ -50,6 +53,10 @@ def checked(arrangement: Arrangement) -> dict:
 
 def sanitized(arrangement: Arrangement, device: torch.device, races_only: bool) -> dict:
     """The same of a run on `device`; `races` are what PyTorch's sanitizer raised, where it is switched on."""
+    # The import alone makes PyTorch call Python at every allocation and event of this process, for good; such a call
+    # fails where an exception is on its way, as after the allocator has refused memory.
+    from torch.cuda._sanitizer import CUDASanitizerErrors
+
     try:
         outcomes = run(arrangement, device)
     except CUDASanitizerErrors as raised:
@@ -74,7 +81,7 @@ def ordered(arrangement: Arrangement, orders: Sequence[str] = ORDERS) -> dict:
     return {"races": {}, "different": []}
 
 
-def _said(access: Access) -> str:
+def _said(access: "Access") -> str:
     return f"{access.type.name.lower()} by {str(access.operator).partition('(')[0]} on stream {access.stream:#x}"
 
 
