@@ -2,9 +2,8 @@
 
 The plan is a prediction about the code that trains, not a formula beside it: search.py tries layouts of the step in a
 simulation of it (simulate.py) and takes the fastest whose run completes under both caps. No weights are loaded and no
-GPU is needed. Where nothing fits, forward and backward run twice a step, so that gradients are never all held. fp32
-moments are preferred; 8-bit ones are only taken where they were asked for, or where nothing exact fits into RAM, and
-the plan says so.
+GPU is needed. Where nothing fits, forward and backward run twice a step, so that gradients are never all held. The
+optimizer is never another than was asked for; a refusal says where 8-bit moments would fit.
 
     GPU   the simulated run, and a margin left free (room_under)
     RAM   streamed states, and the process: what it holds now, and what training adds to that; and what loading,
@@ -23,7 +22,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 
 import torch
 from transformers import PretrainedConfig
@@ -128,24 +126,24 @@ def _gpu_plan(
     found = fastest_layout(settings, simulations, room)
     if found is None:
         smallest = least_room(settings, simulations, room)
+        ram = sum(largest(on_a_gpu(process_bytes, smallest.ram, drawn_bytes, case.optimizer, case.dtype)).values())
+        if card_limit is not None and smallest_cap(smallest.gpu) > card_limit:
+            raise PlanError(
+                f"{card.name} has {format_size(card_limit)} for us; {_what(settings)} needs "
+                f"{format_size(smallest_cap(smallest.gpu))}, even with {format_size(ram)} of RAM: "
+                "no plan for this card."
+            )
+        refusal = _refusal(settings, gpu_limit, smallest.gpu, ram)
         only_ram_is_short = room.ram is not None and smallest.gpu == room.gpu
-        if only_ram_is_short and settings.optimizer == "adamw" and find_spec("bitsandbytes"):
+        if only_ram_is_short and settings.optimizer == "adamw":
             smaller = Simulations(decoder, replace(case, optimizer=OPTIMIZERS["adamw8bit"]), target)
-            found = fastest(smaller, _choices(settings, smaller), room_for(smaller.base))
-        if found is None:
-            ram = sum(largest(on_a_gpu(process_bytes, smallest.ram, drawn_bytes, case.optimizer, case.dtype)).values())
-            if card_limit is not None and smallest_cap(smallest.gpu) > card_limit:
-                raise PlanError(
-                    f"{card.name} has {format_size(card_limit)} for us; {_what(settings)} needs "
-                    f"{format_size(smallest_cap(smallest.gpu))}, even with {format_size(ram)} of RAM: "
-                    "no plan for this card."
-                )
-            raise PlanError(_refusal(settings, gpu_limit, smallest.gpu, ram))
+            if fastest(smaller, _choices(settings, smaller), room_for(smaller.base)) is not None:
+                refusal += " It fits as it is with --optimizer adamw8bit, whose moments are not exact."
+        raise PlanError(refusal)
     found = replace(found, memory=_under_the_runs_cap(found, gpu_limit))
     plan = _plan(settings, simulations, "cuda", precision, card, gpu_limit, found, process_bytes)
     plan = replace(plan, fused_kernels=target.fused_kernels)
-    if found.case.optimizer is case.optimizer:
-        plan = replace(plan, seconds_with_more_ram=_seconds_with_more_ram(settings, simulations, room, found))
+    plan = replace(plan, seconds_with_more_ram=_seconds_with_more_ram(settings, simulations, room, found))
     if measured is not None:
         timed = record_step(decoder(), found.case, gpu_target(measured, fused_kernels), {}, alike=True)
         ratio = timed.seconds / plan.step_seconds
@@ -256,7 +254,7 @@ def _plan(
     ram = on_a_gpu(process_bytes, recording.streamed_bytes, drawn_bytes, case.optimizer, case.dtype)
     return Plan(
         settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, device, precision,
-        card, found.case.optimizer.name, found.case.schedule, found.case.resident_units, gpu_limit,
+        card, found.case.schedule, found.case.resident_units, gpu_limit,
         found.memory.allocated_peak_bytes, found.memory.reserved_peak_bytes, found.memory.at_peak, ram,
         recording.seconds, recording.waiting_seconds, _one_step(recording, found.memory.timeline),
     )  # fmt: skip
@@ -290,7 +288,7 @@ def _cpu_plan(
         ram = on_the_cpu(process.now_bytes + CPU_TRAINING_BYTES, train, _drawn_bytes(settings, simulations))
         return Plan(
             settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, "cpu", precision,
-            None, settings.optimizer, case.schedule, resident, settings.gpu_limit_bytes, None, None, {}, ram, None,
+            None, case.schedule, resident, settings.gpu_limit_bytes, None, None, {}, ram, None,
             None, [],
         )  # fmt: skip
 

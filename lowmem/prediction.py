@@ -34,7 +34,6 @@ class Plan:
     device: str
     precision: str
     card: Card | None
-    optimizer: str
     schedule: Schedule
     resident_units: int
     gpu_limit_bytes: int | None
@@ -73,11 +72,11 @@ class Plan:
             "limits": {"gpu_bytes": self.gpu_limit_bytes, "ram_bytes": self.settings.ram_limit_bytes},
             "choice": asdict(self.schedule)
             | {
-                "state_bits": STATE_BITS[self.optimizer],
+                "state_bits": STATE_BITS[self.settings.optimizer],
                 "precision": self.precision,
                 "residual": self.settings.residual,
                 "device": self.device,
-                "optimizer": self.optimizer,
+                "optimizer": self.settings.optimizer,
                 "fused_kernels": self.fused_kernels,
                 "resident_units": self.resident_units,
                 "streamed_units": self.units - self.resident_units,
@@ -114,16 +113,13 @@ class Plan:
         if self.device == "cuda":
             layout += f"; states of {self.resident_units} of {self.units} units on the GPU"
         lines = [
-            f"{self.model}: {self.parameters:,} parameters, all trained; {self.optimizer}, {self.precision}{masters}",
+            f"{self.model}: {self.parameters:,} parameters, all trained; "
+            f"{settings.optimizer}, {self.precision}{masters}",
             layout,
         ]
         if schedule.norm_first:
             lines.append(
                 "all gradients at once would not fit, so forward and backward run twice, first for the norm alone"
-            )
-        if self.optimizer != settings.optimizer:
-            lines.append(
-                f"NOT EXACT: no plan with fp32 moments fits, so Adam's moments are kept in 8 bits ({self.optimizer})"
             )
         if self.device == "cuda":
             lines += _table("GPU", self.gpu_breakdown, "allocated", self.gpu_limit_bytes)

@@ -37,7 +37,7 @@ def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: s
         *("weight_decay", "clip_norm", "seed", "residual"),
     )
     return {name: getattr(settings, name) for name in names} | {
-        "optimizer": plan.optimizer,
+        "optimizer": settings.optimizer,
         "steps": steps,
         "device": plan.device,
         "precision": plan.precision,

@@ -123,7 +123,7 @@ def train(
     budget.apply(plan.gpu_reserved_peak_bytes)
     budget.enter("load")
     devices.make_deterministic(device)
-    optimizer = get_optimizer(plan.optimizer)
+    optimizer = get_optimizer(settings.optimizer)
     checkpoint = find_checkpoint(folder, settings.resume, log.say)
     if checkpoint is None:  # before anything is allocated: what does not fit is refused here
         pretrained = settings.init == "pretrained"

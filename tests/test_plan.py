@@ -5,7 +5,6 @@ the scripts, in test_scripts.py; here the models are small.
 """
 
 import dataclasses
-import importlib.util
 import json
 import re
 from types import SimpleNamespace
@@ -218,8 +217,7 @@ def test_the_micro_batch_on_the_cpu_does_not_depend_on_what_is_free_but_what_is_
         {"gpu_limit_bytes": 250 * MIB, "micro_batch": 1, "ram_limit_bytes": CUDA_PROCESS_BYTES + 50 * MIB},
     ],
 )
-def test_a_refusal_names_caps_that_do_fit_and_that_are_tight(monkeypatch, caps):
-    monkeypatch.setattr(planner, "find_spec", lambda name: None)  # no way out in 8 bits
+def test_a_refusal_names_caps_that_do_fit_and_that_are_tight(caps):
     with pytest.raises(PlanError) as caught:
         plan_for(**caps)
     assert caught.value.exit_code == 3
@@ -230,16 +228,16 @@ def test_a_refusal_names_caps_that_do_fit_and_that_are_tight(monkeypatch, caps):
         plan_for(**caps | named | {"gpu_limit_bytes": named["gpu_limit_bytes"] - 64 * MIB})
 
 
-def test_moments_in_8_bits_are_taken_where_nothing_exact_fits_into_ram_and_that_is_said(monkeypatch):
+def test_the_optimizer_is_never_changed_and_a_refusal_names_the_one_that_fits():
     needed = plan_for(states="streamed").ram_breakdown["streamed_states"]
     caps = {"states": "streamed", "micro_batch": 2, "ram_limit_bytes": CUDA_PROCESS_BYTES + needed * 3 // 4}
-    if importlib.util.find_spec("bitsandbytes"):
-        plan = plan_for(**caps)
-        assert (plan.optimizer, plan.to_dict()["choice"]["state_bits"]) == ("adamw8bit", 8)
-        assert "NOT EXACT" in plan.describe() and "NOT EXACT" not in plan_for(states="streamed").describe()
-    monkeypatch.setattr(planner, "find_spec", lambda name: None)
-    with pytest.raises(PlanError):
+    with pytest.raises(PlanError, match=r"It fits as it is with --optimizer adamw8bit") as caught:
         plan_for(**caps)
+    assert caught.value.exit_code == 3
+    assert plan_for(**caps, optimizer="adamw8bit").to_dict()["choice"]["state_bits"] == 8
+    with pytest.raises(PlanError) as caught:
+        plan_for(**caps | {"ram_limit_bytes": CUDA_PROCESS_BYTES + needed // 8})
+    assert "adamw8bit" not in str(caught.value)
 
 
 def test_what_is_not_clipped_has_no_norm_to_wait_for():

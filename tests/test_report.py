@@ -104,7 +104,7 @@ FREE = {
 
 def identity(settings: Settings, *, steps: int = 10, data: str = "abc", precision: str = "bf16", micro_batch: int = 4):
     plan = Plan(
-        "tiny", 3_000, 3, 1, settings, "cuda", precision, None, settings.optimizer, Schedule(micro_batch, 1, 1, True),
+        "tiny", 3_000, 3, 1, settings, "cuda", precision, None, Schedule(micro_batch, 1, 1, True),
         3, None, 1, 1, {}, {}, 1.0, 0.0, [],
     )  # fmt: skip
     return run_identity(settings, plan, steps, data)

@@ -138,7 +138,7 @@ def simulated(trained: Trained) -> timeline.Timeline:
     plan = trained.plan
     settings = plan.settings
     case = StepCase(
-        settings.seq, settings.batch, plan.schedule, WORKING_DTYPES[plan.precision], OPTIMIZERS[plan.optimizer],
+        settings.seq, settings.batch, plan.schedule, WORKING_DTYPES[plan.precision], OPTIMIZERS[settings.optimizer],
         plan.resident_units, settings.clip_norm, settings.document_mask,
     )  # fmt: skip
     decoder = make_decoder(trained.config, plan.precision, settings.residual, plan.fused_kernels)
