@@ -60,7 +60,7 @@ def run_case(name: str, batch: int, scratch: Path) -> dict:
     size, optimizer, clip = CASES[name]
     out = scratch / "run"
     command = [
-        sys.executable, f"train_gpt2_{size}.py", "--init", "random", "--batch", str(batch), "--steps", "2",
+        sys.executable, f"train_gpt2_{size}.py", "--init", "random", "--batch", str(batch), "--steps", "3",
         "--fixed-batch", "--eval-every", "1", "--eval-batches", "1", "--keep-last", "1", "--optimizer", optimizer,
         "--clip-norm", "1" if clip else "0", "--out", str(out),
     ]  # fmt: skip
