@@ -48,7 +48,6 @@ from lowmem.prediction import Plan
 from lowmem.search import SEGMENTS, Choices, Found, Room, fastest, frugal, smallest_room
 from lowmem.settings import Settings
 from lowmem.simulate import (
-    Memory,
     Recording,
     StepCase,
     cpu_target,
@@ -140,8 +139,8 @@ def _gpu_plan(
             if fastest(smaller, _choices(settings, smaller), room_for(smaller.base)) is not None:
                 refusal += " It fits as it is with --optimizer adamw8bit, whose moments are not exact."
         raise PlanError(refusal)
-    found = replace(found, memory=_under_the_runs_cap(found, gpu_limit))
-    plan = _plan(settings, simulations, "cuda", precision, card, gpu_limit, found, process_bytes)
+    run = _as_it_runs(simulations, found, gpu_limit)
+    plan = _plan(settings, simulations, "cuda", precision, card, gpu_limit, run, process_bytes)
     plan = replace(plan, fused_kernels=target.fused_kernels)
     plan = replace(plan, seconds_with_more_ram=_seconds_with_more_ram(settings, simulations, room, found))
     if measured is not None:
@@ -163,13 +162,16 @@ def smallest_cap(room: int) -> int:
     return max(room + MARGIN_BYTES, (room - 1) * MARGINS_IN_A_CAP // (MARGINS_IN_A_CAP - 1) + 1)
 
 
-def _under_the_runs_cap(found: Found, gpu_limit: int | None) -> Memory:
-    """What a layout takes where the allocator has the cap of the run (budget.py), which is wider than the room that was
-    searched: it keeps more of what is free before it gives that back."""
+def _as_it_runs(simulations: Simulations, found: Found, gpu_limit: int | None) -> Found:
+    """A layout with a first step as long as a run's, and what that takes where the allocator has the run's cap
+    (budget.py), which is wider than the room that was searched: it keeps more of what is free before it gives that
+    back."""
+    recording = simulations.record_run(found.case)
     try:
-        return found.memory if gpu_limit is None else under_cap(found.recording.tape, gpu_limit - OVERSHOOT_BYTES)
+        memory = under_cap(recording.tape, None if gpu_limit is None else gpu_limit - OVERSHOOT_BYTES)
     except SimulatedOutOfMemory:  # what is given back earlier may leave fewer holes
-        return found.memory
+        return found
+    return replace(found, recording=recording, memory=memory)
 
 
 def fastest_layout(settings: Settings, simulations: Simulations, room: Room) -> Found | None:

@@ -69,8 +69,7 @@ class ReplayedStep(Step):
     ):
         super().__init__(*arguments, **keywords)
         self._rule = update
-        if self._optimizer.name == "adamw8bit":  # which has a table of 256 numbers for each moment
-            self._tables = torch.empty(256, device=META), torch.empty(256, device=META)
+        self._tables: list[Tensor] = []
         self._recorder, self._known, self._functions = recorder, known, functions
         self._forwards: dict[int, Region] = {}  # segments that wait for their backward, by their Saved
         self._parts: list[list[Part]] = [[] for _ in self._decoder.units]
@@ -126,6 +125,8 @@ class ReplayedStep(Step):
         key = ("update", optimizer.name, piece.stop - piece.start, piece.part.working.dtype)
         if optimizer.name == "adamw8bit":  # need not be installed for a plan
             self._optimizer = replace(optimizer, rule=_traffic_of_8_bit)
+            if not self._tables:  # of 256 numbers for each moment, which the first update makes for good
+                self._tables = [torch.empty(256, device=META) for _ in range(2)]
         self._once(key, "update", lambda: run(piece, state))
         self._optimizer = optimizer
 

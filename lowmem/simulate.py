@@ -2,9 +2,12 @@
 
 `record_step` runs the very `Step` that trains, with its store, on meta tensors (trace.py): an evaluation, as a run
 begins with one, then two optimizer steps. The first has no update to apply, the second applies the first one's while it
-runs forward, as all later ones do. (One is enough where a step makes its own updates.) A segment of blocks runs once
-per shape and is replayed for every other micro-batch. `under_cap` gives the tape to the model of CUDA's allocator: it
-fits if, and only if, that run completes.
+runs forward, as all later ones do. A segment of blocks runs once per shape and is replayed for every other micro-batch.
+`under_cap` gives the tape to the model of CUDA's allocator: it fits if, and only if, that run completes.
+
+A search looks at many layouts, so that their first step has two groups of micro-batches only, and is left out where a
+step makes its own updates. What the allocator has cached when the second step begins is then not quite what it is in a
+run, and what is reserved may be off by a page or two; `whole_first_step` is for the layout that is taken.
 
 What CUDA does otherwise than the generic kernels is a table of its own (cuda_ops.py). Not simulated: the CUDA context,
 which is outside the allocator's cap; saving and export, which take less than training.
@@ -162,11 +165,13 @@ class Memory:
 
 
 def record_step(
-    decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *, alike: bool = False
-) -> Recording:
+    decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *, alike: bool = False,
+    whole_first_step: bool = False,
+) -> Recording:  # fmt: skip
     """Two steps of `case` on `decoder`, whose parameters become meta tensors of the store's. `known`, a dict
     that is kept between calls with the same decoder, sequence length, dtype and target, saves running again what has
-    been run; with None everything is run. `alike`: blocks that are made alike are run once for all of them."""
+    been run; with None everything is run. `alike`: blocks that are made alike are run once for all of them.
+    `whole_first_step`: whether the first step is as long as the second, as in a run."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     recorder = Recorder(target.machine, lambda frame: _NAMES.get(frame.f_code))
@@ -195,10 +200,10 @@ def record_step(
             )
         schedule = case.schedule
         step.evaluate(_batch(case, schedule.micro_batch))  # as a run does before its first step
-        group = schedule.micro_batch * schedule.group
-        if group < case.batch or (case.clip_norm is not None and not schedule.norm_first):
-            two = schedule.micro_batch * (schedule.first_group or schedule.group) + group
-            step(_batch(case, min(case.batch, two)), 0, 1e-4)  # leaves what a step leaves behind, in less time
+        updates_wait = not (schedule.norm_first or step.updates_in_backward(case.batch // schedule.micro_batch))
+        if updates_wait or whole_first_step:
+            two_groups = schedule.micro_batch * ((schedule.first_group or schedule.group) + schedule.group)
+            step(_batch(case, case.batch if whole_first_step else min(case.batch, two_groups)), 0, 1e-4)
         batch = _batch(case, case.batch)
         began, waited = recorder.clock.host, copies.exposed_seconds if copies else 0.0
         step(batch, 1, 1e-4)

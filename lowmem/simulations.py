@@ -38,6 +38,10 @@ class Simulations:
             self._recordings[layout] = record_step(self._decoder, case, self._target, self._known, alike=True)
         return case, self._recordings[layout]
 
+    def record_run(self, case: StepCase) -> Recording:
+        """The recording of a layout with a first step of all its groups, as a run has it, which takes longer."""
+        return record_step(self._decoder, case, self._target, self._known, alike=True, whole_first_step=True)
+
     def schedule(
         self,
         micro_batch: int,

@@ -166,11 +166,10 @@ class Step:
         scale = self.loss_scale.scale / tokens
         self._decoder.model.train()
         dropouts = [Dropout(self._seed, step, index) for index in range(len(micro_batches))]
-        one_group = len(self.schedule.groups(len(micro_batches))) == 1
-        if self.schedule.norm_first and not one_group:
+        if self.schedule.norm_first and len(self.schedule.groups(len(micro_batches))) > 1:
             raise ValueError("the norm comes first only where the whole batch is one group")
-        free_to_update = one_group and self._clip_norm is None and self.schedule.defer and not self.loss_scale.enabled
-        self._when_final = UPDATE if free_to_update else DROP if self.schedule.norm_first else HOLD
+        in_backward = self.updates_in_backward(len(micro_batches))
+        self._when_final = UPDATE if in_backward else DROP if self.schedule.norm_first else HOLD
         self._update_with = 1.0, learning_rate
         loss, norm = self._forward_and_backward(micro_batches, dropouts, scale)
         loss, norm = loss / tokens, norm / self.loss_scale.scale
@@ -188,6 +187,12 @@ class Step:
             part.gradient = None
         self.loss_scale.update(updated)
         return StepResult(loss, norm, updated)
+
+    def updates_in_backward(self, micro_batches: int) -> bool:
+        """Whether a step of so many micro-batches updates a unit as soon as its gradient is final: nothing has to be
+        known of all gradients first, neither their norm nor, where the loss is scaled, that they are finite."""
+        one_group = len(self.schedule.groups(micro_batches)) == 1
+        return one_group and self._clip_norm is None and self.schedule.defer and not self.loss_scale.enabled
 
     def _forward_and_backward(
         self, micro_batches: Sequence, dropouts: Sequence[Dropout], scale: float

@@ -226,9 +226,11 @@ def _index(gpu: Gpu, result, tensor, indices, *_, **__):
 
 def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
     """cuda/Indexing.cu, index_put_with_sort_kernel, where sums have an order: places, sorted, and where they came from.
-    The largest sorts have second buffers too."""
-    tables = 0 if not gpu.deterministic else 5 if index.numel() <= 2048 else 7
-    return (index.numel() * 8,) * tables
+    Larger sorts have second buffers too; CUB takes one byte for those that need none."""
+    if not gpu.deterministic:
+        return ()
+    table = index.numel() * 8
+    return (table,) * 5 + (1,) if index.numel() <= 2048 else (table,) * 7
 
 
 def _matrix_product(gpu: Gpu, result, *matrices: Tensor, **_):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig
 
 from lowmem import plan as plan_module
-from lowmem import planner
+from lowmem import planner, simulations
 from lowmem.budget import CONTEXT_BYTES, ram_now_bytes
 from lowmem.cards import CARDS
 from lowmem.errors import InputError, PlanError
@@ -26,6 +26,7 @@ from lowmem.plan import card_for, planned
 from lowmem.planner import MARGIN_BYTES, make_plan, room_under, smallest_cap
 from lowmem.prediction import Plan, kept_in_words
 from lowmem.settings import Settings
+from lowmem.simulate import record_step, under_cap
 from lowmem.step import Schedule
 from lowmem.units import GIB, MIB, parse_size
 
@@ -267,6 +268,23 @@ def test_a_margin_of_the_cap_stays_free():
     plan = plan_for(gpu_limit_bytes=400 * MIB)
     assert plan.gpu_allocated_peak_bytes <= 400 * MIB - MARGIN_BYTES
     assert plan.gpu_reserved_peak_bytes <= 400 * MIB
+
+
+def test_what_a_plan_says_is_of_a_run_from_its_first_step_on(monkeypatch):
+    """Of what is chosen, with all groups of the first step; a search looks at two of them."""
+    recorded = []
+
+    def record(decoder, case, *arguments, **keywords):
+        recording = record_step(decoder, case, *arguments, **keywords)
+        if keywords.get("whole_first_step"):
+            recorded.append((case, under_cap(recording.tape).reserved_peak_bytes))
+        return recording
+
+    monkeypatch.setattr(simulations, "record_step", record)
+    plan = plan_for(gpu_limit_bytes=None, micro_batch=1, group=1)
+    [(case, reserved)] = recorded
+    assert (case.schedule, case.resident_units) == (plan.schedule, plan.resident_units)
+    assert plan.gpu_reserved_peak_bytes == reserved
 
 
 def test_a_machine_with_too_little_memory_is_refused_like_a_cap():

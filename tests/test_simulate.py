@@ -4,6 +4,8 @@ What the CPU allocates can be checked without a GPU: the profiler notes every al
 are in fp32, because 16-bit products on the CPU take scratch memory inside oneDNN that is none of ours.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from families import FAMILIES, MORE_FAMILIES
@@ -238,13 +240,40 @@ def test_both_workspaces_are_there_before_the_weights(clip_norm):
     assert [name for _, _, name in operations[:3]] == ["workspaces", "workspaces", "working_weights"]
 
 
+def test_updates_that_await_a_look_at_scaled_gradients_are_simulated_with_the_next_forward():
+    """fp16 has a scaled loss, and so without clipping the schedule of clipping, also with the batch in one group."""
+    decoder = decoder_of(load_config("gpt2-demo", "random"), torch.float16)
+    case = StepCase(256, 4, Schedule(2, 2, 1, recompute=True), torch.float16, OPTIMIZERS["adamw"], 0, clip_norm=1.0)
+    clipped, unclipped = (
+        in_order_of_birth(record_step(decoder, replace(case, clip_norm=norm), Target(Machine()), {}).tape)
+        for norm in (1.0, None)
+    )
+    assert unclipped == clipped
+
+
+@pytest.mark.parametrize(
+    ("group", "clip_norm", "micro_batches"), [(1, 1.0, (2, 4)), (4, 1.0, (4, 4)), (4, None, (0, 4))]
+)
+def test_a_first_step_is_as_long_as_a_runs_where_that_is_asked_for(group, clip_norm, micro_batches):
+    """Each micro-batch brings ids and labels of 2 x 256 x 8 bytes; an evaluation, which comes first, has one."""
+    decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
+    schedule = Schedule(2, group, 1, recompute=True)
+    case = StepCase(256, 8, schedule, torch.bfloat16, OPTIMIZERS["adamw"], 0, clip_norm)
+    for whole, first in zip((False, True), micro_batches, strict=True):
+        tape = record_step(decoder, case, Target(Machine()), {}, whole_first_step=whole).tape
+        brought = sum(size == 2 * 256 * 8 and name == "batch" for _, size, name in tape)
+        assert brought == 2 * (1 + first + 4)
+
+
 @pytest.mark.parametrize(("optimizer", "tables"), [("adamw", 0), ("adamw8bit", 2)])
-def test_moments_of_8_bits_have_a_table_each_for_good(optimizer, tables):
+def test_moments_of_8_bits_have_a_table_each_for_good_from_the_first_update_on(optimizer, tables):
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
     case = StepCase(256, 4, Schedule(2, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS[optimizer], 0)
     operations = list(record_step(decoder, case, Target(Machine()), {}).tape)
     freed = {storage for storage, size, _ in operations if size == FREED}
-    others = [storage for storage, size, name in operations if size == KIB and name == "other" and storage not in freed]
+    first_gradient = [name for _, _, name in operations].index("gradients")
+    after = operations[first_gradient:]
+    others = [storage for storage, size, name in after if size == KIB and name == "other" and storage not in freed]
     assert len(others) == tables
 
 

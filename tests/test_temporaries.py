@@ -180,7 +180,7 @@ def test_indices_of_unlike_strides_are_copied():
 def test_labels_are_sorted_where_sums_have_an_order():
     labels = torch.empty(512, 1, dtype=torch.int64, device="meta")
     args = meta(512, 5000, dtype=FP32, grad=False), 1, labels, meta(512, 1, dtype=FP32, grad=False)
-    assert temporaries(Gpu(A100, 108), aten.scatter_add_.default, *args) == (4096,) * 5
+    assert temporaries(Gpu(A100, 108), aten.scatter_add_.default, *args) == (4096, 4096, 4096, 4096, 4096, 1)
     assert temporaries(Gpu(A100, 108, deterministic=False), aten.scatter_add_.default, *args) == ()
 
 

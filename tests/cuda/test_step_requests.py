@@ -2,7 +2,7 @@
 
 The order decides which free block serves which request, and so how much is reserved. Seen to fail: with the results of
 dropout in their order, with temporaries freed in the order of their births, with sums of two gradients never or always
-in place, with workspaces where each thread's first product is.
+in place, with workspaces where each thread's first product is, with one step in fp16 without clipping.
 """
 
 import json
@@ -17,5 +17,5 @@ pytestmark = pytest.mark.timeout(600)
 def test_a_run_asks_for_what_its_plan_says_in_the_same_order(card):
     lines = on_card.output("-m", "tests.cuda.step_requests", options=("--gpu", card)).splitlines()
     rows = [json.loads(line) for line in lines if line.startswith("{")]
-    assert len(rows) == {"rtx3060": 18, "t4": 8}[card] and all(row["requests"] > 1000 for row in rows)
+    assert len(rows) == {"rtx3060": 20, "t4": 10}[card] and all(row["requests"] > 1000 for row in rows)
     assert [row for row in rows if row["differences"]] == []
