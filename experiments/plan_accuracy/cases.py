@@ -126,15 +126,15 @@ CASES = [*OTHERS, *SEARCHED, *SCRIPTS]
 
 _LEFT_OPEN = {  # what a plan may choose in the cells of promise.py: everything, or what an option leaves of it
     "all": (),
-    "one pass": _of("--group 1"),
-    "in backward": _of("--clip-norm 0"),
+    "one pass": _of("--group 1 --micro-batch 1"),
+    "in backward": _of("--clip-norm 0 --micro-batch 1"),
     "recomputed": _of("--recompute on --micro-batch 2"),
     "products kept": _of("--recompute products --micro-batch 1"),
     "kept": _of("--recompute off --micro-batch 1 --group 1"),
     "resident": _of("--states resident --micro-batch 1"),
 }
 _PROMISED_CARDS = ("rtx3060", "t4", "h100")
-_PROMISED_SMALL = ("gpt2", "opt-125m", "gpt-neo-125m", "opt-350m", "bloom-560m", "biogpt", "gpt2-medium")
+_PROMISED_MODELS = ("gpt2", "opt-125m", "gpt-neo-125m", "opt-350m", "bloom-560m", "biogpt", "gpt2-medium")
 _PROMISED_SHAPES = (_of("--batch 2 --seq 512"), _of("--batch 4 --seq 256"), _of("--batch 2 --seq 777"))
 _PROMISED_MORE = (
     (), _of("--optimizer adamw8bit"), _of("--optimizer sgd"), _of("--residual 16bit"), _of("--optimizer adamw8bit"),
@@ -143,18 +143,17 @@ _PROMISED_MORE = (
 
 def _promised() -> list[Case]:
     found = []
-    for place, model in enumerate(_PROMISED_SMALL):
+    for place, model in enumerate(_PROMISED_MODELS):
         for turn, left_open in enumerate(_LEFT_OPEN.values()):
             number = place * len(_LEFT_OPEN) + turn
-            if (place + turn) % 7 == 6:
+            if (place + turn) % 7 == 6 or (place > 2 and not left_open):  # where everything is open a search takes long
                 continue
             shape, more = _PROMISED_SHAPES[number % 3], _PROMISED_MORE[(number + place) % 5]
             card = _PROMISED_CARDS[(number + turn + place) % 3]
             found.append(Case(model, card, (*shape, *left_open, *more), "the smallest"))
     for model, name, card in (
-        ("gpt2-large", "resident", "a100"), ("gpt2-large", "kept", "rtx4090"), ("gpt2-xl", "resident", "h100"),
-        ("gpt2-xl", "one pass", "rtx3060"), ("opt-1.3b", "resident", "a100"), ("bloom-1b1", "kept", "rtx4090"),
-        ("llama-1b", "recomputed", "rtx3060"), ("gpt-neo-1.3B", "in backward", "t4"),
+        ("gpt2-large", "resident", "h100"), ("gpt2-large", "kept", "rtx3060"), ("opt-1.3b", "resident", "h100"),
+        ("bloom-1b1", "kept", "t4"), ("gpt-neo-1.3B", "in backward", "t4"), ("gpt2-xl", "one pass", "rtx3060"),
     ):  # fmt: skip
         found.append(Case(model, card, (*_of("--batch 2 --seq 512"), *_LEFT_OPEN[name]), "the smallest"))
     return found

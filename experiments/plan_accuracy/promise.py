@@ -57,7 +57,7 @@ from lowmem.units import MIB, format_size
 RESULTS = Path(__file__).parent / "results" / "promise.jsonl"
 PROGRAM = "experiments.plan_accuracy.promise"
 LESS = 0.98  # of a refused cap
-LONGEST = 8  # blocks in a segment
+LONGEST = 6  # blocks in a segment
 STEPS = 3
 
 
