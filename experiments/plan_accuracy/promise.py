@@ -67,7 +67,8 @@ def settings_of(case: Case) -> Settings:
 
 
 def caps(settings: Settings, simulations: Simulations) -> tuple[int, int]:
-    """The smallest cap that is named, and the largest that is refused, in whole MiB; bytes."""
+    """The smallest cap that is named, and the largest that is refused, in whole MiB; bytes. They may lie apart by more
+    than a MiB: a layout's smallest cap is looked for to a few thousandths (simulations.py)."""
     smallest = _in_mib(planner.least_room(settings, simulations, Room(0, None)).gpu)
     refused = smallest - MIB
     while True:
@@ -119,11 +120,10 @@ def run_cell(case: Case, device: torch.device) -> dict:
     completed = [str(one.schedule) for one in frugal if run(one, tried_bytes + OVERSHOOT_BYTES) is not None]
     completes = reserved is not None and reserved <= smallest
     return {
-        "ok": completes and refused == smallest - MIB and not completed,
+        "ok": completes and not completed,
         "precision": precision, "named_bytes": smallest, "layout": str(planned.case.schedule),
         "resident_units": planned.case.resident_units, "units": simulations.units,
         "completes": completes, "reserved_bytes": reserved,
-        "predicted_reserved_bytes": planned.memory.reserved_peak_bytes,
         "refused_bytes": refused, "tried_bytes": tried_bytes, "tried": len(frugal),
         "least_allocated_bytes": simulations.allocated_bytes(frugal[0].schedule, frugal[0].resident_units),
         "completed_though_refused": completed,

@@ -109,6 +109,7 @@ def promise_table(rows: list[dict]) -> str:
     cards = {card: [row for row in rows if row["card"] == card] for card in sorted({row["card"] for row in rows})}
     header = (
         *("", "cells", "run under the smallest cap named", "reserved of that cap, most"),
+        "largest cap refused, of the one named",
         *("layouts run under the largest refused cap, less margin and 2%", "of these out of memory"),
         *("tensors of the most frugal layout, of what it was given", "with the margin left in: out of memory"),
     )
@@ -125,9 +126,11 @@ def _ends(card: str, rows: list[dict]) -> list[str]:
     shares = [row["least_allocated_bytes"] / row["tried_bytes"] for row in ran]
     tried, completed = sum(row["tried"] for row in ran), sum(len(row["completed_though_refused"]) for row in ran)
     reserved = [row["reserved_bytes"] / row["named_bytes"] for row in ran if row["reserved_bytes"]]
+    apart = [row["refused_bytes"] / row["named_bytes"] for row in ran]
     return [
-        card, str(len(rows)), str(sum(row["completes"] for row in rows)), f"{max(reserved, default=0):.1%}", str(tried),
-        str(tried - completed), f"{min(shares, default=0):.1%} to {max(shares, default=0):.1%}",
+        card, str(len(rows)), str(sum(row["completes"] for row in rows)), f"{max(reserved, default=0):.1%}",
+        f"{min(apart, default=0):.1%} or more", str(tried), str(tried - completed),
+        f"{min(shares, default=0):.1%} to {max(shares, default=0):.1%}",
         str(sum(not row["completed_in_the_margin"] for row in ran)),
     ]  # fmt: skip
 
