@@ -25,6 +25,7 @@ PHASES = ("prepare", "load", "evaluate", "train", "save", "export")
 CUDA_PROCESS_BYTES = 2 * GIB  # interpreter, libraries, CUDA's host side, data, where there is no GPU here; assumed
 TRAINING_BYTES = 192 * MIB  # what the process takes on top of what it holds when it is planned: data, buffers; assumed
 CPU_TRAINING_BYTES = 112 * MIB  # the same on the CPU: from runs of GPT-2 and GPT-2-Medium
+PROCESS_VARIES_BYTES = 8 * MIB  # by which the next start of a program may hold more: around 1 MiB was seen
 RUNS_BYTES = 24 * MIB  # what reading, converting and writing weights run by run takes (a test holds it to that)
 
 Ram = dict[str, dict[str, int]]  # by phase, by name

@@ -35,6 +35,7 @@ from lowmem.errors import PlanError
 from lowmem.lifetime import (
     CPU_TRAINING_BYTES,
     CUDA_PROCESS_BYTES,
+    PROCESS_VARIES_BYTES,
     TRAINING_BYTES,
     Process,
     largest,
@@ -126,6 +127,7 @@ def _gpu_plan(
     if found is None:
         smallest = least_room(settings, simulations, room)
         ram = sum(largest(on_a_gpu(process_bytes, smallest.ram, drawn_bytes, case.optimizer, case.dtype)).values())
+        ram += 0 if process is None else PROCESS_VARIES_BYTES
         if card_limit is not None and smallest_cap(smallest.gpu) > card_limit:
             raise PlanError(
                 f"{card.name} has {format_size(card_limit)} for us; {_what(settings)} needs "
@@ -314,7 +316,7 @@ def _cpu_plan(
         schedules += map(twice, list(schedules))
     plan = next((plan for plan in map(plan_of, schedules) if fits(plan)), None)
     if plan is None:
-        least = plan_of(schedules[-1]).ram_bytes
+        least = plan_of(schedules[-1]).ram_bytes + PROCESS_VARIES_BYTES
         raise PlanError(_refusal(settings, None, None, least))
     if may_run_twice and not fits_here(plan):  # which changes no bit, so what is free may decide it
         plan = plan_of(twice(plan.schedule))
@@ -327,7 +329,8 @@ def _cpu_plan(
 
 
 def _refusal(settings: Settings, gpu_limit: int | None, room: int | None, ram: int) -> str:
-    """`room`: what the allocator has to have (None: it has enough); `ram`: what the whole run takes of RAM then."""
+    """`room`: what the allocator has to have (None: it has enough); `ram`: what the whole run takes of RAM then, and
+    where that was measured, what the next process may hold more than this one."""
     caps = [
         f"{format_size(limit)} of {what}"
         for what, limit in (("GPU memory", gpu_limit), ("RAM", settings.ram_limit_bytes))

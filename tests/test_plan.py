@@ -20,7 +20,7 @@ from lowmem import planner, simulations
 from lowmem.budget import CONTEXT_BYTES, ram_now_bytes
 from lowmem.cards import CARDS
 from lowmem.errors import InputError, PlanError
-from lowmem.lifetime import CUDA_PROCESS_BYTES
+from lowmem.lifetime import CUDA_PROCESS_BYTES, Process
 from lowmem.models import load_config
 from lowmem.plan import card_for, planned
 from lowmem.planner import MARGIN_BYTES, make_plan, room_under, smallest_cap
@@ -228,6 +228,23 @@ def test_a_refusal_names_caps_that_do_fit_and_that_are_tight(caps):
     assert plan.schedule.norm_first and "forward and backward run twice" in plan.describe()
     with pytest.raises(PlanError):
         plan_for(**caps | named | {"gpu_limit_bytes": named["gpu_limit_bytes"] - 64 * MIB})
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_cap_of_ram_that_was_named_does_for_a_process_that_holds_a_little_more(device):
+    """The same command, given again with that cap, is another process, and no two hold quite the same."""
+    card, precision = (CARDS["rtx3090"], "bf16") if device == "cuda" else (None, "fp32")
+
+    def plan(process_bytes: int, ram_limit_bytes: int) -> Plan:
+        settings = dataclasses.replace(SMALL, ram_limit_bytes=ram_limit_bytes, states="streamed", micro_batch=1)
+        return make_plan(settings, CONFIG, device, precision, card, process=Process(process_bytes, process_bytes))
+
+    with pytest.raises(PlanError) as caught:
+        plan(600 * MIB, MIB)
+    named = caps_named(caught.value)["ram_limit_bytes"]
+    assert plan(604 * MIB, named).ram_bytes <= named
+    with pytest.raises(PlanError):
+        plan(604 * MIB, named - 16 * MIB)
 
 
 def test_the_optimizer_is_never_changed_and_a_refusal_names_the_one_that_fits():

@@ -5,21 +5,24 @@ from pathlib import Path
 
 from experiments.harness import rows as row_file
 from experiments.harness.tables import markdown, put
-from experiments.plan_accuracy.cases import CASES
+from experiments.plan_accuracy.cases import CASES, PROMISED, PROMISED_RAM, Case
+from lowmem.units import MIB
 
 BEGIN = "<!-- plan accuracy -->"
+BEGIN_PROMISE, BEGIN_RAM = "<!-- both ends, GPU -->", "<!-- both ends, RAM -->"
 FOLDER = Path(__file__).resolve().parent
 README = FOLDER / "README.md"
 RESULTS = FOLDER / "results" / "rows.jsonl"
+PROMISE, PROMISE_RAM = FOLDER / "results" / "promise.jsonl", FOLDER / "results" / "promise_ram.jsonl"
 PICTURE = FOLDER / "results" / "errors.png"
 ALLOCATED, RESERVED = "gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes"
 MOST_ALLOCATED, MOST_RESERVED = 0.001, 0.005  # errors from which a case is listed
 
 
-def committed_rows() -> list[dict]:
+def committed_rows(path: Path = RESULTS, cases: list[Case] = CASES) -> list[dict]:
     """Those of cases that there still are."""
-    names = {case.name for case in CASES}
-    return [row for row in row_file.read(RESULTS) if row["name"] in names]
+    names = {case.name for case in cases}
+    return [row for row in row_file.read(path) if row["name"] in names]
 
 
 def newest(rows: list[dict]) -> list[dict]:
@@ -100,6 +103,58 @@ def _cells(row: dict) -> list[str]:
     return [row["name"], f"{difference:+,}", f"{error(row, RESERVED):+.2%} {row['error'] or ''}".strip()]
 
 
+def promise_table(rows: list[dict]) -> str:
+    """Of promise.py: by card, then all cells; below it every cell that did not hold."""
+    rows = newest(rows)
+    cards = {card: [row for row in rows if row["card"] == card] for card in sorted({row["card"] for row in rows})}
+    header = (
+        *("", "cells", "run under the smallest cap named", "reserved of that cap, most"),
+        "largest cap refused, of the one named",
+        *("layouts run under the largest refused cap, less margin and 2%", "of these out of memory"),
+        *("tensors of the most frugal layout, of what it was given", "with the margin left in: out of memory"),
+    )
+    failed = [row for row in rows if not row["ok"]]
+    listed = [(row["name"], row.get("why", ""), str(row.get("completed_though_refused", ""))) for row in failed]
+    return "\n\n".join(
+        [markdown(header, [_ends(card, of_card) for card, of_card in (*cards.items(), ("all", rows))])]
+        + ([markdown(("cells that did not hold", "why", "completed though refused"), listed)] if failed else [])
+    )
+
+
+def _ends(card: str, rows: list[dict]) -> list[str]:
+    ran = [row for row in rows if "tried" in row]
+    shares = [row["least_allocated_bytes"] / row["tried_bytes"] for row in ran]
+    tried, completed = sum(row["tried"] for row in ran), sum(len(row["completed_though_refused"]) for row in ran)
+    reserved = [row["reserved_bytes"] / row["named_bytes"] for row in ran if row["reserved_bytes"]]
+    apart = [row["refused_bytes"] / row["named_bytes"] for row in ran]
+    return [
+        card, str(len(rows)), str(sum(row["completes"] for row in rows)), f"{max(reserved, default=0):.1%}",
+        f"{min(apart, default=0):.1%} or more", str(tried), str(tried - completed),
+        f"{min(shares, default=0):.1%} to {max(shares, default=0):.1%}",
+        str(sum(not row["completed_in_the_margin"] for row in ran)),
+    ]  # fmt: skip
+
+
+def promise_ram_table(rows: list[dict]) -> str:
+    """Of promise_ram.py: a line for each cell."""
+    header = (
+        *("cell", "RAM cap named, MiB", "of it states", "measured under it", "not needed", "of the cap"),
+        "exit codes: refused, under the cap named",
+    )
+    return markdown(header, [_ram_cells(row) for row in newest(rows)])
+
+
+def _ram_cells(row: dict) -> list[str]:
+    codes = ", ".join(str(row[run]["exit_code"]) for run in ("refused", "completed") if run in row)
+    if "slack" not in row:
+        return [row["name"], "", "", "not measured", "", "", codes]
+    sizes = (row["named_bytes"], row["ram_breakdown"]["streamed_states"], row["measured_bytes"])
+    unused = row["named_bytes"] - MIB - row["measured_bytes"]
+    return [
+        row["name"], *(f"{size / MIB:,.0f}" for size in sizes), f"{unused / MIB:,.0f}", f"{row['slack']:.1%}", codes,
+    ]  # fmt: skip
+
+
 def draw(rows: list[dict], path: Path) -> None:
     """Signed errors of both peaks, sorted, in percent."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -121,6 +176,8 @@ def draw(rows: list[dict], path: Path) -> None:
 def main() -> int:
     rows = committed_rows()
     put(README, BEGIN, tables(rows))
+    put(README, BEGIN_PROMISE, promise_table(committed_rows(PROMISE, PROMISED)))
+    put(README, BEGIN_RAM, promise_ram_table(committed_rows(PROMISE_RAM, PROMISED_RAM)))
     draw(rows, PICTURE)
     return 0
 
