@@ -18,6 +18,7 @@ from transformers import BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 from experiments.gpu_acceptance.at_peak import tape_of_cpu
 from experiments.harness import autocast
 from experiments.harness.autocast import CudaAutocast
+from experiments.harness.tables import written
 from experiments.memory_estimation import estimate, measure, published, ram, rows, run, table
 from experiments.memory_estimation.models import MODELS, Model, positions
 from experiments.memory_estimation.plain import record_plain
@@ -381,7 +382,6 @@ def test_a_disk_that_is_too_small_for_a_run_is_named_beforehand(monkeypatch, cap
 
 
 def test_the_readme_says_what_the_committed_rows_say():
-    text = table.README.read_text(encoding="utf-8")
     committed = table.committed_rows()
     assert {row["model"] for row in committed} == set(MODELS)
-    assert table.with_tables(text, committed) == text
+    assert written(table.README, table.BEGIN) == table.tables(committed)

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from experiments.harness.tables import between
+from experiments.harness.tables import written
 from experiments.memory_estimation.models import MODELS
 from experiments.plan_accuracy import table
 from experiments.plan_accuracy.cases import CARDS, CASES, NO_CAP, TIGHT
@@ -41,8 +41,7 @@ def test_the_cases_are_what_the_experiment_says():
 
 
 def test_the_readme_says_what_the_committed_rows_say():
-    text = table.README.read_text(encoding="utf-8")
-    assert between(text, table.BEGIN, table.tables(table.committed_rows())) == text
+    assert written(table.README, table.BEGIN) == table.tables(table.committed_rows())
 
 
 def test_the_table_counts_what_is_exact_and_lists_what_is_outside():

@@ -8,6 +8,7 @@ import pytest
 from runs import ROOT
 
 from experiments.harness import rows as row_file
+from experiments.harness.tables import written
 from tests.faults import table
 
 FUZZED = {
@@ -40,8 +41,7 @@ def test_nothing_that_is_typed_or_read_ends_in_a_traceback():
 
 
 def test_the_readme_says_what_the_rows_say():
-    text = table.README.read_text(encoding="utf-8")
-    assert table.with_tables(text, row_file.read(table.RESULTS)) == text
+    assert written(table.README, table.BEGIN) == table.tables(row_file.read(table.RESULTS))
 
 
 def test_the_tables_show_the_last_row_of_each_program_kind_and_model():
