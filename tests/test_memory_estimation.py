@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from runs import simulations_shared
 from torch.nn import functional as F
 from transformers import BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
@@ -206,7 +207,13 @@ def test_plain_rows_double_until_one_does_not_fit():
     assert all(row["allocated_peak_bytes"] <= row["reserved_peak_bytes"] for row in found)
 
 
-def test_a_row_of_lowmems_is_the_planners_choice_or_the_smallest_cap():
+@pytest.fixture
+def shared():
+    with simulations_shared(estimate):
+        yield
+
+
+def test_a_row_of_lowmems_is_the_planners_choice_or_the_smallest_cap(shared):
     roomy = estimate.lowmem_row(TINY["llama"](), 64, 4, 16 * GIB, A100)
     assert roomy["fits"] and roomy["allocated_peak_bytes"] <= roomy["reserved_peak_bytes"]
     assert roomy["choice"]["resident_units"] == roomy["choice"]["units"]
@@ -249,7 +256,7 @@ def test_accelerates_answer_is_four_times_the_weights_in_fp32():
 # --- the program
 
 
-def test_the_program_writes_rows_a_report_and_a_picture(tiny, tmp_path, monkeypatch, capsys):
+def test_the_program_writes_rows_a_report_and_a_picture(tiny, shared, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "ProcessPoolExecutor", InThisProcess)
     arguments = ["--seq", "32", "128", "--limit", "90MiB", "--out", str(tmp_path), "--methods"]
     assert run.main([*arguments, "fp32", "lowmem"]) == 0

@@ -30,7 +30,7 @@ from lowmem.updates import Updates
 
 BLOCKS, SEQ, BATCH = 3, 8, 4
 UNITS = BLOCKS + 2
-SAMPLES = 7  # of the operations of a step
+SAMPLES = 5  # of the operations of a step
 RATE = 1e-2
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB.\nmore lines"
 
