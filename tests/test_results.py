@@ -127,9 +127,12 @@ def test_predicted_rows_are_made_shown_and_drawn(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(predicted, "RAM_LIMITS", {"gpt2-demo": None})
     monkeypatch.setattr(predicted, "BATCHES", (1, 2))
     monkeypatch.setattr(predicted, "SEQ", 32)
-    for _ in range(2):  # the second call replaces the first one's rows
-        assert predicted.main(["--gpus", "rtx3060", "--out", str(tmp_path)]) == 0
-    rows = read(tmp_path / predicted.NAME)
+    older, others = ({"card": card, "batch": 2} for card in ("rtx3060", "h200"))
+    for row_before in (older, others):
+        append(tmp_path / predicted.NAME, row_before)
+    assert predicted.main(["--gpus", "rtx3060", "--out", str(tmp_path)]) == 0
+    kept, *rows = read(tmp_path / predicted.NAME)
+    assert kept == others
     assert [(found["batch"], found["card"]) for found in rows] == [(1, "rtx3060"), (2, "rtx3060")]
     assert all(0 < found["sequences_per_second"] < found["alone_sequences_per_second"] for found in rows)
     last = rows[-1]
