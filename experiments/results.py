@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from experiments.gpu_acceptance import table as speed
-from experiments.harness.tables import between
+from experiments.harness.tables import put
 from experiments.memory_estimation import table as memory
 from experiments.peers import table as peers
 from experiments.plan_accuracy import table as plan_accuracy
@@ -44,13 +44,8 @@ def sections() -> str:
     )
 
 
-def text() -> str:
-    """README.md as it should be."""
-    return between(README.read_text(encoding="utf-8"), BEGIN, sections())
-
-
 def main() -> int:
-    README.write_text(text(), encoding="utf-8")
+    put(README, BEGIN, sections())
     memory.main()
     peers.main()
     plan_accuracy.main()

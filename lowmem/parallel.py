@@ -191,23 +191,10 @@ class _CudaAutocast(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def rank_peak(
-    config: PretrainedConfig, method: str, ranks: int, micro_batch: int, seq: int, target: Target = PLAIN,
-    accumulation: int = 1,
-) -> RankPeak:  # fmt: skip
-    """Peaks of one of `ranks` GPUs that trains `config`'s model by `method`, each data-parallel rank on micro-batches
-    of `micro_batch` sequences of `seq` tokens, `accumulation` of them per step (two stand for more).
-
-    InputError where the method cannot divide the model; LowmemError inside another process group.
-    """
-    recording = record(config, method, ranks, micro_batch, seq, target, accumulation)
-    return peak_of(recording, method, ranks, micro_batch)
-
-
 def peak_of(
     recording: Recording, method: str, ranks: int, micro_batch: int, limit_bytes: int | None = None
 ) -> RankPeak:
-    """SimulatedOutOfMemory where the recording does not complete under `limit_bytes`."""
+    """Peaks of the recorded rank. SimulatedOutOfMemory where it does not complete under `limit_bytes`."""
     allocator = CachingAllocator(expandable_segments=True, limit_bytes=limit_bytes)
     handles: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -241,8 +228,14 @@ def record(
     config: PretrainedConfig, method: str, ranks: int, micro_batch: int, seq: int, target: Target = PLAIN,
     accumulation: int = 1,
 ) -> Recording:  # fmt: skip
-    """Two steps, the first with one micro-batch, which makes the optimizer's states. Of a model whose blocks are alike
-    four blocks are run and then five, and the rest follows; where it does not, all are run."""
+    """One of `ranks` GPUs that trains `config`'s model by `method`, each data-parallel rank on micro-batches of
+    `micro_batch` sequences of `seq` tokens, `accumulation` of them per step (two stand for more).
+
+    Two steps, the first with one micro-batch, which makes the optimizer's states. Of a model whose blocks are alike
+    four blocks are run and then five, and the rest follows; where it does not, all are run.
+
+    InputError where the method cannot divide the model; LowmemError inside another process group.
+    """
     case = config, method, ranks, micro_batch, seq, target, accumulation
     blocks = Decoder(build_model(config)).blocks
     if len(blocks) > BLOCKS + 1 and len({kind_of(block) for block in blocks}) == 1:

@@ -90,10 +90,6 @@ class Ring:
         self.copies = copies_for(device, beside)
         self.begin(())
 
-    @property
-    def slot_bytes(self) -> int:
-        return sum(tensor.nbytes for slot in self._slots for tensor in slot.values())
-
     def fit(self, pieces: Sequence[Piece]) -> None:
         """Makes the slots anew where they are too small for `pieces`; nothing may be in flight."""
         largest: dict[str, tuple[int, torch.dtype]] = {}

@@ -25,13 +25,16 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def train(text):
-    """Runs the Large script on `text`; returns its exit code."""
-    from runs import SCRIPTS, SMALL
+    """Runs the Large script on `text`; returns its exit code. What was planned before is not planned again."""
+    from unittest.mock import patch
+
+    from runs import SCRIPTS, SMALL, remembering
 
     from lowmem.main import main
 
     def run(out: Path, *options: str) -> int:
-        return main(SCRIPTS["large"].SETTINGS, [*SMALL, "--data", str(text), "--out", str(out), *options])
+        with patch("lowmem.train.process_aside", remembering):
+            return main(SCRIPTS["large"].SETTINGS, [*SMALL, "--data", str(text), "--out", str(out), *options])
 
     return run
 

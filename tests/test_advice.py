@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from test_parallel import rank_peak
 from transformers import GPT2Config
 
 from lowmem import advice
@@ -11,7 +12,7 @@ from lowmem.allocator import SimulatedOutOfMemory
 from lowmem.budget import CONTEXT_BYTES
 from lowmem.cards import CARDS
 from lowmem.errors import InputError
-from lowmem.parallel import METHODS, peak_of, rank_peak, record
+from lowmem.parallel import METHODS, peak_of, record
 from lowmem.simulate import gpu_target
 from lowmem.units import GIB, MIB
 

@@ -162,19 +162,18 @@ def test_pieces_updated_on_their_own_are_the_whole_bit_for_bit(interpreted, name
 
 
 @pytest.mark.parametrize(
-    ("family", "precision", "optimizer"),
-    [("gpt2", "bf16", "adamw"), ("gpt2", "fp16", "sgd"), ("llama", "bf16", "adamw8bit")],
+    ("family", "precision", "optimizer", "arrangement"),
+    [
+        ("gpt2", "bf16", "adamw", {"resident_units": 2, "group": 2, "segment_blocks": 2}),
+        ("gpt2", "fp16", "sgd", {"group": 1, "segment_blocks": 2, "recompute": False}),
+        ("llama", "bf16", "adamw8bit", {"resident_units": 0, "product_blocks": 1, "whole_blocks": 1}),
+    ],
 )
-def test_with_kernels_too_placement_and_schedule_change_no_bit(interpreted, family, precision, optimizer):
+def test_with_kernels_too_placement_and_schedule_change_no_bit(interpreted, family, precision, optimizer, arrangement):
     batches = make_batches(2)
     kind = {"family": family, "precision": precision, "optimizer": optimizer, "fused_kernels": True}
     plain = train(batches, **kind, **PLAIN)
-    for arrangement in (
-        {"resident_units": 2, "group": 2, "segment_blocks": 2},
-        {"resident_units": 0, "group": 1, "segment_blocks": 1, "product_blocks": 1, "whole_blocks": 1},
-        {"group": 1, "segment_blocks": 2, "recompute": False},
-    ):
-        assert train(batches, **kind, **arrangement).differences(plain) == [], arrangement
+    assert train(batches, **kind, **arrangement).differences(plain) == []
 
 
 class Counting(TorchDispatchMode):
@@ -209,24 +208,26 @@ def test_a_step_with_kernels_runs_them_for_every_matrix_loss_and_update(interpre
 def test_a_run_with_kernels_stays_as_near_to_fp32_as_one_without(interpreted, family):
     """Gradients of matrices are not rounded to bf16 before they are summed; the rest is. Of the mean distances over six
     steps: 0.8 to 1.3 for one seed. Logits' gradients that are cut off, not rounded, make it 6 for GPT-2's norms."""
-    batches, distances = make_batches(4), {True: torch.zeros(2), False: torch.zeros(2)}
-    for seed in range(2):
-        kind = {"family": family, "seed": seed}
-        truth = train(batches, **kind)
-        for fused_kernels in distances:
-            run = train(batches, precision="bf16", fused_kernels=fused_kernels, **kind)
-            pairs = ((run.losses, truth.losses), (run.norms, truth.norms))
-            distances[fused_kernels] += torch.tensor(
-                [torch.tensor(a).sub(torch.tensor(b)).abs().mean() for a, b in pairs]
-            )
+    batches, distances = make_batches(4), {}
+    truth = train(batches, family=family)
+    for fused_kernels in (True, False):
+        run = train(batches, precision="bf16", fused_kernels=fused_kernels, family=family)
+        pairs = ((run.losses, truth.losses), (run.norms, truth.norms))
+        distances[fused_kernels] = torch.tensor([torch.tensor(a).sub(torch.tensor(b)).abs().mean() for a, b in pairs])
     assert (distances[True] <= 1.5 * distances[False]).all(), distances
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
+LOSSES = [(False, PLAINLY), (True, PLAINLY), (False, CAPPED), (True, CAPPED), (False, SCALED)]
+
+
 @pytest.mark.parametrize(
-    ("with_bias", "function"), [(False, PLAINLY), (True, PLAINLY), (False, CAPPED), (True, CAPPED), (False, SCALED)]
+    ("words", "chunk", "with_bias", "function", "dtype"),
+    [  # both types by turns
+        (*size, *loss, DTYPES[1 + (row + column) % 2])
+        for row, size in enumerate([(97, 37), (97, 16), (4096, 37), (8200, 20)])
+        for column, loss in enumerate(LOSSES)
+    ],
 )
-@pytest.mark.parametrize(("words", "chunk"), [(97, 37), (97, 16), (4096, 37), (8200, 20)])
 def test_the_loss_in_one_kernel_is_no_further_from_the_truth_than_line_by_line(
     interpreted, words, chunk, with_bias, function, dtype
 ):
@@ -321,8 +322,7 @@ def test_a_simulated_update_takes_the_time_of_reading_and_writing_every_number_o
     assert simulated_update("adamw", adam.update, size)[1] > 4 * at_memory_speed
 
 
-@pytest.mark.parametrize("capability", [75, 80, 86, 90])
-@pytest.mark.parametrize("kind", [0, 1, 2], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("capability", "kind"), [(75, 0), (75, 2), (80, 1), (86, 1), (90, 0), (90, 1)])
 def test_the_kernel_compiles_for_cards_and_reads_16_bytes_at_a_time_without_spilling(compiled, capability, kind):
     from triton.compiler import ASTSource
 
@@ -337,8 +337,10 @@ def test_the_kernel_compiles_for_cards_and_reads_16_bytes_at_a_time_without_spil
     assert accesses and all("global" in what and ".v4.b32" in width for what, width in accesses), accesses
 
 
-@pytest.mark.parametrize("capability", [75, 80, 86, 90])
-@pytest.mark.parametrize(("kind", "capped"), [("bf16", False), ("fp16", False), ("bf16", True)])
+@pytest.mark.parametrize(
+    ("capability", "kind", "capped"),
+    [(75, "fp16", False), (75, "fp16", True), (80, "bf16", False), (86, "bf16", True), (90, "bf16", False)],
+)
 def test_the_loss_compiles_for_cards_and_reads_logits_16_bytes_at_a_time_without_spilling(
     compiled, capability, kind, capped
 ):
@@ -398,15 +400,21 @@ def test_where_triton_does_not_compile_the_reason_is_a_sentence(compiled, monkey
     assert "they do not run here" in fused.why_not.__wrapped__(CPU)  # for this "card", which is none
 
 
-def test_kernels_that_agree_are_used_and_halves_that_differ_are_found(interpreted, monkeypatch):
+@pytest.fixture
+def one_size(monkeypatch):
+    """What is tried before a run is tried on a card, and in one size: the interpreter has no kernel for each."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert fused.why_not.__wrapped__(CPU) is None
+    monkeypatch.setattr(fused, "SIZES", (97,))
+
+
+def test_halves_that_differ_are_found(interpreted, one_size, monkeypatch):
     monkeypatch.setattr(interpreted, "join", lambda working, low, master: master.copy_(working))
     assert fused.why_not.__wrapped__(CPU) == "a kernel splits or joins weights otherwise"
 
 
-def test_before_a_run_the_loss_is_tried_in_every_variant_that_models_want_of_it(interpreted, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+def test_kernels_that_agree_are_used_and_the_loss_is_tried_in_every_variant_that_models_want_of_it(
+    interpreted, one_size, monkeypatch
+):
     real, variants = interpreted.cross_entropy, set()
 
     def noting(logits, bias, labels, losses, scale, outer=1.0, inner=None):
@@ -425,8 +433,7 @@ def test_a_step_is_not_simulated_for_kernels_that_its_decoder_does_not_run():
         record_step(decoder, case, gpu_target(CARDS["rtx3090"]))
 
 
-def test_a_loss_that_is_computed_otherwise_is_found(interpreted, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+def test_a_loss_that_is_computed_otherwise_is_found(interpreted, one_size, monkeypatch):
     real = interpreted.cross_entropy
 
     def wrong(logits, bias, labels, losses, scale, *more):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from experiments.harness import rows as row_file
-from experiments.harness.tables import END
+from experiments.harness.tables import written
 from experiments.host_time import run, table
 from experiments.host_time.cases import CALLS, META, operator_cases, product_case, step_case, update_case
 from lowmem import adam, fused
@@ -87,8 +87,7 @@ def test_it_runs_on_the_stand_in_only(monkeypatch, tmp_path, capsys):
 def test_the_readme_has_the_table_of_the_rows():
     rows = row_file.read(table.RESULTS)
     assert rows and all(row["stand_in"] is True for row in rows)
-    _, _, rest = table.README.read_text().partition(table.BEGIN)
-    assert rest.partition(END)[0].strip() == table.table(rows)
+    assert written(table.README, table.BEGIN) == table.table(rows)
 
 
 def test_the_newest_row_of_a_case_counts():

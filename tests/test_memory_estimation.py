@@ -12,12 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from runs import simulations_shared
 from torch.nn import functional as F
 from transformers import BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
 from experiments.gpu_acceptance.at_peak import tape_of_cpu
 from experiments.harness import autocast
 from experiments.harness.autocast import CudaAutocast
+from experiments.harness.tables import written
 from experiments.memory_estimation import estimate, measure, published, ram, rows, run, table
 from experiments.memory_estimation.models import MODELS, Model, positions
 from experiments.memory_estimation.plain import record_plain
@@ -205,7 +207,13 @@ def test_plain_rows_double_until_one_does_not_fit():
     assert all(row["allocated_peak_bytes"] <= row["reserved_peak_bytes"] for row in found)
 
 
-def test_a_row_of_lowmems_is_the_planners_choice_or_the_smallest_cap():
+@pytest.fixture
+def shared():
+    with simulations_shared(estimate):
+        yield
+
+
+def test_a_row_of_lowmems_is_the_planners_choice_or_the_smallest_cap(shared):
     roomy = estimate.lowmem_row(TINY["llama"](), 64, 4, 16 * GIB, A100)
     assert roomy["fits"] and roomy["allocated_peak_bytes"] <= roomy["reserved_peak_bytes"]
     assert roomy["choice"]["resident_units"] == roomy["choice"]["units"]
@@ -248,7 +256,7 @@ def test_accelerates_answer_is_four_times_the_weights_in_fp32():
 # --- the program
 
 
-def test_the_program_writes_rows_a_report_and_a_picture(tiny, tmp_path, monkeypatch, capsys):
+def test_the_program_writes_rows_a_report_and_a_picture(tiny, shared, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "ProcessPoolExecutor", InThisProcess)
     arguments = ["--seq", "32", "128", "--limit", "90MiB", "--out", str(tmp_path), "--methods"]
     assert run.main([*arguments, "fp32", "lowmem"]) == 0
@@ -381,7 +389,6 @@ def test_a_disk_that_is_too_small_for_a_run_is_named_beforehand(monkeypatch, cap
 
 
 def test_the_readme_says_what_the_committed_rows_say():
-    text = table.README.read_text(encoding="utf-8")
     committed = table.committed_rows()
     assert {row["model"] for row in committed} == set(MODELS)
-    assert table.with_tables(text, committed) == text
+    assert written(table.README, table.BEGIN) == table.tables(committed)

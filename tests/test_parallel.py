@@ -28,7 +28,7 @@ from lowmem.blocks import Decoder
 from lowmem.cards import CARDS
 from lowmem.errors import InputError, LowmemError
 from lowmem.models import build_model
-from lowmem.parallel import METHODS, PLAIN, rank_peak, record_blocks
+from lowmem.parallel import METHODS, PLAIN, RankPeak, peak_of, record_blocks
 from lowmem.parallel_recipe import place, prepare
 from lowmem.simulate import gpu_target
 from lowmem.stretch import BLOCKS, Operation, Placed, stretched
@@ -59,6 +59,11 @@ def parameters_of(config) -> list[nn.Parameter]:
 
 def record(method: str, ranks: int, micro_batch: int = 2, accumulation: int = 1, config=None) -> parallel.Recording:
     return parallel.record(config or gpt2(), method, ranks, micro_batch, T, PLAIN, accumulation)
+
+
+def rank_peak(config, method: str, ranks: int, micro_batch: int, seq: int, target=PLAIN, accumulation=1) -> RankPeak:
+    recording = parallel.record(config, method, ranks, micro_batch, seq, target, accumulation)
+    return peak_of(recording, method, ranks, micro_batch)
 
 
 def most_live(recording, names=None) -> int:
@@ -189,13 +194,12 @@ def test_six_blocks_allocate_what_four_say_to_the_last_operation(method):
     case = gpt2(n_layer=6, **DROPOUT), method, 4, 2, T, RTX3090, accumulation
     short = record_blocks(*case, BLOCKS)
     assert stretched(short.placed, 4) == short.operations
-    for blocks in (5, 6):
-        assert stretched(short.placed, blocks) == record_blocks(*case, blocks).operations
+    assert stretched(short.placed, 6) == record_blocks(*case, 6).operations
 
 
 def test_a_stretched_recording_has_the_peaks_and_the_seconds_of_a_whole_one(monkeypatch):
     config = gpt2(n_layer=6)
-    whole = parallel.peak_of(record_blocks(config, "ddp", 4, 2, T, RTX3090, 2, 6), "ddp", 4, 2)
+    whole = peak_of(record_blocks(config, "ddp", 4, 2, T, RTX3090, 2, 6), "ddp", 4, 2)
     recorded = blocks_recorded(monkeypatch)
     peak = rank_peak(config, "ddp", 4, 2, T, RTX3090, accumulation=2)
     assert recorded == [4, 5]

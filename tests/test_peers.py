@@ -16,6 +16,7 @@ import torch
 
 from experiments.harness import rows
 from experiments.harness.child import Setting, Unavailable
+from experiments.harness.tables import written
 from experiments.peers import catalogue, memory, run, table, train, update
 from experiments.peers.attempt import attempt
 from experiments.peers.case import Case
@@ -270,8 +271,8 @@ def test_the_table_shows_the_newest_row_of_each_peer_and_says_what_is_missing():
 
 
 def test_the_readme_says_what_the_committed_rows_say():
-    text = table.README.read_text(encoding="utf-8")
-    assert text == table.with_table(text, table.committed_rows()), "python -m experiments.peers.table writes it anew"
+    rows = table.table(table.committed_rows())
+    assert written(table.README, table.BEGIN) == rows, "python -m experiments.peers.table writes it anew"
 
 
 # The update alone.

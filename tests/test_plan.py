@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from runs import simulations_shared
 from transformers import GPT2Config, LlamaConfig
 
 from lowmem import plan as plan_module
@@ -27,6 +28,7 @@ from lowmem.planner import MARGIN_BYTES, make_plan, room_under, smallest_cap
 from lowmem.prediction import Plan, kept_in_words
 from lowmem.settings import Settings
 from lowmem.simulate import record_step
+from lowmem.simulations import Simulations
 from lowmem.step import Schedule
 from lowmem.trace import Chunk
 from lowmem.units import GIB, MIB, parse_size
@@ -34,6 +36,12 @@ from lowmem.units import GIB, MIB, parse_size
 CONFIG = GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=5_000, n_positions=256)
 SMALL = Settings(model="small", init="random", seq=256, batch=8, gpu_limit_bytes=GIB)
 PARAMETERS = (5_000 + 256) * 512 + 4 * (12 * 512**2 + 13 * 512) + 2 * 512
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared():
+    with simulations_shared(planner):
+        yield
 
 
 def plan_for(device: str = "cuda", precision: str = "bf16", ram_free_bytes=None, card="rtx3090", **changed) -> Plan:
@@ -92,15 +100,17 @@ def test_the_timeline_covers_one_step_and_reaches_the_peak():
     assert max(allocated for _, allocated, _ in plan.timeline) == plan.gpu_allocated_peak_bytes
 
 
-def test_the_same_plan_is_made_every_time():
-    assert plan_for(gpu_limit_bytes=400 * MIB) == plan_for(gpu_limit_bytes=400 * MIB)
+def test_the_same_plan_is_made_every_time(monkeypatch):
+    monkeypatch.setattr(planner, "Simulations", Simulations)  # nothing is shared
+    question = {"gpu_limit_bytes": 400 * MIB, "micro_batch": 2}
+    assert plan_for(**question) == plan_for(**question)
 
 
 @pytest.mark.parametrize("changed", [{"optimizer": "sgd"}, {"optimizer": "adamw8bit"}, {"clip_norm": None}])
 def test_other_optimizers_are_planned_too(changed):
-    plan = plan_for(**changed)
+    plan = plan_for(micro_batch=2, **changed)
     assert plan.to_dict()["choice"]["state_bits"] == {"sgd": 0, "adamw8bit": 8}.get(changed.get("optimizer"), 32)
-    exact = plan_for()
+    exact = plan_for(micro_batch=2)
     assert (plan.gpu_breakdown["resident_states"] < exact.gpu_breakdown["resident_states"]) == ("optimizer" in changed)
 
 
@@ -126,16 +136,16 @@ def test_what_is_typed_is_what_is_planned(typed):
 
 
 def test_a_cards_own_memory_is_the_cap_where_that_is_smaller_and_its_context_is_counted():
-    settings = {"gpu_limit_bytes": 100 * GIB, "gpu": "rtx3060"}
+    settings = {"gpu_limit_bytes": 100 * GIB, "gpu": "rtx3060", "micro_batch": 2}
     assert plan_for(card="rtx3060", **settings).gpu_limit_bytes == CARDS["rtx3060"].memory_bytes - CONTEXT_BYTES
     assert plan_for(card="rtx3060", **settings | {"gpu_limit_bytes": GIB}).gpu_limit_bytes == GIB
     assert plan_for(gpu_limit_bytes=None).gpu_limit_bytes is None
 
 
 def test_faster_cards_take_less_time_and_older_ones_attention_without_flash():
-    seconds = {card: plan_for(card=card).step_seconds for card in ("h200", "rtx3060")}
+    seconds = {card: plan_for(card=card, micro_batch=2).step_seconds for card in ("h200", "rtx3060")}
     assert seconds["h200"] < seconds["rtx3060"]
-    turing = plan_for(card="t4", precision="fp16")
+    turing = plan_for(card="t4", precision="fp16", micro_batch=2)
     assert turing.precision == "fp16" and turing.step_seconds > seconds["h200"]
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from transformers import GPT2Config
 
-from experiments.harness.tables import between
+from experiments.harness.tables import written
 from experiments.memory_estimation.models import MODELS
 from experiments.plan_accuracy import promise, promise_ram, table
 from experiments.plan_accuracy.cases import CARDS, CASES, NO_CAP, PROMISED, PROMISED_RAM, TIGHT
@@ -50,12 +50,11 @@ def test_the_cases_are_what_the_experiment_says():
 
 
 def test_the_readme_says_what_the_committed_rows_say():
-    text = table.README.read_text(encoding="utf-8")
-    assert between(text, table.BEGIN, table.tables(table.committed_rows())) == text
+    assert written(table.README, table.BEGIN) == table.tables(table.committed_rows())
     ends = table.promise_table(table.committed_rows(table.PROMISE, PROMISED))
-    assert between(text, table.BEGIN_PROMISE, ends) == text
+    assert written(table.README, table.BEGIN_PROMISE) == ends
     ram = table.promise_ram_table(table.committed_rows(table.PROMISE_RAM, PROMISED_RAM))
-    assert between(text, table.BEGIN_RAM, ram) == text
+    assert written(table.README, table.BEGIN_RAM) == ram
 
 
 def test_the_table_counts_what_is_exact_and_lists_what_is_outside():

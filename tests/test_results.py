@@ -7,7 +7,7 @@ import pytest
 from experiments import results
 from experiments.gpu_acceptance import predicted, table
 from experiments.harness.rows import append, read
-from experiments.harness.tables import between, markdown
+from experiments.harness.tables import markdown, put, written
 from lowmem.units import GIB
 
 
@@ -39,7 +39,7 @@ def denominator(name: str, eager: float | None, compiled: float | None = None) -
 
 
 def test_the_readmes_say_what_the_committed_rows_say():
-    assert results.text() == results.README.read_text(encoding="utf-8")
+    assert written(results.README, results.BEGIN) == results.sections()
 
 
 def test_without_rows_every_training_is_not_measured_yet():
@@ -127,9 +127,12 @@ def test_predicted_rows_are_made_shown_and_drawn(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(predicted, "RAM_LIMITS", {"gpt2-demo": None})
     monkeypatch.setattr(predicted, "BATCHES", (1, 2))
     monkeypatch.setattr(predicted, "SEQ", 32)
-    for _ in range(2):  # the second call replaces the first one's rows
-        assert predicted.main(["--gpus", "rtx3060", "--out", str(tmp_path)]) == 0
-    rows = read(tmp_path / predicted.NAME)
+    older, others = ({"card": card, "batch": 2} for card in ("rtx3060", "h200"))
+    for row_before in (older, others):
+        append(tmp_path / predicted.NAME, row_before)
+    assert predicted.main(["--gpus", "rtx3060", "--out", str(tmp_path)]) == 0
+    kept, *rows = read(tmp_path / predicted.NAME)
+    assert kept == others
     assert [(found["batch"], found["card"]) for found in rows] == [(1, "rtx3060"), (2, "rtx3060")]
     assert all(0 < found["sequences_per_second"] < found["alone_sequences_per_second"] for found in rows)
     last = rows[-1]
@@ -149,10 +152,15 @@ def test_a_card_that_is_not_known_is_refused(tmp_path, capsys):
     assert "rtx0" in capsys.readouterr().err and not any(tmp_path.iterdir())
 
 
-def test_content_goes_between_marks_and_nowhere_else():
-    text = "before\n<!-- a -->\nold\n<!-- end -->\nafter <!-- end -->\n"
-    assert between(text, "<!-- a -->", "new") == "before\n<!-- a -->\n\nnew\n\n<!-- end -->\nafter <!-- end -->\n"
+def test_content_goes_between_marks_and_nowhere_else(tmp_path):
+    text, path = "before\n<!-- a -->\nold\n<!-- end -->\nafter <!-- end -->\n", tmp_path / "README.md"
+    path.write_text(text)
+    put(path, "<!-- a -->", "new")
+    assert path.read_text() == "before\n<!-- a -->\n\nnew\n\n<!-- end -->\nafter <!-- end -->\n"
+    assert written(path, "<!-- a -->") == "new"
     for damaged in (text.replace("<!-- a -->", ""), "<!-- a -->\nno end"):
+        path.write_text(damaged)
         with pytest.raises(ValueError, match="<!-- a -->"):
-            between(damaged, "<!-- a -->", "new")
+            put(path, "<!-- a -->", "new")
+        assert path.read_text() == damaged
     assert markdown(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"

@@ -27,7 +27,7 @@ BATCH, SEQ = 4, 128
 CONFIG = GPT2Config(n_layer=3, n_embd=256, n_head=4, vocab_size=1_000, n_positions=SEQ)
 SLOW_BUS = dataclasses.replace(CARDS["rtx3090"], bus_bytes_per_second=1e9)
 CASE = StepCase(SEQ, BATCH, Schedule(1, 1, 1, True), torch.bfloat16, OPTIMIZERS["adamw"], 0)
-CHOICES = Choices((1, 2, 4), None, (1, 2), range(7), (0, 1, 3, 5))
+CHOICES = Choices((1, 2, 4), None, (1, 2), (0, 1, 3, 4, 6), (0, 2, 5))
 
 
 def decoder():
@@ -40,7 +40,7 @@ def everything(simulations) -> list:
     target, made = gpu_target(SLOW_BUS), decoder()
     schedules = {
         simulations.schedule(micro_batch, group, segment, kept, first_group=first): None
-        for micro_batch, group, segment, kept, first in product((1, 2, 4), (1, 2, 4), (1, 2), range(7), (0, 2))
+        for micro_batch, group, segment, kept, first in product((1, 2, 4), (1, 2, 4), (1, 2), CHOICES.kept, (0, 2))
         if group <= BATCH // micro_batch and (not first or (micro_batch, group) == (1, 1))
     }
     known: dict = {}
@@ -68,7 +68,7 @@ def rooms(everything) -> list[Room]:
     peaks = sorted(recording.tape.peak_bytes(512) for _, _, recording in everything)
     streamed = sorted({recording.streamed_bytes for _, _, recording in everything})
     gpu = [None, *(peaks[round(share * (len(peaks) - 1))] + 3 * MIB for share in (0, 0.1, 0.3, 0.5, 0.8, 1))]
-    return [Room(limit, ram) for limit in gpu for ram in (None, streamed[2])]
+    return [Room(limit, ram) for limit in gpu for ram in (None, streamed[1])]
 
 
 @pytest.mark.parametrize("number", range(14))
@@ -144,7 +144,8 @@ def question(request) -> tuple[Settings, Simulations]:
     simulations = Simulations(
         lambda: make_decoder(config, "bf16", "fp32", fused_kernels=True), case, gpu_target(CARDS["rtx3090"])
     )
-    return Settings(seq=seq, batch=BATCH, clip_norm=clip_norm), simulations
+    micro_batch = 1 if name == "llama" else None  # the search over micro-batches is that of the other questions
+    return Settings(seq=seq, batch=BATCH, clip_norm=clip_norm, micro_batch=micro_batch), simulations
 
 
 def never_slower(question, rooms: list[Room]) -> None:
@@ -159,7 +160,7 @@ def never_slower(question, rooms: list[Room]) -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
-STEPS = (0, 1, 2, 3, 5, 8, 13, 21, 34, 144)
+STEPS = (0, 1, 2, 5, 13, 34, 144)
 
 
 @pytest.mark.parametrize("ram", [None, 4 * MIB])

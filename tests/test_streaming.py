@@ -16,6 +16,7 @@ import torch
 
 from lowmem import streaming
 from lowmem.streaming import AHEAD, Ring, host_tensor, page_lock
+from lowmem.trace import Recorder
 from lowmem.updates import Updates
 
 CPU = torch.device("cpu")
@@ -166,16 +167,21 @@ def test_stopping_early_leaves_the_rest_untouched():
     assert [state["m"][0].item() for _, state in pass_over(ring, pieces)] == [-1, -1, 3, 4, 5]
 
 
+def ring_bytes(pieces: list[Piece]) -> int:
+    """What a ring for them allocates."""
+    with Recorder() as recorder:
+        Ring(torch.device("meta"), pieces)
+        return recorder.tape.peak_bytes()
+
+
 def test_slots_hold_the_largest_streamed_piece_and_nothing_more():
-    pieces = make_pieces([3, 9, 100, 5], resident=(2,))
-    assert Ring(CPU, pieces).slot_bytes == (AHEAD + 1) * (9 * 4 + 18 * 2)
+    assert ring_bytes(make_pieces([3, 9, 100, 5], resident=(2,))) == (AHEAD + 1) * (9 * 4 + 18 * 2)
 
 
 @pytest.mark.parametrize("pieces", [[], make_pieces([5, 6], resident=(0, 1))])
 def test_without_streamed_pieces_there_are_no_slots(pieces):
-    ring = Ring(CPU, pieces)
-    assert ring.slot_bytes == 0
-    assert [piece for piece, _ in pass_over(ring, pieces)] == pieces
+    assert ring_bytes(pieces) == 0
+    assert [piece for piece, _ in pass_over(Ring(CPU, pieces), pieces)] == pieces
 
 
 def test_pieces_without_any_state_pass_too():

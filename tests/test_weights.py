@@ -391,7 +391,7 @@ def test_memory_stays_at_a_few_runs_whatever_the_size_of_folders_and_tensors(tmp
     shutil.rmtree(tmp_path)  # pytest would keep the gigabyte for three runs
     rows = json.loads(done.stdout.splitlines()[-1])
     print({name: round(row["peak"] / 1e6) for name, row in rows.items()})
-    assert rows["xl"]["peak"] < 100 * 2**20 and rows["xl"]["seconds"] < 10, rows
+    assert rows["xl"]["peak"] < 100 * 2**20, rows
     for name in ("fp32", "bf16", "bin", "export", "into a store", "out of a store"):
         assert rows[name]["peak"] < MOST_BYTES, (name, rows)
     assert rows["random"]["peak"] < largest + 10e6, rows

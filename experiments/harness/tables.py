@@ -13,15 +13,22 @@ def markdown(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def between(text: str, begin: str, content: str) -> str:
-    """`text` with `content` between the mark `begin` and the END that follows. ValueError where a mark is missing."""
-    before, mark, rest = text.partition(begin)
-    _, end, after = rest.partition(END)
-    if not mark or not end:
-        raise ValueError(f"no {begin} with an {END} after it")
-    return f"{before}{begin}\n\n{content}\n\n{END}{after}"
-
-
 def put(path: Path, begin: str, content: str) -> None:
-    """Writes the file with `content` between its marks."""
-    path.write_text(between(path.read_text(encoding="utf-8"), begin, content), encoding="utf-8")
+    """Writes the file with `content` between the mark `begin` and the END that follows. ValueError, and the file as it
+    was, where a mark is missing."""
+    before, _, after = _parts(path, begin)
+    path.write_text(f"{before}{begin}\n\n{content}\n\n{END}{after}", encoding="utf-8")
+
+
+def written(path: Path, begin: str) -> str:
+    """What `put` wrote there last."""
+    return _parts(path, begin)[1].strip("\n")
+
+
+def _parts(path: Path, begin: str) -> tuple[str, str, str]:
+    """The file's text before, between and after its marks."""
+    before, mark, rest = path.read_text(encoding="utf-8").partition(begin)
+    content, end, after = rest.partition(END)
+    if not mark or not end:
+        raise ValueError(f"{path}: no {begin} with an {END} after it")
+    return before, content, after

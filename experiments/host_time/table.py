@@ -1,7 +1,6 @@
 """The README's table, made from rows: python -m experiments.host_time.table puts it between the README's marks."""
 
 import re
-import sys
 from pathlib import Path
 
 from experiments.harness import rows as row_file
@@ -77,10 +76,5 @@ def _microseconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def main() -> int:
-    put(README, BEGIN, table(row_file.read(RESULTS)))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    put(README, BEGIN, table(row_file.read(RESULTS)))

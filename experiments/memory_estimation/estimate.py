@@ -8,6 +8,7 @@ that it sets for itself (lowmem/device.py).
 import functools
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 
 import torch
 from transformers import PretrainedConfig
@@ -85,7 +86,7 @@ def _lowmem(config: PretrainedConfig, seq: int, batch: int, card: Card) -> tuple
     settings = Settings(seq=seq, batch=batch)
     case = StepCase(seq, batch, Schedule(1, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS["adamw"], 0)
     target = gpu_target(card)
-    return settings, Simulations(lambda: make_decoder(config, "bf16", "fp32", target.fused_kernels), case, target)
+    return settings, Simulations(partial(make_decoder, config, "bf16", "fp32", target.fused_kernels), case, target)
 
 
 def _row(tape: Tape, limit_bytes: int, *, expandable_segments: bool) -> dict:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from experiments.harness.rows import is_measured
-from experiments.harness.tables import between, markdown, put
+from experiments.harness.tables import markdown, put
 from experiments.memory_estimation import ram
 from experiments.memory_estimation import rows as row_file
 from experiments.memory_estimation.estimate import SMALLEST
@@ -249,11 +249,6 @@ def summary(rows: list[dict]) -> dict:
             if found
         },
     }
-
-
-def with_tables(text: str, rows: list[dict]) -> str:
-    """README's `text` with the tables of `rows` between its two marks."""
-    return between(text, BEGIN, tables(rows))
 
 
 def draw(rows: list[dict], path: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.harness.tables import between, markdown, put
+from experiments.harness.tables import markdown, put
 from experiments.peers.catalogue import PEERS
 from lowmem.units import GIB
 
@@ -125,11 +125,6 @@ def committed_rows() -> list[dict]:
         FOLDER.parent / "gpu_acceptance" / "results" / "rows.jsonl",
     ]
     return [row for file in files for row in row_file.read(file) if row["section"].startswith("peers")]
-
-
-def with_table(text: str, rows: list[dict]) -> str:
-    """README's `text` with the tables of `rows` between its two marks."""
-    return between(text, BEGIN, table(rows))
 
 
 def main() -> int:

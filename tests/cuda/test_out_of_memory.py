@@ -191,7 +191,7 @@ def test_states_leave_the_card_in_the_middle_of_a_pass(downwards):
 
         step._updates._go_on = moving
         results.append(step(batches[1], 1, 1e-3))
-        assert step._store.resident_units == 1 and step.ring.slot_bytes > 0
+        assert step._store.resident_units == 1 and any(step.ring._slots)
         assert outcome(step, results).differences(truth) == []
 
 

@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 os.environ.update({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"})
 sys.modules["matplotlib"] = None  # pictures would take as long as the runs
@@ -39,7 +40,7 @@ from lowmem.durable import MANIFEST, write, write_manifest  # noqa: E402
 from lowmem.main import main as run_script  # noqa: E402
 from lowmem.options import NAMES, REFUSED  # noqa: E402
 from tests.faults import table  # noqa: E402
-from tests.runs import SCRIPTS, SMALL, content  # noqa: E402
+from tests.runs import SCRIPTS, SMALL, content, remembering  # noqa: E402
 
 HANG_SECONDS = 180  # a plan that finds no room for seven billion parameters takes most of a minute on an idle core
 EXIT_CODES = {0, 1, 2, 3, 4}  # 75 takes a signal
@@ -94,7 +95,8 @@ def _hang(*_):
 
 
 def script(arguments: list[str]) -> int:
-    return run_script(SCRIPTS["large"].SETTINGS, arguments)
+    with patch("lowmem.train.process_aside", remembering):
+        return run_script(SCRIPTS["large"].SETTINGS, arguments)
 
 
 # --- random things

@@ -14,7 +14,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.harness.tables import between, markdown, put
+from experiments.harness.tables import markdown, put
 from lowmem.units import format_size
 
 FOLDER = Path(__file__).resolve().parent
@@ -96,15 +96,5 @@ def _fuzz_result(rows: list[dict]) -> str:
     return f"{sum(row['failed'] for row in rows)} of {sum(row['examples'] for row in rows):,} failed, commit {commits}"
 
 
-def with_tables(text: str, rows: list[dict]) -> str:
-    """README's `text` with the tables of `rows` between its two marks."""
-    return between(text, BEGIN, tables(rows))
-
-
-def main() -> int:
-    put(README, BEGIN, tables(row_file.read(RESULTS)))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    put(README, BEGIN, tables(row_file.read(RESULTS)))

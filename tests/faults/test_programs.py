@@ -8,6 +8,7 @@ import pytest
 from runs import ROOT
 
 from experiments.harness import rows as row_file
+from experiments.harness.tables import written
 from tests.faults import table
 
 FUZZED = {
@@ -25,10 +26,10 @@ def rows(*arguments: str) -> list[dict]:
 
 def test_a_run_that_is_killed_at_random_moments_loses_nothing(tmp_path):
     kept = tmp_path / "rows.jsonl"
-    (row,) = rows("tests.faults.sigkill", "--kills", "5", "--real", "1", "--steps", "6", "--record", str(kept))
+    (row,) = rows("tests.faults.sigkill", "--kills", "3", "--real", "1", "--steps", "4", "--record", str(kept))
     assert row_file.read(kept) == [row] and {"commit", "sources", "versions", "machine", "date"} <= row.keys()
-    assert row["command"] == "python -m tests.faults.sigkill --kills 5 --real 1 --steps 6"
-    assert row["kills"] == 5 and row["runs"] >= 1 and row["of_the_script_itself"] == 1
+    assert row["command"] == "python -m tests.faults.sigkill --kills 3 --real 1 --steps 4"
+    assert row["kills"] == 3 and row["runs"] >= 1 and row["of_the_script_itself"] == 1
     assert (row["lost"], row["wrong_exits"], row["different_runs"]) == (0, 0, 0)
 
 
@@ -40,8 +41,7 @@ def test_nothing_that_is_typed_or_read_ends_in_a_traceback():
 
 
 def test_the_readme_says_what_the_rows_say():
-    text = table.README.read_text(encoding="utf-8")
-    assert table.with_tables(text, row_file.read(table.RESULTS)) == text
+    assert written(table.README, table.BEGIN) == table.tables(row_file.read(table.RESULTS))
 
 
 def test_the_tables_show_the_last_row_of_each_program_kind_and_model():

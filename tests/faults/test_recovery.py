@@ -12,17 +12,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from reference import VOCABULARY, tiny_config
+from reference import tiny_config
+from runs import at_call
+from steps import make_batch, make_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import lowmem.step
-from lowmem.adam import get_optimizer
-from lowmem.blocks import Decoder
-from lowmem.data import Batch
-from lowmem.layers import cast_explicitly
 from lowmem.layout import Layout, Schedule
-from lowmem.precision import WORKING_DTYPES, LossScale
+from lowmem.precision import LossScale
 from lowmem.recovery import OutOfRoom, Recovery
 from lowmem.smaller import Sizes, activation_bytes, kept_things, smaller_layouts, with_micro_batch
 from lowmem.step import EVALUATION, PART, STEP, UPDATES, Step
@@ -32,7 +30,7 @@ from lowmem.updates import Updates
 
 BLOCKS, SEQ, BATCH = 3, 8, 4
 UNITS = BLOCKS + 2
-SAMPLES = 7  # of the operations of a step
+SAMPLES = 5  # of the operations of a step
 RATE = 1e-2
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB.\nmore lines"
 
@@ -127,44 +125,20 @@ class Training:
 
 
 def make_training(
-    *, clip_norm=0.5, resident_units=0, precision="fp32", optimizer="adamw",
-    ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None, **schedule,
+    *, clip_norm=0.5, resident_units=0, precision="fp32",
+    ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None, **kind,
 ) -> Training:  # fmt: skip
     config = tiny_config("gpt2", dropout=0.1)
     config.n_layer = BLOCKS
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    initial = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
-    if precision != "fp32":
-        cast_explicitly(model, torch.float32)
-    decoder, rule = Decoder(model), get_optimizer(optimizer)
-    store = Store(decoder, torch.device("cpu"), WORKING_DTYPES[precision], rule, resident_units)
-    store.write(iter(initial))
-    layout = Schedule(**{"micro_batch": 2, "group": 1, "segment_blocks": 1, "recompute": True} | schedule)
-    step = Step(
-        decoder, store, rule, layout, clip_norm=clip_norm, weight_decay=0.01, seed=3,
-        loss_scale=LossScale(precision == "fp16", scale=1024.0),
+    step, store = make_step(
+        model, precision=precision, resident_units=resident_units, clip_norm=clip_norm,
+        loss_scale=LossScale(precision == "fp16", scale=1024.0), **kind,
     )  # fmt: skip
     said = []
     sizes = Sizes(BLOCKS, BATCH, SEQ * config.n_embd * 4, 4 * store.parameter_count, clip_norm is not None)
     return Training(step, store, Recovery(step, store, sizes, said.append, ram_refuses), said)
-
-
-def before_call(patch: pytest.MonkeyPatch, owner: object, name: str, act: Callable, call: int = 1) -> None:
-    """`act()` happens at the beginning of the `call`-th call of owner.name."""
-    real, calls = getattr(owner, name), iter(range(1, 10_000))
-
-    def acting(*arguments):
-        if next(calls) == call:
-            act()
-        return real(*arguments)
-
-    patch.setattr(owner, name, acting)
-
-
-def make_batch(step: int) -> Batch:
-    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
 def train_on(training: Training, numbers: Sequence[int], *failures: int) -> tuple[list, RunsOut]:
@@ -172,7 +146,7 @@ def train_on(training: Training, numbers: Sequence[int], *failures: int) -> tupl
     mode, results = RunsOut(training.step, *failures), []
     for number in numbers:
         training.recovery.number = number + 1
-        batch = make_batch(number)
+        batch = make_batch(number, BATCH, SEQ)
         with mode:
             results.append(training.step(batch, number, RATE))
     return results, mode
@@ -361,7 +335,7 @@ def test_fewer_states_go_where_ram_has_room_for_those_alone():
 def test_a_staging_ring_that_finds_no_room_makes_more_states_go(monkeypatch):
     case = {"resident_units": 99}
     expected, bits, _ = undisturbed(case)
-    before_call(monkeypatch, Ring, "fit", run_out, 2)  # the first is that of a new training
+    at_call(monkeypatch, Ring, "fit", run_out, 2)  # the first is that of a new training
     training, results, _ = disturbed(case, 100, 100)
     assert training.names == ["cache", "states"] and training.store.resident_units == UNITS - 3
     assert results == expected and training.bits() == bits
@@ -399,7 +373,7 @@ def test_a_gradient_that_did_not_reach_its_accumulator_counts_for_nothing(monkey
     expected, bits, _ = undisturbed({})
     training = make_training()
     with monkeypatch.context() as patch:
-        before_call(patch, training.store.parts[2], "gradient_of", run_out, 20)
+        at_call(patch, training.store.parts[2], "gradient_of", run_out, 20)
         results, _ = train_on(training, range(4))
     assert training.names == ["cache"] and repr(results) == expected and training.bits() == bits
 
@@ -431,7 +405,7 @@ def test_what_blocks_keep_is_gone_when_updates_have_begun(monkeypatch):
     count = undisturbed(IN_BACKWARD_KEPT | {"whole_blocks": 3, "product_blocks": 0})[2]
     train_on(training, range(2))
     seen = []
-    before_call(monkeypatch, Step, "take", lambda: seen.append(training.step.keeps_activations))
+    at_call(monkeypatch, Step, "take", lambda: seen.append(training.step.keeps_activations))
     train_on(training, [2], count // 2, 1)
     assert training.names == ["cache", "kept"] and seen == [True] and not training.step.keeps_activations
 

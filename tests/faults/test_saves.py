@@ -21,20 +21,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import VOCABULARY, tiny_model
+from reference import tiny_model
 from safetensors import safe_open
+from steps import make_batch, make_step
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from lowmem import durable, resume
 from lowmem.adam import get_optimizer
 from lowmem.blocks import Decoder
-from lowmem.data import Batch
 from lowmem.durable import Manifest, to_json, write_manifest
 from lowmem.errors import InputError, LowmemError
-from lowmem.layers import cast_explicitly
 from lowmem.precision import WORKING_DTYPES, LossScale
 from lowmem.resume import find_checkpoint, load_checkpoint, lock_run, save_checkpoint
-from lowmem.step import Schedule, Step
+from lowmem.step import Step
 from lowmem.store import Store
 
 RESIDENT, MIXED, STREAMED = 99, 2, 0
@@ -176,30 +175,17 @@ def test_saving_while_an_update_waits_is_a_mistake_of_the_caller(tmp_path):
 # ------------------------------------------------------------------------------------------------- training, continued
 
 
-def make_step(precision, optimizer, resident_units, seed):
+def fresh(precision, optimizer, resident_units, seed):
     """A fresh model and all that trains it; weights are drawn from `seed`."""
-    model = tiny_model("gpt2", dropout=0.1, seed=seed)
-    initial = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
-    if precision != "fp32":
-        cast_explicitly(model, torch.float32)
-    decoder, rule = Decoder(model), get_optimizer(optimizer)
-    store = Store(decoder, torch.device("cpu"), WORKING_DTYPES[precision], rule, resident_units)
-    store.write(iter(initial))
-    scale = LossScale(precision == "fp16", scale=2.0**30, growth_interval=2)  # overflows at first, then grows
-    step = Step(
-        decoder, store, rule, Schedule(micro_batch=1, group=1, segment_blocks=2, recompute=True),
-        clip_norm=0.5, weight_decay=0.01, seed=3, loss_scale=scale,
+    return make_step(
+        tiny_model("gpt2", dropout=0.1, seed=seed), precision=precision, optimizer=optimizer,
+        resident_units=resident_units, micro_batch=1, segment_blocks=2,
+        loss_scale=LossScale(precision == "fp16", scale=2.0**30, growth_interval=2),  # overflows at first, then grows
     )  # fmt: skip
-    return step, store
-
-
-def make_batch(step: int) -> Batch:
-    tokens = torch.randint(0, VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(step))
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
 def train(step: Step, first: int, last: int) -> list:
-    return [step(make_batch(done), done, 1e-3 * (1 + step.updates)) for done in range(first, last)]
+    return [step(make_batch(done, rows=2, seq=16), done, 1e-3 * (1 + step.updates)) for done in range(first, last)]
 
 
 @pytest.mark.parametrize(
@@ -208,18 +194,18 @@ def train(step: Step, first: int, last: int) -> list:
 )
 def test_a_run_stopped_twice_is_bitwise_the_run_that_was_not(tmp_path, precision, optimizer):
     steps = 16 if precision == "fp16" else 6  # fp16: the scale has to come down first
-    straight, expected = make_step(precision, optimizer, RESIDENT, seed=0)
+    straight, expected = fresh(precision, optimizer, RESIDENT, seed=0)
     results = train(straight, 0, steps)
     straight.flush()
 
-    step, store = make_step(precision, optimizer, STREAMED, seed=0)
+    step, store = fresh(precision, optimizer, STREAMED, seed=0)
     continued, done = [], 0
     for index, (stop, resident_units) in enumerate([(steps // 2, RESIDENT), (steps - 1, STREAMED)]):
         continued += train(step, done, stop)
         step.flush()
         state = make_state(stop) | {"updates": step.updates, "loss_scale": step.loss_scale.state()}
         save_checkpoint(tmp_path, store, state, keep_last=2)
-        step, store = make_step(precision, optimizer, resident_units, seed=index + 1)  # other weights: all must go
+        step, store = fresh(precision, optimizer, resident_units, seed=index + 1)  # other weights: all must go
         state = load_checkpoint(newest(tmp_path)[0], store, {})
         done, step.updates = state["step"], state["updates"]
         step.loss_scale.load(state["loss_scale"])

@@ -5,10 +5,9 @@ python -m tests.published.table
 
 import json
 import statistics
-import sys
 from pathlib import Path
 
-from experiments.harness.tables import between, markdown, put
+from experiments.harness.tables import markdown, put
 from tests.published.points import Point, peaks, step_times
 
 FOLDER = Path(__file__).resolve().parent
@@ -92,14 +91,5 @@ def _source(name: str) -> str:
     return point.group["source"]
 
 
-def text() -> str:
-    return between(README.read_text(encoding="utf-8"), BEGIN, tables())
-
-
-def main() -> int:
-    put(README, BEGIN, tables())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    put(README, BEGIN, tables())

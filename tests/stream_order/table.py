@@ -7,11 +7,10 @@ Of the rows of one method for one mutation the last is shown. A test fails when 
 rows are of other mutations than mutation_list.py's.
 """
 
-import sys
 from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.harness.tables import between, markdown, put
+from experiments.harness.tables import markdown, put
 from tests.stream_order.check import SANITIZER, WAYS
 from tests.stream_order.mutation_list import MUTATIONS, Mutation
 
@@ -87,15 +86,5 @@ def _first_report(mutation: Mutation, row: dict | None) -> str:
     return "; ".join([*parts, *(row["failed"] or [])[1:]])
 
 
-def with_tables(text: str, rows: list[dict]) -> str:
-    """README's `text` with the tables of `rows` between its two marks."""
-    return between(text, BEGIN, tables(rows))
-
-
-def main() -> int:
-    put(README, BEGIN, tables(row_file.read(RESULTS)))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    put(README, BEGIN, tables(row_file.read(RESULTS)))

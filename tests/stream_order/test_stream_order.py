@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from experiments.harness import rows as row_file
+from experiments.harness.tables import written
 from tests.stream_order import mutations, table
 from tests.stream_order.arrangements import ARRANGEMENTS
 from tests.stream_order.check import WAYS, checked
@@ -72,8 +73,8 @@ def test_every_mutation_changes_the_one_place_that_it_means(tmp_path):
 
 
 def test_the_readme_says_what_the_rows_say():
-    text, rows = table.README.read_text(encoding="utf-8"), row_file.read(table.RESULTS)
-    assert table.with_tables(text, rows) == text
+    rows = row_file.read(table.RESULTS)
+    assert written(table.README, table.BEGIN) == table.tables(rows)
     assert {table.key(row) for row in rows if row["method"] == "checker"} == set(map(table.key, MUTATIONS))
 
 

@@ -1,0 +1,39 @@
+"""A decoder on the CPU and all that trains it, without a run around it: what tests of steps and saves share."""
+
+import torch
+from reference import VOCABULARY
+from torch import nn
+
+from lowmem.adam import get_optimizer
+from lowmem.blocks import Decoder
+from lowmem.data import Batch
+from lowmem.layers import cast_explicitly
+from lowmem.layout import Schedule
+from lowmem.precision import WORKING_DTYPES, LossScale
+from lowmem.step import Step
+from lowmem.store import Store
+
+
+def make_step(
+    model: nn.Module, *, precision="fp32", optimizer="adamw", resident_units=99, clip_norm: float | None = 0.5,
+    residual="fp32", fused_kernels=False, loss_scale: LossScale | None = None, **schedule,
+) -> tuple[Step, Store]:  # fmt: skip
+    """The step that trains `model` from the fp32 weights that it has, and its store. The keywords that are not named
+    here are Schedule's: micro-batches of 2, each a group of its own, and every block recomputed, if none are given."""
+    initial = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
+    dtype = WORKING_DTYPES[precision]
+    if precision != "fp32":
+        cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)
+    decoder, rule = Decoder(model, fused_kernels), get_optimizer(optimizer)
+    store = Store(decoder, torch.device("cpu"), dtype, rule, resident_units)
+    store.write(iter(initial))
+    layout = Schedule(**{"micro_batch": 2, "group": 1, "segment_blocks": 1, "recompute": True} | schedule)
+    scale = loss_scale or LossScale(precision == "fp16")
+    step = Step(decoder, store, rule, layout, clip_norm=clip_norm, weight_decay=0.01, seed=3, loss_scale=scale)
+    return step, store
+
+
+def make_batch(seed: int, rows: int, seq: int) -> Batch:
+    """Random tokens, each row's labels one token further."""
+    tokens = torch.randint(0, VOCABULARY, (rows, seq + 1), generator=torch.Generator().manual_seed(seed))
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
