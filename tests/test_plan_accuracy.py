@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from transformers import GPT2Config
 
+from experiments.harness import rows as row_file
 from experiments.harness.tables import written
 from experiments.memory_estimation.models import MODELS
 from experiments.plan_accuracy import promise, promise_ram, table
@@ -55,6 +56,7 @@ def test_the_readme_says_what_the_committed_rows_say():
     assert written(table.README, table.BEGIN_PROMISE) == ends
     ram = table.promise_ram_table(table.committed_rows(table.PROMISE_RAM, PROMISED_RAM))
     assert written(table.README, table.BEGIN_RAM) == ram
+    assert written(table.README, table.BEGIN_WHOLE_LIFE) == table.whole_life_table(row_file.read(table.WHOLE_LIFE))
 
 
 def test_the_table_counts_what_is_exact_and_lists_what_is_outside():

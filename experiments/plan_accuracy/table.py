@@ -10,10 +10,12 @@ from lowmem.units import MIB
 
 BEGIN = "<!-- plan accuracy -->"
 BEGIN_PROMISE, BEGIN_RAM = "<!-- both ends, GPU -->", "<!-- both ends, RAM -->"
+BEGIN_WHOLE_LIFE = "<!-- whole lives -->"
 FOLDER = Path(__file__).resolve().parent
 README = FOLDER / "README.md"
 RESULTS = FOLDER / "results" / "rows.jsonl"
 PROMISE, PROMISE_RAM = FOLDER / "results" / "promise.jsonl", FOLDER / "results" / "promise_ram.jsonl"
+WHOLE_LIFE = FOLDER / "results" / "whole_life.jsonl"
 PICTURE = FOLDER / "results" / "errors.png"
 ALLOCATED, RESERVED = "gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes"
 MOST_ALLOCATED, MOST_RESERVED = 0.001, 0.005  # errors from which a case is listed
@@ -155,6 +157,36 @@ def _ram_cells(row: dict) -> list[str]:
     ]  # fmt: skip
 
 
+def whole_life_table(rows: list[dict]) -> str:
+    """Of whole_life.py: a line for each case, its newest row. The GPU's peaks and RAM by phase are those of the second
+    process; of the first one, which is stopped and writes no report, the largest resident set is known."""
+    rows = sorted({row["case"]: row for row in rows}.values(), key=lambda row: row["case"])
+    phases = list(dict.fromkeys(phase for row in rows for phase in row["ram_phases"] or ()))
+    header = (
+        *("", "exit codes", "allocated, MiB", "reserved", "cap", "RAM of the first process"),
+        *(f"RAM, {phase}" for phase in phases), "cap",
+    )  # fmt: skip
+    return markdown(header, [_life_cells(row, phases) for row in rows])
+
+
+def _life_cells(row: dict, phases: list[str]) -> list[str]:
+    def both(predicted: int | None, measured: int | None) -> str:
+        return " / ".join("" if size is None else f"{size / MIB:,.0f}" for size in (predicted, measured))
+
+    codes = f"{row['stopped']['exit_code']}, {row['resumed']['exit_code']}"
+    if not row["ok"]:
+        return [row["case"], codes, " ".join(row["said"] or ["not stopped in time"]), *[""] * (len(phases) + 4)]
+    peaks = [both(row["predicted"][peak], row["measured"][peak]) for peak in (ALLOCATED, RESERVED)]
+    gpu_cap, ram_cap = (
+        "none" if limit is None else f"{limit / MIB:,.0f}"
+        for limit in (row["limits"]["gpu_bytes"], row["limits"]["ram_bytes"])
+    )
+    first = both(row["predicted"]["ram_peak_bytes"], row["stopped"]["resident_peak_bytes"])
+    ram = [row["ram_phases"].get(phase, {}) for phase in phases]
+    by_phase = [both(sizes.get("predicted"), sizes.get("measured")) for sizes in ram]
+    return [row["case"], codes, *peaks, gpu_cap, first, *by_phase, ram_cap]
+
+
 def draw(rows: list[dict], path: Path) -> None:
     """Signed errors of both peaks, sorted, in percent."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -178,6 +210,7 @@ def main() -> int:
     put(README, BEGIN, tables(rows))
     put(README, BEGIN_PROMISE, promise_table(committed_rows(PROMISE, PROMISED)))
     put(README, BEGIN_RAM, promise_ram_table(committed_rows(PROMISE_RAM, PROMISED_RAM)))
+    put(README, BEGIN_WHOLE_LIFE, whole_life_table(row_file.read(WHOLE_LIFE)))
     draw(rows, PICTURE)
     return 0
 

@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 from experiments.harness import rows
+from experiments.plan_accuracy.table import WHOLE_LIFE
 
-RESULTS = Path(__file__).parent / "results" / "whole_life.jsonl"
 PROGRAM = "experiments.plan_accuracy.whole_life"
 CASES = {
     f"{size}-{optimizer}-{'clip' if clip else 'no-clip'}": (size, optimizer, clip)
@@ -73,6 +73,7 @@ def run_case(name: str, batch: int, scratch: Path) -> dict:
         "model": size, "optimizer": optimizer, "clip": clip, "batch": batch, "gpu": os.environ["STAND_IN_GPU"],
         "limits": found["plan"].get("limits"), "choice": found["plan"].get("choice"),
         "predicted": found["plan"].get("predicted"), "measured": found["measured"],
+        "ram_phases": found.get("ram_phases"),
         "stopped": stopped, "resumed": resumed, "ok": (stopped["exit_code"], resumed["exit_code"]) == (75, 0),
         "said": None if resumed["exit_code"] == 0 else said,
     }  # fmt: skip
@@ -85,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--scratch", default=tempfile.gettempdir(), help="where run folders lie meanwhile (%(default)s)"
     )
-    parser.add_argument("--rows", type=Path, default=RESULTS, help="%(default)s")
+    parser.add_argument("--rows", type=Path, default=WHOLE_LIFE, help="%(default)s")
     typed = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(typed)
     if not rows.on_stand_in():
