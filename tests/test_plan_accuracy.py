@@ -157,15 +157,20 @@ def test_slack_is_what_was_not_needed_of_the_largest_refused_cap():
 
 def test_the_table_of_both_ends_counts_and_lists_what_did_not_hold():
     held = {
-        "name": "held", "card": "t4", "ok": True, "completes": True, "named_bytes": 1000, "reserved_bytes": 990,
-        "refused_bytes": 998, "tried": 2, "tried_bytes": 900, "least_allocated_bytes": 909,
+        "name": "held", "card": "t4", "ok": True, "completes": True, "named_bytes": 4000 * MIB,
+        "reserved_bytes": 3960 * MIB, "refused_bytes": 3992 * MIB, "tried": 2, "tried_bytes": 900,
+        "least_allocated_bytes": 909,
         "completed_though_refused": [], "completed_in_the_margin": False,
     }  # fmt: skip
-    wrong = held | {"name": "wrong", "card": "h100", "ok": False, "completed_though_refused": ["Schedule(1)"]}
+    wrong = held | {
+        "name": "wrong", "card": "h100", "ok": False, "completed_though_refused": ["Schedule(1)"],
+        "completed_in_the_margin": True, "named_bytes": 1000 * MIB, "reserved_bytes": 900 * MIB,
+        "refused_bytes": 999 * MIB,
+    }  # fmt: skip
     unplanned = {"name": "unplanned", "card": "h100", "ok": False, "completes": False, "why": "no plan"}
     said = table.promise_table([held, wrong, unplanned])
-    assert "| t4 | 1 | 1 | 99.0% | 99.8% or more | 2 | 2 | 101.0% to 101.0% | 1 |" in said
-    assert "| all | 3 | 2 | 99.0% | 99.8% or more | 4 | 3 | 101.0% to 101.0% | 2 |" in said
+    assert "| t4 | 1 | 1 | 99.0% | 99.8% or more | 2 | 2 | 101.0% to 101.0% | 1 of 1 | 0 of 0 |" in said
+    assert "| all | 3 | 2 | 99.0% | 99.8% or more | 4 | 3 | 101.0% to 101.0% | 1 of 1 | 0 of 1 |" in said
     assert "| wrong |  | ['Schedule(1)'] |" in said and "| unplanned | no plan |  |" in said
     assert "did not hold" not in table.promise_table([held])
 

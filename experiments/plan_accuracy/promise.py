@@ -12,7 +12,7 @@ planner names the smallest cap of the GPU for it. Then, each from an empty alloc
 The margin (64 MiB of a cap, or 0.5%) is taken off first, because it is not the simulation's to be judged by: a driver's
 addresses, which no plan knows, decide what becomes of it. What is judged is the room that the simulated run is given,
 to 2%. The row says beside that whether the most frugal layout completes where the margin is not taken off
-(`completed_in_the_margin`); under caps of less than 3.2 GiB 64 MiB are more than 2%, so it may.
+(`completed_in_the_margin`); under caps of less than 3.1 GiB 64 MiB are more than 2%, so it may.
 
 The most frugal layouts are those that the smallest cap is looked for among: nothing kept that need not be, the smallest
 micro-batch, every length of segments, as much streamed as can be (or everything resident, which needs no staging ring),

@@ -19,6 +19,7 @@ WHOLE_LIFE = FOLDER / "results" / "whole_life.jsonl"
 PICTURE = FOLDER / "results" / "errors.png"
 ALLOCATED, RESERVED = "gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes"
 MOST_ALLOCATED, MOST_RESERVED = 0.001, 0.005  # errors from which a case is listed
+LARGE_CAP = 3200 * MIB  # from here on the margin that a plan leaves, 64 MiB, is at most 2% of a cap
 
 
 def committed_rows(path: Path = RESULTS, cases: list[Case] = CASES) -> list[dict]:
@@ -113,12 +114,19 @@ def promise_table(rows: list[dict]) -> str:
         *("", "cells", "run under the smallest cap named", "reserved of that cap, most"),
         "largest cap refused, of the one named",
         *("layouts run under the largest refused cap, less margin and 2%", "of these out of memory"),
-        *("tensors of the most frugal layout, of what it was given", "with the margin left in: out of memory"),
+        *(
+            "tensors of the most frugal layout, of what it was given",
+            "with the margin left in, out of memory, caps from 3.1 GiB on",
+        ),
+        "caps below",
     )
     failed = [row for row in rows if not row["ok"]]
     listed = [(row["name"], row.get("why", ""), str(row.get("completed_though_refused", ""))) for row in failed]
     return "\n\n".join(
-        [markdown(header, [_ends(card, of_card) for card, of_card in (*cards.items(), ("all", rows))])]
+        [
+            f"Measured: {len(rows)} of {len(PROMISED)} cells.",
+            markdown(header, [_ends(card, of_card) for card, of_card in (*cards.items(), ("all", rows))]),
+        ]
         + ([markdown(("cells that did not hold", "why", "completed though refused"), listed)] if failed else [])
     )
 
@@ -133,8 +141,13 @@ def _ends(card: str, rows: list[dict]) -> list[str]:
         card, str(len(rows)), str(sum(row["completes"] for row in rows)), f"{max(reserved, default=0):.1%}",
         f"{min(apart, default=0):.1%} or more", str(tried), str(tried - completed),
         f"{min(shares, default=0):.1%} to {max(shares, default=0):.1%}",
-        str(sum(not row["completed_in_the_margin"] for row in ran)),
+        _out_of_memory([row for row in ran if row["named_bytes"] >= LARGE_CAP]),
+        _out_of_memory([row for row in ran if row["named_bytes"] < LARGE_CAP]),
     ]  # fmt: skip
+
+
+def _out_of_memory(rows: list[dict]) -> str:
+    return f"{sum(not row['completed_in_the_margin'] for row in rows)} of {len(rows)}"
 
 
 def promise_ram_table(rows: list[dict]) -> str:
@@ -143,7 +156,8 @@ def promise_ram_table(rows: list[dict]) -> str:
         *("cell", "RAM cap named, MiB", "of it states", "measured under it", "not needed", "of the cap"),
         "exit codes: refused, under the cap named",
     )
-    return markdown(header, [_ram_cells(row) for row in newest(rows)])
+    measured = f"Measured: {len(newest(rows))} of {len(PROMISED_RAM)} cells."
+    return f"{measured}\n\n{markdown(header, [_ram_cells(row) for row in newest(rows)])}"
 
 
 def _ram_cells(row: dict) -> list[str]:
