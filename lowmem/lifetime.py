@@ -8,8 +8,8 @@ what a plan predicts.
     save       the model and its states, and a chunk of what is copied from a GPU
     export     the same, and the runs in which weights are converted
 
-All the rest of what a process holds is one number: what it holds when it is planned and TRAINING_BYTES; or, where the
-plan is for a GPU that is not here, CUDA_PROCESS_BYTES.
+All the rest of what a process holds is one number: what it holds when it is planned, and TRAINING_BYTES
+(CPU_TRAINING_BYTES on the CPU); or, where the plan is for a GPU that is not here, CUDA_PROCESS_BYTES.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
 The plan is a prediction about the code that trains, not a formula beside it: search.py tries layouts of the step in a
 simulation of it (simulate.py) and takes the fastest whose run completes under both caps. No weights are loaded and no
 GPU is needed. Where nothing fits, forward and backward run twice a step, so that gradients are never all held. The
-optimizer is never another than was asked for; a refusal says where 8-bit moments would fit.
+optimizer is never another than was asked for; where RAM alone is short, a refusal says whether 8-bit moments would fit.
 
     GPU   the simulated run, and a margin left free (room_under)
     RAM   streamed states, and the process: what it holds now, and what training adds to that; and what loading,
@@ -95,6 +95,13 @@ def make_plan(
         raise PlanError(
             f"{_what(settings)} needs {format_size(plan.ram_bytes)} of RAM in "
             f"this plan, and {format_size(ram_free_bytes)} are free here; free some, or lower --micro-batch or --seq."
+        )
+    ram_limit = settings.ram_limit_bytes
+    if process is not None and ram_limit is not None and process.peak_bytes > ram_limit:
+        raise PlanError(
+            f"{_what(settings)}: reading the data has taken {format_size(process.peak_bytes)} of RAM already, which is "
+            f"over the cap of {format_size(ram_limit)}; give --ram-limit {math.ceil(process.peak_bytes / MIB)}MiB or "
+            "more, or less text."
         )
     if process is not None and process.peak_bytes:
         plan = replace(plan, ram={"prepare": {"process": process.peak_bytes}} | plan.ram)

@@ -39,7 +39,7 @@ def process_aside() -> Iterator[Callable[..., Result]]:
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(ours, theirs), daemon=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads: the fork starts none that locks
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those here hold no lock that the fork needs
         process.start()
     theirs.close()
 

@@ -24,13 +24,19 @@ from lowmem.errors import CapExceeded
 from lowmem.layout import Layout, Schedule
 from lowmem.prediction import Plan, kept_in_words
 from lowmem.smaller import Sizes, smaller_layouts, with_micro_batch
-from lowmem.step import EVALUATION, PART, UPDATES, Step
+from lowmem.step import EVALUATION, PART, STEP, UPDATES, Step
 from lowmem.store import Store
 from lowmem.units import format_size
 
 PAGEABLE_SHARE = 0.5  # of the bus's speed that copies from pageable memory reach; assumed
 CACHE = "cache"
 _WHERE = {PART: " after updates had begun", UPDATES: " in updates", EVALUATION: " in the evaluation"}
+_NOTHING_LEFT = {
+    STEP: "even for single sequences, with every block recomputed and no states on the GPU that RAM has room for",
+    EVALUATION: "even for single sequences, with no states on the GPU that RAM has room for",
+    PART: "and once updates have begun nothing else can be given up",
+    UPDATES: "and RAM has no room for more states",
+}
 
 
 class OutOfRoom(CapExceeded):
@@ -76,14 +82,13 @@ class Recovery:
                     raise
                 continue
             self._note(name, layout, reason)
-            words = f"{said}; it is tried again, and goes on, {self._in_words(name, now, layout)}"
+            words = f"{said}; it is tried again, and training goes on, {self._in_words(name, now, layout)}"
             self._say(words if locked else f"{words}; page-locked memory was refused for them, so copies are slower")
             return
         self.measures = [measure for measure in self.measures if measure["step"] < self.number]  # these did not do
         mixed = self._step.halfway or where == UPDATES
         raise OutOfRoom(
-            f"{said}. That is out of GPU memory under --gpu-limit, even for single sequences, with nothing kept and no "
-            "more states on the GPU than RAM has no room for; "
+            f"{said}. That is out of GPU memory, {_NOTHING_LEFT[where]}; "
             + ("some weights are new and some old by now, so they are not saved; " if mixed else "")
             + "the same command goes on from the newest checkpoint"
         )
@@ -118,8 +123,10 @@ class Recovery:
                 if refused is not None:
                     continue
             if refused is not None:
-                self._say(f"states stay on the GPU: {refused}")
+                self._say(f"{'other ' if name == 'states' else ''}states stay on the GPU: {refused}")
             return name, layout
+        if refused is not None:
+            self._say(f"states stay on the GPU: {refused}")
         return None
 
     def _refusal(self, resident_units: int) -> str | None:

@@ -10,7 +10,7 @@ step makes its own updates. What the allocator has cached when the second step b
 run, and what is reserved may be off by a page or two; `whole_first_step` is for the layout that is taken.
 
 What CUDA does otherwise than the generic kernels is a table of its own (cuda_ops.py). Not simulated: the CUDA context,
-which is outside the allocator's cap; saving and export, which take less than training.
+which is outside the allocator's cap; saving and export, which take less of a GPU than training.
 """
 
 import gc

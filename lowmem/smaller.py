@@ -41,9 +41,9 @@ def smaller_layouts(planned: Layout, now: Layout, where: str, sizes: Sizes) -> I
     schedule = now.schedule
     if where == STEP and schedule.first_group:
         yield "first_group", replace(now, schedule=replace(schedule, first_group=0))
-    kept, once = kept_things(schedule, sizes.blocks), kept_things(planned.schedule, sizes.blocks)
+    kept, planned_kept = kept_things(schedule, sizes.blocks), kept_things(planned.schedule, sizes.blocks)
     if where in (STEP, PART) and kept:
-        fewer = keeping_less(schedule, sizes.blocks, max(once - kept, 0) + 1)
+        fewer = keeping_less(schedule, sizes.blocks, max(planned_kept - kept, 0) + 1)
         yield "kept", replace(now, schedule=fewer)
     if where == STEP:
         for name, other in _other_groups_and_segments(schedule, sizes):
@@ -59,8 +59,9 @@ def smaller_layouts(planned: Layout, now: Layout, where: str, sizes: Sizes) -> I
 
 
 def with_micro_batch(layout: Layout, micro_batch: int, clips: bool) -> Layout:
-    """`layout` with micro-batches of that many sequences, a divisor of what it has. Groups keep their sequences, but
-    for those of one micro-batch where that makes no difference."""
+    """`layout` with micro-batches of that many sequences, a divisor of what it has. A group of
+    several micro-batches keeps its number of sequences; one of a single micro-batch keeps a single one, unless updates
+    are made during backward."""
     schedule = layout.schedule
     ratio = schedule.micro_batch // micro_batch
     several = schedule.recompute and (schedule.group > 1 or not clips)

@@ -163,6 +163,8 @@ def train(
             "page-locked memory was refused, so states are streamed from pageable memory: a step now takes about "
             f"{plan.step_seconds:.3g} s, {plan.waiting_seconds:.2g} s of it waiting for copies"
         )
+    if device.type == "cuda":
+        devices.trim_freed_memory()  # the model's buffers have moved to the GPU
     write_json(folder / "plan.json", plan.to_dict())
     write_json(folder / "settings.json", asdict(settings))
     log.start(first, steps, plan.to_dict())

@@ -257,6 +257,12 @@ def test_a_cap_of_ram_that_was_named_does_for_a_process_that_holds_a_little_more
         plan(604 * MIB, named - 16 * MIB)
 
 
+def test_a_cap_that_reading_the_data_has_passed_already_is_refused():
+    settings = dataclasses.replace(SMALL, ram_limit_bytes=GIB, micro_batch=1)
+    with pytest.raises(PlanError, match=r"reading the data has taken 3.00 GiB of RAM already.*--ram-limit 3072MiB"):
+        make_plan(settings, CONFIG, "cpu", "fp32", None, process=Process(200 * MIB, 3 * GIB))
+
+
 def test_the_optimizer_is_never_changed_and_a_refusal_names_the_one_that_fits():
     needed = plan_for(states="streamed").ram_breakdown["streamed_states"]
     caps = {"states": "streamed", "micro_batch": 2, "ram_limit_bytes": CUDA_PROCESS_BYTES + needed * 3 // 4}

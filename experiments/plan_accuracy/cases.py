@@ -1,9 +1,10 @@
 """What is compared: models, cards, caps and options of training, as command lines.
 
-Two lists. `SCRIPTS` are train_gpt2_large.py and train_gpt2_xl.py at their full shape. `OTHERS` are all models of
-memory_estimation at batches of a few sequences: each on every card that it fits on with each of LAYOUTS in turn, and
-one model with everything that can be chosen. Layouts are mostly given, because a search takes longer than the run, and
-its choice is not the question here; `SEARCHED` leaves the layout to the search, under three caps.
+CASES are for run.py: `SCRIPTS`, train_gpt2_large.py and train_gpt2_xl.py at their full shape, and `OTHERS`, all models
+of memory_estimation at batches of a few sequences: small ones on every card that they fit on with each of LAYOUTS,
+larger ones with some of them, and one model with everything that can be chosen. Layouts are mostly given, because a
+search takes longer than the run, and its choice is not the question here; `SEARCHED` leaves the layout to the search,
+under three caps. `PROMISED` are for promise.py and `PROMISED_RAM` for promise_ram.py.
 """
 
 from dataclasses import dataclass
@@ -103,12 +104,7 @@ def _one_model_with_everything() -> list[Case]:
     return found
 
 
-SEARCHED = [
-    Case(model, card, _of("--batch 8"), cap)
-    for model, caps in (("gpt2", ("1400MiB", "2GiB", "4GiB")),)
-    for card in CARDS
-    for cap in caps
-]
+SEARCHED = [Case("gpt2", card, _of("--batch 8"), cap) for card in CARDS for cap in ("1400MiB", "2GiB", "4GiB")]
 
 _FULL = {
     "recomputed": _of("--micro-batch 4 --group 1 --segment-blocks 1 --recompute on --states streamed"),

@@ -56,7 +56,7 @@ from lowmem.units import MIB, format_size
 
 RESULTS = Path(__file__).parent / "results" / "promise.jsonl"
 PROGRAM = "experiments.plan_accuracy.promise"
-LESS = 0.98  # of a refused cap
+LESS = 0.98  # of the room under a refused cap
 LONGEST = 6  # blocks in a segment
 STEPS = 3
 

@@ -18,6 +18,7 @@ PROMISE, PROMISE_RAM = FOLDER / "results" / "promise.jsonl", FOLDER / "results" 
 WHOLE_LIFE = FOLDER / "results" / "whole_life.jsonl"
 PICTURE = FOLDER / "results" / "errors.png"
 ALLOCATED, RESERVED = "gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes"
+BATCH = 64  # of whole lives that are reported; smaller ones are trials
 MOST_ALLOCATED, MOST_RESERVED = 0.001, 0.005  # errors from which a case is listed
 LARGE_CAP = 3200 * MIB  # from here on the margin that a plan leaves, 64 MiB, is at most 2% of a cap
 
@@ -172,9 +173,11 @@ def _ram_cells(row: dict) -> list[str]:
 
 
 def whole_life_table(rows: list[dict]) -> str:
-    """Of whole_life.py: a line for each case, its newest row. The GPU's peaks and RAM by phase are those of the second
-    process; of the first one, which is stopped and writes no report, the largest resident set is known."""
-    rows = sorted({row["case"]: row for row in rows}.values(), key=lambda row: row["case"])
+    """Of whole_life.py: a line for each case, its newest row of a whole batch. The GPU's peaks and RAM by phase are
+    those of the second process; of the first one, which is stopped and writes no report, the largest resident set is
+    known."""
+    newest_rows = {row["case"]: row for row in rows if row["batch"] == BATCH}
+    rows = sorted(newest_rows.values(), key=lambda row: row["case"])
     phases = list(dict.fromkeys(phase for row in rows for phase in row["ram_phases"] or ()))
     header = (
         *("", "exit codes", "allocated, MiB", "reserved", "cap", "RAM of the first process"),

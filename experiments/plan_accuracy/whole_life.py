@@ -7,7 +7,7 @@ and ends with exit code 75; the second goes on from there, evaluates, saves, exp
 may exceed a cap: the GPU's is the real allocator's, and with the stand-in's --ram host memory takes the RAM that it
 would take beside a GPU, so XL needs a machine with 16 GiB of it free, and 40 GiB of disk below --scratch.
 
-Rows go to results/whole_life.jsonl; a case that has a row of this commit is not run again.
+Rows go to results/whole_life.jsonl; a case that has a row of the same sources is not run again.
 """
 
 import argparse
@@ -92,10 +92,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not rows.on_stand_in():
         parser.error("start it on the stand-in: .venv-cuda/bin/python -m stand_in --ram -- -m " + PROGRAM)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash of XL must not leave 20 GiB behind
-    common = rows.made_by(PROGRAM, typed)
+    common = rows.made_by(PROGRAM, typed) | {"sources": rows.sources(PROGRAM)}
     done = {
         row["case"] for row in rows.read(options.rows)
-        if row["commit"] == common["commit"] and row["batch"] == options.batch and row["ok"]
+        if row["sources"] == common["sources"] and row["batch"] == options.batch and row["ok"]
     }  # fmt: skip
     failed = 0
     for name in options.only:

@@ -69,7 +69,7 @@ def test_a_run_gives_up_what_costs_no_bit_says_so_and_resumes_without_it(
         assert train(whole) == 0
     said = (whole / "log.txt").read_text()
     assert "step 2: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB.); what the allocator kept" in said
-    assert "; it is tried again, and goes on, keeping less: of 4 blocks " in said
+    assert "; it is tried again, and training goes on, keeping less: of 4 blocks " in said
     found = measures(whole)
     assert found[0] == "cache" and len(found) == len(failing) > 2 and "micro_batch" not in found
     assert loss_rows(whole) == loss_rows(finished) and weights(whole) == weights(finished)
@@ -177,7 +177,7 @@ def test_single_sequences_that_do_not_fit_end_the_run_with_exit_4(train, tmp_pat
 
     monkeypatch.setattr(lowmem.step, "linear_cross_entropy", failing)
     assert train(tmp_path / "out") == 4
-    assert "out of GPU memory under --gpu-limit, even for single sequences" in last_line(capsys)
+    assert "out of GPU memory, even for single sequences" in last_line(capsys)
 
 
 # --- memory that is not there to begin with
