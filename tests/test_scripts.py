@@ -320,6 +320,7 @@ def test_a_prompt_that_cannot_be_continued_costs_no_run(train, tmp_path, prompt)
 # --- planning
 
 
+@pytest.mark.timeout(1200)  # XL's plan takes a minute of one quiet processor, and several of a busy one
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_plan_only_needs_neither_gpu_nor_weights_nor_network(tmp_path, script):
     out = tmp_path / "out"
