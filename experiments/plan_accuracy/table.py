@@ -6,6 +6,7 @@ from pathlib import Path
 from experiments.harness import rows as row_file
 from experiments.harness.tables import markdown, put
 from experiments.plan_accuracy.cases import CASES, PROMISED, PROMISED_RAM, Case
+from lowmem.lifetime import PHASES
 from lowmem.units import MIB
 
 BEGIN = "<!-- plan accuracy -->"
@@ -178,7 +179,7 @@ def whole_life_table(rows: list[dict]) -> str:
     known."""
     newest_rows = {row["case"]: row for row in rows if row["batch"] == BATCH}
     rows = sorted(newest_rows.values(), key=lambda row: row["case"])
-    phases = list(dict.fromkeys(phase for row in rows for phase in row["ram_phases"] or ()))
+    phases = [phase for phase in PHASES if any(phase in (row["ram_phases"] or ()) for row in rows)]
     header = (
         *("", "exit codes", "allocated, MiB", "reserved", "cap", "RAM of the first process"),
         *(f"RAM, {phase}" for phase in phases), "cap",
