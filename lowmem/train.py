@@ -157,14 +157,14 @@ def train(
         loss_scale.load(state["loss_scale"])
         recovery.resume(state["recoveries"])
         log.say(f"going on from {checkpoint}: {first} of {steps} steps are done")
+    if device.type == "cuda":
+        devices.release_freed_memory()  # before states take up their room
     if not store.page_lock():
         plan = with_pageable_copies(plan)
         log.say(
             "page-locked memory was refused, so states are streamed from pageable memory: a step now takes about "
             f"{plan.step_seconds:.3g} s, {plan.waiting_seconds:.2g} s of it waiting for copies"
         )
-    if device.type == "cuda":
-        devices.trim_freed_memory()  # the model's buffers have moved to the GPU
     write_json(folder / "plan.json", plan.to_dict())
     write_json(folder / "settings.json", asdict(settings))
     log.start(first, steps, plan.to_dict())
