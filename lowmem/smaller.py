@@ -59,9 +59,9 @@ def smaller_layouts(planned: Layout, now: Layout, where: str, sizes: Sizes) -> I
 
 
 def with_micro_batch(layout: Layout, micro_batch: int, clips: bool) -> Layout:
-    """`layout` with micro-batches of that many sequences, a divisor of what it has. A group of
-    several micro-batches keeps its number of sequences; one of a single micro-batch keeps a single one, unless updates
-    are made during backward."""
+    """`layout` with micro-batches of that many sequences, a divisor of what it has. A group of several
+    micro-batches keeps its number of sequences; one of a single micro-batch keeps a single one, unless updates are made
+    during backward."""
     schedule = layout.schedule
     ratio = schedule.micro_batch // micro_batch
     several = schedule.recompute and (schedule.group > 1 or not clips)

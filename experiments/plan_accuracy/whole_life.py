@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     common = rows.made_by(PROGRAM, typed) | {"sources": rows.sources(PROGRAM)}
     done = {
         row["case"] for row in rows.read(options.rows)
-        if row["sources"] == common["sources"] and row["batch"] == options.batch and row["ok"]
+        if row.get("sources") == common["sources"] and row["batch"] == options.batch and row["ok"]
     }  # fmt: skip
     failed = 0
     for name in options.only:
