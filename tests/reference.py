@@ -1,6 +1,7 @@
 """Plain implementations to compare with: one page, no tricks, nothing from lowmem but the data face."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import torch
 from families import MORE_FAMILIES, V
@@ -69,3 +70,19 @@ def plain_training(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         yield loss.item()
+
+
+class DocumentsApart(nn.Module):
+    """`model` on rows [B, T] of packed documents, each of which it is given in a row of its own; `lengths`: the
+    documents' of each row."""
+
+    def __init__(self, model: nn.Module, lengths: list[list[int]]):
+        super().__init__()
+        self.model, self.lengths = model, lengths
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
+        rows = [
+            torch.cat([self.model(input_ids=ids, use_cache=use_cache).logits for ids in row[None].split(lengths, 1)], 1)
+            for row, lengths in zip(input_ids, self.lengths, strict=True)
+        ]
+        return SimpleNamespace(logits=torch.cat(rows))

@@ -16,7 +16,7 @@ from lowmem.store import Store
 
 def make_step(
     model: nn.Module, *, precision="fp32", optimizer="adamw", resident_units=99, clip_norm: float | None = 0.5,
-    residual="fp32", fused_kernels=False, loss_scale: LossScale | None = None, **schedule,
+    residual="fp32", fused_kernels=False, loss_scale: LossScale | None = None, dropout_seed=3, **schedule,
 ) -> tuple[Step, Store]:  # fmt: skip
     """The step that trains `model` from the fp32 weights that it has, and its store. The keywords that are not named
     here are Schedule's: micro-batches of 2, each a group of its own, and every block recomputed, if none are given."""
@@ -29,7 +29,9 @@ def make_step(
     store.write(iter(initial))
     layout = Schedule(**{"micro_batch": 2, "group": 1, "segment_blocks": 1, "recompute": True} | schedule)
     scale = loss_scale or LossScale(precision == "fp16")
-    step = Step(decoder, store, rule, layout, clip_norm=clip_norm, weight_decay=0.01, seed=3, loss_scale=scale)
+    step = Step(
+        decoder, store, rule, layout, clip_norm=clip_norm, weight_decay=0.01, seed=dropout_seed, loss_scale=scale
+    )
     return step, store
 
 

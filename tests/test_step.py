@@ -13,10 +13,11 @@ masks for other shapes. `test_micro_batch_sizes_agree_but_for_the_order_of_summa
 import copy
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
-from reference import VOCABULARY, plain_training, tiny_model
+from reference import VOCABULARY, DocumentsApart, plain_training, tiny_model
 from steps import make_step
 from transformers import AutoModelForCausalLM, OPTConfig
 
@@ -24,7 +25,7 @@ from lowmem import store as stores
 from lowmem import streaming
 from lowmem.data import Batch
 from lowmem.schedule import learning_rate
-from lowmem.step import Step
+from lowmem.step import Step, mean_loss
 from lowmem.updates import UpdateInterrupted, Updates
 
 SEQ, BATCH = 24, 4
@@ -392,3 +393,114 @@ def test_dropout_after_the_blocks_does_not_depend_on_the_schedule(monkeypatch):
     batches = make_batches(3)
     plain = train(batches, **PLAIN)
     assert train(batches, group=2, segment_blocks=3, recompute=False).differences(plain) == []
+
+
+def test_every_run_step_and_micro_batch_has_dropout_masks_of_its_own():
+    """A rate of 0 and rows that are all the same: where losses differ, only the masks can."""
+    row = make_batches(1, batch=1)[0]
+    twice = Batch(row.input_ids.repeat(2, 1), row.labels.repeat(2, 1))
+
+    def losses(batch: Batch, **kind) -> list[float]:
+        return train([batch] * 3, micro_batch=1, rates=[0.0] * 3, **kind).losses
+
+    assert len({*losses(row, dropout=0.0), *losses(twice, dropout=0.0)}) == 1
+    of_steps = losses(row)
+    assert len(set(of_steps)) == 3
+    assert losses(twice)[0] != of_steps[0], "the mean of two micro-batches with the same masks is that of one"
+    assert losses(row, dropout_seed=4)[0] != of_steps[0]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_gradients_of_micro_batches_are_summed_in_fp32(precision):
+    """4096 + 1 + 1: a sum in either 16-bit format never sees the ones."""
+    model = tiny_model("gpt2")
+    _, store = make_step(model, precision=precision)
+    for size in (4096.0, 1.0, 1.0):
+        torch.stack([(parameter * size).sum().float() for parameter in model.parameters()]).sum().backward()
+    for name in store.names():
+        gradient = store.part_of(name).gradient_of(name)
+        assert gradient.dtype is torch.float32 and gradient.unique().tolist() == [4098.0], name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_norm_is_that_of_the_fp32_gradients_without_their_scale(precision):
+    """The gradients are still there after a step whose updates wait. Rounded to 16 bit they would give another norm."""
+    step, store = make_step(tiny_model("gpt2"), precision=precision)
+    result = step(make_batches(1)[0], 0, 1e-3)
+    squares = sum(part.gradient.double().square().sum().item() for part in store.parts)
+    assert result.grad_norm == pytest.approx(math.sqrt(squares) / step.loss_scale.scale, rel=1e-6)
+
+
+def test_gradients_are_clipped_by_their_norm_and_1e_minus_6_as_torch_clips_them():
+    """The factor is what a step of SGD moves biases and norms by, clipped, over the same unclipped. At so high a rate
+    they move so far that where they began is rounded away. A factor in fp32 is rounded by up to 6e-8; the 1e-6 changes
+    it by more."""
+    batch = make_batches(1, batch=8)[0]
+    start = dict(tiny_model("gpt2").named_parameters())
+
+    def moved(clip_norm: float | None) -> tuple[torch.Tensor, float]:
+        outcome = train([batch], optimizer="sgd", dropout=0.0, clip_norm=clip_norm, rates=[2.0**30])
+        vectors = {name: weight for name, weight in outcome.weights.items() if weight.dim() < 2}  # which do not decay
+        distance = [(weight.double() - start[name].detach()).flatten() for name, weight in vectors.items()]
+        return torch.cat(distance), outcome.norms[0]
+
+    (clipped, norm), (unclipped, _) = moved(0.5), moved(None)
+    factor = (torch.linalg.vector_norm(clipped) / torch.linalg.vector_norm(unclipped)).item()
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    parameter.grad = torch.full_like(parameter, norm)
+    torch.nn.utils.clip_grad_norm_([parameter], 0.5)
+    assert factor == pytest.approx(parameter.grad.item() / norm, rel=8e-8)
+    assert factor != pytest.approx(0.5 / norm, rel=8e-8)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_an_update_in_fp16_is_that_of_fp32_but_for_rounding(clip_norm):
+    """By SGD: to AdamW, which divides by the gradients' size, their scale makes no difference. 0.4% apart, measured."""
+    start = torch.cat([parameter.detach().flatten() for parameter in tiny_model("gpt2").parameters()])
+    moved = {}
+    for precision in ("fp32", "fp16"):
+        outcome = train(
+            make_batches(1), precision=precision, optimizer="sgd", dropout=0.0, clip_norm=clip_norm, rates=[1.0]
+        )
+        weights = [outcome.weights[name].flatten() for name, _ in tiny_model("gpt2").named_parameters()]
+        moved[precision] = torch.cat(weights) - start
+    assert torch.linalg.vector_norm(moved["fp16"] - moved["fp32"]) < 0.02 * torch.linalg.vector_norm(moved["fp32"])
+
+
+@pytest.mark.parametrize("kept", [{"segment_blocks": 2}, {"product_blocks": 4}, {"recompute": False}])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_packed_documents_train_as_in_rows_of_their_own(family, kept):
+    """Micro-batches of one row each, whose documents have other lengths than the next one's."""
+    lengths = [[24], [9, 15], [1, 11, 12], [20, 4]]
+    numbers = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    ends = torch.cat([positions[:, 1:] == 0, torch.zeros(BATCH, 1, dtype=torch.bool)], dim=1)
+    batches = [
+        Batch(batch.input_ids, batch.labels.masked_fill(ends, -100), positions, numbers.int())
+        for batch in make_batches(8)
+    ]
+    rates = [3e-3] * len(batches)
+    apart = DocumentsApart(tiny_model(family), lengths)
+    reference = list(plain_training(apart, _pairs(batches), learning_rates=rates))
+    ours = train(batches, family=family, dropout=0.0, clip_norm=1.0, rates=rates, micro_batch=1, group=2, **kept)
+    assert ours.losses == pytest.approx(reference, rel=1e-6)
+
+
+def test_the_loss_of_an_evaluation_is_a_mean_over_tokens_and_not_over_batches():
+    class Rows(list):
+        batch = list.__getitem__
+
+    rows = Rows(make_batches(2))
+    rows[1].labels[:, 3:] = -100
+    model, tokens = tiny_model("gpt2").eval(), sum(batch.trained_tokens for batch in rows)
+    with torch.no_grad():
+        logits = [model(input_ids=batch.input_ids).logits for batch in rows]
+    sums = [
+        torch.nn.functional.cross_entropy(found.flatten(0, 1), batch.labels.flatten(), reduction="sum").item()
+        for found, batch in zip(logits, rows, strict=True)
+    ]
+    step, _ = make_step(tiny_model("gpt2"))
+    assert mean_loss(step, rows, 2) == pytest.approx(sum(sums) / tokens, rel=1e-6)
+    assert mean_loss(step, rows, 1) == pytest.approx(sums[0] / rows[0].trained_tokens, rel=1e-6)
+    of_batches = sum(total / batch.trained_tokens for total, batch in zip(sums, rows, strict=True)) / 2
+    assert abs(of_batches - sum(sums) / tokens) > 1e-3

@@ -1,0 +1,200 @@
+"""Mistakes that a training step could have and still train: each one changed text of lowmem/, which occurs there once.
+
+They are what a loss curve does not show: weights come out a little wrong, or wrong now and then. The tests have to find
+each of them (README.md).
+"""
+
+from dataclasses import dataclass
+
+from tests.stream_order import mutation_list
+
+
+@dataclass(frozen=True)
+class Mutation(mutation_list.Mutation):
+    """`tests`: files of tests/ that have to find it, what finds it soonest first; or tests in them, for what would
+    otherwise take minutes. No file stands beside one of its tests, which pytest would run in the file's order."""
+
+    tests: tuple[str, ...] = ()
+
+
+ADAM, SCHEDULE, PRECISION = "test_adam.py", "test_schedule.py", "test_precision.py"
+LOSS, DATA, STORE, STEP = "test_loss.py", "test_data.py", "test_store.py", "test_step.py"
+RECOMPUTE, PRODUCTS, STREAMING = "test_recompute.py", "test_products.py", "test_streaming.py"
+LIKE_TRANSFORMERS = f"{STEP}::test_fp32_follows_plain_transformers_and_torch_adamw"
+PLACEMENT = f"{STEP}::test_placement_and_schedule_change_no_bit"
+EVALUATION = f"{STEP}::test_evaluation_sees_the_last_update_and_leaves_training_alone"
+OVERFLOW = f"{STEP}::test_an_overflow_skips_the_update_whole_and_halves_the_scale"
+MASKS = f"{STEP}::test_every_run_step_and_micro_batch_has_dropout_masks_of_its_own"
+SUMMED = f"{STEP}::test_gradients_of_micro_batches_are_summed_in_fp32"
+NORM = f"{STEP}::test_the_norm_is_that_of_the_fp32_gradients_without_their_scale"
+CLIPPED = f"{STEP}::test_gradients_are_clipped_by_their_norm_and_1e_minus_6_as_torch_clips_them"
+UNSCALED = f"{STEP}::test_an_update_in_fp16_is_that_of_fp32_but_for_rounding"
+DOCUMENTS = f"{STEP}::test_packed_documents_train_as_in_rows_of_their_own"
+MEAN = f"{STEP}::test_the_loss_of_an_evaluation_is_a_mean_over_tokens_and_not_over_batches"
+
+RUN_AGAIN = "output = _run_again(decoder, segment, products, boundary, extras, dropout, lessons, kind)"
+SEGMENT_FORWARD = "self._segment_forward(segment, hidden[index], extras[index], dropout)"
+EMBED_BACKWARD = """\
+        hidden, _ = self._decoder.embed(micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids)
+        hidden.backward(gradient)
+"""
+CORRECTIONS = "math.sqrt(correction2), hyper.epsilon, step_size"
+DENOMINATOR = "denominator = torch.sqrt(v, out=room).div_(root).add_(epsilon)"
+EVALUATE = """\
+        self.flush()
+        self._decoder.model.eval()
+"""
+DROPOUTS = "dropouts = [Dropout(self._seed, step, index) for index in range(len(micro_batches))]"
+MEAN_LOSS = "return math.fsum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)"
+NEXT_UPDATE = "self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale"
+STOPPED_AT = 'first, step.updates, eval_first = state["step"], state["updates"], state["eval_first"]'
+CAST_NORM = "return type(module).forward(module, x.float(), *gate, **keywords).to(x.dtype)"
+
+MUTATIONS = (
+    # the update
+    Mutation("adam.py", "Adam's first moment is not corrected", "step_size = 1 - hyper.learning_rate * weight_decay, "
+             "hyper.learning_rate / correction1", "step_size = 1 - hyper.learning_rate * weight_decay, "
+             "hyper.learning_rate", tests=(ADAM,)),
+    Mutation("adam.py", "Adam's second moment is not corrected", CORRECTIONS, "1.0, hyper.epsilon, step_size",
+             tests=(ADAM,)),
+    Mutation("adam.py", "beta2 takes beta1's place in m", "return kept, 1 - hyper.beta1,",
+             "return kept, 1 - hyper.beta2,", tests=(ADAM,)),
+    Mutation("adam.py", "epsilon stands inside the square root", DENOMINATOR,
+             "denominator = torch.add(v, epsilon, out=room).sqrt_().div_(root)", tests=(ADAM,)),
+    Mutation("adam.py", "epsilon is corrected with the second moment", DENOMINATOR,
+             "denominator = torch.sqrt(v, out=room).add_(epsilon).div_(root)", tests=(ADAM,)),
+    Mutation("adam.py", "weight decay goes through the moments, as in Adam with L2", "    master.mul_(kept)\n",
+             "    gradient.add_(master, alpha=weight_decay)\n", tests=(ADAM,)),
+    Mutation("adam.py", "SGD does not scale its gradient",
+             "    gradient.mul_(hyper.gradient_scale)\n    master.mul_(1 - hyper",
+             "    master.mul_(1 - hyper", tests=(ADAM,)),
+    Mutation("adam.py", "the low half of a master weight is not written", "split_into(master, part, kept[\"low\"], "
+             "room)", "part.copy_(master)", tests=(ADAM,)),
+    Mutation("store.py", "the low half of a loaded weight is not written", "            if low is not None:\n",
+             "            if False:\n", tests=(STORE,)),
+    Mutation("store.py", "biases and norms decay", 'decay=kind == "matrices"', "decay=True",
+             tests=(STORE, LIKE_TRANSFORMERS)),
+    Mutation("streaming.py", "m and v are swapped where they are written back",
+             "            tensor.copy_(state[name])\n",
+             '            tensor.copy_(state[{"m": "v", "v": "m"}.get(name, name)])\n', tests=(STREAMING, PLACEMENT)),
+    Mutation("updates.py", "an update has the learning rate of the one before", NEXT_UPDATE,
+             NEXT_UPDATE.replace("=learning_rate", "=self.hyper.learning_rate or learning_rate"),
+             tests=(LIKE_TRANSFORMERS,)),
+    Mutation("updates.py", "an update clips as the one before", NEXT_UPDATE,
+             NEXT_UPDATE.replace("=gradient_scale", "=self.hyper.gradient_scale if self.hyper.update else "
+                                 "gradient_scale"), tests=(LIKE_TRANSFORMERS,)),
+    Mutation("schedule.py", "the learning rate of the warm-up is one update late", "peak * (update + 1) / warmup",
+             "peak * update / warmup", tests=(SCHEDULE,)),
+    Mutation("train.py", "the learning rate is that of the next update", "            step.updates, peak=settings.lr",
+             "            step.updates + 1, peak=settings.lr", tests=("test_scripts.py",)),
+
+    # the gradient
+    Mutation("step.py", "gradients are not divided by the trained tokens",
+             "scale = self.loss_scale.scale / tokens", "scale = self.loss_scale.scale", tests=(LIKE_TRANSFORMERS,)),
+    Mutation("step.py", "each micro-batch counts the same, whatever its tokens",
+             "self._head(hidden[index], micro_batch.labels, dropout, scale)",
+             "self._head(hidden[index], micro_batch.labels, dropout, self.loss_scale.scale / len(micro_batches) / "
+             "max(micro_batch.trained_tokens, 1))", tests=(LIKE_TRANSFORMERS,)),
+    Mutation("data.py", "ignored labels count as trained tokens", "int((self.labels != IGNORED_LABEL).sum())",
+             "self.labels.numel()", tests=(DATA,)),
+    Mutation("accumulate.py", "a micro-batch's gradient takes the place of those before",
+             "part.gradient_of(name).add_(parameter.grad)", "part.gradient_of(name).copy_(parameter.grad)",
+             tests=(LIKE_TRANSFORMERS,)),
+    Mutation("accumulate.py", "gradients are summed in 16 bit", "part.gradient_of(name).add_(parameter.grad)",
+             "part.gradient_of(name).copy_((part.gradient_of(name).to(part.working.dtype) + "
+             "parameter.grad.to(part.working.dtype)))", tests=(SUMMED,)),
+    Mutation("operators.py", "fused products are added to their accumulators in 16 bit",
+             "accumulator.addmm_(left.float(), right.float())",
+             "accumulator.copy_(accumulator.to(left.dtype) + left @ right)", tests=("test_fused.py",)),
+    Mutation("loss.py", "the head's gradients are summed in 16 bit",
+             "band += gradient[:, word : word + _BAND_WORDS].T @ chunk",
+             "band.copy_(band.to(weight.dtype) + gradient[:, word : word + _BAND_WORDS].T @ chunk)",
+             tests=(LOSS,)),
+    Mutation("step.py", "the embedding's lookup gives a tied weight no gradient", EMBED_BACKWARD,
+             EMBED_BACKWARD.replace("hidden.backward(gradient)", "hidden.backward(gradient * 0)"),
+             tests=(LIKE_TRANSFORMERS,)),
+    Mutation("step.py", "the embedding's backward takes positions from 0 on", EMBED_BACKWARD,
+             EMBED_BACKWARD.replace("micro_batch.position_ids", "None"), tests=(DOCUMENTS,)),
+    Mutation("loss.py", "a soft cap's slope is left out", "gradient if slope is None else gradient.mul_(slope)",
+             "gradient", tests=(LOSS,)),
+
+    # the loss and what it is of
+    Mutation("data.py", "labels are not shifted", "input_ids, labels = tokens[:, :-1], tokens[:, 1:]",
+             "input_ids, labels = tokens[:, :-1], tokens[:, :-1]", tests=(DATA,)),
+    Mutation("data.py", "the first token of an answer is not trained",
+             "np.where(self.documents.trained[span], tokens, IGNORED_LABEL)[1:]",
+             "np.where(self.documents.trained[span][:-1], tokens[1:], IGNORED_LABEL)", tests=(DATA,)),
+    Mutation("loss.py", "ignored labels count in the loss", "counted = targets != IGNORED",
+             "counted = targets == targets", tests=(LOSS,)),
+    Mutation("step.py", "the second micro-batch's masks and positions are those of the first, in forward",
+             SEGMENT_FORWARD, SEGMENT_FORWARD.replace("extras[index]", "extras[0]"), tests=(DOCUMENTS,)),
+    Mutation("step.py", "the second micro-batch's masks and positions are those of the first, in backward",
+             "saved[index].pop(), extras[index], dropout", "saved[index].pop(), extras[0], dropout",
+             tests=(DOCUMENTS,)),
+    Mutation("recompute.py", "a recomputed block knows no document mask", RUN_AGAIN,
+             RUN_AGAIN.replace("extras", '[(rest, keys | dict.fromkeys(keys.keys() & {"attention_mask"})) '
+                               "for rest, keys in extras]"), tests=(DOCUMENTS,)),
+    Mutation("step.py", "the evaluation is a mean of batches' means", MEAN_LOSS,
+             "return math.fsum(loss / tokens for loss, tokens in sums) / len(sums)", tests=(MEAN,)),
+    Mutation("step.py", "an evaluation does not see the last update", EVALUATE,
+             EVALUATE.replace("        self.flush()\n", ""), tests=(EVALUATION,)),
+    Mutation("step.py", "an evaluation drops out", EVALUATE,
+             EVALUATE.replace("self._decoder.model.eval()", "self._decoder.model.train()"),
+             tests=(EVALUATION, "test_scripts.py")),
+    Mutation("step.py", "after an evaluation nothing is dropped out any more",
+             "        self._decoder.model.train()\n", "", tests=(EVALUATION,)),
+
+    # the norm, clipping, and steps that are skipped
+    Mutation("step.py", "the factor that clips lacks its 1e-6", "self._clip_norm / (norm + 1e-6)",
+             "self._clip_norm / norm", tests=(CLIPPED,)),
+    Mutation("step.py", "gradients below the largest norm are scaled up to it",
+             "min(1.0, self._clip_norm / (norm + 1e-6))", "self._clip_norm / (norm + 1e-6)",
+             tests=(STEP,)),
+    Mutation("step.py", "the norm is of gradients rounded to the weights' dtype",
+             "torch.linalg.vector_norm(piece.part.gradient[piece.start : piece.stop])",
+             "torch.linalg.vector_norm(piece.part.gradient[piece.start : piece.stop].to(piece.part.working.dtype))"
+             ".float()", tests=(NORM,)),
+    Mutation("step.py", "the norm leaves out the unit that was final last",
+             "norms = [self._norms[index] for index in sorted(self._norms)]",
+             "norms = [self._norms[index] for index in sorted(self._norms)[1:]]", tests=(LIKE_TRANSFORMERS,)),
+    Mutation("step.py", "the gradients' scale is not undone in fp16", "self._update_with = clip / "
+             "self.loss_scale.scale, learning_rate", "self._update_with = clip, learning_rate", tests=(UNSCALED,)),
+    Mutation("step.py", "the norm is that of scaled gradients in fp16", "norm / self.loss_scale.scale\n", "norm\n",
+             tests=(NORM,)),
+    Mutation("step.py", "a step that was skipped counts as an update", "        self.loss_scale.update(updated)\n",
+             "        self.loss_scale.update(updated)\n        self.updates += not updated\n", tests=(OVERFLOW,)),
+    Mutation("step.py", "a step that is not finite is taken", "updated = math.isfinite(norm)", "updated = True",
+             tests=(OVERFLOW,)),
+    Mutation("precision.py", "the scale of fp16 gradients is not halved", "self.scale = max(self.scale / 2, 1.0)",
+             "pass", tests=(PRECISION,)),
+
+    # dropout and recomputing
+    Mutation("step.py", "every step has the same dropout masks", DROPOUTS, DROPOUTS.replace("step, ", "0, "),
+             tests=(MASKS,)),
+    Mutation("step.py", "every micro-batch has the same dropout masks", DROPOUTS,
+             DROPOUTS.replace("index) for", "0) for"), tests=(MASKS,)),
+    Mutation("step.py", "every run has the same dropout masks", DROPOUTS, DROPOUTS.replace("self._seed", "0"),
+             tests=(MASKS,)),
+    Mutation("recompute.py", "a recomputed block has other dropout masks", RUN_AGAIN,
+             RUN_AGAIN.replace("dropout", "Dropout(dropout.seed, dropout.step, dropout.micro_batch + 1)"),
+             tests=(RECOMPUTE,)),
+    Mutation("step.py", "the embeddings' backward has other dropout masks than their forward",
+             "    def _embed_backward(self, micro_batch, dropout: Dropout, gradient: Tensor) -> None:\n"
+             "        dropout.begin(-1, self._device)\n",
+             "    def _embed_backward(self, micro_batch, dropout: Dropout, gradient: Tensor) -> None:\n"
+             "        dropout.begin(-2, self._device)\n", tests=(STEP,)),
+    Mutation("recompute.py", "a last product that backward needs is not computed again", "    if recalling.missed:\n",
+             "    if False:\n", tests=(PRODUCTS,)),
+    Mutation("products.py", "products that are kept are handed out one place too early",
+             "kept = self._kept[number] if self._kept is not None",
+             "kept = self._kept[max(number - 4, 0)] if self._kept is not None", tests=(PRODUCTS, RECOMPUTE)),
+    Mutation("layers.py", "norms compute in 16 bit", CAST_NORM,
+             CAST_NORM.replace("x.float(), *gate, **keywords).to(x.dtype)", "x, *gate, **keywords)"),
+             tests=(PRECISION,)),
+
+    # going on
+    Mutation("train.py", "a resumed run counts its updates from 0", STOPPED_AT,
+             STOPPED_AT.replace('state["updates"]', "0"), tests=("test_scripts.py", "faults/test_stops.py")),
+    Mutation("train.py", "a resumed run begins with a fresh scale of gradients",
+             '        loss_scale.load(state["loss_scale"])\n', "", tests=("test_scripts.py", "faults/test_stops.py")),
+)  # fmt: skip

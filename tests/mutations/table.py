@@ -1,0 +1,43 @@
+"""README.md's table, of the rows that `python -m tests.mutations --out tests/mutations/results.jsonl` leaves.
+
+    python -m tests.mutations.table
+
+Of the rows of one mutation the last is shown. A test fails when README.md and the rows disagree, or a mutation has no
+row or lives. A text that was adapted since, because the code has moved, is said to be.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.harness import rows as row_file
+from experiments.harness.tables import markdown, put
+from tests.mutations.mutation_list import MUTATIONS, Mutation
+
+FOLDER = Path(__file__).resolve().parent
+RESULTS, README = FOLDER / "results.jsonl", FOLDER / "README.md"
+BEGIN = "<!-- made by python -m tests.mutations.table -->"
+LIVES, NOT_RUN = "**nothing**", "not run yet"
+
+
+def table(rows: list[dict], mutations: Sequence[Mutation] = MUTATIONS) -> str:
+    """How many are found, and one line for each mutation."""
+    last = {row["mutation"]: row for row in rows}
+    lines = [[mutation.file, mutation.name, _found_by(mutation, last.get(mutation.name))] for mutation in mutations]
+    found = [last[mutation.name] for mutation in mutations if mutation.name in last]
+    number = sum(row["caught_by"] is not None for row in found)
+    commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in found))
+    said = f"{number} of {len(mutations)} found"
+    said += f"; {found[-1]['machine']}, commit {commits}" if found else ""
+    return f"{said}.\n\n{markdown(('file', 'mutation', 'found by'), lines)}"
+
+
+def _found_by(mutation: Mutation, row: dict | None) -> str:
+    if row is None:
+        return NOT_RUN
+    test = LIVES if row["caught_by"] is None else f"`{row['caught_by']}`"
+    same = (mutation.file, mutation.old, mutation.new) == (row["file"], row["old"], row["new"])
+    return test if same else f"{test} (the text has been adapted since)"
+
+
+if __name__ == "__main__":
+    put(README, BEGIN, table(row_file.read(RESULTS)))

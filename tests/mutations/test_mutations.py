@@ -1,0 +1,56 @@
+"""Every mutation has its place and its row, and the command that tries them sees what lives and what cannot be tried.
+
+README.md has them at length: `python -m tests.mutations`.
+"""
+
+import ast
+import shutil
+
+from experiments.harness import rows as row_file
+from experiments.harness.tables import written
+from tests.mutations import __main__ as program
+from tests.mutations import table
+from tests.mutations.mutation_list import MUTATIONS, Mutation
+
+OVERFLOW = "precision.py", "no overflow halves", "self.scale = max(self.scale / 2, 1.0)"
+LATE = "test_precision.py::test_loss_scale_halves_on_overflow_and_doubles_after_an_interval_of_good_steps"
+
+
+def test_every_mutation_changes_the_one_place_that_it_means(tmp_path):
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
+    for mutation in MUTATIONS:
+        original = row_file.ROOT / "lowmem" / mutation.file
+        (tmp_path / mutation.file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(original, tmp_path / mutation.file)
+        mutation.apply(tmp_path)
+        before, after = [ast.parse(path.read_text()) for path in (original, tmp_path / mutation.file)]
+        assert ast.dump(before) != ast.dump(after), mutation.name
+        for test in mutation.tests:
+            assert (row_file.ROOT / "tests" / test.split("::")[0]).is_file(), test
+
+
+def test_the_readme_says_what_the_rows_say_and_nothing_lives():
+    rows = row_file.read(table.RESULTS)
+    found = table.table(rows)
+    assert written(table.README, table.BEGIN) == found
+    assert table.LIVES not in found and table.NOT_RUN not in found
+
+
+def test_a_mutation_that_is_found_one_that_lives_and_one_that_has_no_place(tmp_path, capsys):
+    """One process of pytest for each of the first two, and one without a mutation."""
+    found = Mutation(*OVERFLOW, "pass", tests=(LATE,))
+    lives = Mutation(*OVERFLOW, OVERFLOW[2] + "  # the same", tests=(LATE,))
+    nowhere = Mutation("precision.py", "no such text", "no such text", "", tests=(LATE,))
+    rows = tmp_path / "rows.jsonl"
+    assert program.main(["--out", str(rows)], [found, lives, nowhere]) == 1
+    assert [row["caught_by"] for row in row_file.read(rows)] == [LATE, None]
+    said = capsys.readouterr().out
+    assert "found      no overflow halves" in said and "LIVES      no overflow halves" in said
+    assert "NOT TRIED  no such text: no such text: 0 places in precision.py" in said and "WORTHLESS" not in said
+    assert "3 mutations, 2 not as expected" in said
+
+
+def test_what_pytest_says_has_failed_is_read():
+    said = "F\nFAILED tests/test_adam.py::test_x[a b-True] - assert 1 == 2\n1 failed\n"
+    assert program.FAILED.search(said)[1] == "test_adam.py::test_x[a b-True]"
+    assert program.FAILED.search("ERROR tests/faults/test_y.py - ImportError: no\n")[1] == "faults/test_y.py"
