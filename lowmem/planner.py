@@ -46,7 +46,7 @@ from lowmem.lifetime import (
 from lowmem.models import make_decoder
 from lowmem.precision import WORKING_DTYPES
 from lowmem.prediction import Plan
-from lowmem.search import SEGMENTS, Choices, Found, Room, fastest, frugal, smallest_room
+from lowmem.search import SEGMENTS, Choices, Found, Room, fastest, frugal, smallest_room, streaming_more
 from lowmem.settings import Settings
 from lowmem.simulate import (
     Recording,
@@ -194,15 +194,18 @@ def fastest_layout(settings: Settings, simulations: Simulations, room: Room) -> 
 
 
 def _seconds_with_more_ram(settings: Settings, simulations: Simulations, room: Room, found: Found) -> float | None:
-    """How long a step of the same micro-batch takes with 1 GiB more of RAM; None where RAM is not what decides, or that
-    changes little. Most of what is asked for here has been recorded for `found`."""
+    """How long a step takes with 1 GiB more of RAM, or less; None where RAM is not what decides, or where that changes
+    little. It is the time of one layout, which fits then: that of `found`, but streaming and keeping more."""
     recording, resident = found.recording, found.case.resident_units
     if room.ram is None or not resident or recording.streamed_bytes + recording.state_bytes[resident - 1] <= room.ram:
         return None
-    choices = replace(_choices(settings, simulations), micro_batches=[found.case.schedule.micro_batch])
-    larger = Room(room.gpu, room.ram + GIB)
-    faster = fastest(simulations, choices, larger, _WORTH_SAYING * recording.seconds)
-    return None if faster is None else faster.recording.seconds
+    choices = _choices(settings, simulations)
+    if found.case.schedule.norm_first:
+        choices = _twice(settings, choices)
+    more = streaming_more(simulations, choices, Room(room.gpu, room.ram + GIB), found)
+    if more is None or more.recording.seconds >= _WORTH_SAYING * recording.seconds:
+        return None
+    return more.recording.seconds
 
 
 def least_room(settings: Settings, simulations: Simulations, room: Room) -> Room:

@@ -40,6 +40,7 @@ from lowmem.step import Schedule
 
 SEGMENTS = (1, 2, 3, 4)  # blocks per segment that are tried
 _NO_WAIT = 1e-3  # the share of a step from which waiting for copies is worth a larger first group
+_TRIES = 3  # of keeping less, where what was estimated to fit does not
 _NEAR = 0.01  # to the best bound: sets that are worth a recording more for a better one of their own
 
 
@@ -263,6 +264,22 @@ class _Search(Columns):
             if self.fits(column, 0, resident) and self.simulations.runs(*arguments).fits(self.room.gpu):
                 return resident
         return None
+
+
+def streaming_more(simulations: Simulations, choices: Choices, room: Room, found: Found) -> Found | None:
+    """A layout that fits, with the micro-batches, groups and segments of `found`, which streams as much as RAM has room
+    for, and keeps what the GPU then has room for beside as much as the allocator wastes for `found`. None where there
+    is none, or where a few that keep less do not fit either. It takes a few recordings, where a search takes many."""
+    search, schedule = _Search(simulations, choices, room), found.case.schedule
+    resident = search.fewest_resident
+    if resident is None:
+        return None
+    column = Column(Family(schedule.micro_batch, schedule.group, schedule.first_group), schedule.segment_blocks)
+    wasted = found.memory.reserved_peak_bytes - found.memory.allocated_peak_bytes
+    smaller = Room(None if room.gpu is None else room.gpu - wasted, room.ram)
+    most = _Search(simulations, choices, smaller).most_kept(column, resident, 0, search.last_kept)
+    tried = () if most is None else range(most, max(most - _TRIES, -1), -1)
+    return next(filter(None, (search.found(_Layout(column, kept, resident)) for kept in tried)), None)
 
 
 def smallest_room(simulations: Simulations, choices: Choices, room: Room) -> Room:

@@ -16,7 +16,7 @@ from lowmem.allocator import SimulatedOutOfMemory
 from lowmem.cards import CARDS
 from lowmem.models import make_decoder
 from lowmem.planner import fastest_layout, least_room
-from lowmem.search import Choices, Room, fastest, smallest_room
+from lowmem.search import Choices, Room, fastest, smallest_room, streaming_more
 from lowmem.settings import Settings
 from lowmem.simulate import StepCase, gpu_target, record_step, under_cap
 from lowmem.simulations import Simulations
@@ -119,6 +119,20 @@ def test_where_only_ram_is_short_the_gpus_cap_stays_as_it_is(simulations, gpu):
     assert smallest.gpu == gpu
     assert fastest(simulations, few_resident, smallest) is not None
     assert fastest(simulations, few_resident, Room(gpu, smallest.ram - 1)) is None
+
+
+def test_a_layout_that_streams_more_fits_and_the_search_finds_none_that_is_slower(everything, simulations):
+    streamed = 0
+    for room in rooms(everything):
+        found = fastest(simulations, CHOICES, room)
+        larger = Room(room.gpu, None)
+        more = None if found is None or room.ram is None else streaming_more(simulations, CHOICES, larger, found)
+        if more is not None:
+            streamed += more.recording.streamed_bytes > found.recording.streamed_bytes
+            assert more.case.schedule.micro_batch == found.case.schedule.micro_batch
+            assert completes(more.recording, room.gpu)
+            assert fastest(simulations, CHOICES, larger).recording.seconds <= more.recording.seconds
+    assert streamed
 
 
 # --- the caps that are named, and those above them
