@@ -23,7 +23,7 @@ Kept the usual way (fp32 weights, gradients, m and v, all on the GPU) the first 
 
 import sys
 
-from lowmem.main import main
+from lowmem.run.main import main
 from lowmem.settings import Settings
 from lowmem.units import GIB
 

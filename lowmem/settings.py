@@ -2,7 +2,7 @@
 
 Names carry their unit (``gpu_limit_bytes``). A combination that cannot run is refused by the constructor, so nobody
 downstream checks again, and a run that would fail after an hour fails before anything is written. The command line
-(lowmem/cli.py) and the scripts only fill this in: ``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)``.
+(lowmem/run/cli.py) and the scripts only fill this in: ``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)``.
 
 ``None`` always means that nobody chose: the planner does (``micro_batch``, ``group``, ``segment_blocks``), the
 environment does (``wandb``), or the thing is left out (``clip_norm``, ``save_every``, a memory cap).
@@ -63,7 +63,7 @@ class Settings:
     recompute: Literal["auto", "on", "products", "off"] = "auto"
     states: Literal["auto", "resident", "streamed"] = "auto"
     plan_only: bool = False
-    gpu: str | None = None  # a card of lowmem/cards.py to plan for; None: the one that is here
+    gpu: str | None = None  # a card of lowmem/simulate/gpus.py to plan for; None: the one that is here
 
     demo: bool = False
     out: str = "runs/gpt2-large"

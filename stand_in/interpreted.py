@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowmem import operators  # noqa: F401  defines torch.ops.lowmem
+from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 
 _LARGEST_BLOCK = 2**20  # the most entries that Triton lets a tensor have
 _lock = threading.RLock()
@@ -32,10 +32,10 @@ _lock = threading.RLock()
 
 @cache
 def interpreted_kernels() -> ModuleType:
-    """lowmem.kernels again, for the interpreter; raises ImportError where Triton is missing."""
+    """lowmem.core.kernels.triton_kernels again, for the interpreter; raises ImportError where Triton is missing."""
     import triton
 
-    specification = importlib.util.find_spec("lowmem.kernels")
+    specification = importlib.util.find_spec("lowmem.core.kernels.triton_kernels")
     copy = importlib.util.spec_from_file_location("stand_in._interpreted_kernels", specification.origin)
     module = importlib.util.module_from_spec(copy)
     with triton.knobs.runtime.scope():

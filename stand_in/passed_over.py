@@ -14,7 +14,7 @@ from lowmem.errors import InputError
 
 def timing() -> None:
     """From here on no card is measured."""
-    from lowmem import calibrate
+    from lowmem.simulate import calibrate
 
     calibrate.measured_card = lambda *arguments, **keywords: None
 
@@ -22,15 +22,16 @@ def timing() -> None:
 def comparisons() -> None:
     """From here on the comparison of a decoder's pieces with the whole model, and of the fused kernels with the lines
     that they stand for, find no difference."""
-    from lowmem import blocks, fused
+    from lowmem.core import decoder
+    from lowmem.core.kernels import fused
 
-    check = blocks.Decoder.check
+    check = decoder.Decoder.check
 
     def passing_check(*arguments, **keywords) -> None:
         with contextlib.suppress(InputError):
             check(*arguments, **keywords)
 
-    blocks.Decoder.check = passing_check
+    decoder.Decoder.check = passing_check
     fused.largest_ulps = _with_verdict(fused.largest_ulps, {"weight": 0.0})
     fused.halves_agree = _with_verdict(fused.halves_agree, True)
     fused.loss_error = _with_verdict(fused.loss_error, 0.0)
@@ -39,7 +40,7 @@ def comparisons() -> None:
 
 def questions() -> None:
     """From here on the answer is yes when a program asks whether a value on the card is true, as in a simulated step
-    (trace.py). Models ask of masks and positions whether they need a mask, and memory that is 0 says that they do."""
+    (recorder.py). Models ask of masks and positions whether they need a mask; memory that is 0 says that they do."""
     from torch import Tensor
 
     truth = Tensor.__bool__

@@ -30,10 +30,10 @@ def train(text):
 
     from runs import SCRIPTS, SMALL, remembering
 
-    from lowmem.main import main
+    from lowmem.run.main import main
 
     def run(out: Path, *options: str) -> int:
-        with patch("lowmem.train.process_aside", remembering):
+        with patch("lowmem.run.train.process_aside", remembering):
             return main(SCRIPTS["large"].SETTINGS, [*SMALL, "--data", str(text), "--out", str(out), *options])
 
     return run

@@ -4,14 +4,14 @@ import torch
 from reference import VOCABULARY
 from torch import nn
 
-from lowmem.adam import get_optimizer
-from lowmem.blocks import Decoder
-from lowmem.data import Batch
-from lowmem.layers import cast_explicitly
-from lowmem.layout import Schedule
-from lowmem.precision import WORKING_DTYPES, LossScale
-from lowmem.step import Step
-from lowmem.store import Store
+from lowmem.core.batch import Batch
+from lowmem.core.decoder import Decoder
+from lowmem.core.layers import cast_explicitly
+from lowmem.core.layout import Schedule
+from lowmem.core.optimizers import get_optimizer
+from lowmem.core.parameters import Store
+from lowmem.core.precision import WORKING_DTYPES, LossScale
+from lowmem.core.step import Step
 
 
 def make_step(

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem.cli import parse_arguments
 from lowmem.errors import InputError
-from lowmem.options import FLAGS, GROUPS, NAMES, OPTIONS, REFUSED, SPECIAL_ALIASES
+from lowmem.run.cli import parse_arguments
+from lowmem.run.options import FLAGS, GROUPS, NAMES, OPTIONS, REFUSED, SPECIAL_ALIASES
 from lowmem.settings import DEMO, FIELD_NAMES, Settings, option_name
 from lowmem.units import GIB, MIB
 

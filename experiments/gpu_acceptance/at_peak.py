@@ -1,10 +1,10 @@
 """What lies in memory at the peak, measured beside simulated: why a prediction was off, from one run.
 
-Every source becomes a `Tape` (lowmem/trace.py): CPU memory events of the profiler, the caching allocator's own history
-on a GPU, the simulation's. So a real run can be replayed through the model of the allocator, which parts the two ways
-of being wrong: if the replay reserves what the card did, the tracer missed a tensor; if not, the allocator's model is
-off. Sizes are those of blocks, multiples of 512 bytes; names come from Python frames on a GPU (backward has none: it
-runs on a thread of C++), from the simulation's regions there, and from nowhere on the CPU.
+Every source becomes a `Tape` (lowmem/simulate/recorder.py): CPU memory events of the profiler, the caching allocator's
+own history on a GPU, the simulation's. So a real run can be replayed through the model of the allocator, which parts
+the two ways of being wrong: if the replay reserves what the card did, the tracer missed a tensor; if not, the
+allocator's model is off. Sizes are those of blocks, multiples of 512 bytes; names come from Python frames on a GPU
+(backward has none: it runs on a thread of C++), from the simulation's regions there, and from nowhere on the CPU.
 
 The reading of a GPU's history has never met one: a test gives it entries as torch documents them.
 """
@@ -18,10 +18,10 @@ from typing import TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lowmem.allocator import ROUNDING
 from lowmem.device import collect_garbage
-from lowmem.simulate import under_cap
-from lowmem.trace import FREED, Chunk, Tape
+from lowmem.simulate.allocator import ROUNDING
+from lowmem.simulate.recorder import FREED, Chunk, Tape
+from lowmem.simulate.step import under_cap
 
 LARGEST = 12  # groups of blocks that a row names
 _TORCH = str(Path(torch.__file__).parent)

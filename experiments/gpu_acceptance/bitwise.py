@@ -23,17 +23,17 @@ from transformers import GPT2Config
 from experiments.gpu_acceptance.capped import capped_device, precisions, sixteen_bit
 from experiments.harness.child import Result, Setting
 from lowmem import device as devices
-from lowmem import fused
-from lowmem.adam import get_optimizer
-from lowmem.blocks import Decoder
-from lowmem.data import Batch
-from lowmem.layers import cast_explicitly
-from lowmem.models import build_model
-from lowmem.precision import WORKING_DTYPES, LossScale
-from lowmem.step import Schedule, Step, StepResult
-from lowmem.store import Store
-from lowmem.streaming import host_tensor
-from lowmem.weights import random_weights
+from lowmem.core.batch import Batch
+from lowmem.core.decoder import Decoder
+from lowmem.core.kernels import fused
+from lowmem.core.layers import cast_explicitly
+from lowmem.core.offload import host_tensor
+from lowmem.core.optimizers import get_optimizer
+from lowmem.core.parameters import Store
+from lowmem.core.precision import WORKING_DTYPES, LossScale
+from lowmem.core.step import Schedule, Step, StepResult
+from lowmem.models.build import build_model
+from lowmem.models.load import random_weights
 
 ALL = 10**6
 PLAIN = {"resident_units": ALL, "group": 1, "segment_blocks": 1, "recompute": True, "defer": False}
@@ -151,7 +151,7 @@ def arrangements(device: torch.device, few: bool) -> list[tuple[str, dict, str, 
     if find_spec("bitsandbytes"):
         found.append((half, {"optimizer": "adamw8bit"}, "8-bit, streamed, deferred", CASES["streamed, deferred"]))
     found.append((half, UNCLIPPED, "no clipping, updated in backward", UPDATED_IN_BACKWARD))
-    return found[4::8] if few else found  # tests/test_step.py and tests/cuda/test_training.py have all of them
+    return found[4::8] if few else found  # tests/core/test_step.py and tests/cuda/test_training.py have all of them
 
 
 def _equal(plain: Callable[[], Outcome], outcome: Callable[[], Outcome], streamed: bool) -> Result:

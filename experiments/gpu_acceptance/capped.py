@@ -7,8 +7,8 @@ import torch
 
 from experiments.harness.child import Setting
 from lowmem import device as devices
-from lowmem.budget import Budget
-from lowmem.precision import WORKING_DTYPES, resolve_precision
+from lowmem.core.precision import WORKING_DTYPES, resolve_precision
+from lowmem.limits import Budget
 
 
 def capped_device(setting: Setting) -> torch.device:

@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, PretrainedConfig
 
 from experiments.gpu_acceptance.capped import sixteen_bit
 from experiments.harness.child import Result, Setting
-from lowmem.budget import Budget
+from lowmem.core.precision import WORKING_DTYPES
 from lowmem.device import collect_garbage
-from lowmem.models import build_model, load_config
-from lowmem.precision import WORKING_DTYPES
+from lowmem.limits import Budget
+from lowmem.models.build import build_model, load_config
 
 REPEATS = 3
 COMPILE_SECONDS = 100.0  # of the processor, planned

@@ -22,13 +22,14 @@ from torch.nn import functional as F
 
 from experiments.gpu_acceptance.capped import capped_device, precisions, sixteen_bit
 from experiments.harness.child import Result, Setting
-from lowmem import adam, fused
 from lowmem import device as devices
-from lowmem.adam import Hyperparameters, get_optimizer, state_layout
-from lowmem.budget import ram_peak_bytes
-from lowmem.loss import linear_cross_entropy
-from lowmem.precision import WORKING_DTYPES, join, split
-from lowmem.streaming import host_tensor, page_lock
+from lowmem.core import optimizers
+from lowmem.core.kernels import fused
+from lowmem.core.loss import linear_cross_entropy
+from lowmem.core.offload import host_tensor, page_lock
+from lowmem.core.optimizers import Hyperparameters, get_optimizer, state_layout
+from lowmem.core.precision import WORKING_DTYPES, join, split
+from lowmem.limits import ram_peak_bytes
 from lowmem.units import GIB, MIB
 
 LEAST_SHARE_OF_BANDWIDTH = 0.8
@@ -48,7 +49,7 @@ def check(setting: Setting) -> Result:
     for name, dtype in precisions(device).items():
         if name != "fp32":
             cases[f"split and join, {name}"] = partial(_split_and_join, device, dtype, size)
-    rules = {"eager": adam.update}
+    rules = {"eager": optimizers.update}
     if device.type == "cuda":
         cases["fused kernels"] = partial(_fused_kernels, device)
         rules |= {"fused": fused.update}
@@ -136,7 +137,7 @@ def update_speed(device: torch.device, size: int, dtype: torch.dtype) -> dict[st
     layout = state_layout(optimizer, size, dtype).items()
     state = {name: torch.zeros(entries, dtype=dtype, device=device) for name, (entries, dtype) in layout}
     target = torch.empty_like(gradient)
-    rules = {"fused": fused.update if device.type == "cuda" else adam.update, "eager": adam.update}
+    rules = {"fused": fused.update if device.type == "cuda" else optimizers.update, "eager": optimizers.update}
     calls = {"copy": lambda: target.copy_(gradient)} | {
         name: lambda rule=rule: rule(optimizer, working, state, gradient, hyper, True) for name, rule in rules.items()
     }

@@ -11,13 +11,13 @@ from functools import partial
 import torch
 from transformers import GPT2Config, LlamaConfig, OPTConfig, PretrainedConfig
 
-from lowmem.adam import get_optimizer
-from lowmem.blocks import Decoder
-from lowmem.data import Batch
-from lowmem.models import load_config, make_decoder
-from lowmem.precision import WORKING_DTYPES
-from lowmem.simulate import StepCase
-from lowmem.step import Schedule
+from lowmem.core.batch import Batch
+from lowmem.core.decoder import Decoder
+from lowmem.core.optimizers import get_optimizer
+from lowmem.core.precision import WORKING_DTYPES
+from lowmem.core.step import Schedule
+from lowmem.models.build import load_config, make_decoder
+from lowmem.simulate.step import StepCase
 
 MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt2": partial(load_config, "gpt2", "random"),

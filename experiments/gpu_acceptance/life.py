@@ -30,9 +30,9 @@ from transformers import AutoModelForCausalLM
 from experiments.gpu_acceptance.scripted import remembering, run_script
 from experiments.harness.child import Result, Setting
 from experiments.harness.rows import ROOT
-from lowmem import train
-from lowmem.log import read_metrics
-from lowmem.step import Step
+from lowmem.core.step import Step
+from lowmem.run import train
+from lowmem.run.log import read_metrics
 from lowmem.units import MIB
 
 SCRIPT = "train_gpt2_large.py"

@@ -19,20 +19,20 @@ import torch
 from experiments.gpu_acceptance.at_peak import tape_of_cpu, tape_of_history
 from experiments.harness.child import Setting
 from lowmem import device as devices
-from lowmem import fused
-from lowmem.allocator import SimulatedOutOfMemory
-from lowmem.blocks import Decoder
-from lowmem.budget import Budget
-from lowmem.cards import Card
-from lowmem.data import Batch
-from lowmem.plan import card_for
-from lowmem.precision import LossScale
+from lowmem.core.batch import Batch
+from lowmem.core.decoder import Decoder
+from lowmem.core.deferred_updates import UpdateInterrupted
+from lowmem.core.kernels import fused
+from lowmem.core.parameters import Store
+from lowmem.core.precision import LossScale
+from lowmem.core.step import Step
+from lowmem.limits import Budget
+from lowmem.planning.target import card_for
 from lowmem.settings import Settings
-from lowmem.simulate import StepCase, Target, cpu_target, gpu_target, under_cap
-from lowmem.step import Step
-from lowmem.store import Store
-from lowmem.trace import Tape
-from lowmem.updates import UpdateInterrupted
+from lowmem.simulate.allocator import SimulatedOutOfMemory
+from lowmem.simulate.gpus import Card
+from lowmem.simulate.recorder import Tape
+from lowmem.simulate.step import StepCase, Target, cpu_target, gpu_target, under_cap
 
 Returned = TypeVar("Returned")
 

@@ -30,17 +30,17 @@ from experiments.gpu_acceptance.measured import error, measure, prepared, train
 from experiments.gpu_acceptance.plans import bars
 from experiments.harness.child import Result, Setting, named
 from lowmem import device as devices
-from lowmem.adam import OPTIMIZERS
-from lowmem.cards import CARDS, Card
-from lowmem.data import Batch
+from lowmem.core.batch import Batch
+from lowmem.core.optimizers import OPTIMIZERS
+from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import InputError, LowmemError, PlanError
-from lowmem.models import load_config, make_decoder
-from lowmem.plan import card_for
-from lowmem.planner import make_plan
-from lowmem.precision import WORKING_DTYPES
-from lowmem.prediction import Plan
+from lowmem.models.build import load_config, make_decoder
+from lowmem.planning.plan import Plan
+from lowmem.planning.planner import make_plan
+from lowmem.planning.target import card_for
 from lowmem.settings import Settings
-from lowmem.simulate import Memory, StepCase, under_cap
+from lowmem.simulate.gpus import CARDS, Card
+from lowmem.simulate.step import Memory, StepCase, under_cap
 
 SEQ, BATCH, PLAIN_BATCH = 1024, 16, 2
 TINY_SEQ, TINY_BATCH = 16, 2

@@ -22,15 +22,15 @@ from transformers import PretrainedConfig
 
 from experiments.gpu_acceptance import timeline
 from experiments.harness.child import Setting
-from lowmem import streaming
-from lowmem.adam import OPTIMIZERS
-from lowmem.data import Batch
-from lowmem.models import make_decoder
-from lowmem.precision import WORKING_DTYPES
-from lowmem.prediction import Plan
-from lowmem.simulate import StepCase, gpu_target
-from lowmem.step import Step
-from lowmem.store import Store
+from lowmem.core import offload
+from lowmem.core.batch import Batch
+from lowmem.core.optimizers import OPTIMIZERS
+from lowmem.core.parameters import Store
+from lowmem.core.precision import WORKING_DTYPES
+from lowmem.core.step import Step
+from lowmem.models.build import make_decoder
+from lowmem.planning.plan import Plan
+from lowmem.simulate.step import StepCase, gpu_target
 from lowmem.units import GIB
 
 MOST_ADDED = 0.03  # to a step, by its update: issue 4's bar, for 64k tokens
@@ -93,7 +93,7 @@ def _update_left_out(step: Step) -> Iterator[None]:
         yield
 
 
-class _NoCopies(streaming._SynchronousCopies):
+class _NoCopies(offload._SynchronousCopies):
     """In the place of the ring's transfers."""
 
     def fetch(self, slot, home, state) -> None:

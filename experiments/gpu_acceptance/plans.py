@@ -25,14 +25,14 @@ from experiments.gpu_acceptance.capped import sixteen_bit
 from experiments.gpu_acceptance.layouts import CAPPED, DRY_GRID, GRID, Layout
 from experiments.gpu_acceptance.measured import Measured, Ran, error, prepared, train
 from experiments.harness.child import Result, Setting
-from lowmem.allocator import SimulatedOutOfMemory
-from lowmem.cards import CARDS
-from lowmem.planner import MARGIN_BYTES
-from lowmem.search import Choices, Room, fastest
-from lowmem.simulate import Recording, Target, gpu_target, under_cap
-from lowmem.simulations import Simulations, smallest_cap_bytes
-from lowmem.step import Schedule
-from lowmem.trace import Tape
+from lowmem.core.step import Schedule
+from lowmem.planning.planner import MARGIN_BYTES
+from lowmem.planning.search import Choices, Room, fastest
+from lowmem.planning.simulations import Simulations, smallest_cap_bytes
+from lowmem.simulate.allocator import SimulatedOutOfMemory
+from lowmem.simulate.gpus import CARDS
+from lowmem.simulate.recorder import Tape
+from lowmem.simulate.step import Recording, Target, gpu_target, under_cap
 from lowmem.units import GIB, MIB
 
 MOST_ALLOCATED_ERROR, MOST_MEDIAN_ERROR, MOST_RESERVED_ERROR, MOST_BELOW = 0.01, 0.005, 0.03, 0.005

@@ -23,16 +23,16 @@ from transformers import PretrainedConfig
 
 from experiments.harness import rows as row_file
 from experiments.harness.autocast import CudaAutocast
-from lowmem.adam import OPTIMIZERS
-from lowmem.cards import Card, card_named
+from lowmem.core.optimizers import OPTIMIZERS
+from lowmem.core.precision import WORKING_DTYPES
+from lowmem.core.step import Schedule
 from lowmem.errors import LowmemError
-from lowmem.models import build_model, load_config, make_decoder
-from lowmem.planner import make_plan
-from lowmem.precision import WORKING_DTYPES
+from lowmem.models.build import build_model, load_config, make_decoder
+from lowmem.planning.planner import make_plan
 from lowmem.settings import Settings
-from lowmem.simulate import META, StepCase, gpu_target, record_step
-from lowmem.step import Schedule
-from lowmem.trace import Recorder
+from lowmem.simulate.gpus import Card, card_named
+from lowmem.simulate.recorder import Recorder
+from lowmem.simulate.step import META, StepCase, gpu_target, record_step
 from lowmem.units import GIB
 
 SEQ, BATCHES = 1024, (1, 2, 4, 8, 16, 32, 64)

@@ -1,10 +1,10 @@
 """Where the copies of one step lie in time, and what computes meanwhile: recorded, simulated, and both in one picture.
 
 Three lanes: what the compute stream does but for updates, copies to the card, copies from it. Recorded lanes are the
-profiler's: every kernel, copy and memset that CUPTI reports. Simulated ones are the plan's (lowmem/clock.py): copies
-where its clock puts them, and the compute stream busy whenever it does not wait for one of them. A copy is *hidden* as
-far as the compute stream is busy while it runs; gaps of microseconds between kernels count against that in a recording,
-and are not there in a simulation.
+profiler's: every kernel, copy and memset that CUPTI reports. Simulated ones are the plan's (lowmem/simulate/clock.py):
+copies where its clock puts them, and the compute stream busy whenever it does not wait for one of them. A copy is
+*hidden* as far as the compute stream is busy while it runs; gaps of microseconds between kernels count against that in
+a recording, and are not there in a simulation.
 
 A step has a hundred thousand kernels, so the file and the picture have, of the whole step and of the part in which
 states are copied, how much of each thousandth every lane is busy; the figures come from every event there is.
@@ -23,10 +23,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from lowmem import simulate
-from lowmem.blocks import Decoder
-from lowmem.clock import SimulatedCopies
-from lowmem.simulate import StepCase, Target
+from lowmem.core.decoder import Decoder
+from lowmem.simulate import step
+from lowmem.simulate.clock import SimulatedCopies
+from lowmem.simulate.step import StepCase, Target
 from lowmem.units import GIB
 
 COMPUTE, IN, OUT = "compute", "copies in", "copies out"
@@ -126,8 +126,8 @@ def simulated(decoder: Decoder, case: StepCase, target: Target) -> Timeline:
         made.append(_WatchedCopies(*arguments, **keywords))
         return made[-1]
 
-    with patch.object(simulate, "SimulatedCopies", watched):
-        recording = simulate.record_step(decoder, case, target, {}, alike=True)
+    with patch.object(step, "SimulatedCopies", watched):
+        recording = step.record_step(decoder, case, target, {}, alike=True)
     stretches = made[0].stretches
     window = [(recording.began, recording.began + recording.seconds)]
     lanes = {lane: common(joined(stretches[lane]), window) for lane in LANES}

@@ -26,9 +26,9 @@ from experiments.gpu_acceptance import overlap
 from experiments.gpu_acceptance.scripted import remembering, run_script
 from experiments.harness.child import Result, Setting, Unavailable
 from experiments.harness.rows import ROOT
-from lowmem import train
-from lowmem.log import RunLog
-from lowmem.report import build_report, device_name
+from lowmem.run import train
+from lowmem.run.log import RunLog
+from lowmem.run.report import build_report, device_name
 
 STEPS = 4
 FULL = ["--init", "random", "--steps", str(STEPS)]
@@ -79,7 +79,7 @@ def run(setting: Setting, name: str, script: str, more: Sequence[str] = (), upda
 
 @dataclass
 class _Watched:
-    """A run while it goes on. `kept`: what it has in its hands, by the names in lowmem/train.py."""
+    """A run while it goes on. `kept`: what it has in its hands, by the names in lowmem/run/train.py."""
 
     setting: Setting
     described: dict

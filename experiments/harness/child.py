@@ -145,7 +145,7 @@ def probe() -> dict:
     """What this machine is: {"names": {"cpu": ..., "cuda": ... if there is one}, "versions": {...}}."""
     import torch
 
-    from lowmem.report import device_name, versions
+    from lowmem.run.report import device_name, versions
 
     cuda = torch.cuda.is_available()
     names = {kind: device_name(torch.device(kind)) for kind in ("cpu", *(["cuda"] if cuda else []))}

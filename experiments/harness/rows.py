@@ -140,7 +140,7 @@ def digest(*patterns: str) -> str:
 
 def made_by(program: str, arguments: list[str]) -> dict:
     """What the rows of one call of `python -m program` share, where they are no job's."""
-    from lowmem.report import versions  # and with it torch, which the process that starts jobs does without
+    from lowmem.run.report import versions  # and with it torch, which the process that starts jobs does without
 
     return {
         "command": shlex.join(["python", *through_stand_in(), "-m", program, *arguments]),

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config
 
-from lowmem.adam import Hyperparameters, UpdateRule, get_optimizer, state_layout
-from lowmem.data import Batch
-from lowmem.layers import accumulated, cast_explicitly
-from lowmem.models import GPT2_SHAPES, make_decoder
-from lowmem.precision import LossScale
-from lowmem.simulate import StepCase, Target, record_step
-from lowmem.step import Schedule, Step
-from lowmem.store import Store
-from lowmem.trace import Recorder
+from lowmem.core.batch import Batch
+from lowmem.core.layers import accumulated, cast_explicitly
+from lowmem.core.optimizers import Hyperparameters, UpdateRule, get_optimizer, state_layout
+from lowmem.core.parameters import Store
+from lowmem.core.precision import LossScale
+from lowmem.core.step import Schedule, Step
+from lowmem.models.build import GPT2_SHAPES, make_decoder
+from lowmem.simulate.recorder import Recorder
+from lowmem.simulate.step import StepCase, Target, record_step
 
 CALLS = 100  # of an operator, one after the other
 SIDE = 64  # of the tensors of single operators

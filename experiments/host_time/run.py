@@ -4,7 +4,7 @@
 
 On the stand-in a kernel takes no time, so what a step takes there is what Python, the dispatcher, autograd, the caching
 allocator and the launch cost the host. Beside each stands what the simulator's clock counts for the very same lines,
-run on meta tensors with a GPU that needs no time: operations times the constants of the card's Machine (simulate.py).
+run on meta tensors with a GPU that needs no time: operations times the constants of the card's Machine (step.py).
 
 What is compared is the processor time of the process: of the thread that runs forward and of autograd's, which take
 turns. The cases take turns too, round after round, so that whatever else the machine does meets all of them; other
@@ -27,11 +27,12 @@ import torch
 from experiments.harness import rows
 from experiments.host_time.cases import Case, Run, operator_cases, product_case, step_case, update_case
 from experiments.host_time.table import table
-from lowmem import adam, fused
 from lowmem import device as devices
-from lowmem.plan import card_for
+from lowmem.core import optimizers
+from lowmem.core.kernels import fused
+from lowmem.planning.target import card_for
 from lowmem.settings import Settings
-from lowmem.simulate import Target, gpu_target
+from lowmem.simulate.step import Target, gpu_target
 
 RESULTS = Path(__file__).resolve().parent / "results" / "rows.jsonl"
 STEPS = [("gpt2", 2), ("gpt2", 4), ("gpt2-large", 2), ("gpt2-large", 4)]  # shape and blocks
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def cases_of(kernels: bool) -> list[Case]:
     """With the project's own kernels or without; operators are PyTorch's own."""
-    rule, name = (fused.update, "one kernel") if kernels else (adam.update, "eager")
+    rule, name = (fused.update, "one kernel") if kernels else (optimizers.update, "eager")
     parts = [product_case(kernels), update_case(rule, name), *(step_case(*which, kernels) for which in STEPS)]
     return parts if kernels else operator_cases() + parts
 

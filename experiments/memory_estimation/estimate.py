@@ -14,18 +14,18 @@ import torch
 from transformers import PretrainedConfig
 
 from experiments.memory_estimation.plain import record_plain
-from lowmem import cuda_ops, temporaries
-from lowmem.adam import OPTIMIZERS
-from lowmem.allocator import SimulatedOutOfMemory
-from lowmem.cards import Card
-from lowmem.models import make_decoder
-from lowmem.planner import fastest_layout, least_room
-from lowmem.search import Room
+from lowmem.core.optimizers import OPTIMIZERS
+from lowmem.core.step import Schedule
+from lowmem.models.build import make_decoder
+from lowmem.planning.planner import fastest_layout, least_room
+from lowmem.planning.search import Room
+from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
-from lowmem.simulate import Memory, StepCase, Target, gpu_target, under_cap
-from lowmem.simulations import Simulations
-from lowmem.step import Schedule
-from lowmem.trace import Machine, Tape
+from lowmem.simulate import cuda_ops, temporaries
+from lowmem.simulate.allocator import SimulatedOutOfMemory
+from lowmem.simulate.gpus import Card
+from lowmem.simulate.recorder import Machine, Tape
+from lowmem.simulate.step import Memory, StepCase, Target, gpu_target, under_cap
 
 LOWMEM, SMALLEST = "lowmem", "lowmem smallest"
 LARGEST_BATCH = 64

@@ -17,13 +17,13 @@ from transformers import PretrainedConfig
 
 from experiments.memory_estimation.models import MODELS
 from lowmem import device as devices
-from lowmem import fused
-from lowmem.adam import get_optimizer
-from lowmem.data import Batch
-from lowmem.models import make_decoder, model_from_config
-from lowmem.precision import LossScale
-from lowmem.step import Schedule, Step
-from lowmem.store import Store
+from lowmem.core.batch import Batch
+from lowmem.core.kernels import fused
+from lowmem.core.optimizers import get_optimizer
+from lowmem.core.parameters import Store
+from lowmem.core.precision import LossScale
+from lowmem.core.step import Schedule, Step
+from lowmem.models.build import make_decoder, model_from_config
 
 STEPS = 3
 TIME_LIMIT_SECONDS = 300

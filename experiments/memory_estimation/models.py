@@ -2,17 +2,16 @@
 
 `overrides` are the fields of a model's config.json that differ from the defaults of its class in transformers, as far
 as they bear on memory (sizes, dropout, tying, attention). `parameters` is the count that public files state for this
-model, or None where none was found; tests/test_memory_estimation.py builds every model and compares. `source`: where
-the config was read. Pages were read as stored copies, not live; "a fine-tuned copy" is another's upload that names
-this model as its origin.
-"""
+model, or None where none was found; tests/experiments/test_memory_estimation.py builds every model and compares.
+`source`: where the config was read. Pages were read as stored copies, not live; "a fine-tuned copy" is another's upload
+that names this model as its origin."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from lowmem.models import GPT2_SHAPES, most_positions
+from lowmem.models.build import GPT2_SHAPES, most_positions
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def _neo(name: str, width: int, layers: int, heads: int, parameters: int) -> Mod
 def _gpt2(name: str, parameters: int) -> Model:
     layers, width, heads = GPT2_SHAPES[name]
     overrides = {"n_layer": layers, "n_embd": width, "n_head": heads}
-    return Model(name, f"openai-community/{name}", "gpt2", overrides, parameters, "lowmem.models.GPT2_SHAPES")
+    return Model(name, f"openai-community/{name}", "gpt2", overrides, parameters, "lowmem.models.build.GPT2_SHAPES")
 
 
 MODELS = {

@@ -28,10 +28,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from experiments.harness.autocast import CudaAutocast
-from lowmem.blocks import Decoder
-from lowmem.models import build_model
-from lowmem.simulate import META, Target
-from lowmem.trace import Recorder, Tape
+from lowmem.core.decoder import Decoder
+from lowmem.models.build import build_model
+from lowmem.simulate.recorder import Recorder, Tape
+from lowmem.simulate.step import META, Target
 
 RECIPES = ("fp32", "bf16", "llmem")
 LOGITS_IN_FP32 = ("codegen", "gpt_neo")  # in transformers 4.29 whatever the weights are

@@ -25,8 +25,8 @@ from pathlib import Path
 from experiments.harness.rows import made_by
 from experiments.memory_estimation import rows as row_file
 from experiments.memory_estimation.models import MODELS
-from lowmem.budget import ram_available_bytes
 from lowmem.errors import LowmemError
+from lowmem.limits import ram_available_bytes
 from lowmem.units import GIB, format_size
 
 NAME = "ram.jsonl"

@@ -22,8 +22,8 @@ from experiments.peers.memory import Memory
 from experiments.peers.shared import distance, write_initial, write_reference
 from experiments.peers.trainings import TRAININGS, Trained
 from lowmem import device as devices
-from lowmem.budget import Budget
 from lowmem.errors import CapExceeded, PlanError
+from lowmem.limits import Budget
 
 REFERENCE = "plain"
 

@@ -15,7 +15,7 @@ import threading
 
 import torch
 
-from lowmem.budget import ram_now_bytes, ram_peak_bytes
+from lowmem.limits import ram_now_bytes, ram_peak_bytes
 from lowmem.units import MIB
 
 LOOK_SECONDS = 0.02

@@ -23,7 +23,7 @@ from experiments.peers.catalogue import PEERS, peers_named
 from experiments.peers.table import training_table
 from experiments.peers.train import DATA, measure, training_settings
 from lowmem.errors import InputError, LowmemError
-from lowmem.models import check_tokens, load_config
+from lowmem.models.build import check_tokens, load_config
 from lowmem.units import parse_size
 
 RESULTS = Path(__file__).resolve().parent / "results"

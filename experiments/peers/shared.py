@@ -1,7 +1,7 @@
 """What is the same for every peer: the weights to begin with, the batches, how far the weights got from the reference.
 
 Weights lie in folders that `from_pretrained` loads, for that is how the peers' documentation begins; without dropout,
-whose masks no two systems draw alike. Batches are lowmem's own (lowmem/data.py), the learning rate is constant;
+whose masks no two systems draw alike. Batches are lowmem's own (lowmem/data/dataset.py), the learning rate is constant;
 clipping and weight decay (of matrices only) are as in every run of lowmem.
 """
 
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from experiments.peers.case import Case
-from lowmem.data import Batch, Rows
-from lowmem.export import export_model
-from lowmem.models import build_model, load_config
+from lowmem.core.batch import Batch
+from lowmem.data.dataset import Rows
+from lowmem.data.tokenizer import load_tokenizer
+from lowmem.models.build import build_model, load_config
+from lowmem.models.export import export_model
+from lowmem.models.load import random_weights, read_weights
+from lowmem.run.train import read_data
 from lowmem.settings import Settings
-from lowmem.tokenizer import load_tokenizer
-from lowmem.train import read_data
-from lowmem.weights import random_weights, read_weights
 
 
 def write_initial(case: Case) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from experiments.peers.case import Case
 from experiments.peers.shared import batches, groups, inputs, load_model, saved_weights, single_process, wait_for
-from lowmem import train
-from lowmem.log import read_metrics
-from lowmem.signals import StopRequest
+from lowmem.run import train
+from lowmem.run.log import read_metrics
+from lowmem.run.signals import StopRequest
 
 
 @dataclass(frozen=True)

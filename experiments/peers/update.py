@@ -30,8 +30,8 @@ from experiments.harness import rows
 from experiments.harness.child import probe
 from experiments.peers.table import update_table
 from experiments.peers.updates import CANDIDATES, Candidate, Gradients, Update, random_gradients
-from lowmem.budget import ram_available_bytes
 from lowmem.errors import InputError, LowmemError
+from lowmem.limits import ram_available_bytes
 from lowmem.units import MIB, format_size
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from experiments.peers.shared import single_process
-from lowmem.adam import CPU_SLICE, Hyperparameters, get_optimizer, state_layout, update
-from lowmem.store import PIECE
+from lowmem.core.optimizers import CPU_SLICE, Hyperparameters, get_optimizer, state_layout, update
+from lowmem.core.parameters import PIECE
 
 BYTES_FP32, BYTES_8BIT = 28, 16
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.01

@@ -20,16 +20,17 @@ from unittest.mock import patch
 
 from experiments.harness.child import named
 from experiments.plan_accuracy.cases import CASES, NO_CAP, TIGHT, Case
-from lowmem import planner, report, train
-from lowmem.allocator import LARGE_SEGMENT
-from lowmem.cli import parse_arguments
 from lowmem.device import ALLOCATOR_VARIABLES, set_environment
 from lowmem.errors import PlanError
-from lowmem.main import main as program
-from lowmem.models import load_config
-from lowmem.plan import planned
-from lowmem.planner import make_plan, smallest_cap
+from lowmem.models.build import load_config
+from lowmem.planning import planner
+from lowmem.planning.planner import make_plan, smallest_cap
+from lowmem.planning.target import planned
+from lowmem.run import report, train
+from lowmem.run.cli import parse_arguments
+from lowmem.run.main import main as program
 from lowmem.settings import Settings
+from lowmem.simulate.allocator import LARGE_SEGMENT
 
 WORDS = "All parameters of a model are trained under a cap of memory that holds. "
 RUN = ["--init", "random", "--steps", "2", "--fixed-batch", "--resume", "never", "--wandb", "disabled"]

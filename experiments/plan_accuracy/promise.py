@@ -41,17 +41,18 @@ from experiments.harness import rows
 from experiments.harness.child import named
 from experiments.plan_accuracy.cases import PROMISED, Case
 from lowmem import device as devices
-from lowmem import fused, planner
-from lowmem.budget import OVERSHOOT_BYTES
-from lowmem.cli import parse_arguments
-from lowmem.data import Batch
-from lowmem.models import make_decoder
-from lowmem.plan import card_for
-from lowmem.search import Room
+from lowmem.core.batch import Batch
+from lowmem.core.kernels import fused
+from lowmem.core.step import Schedule
+from lowmem.limits import OVERSHOOT_BYTES
+from lowmem.models.build import make_decoder
+from lowmem.planning import planner
+from lowmem.planning.search import Room
+from lowmem.planning.simulations import Simulations, smallest_cap_bytes
+from lowmem.planning.target import card_for
+from lowmem.run.cli import parse_arguments
 from lowmem.settings import Settings
-from lowmem.simulate import StepCase, gpu_target
-from lowmem.simulations import Simulations, smallest_cap_bytes
-from lowmem.step import Schedule
+from lowmem.simulate.step import StepCase, gpu_target
 from lowmem.units import MIB, format_size
 
 RESULTS = Path(__file__).parent / "results" / "promise.jsonl"

@@ -15,7 +15,7 @@ same mark says what the other end is worth: a cap below it could not have been k
 largest refused cap, a MiB below the one that was named, that the run did not need. A cell holds where that is no more
 than what a plan adds on purpose for what it cannot know (ALLOWED_BYTES), and 2% of the cap.
 
-A run's plan takes the process as it was measured, with what training adds to it assumed (lifetime.py); that is the
+A run's plan takes the process as it was measured, with what training adds to it assumed (ram.py); that is the
 stand-in's process here, which has the host code of PyTorch's CUDA build and no driver. CUDA_PROCESS_BYTES, which
 stands for a process where no GPU is, has no part in these cells.
 """
@@ -31,7 +31,7 @@ from experiments.harness import rows
 from experiments.harness.child import named
 from experiments.plan_accuracy.cases import PROMISED_RAM, Case
 from experiments.plan_accuracy.whole_life import run_process
-from lowmem.lifetime import PROCESS_VARIES_BYTES, TRAINING_BYTES
+from lowmem.planning.ram import PROCESS_VARIES_BYTES, TRAINING_BYTES
 from lowmem.units import MIB, format_size
 
 RESULTS = Path(__file__).parent / "results" / "promise_ram.jsonl"

@@ -6,7 +6,7 @@ from pathlib import Path
 from experiments.harness import rows as row_file
 from experiments.harness.tables import markdown, put
 from experiments.plan_accuracy.cases import CASES, PROMISED, PROMISED_RAM, Case
-from lowmem.lifetime import PHASES
+from lowmem.planning.ram import PHASES
 from lowmem.units import MIB
 
 BEGIN = "<!-- plan accuracy -->"

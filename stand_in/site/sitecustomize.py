@@ -90,8 +90,8 @@ def _pass_over_comparisons():
 if os.environ.get("STAND_IN_LIBRARIES"):
     _load_libraries(Path(os.environ["STAND_IN_LIBRARIES"]))
     atexit.register(_wait_for_backward_threads)
-    sys.meta_path.insert(0, _AfterImport("lowmem.calibrate", _pass_over_timing))
+    sys.meta_path.insert(0, _AfterImport("lowmem.simulate.calibrate", _pass_over_timing))
     if os.environ.get("STAND_IN_VALUES"):
         sys.meta_path.insert(0, _AfterImport("torch", _begin_values))
     else:
-        sys.meta_path.insert(0, _AfterImport("lowmem.fused", _pass_over_comparisons))
+        sys.meta_path.insert(0, _AfterImport("lowmem.core.kernels.fused", _pass_over_comparisons))

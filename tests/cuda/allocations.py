@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from lowmem.allocator import ROUNDING
-from lowmem.cuda_ops import CudaFunctions
-from lowmem.simulate import Machine
-from lowmem.temporaries import Gpu, hidden_bytes
-from lowmem.trace import FREED, Recorder
+from lowmem.simulate.allocator import ROUNDING
+from lowmem.simulate.cuda_ops import CudaFunctions
+from lowmem.simulate.recorder import FREED, Recorder
+from lowmem.simulate.step import Machine
+from lowmem.simulate.temporaries import Gpu, hidden_bytes
 
 META = torch.device("meta")
 VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
@@ -148,7 +148,7 @@ def peaks_on(device: torch.device, function: Callable, *tensors: Tensor) -> Peak
 
 
 def peaks_simulated(gpu: Gpu, function: Callable, *tensors: Tensor) -> Peaks:
-    """The same of meta tensors, as simulate.py would have it."""
+    """The same of meta tensors, as step.py would have it."""
     inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     machine = Machine(hidden_bytes=lambda *operation: hidden_bytes(*operation, gpu))
     with CudaFunctions(gpu.capability, VERSION), Recorder(machine) as recorder:

@@ -15,16 +15,16 @@ import torch
 from transformers import GPT2Config, LlamaConfig
 
 from lowmem import device as devices
-from lowmem import fused
-from lowmem.adam import OPTIMIZERS
-from lowmem.cards import card_of_name_reported
-from lowmem.data import Batch
-from lowmem.models import make_decoder
-from lowmem.precision import WORKING_DTYPES, LossScale
-from lowmem.simulate import StepCase, gpu_target, record_step
-from lowmem.step import Schedule, Step
-from lowmem.store import Store
-from lowmem.trace import FREED
+from lowmem.core.batch import Batch
+from lowmem.core.kernels import fused
+from lowmem.core.optimizers import OPTIMIZERS
+from lowmem.core.parameters import Store
+from lowmem.core.precision import WORKING_DTYPES, LossScale
+from lowmem.core.step import Schedule, Step
+from lowmem.models.build import make_decoder
+from lowmem.simulate.gpus import card_of_name_reported
+from lowmem.simulate.recorder import FREED
+from lowmem.simulate.step import StepCase, gpu_target, record_step
 from tests.cuda.digest_recording import Event, events_of
 
 LEFT_OUT_BYTES = 1024

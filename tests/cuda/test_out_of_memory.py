@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config
 
 from experiments.gpu_acceptance.bitwise import PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Outcome, Shape, make_step
-from lowmem import fused
+from lowmem.core.kernels import fused
+from lowmem.core.step import Step
 from lowmem.device import collect_garbage
-from lowmem.recovery import OutOfRoom, Recovery
-from lowmem.smaller import Sizes
-from lowmem.step import Step
+from lowmem.run.recovery import OutOfRoom, Recovery
+from lowmem.run.smaller_layouts import Sizes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY = replace(Shape.of(True, dropout=0.1), batch=4)

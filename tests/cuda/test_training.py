@@ -17,11 +17,11 @@ from transformers import GPT2Config
 
 from experiments.gpu_acceptance import bitwise
 from experiments.gpu_acceptance.bitwise import CASES, PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Shape
-from lowmem import fused
-from lowmem.calibrate import block_seconds
+from lowmem.core.kernels import fused
+from lowmem.core.step import Step
 from lowmem.device import collect_garbage, forget_allocations
-from lowmem.models import make_decoder
-from lowmem.step import Step
+from lowmem.models.build import make_decoder
+from lowmem.simulate.calibrate import block_seconds
 from lowmem.units import KIB
 from stand_in.card_library import counts, order, page_locked_limit
 

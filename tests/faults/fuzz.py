@@ -35,10 +35,10 @@ import torch  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-import lowmem.plan  # noqa: E402
-from lowmem.durable import MANIFEST, write, write_manifest  # noqa: E402
-from lowmem.main import main as run_script  # noqa: E402
-from lowmem.options import NAMES, REFUSED  # noqa: E402
+from lowmem.files import MANIFEST, write, write_manifest  # noqa: E402
+from lowmem.run import plan_command  # noqa: E402
+from lowmem.run.main import main as run_script  # noqa: E402
+from lowmem.run.options import NAMES, REFUSED  # noqa: E402
 from tests.faults import table  # noqa: E402
 from tests.runs import SCRIPTS, SMALL, content, remembering  # noqa: E402
 
@@ -95,7 +95,7 @@ def _hang(*_):
 
 
 def script(arguments: list[str]) -> int:
-    with patch("lowmem.train.process_aside", remembering):
+    with patch("lowmem.run.train.process_aside", remembering):
         return run_script(SCRIPTS["large"].SETTINGS, arguments)
 
 
@@ -174,13 +174,13 @@ def kinds(folder: Path) -> dict[str, tuple[st.SearchStrategy, Callable[[Path, ob
     def on_plan_command(place: Path, drawn: list[list[str]]) -> int:
         (place / "config.json").write_text(json.dumps(config))
         words = [word for words in drawn for word in words]
-        return checked(place, lowmem.plan.main, ["--model", "config.json", "--seq", "32", "--batch", "4", *words])
+        return checked(place, plan_command.main, ["--model", "config.json", "--seq", "32", "--batch", "4", *words])
 
     def on_config(place: Path, drawn: dict | bytes, entry=script) -> int:
         (place / "model").mkdir()
         path = place / "model" / "config.json"
         path.write_bytes(drawn if isinstance(drawn, bytes) else json.dumps(config | drawn).encode())
-        if entry is lowmem.plan.main:
+        if entry is plan_command.main:
             return checked(place, entry, ["--model", str(path), "--seq", "32", "--batch", "4"])
         (place / "text.txt").write_text(text)
         return checked(
@@ -227,7 +227,7 @@ def kinds(folder: Path) -> dict[str, tuple[st.SearchStrategy, Callable[[Path, ob
         "plan-command": (plan_words, on_plan_command),
         **{suffix: on_data(suffix) for suffix in files},
         "config": (small_config, on_config),
-        "plan-config": (small_config, lambda place, drawn: on_config(place, drawn, lowmem.plan.main)),
+        "plan-config": (small_config, lambda place, drawn: on_config(place, drawn, plan_command.main)),
         "weights": (mutated(weights[:4096]).map(lambda head: head + weights[4096:]) | mutated(weights), on_weights),
         "checkpoint": (damaged, on_checkpoint),
         "settings": (mutated((shared / "run/settings.json").read_bytes()), on_settings),

@@ -7,7 +7,7 @@ mark of the process, read before a save and after it; the mark starts anew befor
 where training once took more.
 
 The disk's own time is taken just before every save, since it changes by the minute, from the same tensors: `plain`, all
-bytes into one file and one fsync; and `best`, the most that durable.py could reach, the same with the writing begun
+bytes into one file and one fsync; and `best`, the most that files.py could reach, the same with the writing begun
 early and the file before it removed, as a save removes the checkpoint before. Neither hashes. Medians; the first save,
 which has nothing to remove, does not count. Prints one JSON row.
 """
@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import lowmem.train
-from lowmem import resume
-from lowmem.budget import ram_peak_bytes
-from lowmem.durable import begin_writing_out
-from lowmem.main import main as run_script
-from lowmem.store import Store
+import lowmem.run.train
+from lowmem.core.parameters import Store
+from lowmem.files import begin_writing_out
+from lowmem.limits import ram_peak_bytes
+from lowmem.run import checkpoint
+from lowmem.run.main import main as run_script
 from tests.faults import table
 from tests.runs import ROOT, SCRIPTS
 
@@ -43,7 +43,7 @@ def write_bare(path: Path, store: Store, early: bool) -> None:
     """A checkpoint's tensors in one file, which must not be there, on the disk."""
     with open(path, "xb", buffering=0) as file:
         for part in store.parts:
-            for piece in resume._file_content(part):
+            for piece in checkpoint._file_content(part):
                 rest = memoryview(piece)
                 while len(rest):
                     rest = rest[file.write(rest) :]
@@ -63,7 +63,7 @@ def replace_bare(folder: Path, store: Store) -> None:
 def measure(model: str, folder: Path, saves: int) -> dict:
     """The row's counts, of a run that saves so many times after the first; `folder` is on the disk to measure."""
     found: list[dict] = []
-    save = resume.save_checkpoint
+    save = checkpoint.save_checkpoint
 
     def measured_save(out: Path, store: Store, *arguments, **keywords) -> Path:
         def plainly():
@@ -82,7 +82,7 @@ def measure(model: str, folder: Path, saves: int) -> dict:
         found.append({"ram": training_bytes, "added": added_bytes, "saved": saved_bytes, **times})
         return path
 
-    lowmem.train.save_checkpoint = measured_save
+    lowmem.run.train.save_checkpoint = measured_save
     try:
         code = run_script(
             SCRIPTS["large"].SETTINGS,
@@ -93,7 +93,7 @@ def measure(model: str, folder: Path, saves: int) -> dict:
             ],
         )
     finally:
-        lowmem.train.save_checkpoint = save
+        lowmem.run.train.save_checkpoint = save
     assert code == 0 and len(found) == saves + 1, (code, found)
     names = ("plain_seconds", "best_seconds", "save_seconds")
     counted = found[1:]

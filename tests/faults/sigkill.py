@@ -30,9 +30,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # a process that forks should have no threa
 import torch  # noqa: E402
 import transformers.models.gpt2.modeling_gpt2  # noqa: E402, F401
 
-import lowmem.train  # noqa: E402, F401
-from lowmem.durable import Damaged, Manifest  # noqa: E402
-from lowmem.main import main as run_script  # noqa: E402
+import lowmem.run.train  # noqa: E402, F401
+from lowmem.files import Damaged, Manifest  # noqa: E402
+from lowmem.run.main import main as run_script  # noqa: E402
 from tests.faults import table  # noqa: E402
 from tests.runs import ROOT, SCRIPTS, SMALL, assert_same_run  # noqa: E402
 

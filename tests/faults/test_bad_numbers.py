@@ -8,14 +8,14 @@ import pytest
 from runs import content, last_line, simulated
 from safetensors.torch import load_file
 
-import lowmem.step
-from lowmem.data import Rows
-from lowmem.log import read_metrics
+import lowmem.core.step
+from lowmem.data.dataset import Rows
+from lowmem.run.log import read_metrics
 
 
 def spoil(patch: pytest.MonkeyPatch, micro_batches: range) -> None:
     """The training loss, and its gradient, of these micro-batches (counted from 0 over the run) are NaN."""
-    real, calls = lowmem.step.linear_cross_entropy, iter(range(1000))
+    real, calls = lowmem.core.step.linear_cross_entropy, iter(range(1000))
 
     def spoilt(*arguments, **keywords):
         loss, gradient = real(*arguments, **keywords)
@@ -23,7 +23,7 @@ def spoil(patch: pytest.MonkeyPatch, micro_batches: range) -> None:
             return loss, gradient
         return loss * math.nan, gradient * math.nan
 
-    patch.setattr(lowmem.step, "linear_cross_entropy", spoilt)
+    patch.setattr(lowmem.core.step, "linear_cross_entropy", spoilt)
 
 
 def test_ten_steps_in_a_row_without_a_finite_gradient_stop_the_run_with_the_weights_intact(

@@ -6,10 +6,10 @@ import signal
 
 from runs import at_call, last_line, stored
 
-import lowmem.planner
-import lowmem.train
-from lowmem.log import RunLog
-from lowmem.step import Step
+import lowmem.planning.planner
+import lowmem.run.train
+from lowmem.core.step import Step
+from lowmem.run.log import RunLog
 from lowmem.units import MIB
 
 
@@ -20,9 +20,9 @@ def test_on_a_busier_machine_a_run_still_goes_on(train, tmp_path, monkeypatch):
         assert train(tmp_path / "out", *options) == 75
     plan = stored(tmp_path / "out/plan.json")
     assert plan["choice"]["micro_batch"] == 64 and not plan["choice"]["recompute"]
-    monkeypatch.setattr(lowmem.planner, "CPU_TRAINING_BYTES", 0)
+    monkeypatch.setattr(lowmem.planning.planner, "CPU_TRAINING_BYTES", 0)
     free_bytes = sum(plan["breakdown"].values()) - plan["breakdown"]["process"] - MIB
-    monkeypatch.setattr(lowmem.train, "ram_available_bytes", lambda: (free_bytes, "the machine's free memory"))
+    monkeypatch.setattr(lowmem.run.train, "ram_available_bytes", lambda: (free_bytes, "the machine's free memory"))
     assert train(tmp_path / "out", *options) == 0
     after = stored(tmp_path / "out/plan.json")["choice"]
     assert after["micro_batch"] == 64 and after["recompute"], "free memory may change what is kept, not the result"

@@ -15,19 +15,19 @@ import torch
 from runs import assert_same_run, at_call, last_line, loss_rows, simulated, stored, weights
 from transformers import AutoModelForCausalLM
 
-import lowmem.adam
-import lowmem.budget
-import lowmem.export
-import lowmem.main
-import lowmem.recovery
-import lowmem.step
-import lowmem.train
-from lowmem.budget import Budget
+import lowmem.core.optimizers
+import lowmem.core.step
+import lowmem.limits
+import lowmem.models.export
+import lowmem.run.main
+import lowmem.run.recovery
+import lowmem.run.train
+from lowmem.core.parameters import Store
+from lowmem.core.step import Step
 from lowmem.errors import LowmemError
-from lowmem.recovery import PAGEABLE_SHARE, with_pageable_copies
+from lowmem.limits import Budget
+from lowmem.run.recovery import PAGEABLE_SHARE, with_pageable_copies
 from lowmem.settings import Settings
-from lowmem.step import Step
-from lowmem.store import Store
 from lowmem.units import MIB
 
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB.\nmore lines"
@@ -45,14 +45,14 @@ ALL_MEASURES = 9  # the cache, four times blocks, three times states, the micro-
 
 def fail_at(patch: pytest.MonkeyPatch, calls: range) -> None:
     """Memory runs out at these calls of the loss, so `len(calls)` times one after the other."""
-    real, numbers = lowmem.step.linear_cross_entropy, iter(range(1, 10_000))
+    real, numbers = lowmem.core.step.linear_cross_entropy, iter(range(1, 10_000))
 
     def failing(*arguments, **keywords):
         if not simulated() and next(numbers) in calls:
             run_out()
         return real(*arguments, **keywords)
 
-    patch.setattr(lowmem.step, "linear_cross_entropy", failing)
+    patch.setattr(lowmem.core.step, "linear_cross_entropy", failing)
 
 
 def measures(out) -> list[str]:
@@ -130,7 +130,7 @@ def test_an_evaluation_that_runs_out_of_memory_leaves_training_alone(finished, t
 def test_an_update_that_runs_out_of_memory_is_made_all_the_same(finished, train, tmp_path, monkeypatch):
     out = tmp_path / "out"
     with monkeypatch.context() as patch:  # 13 parts are updated in each step; this is in the middle of the second
-        at_call(patch, lowmem.adam, "update_in_slices", run_out, 20)
+        at_call(patch, lowmem.core.optimizers, "update_in_slices", run_out, 20)
         assert train(out) == 0
     assert measures(out) == ["cache"]
     assert weights(out) == weights(finished)
@@ -156,10 +156,10 @@ def test_ram_that_runs_out_in_the_export_is_no_bad_input(finished, train, tmp_pa
     def fail(*_, **__):
         raise MemoryError
 
-    real, out = lowmem.export.build_model, tmp_path / "out"
+    real, out = lowmem.models.export.build_model, tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(
-            lowmem.export, "build_model",
+            lowmem.models.export, "build_model",
             lambda config: patch.setattr(AutoModelForCausalLM, "from_config", fail) or real(config),
         )  # fmt: skip
         assert train(out) == 1
@@ -170,12 +170,12 @@ def test_ram_that_runs_out_in_the_export_is_no_bad_input(finished, train, tmp_pa
 
 
 def test_single_sequences_that_do_not_fit_end_the_run_with_exit_4(train, tmp_path, capsys, monkeypatch):
-    real = lowmem.step.linear_cross_entropy
+    real = lowmem.core.step.linear_cross_entropy
 
     def failing(*arguments, **keywords):
         return real(*arguments, **keywords) if simulated() else run_out()
 
-    monkeypatch.setattr(lowmem.step, "linear_cross_entropy", failing)
+    monkeypatch.setattr(lowmem.core.step, "linear_cross_entropy", failing)
     assert train(tmp_path / "out") == 4
     assert "out of GPU memory, even for single sequences" in last_line(capsys)
 
@@ -184,7 +184,7 @@ def test_single_sequences_that_do_not_fit_end_the_run_with_exit_4(train, tmp_pat
 
 
 def nothing_is_loaded(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lowmem.train, "random_weights", lambda *_: pytest.fail("weights were loaded"))
+    patch.setattr(lowmem.run.train, "random_weights", lambda *_: pytest.fail("weights were loaded"))
 
 
 def test_a_control_group_that_is_too_small_is_refused_before_loading(train, tmp_path, capsys, monkeypatch):
@@ -192,7 +192,7 @@ def test_a_control_group_that_is_too_small_is_refused_before_loading(train, tmp_
     group.mkdir()
     (group / "memory.max").write_text(str(1000 * MIB))
     (group / "memory.current").write_text(str(999 * MIB))
-    monkeypatch.setattr(lowmem.budget, "_groups", lambda: [group])
+    monkeypatch.setattr(lowmem.limits, "_groups", lambda: [group])
     nothing_is_loaded(monkeypatch)
     assert train(tmp_path / "out") == 3
     assert "1.00 MiB are free here" in last_line(capsys)
@@ -238,8 +238,8 @@ def test_an_error_of_the_machine_is_one_sentence(tmp_path, capsys, monkeypatch, 
     def fail(settings, stop):
         raise error
 
-    monkeypatch.setattr(lowmem.train, "run", fail)
-    assert lowmem.main.main(Settings(out=str(tmp_path / "out")), []) == 1
+    monkeypatch.setattr(lowmem.run.train, "run", fail)
+    assert lowmem.run.main.main(Settings(out=str(tmp_path / "out")), []) == 1
     sentence = last_line(capsys)
     assert said in sentence and "what was saved is safe" in sentence
 
@@ -275,7 +275,7 @@ def test_without_page_locking_a_step_is_predicted_to_wait_for_its_copies():
 def test_page_locking_that_is_refused_is_said_and_the_new_time_is_in_the_plan(train, tmp_path, monkeypatch):
     monkeypatch.setattr(Store, "page_lock", lambda self: False)
     slower = {"step_seconds": 12.5, "waiting_seconds": 2.5, "card": SimpleNamespace(name="a card")}
-    monkeypatch.setattr(lowmem.train, "with_pageable_copies", lambda plan: dataclasses.replace(plan, **slower))
+    monkeypatch.setattr(lowmem.run.train, "with_pageable_copies", lambda plan: dataclasses.replace(plan, **slower))
     assert train(tmp_path / "out", "--steps", "1") == 0
     sentence = (
         "page-locked memory was refused, so states are streamed from pageable memory: a step now takes about 12.5 s"

@@ -18,15 +18,15 @@ from steps import make_batch, make_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-import lowmem.step
-from lowmem.layout import Layout, Schedule
-from lowmem.precision import LossScale
-from lowmem.recovery import OutOfRoom, Recovery
-from lowmem.smaller import Sizes, activation_bytes, kept_things, smaller_layouts, with_micro_batch
-from lowmem.step import EVALUATION, PART, STEP, UPDATES, Step
-from lowmem.store import Store
-from lowmem.streaming import Ring
-from lowmem.updates import Updates
+import lowmem.core.step
+from lowmem.core.deferred_updates import Updates
+from lowmem.core.layout import Layout, Schedule
+from lowmem.core.offload import Ring
+from lowmem.core.parameters import Store
+from lowmem.core.precision import LossScale
+from lowmem.core.step import EVALUATION, PART, STEP, UPDATES, Step
+from lowmem.run.recovery import OutOfRoom, Recovery
+from lowmem.run.smaller_layouts import Sizes, activation_bytes, kept_things, smaller_layouts, with_micro_batch
 
 BLOCKS, SEQ, BATCH = 3, 8, 4
 UNITS = BLOCKS + 2
@@ -381,7 +381,7 @@ def test_a_gradient_that_did_not_reach_its_accumulator_counts_for_nothing(monkey
 def test_the_failed_attempts_tensors_are_gone_when_room_is_made(monkeypatch):
     training = make_training()
     alive, seen = [], []
-    real = lowmem.step.linear_cross_entropy
+    real = lowmem.core.step.linear_cross_entropy
 
     def failing(hidden, *arguments, **keywords):
         alive.append(weakref.ref(hidden))
@@ -389,7 +389,7 @@ def test_the_failed_attempts_tensors_are_gone_when_room_is_made(monkeypatch):
             run_out()
         return real(hidden, *arguments, **keywords)
 
-    monkeypatch.setattr(lowmem.step, "linear_cross_entropy", failing)
+    monkeypatch.setattr(lowmem.core.step, "linear_cross_entropy", failing)
     training.step.relieve = lambda where, reason: seen.extend(reference() is None for reference in alive)
     gc.disable()  # no collection by chance: they must be free at once
     try:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from runs import SCRIPTS, content, last_line, loss_rows, measured_run
 
-import lowmem.budget
-import lowmem.train
-from lowmem.main import main
-from lowmem.resume import lock_run
+import lowmem.limits
+import lowmem.run.train
+from lowmem.run.checkpoint import lock_run
+from lowmem.run.main import main
 from lowmem.units import GIB
 
 # --- options
@@ -20,7 +20,7 @@ from lowmem.units import GIB
 def test_a_cap_that_is_exceeded_ends_the_run_with_exit_4_and_both_figures(train, tmp_path, capsys, monkeypatch):
     metrics = tmp_path / "out/metrics.jsonl"
     trained = lambda: metrics.exists() and metrics.stat().st_size > 0  # noqa: E731
-    monkeypatch.setattr(lowmem.budget, "ram_peak_bytes", lambda: (3 if trained() else 1) * GIB)
+    monkeypatch.setattr(lowmem.limits, "ram_peak_bytes", lambda: (3 if trained() else 1) * GIB)
     assert train(tmp_path / "out", "--ram-limit", "2GiB") == 4
     assert re.search(r": step 1: RAM reached 3.00 GiB, 1.00 GiB over the cap of 2.00 GiB$", last_line(capsys))
     assert [row["step"] for row in loss_rows(tmp_path / "out")] == [1]
@@ -99,7 +99,7 @@ def test_bad_input_is_answered_in_one_sentence_and_nothing_is_written(
 def test_weights_that_do_not_fit_the_config_are_listed_before_anything_is_allocated(
     finished, train, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(lowmem.train, "Store", lambda *_: pytest.fail("something was allocated"))
+    monkeypatch.setattr(lowmem.run.train, "Store", lambda *_: pytest.fail("something was allocated"))
     model = tmp_path / "model"
     shutil.copytree(finished / "model", model)
     fields = json.loads((model / "config.json").read_text())
@@ -112,7 +112,7 @@ def test_weights_that_do_not_fit_the_config_are_listed_before_anything_is_alloca
 
 
 def test_bad_data_are_refused_before_a_plan_is_made(train, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(lowmem.train, "make_plan", lambda *_: pytest.fail("a plan was made"))
+    monkeypatch.setattr(lowmem.run.train, "make_plan", lambda *_: pytest.fail("a plan was made"))
     (tmp_path / "broken.jsonl").write_text('{"text": "whole"}\n{"text": "hal')
     assert train(tmp_path / "out", "--data", str(tmp_path / "broken.jsonl")) == 2
     assert "broken.jsonl:2: bad JSON" in last_line(capsys)
@@ -132,7 +132,7 @@ def test_an_out_that_cannot_be_a_folder_is_refused(train, tmp_path, capsys, opti
 
 
 def test_a_second_run_in_a_folder_is_refused_before_its_data_are_read(train, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(lowmem.train, "load_data", lambda **_: pytest.fail("data were read"))
+    monkeypatch.setattr(lowmem.run.train, "load_data", lambda **_: pytest.fail("data were read"))
     with lock_run(tmp_path / "out"):
         assert train(tmp_path / "out") == 2
         assert "another run is writing to" in last_line(capsys)

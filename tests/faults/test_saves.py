@@ -26,15 +26,16 @@ from safetensors import safe_open
 from steps import make_batch, make_step
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from lowmem import durable, resume
-from lowmem.adam import get_optimizer
-from lowmem.blocks import Decoder
-from lowmem.durable import Manifest, to_json, write_manifest
+from lowmem import files
+from lowmem.core.decoder import Decoder
+from lowmem.core.optimizers import get_optimizer
+from lowmem.core.parameters import Store
+from lowmem.core.precision import WORKING_DTYPES, LossScale
+from lowmem.core.step import Step
 from lowmem.errors import InputError, LowmemError
-from lowmem.precision import WORKING_DTYPES, LossScale
-from lowmem.resume import find_checkpoint, load_checkpoint, lock_run, save_checkpoint
-from lowmem.step import Step
-from lowmem.store import Store
+from lowmem.files import Manifest, to_json, write_manifest
+from lowmem.run import checkpoint as checkpoint_module
+from lowmem.run.checkpoint import find_checkpoint, load_checkpoint, lock_run, save_checkpoint
 
 RESIDENT, MIXED, STREAMED = 99, 2, 0
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -147,8 +148,8 @@ def test_the_files_are_safetensors_and_say_where_each_parameter_lies(tmp_path, o
 
 
 def test_tensors_of_many_chunks_and_writes_that_the_system_cuts_short(tmp_path, monkeypatch):
-    monkeypatch.setattr(resume, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(durable, "CHUNK_BYTES", 777)
+    monkeypatch.setattr(checkpoint_module, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 777)
 
     class Short(io.FileIO):
         def write(self, data):
@@ -157,7 +158,7 @@ def test_tensors_of_many_chunks_and_writes_that_the_system_cuts_short(tmp_path, 
         def readinto(self, buffer):
             return super().readinto(memoryview(buffer)[:211])
 
-    monkeypatch.setattr(durable, "open", lambda path, mode, buffering: Short(path, mode), raising=False)
+    monkeypatch.setattr(files, "open", lambda path, mode, buffering: Short(path, mode), raising=False)
     saved, loaded = make_store("bf16", fill=1), make_store("bf16", fill=2)
     save(tmp_path, saved, 1)
     checkpoint, said = newest(tmp_path)
@@ -239,7 +240,7 @@ class Stages:
         def tracked_open(path, mode, buffering):
             return Tracked(path, mode) if mode == "xb" else open(path, mode, buffering)
 
-        monkeypatch.setattr(durable, "open", tracked_open, raising=False)
+        monkeypatch.setattr(files, "open", tracked_open, raising=False)
         for name in ("mkdir", "rename", "rmdir", "unlink", "fsync"):
             monkeypatch.setattr(os, name, self._announced(name, getattr(os, name)))
 
@@ -376,14 +377,16 @@ def test_a_disk_that_fills_up_while_saving(tmp_path, monkeypatch):
     folder.mkdir()
     store, loaded = make_store(fill=1), make_store()
     needed = sum(tensor.nbytes for tensor in tensors_of(store).values())
-    size = f"size={needed + resume._MARGIN_BYTES + 100 * 2**10}"
+    size = f"size={needed + checkpoint_module._MARGIN_BYTES + 100 * 2**10}"
     if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("no right to mount here")
     try:
         save(folder, store, 1)
         with pytest.raises(LowmemError, match="free on the disk"):
             save(folder, store, 2)
-        monkeypatch.setattr(resume, "_MARGIN_BYTES", -(2**30))  # as if something else took the room meanwhile
+        monkeypatch.setattr(
+            checkpoint_module, "_MARGIN_BYTES", -(2**30)
+        )  # as if something else took the room meanwhile
         with pytest.raises(LowmemError, match="No space left on device.*still there.*free some room"):
             save(folder, store, 2)
         assert names_in(folder) == ["step-00000001"]
@@ -400,7 +403,7 @@ def test_any_refusal_of_the_system_is_one_clear_error(tmp_path, monkeypatch, num
     def refuse(path, content):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(resume, "write", refuse)
+    monkeypatch.setattr(checkpoint_module, "write", refuse)
     with pytest.raises(LowmemError, match=os.strerror(number)) as caught:
         save(tmp_path, smallest_store(), 2)
     assert caught.value.exit_code == 1 and names_in(tmp_path) == []
@@ -511,10 +514,10 @@ def test_a_hash_whose_package_is_missing_is_said_and_the_other_one_works(tmp_pat
     store = make_store(fill=1)
     checkpoint = save(tmp_path, store, 1)
     assert json.loads((checkpoint / "manifest.json").read_text())["hash"] == "xxh3_128"
-    monkeypatch.setitem(durable._HASHES, "xxh3_128", None)
+    monkeypatch.setitem(files._HASHES, "xxh3_128", None)
     with pytest.raises(InputError, match="pip install xxhash"):
         newest(tmp_path)
-    monkeypatch.setattr(durable, "_HASH", "blake2b")
+    monkeypatch.setattr(files, "_HASH", "blake2b")
     checkpoint = save(tmp_path / "other", store, 1)
     assert json.loads((checkpoint / "manifest.json").read_text())["hash"] == "blake2b"
     assert newest(tmp_path / "other") == (checkpoint, [])
@@ -555,7 +558,7 @@ def rewrite(checkpoint: Path, change) -> None:
     for path in list(checkpoint.iterdir()):
         content = path.read_bytes()
         path.unlink()
-        entries[path.name] = durable.write(path, [content])
+        entries[path.name] = files.write(path, [content])
     write_manifest(checkpoint, entries)
 
 
@@ -633,14 +636,14 @@ def test_a_manifest_that_is_none_is_damage(tmp_path):
         b'{"hash": "blake2b", "files": {"a": {"bytes": true, "hash": ""}}}',
     ):  # fmt: skip
         (tmp_path / "manifest.json").write_bytes(text)
-        with pytest.raises(durable.Damaged, match="manifest.json is not a manifest"):
+        with pytest.raises(files.Damaged, match="manifest.json is not a manifest"):
             Manifest(tmp_path)
     (tmp_path / "manifest.json").unlink()
     (tmp_path / "file").touch()
     for size in (-1, 10**30):  # refused before it is allocated
         write_manifest(tmp_path, {"file": {"bytes": size, "hash": ""}})
         for read in (Manifest(tmp_path).verify, Manifest(tmp_path).read):
-            with pytest.raises(durable.Damaged):
+            with pytest.raises(files.Damaged):
                 read("file")
         (tmp_path / "manifest.json").unlink()
 
@@ -691,10 +694,10 @@ import sys
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
-from lowmem.adam import get_optimizer
-from lowmem.blocks import Decoder
-from lowmem.resume import find_checkpoint, load_checkpoint, save_checkpoint
-from lowmem.store import Store
+from lowmem.core.optimizers import get_optimizer
+from lowmem.core.decoder import Decoder
+from lowmem.run.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from lowmem.core.parameters import Store
 
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=24000))

@@ -12,25 +12,25 @@ import time
 import pytest
 from runs import ROOT, SMALL, assert_same_run, at_call, content, last_line, loss_rows, stored, weights
 
-import lowmem.step
-import lowmem.train
-from lowmem.step import Step
+import lowmem.core.step
+import lowmem.run.train
+from lowmem.core.step import Step
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "call", "number", "done"),
     [
-        (lowmem.train, "load_data", 1, signal.SIGTERM, 0),
+        (lowmem.run.train, "load_data", 1, signal.SIGTERM, 0),
         (Step, "evaluate", 1, signal.SIGINT, 0),  # before the first step
         (Step, "__call__", 2, signal.SIGTERM, 2),
         (
-            lowmem.step,
+            lowmem.core.step,
             "linear_cross_entropy",
             6,
             signal.SIGINT,
             2,
         ),  # 2 in the evaluation, 2 per step: in mid-accumulation
-        (lowmem.train, "save_checkpoint", 1, signal.SIGTERM, 2),
+        (lowmem.run.train, "save_checkpoint", 1, signal.SIGTERM, 2),
         (Step, "evaluate", 3, signal.SIGINT, 2),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -13,7 +13,7 @@ from tests.mutations import table
 from tests.mutations.mutation_list import MUTATIONS, Mutation
 
 OVERFLOW = "precision.py", "no overflow halves", "self.scale = max(self.scale / 2, 1.0)"
-LATE = "test_precision.py::test_loss_scale_halves_on_overflow_and_doubles_after_an_interval_of_good_steps"
+LATE = "core/test_precision.py::test_loss_scale_halves_on_overflow_and_doubles_after_an_interval_of_good_steps"
 
 
 def test_every_mutation_changes_the_one_place_that_it_means(tmp_path):
@@ -51,6 +51,6 @@ def test_a_mutation_that_is_found_one_that_lives_and_one_that_has_no_place(tmp_p
 
 
 def test_what_pytest_says_has_failed_is_read():
-    said = "F\nFAILED tests/test_adam.py::test_x[a b-True] - assert 1 == 2\n1 failed\n"
-    assert program.FAILED.search(said)[1] == "test_adam.py::test_x[a b-True]"
+    said = "F\nFAILED tests/core/test_optimizers.py::test_x[a b-True] - assert 1 == 2\n1 failed\n"
+    assert program.FAILED.search(said)[1] == "core/test_optimizers.py::test_x[a b-True]"
     assert program.FAILED.search("ERROR tests/faults/test_y.py - ImportError: no\n")[1] == "faults/test_y.py"

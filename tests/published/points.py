@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lowmem.cards import CARDS, Card, Rate
+from lowmem.simulate.gpus import CARDS, Card, Rate
 
 MEASUREMENTS = Path(__file__).parent / "measurements.json"
 OTHER_CARDS = {  # that no plan is made for: their data sheets, and the shares of the card that is like them

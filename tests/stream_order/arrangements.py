@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowmem
 from experiments.gpu_acceptance.bitwise import PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Outcome, Shape, make_step
-from lowmem import store as stores
-from lowmem.data import Batch
-from lowmem.recovery import Recovery
-from lowmem.smaller import Sizes
-from lowmem.step import Step, StepResult
-from lowmem.store import Store
-from lowmem.streaming import host_tensor
+from lowmem.core import parameters as stores
+from lowmem.core.batch import Batch
+from lowmem.core.offload import host_tensor
+from lowmem.core.parameters import Store
+from lowmem.core.step import Step, StepResult
+from lowmem.run.recovery import Recovery
+from lowmem.run.smaller_layouts import Sizes
 from tests.stream_order import kernels as plain_kernels
 from tests.stream_order.checker import Trace
 from tests.stream_order.recorder import Recorder
@@ -180,12 +180,14 @@ def computed_by_plain_kernels() -> Iterator[None]:
 @contextmanager
 def with_plain_kernels() -> Iterator[None]:
     """The project's operators compute with kernels.py of this folder on the CPU."""
-    before = sys.modules.get("lowmem.kernels")  # patch.dict would also forget what is imported meanwhile
-    sys.modules["lowmem.kernels"] = plain_kernels
+    before = sys.modules.get(
+        "lowmem.core.kernels.triton_kernels"
+    )  # patch.dict would also forget what is imported meanwhile
+    sys.modules["lowmem.core.kernels.triton_kernels"] = plain_kernels
     try:
         with patch.object(lowmem, "kernels", plain_kernels, create=True):
             yield
     finally:
-        del sys.modules["lowmem.kernels"]
+        del sys.modules["lowmem.core.kernels.triton_kernels"]
         if before is not None:
-            sys.modules["lowmem.kernels"] = before
+            sys.modules["lowmem.core.kernels.triton_kernels"] = before

@@ -1,13 +1,14 @@
-"""lowmem/kernels.py in plain PyTorch, for tests in which a kernel only has to be one operator with the right result.
+"""lowmem/core/kernels/triton_kernels.py in plain PyTorch, for tests in which a kernel only has to be one operator with
+the right result.
 
-Triton's interpreter would run the kernels themselves, at a thousand times the cost (tests/test_fused.py does).
+Triton's interpreter would run the kernels themselves, at a thousand times the cost (tests/core/test_fused.py does).
 """
 
 import torch
 from torch import Tensor
 
-from lowmem import precision
-from lowmem.loss import IGNORED
+from lowmem.core import precision
+from lowmem.core.loss import IGNORED
 
 
 def adamw(

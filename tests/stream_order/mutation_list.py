@@ -32,7 +32,7 @@ class Mutation:
 COMPUTE = "torch.cuda.current_stream()"
 NEXT_SLOT = "[(slot + 1) % (AHEAD + 1)]"
 
-# Of streaming.py
+# Of offload.py
 SLOTS_FREE = "        self._in.wait_stream(torch.cuda.current_stream())"
 REFILL = "        self._in.wait_event(self._written[slot])  # an event never recorded is no obstacle\n"
 FETCH = """\
@@ -56,7 +56,7 @@ WRITE_BACK = """\
                 tensor.copy_(state[name], non_blocking=True)
             self._written[slot].record()
 """
-# Of updates.py
+# Of deferred_updates.py
 BEGIN = """\
         self.units_done = 0
         self.ring.copies.wait_for_compute()
@@ -106,8 +106,8 @@ def recorded_outside(text: str) -> str:
     return "".join([*others, last.removeprefix("    ")])
 
 
-_streaming: Callable[..., Mutation] = partial(Mutation, "streaming.py")
-_updates: Callable[..., Mutation] = partial(Mutation, "updates.py")
+_streaming: Callable[..., Mutation] = partial(Mutation, "core/offload.py")
+_updates: Callable[..., Mutation] = partial(Mutation, "core/deferred_updates.py")
 
 SLOTS = [
     _streaming("copies in do not wait for what used the slots' memory before", SLOTS_FREE, "        pass"),
@@ -180,7 +180,7 @@ UPDATES = [
         "            if True:\n",
     ),
     Mutation(
-        "adam.py",
+        "core/optimizers.py",
         "8-bit updates count as running on any stream",
         "        any_stream=False,",
         "        any_stream=True,",

@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowmem import streaming
+from lowmem.core import offload
 from tests.stream_order.checker import HOST, Access, Allocate, Free, Record, Trace, Wait, Work
 
 _aten = torch.ops.aten
 _WITHOUT_VALUES = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided}
-_PACKAGE = str(Path(streaming.__file__).parent)
+_PACKAGE = str(Path(offload.__file__).parent)
 
 
 class Stream:
@@ -103,14 +103,14 @@ class Recorder(TorchDispatchMode):
             current_stream=lambda device=None: self.current,
         )
         try:
-            with cuda, patch.object(streaming, "copies_for", streaming._CudaCopies), self:
+            with cuda, patch.object(offload, "copies_for", offload._CudaCopies), self:
                 yield self.trace
         finally:
             self._ended = True
 
     def host_tensor(self, entries: int, dtype: torch.dtype) -> Tensor:
         """streaming.host_tensor, in memory that counts as the host's."""
-        tensor = streaming.host_tensor(entries, dtype)
+        tensor = offload.host_tensor(entries, dtype)
         self._on_host.add(self._memory(tensor))
         return tensor
 

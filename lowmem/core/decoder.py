@@ -1,0 +1,359 @@
+"""Any Hugging Face decoder as three callables: embedding, blocks, head.
+
+A schedule that runs block 7 of all micro-batches before block 8 of any needs the model in pieces, and the pieces must
+be the model's own code. So the model is run as it stands, with its list of blocks replaced for the moment:
+
+  * by recorders, which keep what the model hands to each block beside the hidden state (masks, rotary tables, ...;
+    these can differ from block to block) and stop the forward after the last one: the *embedding* half;
+  * by stubs that return a given hidden state, with the output projection replaced by a recorder of its input: the
+    *final* half, which gives the hidden state that is multiplied by the head's weight.
+
+What happens to the logits after the head (soft-capping, scaling) is followed through one more such run (logits.py).
+
+What this cannot express is refused by name: encoder-decoders, several lists of blocks, a head that is not a plain
+linear layer, anything else that is done to the logits, weights shared between blocks, parameters that no half touches.
+`Decoder.check` compares the pieces with the whole on real weights, and compatibility.py on a small copy before there
+are any."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from transformers import masking_utils
+
+from lowmem.core.logits import Followed, LogitFunction
+from lowmem.errors import InputError
+
+Extra = tuple[tuple, dict[str, Any]]  # what a block is called with beside the hidden state
+
+
+@dataclass
+class Unit:
+    """Parameters that are updated together: the embeddings, one block, or the final norm (with an untied head)."""
+
+    name: str
+    parameters: dict[str, nn.Parameter]  # by the model's own names, each parameter of the model in exactly one unit
+
+
+class _Stop(Exception):
+    """Ends a forward early; carries the tensor that was on its way."""
+
+    def __init__(self, value: Tensor):
+        self.value = value
+
+
+class _Stand(nn.Module):
+    """Stands where a block stood; unknown attributes (`attention_type`, ...) are the block's own."""
+
+    def __init__(self, block: nn.Module, call):
+        super().__init__()
+        object.__setattr__(self, "block", block)  # not a submodule: the tree of parameters must not change
+        object.__setattr__(self, "call", call)
+
+    def __getattr__(self, name: str):
+        return getattr(object.__getattribute__(self, "block"), name)
+
+    def forward(self, *arguments, **keywords):
+        return self.call(*arguments, **keywords)
+
+
+class Decoder:
+    """`model`, a causal language model of transformers, taken apart; its parameters may still be on the meta device.
+
+    Attributes: `units` (embedding, blocks in order, final), `blocks`, `head_weight` [V, D], `head_bias` [V] or None,
+    `logit_function` (of what those give: the model's logits), `tied` (whether the head's weight is the token
+    embedding's), `fused_kernels` (whether what trains it is to run operators.py's, as its layers do: layers.py).
+    """
+
+    def __init__(self, model: nn.Module, fused_kernels: bool = False):
+        self.model, self.fused_kernels = model, fused_kernels
+        self.architecture = type(model).__name__
+        if model.config.is_encoder_decoder:
+            raise InputError(f"{self.architecture} is an encoder-decoder; only decoders can be trained here")
+        if getattr(model.config.get_text_config(), "layerdrop", 0):
+            raise InputError(
+                f"{self.architecture}: leaving out whole blocks at random is not supported; set layerdrop to 0 in its "
+                "config.json"
+            )
+        self._owner, self._list_name, self.blocks = self._find_blocks()
+        self._head = model.get_output_embeddings()
+        if type(self._head) is not nn.Linear:
+            raise InputError(f"{self.architecture}: the head is {type(self._head).__name__}, not a plain linear layer")
+        self._returns_tuple = False
+        buffers = list(model.buffers())
+        self.units = self._find_units()
+        self.logit_function = self._find_logit_function()
+        if any(now is not before for now, before in zip(model.buffers(), buffers, strict=True)):
+            raise InputError(
+                f"{self.architecture}: the model replaces its buffers while it runs (rotary tables that grow with the "
+                "sequence, perhaps), which is not supported"
+            )
+        self.tied = any(parameter is self.head_weight for parameter in self.units[0].parameters.values())
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        return self._head.weight
+
+    @property
+    def head_bias(self) -> nn.Parameter | None:
+        return self._head.bias
+
+    def embed(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> tuple[Tensor, list[Extra]]:
+        """`input_ids` [B, T] int64 -> the first block's input [B, T, D] and, per block, its extra arguments.
+
+        `document_ids` [B, T]: attention stays within equal numbers (and is causal); `position_ids` [B, T] default to
+        0, 1, 2, ...
+        """
+        extras: list[Extra] = []
+
+        def record(hidden: Tensor, *arguments, **keywords):
+            extras.append((arguments, keywords))
+            if len(extras) == len(self.blocks):
+                raise _Stop(hidden)
+            return self._as_block_output(hidden)
+
+        with self._blocks_replaced(record):
+            return self._run(input_ids, position_ids, document_ids), extras
+
+    def block(self, index: int, hidden: Tensor, extra: Extra) -> Tensor:
+        """Block `index` on `hidden` [B, T, D]."""
+        arguments, keywords = extra
+        output = self.blocks[index](hidden, *arguments, **keywords)
+        return output[0] if isinstance(output, tuple) else output
+
+    def final(self, hidden: Tensor) -> Tensor:
+        """The last block's output [B, T, D] -> what the head's weight is applied to, [B, T, D']."""
+        # The embedding half runs once more on token 0, forward only: a lookup, beside a product with the vocabulary.
+        zeros = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        with (
+            self._blocks_replaced(lambda *_, **__: self._as_block_output(hidden)),
+            _forward_replaced(self._head, _stop),
+        ):
+            return self._run(zeros)
+
+    def check(self, vocabulary_size: int, document_mask: bool = False) -> None:
+        """The pieces against the whole model on a few tokens; raises InputError if they differ. Needs real weights."""
+        try:
+            difference = self.difference(vocabulary_size, document_mask)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # that is the card's error and says nothing of the model
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(
+                f"{self.architecture} cannot run in this precision: {reason}; try --precision fp32"
+            ) from error
+        if difference is not None:
+            raise InputError(difference)
+
+    @torch.no_grad()
+    def difference(self, vocabulary_size: int, document_mask: bool) -> str | None:
+        """In what the pieces, in evaluation mode, differ from the whole model, or the model from a causal one; None for
+        nothing. Raises what the model raises."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            return self._difference(vocabulary_size, document_mask)
+        finally:
+            self.model.train(training)
+
+    def _difference(self, vocabulary_size: int, document_mask: bool) -> str | None:
+        device = self.head_weight.device
+        input_ids = (torch.arange(16, device=device).view(2, 8) * 7919) % vocabulary_size
+        whole = self.model(input_ids=input_ids, use_cache=False).logits
+        if not whole.isfinite().all():
+            raise RuntimeError("its logits are not finite")
+        made_up = torch.linspace(-100, 100, 16 * self.head_weight.shape[0], device=device, dtype=self.head_weight.dtype)
+        made_up = made_up.view(2, 8, -1)
+        with _forward_replaced(self._head, lambda hidden: made_up):
+            returned = self.model(input_ids=input_ids, use_cache=False).logits
+        if not _close(returned, self.logit_function(made_up)) or not _close(whole, self.logits(input_ids)):
+            return (
+                f"{self.architecture} cannot be trained in pieces: its logits are not those of embedding, blocks and "
+                "head in turn"
+            )
+        with torch.enable_grad():
+            _, extras = self.embed(input_ids)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(extras)):
+            return f"{self.architecture} hands its blocks what is trained outside of them, which is not supported"
+        changed = input_ids.clone()
+        changed[:, -1] = (changed[:, -1] + 1) % vocabulary_size
+        if not _close(whole[:, :-1], self.model(input_ids=changed, use_cache=False).logits[:, :-1]):
+            return f"{self.architecture} attends to later tokens, so it is no causal language model"
+        if document_mask:
+            positions = torch.arange(8, device=device).repeat(2).view(1, 16)
+            packed = self.logits(input_ids.view(1, 16), positions, positions.new_tensor([[0] * 8 + [1] * 8]))
+            if not _close(whole.view(1, 16, -1), packed):
+                return f"{self.architecture} does not honour a document mask; use --document-mask off"
+        return None
+
+    def logits(self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None):
+        """The pieces in turn: `input_ids` [B, T] -> [B, T, V]. For comparisons; training never has them all."""
+        hidden, extras = self.embed(input_ids, position_ids, document_ids)
+        for index, extra in enumerate(extras):
+            hidden = self.block(index, hidden, extra)
+        return self.logit_function(self._head(self.final(hidden)))
+
+    def _run(self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+        positions = {} if position_ids is None else {"position_ids": position_ids}
+        try:
+            with _packing_known(document_ids):
+                self.model(input_ids=input_ids, use_cache=False, **positions)
+        except _Stop as stop:
+            return stop.value
+        raise InputError(f"{self.architecture}: the model's forward never reached its blocks or its head")
+
+    def _as_block_output(self, hidden: Tensor) -> Tensor | tuple[Tensor]:
+        return (hidden,) if self._returns_tuple else hidden
+
+    @contextlib.contextmanager
+    def _blocks_replaced(self, call: Callable) -> Iterator[None]:
+        self._owner._modules[self._list_name] = nn.ModuleList([_Stand(block, call) for block in self.blocks])
+        try:
+            yield
+        finally:
+            self._owner._modules[self._list_name] = self.blocks
+
+    def _find_blocks(self) -> tuple[nn.Module, str, nn.ModuleList]:
+        count = self.model.config.get_text_config().num_hidden_layers
+        if count < 1:
+            raise InputError(f"{self.architecture}: its config says {count} blocks; at least one is needed")
+        found = [
+            (module, name, child)
+            for module in self.model.modules()
+            for name, child in module.named_children()
+            if isinstance(child, nn.ModuleList) and len(child) == count
+        ]
+        inner = {id(module) for _, _, blocks in found for block in blocks for module in block.modules()}
+        outermost = [entry for entry in found if id(entry[0]) not in inner]
+        if len(outermost) != 1:
+            raise InputError(f"{self.architecture}: found {len(outermost)} lists of {count} blocks, expected one")
+        return outermost[0]
+
+    def _find_units(self) -> list[Unit]:
+        before, after = self._parameters_called()
+        block_of = {id(p): index for index, block in enumerate(self.blocks) for p in block.parameters()}
+        if len(block_of) != sum(len(list(block.parameters())) for block in self.blocks):
+            raise InputError(f"{self.architecture}: blocks share parameters with one another, which is not supported")
+        units = [Unit("embedding", {}), *(Unit(f"block {index}", {}) for index in range(len(self.blocks)))]
+        units.append(Unit("final", {}))
+        unused = []
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) in block_of:
+                units[1 + block_of[id(parameter)]].parameters[name] = parameter
+            elif id(parameter) in before:
+                units[0].parameters[name] = parameter
+            elif id(parameter) in after:
+                units[-1].parameters[name] = parameter
+            else:
+                unused.append(name)
+        if unused:
+            raise InputError(f"{self.architecture}: neither embedding, blocks nor head use {', '.join(unused[:5])}")
+        return units
+
+    def _find_logit_function(self) -> LogitFunction:
+        head_output = self.head_weight.new_zeros((1, 1, self.head_weight.shape[0]))
+        with (
+            torch.no_grad(),
+            _AnswerYes(),
+            self._blocks_replaced(lambda hidden, *_, **__: self._as_block_output(hidden)),
+            _forward_replaced(self._head, lambda hidden: head_output),
+            Followed(head_output) as followed,
+        ):
+            input_ids = torch.zeros((1, 1), dtype=torch.int64, device=head_output.device)
+            function = followed.function_of(self.model(input_ids=input_ids, use_cache=False).logits)
+        if isinstance(function, str):
+            raise InputError(
+                f"{self.architecture} cannot be trained in pieces: what it does to its logits after the head is "
+                f"neither a factor nor a soft cap ({function})"
+            )
+        return function
+
+    def _parameters_called(self) -> tuple[set[int], set[int]]:
+        """ids of the parameters of the modules called before the blocks and after them, seen by running the model
+        with stubs for blocks; finds out on the way whether this version's blocks return a tensor or a tuple."""
+        called: dict[str, set[int]] = {"before": set(), "after": {id(p) for p in self._head.parameters()}}
+        input_ids = torch.zeros((2, 3), dtype=torch.int64, device=self.head_weight.device)
+        failure = ""
+        for self._returns_tuple in (False, True):
+            half, shapes = "before", []
+
+            def note(module: nn.Module, _) -> None:
+                if not isinstance(module, _Stand):
+                    called[half].update(id(p) for p in module.parameters(recurse=False))  # noqa: B023
+
+            def pass_on(hidden: Tensor, *_, **__):
+                nonlocal half
+                half = "after"
+                shapes.append(hidden.shape)  # noqa: B023
+                return self._as_block_output(hidden)
+
+            hook = nn.modules.module.register_module_forward_pre_hook(note)
+            try:
+                with (
+                    torch.no_grad(),
+                    _AnswerYes(),
+                    self._blocks_replaced(pass_on),
+                    _forward_replaced(self._head, _stop),
+                ):
+                    shapes.append(self._run(input_ids).shape)
+            except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
+                failure = f" ({error})"
+                continue
+            finally:
+                hook.remove()
+            if len(shapes) == len(self.blocks) + 1 and all(shape[:-1] == (2, 3) for shape in shapes):
+                return called["before"], called["after"]
+        raise InputError(f"{self.architecture} cannot be taken apart into embedding, blocks and head{failure}")
+
+
+def _stop(value: Tensor) -> None:
+    raise _Stop(value)
+
+
+def _close(whole: Tensor, pieces: Tensor) -> bool:
+    """Equal but for the rounding of products computed in other shapes."""
+    tolerance = 1e-4 if whole.dtype is torch.float32 else 3e-2
+    return whole.shape == pieces.shape and bool((whole - pieces).abs().max() <= tolerance * whole.abs().max())
+
+
+class _AnswerYes(TorchFunctionMode):
+    """On the meta device "are all tokens real?" has no answer; to see which modules are called, yes will do."""
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        if function in (Tensor.__bool__, Tensor.__contains__) and arguments[0].is_meta:
+            return True
+        return function(*arguments, **(keywords or {}))
+
+
+@contextlib.contextmanager
+def _forward_replaced(module: nn.Module, call: Callable) -> Iterator[None]:
+    before = vars(module).get("forward")
+    module.forward = call
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+@contextlib.contextmanager
+def _packing_known(document_ids: Tensor | None) -> Iterator[None]:
+    """Tells transformers which document each token belongs to, where it would guess from the positions.
+
+    Its guess reads a value back from the GPU in every forward, and takes another way on fake tensors than on real ones.
+    """
+    guess = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: document_ids
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = guess

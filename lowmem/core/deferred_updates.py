@@ -1,0 +1,110 @@
+"""The updates of one optimizer step: made unit by unit, in the order in which something else asks for them.
+
+They wait here until the next forward pass needs a unit's new weights or, where nothing has to be known of all gradients
+first, until that unit's gradient is final. Streamed states pass through the ring (offload.py) in the same order,
+fetched ahead of it.
+
+Memory that runs out within an update leaves it to be made: a piece is updated whole or not at all (optimizers.py), and
+`run` goes on with the piece that it had come to, so none is updated twice and none left out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from lowmem.core.offload import Ring, State
+from lowmem.core.optimizers import Hyperparameters
+from lowmem.core.parameters import Piece, Store
+from lowmem.errors import LowmemError
+
+
+class UpdateInterrupted(LowmemError):
+    """An update of which only a part could be made: the weights are of no use any more, and what was saved is."""
+
+
+class Updates:
+    """`hyper`: of the last update begun, `hyper.update` their number; `units_done`: how many units have been updated,
+    in the order of the pass, all of them where nothing waits."""
+
+    def __init__(
+        self, store: Store, units: int, weight_decay: float, update: Callable[[Piece, State], None], beside: bool
+    ):
+        """`update`: updates one piece, whose state is on the device, with `hyper`, or changes nothing where memory runs
+        out; `beside`: whether it may run beside what computes (offload.py)."""
+        self.ring = Ring(store.device, store.pieces, beside)
+        self.hyper = Hyperparameters(learning_rate=0.0, weight_decay=weight_decay, update=0)
+        self.units, self.units_done = units, units
+        self._store, self._update = store, update
+        self._pieces: Sequence[Piece] = ()
+        self._next = 0  # the piece that the pass has come to
+        self._downwards = False
+
+    @property
+    def waiting(self) -> bool:
+        return self.units_done < self.units
+
+    def begin(self, gradient_scale: float, learning_rate: float, *, downwards: bool) -> None:
+        """Makes ready the updates by all gradients there are, or come to be, times `gradient_scale`: from the first
+        unit on, as the forward pass needs them, or `downwards` from the last, as the backward is done with them."""
+        self.hyper = replace(
+            self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale
+        )
+        pieces = self._store.pieces
+        self._pieces = sorted(pieces, key=lambda piece: -piece.part.unit) if downwards else pieces
+        self._next, self._downwards = 0, downwards
+        self.ring.begin(self._pieces)
+        self.units_done = 0
+        self.ring.copies.wait_for_compute()
+
+    def run(self, units: int) -> None:
+        """Sees to it that so many units are updated for all that is computed from here on. Where memory runs out, what
+        is still to be made is made by the next call."""
+        if self.units_done >= units:
+            return
+        if self._downwards:  # their gradients came to be since the pass was begun
+            self.ring.copies.wait_for_compute()
+        try:
+            while self.units_done < units:
+                self._go_on()
+        finally:
+            self.ring.copies.hold_compute()
+
+    def flush(self) -> None:
+        """Makes every update that still waits; returns when all states have arrived where they belong."""
+        self.run(self.units)
+        self.ring.synchronize()
+
+    def move_states(self, resident_units: int) -> bool:
+        """Moves states into RAM (Store.stream), also in the middle of a pass, which goes on with the piece that it had
+        come to; the result is whether they are page-locked."""
+        self.ring.synchronize()
+        if self._store.device.type == "cuda":
+            torch.cuda.synchronize(self._store.device)
+        try:
+            locked = self._store.stream(resident_units)
+            self.ring.fit(self._store.pieces)
+        finally:
+            self.ring.begin(self._pieces[self._next :])
+        return locked
+
+    @torch.no_grad()
+    def _go_on(self) -> None:
+        """Updates the next piece, or comes to the end of a unit and says so in `units_done`. A part's gradient is freed
+        after its last piece."""
+        if self._next == len(self._pieces):
+            self.units_done = self.units
+            return
+        piece = self._pieces[self._next]
+        part = piece.part
+        state = self.ring.take(piece)
+        before = self.units - 1 - part.unit if self._downwards else part.unit
+        if before > self.units_done:  # whatever units lie between have no parameters
+            self.units_done = before
+            return
+        if part.gradient is not None:  # else nothing of it took part in this step
+            with self.ring.copies.updating():
+                self._update(piece, state)
+        self.ring.give_back(piece)
+        self._next += 1
+        if piece is part.pieces[-1]:
+            part.gradient = None

@@ -1,0 +1,182 @@
+"""Whether the operators of operators.py can be had on a GPU, and the updates of optimizers.py made of them.
+
+Where Triton is missing, or a kernel does not compile or does not agree with the lines that it stands for, those lines
+run, and the plan is made for them.
+"""
+
+import importlib.util
+from functools import cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from lowmem.core import optimizers
+from lowmem.core.logits import LogitFunction
+from lowmem.core.loss import IGNORED, linear_cross_entropy
+from lowmem.core.optimizers import Hyperparameters, Optimizer, State
+from lowmem.core.precision import join, split
+
+OLDEST_CAPABILITY = (7, 5)  # that today's Triton compiles for
+KINDS_OF_LOGITS = (  # whether they have a bias, and what a model makes of them: Triton compiles a kernel for each
+    (False, LogitFunction()),
+    (True, LogitFunction()),
+    (False, LogitFunction(5.0, 0.25)),
+)
+SIZES = (4096, 4097)  # Triton compiles another kernel for numbers that 16 divides
+MOST_LOSS_ERROR = 0.02  # logits, and the gradients for them, are rounded to 16 bit: 0.006 in bf16 on the CPU
+MOST_ULPS = 8  # between a kernel and the eager lines: some fused products and sums, and a square root
+
+
+def update(
+    optimizer: Optimizer, working: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, decay: bool
+) -> None:
+    """adam.update in one kernel; for 8-bit moments in bitsandbytes' and one on each side of it, with 4 bytes of
+    temporaries per parameter."""
+    weight_decay = hyper.weight_decay if decay else 0.0
+    low = state.get("low")
+    if optimizer.name == "adamw":
+        numbers = optimizers.adamw_numbers(hyper, weight_decay)
+        torch.ops.lowmem.adamw(working, low, state["m"], state["v"], gradient, hyper.gradient_scale, *numbers)
+    elif optimizer.name == "sgd":
+        kept = 1 - hyper.learning_rate * weight_decay
+        torch.ops.lowmem.sgd(working, low, gradient, hyper.gradient_scale, kept, hyper.learning_rate)
+    elif low is None:
+        optimizers.update(optimizer, working, state, gradient, hyper, decay)
+    else:
+        master = torch.empty_like(working, dtype=torch.float32)
+        torch.ops.lowmem.join(working, low, master)
+        optimizer.rule(master, state, gradient, hyper, weight_decay, None)
+        torch.ops.lowmem.split(working, low, master)
+
+
+def may_run_beside(fused_kernels: bool, optimizer: Optimizer) -> bool:
+    """Whether updates may have a CUDA stream of their own: kernels allocate nothing, and launch all they do on the
+    stream that is current, unless they are bitsandbytes'."""
+    return fused_kernels and optimizer.any_stream
+
+
+def expected(capability: tuple[int, int]) -> bool:
+    """Whether a plan for a card of this compute capability counts on kernels."""
+    here = not torch.cuda.is_available() or importlib.util.find_spec("triton") is not None
+    return here and capability >= OLDEST_CAPABILITY
+
+
+def available(device: torch.device) -> bool:
+    """Whether `device` is a GPU that runs the kernels."""
+    return device.type == "cuda" and why_not(device) is None
+
+
+@cache
+def why_not(device: torch.device) -> str | None:
+    """Compiles the kernels and holds them to the eager lines; a sentence where they cannot be had, None where they
+    can. Some ten seconds the first time on a machine, then from Triton's cache."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        return "Triton compiles for cards from Turing on"
+    in_16_bit = (torch.float16, torch.bfloat16) if capability >= (8, 0) else (torch.float16,)  # what runs may ask for
+    try:
+        worst = max(
+            ulps
+            for name, dtype, size in product(("adamw", "sgd"), (torch.float32, *in_16_bit), SIZES)
+            for ulps in largest_ulps(device, name, dtype, size=size).values()
+        )
+        halves = all(halves_agree(device, dtype, size) for dtype in in_16_bit for size in SIZES)
+        loss = max(
+            loss_error(device, dtype, size, with_bias, differentiate, function)
+            for dtype, size, differentiate, (with_bias, function) in product(
+                in_16_bit, SIZES, (False, True), KINDS_OF_LOGITS
+            )
+        )
+    except Exception as error:  # whatever a compiler may say: none there, a driver too old, no room for its files
+        last = (str(error).strip() or "no reason given").splitlines()[-1]
+        return f"they do not run here ({type(error).__name__}: {last})"
+    if not halves:
+        return "a kernel splits or joins weights otherwise"
+    if not loss <= MOST_LOSS_ERROR:
+        return f"the loss or a gradient of it is {loss:.3g} off"
+    return None if worst <= MOST_ULPS else f"a kernel is {worst:.3g} units of the last place off"
+
+
+def loss_error(
+    device: torch.device, dtype: torch.dtype, words: int, with_bias: bool = True, differentiate: bool = True,
+    function: LogitFunction = LogitFunction(),  # noqa: B008  it is frozen
+) -> float:  # fmt: skip
+    """The largest distance, relative to its norm, of the loss and its gradients on `device` from those of the eager
+    lines on the CPU, in fp32, of the same 16-bit operands."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(rows, 16, generator=generator).to(dtype) for rows in (40, words))
+    labels, bias = torch.arange(40) * 7 % words, torch.randn(words, generator=generator)
+    labels[::5] = IGNORED
+
+    def results(device: torch.device, dtype: torch.dtype, fused: bool) -> list[Tensor]:
+        of_weight = torch.ones(weight.shape, device=device) if differentiate else None
+        of_bias = torch.ones(words, device=device) if differentiate and with_bias else None
+        found = linear_cross_entropy(
+            hidden.to(device, dtype), weight.to(device, dtype), labels.to(device), scale=0.5, chunk_tokens=32,
+            bias=bias.to(device) if with_bias else None, weight_gradient=of_weight, bias_gradient=of_bias, fused=fused,
+            function=function,
+        )  # fmt: skip
+        return [tensor.cpu().double() for tensor in (*found, of_weight, of_bias) if tensor is not None]
+
+    pairs = zip(results(device, dtype, True), results(torch.device("cpu"), torch.float32, False), strict=True)
+    return max(((found - truth).norm() / truth.norm()).item() for found, truth in pairs)
+
+
+def halves_agree(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether weights of all sizes are split and joined to the bit as precision.py does it."""
+    exponents = torch.linspace(-30, 10, size).exp2()
+    master = torch.randn(size, generator=torch.Generator().manual_seed(2)) * exponents
+    working, low = split(master, dtype)
+    there, low_there = torch.empty_like(working, device=device), torch.empty_like(low, device=device)
+    joined = torch.empty(size, device=device)
+    torch.ops.lowmem.split(there, low_there, master.to(device))
+    torch.ops.lowmem.join(there, low_there, joined)
+    same = torch.equal(there.cpu().view(torch.int16), working.view(torch.int16)) and torch.equal(low_there.cpu(), low)
+    return same and torch.equal(joined.cpu(), join(working, low))
+
+
+def largest_ulps(
+    device: torch.device,
+    optimizer_name: str,
+    dtype: torch.dtype,
+    rule: optimizers.UpdateRule = update,
+    size: int = 4097,
+) -> dict[str, float]:
+    """How far one update by `rule` on `device` is from optimizers.py's lines on the CPU, for the weight and each
+    moment: in units of the last place of the larger of old and new (for a weight also of the learning rate, which is
+    the size of a step: where the old moment and the gradient cancel, a step has fewer places), the largest over `size`
+    parameters."""
+    generator = torch.Generator().manual_seed(1)
+    optimizer = optimizers.get_optimizer(optimizer_name)
+    hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=3, gradient_scale=0.7)
+    working, low = split(torch.randn(size, generator=generator).mul_(0.02), dtype)
+    gradient = torch.randn(size, generator=generator).mul_(1e-3)
+    state = {
+        name: torch.zeros(n, dtype=kind) for name, (n, kind) in optimizers.state_layout(optimizer, size, dtype).items()
+    }
+    if "low" in state:
+        state["low"].copy_(low)
+    if "m" in state:
+        state["m"].copy_(torch.randn(size, generator=generator).mul_(1e-3))
+        state["v"].copy_(torch.rand(size, generator=generator).mul_(1e-6))
+
+    def numbers(working: Tensor, state: State) -> dict[str, Tensor]:
+        working, state = working.cpu(), {name: tensor.cpu() for name, tensor in state.items()}
+        return {"weight": join(working, state.pop("low", None)).clone()} | {
+            name: tensor.clone() for name, tensor in state.items()
+        }
+
+    before = numbers(working, state)
+    working_there, state_there = working.to(device, copy=True), {n: t.to(device, copy=True) for n, t in state.items()}
+    rule(optimizer, working_there, state_there, gradient.to(device, copy=True), hyper, True)
+    optimizers.update(optimizer, working, state, gradient, hyper, True)
+    found, truth = numbers(working_there, state_there), numbers(working, state)
+    smallest = {"weight": hyper.learning_rate}
+    return {name: _ulps(found[name], truth[name], before[name], smallest.get(name, 0.0)) for name in truth}
+
+
+def _ulps(found: Tensor, truth: Tensor, before: Tensor, smallest: float) -> float:
+    largest = torch.maximum(truth.abs(), before.abs()).clamp(min=smallest)
+    spacing = torch.nextafter(largest, torch.tensor(torch.inf)) - largest
+    return ((found.double() - truth.double()).abs() / spacing).max().item()

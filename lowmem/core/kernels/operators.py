@@ -1,0 +1,57 @@
+"""Operators of our own for GPUs, `torch.ops.lowmem`: what PyTorch does in several passes over memory, in one.
+
+    adamw, sgd, join, split     the updates of optimizers.py, halves of precision.py    (triton_kernels.py)
+    cross_entropy               a row of logits: its loss, its gradient in its place    (triton_kernels.py)
+    add_product                 accumulator += left @ right, in fp32, of 16-bit factors      (cuBLAS)
+
+They are operators, and not functions, so that a simulated step sees one operation with what it reads and writes, and
+no temporaries. On CPU tensors the kernels run in Triton's interpreter, for tests. fused.py says whether they can be
+had; the eager lines that they stand for remain where they are: optimizers.py, precision.py, loss.py, layers.py.
+"""
+
+import torch
+from torch import Tensor
+
+_numbers = "float gradient_scale, float kept"
+_adamw_numbers = f"{_numbers}, float one_minus_beta1, float beta2, float one_minus_beta2, float root, float epsilon"
+_SCHEMAS = {
+    "adamw": f"(Tensor(a!) working, Tensor(b!)? low, Tensor(c!) m, Tensor(d!) v, Tensor gradient, {_adamw_numbers}, "
+    "float step_size) -> ()",
+    "sgd": f"(Tensor(a!) working, Tensor(b!)? low, Tensor gradient, {_numbers}, float learning_rate) -> ()",
+    "join": "(Tensor working, Tensor low, Tensor(a!) master) -> ()",
+    "split": "(Tensor(a!) working, Tensor(b!) low, Tensor master) -> ()",
+    "cross_entropy": "(Tensor(a!) logits, Tensor? bias, Tensor labels, Tensor(b!) losses, float? scale, "
+    "float outer=1.0, float? inner=None) -> ()",
+    "add_product": "(Tensor(a!) accumulator, Tensor left, Tensor right) -> ()",
+}
+
+
+def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
+    """`accumulator` [M, N] fp32 += `left` [M, K] @ `right` [K, N], both of one 16-bit dtype, rounded once."""
+    if accumulator.is_cuda:
+        torch.addmm(accumulator, left, right, out_dtype=torch.float32, out=accumulator)
+    else:
+        accumulator.addmm_(left.float(), right.float())
+
+
+def row_stride(entries: int) -> int:
+    """The smallest with which Triton reads rows of so many numbers 16 bytes at a time: it asks for multiples of 16."""
+    return -(-entries // 16) * 16
+
+
+def _kernel(name: str):
+    def launch(*arguments) -> None:
+        from lowmem.core.kernels import triton_kernels  # needs Triton
+
+        getattr(triton_kernels, name)(*arguments)
+
+    return launch
+
+
+_library = torch.library.Library("lowmem", "DEF")
+for name, schema in _SCHEMAS.items():
+    _library.define(name + schema)
+    _library.impl(name, lambda *_: None, "Meta")
+    run = add_product if name == "add_product" else _kernel(name)
+    _library.impl(name, run, "CUDA")
+    _library.impl(name, run, "CPU")

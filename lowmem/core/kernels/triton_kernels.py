@@ -1,0 +1,214 @@
+"""The Triton kernels: updates and the loss, each in one pass over memory.
+
+Eagerly, every line of an update reads and writes whole tensors: AdamW moves about 140 bytes per parameter so, and holds
+three tensors of temporaries. Here every number is read once and written once, 28 bytes per parameter with a 16-bit
+working weight:
+
+    working 2 + low 2 + m 4 + v 4, read and written      24
+    gradient, read                                        4
+
+which is what a card's memory bandwidth allows. The arithmetic is optimizers.py's, line by line, in fp32; square root
+and division round correctly. A compiler may fuse a product and the sum that follows it, in either version, so the two
+agree to a few units of the last place and not to the bit; halves are split and joined exactly, in integers.
+
+The loss reads a row of 16-bit logits for its largest number and the sum of the exponentials, as it goes (Milakov and
+Gimelshein, arXiv:1805.02867), and once more to put the gradient in its place: 6 bytes a logit. Line by line it is about
+50, in fp32.
+
+Importing this needs Triton (it comes with PyTorch's CUDA builds for Linux). Tested in Triton's interpreter, and
+compiled for sm_75 to sm_90.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WORDS = 4096  # of the vocabulary, at a time: 16 for each of 256 threads
+BLOCK = 1024  # parameters per program: 8 for each of 128 threads, so that 16-bit numbers come 16 bytes at a time
+FP32, BF16, FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ROUND = tl.constexpr(1.5 * 2**23)  # added to a small fp32 number and taken off again, it leaves the nearest integer
+
+
+def adamw(working: Tensor, low: Tensor | None, m: Tensor, v: Tensor, gradient: Tensor, *numbers: float) -> None:
+    """In place, all tensors [n]; `numbers`: those of adam.adamw_numbers, and before them the gradient's scale."""
+    _launch(_adamw, working, low, m, v, gradient, numbers=numbers)
+
+
+def sgd(working: Tensor, low: Tensor | None, gradient: Tensor, *numbers: float) -> None:
+    """In place; `numbers`: the gradient's scale, what decay leaves of a weight, and the learning rate."""
+    _launch(_sgd, working, low, gradient, numbers=numbers)
+
+
+def join(working: Tensor, low: Tensor, master: Tensor) -> None:
+    """Writes the fp32 `master` of (`working`, `low`), all [n]."""
+    _launch(_join_all, working, low, master)
+
+
+def split(working: Tensor, low: Tensor, master: Tensor) -> None:
+    """Writes (`working`, `low`) of the fp32 `master`, all [n]."""
+    _launch(_split_all, working, low, master)
+
+
+def _launch(kernel, working: Tensor, low: Tensor | None, *others: Tensor, numbers: tuple[float, ...] = ()) -> None:
+    n, kind = working.numel(), _KINDS[working.dtype]
+    bits = working if low is None else working.view(torch.int16)
+    halves = bits, bits if low is None else low  # a kernel for fp32 does not look at the second
+    kernel[(triton.cdiv(n, BLOCK),)](*halves, *others, n, *numbers, KIND=kind, BLOCK=BLOCK, num_warps=4)
+
+
+def cross_entropy(
+    logits: Tensor, bias: Tensor | None, labels: Tensor, losses: Tensor, scale: float | None,
+    outer: float = 1.0, inner: float | None = None,
+) -> None:  # fmt: skip
+    """Writes `losses` [C] fp32 of f(`logits` [C, V] + `bias` [V] fp32), of any dtype, and unless `scale` is None
+    `scale` times their gradient in the place of the logits; 0 where one of the `labels` [C] is -100. f is
+    `outer` * z, or with `inner` `outer` * tanh(`inner` * z) (logits.py).
+
+    `labels` and `bias` are contiguous. Rows begin at multiples of 16 numbers (operators.row_stride), and what lies
+    behind a row's V is overwritten."""
+    _cross_entropy[(logits.shape[0],)](
+        logits, logits if bias is None else bias, labels, losses, 0.0 if scale is None else scale, outer, inner or 0.0,
+        logits.shape[1], logits.stride(0), HAS_BIAS=bias is not None, CAPPED=inner is not None,
+        DIFFERENTIATE=scale is not None, BLOCK=WORDS, num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _cross_entropy(
+    logits_at, bias_at, labels_at, losses_at, scale, outer, inner, words, stride,
+    HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr, DIFFERENTIATE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_at + row)
+    logits_at += row * stride
+    highest = tl.full((), -3.0e38, tl.float32)  # finite: a block may be -inf throughout
+    total = tl.zeros((), tl.float32)
+    for start in range(0, stride, BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        z = outer * _logits(logits_at, bias_at, word, words, stride, inner, HAS_BIAS, CAPPED)
+        z = tl.where(word < words, z, float("-inf"))
+        higher = tl.maximum(highest, tl.max(z, axis=0))
+        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(z - higher), axis=0)
+        highest = higher
+    log_total = tl.log(total)
+    counted = label != -100
+    target = tl.load(logits_at + label, counted, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        target += tl.load(bias_at + label, counted, other=0.0)
+    if CAPPED:
+        target = _tanh(inner * target)
+    tl.store(losses_at + row, tl.where(counted, log_total + highest - outer * target, 0.0))
+    if DIFFERENTIATE:
+        factor = tl.where(counted, scale, 0.0) * outer
+        if CAPPED:
+            factor *= inner
+        tl.debug_barrier()  # the target's logit is read by one thread, and overwritten by another
+        for start in range(0, stride, BLOCK):
+            word = start + tl.arange(0, BLOCK)
+            z = _logits(logits_at, bias_at, word, words, stride, inner, HAS_BIAS, CAPPED)
+            share = tl.div_rn(tl.exp(outer * z - highest), total)
+            gradient = factor * (share - tl.where(word == label, 1.0, 0.0))
+            if CAPPED:
+                gradient *= 1 - z * z
+            tl.store(logits_at + word, gradient.to(logits_at.dtype.element_ty), word < stride)
+
+
+@triton.jit
+def _logits(logits_at, bias_at, word, words, stride, inner, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr):
+    """But for the factor `outer`; 0 behind a row's words."""
+    z = tl.load(logits_at + word, word < stride, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        z += tl.load(bias_at + word, word < words, other=0.0)
+    if CAPPED:
+        z = _tanh(inner * z)
+    return tl.where(word < words, z, 0.0)
+
+
+@triton.jit
+def _tanh(x):
+    """To 1e-7, absolutely: the compiler's own is not in the interpreter."""
+    return 1 - tl.div_rn(2.0, tl.exp(2 * x) + 1)
+
+
+@triton.jit
+def _adamw(
+    working_at, low_at, m_at, v_at, gradient_at, n,
+    gradient_scale, kept, one_minus_beta1, beta2, one_minus_beta2, root_of_correction2, epsilon, step_size,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = place < n
+    g = tl.load(gradient_at + place, there) * gradient_scale
+    m = tl.load(m_at + place, there)
+    v = tl.load(v_at + place, there)
+    w = _read(working_at, low_at, place, there, KIND) * kept
+    m = m + one_minus_beta1 * (g - m)
+    v = v * beta2 + one_minus_beta2 * g * g
+    denominator = tl.div_rn(tl.sqrt_rn(v), root_of_correction2) + epsilon
+    w = w - tl.div_rn(step_size * m, denominator)
+    tl.store(m_at + place, m, there)
+    tl.store(v_at + place, v, there)
+    _write(working_at, low_at, place, there, w, KIND)
+
+
+@triton.jit
+def _sgd(
+    working_at, low_at, gradient_at, n, gradient_scale, kept, learning_rate, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = place < n
+    g = tl.load(gradient_at + place, there) * gradient_scale
+    w = _read(working_at, low_at, place, there, KIND) * kept - learning_rate * g
+    _write(working_at, low_at, place, there, w, KIND)
+
+
+@triton.jit
+def _join_all(working_at, low_at, master_at, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = place < n
+    tl.store(master_at + place, _read(working_at, low_at, place, there, KIND), there)
+
+
+@triton.jit
+def _split_all(working_at, low_at, master_at, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = place < n
+    _write(working_at, low_at, place, there, tl.load(master_at + place, there), KIND)
+
+
+@triton.jit
+def _read(working_at, low_at, place, there, KIND: tl.constexpr):
+    """The fp32 master weight: precision.join, on the bits of the working weight as int16."""
+    working = tl.load(working_at + place, there)
+    if KIND == FP32:
+        master = working
+    else:
+        low = tl.load(low_at + place, there)
+        if KIND == BF16:
+            master = ((working.to(tl.int32) << 16) + low.to(tl.int32)).to(tl.float32, bitcast=True)
+        else:
+            unit = (((working.to(tl.int32) >> 10) & 0x1F) + (127 - 39)) << 23
+            high = working.to(tl.float16, bitcast=True).to(tl.float32)
+            master = high + low.to(tl.float32) * unit.to(tl.float32, bitcast=True)
+    return master
+
+
+@triton.jit
+def _write(working_at, low_at, place, there, master, KIND: tl.constexpr):
+    """precision.split of an fp32 master weight, its working half stored as the bits of that."""
+    if KIND == FP32:
+        tl.store(working_at + place, master, there)
+    elif KIND == BF16:
+        bits = master.to(tl.int32, bitcast=True)
+        high = (bits + 0x8000) >> 16
+        tl.store(working_at + place, high.to(tl.int16), there)
+        tl.store(low_at + place, (bits - (high << 16)).to(tl.int16), there)
+    else:
+        working = master.to(tl.float16)
+        bits = working.to(tl.int16, bitcast=True)
+        one_over_unit = (127 + 39 - ((bits.to(tl.int32) >> 10) & 0x1F)) << 23  # a power of two: the product is exact
+        steps = (master - working.to(tl.float32)) * one_over_unit.to(tl.float32, bitcast=True)
+        tl.store(working_at + place, bits, there)
+        tl.store(low_at + place, ((steps + _ROUND) - _ROUND).to(tl.int16), there)

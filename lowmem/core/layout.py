@@ -1,0 +1,67 @@
+"""How a step is laid out: its micro-batches, groups and segments, what blocks keep, which states are on the device.
+
+No layout changes a bit of the result but for the size of its micro-batches.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Segment
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`micro_batch` in sequences, `group` in micro-batches, `segment_blocks` in blocks.
+
+    `first_group`: that of the first group, where it is larger. Its forward pass is what the updates hide behind, and it
+    finds room: the inputs that it keeps grow as held gradients are spent, and go as new ones come to be. 0: as the
+    others.
+    `recompute`: whether blocks run again in backward; of those that would, the last `whole_blocks` keep all that
+    backward needs, and the `product_blocks` before them their products (recompute.py). The last ones, because theirs is
+    the memory that is free again first. `norm_first`: whether forward and backward run twice, the first time for the
+    norm alone; the whole batch is one group then. `defer`: whether updates wait for the next forward.
+    """
+
+    micro_batch: int
+    group: int
+    segment_blocks: int
+    recompute: bool
+    product_blocks: int = 0
+    whole_blocks: int = 0
+    norm_first: bool = False
+    defer: bool = True
+    first_group: int = 0
+
+    def groups(self, micro_batches: int) -> list[slice]:
+        """A step's micro-batches, cut into groups."""
+        starts = [0, *range(self.first_group or self.group, micro_batches, self.group)]
+        return [slice(*ends) for ends in pairwise([*starts, micro_batches])]
+
+    def segments(self, blocks: int) -> list[Segment]:
+        """All of a model's `blocks`, in order."""
+        if not self.recompute:
+            return _cut(range(blocks), self.segment_blocks, ALL)
+        whole = max(blocks - self.whole_blocks, 0)
+        products = max(whole - self.product_blocks, 0)
+        return [
+            *_cut(range(products), self.segment_blocks, INPUT),
+            *_cut(range(products, whole), 1, PRODUCTS),
+            *_cut(range(whole, blocks), 1, ALL),
+        ]
+
+
+def _cut(blocks: range, length: int, keep: str) -> list[Segment]:
+    return [
+        Segment(range(start, min(start + length, blocks.stop)), keep)
+        for start in range(blocks.start, blocks.stop, length)
+    ]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A step's schedule and where its states lie: those of the first `resident_units` on the device. An evaluation has
+    micro-batches of its own, of `evaluation_rows` sequences."""
+
+    schedule: Schedule
+    resident_units: int
+    evaluation_rows: int

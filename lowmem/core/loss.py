@@ -1,0 +1,130 @@
+"""Cross-entropy of a linear head without ever holding all logits.
+
+For N tokens and V words the logits of a naive loss are N x V fp32 numbers, several times over: 196 MiB per copy for
+1,024 tokens of GPT-2. Here tokens go through the head a chunk at a time, and each chunk's loss and gradients are taken
+while its logits exist (as in Liger-Kernel and Apple's CCE, arXiv:2411.09009). Per token n with target y:
+
+    z = h W^T + b,   loss = log sum_v exp(z_v) - z_y,   dz = softmax(z) - onehot(y)
+    dh = dz W,       dW += dz^T h,                      db += dz
+
+Where a model scales or caps its logits (logits.py), f(z) takes the place of z, and dz is f'(z) times as much.
+
+Precision: logits in the weights' dtype (what autocast computes), f and the softmax in fp32, dz rounded to the weights'
+dtype, and dW summed in fp32 straight into the accumulator of the (tied) embedding, a band of words at a time, so that
+no second gradient of V x D ever exists.
+
+Memory beside the operands: chunk_tokens x V x (4 + 2) bytes in 16 bit (147 MiB for GPT-2 at 512 tokens) or x 4 in fp32
+(4 more for a cap), and a band of 8,192 x D in 16 bit. `fused`, on GPUs with operators.py's: chunks of 1,024 tokens x V
+x 2 bytes (98 MiB) and no band, since dz takes the place of the logits in one kernel and the product adds to the
+accumulator itself.
+"""
+
+import torch
+from torch import Tensor
+
+from lowmem.core.kernels import operators
+from lowmem.core.logits import LogitFunction
+
+IGNORED = -100
+CHUNK_TOKENS = 512
+FUSED_CHUNK_TOKENS = 1024  # the accumulator is read and written once a chunk: with fewer, that takes the time
+_BAND_WORDS = 8192
+
+
+@torch.no_grad()
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    function: LogitFunction = LogitFunction(),  # noqa: B008  it is frozen
+    weight_gradient: Tensor | None = None,
+    bias_gradient: Tensor | None = None,
+    chunk_tokens: int | None = None,
+    fused: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Sum of the losses of all tokens whose label is not -100, and the gradient for `hidden`.
+
+    `hidden` [N, D] and `weight` [V, D] of one dtype, `labels` [N] int64, `bias` [V] fp32 or None. `weight_gradient`
+    [V, D] and `bias_gradient` [V], both fp32, are added to; without `weight_gradient` nothing is differentiated and the
+    second result is None. Every gradient is multiplied by `scale`; the loss is not. `function`: what the model makes of
+    its logits. `fused` takes 16-bit operands.
+    """
+    differentiate = weight_gradient is not None
+    wanted = scale if differentiate else None
+    chunk_tokens = chunk_tokens or (FUSED_CHUNK_TOKENS if fused else CHUNK_TOKENS)
+    hidden_gradient = torch.empty_like(hidden) if differentiate else None
+    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    rows = min(chunk_tokens, hidden.shape[0])
+    room = hidden.new_empty(rows, operators.row_stride(weight.shape[0])) if fused else None
+    for start in range(0, hidden.shape[0], chunk_tokens):
+        chunk = hidden[start : start + chunk_tokens]
+        targets = labels[start : start + chunk_tokens]
+        if fused:
+            losses, gradient = _in_one_kernel(chunk, weight, bias, targets, wanted, function, room)
+        else:
+            losses, gradient = _line_by_line(chunk, weight, bias, targets, wanted, function)
+        loss += losses.sum()
+        if not differentiate:
+            continue
+        if bias_gradient is not None:
+            bias_gradient += gradient.sum(dim=0, dtype=torch.float32)
+        gradient = gradient.to(weight.dtype)
+        torch.mm(gradient, weight, out=hidden_gradient[start : start + chunk_tokens])
+        if fused:
+            torch.ops.lowmem.add_product(weight_gradient, gradient.T, chunk)
+            continue
+        for word in range(0, weight.shape[0], _BAND_WORDS):
+            band = weight_gradient[word : word + _BAND_WORDS]
+            if weight.dtype is torch.float32:
+                band.addmm_(gradient[:, word : word + _BAND_WORDS].T, chunk)
+            else:
+                band += gradient[:, word : word + _BAND_WORDS].T @ chunk
+        del gradient
+    return loss, hidden_gradient
+
+
+def _line_by_line(
+    chunk: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float | None, function: LogitFunction
+) -> tuple[Tensor, Tensor | None]:
+    """The losses of a chunk's tokens [C] and, unless `scale` is None, the gradient for its logits [C, V] in fp32."""
+    counted = targets != IGNORED
+    targets = targets.clamp(min=0)[:, None]
+    logits = torch.nn.functional.linear(chunk, weight).float()  # [C, V] fp32; in place from here on
+    if bias is not None:
+        logits += bias
+    slope = None  # of a cap, but for its factors
+    if function.inner is not None:
+        logits.mul_(function.inner).tanh_()
+        slope = None if scale is None else logits.square().neg_().add_(1)
+    if function.outer != 1:
+        logits *= function.outer
+    maximum = logits.amax(dim=1, keepdim=True)
+    target_logit = logits.gather(1, targets)
+    exponentials = logits.sub_(maximum).exp_()
+    total = exponentials.sum(dim=1, keepdim=True)
+    losses = torch.where(counted, (total.log() + maximum - target_logit)[:, 0], 0.0)
+    if scale is None:
+        return losses, None
+    factor = counted.to(torch.float32)[:, None] * (scale * function.outer * (function.inner or 1))
+    gradient = exponentials.mul_(factor / total).scatter_add_(1, targets, -factor)
+    return losses, gradient if slope is None else gradient.mul_(slope)
+
+
+def _in_one_kernel(
+    chunk: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    scale: float | None,
+    function: LogitFunction,
+    room: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """The same, the gradient in the weights' dtype, in `room` [C or more, a row stride]."""
+    logits = room[: chunk.shape[0], : weight.shape[0]]
+    torch.mm(chunk, weight.T, out=logits)
+    losses = torch.empty(chunk.shape[0], dtype=torch.float32, device=chunk.device)
+    torch.ops.lowmem.cross_entropy(logits, bias, targets, losses, scale, function.outer, function.inner)
+    return losses, logits

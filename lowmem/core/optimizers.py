@@ -1,0 +1,187 @@
+"""The optimizers, each one pure function of (working weight, state, gradient, hyperparameters), applied in place.
+
+    g = gradient x gradient_scale          (1 / loss scale, and what clipping leaves of it)
+    w = join(working, low)                 fp32, see precision.py
+    w = w - lr wd w                        decoupled weight decay (matrices only: biases and norms do not decay)
+    m = m + (1 - b1) (g - m)
+    v = b2 v + (1 - b2) g^2
+    w = w - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+    working, low = split(w)
+
+AdamW: Loshchilov and Hutter, arXiv:1711.05101; the order of operations is torch.optim.AdamW's. Everything is
+elementwise, so it does not matter whether it is applied to a whole unit or to pieces of it, nor where the state lay a
+moment before. Memory that runs out leaves no update half made: all that one needs is allocated before it changes
+anything. Bytes of state per parameter, beside the 2 (16 bit) or 4 (fp32) of the working weight:
+
+    adamw      low 2 + m 4 + v 4 = 10 (fp32 working weights: 8)
+    adamw8bit  low 2 + m 1 + v 1 = 4, and 8 per 256 parameters (bitsandbytes' blockwise quantisation, arXiv:2110.02861)
+    sgd        low 2
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from lowmem.core.precision import join, split_into
+from lowmem.errors import InputError
+
+State = dict[str, Tensor]
+UpdateRule = Callable[["Optimizer", Tensor, State, Tensor, "Hyperparameters", bool], None]  # as `update`
+BLOCK = 256  # parameters that share a scale in 8-bit states; every slice handed to an update starts at a multiple
+CPU_SLICE = 2**18  # parameters at once on the CPU: temporaries stay in the cache, ten times faster than 2**22
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """`update` counts from 1; `gradient_scale` multiplies every gradient first."""
+
+    learning_rate: float
+    weight_decay: float
+    update: int
+    gradient_scale: float = 1.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A name, what it keeps per parameter ({name: (parameters per entry, dtype)}, `low` apart) and its rule;
+    `any_stream`: whether that runs on whatever CUDA stream is current.
+
+    The rule updates master weights [n] fp32 and their state in place by a gradient [n] fp32, which it scales; `room`
+    [n] fp32 is there for it to write into. It allocates nothing after its first change."""
+
+    name: str
+    entries: dict[str, tuple[int, torch.dtype]]
+    rule: Callable[[Tensor, State, Tensor, Hyperparameters, float, Tensor | None], None]
+    any_stream: bool = True
+
+
+def state_layout(optimizer: Optimizer, elements: int, dtype: torch.dtype) -> dict[str, tuple[int, torch.dtype]]:
+    """{name: (entries, dtype)} of the state for `elements` parameters whose working weights are in `dtype`."""
+    layout = {name: (math.ceil(elements / per), kind) for name, (per, kind) in optimizer.entries.items()}
+    return layout if dtype is torch.float32 else {"low": (elements, torch.int16)} | layout
+
+
+def slice_state(optimizer: Optimizer, state: State, start: int, stop: int) -> State:
+    """Views of `state` for parameters `start` to `stop`; `start` is a multiple of BLOCK."""
+    per = {name: per for name, (per, _) in optimizer.entries.items()}
+    return {name: t[start // per.get(name, 1) : math.ceil(stop / per.get(name, 1))] for name, t in state.items()}
+
+
+def update(
+    optimizer: Optimizer,
+    working: Tensor,
+    state: State,
+    gradient: Tensor,
+    hyper: Hyperparameters,
+    decay: bool,
+    at_once: int | None = None,
+) -> None:
+    """One update in place, an UpdateRule: `working` [n] in whatever computes, `state` of `state_layout`, `gradient`
+    [n] fp32 (scaled in place: it is spent afterwards); `at_once` elements at a time, a multiple of BLOCK, or all.
+
+    Where memory runs out within it, nothing has been changed yet; with `at_once` that is so of each slice alone."""
+    size = at_once or working.numel()
+    for start in range(0, working.numel(), size):
+        stop = min(start + size, working.numel())
+        part, kept = working[start:stop], slice_state(optimizer, state, start, stop)
+        master = join(part, kept.get("low"))
+        room = torch.empty_like(master)
+        optimizer.rule(master, kept, gradient[start:stop], hyper, hyper.weight_decay if decay else 0.0, room)
+        if "low" in kept:
+            split_into(master, part, kept["low"], room)
+
+
+update_in_slices = partial(update, at_once=CPU_SLICE)
+
+
+def adamw_numbers(hyper: Hyperparameters, weight_decay: float) -> tuple[float, ...]:
+    """1 - lr wd, 1 - b1, b2, 1 - b2, sqrt(1 - b2^t), eps, lr / (1 - b1^t): AdamW's, but for the gradient's scale."""
+    correction1 = 1 - hyper.beta1**hyper.update
+    correction2 = 1 - hyper.beta2**hyper.update
+    kept, step_size = 1 - hyper.learning_rate * weight_decay, hyper.learning_rate / correction1
+    return kept, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, math.sqrt(correction2), hyper.epsilon, step_size
+
+
+def _adamw(
+    master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float, room: Tensor
+) -> None:  # fmt: skip
+    kept, one_minus_beta1, beta2, one_minus_beta2, root, epsilon, step_size = adamw_numbers(hyper, weight_decay)
+    m, v = state["m"], state["v"]
+    gradient.mul_(hyper.gradient_scale)
+    master.mul_(kept)
+    m.lerp_(gradient, one_minus_beta1)
+    v.mul_(beta2).addcmul_(gradient, gradient, value=one_minus_beta2)
+    denominator = torch.sqrt(v, out=room).div_(root).add_(epsilon)
+    master.addcdiv_(m, denominator, value=-step_size)
+
+
+def _adamw8bit(
+    master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float, room: Tensor | None
+) -> None:  # fmt: skip
+    from bitsandbytes import functional
+
+    signed, unsigned = _quantisation_maps(master.device)  # which the first update allocates, so before any change
+    gradient.mul_(hyper.gradient_scale)
+    functional.optimizer_update_8bit_blockwise(
+        "adam",
+        gradient,
+        master,
+        state["m"],
+        state["v"],
+        hyper.beta1,
+        hyper.beta2,
+        0.0,
+        0.0,
+        hyper.epsilon,
+        hyper.update,
+        hyper.learning_rate,
+        signed,
+        unsigned,
+        state["m_scale"],
+        state["v_scale"],
+        weight_decay,
+    )
+
+
+def _sgd(
+    master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float, room: Tensor
+) -> None:  # fmt: skip
+    gradient.mul_(hyper.gradient_scale)
+    master.mul_(1 - hyper.learning_rate * weight_decay).sub_(gradient, alpha=hyper.learning_rate)
+
+
+@cache
+def _quantisation_maps(device: torch.device) -> tuple[Tensor, Tensor]:
+    from bitsandbytes import functional
+
+    return functional.create_dynamic_map(True).to(device), functional.create_dynamic_map(False).to(device)
+
+
+_BYTE, _FLOAT = torch.uint8, torch.float32
+OPTIMIZERS = {
+    "adamw": Optimizer("adamw", {"m": (1, _FLOAT), "v": (1, _FLOAT)}, _adamw),
+    "adamw8bit": Optimizer(
+        "adamw8bit",
+        {"m": (1, _BYTE), "v": (1, _BYTE), "m_scale": (BLOCK, _FLOAT), "v_scale": (BLOCK, _FLOAT)},
+        _adamw8bit,
+        any_stream=False,  # bitsandbytes launches its kernel on the default stream, which waits for no other
+    ),
+    "sgd": Optimizer("sgd", {}, _sgd),
+}
+
+
+def get_optimizer(name: str) -> Optimizer:
+    """One of OPTIMIZERS; for `adamw8bit`, InputError where bitsandbytes is not installed."""
+    if name == "adamw8bit":
+        try:
+            import bitsandbytes  # noqa: F401
+        except ImportError:
+            raise InputError("--optimizer adamw8bit needs the package bitsandbytes; pip install bitsandbytes") from None
+    return OPTIMIZERS[name]

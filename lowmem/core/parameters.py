@@ -1,0 +1,231 @@
+"""Where every number lies: flat tensors of working weights, gradients and optimizer states.
+
+Each unit of the decoder is stored in two parts: its matrices, in the working dtype, which decay; and its vectors (norms
+and biases, 0.05% of GPT-2), in fp32, which do not. The model's parameters become views into their part's working
+weights, so an update is a few operations on long vectors and a few copies, whatever the number of parameters. Each
+parameter starts at a multiple of BLOCK elements, so that 8-bit states of one never share a scale with another's. A part
+is updated in pieces of at most PIECE elements, which bounds the staging ring.
+
+Bytes per parameter: 2 working (4 in fp32) on the device; 4 for the fp32 gradient while there is one; the optimizer's
+state (optimizers.py) on the device or in RAM.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lowmem.core.decoder import Decoder
+from lowmem.core.offload import State, host_tensor, page_lock
+from lowmem.core.optimizers import BLOCK, Optimizer, slice_state, state_layout
+from lowmem.core.precision import RUN_ELEMENTS, join, runs, split
+
+PIECE = 2**22
+
+
+@dataclass
+class Piece:
+    """A run of one part's elements that is updated at once."""
+
+    part: "Part"
+    start: int
+    stop: int
+    decay: bool
+    state: State
+    streamed: bool
+
+
+class Part:
+    """One unit's matrices or vectors: `working` [n], `state` {name: [entries]}, `gradient` [n] fp32 or None.
+
+    `name` is unique in the store; `unit` counts the decoder's units from 0 (the embedding).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        unit: int,
+        parameters: dict[str, nn.Parameter],
+        device: torch.device,
+        dtype: torch.dtype,
+        optimizer: Optimizer,
+        *,
+        decay: bool,
+        streamed: bool,
+        host_tensor: Callable[[int, torch.dtype], Tensor],
+    ):
+        self.name, self.unit = name, unit
+        self._optimizer = optimizer
+        self.gradient: Tensor | None = None
+        self._places: dict[str, tuple[int, torch.Size]] = {}
+        end = 0
+        for parameter_name, parameter in parameters.items():
+            self._places[parameter_name] = (end, parameter.shape)
+            end += math.ceil(parameter.numel() / BLOCK) * BLOCK
+        self.streamed = streamed
+        self.working = torch.zeros(end, dtype=dtype, device=device)
+        self.state: State = {}
+        for key, (entries, kind) in state_layout(optimizer, end, dtype).items():
+            if streamed:
+                self.state[key] = host_tensor(entries, kind)
+            else:
+                self.state[key] = torch.zeros(entries, dtype=kind, device=device)
+        bounds = [(start, min(start + PIECE, end)) for start in range(0, end, PIECE)]
+        self.pieces = [
+            Piece(self, start, stop, decay, slice_state(optimizer, self.state, start, stop), streamed)
+            for start, stop in bounds
+        ]
+
+    def stream(self, host_tensor: Callable[[int, torch.dtype], Tensor]) -> None:
+        """Moves the state from the device to where `host_tensor` puts it; all of it or, where that fails, nothing."""
+        state = {key: host_tensor(tensor.numel(), tensor.dtype) for key, tensor in self.state.items()}
+        for key, tensor in self.state.items():
+            state[key].copy_(tensor)
+        self.state, self.streamed = state, True
+        for piece in self.pieces:
+            piece.state = slice_state(self._optimizer, state, piece.start, piece.stop)
+            piece.streamed = True
+
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        """The elements of parameter `name` in `flat` [n], in the parameter's shape."""
+        start, shape = self._places[name]
+        return flat[start : start + shape.numel()].view(shape)
+
+    def gradient_of(self, name: str) -> Tensor:
+        """The fp32 accumulator of parameter `name`; the part's accumulators come into being with the first call."""
+        if self.gradient is None:
+            self.gradient = torch.zeros(self.working.numel(), dtype=torch.float32, device=self.working.device)
+        return self.view(self.gradient, name)
+
+    def write(self, name: str, master: Tensor, start: int = 0) -> None:
+        """Sets parameter `name` to the fp32 tensor `master`, or its elements from `start` on to those of `master`,
+        wherever that lies; a run at a time."""
+        for run in runs(master):
+            high, low = split(run.to(torch.float32), self.working.dtype)
+            stop = start + run.numel()
+            self._flat(self.working, name)[start:stop].copy_(high)
+            if low is not None:
+                self._flat(self.state["low"], name)[start:stop].copy_(low)
+            start = stop
+
+    def master_runs(self, name: str) -> Iterator[Tensor]:
+        """Parameter `name` in fp32, in its order, as new flat tensors of at most RUN_ELEMENTS elements on the CPU."""
+        halves = [self.working, self.state["low"]] if "low" in self.state else [self.working]
+        for pieces in zip(*(self._flat(half, name).split(RUN_ELEMENTS) for half in halves), strict=True):
+            high, *low = (piece.to("cpu", copy=True) for piece in pieces)
+            yield join(high, *low)
+
+    def master(self, name: str) -> Tensor:
+        """Parameter `name` in fp32, as a new tensor on the CPU."""
+        return torch.cat(list(self.master_runs(name))).view(self._places[name][1])
+
+    def _flat(self, flat: Tensor, name: str) -> Tensor:
+        return self.view(flat, name).view(-1)
+
+    def names(self) -> list[str]:
+        return list(self._places)
+
+
+class Store:
+    """All parts of a decoder; making it gives the decoder's parameters (on the meta device until then) their storage.
+
+    The first `resident_units` of the decoder's units keep their state on the device: they are needed first in the
+    forward pass and their gradients are final last, so streaming them would overlap least. The rest is streamed, and
+    lies where `host_tensor` puts it.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        device: torch.device,
+        dtype: torch.dtype,
+        optimizer: Optimizer,
+        resident_units: int,
+        host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor,
+    ):
+        self.parameter_count = sum(p.numel() for p in decoder.model.parameters())
+        self.resident_units, self._host_tensor = min(resident_units, len(decoder.units)), host_tensor
+        holders: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied weight has several
+        for module in decoder.model.modules():
+            for name, parameter in module._parameters.items():
+                holders.setdefault(id(parameter), []).append((module, name))
+        self.parts: list[Part] = []
+        for index, unit in enumerate(decoder.units):
+            for kind, chosen in (
+                ("matrices", {name: p for name, p in unit.parameters.items() if p.dim() >= 2}),
+                ("vectors", {name: p for name, p in unit.parameters.items() if p.dim() < 2}),
+            ):
+                if not chosen:
+                    continue
+                part = Part(
+                    f"{unit.name} {kind}",
+                    index,
+                    chosen,
+                    device,
+                    dtype if kind == "matrices" else torch.float32,
+                    optimizer,
+                    decay=kind == "matrices",
+                    streamed=index >= resident_units,
+                    host_tensor=host_tensor,
+                )
+                self.parts.append(part)
+                for name, parameter in chosen.items():
+                    unit.parameters[name] = nn.Parameter(part.view(part.working, name))
+                    for module, place in holders[id(parameter)]:
+                        module._parameters[place] = unit.parameters[name]
+        self.pieces = [piece for part in self.parts for piece in part.pieces]
+        self.device = device
+        self._part_of = {name: part for part in self.parts for name in part.names()}
+        for module in decoder.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
+
+    def page_lock(self) -> bool:
+        """Page-locks what is streamed to a GPU, and says whether all of it could be. To be called when the weights are
+        in place: locking makes every page resident, and until then loading needs the room."""
+        if self.device.type != "cuda":
+            return True
+        tensors = [tensor for part in self.parts if part.streamed for tensor in part.state.values()]
+        return all([page_lock(tensor) for tensor in tensors])
+
+    def state_bytes(self, units: range) -> int:
+        """Of the optimizer's states of these units."""
+        parts = (part for part in self.parts if part.unit in units)
+        return sum(tensor.nbytes for part in parts for tensor in part.state.values())
+
+    def stream(self, resident_units: int) -> bool:
+        """Moves the states of all units from the `resident_units`-th on into RAM, and says whether they are
+        page-locked. No copy and no update may be in flight."""
+        for part in self.parts:
+            if part.unit >= resident_units and not part.streamed:
+                part.stream(self._host_tensor)
+        self.resident_units = min(resident_units, self.resident_units)
+        return self.page_lock()
+
+    def part_of(self, name: str) -> Part:
+        """The part that holds parameter `name`."""
+        return self._part_of[name]
+
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes every (name, fp32 tensor) into its place. A parameter may come whole or as runs of its elements, one
+        after the other (load.py); each tensor may be freed once the next is asked for."""
+        written: dict[str, int] = {}
+        for name, values in weights:
+            self._part_of[name].write(name, values, written.get(name, 0))
+            written[name] = written.get(name, 0) + values.numel()
+            del values
+
+    def names(self) -> list[str]:
+        """Of all parameters, part by part."""
+        return [name for part in self.parts for name in part.names()]
+
+    def masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter's name and fp32 tensor, in the order of `names`; one of more than RUN_ELEMENTS elements as
+        flat runs, the name with each."""
+        for name in self.names():
+            part = self._part_of[name]
+            whole = part.view(part.working, name)
+            for run in part.master_runs(name):
+                yield name, run.view(whole.shape) if run.numel() == whole.numel() else run

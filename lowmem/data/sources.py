@@ -1,0 +1,319 @@
+"""Where documents come from: the standard library, local files and folders, the hub. Nothing here knows about tokens.
+
+Every source is a stream of records, each a dictionary of columns and the place it was read from (`file:line`), so that
+whatever is wrong with it later can be said where it is wrong. One record is in memory at a time (a `.json` list, one
+file): the size of a data set costs time and disk, not RAM.
+
+| spec | what is read |
+|---|---|
+| `python-stdlib` | the `.py` files of this interpreter's own library: real text that is always there, 12 MB |
+| a file or folder | `.txt` and `.py`: a document each; `.jsonl` `.json` `.csv` `.parquet`: a record per line or row |
+| `wikitext` | Salesforce/wikitext, wikitext-2-raw-v1 (Parquet), its lines joined to articles again |
+| `codeparrot` | codeparrot/codeparrot-clean-train and -valid (gzipped JSON lines, 50 GB), streamed |
+| `org/name[:config]` | any hub data set that `datasets` can load without running a script; over 1 GiB it is streamed |
+"""
+
+import csv
+import hashlib
+import json
+import os
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowmem.data.tokenizer import hub_is_reachable
+from lowmem.errors import InputError
+
+STRUCTURED_COLUMNS = ("messages", "prompt", "completion", "instruction", "input", "output")
+STREAM_ABOVE_BYTES = 2**30
+_DOCUMENT_SUFFIXES = (".txt", ".py")
+_TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
+_ARTICLE_TITLE = re.compile(r" = [^=].*[^=] = \n?")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row or file. `where` is said in errors; `key` decides on which side of a held-out share it falls (None: its
+    content does); `whole_file` records may be empty (an `__init__.py`), rows may not."""
+
+    where: str
+    columns: dict[str, Any]
+    key: str | None = None
+    whole_file: bool = False
+
+
+@dataclass(frozen=True)
+class Source:
+    """`evaluation` is the publisher's own held-out split, where there is one; a `streamed` source is read no further
+    than needed; blank rows are `lenient`ly skipped where the user cannot mend them."""
+
+    name: str
+    train: Iterable[Record]
+    evaluation: Iterable[Record] | None = None
+    streamed: bool = False
+    lenient: bool = False
+
+
+def open_source(spec: str, text_field: str, steps: int | None) -> Source:
+    """The records behind a `--data` spec; `steps` None means that all of it will be read. Raises InputError."""
+    if spec == "python-stdlib":
+        return Source("Python's standard library", _standard_library(text_field), lenient=True)
+    if Path(spec).exists():
+        return _local(Path(spec), text_field)
+    if spec == "wikitext":
+        source = _hub("Salesforce/wikitext", "wikitext-2-raw-v1", "text", steps)
+        return Source(
+            "WikiText-2, lines joined to articles",
+            _articles(source.train, text_field),
+            source.evaluation and _articles(source.evaluation, text_field),
+            source.streamed,
+            lenient=True,
+        )
+    if spec == "codeparrot":
+        train = _hub("codeparrot/codeparrot-clean-train", None, "content", steps, streamed=True)
+        evaluation = _hub("codeparrot/codeparrot-clean-valid", None, "content", steps, streamed=True)
+        return Source(
+            train.name,
+            _renamed(train.train, "content", text_field),
+            _renamed(evaluation.train, "content", text_field),
+            streamed=True,
+            lenient=True,
+        )
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", spec) and Path(spec).suffix not in _TABLE_SUFFIXES + (".txt", ".py"):
+        path, _, config = spec.partition(":")
+        return _hub(path, config or None, text_field, steps)
+    raise InputError(
+        f"{spec}: no such file or folder, and not a known name; use python-stdlib, wikitext, "
+        f"codeparrot, a hub data set as org/name[:config], or a file or folder that exists"
+    )
+
+
+def stable_hash(text: str) -> int:
+    """64 bits of `text` that are the same in every process, version and machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _standard_library(text_field: str) -> Iterator[Record]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]  # site-packages can be large
+        names += [(Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
+    for name in sorted(names, key=lambda name: (stable_hash(name), name)):  # not by folder, so neighbours differ
+        try:
+            text = (root / name).read_bytes().decode()
+        except (OSError, UnicodeDecodeError):  # a few sources say that they are in Latin-1
+            continue
+        yield Record(name, {text_field: text}, key=name, whole_file=True)
+
+
+def _local(path: Path, text_field: str) -> Source:
+    known = _DOCUMENT_SUFFIXES + _TABLE_SUFFIXES
+    if path.is_file():
+        if path.suffix.lower() not in known:
+            raise InputError(
+                f"{path}: files of kind {path.suffix or '(none)'} are not read; convert it to one of {' '.join(known)}"
+            )
+        if path.stat().st_size == 0:
+            raise InputError(f"{path}: the file is empty")
+        return Source(str(path), _read_file(path, text_field, ""))
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file()
+        and not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(path).parts)
+    )
+    readable = [file for file in files if file.suffix.lower() in known]
+    others = sorted({file.suffix or file.name for file in files} - {file.suffix for file in readable})
+    if not readable:
+        raise InputError(f"{path}: the folder holds no file of the kinds {' '.join(known)}")
+    name = f"{path}, {len(readable)} files" + (f" ({', '.join(others)} left out)" if others else "")
+    return Source(
+        name,
+        (record for file in readable for record in _read_file(file, text_field, file.relative_to(path).as_posix())),
+    )
+
+
+def _read_file(path: Path, text_field: str, key: str) -> Iterator[Record]:
+    suffix = path.suffix.lower()
+    try:
+        if suffix in _DOCUMENT_SUFFIXES:
+            yield Record(str(path), {text_field: "".join(_lines(path))}, key=key or None, whole_file=bool(key))
+        elif suffix == ".csv":
+            yield from _csv_rows(path)
+        elif suffix == ".parquet":
+            yield from _parquet_rows(path, text_field)
+        elif suffix == ".json" and _first_character(path) == "[":
+            yield from _json_list(path)
+        else:
+            yield from _json_lines(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Decoded lines with their ends, one at a time; a byte order mark is dropped."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"{path}:{number}: not UTF-8 (byte {line[error.start]:#04x} in column "
+                    f"{error.start + 1}); save the file as UTF-8"
+                ) from error
+
+
+def _first_character(path: Path) -> str:
+    return next((line.lstrip()[0] for line in _lines(path) if line.strip()), "")
+
+
+def _json_lines(path: Path) -> Iterator[Record]:
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip():
+            yield _json_record(f"{path}:{number}", _parse_json(line.rstrip(), path, number))
+
+
+def _json_list(path: Path) -> Iterator[Record]:
+    for number, item in enumerate(_parse_json("".join(_lines(path)), path, 1), 1):
+        yield _json_record(f"{path}: item {number}", item)
+
+
+def _parse_json(text: str, path: Path, first_line: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{path}:{first_line + error.lineno - 1}: bad JSON: {error.msg} in column {error.colno}; a "
+            f".jsonl file has one object on each line, a .json file may be one list of them"
+        ) from error
+    except RecursionError as error:
+        raise InputError(f"{path}:{first_line}: bad JSON: nested too deeply") from error
+
+
+def _json_record(where: str, value: Any) -> Record:
+    if not isinstance(value, dict):
+        raise InputError(f'{where}: a row must be a JSON object such as {{"text": "..."}}, not {type(value).__name__}')
+    return Record(where, value)
+
+
+def _csv_rows(path: Path) -> Iterator[Record]:
+    csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than a long document
+    reader = csv.DictReader(_lines(path), strict=True)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise InputError(
+                    f"{path}:{reader.line_num}: the row does not have the {len(reader.fieldnames or ())} "
+                    f"fields that the first line names; quote fields that contain commas"
+                )
+            yield Record(f"{path}:{reader.line_num}", row)
+    except csv.Error as error:
+        raise InputError(f"{path}:{reader.reader.line_num}: bad CSV: {error}") from error
+
+
+def _parquet_rows(path: Path, text_field: str) -> Iterator[Record]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise InputError(f"{path}: reading Parquet needs pyarrow; install it with: pip install pyarrow") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = _wanted(file.schema_arrow.names, text_field)
+            number = 0
+            for rows in file.iter_batches(batch_size=256, columns=columns):
+                for row in rows.to_pylist():
+                    number += 1
+                    yield Record(f"{path}: row {number}", row)
+    except pyarrow.ArrowException as error:
+        raise InputError(f"{path}: not a Parquet file that can be read ({_first_line(error)})") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 within 256 rows of row {number + 1}; write the file again") from error
+
+
+def _hub(path: str, config: str | None, text_field: str, steps: int | None, streamed: bool = False) -> Source:
+    spec = f"{path}:{config}" if config else path
+    try:
+        import datasets
+    except ImportError as error:
+        raise InputError(
+            f"{spec} is on the hub and needs the package datasets; install it with: pip install "
+            f"datasets, or use python-stdlib or a local file"
+        ) from error
+    if streamed and steps is None:
+        raise InputError(f"{spec} is too large to be read to its end; give --steps instead of --epochs")
+    try:
+        if not hub_is_reachable():
+            datasets.config.HF_HUB_OFFLINE = True  # the cache at once, instead of 25 seconds of retries before it
+        if not streamed and steps is not None:
+            streamed = (datasets.load_dataset_builder(path, config).info.dataset_size or 0) > STREAM_ABOVE_BYTES
+        splits = datasets.load_dataset(path, config, streaming=streamed)
+    except Exception as error:  # datasets, the hub's client and its transport each have their own family of errors
+        raise _hub_error(spec, error) from error
+    train = "train" if "train" in splits else next(iter(splits))
+    held_out = next((name for name in _VALIDATION_SPLITS if name in splits and name != train), None)
+    return Source(
+        spec,
+        _hub_rows(spec, train, splits[train], text_field),
+        held_out and _hub_rows(spec, held_out, splits[held_out], text_field),
+        streamed,
+        lenient=True,
+    )
+
+
+def _hub_rows(spec: str, split: str, rows: Any, text_field: str) -> Iterator[Record]:
+    if rows.column_names is not None:  # streams do not always know them
+        rows = rows.select_columns(_wanted(rows.column_names, text_field))
+    try:
+        for number, row in enumerate(rows, 1):
+            yield Record(f"{spec}, {split} row {number}", row)
+    except Exception as error:  # as above: a stream meets the network here
+        raise _hub_error(spec, error) from error
+
+
+def _hub_error(spec: str, error: Exception) -> InputError:
+    if "scripts are no longer supported" in str(error):
+        return InputError(
+            f"{spec} is a data set with a loading script, which the package datasets no longer runs; use "
+            f"a copy of it in Parquet or JSON"
+        )
+    if "Config name is missing" in str(error):
+        return InputError(f"{spec} has several configurations; name one as {spec}:CONFIG ({_first_line(error)})")
+    return InputError(
+        f"{spec} is neither in the cache nor to be had from the hub ({_first_line(error)}); check the "
+        f"name and the network (a gated data set needs `hf auth login`), or use python-stdlib or a local "
+        f"file"
+    )
+
+
+def _articles(rows: Iterable[Record], text_field: str) -> Iterator[Record]:
+    """WikiText's rows are lines; an article begins at a line ` = Title = `."""
+    lines: list[str] = []
+    where = ""
+    for row in rows:
+        if _ARTICLE_TITLE.fullmatch(row.columns["text"]) and lines:
+            yield Record(where, {text_field: "".join(lines)})
+            lines = []
+        where = where if lines else row.where
+        lines.append(row.columns["text"])
+    if lines:
+        yield Record(where, {text_field: "".join(lines)})
+
+
+def _renamed(rows: Iterable[Record], column: str, text_field: str) -> Iterator[Record]:
+    return (Record(row.where, {text_field: row.columns[column]}) for row in rows)
+
+
+def _wanted(names: list[str], text_field: str) -> list[str]:
+    """The columns that could be trained on, or all where there are none (for the error that lists them)."""
+    return [name for name in names if name == text_field or name in STRUCTURED_COLUMNS] or names
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__

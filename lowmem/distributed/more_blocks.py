@@ -1,0 +1,141 @@
+"""What a decoder with many blocks allocates, from a recording of the same decoder with four.
+
+The blocks of most decoders are made alike, and training runs through them in order: placed on the GPU, forward, forward
+again and backward, updated. So a recording falls into *phases*: stretches in which every block in turn (upwards or
+downwards) does the same, and what lies between them. The first two blocks and the last may differ from the others, by
+what is done beside them (fully_shard fetches the next block's parameters early, and there is none below the first); the
+third stands for all that are added.
+
+A storage is then known by its phase, its block and its place among what was born there, and a block frees its own or
+a neighbour's: the same distance away, wherever the block is. Anything that does not read like this is given up (None):
+the whole model has to be recorded. Whether it was read correctly is seen by stretching to one block more and comparing
+with a recording of that, operation by operation; rank.py does so before it relies on a stretched recording.
+"""
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from lowmem.simulate.recorder import FREED
+
+BLOCKS = 4  # of the model that is recorded: two, the one that is repeated, the last
+_REPEATED = 2
+
+
+class Operation(NamedTuple):
+    """On a storage: `size` in bytes, or FREED."""
+
+    stream: int
+    storage: int
+    size: int
+    name: str
+
+
+class Placed(NamedTuple):
+    """An operation, and what it belongs to: `section` counts the changes from block to block while it was recorded;
+    `block`: None outside of the blocks."""
+
+    operation: Operation
+    section: int
+    block: int | None
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """Operations of every block, in the order in which blocks had their turn; of None alone between blocks."""
+
+    turns: dict[int | None, list[Operation]]
+
+    def order(self, blocks: int) -> list[int | None]:
+        if None in self.turns:
+            return [None]
+        return list(range(blocks)) if next(iter(self.turns)) == 0 else list(reversed(range(blocks)))
+
+
+def numbered(operations: list[Operation]) -> list[Operation]:
+    """The same with storages counted in the order of their birth."""
+    numbers: dict[int, int] = {}
+    return [
+        operation._replace(
+            storage=numbers.pop(operation.storage)
+            if operation.size == FREED
+            else numbers.setdefault(operation.storage, index)
+        )
+        for index, operation in enumerate(operations)
+    ]
+
+
+def stretched(placed: list[Placed], blocks: int) -> list[Operation] | None:
+    """The operations of a model of `blocks` blocks, from those of one of BLOCKS, `numbered` as these would be. None
+    where the recording does not fall into phases."""
+    phases = _phases(placed)
+    if phases is None:
+        return None
+    births = _births(phases)
+    alive: dict[tuple, int] = {}
+    operations: list[Operation] = []
+    for phase in phases:
+        for block in phase.order(blocks):
+            turn = _template(block, blocks)
+            own = []
+            for operation in phase.turns[turn]:
+                if operation.size == FREED:
+                    place = _moved(births[operation.storage], turn, block, blocks)
+                    if place not in alive:
+                        return None
+                    own.append(operation._replace(storage=alive.pop(place)))
+                else:
+                    phase_born, _, index = births[operation.storage]
+                    alive[phase_born, block, index] = len(operations) + len(own)
+                    own.append(operation._replace(storage=len(operations) + len(own)))
+            operations += own
+    return operations
+
+
+def _phases(placed: list[Placed]) -> list[_Phase] | None:
+    groups = [
+        (block, [one.operation for one in group])
+        for (_, block), group in groupby(placed, key=lambda one: (one.section, one.block))
+    ]
+    upwards = list(range(BLOCKS))
+    phases = []
+    while groups:
+        turns = groups[:BLOCKS]
+        if [block for block, _ in turns] in (upwards, upwards[::-1]):
+            phases.append(_Phase(dict(turns)))
+            del groups[:BLOCKS]
+            continue
+        block, operations = groups.pop(0)
+        if block == _REPEATED:
+            return None
+        phases.append(_Phase({None: operations}))
+    return phases
+
+
+def _births(phases: list[_Phase]) -> dict[int, tuple[int, int | None, int]]:
+    """Of every storage: its phase, its block, and its place among what was born there. Workspaces, which are taken once
+    and kept, are not counted: the first block would have one more than the others."""
+    births = {}
+    for number, phase in enumerate(phases):
+        for block, operations in phase.turns.items():
+            born = [one for one in operations if one.size != FREED]
+            born.sort(key=lambda one: one.name == "workspaces")  # stable
+            births |= {one.storage: (number, block, index) for index, one in enumerate(born)}
+    return births
+
+
+def _template(block: int | None, blocks: int) -> int | None:
+    """The block of the recording that stands for `block` of `blocks`."""
+    if block is None or block < _REPEATED:
+        return block
+    return BLOCKS - 1 if block == blocks - 1 else _REPEATED
+
+
+def _moved(birth: tuple[int, int | None, int], turn: int | None, block: int | None, blocks: int) -> tuple:
+    """Where the storage was born that `block` frees, when `turn` of the recording frees the one of `birth`."""
+    phase, born_by, index = birth
+    if born_by is None:
+        return birth
+    if turn is None:  # freed between blocks: what one of the first or the last one made
+        return phase, born_by if born_by < _REPEATED else blocks - BLOCKS + born_by, index
+    return phase, block + born_by - turn, index

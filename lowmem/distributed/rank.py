@@ -1,0 +1,332 @@
+"""What each of several GPUs needs for the usual PyTorch training of a decoder.
+
+This is plain transformers and torch.distributed, not lowmem's own step (which uses one GPU). The recipe, the same for
+every method (recipe.py): fp32 parameters, bf16 compute, blocks recomputed in backward (activation
+checkpointing), the loss over all logits as transformers computes it, fused AdamW, `zero_grad()` that frees, no
+clipping. Bytes per parameter and rank, for N parameters on R ranks (parameters, two moments, gradients), and what comes
+on top for a while:
+
+    ddp      16 N               and autocast's 16-bit copies, 2 N, until forward ends; while gradients are not summed
+                                over ranks yet (`no_sync`, accumulation), they lie beside the buckets: 4 N
+    fsdp2    16 N / R           and one block's 16-bit parameters whole, with the buffer they were gathered into; those
+                                of embeddings, last norm and head (one unit) from forward to backward; one unit's
+                                gradients in 16 bit and in fp32
+    tp       16 (N - n) / R     products, heads and vocabulary are divided, activations between them are not; n small
+             + 16 n             parameters are whole on every rank (tensor_parallel.py)
+    dp+tp    tp over pairs of ranks, each rank's share divided further by fsdp2 over the pairs
+
+A run is recorded on rank 0 of a *fake* process group, in one process, on FakeTensors (recorder.py says what a Recorder
+sees). What of it is
+
+- PyTorch's own code: the model, activation checkpointing, autocast, AdamW, and fully_shard, which gathers and reduces
+  on streams of its own. The allocator keeps these apart, so reserved memory is simulated per stream.
+- modelled here: DistributedDataParallel, whose C++ reads its tensors' data. Its buckets (gradient_as_bucket_view=True)
+  are one per block and one for the rest, where its own are cut every 25 MiB: as many bytes, otherwise rounded.
+  Tensor parallelism is rank 0's share of the model, trained as if it were all. What CUDA does otherwise than the CPU:
+  cuda_ops.py, and autocast's list of functions that get fp32.
+- left out: NCCL's buffers (outside the allocator, 0.1 to 1 GiB), the broadcast and the second set of buckets when DDP
+  begins, clipping (under fsdp2 a norm per parameter), layer norm's statistics under fsdp2 (4 bytes per token more),
+  a few bytes per token of a loss over a divided vocabulary.
+
+**None of it was compared with a GPU.** Tests compare ddp and fsdp2 with two processes that train on the CPU.
+
+Cost: one to two seconds per recording, whatever the number of blocks if they are alike (more_blocks.py).
+"""
+
+import gc
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig, masking_utils
+
+from lowmem.core.decoder import Decoder
+from lowmem.distributed.more_blocks import BLOCKS, Operation, Placed, numbered, stretched
+from lowmem.distributed.recipe import owners_of, place, prepare
+from lowmem.distributed.tensor_parallel import keep_share
+from lowmem.errors import InputError, LowmemError
+from lowmem.models.build import build_model
+from lowmem.simulate.allocator import CachingAllocator
+from lowmem.simulate.recorder import FREED, Chunk, Machine, Recorder, Tape
+from lowmem.simulate.replay import kind_of
+from lowmem.simulate.step import Target, under_cap
+
+METHODS = ("ddp", "fsdp2", "tp", "dp+tp")
+PLAIN = Target(Machine())  # no device in particular: nothing hidden, no time
+_MARK = -2  # on the tape in the place of a size: from here on another block runs
+_SHAPES_ONLY = "shapes only"  # what DTensor works out on fake tensors in real runs too: takes no memory
+_NAMES = {  # of what is born in functions of these names, or in what they call
+    "place": "parameters",
+    "_init_sharded_param": "parameters",
+    "_propagate_tensor_meta_non_cached": _SHAPES_ONLY,
+    "_bucketed": "gradient_buckets",
+    "_init_group": "optimizer_states",
+    "foreach_all_gather": "gathered",
+    "alloc_all_gather_outputs": "unsharded_parameters",
+    "init_all_gather_outputs": "unsharded_parameters",
+    "foreach_reduce": "reduced_gradients",
+    "_forward": "activations",
+    "_backward": "backward",
+}
+_CUDA_IN_FP32 = {  # of autocast's list, what decoders call and the CPU's list lacks
+    "pow", "__pow__", "__rpow__", "softmax", "layer_norm", "rms_norm", "rsqrt", "exp", "log", "sum", "cumsum", "prod",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RankPeak:
+    """What rank 0, the fullest, needs. `persistent_bytes`: parameters, states and gradients between two steps;
+    `at_peak`: bytes by name at the allocated peak; `seconds`: of the operations of the step recorded, whose
+    micro-batches are one or two, and of each more; 0 where the target has no time."""
+
+    method: str
+    ranks: int
+    tensor_ranks: int
+    micro_batch: int
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    persistent_bytes: int
+    at_peak: dict[str, int]
+    seconds: float
+    micro_batch_seconds: float
+
+
+@dataclass(frozen=True)
+class Recording:
+    """`micro_batch_seconds`: of each micro-batch after the first; `placed`: see more_blocks.py."""
+
+    operations: list[Operation]
+    seconds: float
+    micro_batch_seconds: float
+    placed: list[Placed]
+
+
+class _StreamRecorder(Recorder):
+    """Knows on which stream and in which block a storage was born, and that `resize_` ends one and begins another."""
+
+    def __init__(self, machine: Machine):
+        super().__init__(machine, lambda frame: _NAMES.get(frame.f_code.co_name))
+        self.streams = defaultdict(int)  # a workspace is not born
+        self.blocks: dict[int, int | None] = {}  # of storages that are made outside of the blocks, for one
+        self._indices = {torch.cpu.current_stream(): 0}
+
+    def mark(self, block: int | None) -> None:
+        """What follows belongs to `block`; None: to none, or to those whose storages it frees."""
+        self._settle()
+        self._operations.append((0 if block is None else 1 + block, _MARK, ""))
+
+    def belongs(self, tensor: Tensor, block: int | None) -> None:
+        self.blocks[self.number_of(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)] = block
+
+    def placed(self) -> list[Placed]:
+        """What is freed together between blocks is sorted: autocast's cache is emptied in the order of addresses."""
+        placed: list[Placed] = []
+        no_memory: set[int] = set()
+        section, block, freed = 0, None, []
+
+        def sort_freed() -> None:
+            placed.extend(sorted(freed, key=lambda one: one.operation.storage))
+            freed.clear()
+
+        for storage, size, name in self.tape:
+            if size == _MARK:
+                sort_freed()
+                section, block = section + 1, storage - 1 if storage else None
+                continue
+            if name == _SHAPES_ONLY:
+                no_memory.add(storage)
+            if storage in no_memory:
+                continue
+            owner = self.blocks.get(storage) if block is None else block
+            one = Placed(Operation(self.streams[storage], storage, size, name), section, owner)
+            if size == FREED:
+                freed.append(one)
+            else:
+                sort_freed()
+                self.blocks.setdefault(storage, block)
+                placed.append(one)
+        sort_freed()
+        return placed
+
+    def _born(self, size: int, name: str) -> int:
+        number = super()._born(size, name)
+        self.streams[number] = self._indices.setdefault(torch.cpu.current_stream(), len(self._indices))
+        return number
+
+    @contextmanager
+    def resizes_watched(self) -> Iterator[None]:
+        resize = torch.UntypedStorage.resize_
+
+        def watched(storage: torch.UntypedStorage, size: int):
+            result = resize(storage, size)
+            if storage._cdata in self._numbers:
+                self._freed(self._numbers[storage._cdata])
+                self._numbers[storage._cdata] = self._born(size, self._name())
+            return result
+
+        torch.UntypedStorage.resize_ = watched
+        try:
+            yield
+        finally:
+            del torch.UntypedStorage.resize_  # it is inherited
+
+
+class _CudaAutocast(TorchFunctionMode):
+    """Under autocast, functions that CUDA computes in fp32 get fp32, and attention gets bf16, as all products do."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if torch.is_autocast_enabled("cpu"):
+            if func.__name__ in _CUDA_IN_FP32:
+                args = [a.float() if isinstance(a, Tensor) and a.dtype is torch.bfloat16 else a for a in args]
+            elif func is nn.functional.scaled_dot_product_attention:
+                args = [a.bfloat16() if isinstance(a, Tensor) and a.dtype is torch.float32 else a for a in args]
+        return func(*args, **(kwargs or {}))
+
+
+def peak_of(
+    recording: Recording, method: str, ranks: int, micro_batch: int, limit_bytes: int | None = None
+) -> RankPeak:
+    """Peaks of the recorded rank. SimulatedOutOfMemory where it does not complete under `limit_bytes`."""
+    allocator = CachingAllocator(expandable_segments=True, limit_bytes=limit_bytes)
+    handles: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    for stream, storage, size, _ in recording.operations:
+        if size == FREED:
+            allocator.free(handles.pop(storage))
+            del sizes[storage]
+        else:
+            handles[storage] = allocator.allocate(size, stream)
+            sizes[storage] = size
+    memory = under_cap(Tape([Chunk([operation[1:] for operation in recording.operations], 0, 0, 0.0)]))
+    return RankPeak(
+        method, ranks, tensor_ranks(method, ranks), micro_batch, memory.allocated_peak_bytes,
+        allocator.peak_reserved_bytes, sum(sizes.values()), memory.at_peak, recording.seconds,
+        recording.micro_batch_seconds,
+    )  # fmt: skip
+
+
+def tensor_ranks(method: str, ranks: int) -> int:
+    """How many ranks share each product. Two in dp+tp: its sums over ranks are not hidden, so as few as can be."""
+    if method not in METHODS:
+        raise InputError(f"there is no method {method!r}; choose one of {', '.join(METHODS)}")
+    if ranks < 1 or (method in ("tp", "dp+tp") and ranks < 2):
+        raise InputError(f"{method} cannot run on {ranks} GPU(s)")
+    if method == "dp+tp" and (ranks < 4 or ranks % 2):
+        raise InputError(f"dp+tp needs an even number of GPUs, 4 at least, and not {ranks}")
+    return {"tp": ranks, "dp+tp": 2}.get(method, 1)
+
+
+def record(
+    config: PretrainedConfig, method: str, ranks: int, micro_batch: int, seq: int, target: Target = PLAIN,
+    accumulation: int = 1,
+) -> Recording:  # fmt: skip
+    """One of `ranks` GPUs that trains `config`'s model by `method`, each data-parallel rank on micro-batches of
+    `micro_batch` sequences of `seq` tokens, `accumulation` of them per step (two stand for more).
+
+    Two steps, the first with one micro-batch, which makes the optimizer's states. Of a model whose blocks are alike
+    four blocks are run and then five, and the rest follows; where it does not, all are run.
+
+    InputError where the method cannot divide the model; LowmemError inside another process group.
+    """
+    case = config, method, ranks, micro_batch, seq, target, accumulation
+    blocks = Decoder(build_model(config)).blocks
+    if len(blocks) > BLOCKS + 1 and len({kind_of(block) for block in blocks}) == 1:
+        short, longer = record_blocks(*case, BLOCKS), record_blocks(*case, BLOCKS + 1)
+        if stretched(short.placed, BLOCKS + 1) == longer.operations:
+            more = len(blocks) - BLOCKS
+            return Recording(
+                stretched(short.placed, len(blocks)),
+                short.seconds + more * (longer.seconds - short.seconds),
+                short.micro_batch_seconds + more * (longer.micro_batch_seconds - short.micro_batch_seconds),
+                [],
+            )
+    return record_blocks(*case, len(blocks))
+
+
+def record_blocks(config, method: str, ranks: int, micro_batch: int, seq: int, target: Target, accumulation: int,
+                  blocks: int) -> Recording:  # fmt: skip
+    """A recording of the model with its first `blocks` blocks alone."""
+    shared_by = tensor_ranks(method, ranks)
+    model = build_model(config)
+    decoder = Decoder(model)
+    del decoder.blocks[blocks:]
+    if shared_by > 1:
+        keep_share(decoder, shared_by)
+    recorder = _StreamRecorder(target.machine)
+    turns: list[float] = []  # when the first block's began: forward, backward, forward, ...
+
+    def now() -> float:
+        return max(recorder.clock.host, recorder.clock.gpu)
+
+    def mark(block: int | None) -> None:
+        recorder.mark(block)
+        if block == 0:
+            turns.append(now())
+
+    collecting = gc.isenabled()
+    gc.disable()  # it would end storages at arbitrary points of the record
+    try:
+        with (
+            _fake_ranks(ranks // shared_by, shared_by) as mesh, _masks_as_on_tensors_with_data(), FakeTensorMode(),
+            recorder, recorder.resizes_watched(), _functions(target),
+        ):  # fmt: skip
+            place(model)
+            for parameter, block in owners_of(decoder):
+                recorder.belongs(parameter, block)
+            step, optimizer = prepare(decoder, method, mesh, micro_batch, seq, lambda: _functions(target), mark)
+            step(1)
+            began = now()
+            step(min(accumulation, 2))
+            seconds = now() - began
+            for parameter, block in owners_of(decoder):
+                for state in optimizer.state[parameter].values():
+                    recorder.belongs(state, block)
+            placed = recorder.placed()
+    except RuntimeError as error:
+        if shared_by == 1:
+            raise
+        raise InputError(f"{decoder.architecture} cannot be tensor-parallel: {str(error).splitlines()[0]}") from error
+    finally:
+        if collecting:
+            gc.enable()
+    more = turns[-2] - turns[-4] if accumulation > 1 else 0.0  # from one forward to the next
+    return Recording(numbered([one.operation for one in placed]), seconds, more, placed)
+
+
+@contextmanager
+def _functions(target: Target) -> Iterator[None]:
+    with target.functions(), nullcontext() if target is PLAIN else _CudaAutocast():
+        yield
+
+
+@contextmanager
+def _fake_ranks(data_ranks: int, tensor_ranks: int) -> Iterator[DeviceMesh]:
+    """Rank 0 of a default process group whose communication does nothing: its data-parallel ranks."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+    if dist.is_initialized():
+        raise LowmemError("a plan for several GPUs cannot be made inside a process group: make it in another process")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=data_ranks * tensor_ranks)
+    try:
+        yield init_device_mesh("cpu", (data_ranks, tensor_ranks), mesh_dim_names=("data", "tensor"))["data"]
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _masks_as_on_tensors_with_data() -> Iterator[None]:
+    """transformers looks for packed sequences by reading positions, and expects some where it cannot read."""
+    guess = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = guess

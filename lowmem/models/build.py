@@ -1,0 +1,266 @@
+"""Which model: its folder or its place on the hub, its config, and the model itself without weights.
+
+The shapes of GPT-2 are known here, so that planning and training from random weights need no network. Everything else
+is looked for in a folder, then in the hub's cache, then once, and quickly, on the hub itself.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_load_from_cache
+from torch import Tensor, nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    GPT2Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    __version__,
+)
+
+from lowmem.core.decoder import Decoder
+from lowmem.core.layers import cast_explicitly, fuse_gelu
+from lowmem.core.precision import WORKING_DTYPES
+from lowmem.errors import InputError
+
+GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
+    "gpt2": (12, 768, 12),
+    "gpt2-medium": (24, 1024, 16),
+    "gpt2-large": (36, 1280, 20),
+    "gpt2-xl": (48, 1600, 25),
+}
+DEMO_MODEL = "gpt2-demo"  # the small model of `make demo`: its tokens are bytes
+_DEMO = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 256, "vocab_size": 257}
+HUB_TIMEOUT_SECONDS = 10.0
+_WEIGHT_FILES = (  # a single file and the index of several, in the order in which they are looked for
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+_WEIGHT_PATTERNS = (("model.safetensors*", "model-*.safetensors"), ("pytorch_model.bin*", "pytorch_model-*.bin"))
+_SIZES = (  # of a model, by transformers' common names
+    *("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
+_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # configs and tokenizers
+
+
+def model_folder(model: str, part: str) -> Path:
+    """The folder that holds `part` ("config" or "weights") of `model`, which is a folder or a hub name.
+
+    The hub's cache comes first and is enough where it is complete. Otherwise the hub is asked once, with a short
+    time-out (its own client retries for 23 seconds, and hangs on a server that does not answer), and what is missing is
+    downloaded. InputError, in one sentence, where neither works.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    short = model.removeprefix("openai-community/")  # older caches know the GPT-2s by that
+    repository = f"openai-community/{short}" if short in GPT2_SHAPES else model
+    try:
+        cached = [try_to_load_from_cache(name, "config.json") for name in dict.fromkeys((repository, short))]
+        for folder in (Path(path).parent for path in cached if isinstance(path, str)):
+            if _has_part(folder, part):
+                return folder
+        files = [item.rfilename for item in HfApi().model_info(repository, timeout=HUB_TIMEOUT_SECONDS).siblings]
+        files = [name for name in files if "/" not in name]  # not the copies for other frameworks in subfolders
+        patterns = list(_SMALL_FILES)
+        if part == "weights":
+            found = [kind for kind in _WEIGHT_PATTERNS if any(fnmatch(name, p) for name in files for p in kind)]
+            if not found:
+                raise InputError(f"{model} has neither .safetensors nor .bin weights on the hub; choose another model")
+            patterns += found[0]
+        wanted = [name for name in files if any(fnmatch(name, pattern) for pattern in patterns)]
+        return Path(snapshot_download(repository, allow_patterns=wanted, etag_timeout=HUB_TIMEOUT_SECONDS))
+    except (errors.HFValidationError, ValueError):
+        raise InputError(
+            f"{model!r} is neither a folder here nor a name on the Hugging Face hub; check the spelling"
+        ) from None
+    except errors.GatedRepoError:
+        raise InputError(
+            f"{model} is gated: accept its licence on {constants.ENDPOINT}/{repository} and run `hf auth login`"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise InputError(
+            f"the hub has no model named {model}, or it is private: check the name, or run `hf auth login`"
+        ) from None
+    except InputError:
+        raise
+    except Exception as error:  # the client's network errors differ from version to version
+        raise InputError(
+            f"the {part} of {model} is not (or not completely) in the hub's cache, and the hub cannot be reached "
+            f"({type(error).__name__}): connect to the network and run again, or give --model a local folder"
+        ) from error
+
+
+def _has_part(folder: Path, part: str) -> bool:
+    try:
+        return part == "config" or bool(weight_files(folder))
+    except InputError:
+        return False
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights in `folder`; InputError where there are none or a shard is missing."""
+    for single, index in _WEIGHT_FILES:
+        if (folder / single).is_file():
+            return [folder / single]
+        if (folder / index).is_file():
+            try:
+                names = sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError) as error:
+                raise InputError(f"{folder / index} is not an index of weights: {error}; download it again") from None
+            missing = [name for name in names if not (folder / name).is_file()]
+            if missing:
+                raise InputError(
+                    f"{folder} lacks {len(missing)} of {len(names)} weight files ({some(missing)}); download it again"
+                )
+            return [folder / name for name in names]
+    raise InputError(f"{folder} holds no model.safetensors and no pytorch_model.bin, whole or in shards with an index")
+
+
+def some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def load_config(model: str, init: str) -> PretrainedConfig:
+    """The configuration of `model`: a folder, a config.json, or a hub name; `init` is "pretrained" or "random".
+
+    The GPT-2 names are known here and never need the network; for pretrained weights the real file is preferred where
+    it can be had, and must agree with the known shape. InputError for a name that leads nowhere, a broken file, or a
+    model that needs code from the hub (which is not run here).
+    """
+    name = model.removeprefix("openai-community/")
+    path = Path(model)
+    if path.is_file():
+        return _read_config(path)
+    if (path / "config.json").is_file():
+        return _read_config(path / "config.json")
+    if name == DEMO_MODEL:
+        return GPT2Config(**_DEMO, bos_token_id=256, eos_token_id=256)
+    if name not in GPT2_SHAPES:
+        if path.is_dir():
+            raise InputError(f"{model} holds no config.json; give the folder of a Hugging Face model")
+        return _read_config(model_folder(model, "config") / "config.json")
+    n_layer, n_embd, n_head = GPT2_SHAPES[name]
+    known = GPT2Config(n_layer=n_layer, n_embd=n_embd, n_head=n_head)
+    if init == "random":
+        return known
+    try:
+        path = model_folder(name, "config") / "config.json"
+    except InputError:
+        return known
+    config = _read_config(path)
+    if (config.model_type, config.n_layer, config.n_embd, config.n_head) != ("gpt2", *GPT2_SHAPES[name]):
+        raise InputError(f"{path} is not the config of {name} (its shape differs); remove it from the hub's cache")
+    return config
+
+
+def _read_config(path: Path) -> PretrainedConfig:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as a config.json: {error}") from None
+    kind = fields.get("model_type") if isinstance(fields, dict) else None
+    if kind is None:
+        raise InputError(f"{path} names no model_type, so it is no config of a Hugging Face model; give another file")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        if "auto_map" in fields:
+            reason = "needs Python code from its repository, which is not run here; choose a model of transformers' own"
+        else:
+            reason = f"is not known to transformers {__version__}; choose another model or a newer transformers"
+        raise InputError(f"{path}: the model type {kind!r} {reason}")
+    theirs = CONFIG_MAPPING[kind].attribute_map
+    for name in (own for common in _SIZES for own in (common, theirs.get(common))):
+        if isinstance(size := fields.get(name), int) and size < 1:
+            raise InputError(f"{path}: {name} is {size}, and it must be at least 1")
+    if quantised := fields.get("quantization_config"):
+        method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
+        raise InputError(
+            f"{path}: the weights are quantised ({method or 'quantization_config'}), and every parameter is trained "
+            "here, with fp32 master weights; choose the model in its original precision"
+        )
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(fields)
+        config.get_text_config()  # some have several
+    except Exception as error:  # every architecture checks its fields in its own way
+        raise InputError(f"{path} is not a valid {kind} config: {' '.join(str(error).split())}") from error
+    return config
+
+
+def check_tokens(config: PretrainedConfig, sequence_length: int, largest_token_id: int) -> None:
+    """InputError where a sequence is longer than the model's positions or an id lies outside its vocabulary.
+
+    On a GPU either is an assertion that kills the process, so it is found here, on the CPU, beforehand.
+    """
+    text, positions = config.get_text_config(), most_positions(config)
+    if positions is not None and sequence_length > positions:
+        raise InputError(f"--seq {sequence_length} is longer than the {positions} positions of this model; lower --seq")
+    if largest_token_id >= text.vocab_size:
+        raise InputError(
+            f"token id {largest_token_id} lies outside the model's vocabulary of {text.vocab_size}: "
+            "the tokenizer belongs to another model; use the model's own"
+        )
+
+
+def most_positions(config: PretrainedConfig) -> int | None:
+    """The longest sequence that the model of `config` takes; None where it has no such limit (XLNet says -1)."""
+    text = config.get_text_config()
+    said = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))  # the second is MPT's
+    return next((number for number in said if isinstance(number, int) and number > 0), None)
+
+
+def build_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The causal language model of `config` in training mode: fp32 parameters on `meta`, buffers real, on the CPU.
+
+    Tied parameters are one object, as the config says. Attention is SDPA where transformers has it for the architecture
+    and eager where not (GPT-J, GPT-Neo, BLOOM, CodeGen). Not thread-safe while it runs. InputError for architectures
+    that transformers cannot build or that keep learned state in buffers.
+    """
+    with parameters_placed(lambda tensor: tensor.to("meta")):
+        model = model_from_config(config)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if state := model.state_dict().keys() - names:
+        raise InputError(f"{type(model).__name__} keeps state in buffers ({some(sorted(state))}): not supported here")
+    return model.train()
+
+
+def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_kernels: bool = False) -> Decoder:
+    """The decoder of `config` without weights, ready for a working precision ("bf16", "fp16", "fp32"); `residual`:
+    "fp32" or "16bit", of the residual stream; `fused_kernels`: whether its layers run operators.py's."""
+    model = build_model(config)
+    fuse_gelu(model)
+    if precision != "fp32":
+        cast_explicitly(model, torch.float32 if residual == "fp32" else WORKING_DTYPES[precision], fused_kernels)
+    return Decoder(model, fused_kernels)
+
+
+@contextmanager
+def parameters_placed(place: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Whatever parameter a module registers is moved by `place` at that moment, before anything is written into it."""
+    register = nn.Module.register_parameter
+
+    def register_placed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not hasattr(parameter, "_is_placed"):  # a tied one comes twice: it stays the same
+            parameter = nn.Parameter(place(parameter.detach()), requires_grad=parameter.requires_grad)
+            parameter._is_placed = True
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_placed
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def model_from_config(config: PretrainedConfig) -> PreTrainedModel:
+    config = copy.deepcopy(config)  # from_config writes the dtype into it
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    except Exception as error:  # no causal language model of this type, or fields that every architecture checks itself
+        reason = (str(error) or type(error).__name__).split("\n")[0][:300]
+        raise InputError(f"this {config.model_type} config makes no causal language model: {reason}") from error

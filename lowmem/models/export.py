@@ -1,0 +1,172 @@
+"""A trained model in Hugging Face format, written run by run: a few MiB are in RAM, whatever the model's size."""
+
+import copy
+import json
+import math
+import shutil
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from lowmem.core.precision import runs
+from lowmem.errors import InputError, LowmemError
+from lowmem.files import flush_path, safetensors_header, write_at
+from lowmem.models.build import build_model, some
+from lowmem.units import MIB, format_size
+
+
+def export_model(
+    folder: Path,
+    config: PretrainedConfig,
+    parameters: Iterable[tuple[str, Tensor]],
+    *,
+    tokenizer,
+    generation_config: GenerationConfig | None,
+    readme: str,
+    order: Sequence[str] | None = None,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = 256 * MIB,
+) -> None:
+    """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it with the same logits, bit for bit.
+
+    `parameters` yields each name of `build_model(config).named_parameters()` with its tensor, or with flat runs of it
+    one after the other, in any order, on any device; the memory behind it may be used again once the next is asked for.
+    `order`: that of the names, by which they are put into files; None: the config's. Names in files are those that
+    `save_pretrained` would write. The folder is made beside the old one and takes its place only when it is complete
+    and on the disk.
+    Raises LowmemError where disk or RAM are too small, ValueError where `parameters` is not what the config says.
+    """
+    try:
+        model = build_model(config)
+    except InputError as error:  # the model that was trained was built from it: now it is the machine that fails
+        raise LowmemError(f"the export to {folder} failed ({error}); what was saved is safe") from error
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial, previous = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "previous"))
+    if previous.exists() and not folder.exists():  # a run was killed between the two renames below
+        previous.rename(folder)
+    for stale in (partial, previous):
+        shutil.rmtree(stale, ignore_errors=True)
+    needed_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    free_bytes = shutil.disk_usage(folder.parent).free
+    if free_bytes < needed_bytes + 16 * MIB:
+        raise LowmemError(
+            f"the export to {folder} needs {format_size(needed_bytes)}, and {format_size(free_bytes)} are left on the "
+            "disk: free some room; an older export is untouched"
+        )
+    partial.mkdir()
+    try:
+        _write_shards(partial, model, shapes, order or list(shapes), parameters, dtype, shard_bytes)
+        _write_descriptions(partial, model, tokenizer, generation_config, dtype, readme)
+        for path in (*partial.rglob("*"), partial):
+            flush_path(path)
+        if folder.exists():
+            folder.rename(previous)
+        partial.rename(folder)
+        flush_path(folder.parent)
+    except OSError as error:
+        raise LowmemError(f"the export to {folder} failed ({error}); an older export is untouched") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _write_shards(
+    folder: Path,
+    model: PreTrainedModel,
+    shapes: dict[str, tuple[int, ...]],
+    order: Sequence[str],
+    parameters: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> None:
+    """Where each value belongs is known from the shapes, so it goes there as it comes."""
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    shards: list[list[str]] = [[]]  # the parameters in each file
+    for name in order:
+        if shards[-1] and sum(sizes[other] for other in shards[-1]) + sizes[name] > shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
+    numbers = range(1, len(shards) + 1)
+    files = [folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers]
+    if len(shards) == 1:
+        files = [folder / "model.safetensors"]
+
+    file_name = _file_names(model)
+    places: dict[str, tuple[Path, int]] = {}
+    for path, names in zip(files, shards, strict=True):
+        names = sorted(names, key=lambda name: file_name[name].encode())  # as safetensors itself does
+        ends = [0, *accumulate(sizes[name] for name in names)]
+        text = safetensors_header(
+            {file_name[name]: (dtype, shapes[name]) for name in names}, {"format": "pt"}, separators=(",", ":")
+        )
+        write_at(path, 0, text)
+        places |= {name: (path, len(text) + start) for name, start in zip(names, ends, strict=False)}
+
+    written = dict.fromkeys(shapes, 0)
+    for name, values in parameters:
+        known = name in shapes and (values.dim() == 1 or tuple(values.shape) == shapes[name])
+        if not known or written[name] + values.numel() * dtype.itemsize > sizes[name]:
+            raise ValueError(f"{name} {tuple(values.shape)} is no parameter of this config, or came twice")
+        path, start = places[name]
+        for run in runs(values.detach()):
+            content = memoryview(run.to("cpu", dtype).view(torch.uint8).numpy())
+            write_at(path, start + written[name], content)
+            written[name] += len(content)
+        del values
+    if missing := [name for name in shapes if written[name] < sizes[name]]:
+        raise ValueError(f"{len(missing)} parameters were not given: {some(missing)}")
+
+    if len(shards) > 1:
+        weight_map = {file_name[name]: path.name for name, (path, _) in places.items()}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _file_names(model: PreTrainedModel) -> dict[str, str]:
+    """{parameter's name: its name in files}: older names where transformers still writes those."""
+    parameters = dict(model.named_parameters())
+    old_name = {id(tensor): name for name, tensor in revert_weight_conversion(model, parameters).items()}
+    return {name: old_name.get(id(parameter), name) for name, parameter in parameters.items()}
+
+
+def _write_descriptions(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer,
+    generation_config: GenerationConfig | None,
+    dtype: torch.dtype,
+    readme: str,
+) -> None:
+    config = model.config
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype  # from_pretrained loads in this dtype unless told otherwise
+    if hasattr(config, "auto_map"):  # names Python files of the repository it came from, which are not here
+        del config.auto_map
+    generation_config = copy.deepcopy(generation_config) or GenerationConfig.from_model_config(config)
+    if tokenizer is not None:
+        for settings in (config.get_text_config(), generation_config):
+            for key in ("bos_token_id", "eos_token_id"):
+                token_id, old = getattr(tokenizer, key), getattr(settings, key, None)
+                if not (isinstance(old, list) and token_id in old):  # several ends, the tokenizer's among them: keep
+                    setattr(settings, key, token_id)
+        tokenizer.save_pretrained(folder)
+    config.save_pretrained(folder)
+    generation_config.save_pretrained(folder)
+
+    names = dict(model.named_parameters())
+    tied = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]
+    if tied:
+        source = next(name for name, parameter in names.items() if parameter is model.get_parameter(tied[0]))
+        readme = (
+            f"{readme.rstrip()}\n\nThe files hold no `{tied[0]}`: it is tied to `{source}`, and transformers ties it "
+            "on load. Loaders that look every weight up by its name (a strict `load_state_dict` of the files, some "
+            "model classes of vLLM and text-generation-inference) call it missing or, worse, leave it random: "
+            f"give them a copy of `{source}` under that name.\n"
+        )
+    (folder / "README.md").write_text(readme, encoding="utf-8")

@@ -1,0 +1,172 @@
+"""What a plan is and says: a layout of the step, the bytes and seconds that its simulation predicts, and as what they
+are shown, `plan.json` for programs and a table for people. planner.py makes plans.
+
+A figure depends on the kind of card and on the versions of torch and transformers, so the plan names them.
+"""
+
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+
+import torch
+
+from lowmem.core.recompute import ALL, INPUT, PRODUCTS
+from lowmem.core.step import Schedule
+from lowmem.planning.ram import Ram, largest
+from lowmem.settings import Settings
+from lowmem.simulate.gpus import Card
+from lowmem.units import GIB, MIB, format_size
+
+STATE_BITS = {"adamw": 32, "adamw8bit": 8, "sgd": 0}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout of the step and what the simulation says of it. `card`: None on the CPU; GPU figures are None there.
+    `ram`: bytes by phase of the run and by name (ram.py). `fused_kernels`: whether operators.py's are counted on.
+    `not_compared`: why a small copy of the model was not compared with its pieces (compatibility.py); None where it
+    was. `seconds_with_more_ram`: what a step takes if RAM's cap is 1 GiB higher, or less; None where RAM does not
+    decide."""
+
+    model: str
+    parameters: int
+    units: int
+    blocks: int
+    settings: Settings
+    device: str
+    precision: str
+    card: Card | None
+    schedule: Schedule
+    resident_units: int
+    gpu_limit_bytes: int | None
+    gpu_allocated_peak_bytes: int | None
+    gpu_reserved_peak_bytes: int | None
+    gpu_breakdown: dict[str, int]
+    ram: Ram
+    step_seconds: float | None
+    waiting_seconds: float | None
+    timeline: list[tuple[float, int, int]] = field(repr=False)
+    fused_kernels: bool = False
+    not_compared: str | None = None
+    seconds_with_more_ram: float | None = None
+
+    @property
+    def ram_breakdown(self) -> dict[str, int]:
+        """Of the phase that takes the most RAM."""
+        return largest(self.ram)
+
+    @property
+    def ram_bytes(self) -> int:
+        return sum(self.ram_breakdown.values())
+
+    @property
+    def ram_phases(self) -> dict[str, int]:
+        """The RAM of each phase of the run, in bytes."""
+        return {phase: sum(held.values()) for phase, held in self.ram.items()}
+
+    def to_dict(self) -> dict:
+        """plan.json's content."""
+        return {
+            "fits": True,
+            "model": self.model,
+            "parameters": self.parameters,
+            "tokens_per_step": self.settings.batch * self.settings.seq,
+            "limits": {"gpu_bytes": self.gpu_limit_bytes, "ram_bytes": self.settings.ram_limit_bytes},
+            "choice": asdict(self.schedule)
+            | {
+                "state_bits": STATE_BITS[self.settings.optimizer],
+                "precision": self.precision,
+                "residual": self.settings.residual,
+                "device": self.device,
+                "optimizer": self.settings.optimizer,
+                "fused_kernels": self.fused_kernels,
+                "resident_units": self.resident_units,
+                "streamed_units": self.units - self.resident_units,
+            },
+            "predicted": {
+                "gpu_allocated_peak_bytes": self.gpu_allocated_peak_bytes,
+                "gpu_reserved_peak_bytes": self.gpu_reserved_peak_bytes,
+                "ram_peak_bytes": self.ram_bytes,
+                "step_seconds": self.step_seconds,
+            },
+            "seconds_waiting_for_copies": self.waiting_seconds,
+            "step_seconds_with_1_gib_more_ram": self.seconds_with_more_ram,
+            "breakdown": self.gpu_breakdown or self.ram_breakdown,
+            "ram_breakdown": self.ram_breakdown,
+            "ram_phases": self.ram_phases,
+            "not_compared_with_the_whole_model": self.not_compared,
+            "depends_on": {
+                "card": None if self.card is None else self.card.name,
+                "torch": torch.__version__,
+                "transformers": version("transformers"),
+            },
+        }
+
+    def describe(self) -> str:
+        """The plan as a table for people."""
+        schedule, settings = self.schedule, self.settings
+        masters = " with fp32 master weights" if self.precision != "fp32" else ""
+        layout = f"batch {settings.batch} x {settings.seq} tokens as micro-batches of {schedule.micro_batch}"
+        if schedule.group > 1:
+            layout += f" in groups of {schedule.group}"
+        if schedule.first_group:
+            layout += f", the first {schedule.first_group} as one group"
+        layout += f"; {kept_in_words(schedule, self.blocks)}"
+        if self.device == "cuda":
+            layout += f"; states of {self.resident_units} of {self.units} units on the GPU"
+        lines = [
+            f"{self.model}: {self.parameters:,} parameters, all trained; "
+            f"{settings.optimizer}, {self.precision}{masters}",
+            layout,
+        ]
+        if schedule.norm_first:
+            lines.append(
+                "all gradients at once would not fit, so forward and backward run twice, first for the norm alone"
+            )
+        if self.device == "cuda":
+            lines += _table("GPU", self.gpu_breakdown, "allocated", self.gpu_limit_bytes)
+            lines.append(f"  GPU {'reserved':<32}{format_size(self.gpu_reserved_peak_bytes):>10}")
+        lines += _table("RAM", self.ram_breakdown, "total", settings.ram_limit_bytes)
+        phases = ", ".join(f"{phase} {size / GIB:.2f}" for phase, size in self.ram_phases.items())
+        lines.append(f"  RAM in GiB: {phases}")
+        if self.step_seconds is not None:
+            rate = settings.batch * settings.seq / self.step_seconds
+            lines.append(
+                f"a step takes about {self.step_seconds:.3g} s on {self.card.name} ({rate:,.0f} tokens/s), "
+                f"{round(self.waiting_seconds, 4):.2g} s of it waiting for copies"
+            )
+        if self.seconds_with_more_ram is not None:
+            lines.append(f"RAM decides: with 1 GiB more a step takes about {self.seconds_with_more_ram:.3g} s")
+        if self.not_compared is not None:
+            lines.append(
+                f"not compared with the whole model ({self.not_compared}); training does that before its first step"
+            )
+        lines.append("fits")
+        return "\n".join(lines)
+
+
+def kept_in_words(schedule: Schedule, blocks: int) -> str:
+    """What a schedule recomputes of a model's blocks."""
+    if not schedule.recompute:
+        return "nothing recomputed"
+    segments = schedule.segments(blocks)
+    again, products, whole = (
+        sum(len(segment.blocks) for segment in segments if segment.keep == keep) for keep in (INPUT, PRODUCTS, ALL)
+    )
+    if again == blocks:
+        return f"all {blocks} blocks recomputed" + (
+            f", {schedule.segment_blocks} at a time" if schedule.segment_blocks > 1 else ""
+        )
+    at_a_time = f", {schedule.segment_blocks} at a time" if schedule.segment_blocks > 1 else ""
+    parts = [
+        f"{again} recomputed{at_a_time}" if again else "",
+        f"{products} recomputed but for their matrix products" if products else "",
+        f"{whole} kept whole" if whole else "",
+    ]
+    return f"of {blocks} blocks " + ", ".join(filter(None, parts))
+
+
+def _table(title: str, breakdown: dict[str, int], total: str, limit_bytes: int | None) -> list[str]:
+    cap = "no cap" if limit_bytes is None else f"cap {format_size(limit_bytes)}"
+    names = {name.replace("_", " "): size for name, size in breakdown.items() if size >= MIB / 2}
+    lines = [f"  {title} {name:<32}{format_size(size):>10}" for name, size in names.items()]
+    return [*lines, f"  {title} {total:<32}{format_size(sum(breakdown.values())):>10}  ({cap})"]

@@ -1,0 +1,358 @@
+"""Settings and a model's config in, a plan out: how the step is laid out, what it will take, and how long.
+
+The plan is a prediction about the code that trains, not a formula beside it: search.py tries layouts of the step in a
+simulation of it (step.py) and takes the fastest whose run completes under both caps. No weights are loaded and no
+GPU is needed. Where nothing fits, forward and backward run twice a step, so that gradients are never all held. The
+optimizer is never another than was asked for; where RAM alone is short, a refusal says whether 8-bit moments would fit.
+
+    GPU   the simulated run, and a margin left free (room_under)
+    RAM   streamed states, and the process: what it holds now, and what training adds to that; and what loading,
+          saving and export take on top (ram.py)
+
+On the CPU there is no choice to make for speed: the largest micro-batch of at most 4,096 tokens that fits, and
+recompute unless all activations fit into a quarter of the free RAM. The simulated peak is then RAM's, and beside it as
+much as the blocks' activations ever take: malloc keeps what was freed in small blocks and does not find it all again.
+That is a rule of thumb (experiments/memory_estimation has four models' figures beside it).
+
+The micro-batch changes the bits of the result. So it never depends on what happens to be free or on a stopwatch: the
+same command on the same machine takes the same one.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from transformers import PretrainedConfig
+
+from lowmem.core.decoder import Decoder
+from lowmem.core.optimizers import OPTIMIZERS
+from lowmem.core.precision import WORKING_DTYPES
+from lowmem.core.step import Schedule
+from lowmem.errors import PlanError
+from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES, ram_now_bytes
+from lowmem.models.build import make_decoder
+from lowmem.models.compatibility import architecture_blamed, compare_small_copy
+from lowmem.planning.plan import Plan
+from lowmem.planning.ram import (
+    CPU_TRAINING_BYTES,
+    CUDA_PROCESS_BYTES,
+    PROCESS_VARIES_BYTES,
+    TRAINING_BYTES,
+    Process,
+    largest,
+    most_streamed,
+    on_a_gpu,
+    on_the_cpu,
+)
+from lowmem.planning.search import SEGMENTS, Choices, Found, Room, fastest, frugal, smallest_room, streaming_more
+from lowmem.planning.simulations import Simulations
+from lowmem.settings import Settings
+from lowmem.simulate.allocator import SimulatedOutOfMemory
+from lowmem.simulate.gpus import Card
+from lowmem.simulate.step import (
+    Recording,
+    StepCase,
+    cpu_target,
+    gpu_target,
+    most_bytes,
+    named_at_peak,
+    record_step,
+    under_cap,
+)
+from lowmem.units import GIB, MIB, format_size
+
+_WORTH_SAYING = 0.995  # of a step's time: what more RAM has to bring it below
+MARGIN_BYTES = 64 * MIB  # of the GPU's cap, at least; with pages that are mapped beyond the allocator's own (limits.py)
+MARGINS_IN_A_CAP = 200  # 0.5%: a driver's addresses decide which free block serves which request
+CPU_MICRO_BATCH_TOKENS = 4096
+FEW_SEQUENCES = 4  # to a micro-batch, where forward and backward run twice: those plans take long to make
+SEGMENTS_OF_A_BATCH = (1, 2, 4, 6, 8)  # blocks per segment that are tried where the inputs of a whole batch are kept
+
+
+def make_plan(
+    settings: Settings, config: PretrainedConfig, device: str, precision: str, card: Card | None,
+    ram_free_bytes: int | None = None, measured: Card | None = None, fused_kernels: bool | None = None,
+    process: Process | None = None,
+) -> Plan:  # fmt: skip
+    """The plan for the model of `config` on `device` ("cuda", with a `card`, or "cpu"); PlanError, naming the smallest
+    caps that would do, where nothing fits; InputError for an architecture that cannot be trained in pieces.
+    `ram_free_bytes`: what this machine has, if the plan is for this machine. `measured`: the card as it was timed here,
+    which says how long the chosen layout takes; what is chosen is the table's to say, so that it is the same every
+    time. `fused_kernels`: whether operators.py's can be had, None: as is to be expected of the card. `process`: what
+    the process that is going to train has taken, where that is not this one."""
+    if process is None and (device == "cpu" or torch.cuda.is_initialized()):
+        process = Process(ram_now_bytes(), 0)
+    not_compared = compare_small_copy(config, settings.document_mask, precision, settings.residual)
+    decoder = partial(make_decoder, config, precision, settings.residual)
+    with architecture_blamed(settings.model, precision):
+        if device == "cpu":
+            plan = _cpu_plan(settings, decoder, precision, ram_free_bytes, process)
+        else:
+            plan = _gpu_plan(settings, decoder, precision, card, measured, fused_kernels, process)
+    if ram_free_bytes is not None and process is not None and plan.ram_bytes - process.now_bytes > ram_free_bytes:
+        raise PlanError(
+            f"{_what(settings)} needs {format_size(plan.ram_bytes)} of RAM in "
+            f"this plan, and {format_size(ram_free_bytes)} are free here; free some, or lower --micro-batch or --seq."
+        )
+    ram_limit = settings.ram_limit_bytes
+    if process is not None and ram_limit is not None and process.peak_bytes > ram_limit:
+        raise PlanError(
+            f"{_what(settings)}: reading the data has taken {format_size(process.peak_bytes)} of RAM already, which is "
+            f"over the cap of {format_size(ram_limit)}; give --ram-limit {math.ceil(process.peak_bytes / MIB)}MiB or "
+            "more, or less text."
+        )
+    if process is not None and process.peak_bytes:
+        plan = replace(plan, ram={"prepare": {"process": process.peak_bytes}} | plan.ram)
+    return replace(plan, not_compared=not_compared)
+
+
+def _gpu_plan(
+    settings: Settings, decoder: Callable[[], Decoder], precision: str, card: Card, measured: Card | None,
+    fused_kernels: bool | None, process: Process | None,
+) -> Plan:  # fmt: skip
+    target = gpu_target(card, fused_kernels)
+    decoder = partial(decoder, fused_kernels=target.fused_kernels)
+    gpu_limit, card_limit = settings.gpu_limit_bytes, None
+    if settings.gpu is not None or (gpu_limit is None and (process is not None or torch.cuda.is_available())):
+        card_limit = card.memory_bytes - CONTEXT_BYTES  # what CUDA's context takes of a card is not for us
+        gpu_limit = min(gpu_limit or card_limit, card_limit)
+    process_bytes = CUDA_PROCESS_BYTES if process is None else process.now_bytes + TRAINING_BYTES
+    case = step_case(settings, precision)
+    simulations = Simulations(decoder, case, target)
+    drawn_bytes = _drawn_bytes(settings, simulations)
+
+    def room_for(case: StepCase) -> Room:
+        gpu, ram = (None if gpu_limit is None else room_under(gpu_limit)), settings.ram_limit_bytes
+        if ram is not None:
+            ram = most_streamed(ram, process_bytes, drawn_bytes, case.optimizer, case.dtype)
+        return Room(gpu, ram)
+
+    room = room_for(case)
+    found = fastest_layout(settings, simulations, room)
+    if found is None:
+        smallest = least_room(settings, simulations, room)
+        ram = sum(largest(on_a_gpu(process_bytes, smallest.ram, drawn_bytes, case.optimizer, case.dtype)).values())
+        ram += 0 if process is None else PROCESS_VARIES_BYTES
+        if card_limit is not None and smallest_cap(smallest.gpu) > card_limit:
+            raise PlanError(
+                f"{card.name} has {format_size(card_limit)} for us; {_what(settings)} needs "
+                f"{format_size(smallest_cap(smallest.gpu))}, even with {format_size(ram)} of RAM: "
+                "no plan for this card."
+            )
+        refusal = _refusal(settings, gpu_limit, smallest.gpu, ram)
+        only_ram_is_short = room.ram is not None and smallest.gpu == room.gpu
+        if only_ram_is_short and settings.optimizer == "adamw":
+            smaller = Simulations(decoder, replace(case, optimizer=OPTIMIZERS["adamw8bit"]), target)
+            if fastest(smaller, _choices(settings, smaller), room_for(smaller.base)) is not None:
+                refusal += " It fits as it is with --optimizer adamw8bit, whose moments are not exact."
+        raise PlanError(refusal)
+    run = _as_it_runs(simulations, found, gpu_limit)
+    plan = _plan(settings, simulations, "cuda", precision, card, gpu_limit, run, process_bytes)
+    plan = replace(plan, fused_kernels=target.fused_kernels)
+    plan = replace(plan, seconds_with_more_ram=_seconds_with_more_ram(settings, simulations, room, found))
+    if measured is not None:
+        timed = record_step(decoder(), found.case, gpu_target(measured, fused_kernels), {}, alike=True)
+        ratio = timed.seconds / plan.step_seconds
+        plan = replace(plan, card=measured, step_seconds=timed.seconds, waiting_seconds=timed.waiting_seconds)
+        if plan.seconds_with_more_ram is not None:
+            plan = replace(plan, seconds_with_more_ram=plan.seconds_with_more_ram * ratio)
+    return plan
+
+
+def room_under(gpu_limit: int) -> int:
+    """What a layout may take, simulated, under a cap of the GPU's memory."""
+    return gpu_limit - max(MARGIN_BYTES, gpu_limit // MARGINS_IN_A_CAP)
+
+
+def smallest_cap(room: int) -> int:
+    """The smallest cap that leaves so much room."""
+    return max(room + MARGIN_BYTES, (room - 1) * MARGINS_IN_A_CAP // (MARGINS_IN_A_CAP - 1) + 1)
+
+
+def _as_it_runs(simulations: Simulations, found: Found, gpu_limit: int | None) -> Found:
+    """A layout with a first step as long as a run's, and what that takes where the allocator has the run's cap
+    (limits.py), which is wider than the room that was searched: it keeps more of what is free before it gives that
+    back."""
+    recording = simulations.record_run(found.case)
+    try:
+        memory = under_cap(recording.tape, None if gpu_limit is None else gpu_limit - OVERSHOOT_BYTES)
+    except SimulatedOutOfMemory:  # what is given back earlier may leave fewer holes
+        return found
+    return replace(found, recording=recording, memory=memory)
+
+
+def fastest_layout(settings: Settings, simulations: Simulations, room: Room) -> Found | None:
+    """Of all that the settings leave open; forward and backward run twice where nothing else fits, or is slower."""
+    choices = _choices(settings, simulations)
+    found, twice = fastest(simulations, choices, room), _twice(settings, choices)
+    if twice is None:
+        return found
+    below_seconds = math.inf if found is None else found.recording.seconds
+    return fastest(simulations, twice, room, below_seconds) or found
+
+
+def _seconds_with_more_ram(settings: Settings, simulations: Simulations, room: Room, found: Found) -> float | None:
+    """How long a step takes with 1 GiB more of RAM, or less; None where RAM is not what decides, or where that changes
+    little. It is the time of one layout, which fits then: that of `found`, but streaming and keeping more."""
+    recording, resident = found.recording, found.case.resident_units
+    if room.ram is None or not resident or recording.streamed_bytes + recording.state_bytes[resident - 1] <= room.ram:
+        return None
+    choices = _choices(settings, simulations)
+    if found.case.schedule.norm_first:
+        choices = _twice(settings, choices)
+    more = streaming_more(simulations, choices, Room(room.gpu, room.ram + GIB), found)
+    if more is None or more.recording.seconds >= _WORTH_SAYING * recording.seconds:
+        return None
+    return more.recording.seconds
+
+
+def least_room(settings: Settings, simulations: Simulations, room: Room) -> Room:
+    """The smallest caps that would do where nothing fits into `room`."""
+    choices = _choices(settings, simulations)
+    rooms = [smallest_room(simulations, which, room) for which in (choices, _twice(settings, choices)) if which]
+    return min(rooms, key=lambda room: (room.gpu or 0, room.ram))
+
+
+def frugal_layouts(settings: Settings, simulations: Simulations) -> list[tuple[Schedule, int]]:
+    """Schedules and numbers of resident units with no cap for RAM, one of which takes least of the GPU."""
+    choices = _choices(settings, simulations)
+    both = [which for which in (choices, _twice(settings, choices)) if which]
+    return [layout for which in both for layout in frugal(simulations, which, Room(None, None))]
+
+
+def step_case(settings: Settings, precision: str) -> StepCase:
+    """What all layouts of these settings share, in one of them."""
+    return StepCase(
+        settings.seq, settings.batch, Schedule(1, 1, 1, recompute=True), WORKING_DTYPES[precision],
+        OPTIMIZERS[settings.optimizer], 0, settings.clip_norm, settings.document_mask,
+    )  # fmt: skip
+
+
+def _choices(settings: Settings, simulations: Simulations) -> Choices:
+    """All that the settings leave open."""
+    units, blocks = simulations.units, simulations.blocks
+    micro_batches = [size for size in range(1, settings.batch + 1) if settings.batch % size == 0]
+    if settings.micro_batch is not None:
+        micro_batches = [settings.micro_batch]
+    if settings.group is not None:
+        micro_batches = [size for size in micro_batches if (settings.batch // size) % settings.group == 0]
+    return Choices(
+        micro_batches=micro_batches,
+        groups=None if settings.group is None else [settings.group],
+        segments=SEGMENTS if settings.segment_blocks is None else [settings.segment_blocks],
+        kept={"auto": range(2 * blocks + 1), "on": [0], "products": [blocks], "off": [2 * blocks]}[settings.recompute],
+        resident_units={"auto": range(units + 1), "resident": [units], "streamed": [0]}[settings.states],
+    )
+
+
+def _twice(settings: Settings, choices: Choices) -> Choices | None:
+    """The choices that are left where nothing fits: forward and backward twice a step, so that the gradients need never
+    be held all at once; None where that saves nothing."""
+    one_group = settings.group in (None, settings.batch // choices.micro_batches[0])
+    if settings.clip_norm is None or not one_group:
+        return None
+    segments = SEGMENTS_OF_A_BATCH if settings.segment_blocks is None else choices.segments
+    smallest, *larger = choices.micro_batches
+    few = [smallest, *(size for size in larger if size <= FEW_SEQUENCES)]
+    return replace(choices, norm_first=True, micro_batches=few, segments=segments)
+
+
+def _plan(
+    settings: Settings, simulations: Simulations, device: str, precision: str, card: Card | None,
+    gpu_limit: int | None, found: Found, process_bytes: int,
+) -> Plan:  # fmt: skip
+    recording, case = found.recording, found.case
+    drawn_bytes = _drawn_bytes(settings, simulations)
+    ram = on_a_gpu(process_bytes, recording.streamed_bytes, drawn_bytes, case.optimizer, case.dtype)
+    return Plan(
+        settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, device, precision,
+        card, found.case.schedule, found.case.resident_units, gpu_limit,
+        found.memory.allocated_peak_bytes, found.memory.reserved_peak_bytes, found.memory.at_peak, ram,
+        recording.seconds, recording.waiting_seconds, _one_step(recording, found.memory.timeline),
+    )  # fmt: skip
+
+
+def _drawn_bytes(settings: Settings, simulations: Simulations) -> int:
+    """The largest tensor that is whole in RAM while the weights are loaded."""
+    return 4 * simulations.largest_parameter if settings.init == "random" else 0
+
+
+def _one_step(recording: Recording, timeline: list[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
+    """The part of a timeline that belongs to the second step, from 0 seconds on."""
+    return [
+        (seconds - recording.began, allocated, reserved)
+        for seconds, allocated, reserved in timeline
+        if 0 <= seconds - recording.began <= recording.seconds
+    ]
+
+
+def _cpu_plan(
+    settings: Settings, decoder: Callable[[], Decoder], precision: str, ram_free_bytes: int | None, process: Process
+) -> Plan:
+    simulations = Simulations(decoder, step_case(settings, precision), cpu_target())
+    choices = _choices(settings, simulations)
+    resident = choices.resident_units[-1]
+
+    def plan_of(schedule: Schedule) -> Plan:
+        case, recording = simulations.record(schedule, resident)
+        train = named_at_peak(recording.tape) | {"streamed_states": recording.streamed_bytes}
+        train["freed_and_kept"] = most_bytes(recording.tape, "live_blocks")
+        ram = on_the_cpu(process.now_bytes + CPU_TRAINING_BYTES, train, _drawn_bytes(settings, simulations))
+        return Plan(
+            settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, "cpu", precision,
+            None, case.schedule, resident, settings.gpu_limit_bytes, None, None, {}, ram, None,
+            None, [],
+        )  # fmt: skip
+
+    def fits(plan: Plan) -> bool:
+        return settings.ram_limit_bytes is None or plan.ram_bytes <= settings.ram_limit_bytes
+
+    def fits_here(plan: Plan) -> bool:
+        return ram_free_bytes is None or plan.ram_bytes - process.now_bytes <= ram_free_bytes
+
+    def twice(schedule: Schedule) -> Schedule:
+        return replace(schedule, norm_first=True, group=settings.batch // schedule.micro_batch)
+
+    most = max(CPU_MICRO_BATCH_TOKENS // settings.seq, 1)
+    sizes = [size for size in choices.micro_batches if size <= most] or choices.micro_batches[:1]
+    schedules = [
+        simulations.schedule(size, choices.groups_of(settings.batch, size)[0], choices.segments[0], choices.kept[0])
+        for size in reversed(sizes)
+    ]
+    may_run_twice = settings.clip_norm is not None and settings.group is None
+    if may_run_twice:
+        schedules += map(twice, list(schedules))
+    plan = next((plan for plan in map(plan_of, schedules) if fits(plan)), None)
+    if plan is None:
+        least = plan_of(schedules[-1]).ram_bytes + PROCESS_VARIES_BYTES
+        raise PlanError(_refusal(settings, None, None, least))
+    if may_run_twice and not fits_here(plan):  # which changes no bit, so what is free may decide it
+        plan = plan_of(twice(plan.schedule))
+    if settings.recompute == "auto" and ram_free_bytes is not None:
+        kept = plan_of(replace(plan.schedule, recompute=False, segment_blocks=1))
+        activations = kept.ram_bytes - plan.ram_bytes
+        if fits(kept) and fits_here(kept) and activations <= ram_free_bytes // 4:
+            plan = kept
+    return plan
+
+
+def _refusal(settings: Settings, gpu_limit: int | None, room: int | None, ram: int) -> str:
+    """`room`: what the allocator has to have (None: it has enough); `ram`: what the whole run takes of RAM then, and
+    where that was measured, what the next process may hold more than this one."""
+    caps = [
+        f"{format_size(limit)} of {what}"
+        for what, limit in (("GPU memory", gpu_limit), ("RAM", settings.ram_limit_bytes))
+        if limit is not None
+    ]
+    wants = [f"--ram-limit {math.ceil(ram / MIB)}MiB"]
+    if room is not None:
+        wants.insert(0, f"--gpu-limit {math.ceil(smallest_cap(room) / MIB)}MiB")
+    return (
+        f"{_what(settings)} does not fit in {' and '.join(caps)}; the smallest that would do is {' with '.join(wants)}."
+    )
+
+
+def _what(settings: Settings) -> str:
+    return f"{settings.model} at {settings.batch} x {settings.seq} tokens"

@@ -1,0 +1,99 @@
+"""RAM over the whole life of a run: what each phase of it holds, by name. A cap holds in all of them, so the largest is
+what a plan predicts.
+
+    prepare    until the weights are read: imports, data, the GPU's libraries; measured, where the process is there
+    load       weights pass through; states take up their room
+    evaluate   the model and its states, and a forward pass
+    train      the same, gradients and activations on the CPU
+    save       the model and its states, and a chunk of what is copied from a GPU
+    export     the same, and the runs in which weights are converted
+
+All the rest of what a process holds is one number: what it holds when it is planned, and TRAINING_BYTES
+(CPU_TRAINING_BYTES on the CPU); or, where the plan is for a GPU that is not here, CUDA_PROCESS_BYTES.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from lowmem.core.optimizers import BLOCK, Optimizer, state_layout
+from lowmem.files import CHUNK_BYTES
+from lowmem.limits import ram_now_bytes, ram_peak_bytes
+from lowmem.units import GIB, MIB
+
+PHASES = ("prepare", "load", "evaluate", "train", "save", "export")
+CUDA_PROCESS_BYTES = 2 * GIB  # interpreter, libraries, CUDA's host side, data, where there is no GPU here; assumed
+TRAINING_BYTES = 192 * MIB  # what the process takes on top of what it holds when it is planned: data, buffers; assumed
+CPU_TRAINING_BYTES = 112 * MIB  # the same on the CPU: from runs of GPT-2 and GPT-2-Medium
+PROCESS_VARIES_BYTES = 8 * MIB  # by which the next start of a program may hold more: around 1 MiB was seen
+RUNS_BYTES = 24 * MIB  # what reading, converting and writing weights run by run takes (a test holds it to that)
+
+Ram = dict[str, dict[str, int]]  # by phase, by name
+
+
+@dataclass(frozen=True)
+class Process:
+    """What the process that trains has taken when it is planned: now, and at most so far."""
+
+    now_bytes: int
+    peak_bytes: int
+
+    @classmethod
+    def here(cls) -> "Process":
+        return cls(ram_now_bytes(), ram_peak_bytes())
+
+
+def on_a_gpu(
+    process_bytes: int, streamed_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
+) -> Ram:
+    """RAM of a run on a GPU: `streamed_bytes` of states lie in RAM, `drawn_bytes` is the largest tensor that is whole
+    in RAM while it loads (random weights are drawn so; 0 for weights from files)."""
+    moments = _share_of_moments(optimizer, dtype)
+    kept = {"streamed_states": streamed_bytes, "process": process_bytes}
+    return {
+        "load": kept | {"loading": max(drawn_bytes + RUNS_BYTES - int(streamed_bytes * moments), 0)},
+        "evaluate": kept,
+        "train": kept,
+        "save": kept | {"saving": CHUNK_BYTES},
+        "export": kept | {"exporting": RUNS_BYTES},
+    }
+
+
+def most_streamed(
+    limit_bytes: int, process_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
+) -> int:
+    """How many bytes of states may lie in RAM under that cap, in all phases of `on_a_gpu`; negative where not even a
+    run that streams nothing keeps to it."""
+    room = limit_bytes - process_bytes - RUNS_BYTES
+    low = 1 - _share_of_moments(optimizer, dtype)
+    while_loading = room - drawn_bytes
+    if while_loading < 0:
+        return while_loading
+    if not low:
+        return room
+    return min(room, int((while_loading - 1) / low))  # a byte for what is rounded
+
+
+def _share_of_moments(optimizer: Optimizer, dtype: torch.dtype) -> float:
+    """Of a state's bytes. Until everything is page-locked at the end of loading, their pages are zeros that take no
+    room."""
+    layout = {name: entries * kind.itemsize for name, (entries, kind) in state_layout(optimizer, BLOCK, dtype).items()}
+    return 1 - layout.get("low", 0) / max(sum(layout.values()), 1)
+
+
+def on_the_cpu(process_bytes: int, train: dict[str, int], drawn_bytes: int) -> Ram:
+    """RAM of a run on the CPU; `train`: what is held at a step's peak, by name."""
+    names = ("working_weights", "buffers", "resident_states", "streamed_states", "freed_and_kept")
+    kept = {name: train[name] for name in names if name in train} | {"process": process_bytes}
+    return {
+        "load": kept | {"loading": drawn_bytes + RUNS_BYTES, "freed_and_kept": 0},
+        "evaluate": kept,
+        "train": train | {"process": process_bytes},
+        "save": kept,
+        "export": kept | {"exporting": RUNS_BYTES},
+    }
+
+
+def largest(ram: Ram) -> dict[str, int]:
+    """What the phase that takes the most holds."""
+    return max(ram.values(), key=lambda held: sum(held.values()))

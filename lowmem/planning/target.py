@@ -1,0 +1,78 @@
+"""What is planned for: the device, the precision and, for CUDA, the card."""
+
+from dataclasses import replace
+from difflib import get_close_matches
+
+import torch
+
+from lowmem.core.precision import resolve_precision
+from lowmem.device import expandable_segments, select_device
+from lowmem.errors import InputError
+from lowmem.limits import CONTEXT_BYTES, Budget
+from lowmem.settings import Settings
+from lowmem.simulate.gpus import CARDS, Card, card_named, card_of_name_reported
+
+
+def planned(settings: Settings) -> tuple[str, str, Card | None]:
+    """Device ("cuda" or "cpu"), precision and, for CUDA, card that a plan is for: what is here to train on, or, with
+    plan_only, a GPU whether or not there is one, unless the CPU was asked for. InputError for a card that is not in the
+    table, for one that a run without a GPU is to train on, for bf16 on a card that has none, and for a cap that is more
+    than the card has, where that card is here."""
+    for_this_card = settings.gpu is None or not settings.plan_only
+    if for_this_card and settings.device != "cpu" and torch.cuda.is_available():
+        Budget(torch.device("cuda"), settings.gpu_limit_bytes, None).check_card()  # before anything slow
+    if not settings.plan_only:
+        device = select_device(settings.device)
+        if device.type == "cpu" and settings.gpu is not None:
+            raise InputError(
+                f"--gpu {settings.gpu}: there is no GPU here to train on; add --plan-only to plan for that card, or "
+                "leave --gpu out to train on the CPU"
+            )
+        card = card_for(settings) if device.type == "cuda" else None
+        return _possible(device.type, resolve_precision(settings.precision, device), card)
+    if settings.device == "cpu":
+        return "cpu", resolve_precision(settings.precision, torch.device("cpu")), None
+    card = card_for(settings)
+    automatic = "bf16" if "bf16" in card.rates else "fp16"
+    return _possible("cuda", automatic if settings.precision == "auto" else settings.precision, card)
+
+
+def _possible(device: str, precision: str, card: Card | None) -> tuple[str, str, Card | None]:
+    if card is not None and precision == "bf16" and "bf16" not in card.rates:
+        raise InputError(f"--precision bf16: {card.name} has no bf16; --precision auto takes fp16 there")
+    if card is not None:
+        expandable_segments()  # refuses settings of the allocator that no plan can be made for
+    return device, precision, card
+
+
+def card_for(settings: Settings) -> Card:
+    """The card that is planned for: the one asked for, the one that is here, or the smallest in the table that has
+    bf16 and as much memory as the cap."""
+    if settings.gpu is not None:
+        try:
+            return card_named(settings.gpu)
+        except InputError as error:
+            near = get_close_matches(settings.gpu.lower().replace(" ", ""), CARDS, n=1)
+            raise InputError(f"{error}; did you mean {near[0]}?" if near else str(error)) from None
+    if torch.cuda.is_available():
+        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        return card_of_name_reported(name) or _nearest(capability, torch.cuda.get_device_properties(0))
+    wanted = (settings.gpu_limit_bytes or 0) + CONTEXT_BYTES
+    enough = [card for card in CARDS.values() if "bf16" in card.rates and card.memory_bytes >= wanted]
+    return min(enough or CARDS.values(), key=lambda card: card.memory_bytes * (1 if enough else -1))
+
+
+def _nearest(capability: tuple[int, int], properties) -> Card:
+    """A card that is not in the table, taken for the one that is most like it. It is not timed: what is
+    chosen must not depend on a stopwatch (planner.py)."""
+    alike = min(
+        CARDS.values(),
+        key=lambda card: (
+            abs(10 * (card.capability[0] - capability[0]) + card.capability[1] - capability[1]),
+            abs(card.multiprocessors - properties.multi_processor_count),
+        ),
+    )
+    return replace(
+        alike, name=f"{properties.name} (taken for {alike.name})", capability=capability,
+        multiprocessors=properties.multi_processor_count, memory_bytes=properties.total_memory,
+    )  # fmt: skip

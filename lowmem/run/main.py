@@ -1,0 +1,59 @@
+"""A script's whole work, from what was typed to its exit code (errors.py).
+
+PyTorch and transformers take seconds to import, so that happens once it is known that there is something to run: a
+misspelt option and --help are answered at once. Whatever a user or a machine can cause ends in one sentence on stderr;
+a traceback means a mistake of this code.
+"""
+
+import sys
+from pathlib import Path
+
+from lowmem.errors import CapExceeded, LowmemError
+from lowmem.run.cli import parse_arguments
+from lowmem.run.signals import StopRequest, interrupt_ends_at_once
+from lowmem.settings import Settings
+
+
+def main(defaults: Settings, arguments: list[str] | None = None) -> int:
+    """Runs what `arguments` (the command line's, if None) ask for, over a script's `defaults`; returns the exit code.
+
+    Until the run begins Ctrl-C ends it at once; from then on it is a request to save and stop (signals.py)."""
+    try:
+        settings = parse_arguments(sys.argv[1:] if arguments is None else arguments, defaults)
+    except LowmemError as error:
+        return _fail(error)
+    with interrupt_ends_at_once():
+        from lowmem.run.train import run
+    try:
+        with StopRequest() as stop:
+            run(settings, stop)
+    except Exception as error:
+        said = _in_a_sentence(error, settings)
+        if said is None:
+            raise
+        return _fail(said)
+    return 0
+
+
+def _fail(error: LowmemError) -> int:
+    print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+def _in_a_sentence(error: Exception, settings: Settings) -> LowmemError | None:
+    """What the user is told; None for what should not happen."""
+    import torch
+
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, LowmemError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return CapExceeded(f"out of GPU memory under --gpu-limit, before or after training: {reason}")
+    if isinstance(error, OSError):  # a full disk or quota, a folder that went away
+        where = error.filename or settings.out
+        return LowmemError(f"{where}: {error.strerror or error}; what was saved is safe")
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in reason:
+        return LowmemError(f"out of RAM ({reason}); what was saved is safe. Free some, or lower --micro-batch or --seq")
+    if isinstance(error, torch.AcceleratorError) or reason.startswith(("CUDA error", "CUDA driver error")):
+        return LowmemError(f"the GPU failed ({reason}); what was saved is safe, and the same command goes on from it")
+    return None

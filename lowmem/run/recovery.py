@@ -1,0 +1,199 @@
+"""What a run does where the machine gives less than was planned.
+
+**Out of memory on the GPU**: another process took it, it is in pieces, or the plan was wrong. The work is done again
+(step.py says what of it), with less and less in its way:
+
+    1. what the allocator keeps for later is freed, and everything stays as it was, once for each layout;
+    2. a smaller layout, one after the other (smaller_layouts.py). No bit of the result depends on which;
+    3. smaller micro-batches, which is said, for it changes the bits: from that step on the run is one that had them.
+
+An evaluation gets smaller micro-batches of its own: they change the last digits of its loss, and nothing of training.
+Each measure is said, and noted in the checkpoints, so that a run that goes on begins where this one had come to. When
+nothing is left the run ends with exit code 4; what it had come to is saved first, unless updates are half made.
+
+**Page-locked memory refused**: states are copied from pageable memory, slower and without overlap.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import torch
+
+from lowmem.core.layout import Layout, Schedule
+from lowmem.core.parameters import Store
+from lowmem.core.step import EVALUATION, PART, STEP, UPDATES, Step
+from lowmem.errors import CapExceeded
+from lowmem.limits import ram_available_bytes, ram_now_bytes
+from lowmem.planning.plan import Plan, kept_in_words
+from lowmem.run.smaller_layouts import Sizes, smaller_layouts, with_micro_batch
+from lowmem.units import format_size
+
+PAGEABLE_SHARE = 0.5  # of the bus's speed that copies from pageable memory reach; assumed
+CACHE = "cache"
+_WHERE = {PART: " after updates had begun", UPDATES: " in updates", EVALUATION: " in the evaluation"}
+_NOTHING_LEFT = {
+    STEP: "even for single sequences, with every block recomputed and no states on the GPU that RAM has room for",
+    EVALUATION: "even for single sequences, with no states on the GPU that RAM has room for",
+    PART: "and once updates have begun nothing else can be given up",
+    UPDATES: "and RAM has no room for more states",
+}
+
+
+class OutOfRoom(CapExceeded):
+    """Memory ran out, and nothing is left to give up."""
+
+
+class Recovery:
+    """Makes room for a step. `number`: of the optimizer step that is being made, from 1; `measures`: what was done, as
+    checkpoints and the report have it."""
+
+    def __init__(
+        self, step: Step, store: Store, sizes: Sizes, say: Callable[[str], None],
+        ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
+    ):  # fmt: skip
+        """`ram_refuses(moving, moved)`: why RAM has no room for so many bytes of states more, which makes it `moved`
+        more than was planned; None where it has."""
+        self.number, self.measures = 0, []
+        self._step, self._store, self._sizes, self._say, self._ram_refuses = step, store, sizes, say, ram_refuses
+        self._planned = step.layout
+        self._freed: set[Layout] = set()  # the layouts for which the cache was
+        step.relieve = self
+
+    def __call__(self, where: str, reason: str) -> None:
+        """Makes room after an OutOfMemoryError; OutOfRoom where there is nothing to give up."""
+        if where == PART and not self._step.keeps_activations:
+            where = UPDATES  # as there, nothing but states can be given up
+        said = f"step {self.number}: out of memory{_WHERE.get(where, '')} ({reason})"
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        now = self._step.layout
+        just_now = bool(self.measures) and self.measures[-1]["step"] == self.number
+        if not just_now and now not in self._freed:
+            self._freed.add(now)
+            self._note(CACHE, now, reason)
+            self._say(f"{said}; what the allocator kept was freed, and it is tried again as it was")
+            return
+        while (found := self._next(where)) is not None:
+            name, layout = found
+            try:
+                locked = self._step.take(layout)
+            except torch.OutOfMemoryError:  # the staging ring had no room: more states have to go
+                if self._step.layout == now:
+                    raise
+                continue
+            self._note(name, layout, reason)
+            words = f"{said}; it is tried again, and training goes on, {self._in_words(name, now, layout)}"
+            self._say(words if locked else f"{words}; page-locked memory was refused for them, so copies are slower")
+            return
+        self.measures = [measure for measure in self.measures if measure["step"] < self.number]  # these did not do
+        mixed = self._step.halfway or where == UPDATES
+        raise OutOfRoom(
+            f"{said}. That is out of GPU memory, {_NOTHING_LEFT[where]}; "
+            + ("some weights are new and some old by now, so they are not saved; " if mixed else "")
+            + "the same command goes on from the newest checkpoint"
+        )
+
+    def resume(self, measures: list[dict]) -> None:
+        """Goes on with the layout that `measures`, of a checkpoint, had come to. Where another was planned meanwhile,
+        under other caps, say, that is taken, but for the size of micro-batches, which the bits depend on."""
+        self.measures += measures
+        if not measures:
+            return
+        last = measures[-1]
+        if last.get("planned") == asdict(self._planned):
+            saved = last["layout"]
+            layout = Layout(**saved | {"schedule": Schedule(**saved["schedule"])})
+        else:
+            layout = self._planned
+            if last["micro_batch"] < layout.schedule.micro_batch:
+                layout = with_micro_batch(layout, last["micro_batch"], self._sizes.clips)
+        if layout != self._planned:
+            self._step.take(layout)
+            self._say(
+                f"memory ran out before, last in step {last['step']}, so this goes on with micro-batches of "
+                f"{layout.schedule.micro_batch}, {kept_in_words(layout.schedule, self._sizes.blocks)}, and the states "
+                f"of {layout.resident_units} units on the device"
+            )
+
+    def _next(self, where: str) -> tuple[str, Layout] | None:
+        refused = None
+        for name, layout in smaller_layouts(self._planned, self._step.layout, where, self._sizes):
+            if name == "states":
+                refused = self._refusal(layout.resident_units)
+                if refused is not None:
+                    continue
+            if refused is not None:
+                self._say(f"{'other ' if name == 'states' else ''}states stay on the GPU: {refused}")
+            return name, layout
+        if refused is not None:
+            self._say(f"states stay on the GPU: {refused}")
+        return None
+
+    def _refusal(self, resident_units: int) -> str | None:
+        """Why RAM cannot take the states of the units from the `resident_units`-th on."""
+        now = self._step.layout.resident_units
+        return self._ram_refuses(
+            self._store.state_bytes(range(resident_units, now)),
+            self._store.state_bytes(range(resident_units, self._planned.resident_units)),
+        )
+
+    def _note(self, name: str, layout: Layout, reason: str) -> None:
+        self.measures.append(
+            {
+                "step": self.number,
+                "measure": name,
+                "reason": reason,
+                "micro_batch": layout.schedule.micro_batch,
+                "layout": asdict(layout),
+                "planned": asdict(self._planned),
+            }
+        )
+
+    def _in_words(self, name: str, before: Layout, after: Layout) -> str:
+        old, new = before.schedule, after.schedule
+        return {
+            "first_group": "without a larger first group",
+            "kept": f"keeping less: {kept_in_words(new, self._sizes.blocks)}",
+            "groups": f"in groups of {new.group} instead of {old.group} micro-batches",
+            "segments": f"in segments of {new.segment_blocks} instead of {old.segment_blocks} blocks",
+            "states": f"with the states of {after.resident_units} instead of {before.resident_units} units on the GPU",
+            "micro_batch": f"with micro-batches of {new.micro_batch} instead of {old.micro_batch} and the same batch, "
+            "which changes roundings and dropout masks from here on",
+            "evaluation_rows": f"with micro-batches of {after.evaluation_rows} in evaluations, which may change the "
+            "last digits of their loss",
+        }[name]
+
+
+def recovery_of(step: Step, store: Store, width: int, plan: Plan, say: Callable[[str], None]) -> Recovery:
+    """The recovery of a run as planned, of a model of that `width`, within its cap for RAM and what the machine has."""
+
+    def ram_refuses(moving: int, moved: int) -> str | None:
+        limit, free = plan.settings.ram_limit_bytes, ram_available_bytes()[0]
+        needed = max(plan.ram_bytes + moved, ram_now_bytes() + moving)
+        if limit is not None and needed > limit:
+            return f"with them RAM would be at {format_size(needed)} of the {format_size(limit)} of --ram-limit"
+        return f"they take {format_size(moving)} and {format_size(free)} of RAM are free" if moving > free else None
+
+    settings = plan.settings
+    bytes_per_number = 4 if settings.residual == "fp32" or plan.precision == "fp32" else 2
+    return Recovery(
+        step,
+        store,
+        Sizes(
+            blocks=plan.blocks,
+            batch=settings.batch,
+            row_bytes=settings.seq * width * bytes_per_number,
+            gradient_bytes=4 * store.parameter_count,
+            clips=settings.clip_norm is not None,
+        ),
+        say,
+        ram_refuses,
+    )
+
+
+def with_pageable_copies(plan: Plan) -> Plan:
+    """`plan` with the time of a step predicted anew for states that are copied from pageable memory: the computation,
+    then the copies in and out at PAGEABLE_SHARE of the bus's speed, with no overlap."""
+    copying = 2 * plan.ram_breakdown["streamed_states"] / (plan.card.bus_bytes_per_second * PAGEABLE_SHARE)
+    computing = plan.step_seconds - plan.waiting_seconds
+    return replace(plan, step_seconds=computing + copying, waiting_seconds=copying)

@@ -1,0 +1,182 @@
+"""What stands around a run: what is said before it, what identifies it, and what it leaves behind."""
+
+import json
+import platform
+import shlex
+import statistics
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PretrainedConfig
+
+from lowmem.core.decoder import Decoder
+from lowmem.core.parameters import Store
+from lowmem.data.tokenizer import is_byte_level
+from lowmem.limits import Budget
+from lowmem.models.export import export_model
+from lowmem.planning.plan import Plan
+from lowmem.run.log import RunLog, write_json
+from lowmem.run.plots import draw_loss, draw_memory
+from lowmem.settings import Settings
+
+SAMPLE_TOKENS = 64
+_NOT_COMPUTED = {  # what a config.json holds beside the model: where it came from, how others use it
+    *("_name_or_path", "architectures", "auto_map", "dtype", "task_specific_params", "torch_dtype"),
+    *("transformers_version", "use_cache"),
+}
+
+
+def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: str) -> dict:
+    """What must not differ between a checkpoint and the run that goes on from it, because it would change the bits."""
+    names = (
+        *("model", "init", "seq", "batch", "document_mask", "fixed_batch", "lr", "schedule", "warmup_steps"),
+        *("weight_decay", "clip_norm", "seed", "residual"),
+    )
+    return {name: getattr(settings, name) for name in names} | {
+        "optimizer": settings.optimizer,
+        "steps": steps,
+        "device": plan.device,
+        "precision": plan.precision,
+        "micro_batch": plan.schedule.micro_batch,
+        "fused_kernels": plan.fused_kernels,
+        "data": data_fingerprint,
+    }
+
+
+def config_identity(config: PretrainedConfig) -> dict:
+    """The same of a model's config: every field, defaults too, that says what is computed."""
+    fields = json.loads(config.to_json_string(use_diff=False))
+    return {name: value for name, value in fields.items() if name not in _NOT_COMPUTED}
+
+
+def said_aloud(settings: Settings, tokenizer, device: torch.device) -> list[str]:
+    """Sentences on what a user might not expect."""
+    said = [f"training on {device_name(device)}"]
+    if settings.init == "random":
+        said.append("weights are random (--init random), not pretrained")
+    if is_byte_level(tokenizer):
+        said.append("the tokenizer is the byte-level one: a token is a byte (256, and one for the end of a text)")
+    return said
+
+
+def device_name(device: torch.device) -> str:
+    """The card's name, or what the processor calls itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"the CPU ({platform.processor() or platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def build_report(
+    plan: dict, rows: list[dict], peaks: dict, device: str, sequences_per_step: int, eval_first: float | None
+) -> dict:
+    """report.json's content; a step's time is the median without the first, which also warms up."""
+    step_ms = [row["step_ms"] for row in rows]
+    seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if rows else None
+    evaluated = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    return {
+        "plan": plan,
+        "measured": peaks
+        | {"step_seconds": seconds, "sequences_per_second": sequences_per_step / seconds if seconds else None},
+        "loss": {
+            "first": rows[0]["loss"] if rows else None,
+            "last": rows[-1]["loss"] if rows else None,
+            "eval_first": eval_first,
+            "eval_last": evaluated[-1] if evaluated else eval_first,
+        },
+        "steps": len(rows),
+        "device": device,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the platform and the packages that a result depends on, where installed."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in ("torch", "transformers", "safetensors", "bitsandbytes"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found | {"torch": torch.__version__}  # which says the build, too: +cpu, +cu130
+
+
+def draw_plan(plan: Plan, folder: Path) -> None:
+    """memory.png of a plan alone."""
+    with suppress(ImportError):
+        draw_memory(plan.to_dict(), None, folder / "memory.png", plan.timeline)
+
+
+def finish(
+    settings: Settings,
+    config: PretrainedConfig,
+    decoder: Decoder,
+    store: Store,
+    tokenizer,
+    log: RunLog,
+    budget: Budget,
+    plan: Plan,
+    eval_first: float | None,
+    recoveries: list[dict],
+) -> None:
+    """Writes model/, report.json, loss.png and memory.png into the run folder, and says how it went."""
+    folder = Path(settings.out)
+    budget.enter("export")
+    if settings.sample_prompt is not None:
+        try:
+            log.say(_sample(decoder, tokenizer, settings.sample_prompt))
+        except torch.OutOfMemoryError as error:
+            log.say(f"no sample: out of memory ({str(error).splitlines()[0]})")
+    generation_config = GenerationConfig.from_model_config(config)
+    export_model(
+        folder / "model", config, store.masters(), order=store.names(), tokenizer=tokenizer,
+        generation_config=generation_config, readme=_model_readme(plan, log.rows),
+    )  # fmt: skip
+    budget.enter("report")
+    budget.check("the export")
+    peaks = asdict(budget.peaks())
+    report = build_report(plan.to_dict(), log.rows, peaks, device_name(store.device), settings.batch, eval_first)
+    report["ram_phases"] = {
+        phase: {"predicted": plan.ram_phases.get(phase), "measured": size} for phase, size in budget.ram_phases.items()
+    }  # bytes
+    report["out_of_memory"] = recoveries  # what was done about it, and the layout from there on
+    write_json(folder / "report.json", report)
+    try:
+        draw_loss(log.rows, folder / "loss.png", eval_first)
+        draw_memory(plan.to_dict(), peaks, folder / "memory.png", plan.timeline, budget.ram_phases)
+    except ImportError:
+        log.say("matplotlib is not installed, so loss.png and memory.png were not drawn")
+    loss = report["loss"]
+    held_out = "" if loss["eval_last"] is None else f"; held-out {loss['eval_first']:.4f} -> {loss['eval_last']:.4f}"
+    trained = "" if loss["last"] is None else f": loss {loss['first']:.4f} -> {loss['last']:.4f}"
+    log.say(f"done{trained}{held_out}; see {folder}/report.json and {folder}/model")
+    log.close()
+
+
+@torch.no_grad()
+def _sample(decoder: Decoder, tokenizer, prompt: str) -> str:
+    inputs = tokenizer(prompt, return_tensors="pt").to(decoder.head_weight.device)
+    prompt_tokens = inputs["input_ids"].shape[1]
+    positions = getattr(decoder.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    if not 0 < prompt_tokens < positions:
+        return f"no sample: --sample-prompt has {prompt_tokens} tokens, and the model goes on from 1 to {positions - 1}"
+    decoder.model.eval()
+    tokens = decoder.model.generate(
+        **inputs,
+        max_new_tokens=min(SAMPLE_TOKENS, positions - prompt_tokens),
+        do_sample=False,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    return f"sample: {tokenizer.decode(tokens[0])}"
+
+
+def _model_readme(plan: Plan, rows: list[dict]) -> str:
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    last = f"{rows[-1]['loss']:.4f} after {rows[-1]['step']} steps" if rows else "not trained"
+    return (
+        f"# {plan.model}, every parameter trained with lowmem\n\n"
+        f"Training loss: {last}. Command:\n\n    {command}\n\nPlan:\n\n```\n{plan.describe()}\n```\n"
+    )

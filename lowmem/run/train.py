@@ -1,0 +1,225 @@
+"""The training loop, once: plan, load, step, log, save, report. Both scripts and every experiment run this one."""
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from lowmem import device as devices
+from lowmem.core.decoder import Decoder
+from lowmem.core.kernels import fused
+from lowmem.core.optimizers import get_optimizer
+from lowmem.core.parameters import Store
+from lowmem.core.precision import WORKING_DTYPES, LossScale
+from lowmem.core.step import Step, mean_loss
+from lowmem.data.dataset import Data, load_data
+from lowmem.data.tokenizer import load_tokenizer
+from lowmem.errors import InputError, LowmemError, Stopped
+from lowmem.limits import Budget, ram_available_bytes
+from lowmem.models.build import check_tokens, load_config, make_decoder, most_positions, some
+from lowmem.models.load import random_weights, read_weights
+from lowmem.planning.plan import Plan
+from lowmem.planning.planner import make_plan
+from lowmem.planning.process import process_aside
+from lowmem.planning.ram import Process
+from lowmem.planning.target import planned
+from lowmem.run.checkpoint import find_checkpoint, load_checkpoint, lock_run, save_checkpoint
+from lowmem.run.learning_rate import learning_rate, warmup_updates
+from lowmem.run.log import RunLog, step_row, write_json
+from lowmem.run.recovery import OutOfRoom, recovery_of, with_pageable_copies
+from lowmem.run.report import config_identity, draw_plan, finish, run_identity, said_aloud
+from lowmem.run.signals import StopRequest
+from lowmem.settings import Settings
+from lowmem.simulate.calibrate import measured_card
+from lowmem.simulate.gpus import Card
+
+SKIPPED_IN_A_ROW = 10  # steps without a finite gradient after which a run gives up
+
+
+def run(settings: Settings, stop: StopRequest) -> None:
+    """Plans, and unless that is all that was asked for, trains."""
+    devices.set_environment()
+    with nullcontext() if settings.plan_only else process_aside() as aside:  # before CUDA is asked for anything
+        run_planned(settings, stop, aside)
+
+
+def run_planned(settings: Settings, stop: StopRequest, aside: Callable | None) -> None:
+    """`aside`: where training's plan is made (process.py)."""
+    kind, precision, card = planned(settings)
+    config = load_config(settings.model, settings.init)
+    check_tokens(config, settings.seq, largest_token_id=0)
+    if settings.plan_only:
+        plan = make_plan(settings, config, kind, precision, card)
+        print(plan.describe())
+        if (Path(settings.out) / "settings.json").exists():
+            print(f"{settings.out} holds a run, so its plan.json is left alone", file=sys.stderr)
+            return
+        try:
+            Path(settings.out).mkdir(parents=True, exist_ok=True)
+            write_json(Path(settings.out) / "plan.json", plan.to_dict())
+            draw_plan(plan, Path(settings.out))
+        except OSError as error:
+            raise InputError(f"--out {settings.out} cannot be written: {error.strerror}; give another folder") from None
+        return
+    with lock_run(Path(settings.out)):  # two runs with one --out: the second is told so at once
+        plan_and_train(settings, config, kind, precision, card, stop, aside)
+
+
+def plan_and_train(
+    settings: Settings, config: PretrainedConfig, kind: str, precision: str, card: Card | None, stop: StopRequest,
+    aside: Callable,
+) -> None:  # fmt: skip
+    """A run that has its folder to itself; what is refused here leaves nothing in it."""
+    device = devices.select_device(settings.device)
+    tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
+    data = read_data(settings, config, tokenizer)  # what cannot be trained on is refused before anything slow
+    measured = no_kernel = None
+    if device.type == "cuda":
+        devices.take_workspaces(device)
+        no_kernel = fused.why_not(device)
+        pieces = partial(make_decoder, config, precision, settings.residual, no_kernel is None)
+        measured = measured_card(pieces, settings.seq, WORKING_DTYPES[precision], device)
+        devices.forget_allocations(device)
+    free, process = ram_available_bytes()[0], Process.here()
+    plan = aside(make_plan, settings, config, kind, precision, card, free, measured, no_kernel is None, process)
+    with closing(RunLog(Path(settings.out), settings)) as log:
+        log.say(plan.describe())
+        if no_kernel is not None:
+            log.say(f"without fused kernels, which takes more memory and time: {no_kernel}")
+        decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
+        train(settings, config, decoder, device, plan, tokenizer, data, stop, log)
+
+
+def read_data(settings: Settings, config: PretrainedConfig, tokenizer) -> Data:
+    """The batches that the settings ask for."""
+    return load_data(
+        spec=settings.data, eval_spec=settings.eval_data, eval_fraction=settings.eval_fraction,
+        text_field=settings.text_field, train_on=settings.train_on, tokenizer=tokenizer, seq=settings.seq,
+        batch=settings.batch, steps=settings.steps, seed=settings.seed, document_mask=settings.document_mask,
+        fixed_batch=settings.fixed_batch, vocabulary_size=config.vocab_size,
+        max_positions=most_positions(config),
+    )  # fmt: skip
+
+
+def train(
+    settings: Settings, config: PretrainedConfig, decoder: Decoder, device: torch.device, plan: Plan, tokenizer,
+    data: Data, stop: StopRequest, log: RunLog,
+) -> None:  # fmt: skip
+    """One run, from its weights to its report."""
+    folder = Path(settings.out)
+    steps = settings.total_steps(data.train.steps_per_epoch)
+    identity = {"identity": run_identity(settings, plan, steps, data.fingerprint)}
+    identity["identity"]["config"] = config_identity(config)
+    log.say(data.description)
+
+    budget = Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes)
+    budget.apply(plan.gpu_reserved_peak_bytes)
+    budget.enter("load")
+    devices.make_deterministic(device)
+    optimizer = get_optimizer(settings.optimizer)
+    checkpoint = find_checkpoint(folder, settings.resume, log.say)
+    if checkpoint is None:  # before anything is allocated: what does not fit is refused here
+        pretrained = settings.init == "pretrained"
+        weights = read_weights(decoder.model, settings.model) if pretrained else random_weights(config, settings.seed)
+    store = Store(decoder, device, WORKING_DTYPES[plan.precision], optimizer, plan.resident_units)
+    loss_scale = LossScale(enabled=plan.precision == "fp16")
+    step = Step(
+        decoder, store, optimizer, plan.schedule, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
+        seed=settings.seed, loss_scale=loss_scale,
+    )  # fmt: skip
+    recovery = recovery_of(step, store, decoder.head_weight.shape[1], plan, log.say)
+
+    def evaluate() -> float | None:
+        with budget.phase("evaluate"):
+            return mean_loss(step, data.evaluation, settings.eval_batches)
+
+    for sentence in said_aloud(settings, tokenizer, device):
+        log.say(sentence)
+    if checkpoint is None:
+        store.write(weights)
+        decoder.check(config.vocab_size, settings.document_mask)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what only that needed
+        if (folder / "report.json").exists():
+            log.say(f"report.json, the pictures and model/ in {folder} are an earlier run's until this one ends")
+        first, skipped, eval_first = 0, 0, evaluate()
+    else:
+        state = load_checkpoint(checkpoint, store, identity)
+        first, step.updates, eval_first = state["step"], state["updates"], state["eval_first"]
+        skipped = state["skipped"]
+        loss_scale.load(state["loss_scale"])
+        recovery.resume(state["recoveries"])
+        log.say(f"going on from {checkpoint}: {first} of {steps} steps are done")
+    if device.type == "cuda":
+        devices.release_freed_memory()  # before states take up their room
+    if not store.page_lock():
+        plan = with_pageable_copies(plan)
+        log.say(
+            "page-locked memory was refused, so states are streamed from pageable memory: a step now takes about "
+            f"{plan.step_seconds:.3g} s, {plan.waiting_seconds:.2g} s of it waiting for copies"
+        )
+    write_json(folder / "plan.json", plan.to_dict())
+    write_json(folder / "settings.json", asdict(settings))
+    log.start(first, steps, plan.to_dict())
+
+    saved = first
+
+    def save(done: int) -> None:
+        nonlocal saved
+        step.flush()
+        state = {"step": done, "updates": step.updates, "loss_scale": loss_scale.state()}
+        state |= {"skipped": skipped, "eval_first": eval_first, "recoveries": recovery.measures}
+        with budget.phase("save"):
+            save_checkpoint(folder, store, state | identity, keep_last=settings.keep_last)
+        saved = done
+        if stop.requested and done < steps:
+            raise Stopped(f"stopped by {stop.name} after step {done}; the same command goes on from there")
+
+    budget.enter("train")
+    if stop.requested:
+        save(first)
+    warmup = warmup_updates(settings.warmup_steps, steps)
+    for done in range(first + 1, steps + 1):
+        if skipped >= SKIPPED_IN_A_ROW:
+            raise LowmemError(f"{skipped} steps in a row had no finite gradient; stopped at step {done - 1}")
+        started = time.perf_counter()
+        batch = data.train.batch(done - 1)
+        rate = learning_rate(
+            step.updates, peak=settings.lr, updates=steps, warmup_updates=warmup, schedule=settings.schedule
+        )
+        recovery.number = done
+        try:
+            result = step(batch, done - 1, rate)
+        except OutOfRoom:
+            if not step.halfway and saved < done - 1:
+                save(done - 1)
+            raise
+        evaluating = len(data.evaluation) and (done == steps or done % (settings.eval_every or steps) == 0)
+        saving = done == steps or done % (settings.save_every or steps) == 0
+        if evaluating or saving:
+            step.flush()  # the update belongs to this step's time
+        seconds = time.perf_counter() - started
+        row = step_row(
+            done, done / data.train.steps_per_epoch, batch.trained_tokens, rate, seconds, result, budget.peaks()
+        )
+        if evaluating:
+            row["eval_loss"] = evaluate()
+        log.step(row)
+        budget.check(f"step {done}")
+        skipped = 0 if result.updated else skipped + 1
+        if skipped:
+            said = f"step {done}: the gradient's norm is {result.grad_norm}, so no update was made"
+            texts = data.train.where(done - 1)
+            log.say(f"{said}; its batch: {some(texts)} (all in log.txt)", f"{said}; its batch: {', '.join(texts)}")
+        if saving or stop.requested or skipped == SKIPPED_IN_A_ROW:
+            save(done)
+    if skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):
+        raise LowmemError(f"the loss of the last step is {log.rows[-1]['loss']}: nothing was exported")
+    finish(settings, config, decoder, store, tokenizer, log, budget, plan, eval_first, recovery.measures)

@@ -1,0 +1,154 @@
+"""Simulated time of a training step: the host's clock, the GPU's, and the two copy engines of the bus.
+
+PyTorch launches a kernel and goes on, so a step has two clocks. An operation that costs the host c seconds and then
+the GPU t > 0 seconds moves the host's clock h and the GPU's g (when all launched work is done) to
+
+    h' = h + c
+    g' = max(g, h') + t                        the kernel waits for its launch and for the kernels before it
+
+and one without a kernel (a view) moves h alone; reading a number back makes the host wait, h' = max(h, g). Such maps
+are linear over (max, +), so they compose: however many operations a region has, its effect on both clocks is a matrix
+of four numbers,
+
+    h' = max(h + host, g + wait)
+    g' = max(h + lead, g + gpu)
+
+`lead` is when the GPU would be done, counted from the region's start on the host, were it idle before. A region is
+therefore recorded once and replayed in constant time (Baccelli et al., Synchronization and Linearity, 1992).
+
+Left out: a launch queue that is full (CUDA holds about 1,024 launches, then the host waits; the host is then ahead
+anyway, and only memory that the host frees later would show it), and several compute streams.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a region of operations does to the clocks, in seconds: see the module's docstring."""
+
+    host: float
+    gpu: float
+    lead: float
+    wait: float = -math.inf
+
+    @staticmethod
+    def of_operation(host: float, gpu: float) -> "Span":
+        """`host` seconds on the host, then `gpu` seconds on the GPU; 0 there means that no kernel is launched."""
+        return Span(host, gpu, host + gpu if gpu > 0 else -math.inf)
+
+    def then(self, other: "Span") -> "Span":
+        """This region followed by `other`."""
+        return Span(
+            host=max(self.host + other.host, self.lead + other.wait),
+            gpu=max(self.gpu + other.gpu, self.wait + other.lead),
+            lead=max(self.lead + other.gpu, self.host + other.lead),
+            wait=max(self.wait + other.host, self.gpu + other.wait),
+        )
+
+
+NOTHING = Span(0.0, 0.0, -math.inf)
+SYNCHRONIZE = Span(0.0, 0.0, -math.inf, wait=0.0)  # the host waits for the GPU, as `.item()` makes it do
+
+
+class Clock:
+    """`host`: now; `gpu`: when everything launched on the compute stream so far will be done. Seconds."""
+
+    def __init__(self):
+        self.host = 0.0
+        self.gpu = 0.0
+
+    def advance(self, span: Span) -> None:
+        """Runs a region."""
+        self.host, self.gpu = (
+            max(self.host + span.host, self.gpu + span.wait),
+            max(self.gpu + span.gpu, self.host + span.lead),
+        )
+
+    def wait(self, until: float) -> None:
+        """The compute stream waits until a point in time; the host does not."""
+        self.gpu = max(self.gpu, until)
+
+
+class SimulatedCopies:
+    """Takes the place of the transfers of offload.py's ring: moves clocks, no data.
+
+    Two streams, one per direction, each a queue that is worked off in order, and a third for updates if these run
+    `beside` what computes. What a copy waits for is what the streams and events of `_CudaCopies` make it wait for: its
+    stream's earlier copies, its own issue by the host, and
+
+        fetch        the last write-back of its slot
+        write_back   all updates launched so far; on the compute stream also what was launched there before them
+
+    An update beside what computes takes its time of the GPU from that all the same.
+
+    The rates are those reached while both directions are at work (gpus.py): the ring reads and writes the same bytes,
+    so they are at work together nearly always. Left out: what issuing a copy costs the host (tens of microseconds
+    beside milliseconds of copying), and memory that is not page-locked, whose copies do not overlap.
+
+    `exposed_seconds`: how long the compute stream stood still for copies and for nothing else; `in_busy_seconds` and
+    `out_busy_seconds`: how long each engine copied.
+    """
+
+    def __init__(self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float, beside: bool = False):
+        self._clock, self._beside = clock, beside
+        self._stream_free = self._updated = 0.0  # the updates' stream, if they run beside; when the last one is done
+        self._in_rate, self._out_rate = in_bytes_per_second, out_bytes_per_second
+        self._in_free, self._out_free = clock.gpu, 0.0  # the slots' memory may still be in use by kernels issued before
+        self._fetched: dict[int, float] = {}  # by slot: when its last copy in is done
+        self._written: dict[int, float] = {}  # by slot: when its last copy out is done
+        self.exposed_seconds = 0.0
+        self.in_busy_seconds = 0.0
+        self.out_busy_seconds = 0.0
+
+    def fetch(self, slot: int, home: State, state: State) -> None:
+        seconds = _bytes_of(home) / self._in_rate
+        start = max(self._in_free, self._written.get(slot, 0.0), self._clock.host)
+        self._in_free = self._fetched[slot] = start + seconds
+        self.in_busy_seconds += seconds
+
+    def wait_fetched(self, slot: int) -> None:
+        arrival = self._fetched.get(slot, 0.0)
+        if self._beside:
+            self._stream_free = max(self._stream_free, arrival)
+        else:
+            self._hold_until(arrival)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        launched, free = self._clock.host, max(self._clock.gpu, self._clock.host)
+        yield
+        self._updated = self._stream_free = max(self._stream_free, launched) + self._clock.gpu - free
+
+    def wait_for_compute(self) -> None:
+        self._stream_free = max(self._stream_free, self._clock.gpu)
+
+    def hold_compute(self) -> None:
+        if self._beside:
+            self._hold_until(self._updated)
+
+    def _hold_until(self, arrival: float) -> None:
+        idle_from = max(self._clock.gpu, self._clock.host)  # before that the GPU is busy, or waits for the host
+        self.exposed_seconds += max(0.0, arrival - idle_from)
+        self._clock.wait(arrival)
+
+    def write_back(self, slot: int, state: State, home: State) -> None:
+        seconds = _bytes_of(home) / self._out_rate
+        start = max(self._out_free, self._stream_free if self._beside else self._clock.gpu, self._clock.host)
+        self._out_free = self._written[slot] = start + seconds
+        self.out_busy_seconds += seconds
+
+    def synchronize(self) -> None:
+        """The host waits for both streams."""
+        self._clock.host = max(self._clock.host, self._in_free, self._out_free)
+
+
+def _bytes_of(state: State) -> int:
+    return sum(tensor.nbytes for tensor in state.values())

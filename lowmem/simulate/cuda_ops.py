@@ -1,0 +1,251 @@
+"""Where CUDA allocates otherwise than the same operation on tensors without data.
+
+recorder.py runs the training step on the meta device, which takes PyTorch's generic path. A GPU does not always: it has
+fused operators that save other tensors for backward, kernels with temporaries of their own, and libraries that want a
+workspace. Two files are the table of those differences, and all of it. temporaries.py has what a kernel takes from the
+caching allocator and gives back before it returns; here are
+
+- `CudaFunctions`, which puts CUDA's operator in the place of the generic one, so that autograd saves what CUDA's would;
+- `PRODUCTS`, `blas_workspace_bytes` and `blaslt_workspace_bytes`: what the first matrix product takes for good.
+
+It has been compared with the caching allocator, the dispatcher and the host code of PyTorch 2.14.1's CUDA build, which
+run without a GPU on a stand-in (tests/cuda/operators.py): every operator of the table over shapes, dtypes and five
+cards, every function that is replaced here, with its backward, and every operation of simulated steps of 16 families of
+decoders agree within 1 KiB, results and their layouts included. Not with a GPU: what libraries choose there (cuBLAS) is
+not known, and what is said of other releases is as it was read.
+
+Each entry names the file it was read in, below aten/src/ATen. "2.13" is what torch 2.13.0 installs (headers, meta
+kernels, the composites that it runs); "recent" a source of unknown release close to that; "main" is newer, "old" an
+earlier release; "assumed" was not read.
+
+Left out: F.rms_norm, one kernel there and a composite here, which no decoder tried calls; settings that this project
+never makes (attention kernels off, FlashAttention 3, ...).
+
+Taken to be alike, as 2.13 runs the operators here for which CUDA has kernels, and compared too: layer_norm (statistics
+in fp32), gelu, silu, embedding, cross_entropy, addmm, baddbmm, vector_norm, linear, softmax of bf16 in fp32. Alike but
+for C++ that tests for dispatch modes (autograd/input_buffer.cpp): two gradients that meet at a residual connection are
+added into a new tensor here, in place there; recorder.py puts that right. Backward runs on a thread of its own there,
+with a second cuBLAS handle, so workspaces are due twice."""
+
+import functools
+import math
+import re
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
+from lowmem.simulate.multiprocessors import Capability
+
+_aten = torch.ops.aten
+_16_BIT = (torch.float16, torch.bfloat16)
+
+
+class CudaFunctions(TorchFunctionMode):
+    """Inside `with CudaFunctions(capability, version):` functions of tensors without data (on meta, or FakeTensors of
+    any device) run the operators that PyTorch of this version would choose on CUDA, its cuDNN attention switched off.
+    Functions that do not differ, and tensors with data, are left alone."""
+
+    def __init__(self, capability: Capability, torch_version: tuple[int, int] = (2, 13)):
+        super().__init__()
+        chosen = functools.partial(attention_kernel, capability, torch_version=torch_version)
+        self._replacements: dict[Callable, Callable] = {
+            F.scaled_dot_product_attention: functools.partial(_attention, chosen),
+            F.linear: _linear,
+            F.dropout: _dropout,
+            torch.dropout: lambda input, p, train: _dropout(input, p, train),
+            F.softmax: lambda input, dim=None, _stacklevel=3, dtype=None: _softmax(input, dim, dtype),
+            torch.softmax: _softmax,
+            Tensor.softmax: _softmax,
+        }
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        replacement = self._replacements.get(func)
+        result = NotImplemented if replacement is None else replacement(*args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
+
+
+def _without_data(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def attention_kernel(
+    capability: Capability,
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    enable_gqa=False,
+    *,
+    torch_version: tuple[int, int] = (2, 13),
+) -> str:
+    """The kernel that scaled_dot_product_attention chooses on CUDA: "flash", else "efficient", else "math".
+
+    native/transformers/cuda/sdp_utils.cpp (main), sdp_utils_cpp.h (2.13 and 2.14). From 2.14 on the efficient kernel
+    takes grouped queries, and both take one head of keys for all queries, which need not be said (the templates of the
+    two headers; seen on 2.14).
+    """
+    tensors = (query, key, value)
+    if any(t.dim() != 4 or t.dtype != query.dtype or t.shape[0] != query.shape[0] or t.numel() == 0 for t in tensors):
+        return "math"
+    width, value_width = query.shape[-1], value.shape[-1]
+    contiguous_rows = all(t.stride(-1) == 1 for t in tensors)
+    same_heads = query.shape[1] == key.shape[1] == value.shape[1]
+    groups = enable_gqa and key.shape[1] == value.shape[1] and query.shape[1] % key.shape[1] == 0
+    newer = torch_version >= (2, 14)
+    shared_heads = newer and key.shape[1] == value.shape[1] == 1
+    differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)  # no room for wide heads' backward
+    if (
+        (8, 0) <= capability <= (12, 1)
+        and query.dtype in _16_BIT
+        and attn_mask is None
+        and width == key.shape[-1] == value_width <= 256
+        and (same_heads or groups or shared_heads)
+        and (contiguous_rows or width == 1)
+        and (not is_causal or query.shape[-2] == key.shape[-2])
+        and not (differentiates and small and width > 192 and (dropout_p > 0 or width <= 224))
+    ):
+        return "flash"
+    alignment = 1
+    if capability >= (8, 0) or (capability >= (7, 0) and query.dtype in _16_BIT):
+        alignment = 16 // query.dtype.itemsize
+    if (
+        (5, 0) <= capability <= (12, 1)
+        and (query.dtype in (torch.float16, torch.float32) or (query.dtype is torch.bfloat16 and capability >= (8, 0)))
+        and width == key.shape[-1]
+        and width % alignment == value_width % alignment == 0
+        and (same_heads or shared_heads or (groups and newer))
+        and contiguous_rows
+        and (attn_mask is None or attn_mask.stride(-1) == 1)
+    ):
+        return "efficient"
+    return "math"
+
+
+def _attention(chosen, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """native/transformers/attention.cpp (recent)."""
+    if not _without_data(query):
+        return NotImplemented
+    kernel = chosen(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    if kernel == "flash":
+        width = query.shape[-1]
+        padded = (F.pad(t, (0, -width % 8)) if width % 8 else t for t in (query, key, value))
+        scale = 1 / math.sqrt(width) if scale is None else scale
+        # Its small results are as on CUDA: rng_state 16 bytes, an unused number, and no debug mask.
+        out = _aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
+        return out[..., :width] if width % 8 else out
+    mask = _additive(attn_mask, query.dtype)
+    if kernel == "math":
+        return _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+    if mask is not None:
+        if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+            keys = mask.shape[-1]
+            mask = F.pad(mask, (0, 8 - keys % 8))[..., :keys]  # a whole 8 more where `keys` is a multiple of 8
+        mask = mask.expand(*query.shape[:3], key.shape[2])
+    differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    return _aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, differentiates, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=dtype, device=mask.device))
+
+
+def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa):
+    """The composite of attention.cpp (recent) as it runs on CUDA: with a fused dropout, and the mask added in place.
+    Names die where they die there."""
+    dtype = query.dtype
+    if dtype in _16_BIT:
+        query, key, value = query.float(), key.float(), value.float()
+    factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    scaled = query * factor
+    if is_causal:
+        shape = query.shape[-2], key.shape[-2]
+        mask = _additive(torch.ones(shape, dtype=torch.bool, device=query.device).tril(), query.dtype)
+    expanded = [key, value]
+    if enable_gqa and not query.shape[-3] == key.shape[-3] == value.shape[-3]:
+        expanded = [t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in expanded]
+    weights = torch.matmul(scaled, expanded[0].transpose(-2, -1) * factor)
+    if mask is not None:
+        weights.add_(mask)
+    weights = _aten._safe_softmax(weights, -1)
+    if dropout_p > 0:
+        weights = torch.native_dropout(weights, dropout_p, True)[0]
+    second_result = weights.to(dtype)  # noqa: F841  computed first, and thrown away
+    return torch.matmul(weights, expanded[1]).to(dtype)
+
+
+def _linear(input, weight, bias=None):
+    """native/Linear.cpp: where the input cannot be taken as a matrix the bias is added in place. Tensors without data,
+    and any under a dispatch mode, get a new one."""
+    alike = not _without_data(input) or bias is None or input.dim() < 3 or input.is_contiguous()
+    return NotImplemented if alike else torch.matmul(input, weight.t()).add_(bias)
+
+
+def _dropout(input, p=0.5, training=True, inplace=False):
+    """native/Dropout.cpp (recent): one operator that saves a mask of bools; in place, noise of the input's dtype."""
+    if not (_without_data(input) and training and not inplace and 0 < p < 1 and input.numel()):
+        return NotImplemented
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _softmax(input, dim, dtype=None):
+    """native/SoftMax.cpp (main): fp16 to fp32 inside the kernel. Not so for bf16."""
+    if not (_without_data(input) and input.dtype is torch.float16 and dtype is torch.float32 and dim is not None):
+        return NotImplemented
+    return _aten._softmax(input, dim, True)
+
+
+# What goes through a cuBLAS or cuBLASLt handle: cuda/Blas.cpp (recent).
+PRODUCTS = frozenset(
+    overload
+    for product in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot)
+    for overload in (product.default, product.out)
+) | {_aten.addmm_.default, _aten.baddbmm_.default, _aten.addmv_.default, torch.ops.lowmem.add_product.default}
+
+
+def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) -> list[Tensor]:
+    """The results of an aten overload that are allocated on the device, in order (seen on 2.14.1): dropout's mask comes
+    first (cuda/Dropout.cu), and the two random numbers that efficient attention with dropout keeps lie in RAM."""
+    if func is _aten.native_dropout.default:
+        return results[::-1]
+    if func is _aten._scaled_dot_product_efficient_attention.default and _dropout_p(*args, **kwargs) > 0:
+        return results[:2]
+    return results
+
+
+def _dropout_p(query, key, value, bias, differentiates, dropout_p=0.0, *_, **__) -> float:
+    return dropout_p
+
+
+def blas_workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int] = (2, 13)) -> int:
+    """What a thread's first product on a stream takes; `config`: CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count".
+
+    cuda/CublasHandlePool.cpp: recent, whose declarations are 2.13's; that releases before it were like old is assumed.
+    In main every product takes its workspace and gives it back.
+    """
+    pairs = re.findall(":([0-9]+):([0-9]+)", config or "")
+    if pairs:
+        return sum(int(kib) * 1024 * int(count) for kib, count in pairs)
+    large = capability[0] in (9, 10, 12) if torch_version >= (2, 13) else capability == (9, 0)
+    return 8 * 4096 * 1024 if large else 2 * 4096 * 1024 + 8 * 16 * 1024
+
+
+def blaslt_workspace_bytes(torch_version: tuple[int, int] = (2, 13)) -> int:
+    """What a thread's first product through cuBLASLt takes beside that: nothing where the two share one buffer
+    (CublasHandlePool.cpp, recent), else 1 MiB (old; assumed for releases before 2.13).
+
+    Such a product is an addmm (beta 1, a new result) of a contiguous bias vector, no side of it 1: cuda/Blas.cpp (old).
+    """
+    return 0 if torch_version >= (2, 13) else 1024 * 1024

@@ -1,0 +1,157 @@
+"""The staging buffers of PyTorch's reductions on CUDA: sums over the rows of a matrix, norms, largest entries.
+
+One kernel template does them all (aten/src/ATen/native/cuda/Reduce.cuh). A thread sums one output, or, where there are
+few outputs, a row or a block of threads does. Where that still leaves multiprocessors idle, several blocks share an
+output; each writes what it has to global memory, and the last one to finish adds that up. Such a buffer has a number
+
+    for every output x every block that shares it x every thread side by side in a block
+
+(the last factor is waste: only one thread in so many has an output of its own), so it grows with the card: the sum of
+a bias's gradient over 65,536 x 1,280 takes 40 MiB on 28 multiprocessors and 108 MiB on 108.
+
+Read in the header that torch 2.14.1 installs; the order of the loops, which is TensorIterator.cpp's, is inferred. Both
+are held to what the allocator of that release saw on stand-ins for cards from a T4 to an H100 (tests/cuda).
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lowmem.simulate.multiprocessors import Multiprocessor
+
+_WARP = 32
+_MOST_THREADS = 512  # of a block, divided among the outputs that a thread has
+_FEWEST_VALUES, _MOST_VALUES = 16, 256  # per thread
+_MOST_VECTOR = 4  # outputs per thread
+
+
+class _Loop(NamedTuple):
+    size: int
+    stride: int  # of the input, in entries
+
+
+def staging_bytes(
+    multiprocessors: int,
+    multiprocessor: Multiprocessor,
+    tensor: Tensor,
+    dims: Iterable[int],
+    sum_bytes: int,
+    result_bytes: int,
+    input_vector: int = 4,
+) -> tuple[int, ...]:
+    """Sizes of the temporaries of the reduction of `tensor`, of any shape, over `dims`: where blocks share an output,
+    of numbers and of counters; where kernels follow each other, of what they hand on. `sum_bytes`: of one partial
+    result; `result_bytes`: of one entry of the result; `input_vector`: how many entries of a row a thread reads at
+    once."""
+    reduced, kept = _loops(tensor, {dim % tensor.dim() for dim in dims} if tensor.dim() else set())
+    if not reduced or not all(loop.size for loop in (*reduced, *kept)):
+        return ()
+    parts = list(_parts(tensor.storage_offset(), reduced, kept, tensor.itemsize))
+    handed_on = len(parts) > 1 and result_bytes < sum_bytes
+    buffers = (_buffers(multiprocessors, multiprocessor, *part, sum_bytes, input_vector) for part in parts)
+    return *max(buffers, key=sum), *([math.prod(loop.size for loop in kept) * sum_bytes] if handed_on else [])
+
+
+def _parts(offset: int, reduced: list[_Loop], kept: list[_Loop], entry_bytes: int) -> Iterator[tuple]:
+    """Offset and loops of one kernel each: those that reach over 2 GiB are cut in halves, at the longest loop."""
+    loops = [*reduced, *kept]
+    reach = [(loop.size - 1) * loop.stride for loop in loops]
+    if 1 + sum(reach) * entry_bytes < 2**31:
+        yield offset, reduced, kept
+        return
+    longest = reach.index(max(reach))
+    size, stride = loops[longest]
+    for start, part in ((0, size // 2), (size // 2, size - size // 2)):
+        loops[longest] = _Loop(part, stride)
+        yield from _parts(offset + start * stride, loops[: len(reduced)], loops[len(reduced) :], entry_bytes)
+
+
+def _buffers(
+    multiprocessors: int,
+    multiprocessor: Multiprocessor,
+    offset: int,
+    reduced: list[_Loop],
+    kept: list[_Loop],
+    sum_bytes: int,
+    input_vector: int,
+) -> tuple[int, ...]:
+    inputs, outputs = math.prod(loop.size for loop in reduced), math.prod(loop.size for loop in kept)
+    along_rows = not kept or reduced[0].stride < kept[0].stride
+    width, height = (inputs, outputs) if along_rows else (outputs, inputs)
+    output_vector = 1
+    if along_rows:
+        if reduced[0].stride == 1 and width >= 128 and len(reduced) == 1:
+            width //= input_vector
+    elif kept[0].stride == 1:
+        others = [loop.stride for loop in (*reduced, *kept[1:])]
+        output_vector = math.gcd(_MOST_VECTOR, offset, kept[0].size, *others)
+        width //= output_vector
+    block_width, block_height = _block(width, height, _MOST_THREADS // output_vector)
+
+    step_of_inputs, step_of_outputs = (block_width, 1) if along_rows else (1, block_width)
+    if _up(inputs, step_of_inputs) < min(block_height * 16, _MOST_VALUES):
+        return ()  # a thread has few enough values not to share them with its block
+    values = _up(inputs, step_of_inputs * block_height)
+    grid = _up(outputs // output_vector, step_of_outputs)
+    resident = multiprocessors * (multiprocessor.threads // (block_width * block_height))
+    if values < _MOST_VALUES or grid > resident:
+        return ()
+    blocks = min(max(_up(resident, grid), _up(values, _MOST_VALUES)), _up(values, _FEWEST_VALUES))
+    if blocks == 1:
+        return ()
+    side_by_side = 1 if along_rows else block_width * output_vector
+    return sum_bytes * outputs * blocks * side_by_side, 4 * grid
+
+
+def _loops(tensor: Tensor, dims: set[int]) -> tuple[list[_Loop], list[_Loop]]:
+    """The loops over `tensor`'s entries, reduced ones and kept ones, the fastest first: as TensorIterator orders them
+    and makes one of those that follow each other in memory."""
+    all_loops = [_Loop(*loop) for loop in zip(tensor.shape, tensor.stride(), strict=True)]
+    reduced = [loop for dim, loop in enumerate(all_loops) if dim in dims and loop.size != 1]
+    kept = [loop for dim, loop in enumerate(all_loops) if dim not in dims and loop.size != 1]
+    return _merged(_in_order(reduced[::-1])), _merged(kept[::-1])
+
+
+def _in_order(loops: list[_Loop]) -> list[_Loop]:
+    """By stride, with TensorIterator's insertion sort: a stride of 0 is neither before another one nor behind it."""
+    loops = list(loops)
+    for place in range(1, len(loops)):
+        for before in range(place - 1, -1, -1):
+            first, second = loops[before], loops[place]
+            if first.stride == 0 or second.stride == 0:
+                continue
+            if first.stride < second.stride:
+                break
+            if first.stride > second.stride or first.size > second.size:
+                loops[before], loops[place] = second, first
+                place = before
+    return loops
+
+
+def _merged(loops: list[_Loop]) -> list[_Loop]:
+    merged: list[_Loop] = []
+    for loop in loops:
+        if merged and loop.stride == merged[-1].size * merged[-1].stride:
+            merged[-1] = _Loop(merged[-1].size * loop.size, merged[-1].stride)
+        else:
+            merged.append(loop)
+    return merged
+
+
+def _block(width: int, height: int, threads: int) -> tuple[int, int]:
+    """Threads side by side, and rows of them."""
+    most_width, most_height = _power_of_two(min(width, threads)), _power_of_two(min(height, threads))
+    block_height = min(most_height, threads // min(most_width, _WARP))
+    return min(most_width, threads // block_height), block_height
+
+
+def _power_of_two(number: int) -> int:
+    """The largest up to `number`; 1 for less."""
+    return 1 << max(0, number.bit_length() - 1)
+
+
+def _up(number: int, divisor: int) -> int:
+    """The quotient, rounded up."""
+    return -(-number // divisor)

@@ -1,0 +1,292 @@
+"""The training step, each part of it run once per shape and replayed from then on.
+
+A step repeats the same few computations: a segment's forward and backward, the head, the embeddings, a piece's update.
+`ReplayedStep` is the step that trains, with each of these run once under a trace.Recorder and then replayed onto its
+tape, whole groups of micro-batches too; what comes out of a replay are tensors that stand for those of the run. A test
+holds the tape to the one that running everything leaves, operation by operation.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from lowmem.core.batch import Batch
+from lowmem.core.decoder import Extra
+from lowmem.core.offload import State
+from lowmem.core.optimizers import Hyperparameters, UpdateRule
+from lowmem.core.parameters import Part, Piece
+from lowmem.core.recompute import ALL, INPUT, Dropout, Saved, Segment
+from lowmem.core.step import HOLD, Step
+from lowmem.simulate.recorder import Recorder, Region
+
+META = torch.device("meta")
+_PLACES = ("layer_idx", "layer_id", "layer_number")  # attributes that count a model's blocks
+
+
+class _StandIn(int):
+    """In the place of a segment's output with its graph: the first storage of the forward that was replayed."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor without its storage: the number of that in its region, or else which argument's storage it shares."""
+
+    storage: int | None
+    argument: int | None
+    size: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Something that was run: its region, and what came out of it, flattened, with a _Place for every tensor."""
+
+    region: Region
+    results: list
+    structure: TreeSpec
+
+
+class ReplayedStep(Step):
+    """Runs each part of the step once per shape, replays it from then on; with `known` None, runs it every time."""
+
+    def __init__(
+        self,
+        *arguments,
+        recorder: Recorder,
+        known: dict[tuple, _Known] | None,
+        alike: bool,
+        functions: Callable[[], AbstractContextManager],
+        update: UpdateRule,
+        **keywords,
+    ):
+        super().__init__(*arguments, **keywords)
+        self._rule = update
+        self._tables: list[Tensor] = []
+        self._recorder, self._known, self._functions = recorder, known, functions
+        self._forwards: dict[int, Region] = {}  # segments that wait for their backward, by their Saved
+        self._parts: list[list[Part]] = [[] for _ in self._decoder.units]
+        for part in self._store.parts:
+            self._parts[part.unit].append(part)
+        self._ends = self._parts[0] + self._parts[-1]  # what embeddings and head may add to
+        self._rehearsed: set[tuple] = set()
+        if known is not None:
+            self._lessons, self._rehearsed = known.setdefault("lessons", ({}, set()))
+        kinds = [kind_of(block) if alike else index for index, block in enumerate(self._decoder.blocks)]
+        self._kinds = [kinds.index(kind) for kind in kinds]
+
+    def _group(self, micro_batches: Sequence[Batch], dropouts: Sequence[Dropout], scale: float):
+        run = super()._group
+        # updates that wait, or are made as it runs, are in the ring, whose state is not the recorder's
+        if self._updates.waiting or self._when_final != HOLD:
+            return run(micro_batches, dropouts, scale)
+        key = ("group", len(dropouts), micro_batches[0].input_ids.shape, tuple(self.segments))
+        arguments = [t for micro_batch in micro_batches for t in vars(micro_batch).values() if t is not None]
+        return self._once(
+            key, "group", lambda: run(micro_batches, dropouts, scale), self._store.parts, arguments=arguments
+        )
+
+    def _run(self, part: Callable, *arguments):
+        """`part`, in which the model's code runs. Nothing else needs `functions`, and each touch of a tensor costs."""
+        with self._functions():
+            return part(*arguments)
+
+    def _embed(self, micro_batch: Batch, dropout: Dropout):
+        part, key = super()._embed, ("embed", micro_batch.input_ids.shape)
+        return self._once(key, "embeddings", lambda: self._run(part, micro_batch, dropout),
+                          arguments=[t for t in vars(micro_batch).values() if t is not None])  # fmt: skip
+
+    def _head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float):
+        part, key = super()._head, ("head", hidden.shape)
+        return self._once(key, "head", lambda: self._run(part, hidden, labels, dropout, scale), self._ends)
+
+    def _embed_backward(self, micro_batch: Batch, dropout: Dropout, gradient: Tensor):
+        part, key = super()._embed_backward, ("embed_backward", gradient.shape)
+        return self._once(key, "embeddings", lambda: self._run(part, micro_batch, dropout, gradient), self._ends)
+
+    def _evaluated(self, micro_batch: Batch) -> Tensor:
+        part, key = super()._evaluated, ("evaluated", micro_batch.input_ids.shape)
+        return self._once(key, "evaluation", lambda: self._run(part, micro_batch),
+                          arguments=[t for t in vars(micro_batch).values() if t is not None])  # fmt: skip
+
+    def _norm_of(self, piece: Piece) -> Tensor:
+        run = super()._norm_of
+        return self._once(("norm", piece.stop - piece.start), "update", lambda: run(piece))
+
+    def _update(self, piece: Piece, state: State) -> None:
+        run, optimizer = super()._update, self._optimizer
+        key = ("update", optimizer.name, piece.stop - piece.start, piece.part.working.dtype)
+        if optimizer.name == "adamw8bit":  # need not be installed for a plan
+            self._optimizer = replace(optimizer, rule=_traffic_of_8_bit)
+            if not self._tables:  # of 256 numbers for each moment, which the first update makes for good
+                self._tables = [torch.empty(256, device=META) for _ in range(2)]
+        self._once(key, "update", lambda: run(piece, state))
+        self._optimizer = optimizer
+
+    def _segment_forward(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout):
+        self._rehearse(segment, hidden, extras, dropout)
+        part, key = super()._segment_forward, (*self._kind(segment, extras), hidden.shape)
+        if segment.keep == INPUT:
+            run_forward = lambda: self._run(part, segment, hidden, extras, dropout)[0]  # noqa: E731
+            return self._once(("forward", *key), "live_blocks", run_forward, renamed="boundaries"), Saved(hidden)
+        # What was replayed can only be followed by a backward that is: both kinds have to be known.
+        count = len(self._parts_of(segment))
+        if self._known is not None and all(("backward", *key, (new,) * count) in self._known for new in (True, False)):
+            known = self._known["graph", *key]
+            base = self._recorder.replay(known.region)
+            output = self._results(known, base, held=segment.keep == ALL)  # then the graph holds it
+            with self._recorder.paused():
+                return output, Saved(hidden.detach(), output=_StandIn(base))
+        with self._recorder.region("live_blocks") as region:
+            output, saved = self._run(part, segment, hidden, extras, dropout)
+        self._recorder.rename(output, "boundaries")
+        self._remember(("graph", *key), region, output)
+        self._forwards[id(saved)] = region
+        return output, saved
+
+    def _segment_backward(
+        self, segment: Segment, saved: Saved, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
+    ) -> Tensor:
+        part = super()._segment_backward
+        replayed = saved.output if isinstance(saved.output, _StandIn) else None
+        return self._once(
+            ("backward", *self._kind(segment, extras), gradient.shape), "live_blocks",
+            lambda: self._run(part, segment, saved, extras, dropout, gradient),
+            self._parts_of(segment), forward=self._forwards.pop(id(saved), replayed),
+            renamed="boundary_gradients" if segment.blocks.start else "gradients_of_the_first_input",
+        )  # fmt: skip
+
+    def _rehearse(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> None:
+        """Runs a new kind of segment off the tape, so that all that stands there of it are replays. A first backward
+        that learns something is like no later one; and what is replayed forward has to be replayed backward."""
+        kind = (*self._kind(segment, extras), hidden.shape)
+        if kind in self._rehearsed:
+            return
+        self._rehearsed.add(kind)
+        parts = self._parts_of(segment)
+        gradients = [part.gradient for part in parts]
+
+        def run() -> None:
+            output, saved = self._segment_forward(segment, hidden, extras, dropout)
+            gradient = torch.empty_like(output)
+            del output  # as in the step, where only the graph has it by now
+            self._segment_backward(segment, saved, extras, dropout, gradient)
+
+        with self._recorder.off_the_tape():
+            known, self._known = self._known, None
+            with self._recorder.paused():
+                run()
+                run()  # what was learnt is put to the test
+            self._known = known
+            if known is not None:
+                for part in parts:
+                    part.gradient = None
+                run()  # makes the accumulators
+                run()  # adds to them
+            for part, gradient in zip(parts, gradients, strict=True):
+                part.gradient = gradient
+
+    def _kind(self, segment: Segment, extras: Sequence[Extra]) -> tuple:
+        """What two segments must share to allocate alike: blocks of a kind, called with arguments of a shape."""
+        leaves = tree_leaves([extras[index] for index in segment.blocks])
+        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+        kinds = tuple(self._kinds[index] for index in segment.blocks)
+        return segment.keep, kinds, segment.blocks.start == 0, shapes
+
+    def _parts_of(self, segment: Segment) -> list[Part]:
+        return [part for index in segment.blocks for part in self._parts[index + 1]]  # unit 0 is the embedding
+
+    def _once(
+        self, key: tuple, name: str, call: Callable, parts: Sequence[Part] = (), *, renamed: str | None = None,
+        arguments: Sequence[Tensor] = (), forward: Region | _StandIn | None = None,
+    ):  # fmt: skip
+        """What `call` returns, from running it or from replaying an earlier run of the same `key`.
+
+        Its storages are called `name`, the tensor it returns `renamed`. `parts`: those whose accumulators it makes if
+        they are not there yet, which makes another key of it. `arguments`: tensors that it may hand through;
+        `forward`: the forward whose graph it spends, as a region where that ran, as a number where it was replayed.
+        """
+        key = (*key, tuple(part.gradient is None for part in parts))
+        new = [part for part in parts if part.gradient is None]
+        if self._known is not None and key in self._known and not isinstance(forward, Region):
+            known = self._known[key]
+            results, gradients = self._results(known, self._recorder.replay(known.region, forward or 0), arguments)
+            for part, gradient in zip(new, gradients, strict=True):
+                part.gradient = gradient
+            return results
+        with self._recorder.region(name, forward) as region:
+            results = call()
+        if renamed is not None:
+            self._recorder.rename(results, renamed)
+        gradients = [part.gradient for part in new]
+        for gradient in gradients:
+            if gradient is not None:
+                self._recorder.rename(gradient, "gradients")
+        self._remember(key, region, (results, gradients), arguments)
+        return results
+
+    def _remember(self, key: tuple, region: Region, results, arguments: Sequence[Tensor] = ()) -> None:
+        if self._known is None:
+            return
+        leaves, structure = tree_flatten(results)
+        numbers = [self._recorder.number_of(tensor) for tensor in arguments]
+
+        def place(leaf):
+            number = self._recorder.number_of(leaf) if isinstance(leaf, Tensor) else None
+            born_here = number is not None and number >= region.base
+            if not born_here and number not in numbers:
+                return leaf  # no tensor, or one that is always there: a buffer
+            size = leaf.untyped_storage().nbytes()
+            own, argument = (number - region.base, None) if born_here else (None, numbers.index(number))
+            return _Place(own, argument, size, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype)
+
+        self._known[key] = _Known(region, list(map(place, leaves)), structure)
+
+    def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
+        """What came out of a call, for the replay of it whose storages are numbered from `base`."""
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def tensor(place):
+            if not isinstance(place, _Place):
+                return place
+            if place.storage is None:
+                storage = arguments[place.argument].untyped_storage()
+            elif (storage := storages.get(place.storage)) is None:
+                storage = self._recorder.stand_in(place.size, base + place.storage, held=held)
+                storages[place.storage] = storage
+            empty = torch.empty(0, dtype=place.dtype, device=META)
+            return empty.set_(storage, place.offset, place.shape, place.stride)
+
+        with no_dispatch():  # nothing of this is recorded, and going through the recorder takes most of the time
+            return tree_unflatten([tensor(place) for place in known.results], known.structure)
+
+
+def _traffic_of_8_bit(master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, *_) -> None:
+    """What bitsandbytes' update and the scaling before it read and write; they allocate nothing."""
+    master.add_(gradient.mul_(hyper.gradient_scale))
+    state["m"].bitwise_not_()
+    state["v"].bitwise_not_()
+
+
+def kind_of(block: nn.Module) -> tuple:
+    """What a block is made of, but for its place in the model: blocks of a kind are taken to allocate alike."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((key, tensor.shape, tensor.dtype) for key, tensor in module.named_parameters(recurse=False)),
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, bool | int | float | str | None) and key not in _PLACES
+            ),
+        )
+        for name, module in block.named_modules()
+    )

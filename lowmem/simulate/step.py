@@ -1,0 +1,301 @@
+"""The training step on tensors without data: what it allocates, what a GPU makes of that, and how long it takes.
+
+`record_step` runs the very `Step` that trains, with its store, on meta tensors (recorder.py): an evaluation, as a run
+begins with one, then two optimizer steps. The first has no update to apply, the second applies the first one's while it
+runs forward, as all later ones do. A segment of blocks runs once per shape and is replayed for every other micro-batch.
+`under_cap` gives the tape to the model of CUDA's allocator: it fits if, and only if, that run completes.
+
+A search looks at many layouts, so that their first step has two groups of micro-batches only, and is left out where a
+step makes its own updates. What the allocator has cached when the second step begins is then not quite what it is in a
+run, and what is reserved may be off by a page or two; `whole_first_step` is for the layout that is taken.
+
+What CUDA does otherwise than the generic kernels is a table of its own (cuda_ops.py). Not simulated: the CUDA context,
+which is outside the allocator's cap; saving and export, which take less of a GPU than training.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lowmem import device
+from lowmem.core import optimizers
+from lowmem.core.batch import Batch
+from lowmem.core.decoder import Decoder
+from lowmem.core.kernels import fused
+from lowmem.core.offload import Ring
+from lowmem.core.optimizers import Optimizer, UpdateRule
+from lowmem.core.parameters import Store
+from lowmem.core.precision import LossScale
+from lowmem.core.step import Schedule, Step
+from lowmem.simulate.allocator import CachingAllocator
+from lowmem.simulate.clock import SimulatedCopies
+from lowmem.simulate.cuda_ops import PRODUCTS, CudaFunctions, allocated, blas_workspace_bytes, blaslt_workspace_bytes
+from lowmem.simulate.gpus import Card
+from lowmem.simulate.recorder import FREED, Machine, Recorder, Tape
+from lowmem.simulate.replay import META, ReplayedStep
+from lowmem.simulate.roofline import (
+    HOST_SECONDS_PER_BACKWARD_OPERATION,
+    HOST_SECONDS_PER_OPERATION,
+    HOST_SECONDS_PER_PYTHON_BACKWARD,
+    operation_seconds,
+)
+from lowmem.simulate.temporaries import Gpu, hidden_bytes
+
+_NAMES = {  # of what is born in these functions, or in what they call, outside of the parts that are replayed
+    Batch.to.__code__: "batch",
+    Ring.__init__.__code__: "staging_ring",
+    Step._finish_gradients.__code__: "update",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the step is simulated for. `machine`: what it adds to the operations; `functions`: a mode that puts its own
+    functions in the place of the generic ones; `update`: the rule that updates there; bytes per second of copies to and
+    from it, None where states are not streamed over a bus."""
+
+    machine: Machine
+    functions: Callable[[], AbstractContextManager] = nullcontext
+    update: UpdateRule = optimizers.update
+    copies_in: float | None = None
+    copies_out: float | None = None
+
+    @property
+    def fused_kernels(self) -> bool:
+        """Whether operators.py's run there; the decoder has to be made for them (models.make_decoder)."""
+        return self.update is fused.update
+
+
+class CpuAttention(TorchFunctionMode):
+    """On the CPU attention without dropout is an operator of its own; meta tensors would take the composite one."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            return _attention_on_the_cpu(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attention_on_the_cpu(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **more) -> Tensor:
+    same_heads = query.shape[1] == key.shape[1] == value.shape[1] or more.get("enable_gqa", False)
+    if dropout_p > 0 or not same_heads:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **more)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=more.get("scale"))[0]
+
+
+def gpu_target(card: Card, fused_kernels: bool | None = None) -> Target:
+    """A GPU of this kind, running as device.py sets it up; `fused_kernels`: whether operators.py's can be had, None: as
+    is to be expected."""
+    if fused_kernels is None:
+        fused_kernels = fused.expected(card.capability)
+    version = tuple(int(number) for number in torch.__version__.split(".")[:2])
+    workspace = blas_workspace_bytes(
+        card.capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES), version
+    )
+    gpu = Gpu(card.capability, card.multiprocessors)
+    machine = Machine(
+        hidden_bytes=lambda *operation: hidden_bytes(*operation, gpu),
+        products=PRODUCTS,
+        workspace_bytes=workspace + blaslt_workspace_bytes(version),
+        allocated=allocated,
+        seconds=lambda *operation: operation_seconds(card, *operation),
+        host_seconds=(HOST_SECONDS_PER_OPERATION, HOST_SECONDS_PER_BACKWARD_OPERATION),
+        more_host_seconds={torch.ops.lowmem.add_product.default: HOST_SECONDS_PER_PYTHON_BACKWARD},
+    )
+    return Target(
+        machine, lambda: CudaFunctions(card.capability, version), fused.update if fused_kernels else optimizers.update,
+        card.copy_bytes_per_second, card.copy_bytes_per_second,
+    )  # fmt: skip
+
+
+def cpu_target() -> Target:
+    """The CPU: no rewriting but attention's, no copies."""
+    return Target(Machine(), CpuAttention, optimizers.update_in_slices)
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """One way to lay out a step, on a decoder whose precision is set already. `dtype`: of the working matrices."""
+
+    seq: int
+    batch: int
+    schedule: Schedule
+    dtype: torch.dtype
+    optimizer: Optimizer
+    resident_units: int
+    clip_norm: float | None = 1.0
+    document_mask: bool = False
+
+
+@dataclass(frozen=True)
+class Recording:
+    """`seconds`: of a step in the long run, the second one, which `began` then; `waiting_seconds`: what of it the GPU
+    waits for copies; `state_bytes`: of the optimizer, by unit; `streamed_bytes`: what of that lies in RAM."""
+
+    tape: Tape
+    began: float
+    seconds: float
+    waiting_seconds: float
+    state_bytes: tuple[int, ...]
+    streamed_bytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a tape takes of a GPU. `at_peak`: bytes by name at the peak of what is allocated, which they add up to;
+    `timeline`: (seconds, allocated, reserved), the most of every stretch of the tape."""
+
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    at_peak: dict[str, int]
+    timeline: list[tuple[float, int, int]]
+
+
+def record_step(
+    decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *, alike: bool = False,
+    whole_first_step: bool = False,
+) -> Recording:  # fmt: skip
+    """Two steps of `case` on `decoder`, whose parameters become meta tensors of the store's. `known`, a dict
+    that is kept between calls with the same decoder, sequence length, dtype and target, saves running again what has
+    been run; with None everything is run. `alike`: blocks that are made alike are run once for all of them.
+    `whole_first_step`: whether the first step is as long as the second, as in a run."""
+    if decoder.fused_kernels != target.fused_kernels:
+        raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
+    recorder = Recorder(target.machine, lambda frame: _NAMES.get(frame.f_code))
+    with _no_collection(), recorder:
+        recorder.take_workspaces()  # as a run does (device.py)
+        store = Store(decoder, META, case.dtype, case.optimizer, case.resident_units, host_tensor=_never_touched)
+        for part in store.parts:
+            recorder.rename(part.working, "working_weights")
+            for tensor in part.state.values() if not part.streamed else ():
+                recorder.rename(tensor, "resident_states")
+        for buffer in decoder.model.buffers():
+            recorder.note(buffer, "buffers")
+        step = ReplayedStep(
+            decoder, store, case.optimizer, case.schedule, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
+            loss_scale=LossScale(enabled=case.dtype is torch.float16), recorder=recorder, known=known, alike=alike,
+            functions=target.functions,
+            update=target.update,
+        )  # fmt: skip
+        copies = None
+        if target.copies_in is not None and target.copies_out is not None:
+            copies = step.ring.copies = SimulatedCopies(
+                recorder.clock,
+                target.copies_in,
+                target.copies_out,
+                beside=fused.may_run_beside(target.fused_kernels, case.optimizer),
+            )
+        schedule = case.schedule
+        step.evaluate(_batch(case, schedule.micro_batch))  # as a run does before its first step
+        updates_wait = not (schedule.norm_first or step.updates_in_backward(case.batch // schedule.micro_batch))
+        if updates_wait or whole_first_step:
+            two_groups = schedule.micro_batch * ((schedule.first_group or schedule.group) + schedule.group)
+            step(_batch(case, case.batch if whole_first_step else min(case.batch, two_groups)), 0, 1e-4)
+        batch = _batch(case, case.batch)
+        began, waited = recorder.clock.host, copies.exposed_seconds if copies else 0.0
+        step(batch, 1, 1e-4)
+        seconds = recorder.clock.host - began
+        waiting = copies.exposed_seconds - waited if copies else 0.0
+        step.flush()
+    state_bytes = [0] * len(decoder.units)
+    for part in store.parts:
+        state_bytes[part.unit] += sum(tensor.nbytes for tensor in part.state.values())
+    return Recording(
+        recorder.tape, began, seconds, waiting, tuple(state_bytes), sum(state_bytes[case.resident_units :])
+    )
+
+
+def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None) -> Memory:
+    """What `tape` takes of a GPU whose allocator is capped; SimulatedOutOfMemory where it does not complete.
+    `expandable_segments`: None for what the environment says."""
+    grow = device.expandable_segments() if expandable_segments is None else expandable_segments
+    allocator = CachingAllocator(expandable_segments=grow, limit_bytes=limit_bytes)
+    allocate, free = allocator.allocate, allocator.free
+    handles: dict[int, int] = {}
+    peak = reserved_peak = peak_chunk = 0
+    timeline = []
+    for index, chunk in enumerate(tape.chunks):
+        allocator.reset_peaks()
+        base, before_base = chunk.base, chunk.earlier_base - 1
+        for storage, size, _ in chunk.operations:
+            number = base + storage if storage >= 0 else before_base - storage
+            if size == FREED:
+                free(handles.pop(number))
+            else:
+                handles[number] = allocate(size)
+        if allocator.peak_allocated_bytes > peak:
+            peak, peak_chunk = allocator.peak_allocated_bytes, index
+        reserved_peak = max(reserved_peak, allocator.peak_reserved_bytes)
+        timeline.append((chunk.seconds, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes))
+    return Memory(peak, reserved_peak, _by_name(tape, peak_chunk, peak), timeline)
+
+
+def named_at_peak(tape: Tape) -> dict[str, int]:
+    """Bytes by name, largest first, at the tape's peak; sizes as asked for."""
+    return _by_name(tape, len(tape.chunks), tape.peak_bytes())
+
+
+def most_bytes(tape: Tape, name: str) -> int:
+    """The most that storages of this name ever take together; sizes as asked for."""
+    live: dict[int, int] = {}
+    now = most = 0
+    for storage, size, called in tape:
+        if size == FREED:
+            now -= live.pop(storage, 0)
+        elif called == name:
+            live[storage] = size
+            now += size
+            most = max(most, now)
+    return most
+
+
+def _by_name(tape: Tape, peak_chunk: int, peak_bytes: int) -> dict[str, int]:
+    """Bytes by name, largest first, at the tape's peak; what blocks are larger than tensors is "rounding"."""
+    live: dict[int, tuple[int, str]] = {}
+    by_name: dict[str, int] = {}
+    now = most = 0
+    for storage, size, name in Tape(tape.chunks[: peak_chunk + 1]):
+        if size == FREED:
+            size, name = live.pop(storage)
+            size = -size
+        else:
+            live[storage] = (size, name)
+        by_name[name] = by_name.get(name, 0) + size
+        now += size
+        if now > most:
+            most, at_peak = now, dict(by_name)
+    at_peak["rounding"] = peak_bytes - most
+    return {name: size for name, size in sorted(at_peak.items(), key=lambda item: -item[1]) if size}
+
+
+def _batch(case: StepCase, rows: int) -> Batch:
+    """A batch as dataset.py makes it, of zeros."""
+    zeros = torch.zeros((rows, case.seq), dtype=torch.int64)
+    packed = (zeros, zeros.int()) if case.document_mask else (None, None)
+    return Batch(zeros, zeros, *packed)
+
+
+def _never_touched(entries: int, dtype: torch.dtype) -> Tensor:
+    """In the place of `host_tensor`: the size of it, and no memory."""
+    return torch.zeros(1, dtype=dtype).expand(entries)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keeps Python's cycle collector from ending a storage's life at an arbitrary point of the record."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,319 @@
+"""What a CUDA kernel of PyTorch's takes from the caching allocator and gives back before it returns.
+
+`hidden_bytes` is the table of these temporaries, by operator: copies that a kernel makes of its operands, sums in fp32,
+staging buffers, sorted indices. An operator that is not in the table has none, or less than 1 KiB.
+
+Each entry names the file that is responsible, below aten/src/ATen/native. Headers were read in torch 2.14.1; attention,
+embedding and layer norm in copies of unknown dates close to that; softmax, products, indexing and logsumexp were not
+read, but inferred from the sequence of allocations. tests/cuda holds the table, and every operation of a simulated
+step, to what the allocator of 2.14.1 saw on the stand-in, as cards from a T4 to an H100. "Assumed" says
+what no such card can show.
+
+Left out: what sorting and scanning (CUB) take beside their second buffers, 2% of those; embeddings of few words where
+sums need no order; out= tensors of products in which neither rows nor columns follow each other; the rest of
+reductions of 2 GiB and more, which several kernels make (some are off by a fraction).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
+from lowmem.simulate.multiprocessors import Capability, Multiprocessor, multiprocessor
+from lowmem.simulate.reductions import staging_bytes
+
+_aten = torch.ops.aten
+_16_BIT = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What temporaries depend on. `deterministic`: whether torch.use_deterministic_algorithms is on."""
+
+    capability: Capability
+    multiprocessors: int
+    deterministic: bool = True
+
+    @property
+    def multiprocessor(self) -> Multiprocessor:
+        return multiprocessor(self.capability)
+
+
+def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int, ...]:
+    """Sizes of the temporaries that `func`, an aten overload with these arguments and this result, has on CUDA: alive
+    together, and beside its results. Nothing for most, and for tensors on the CPU."""
+    if func not in TEMPORARIES or (args[0].is_cpu and not isinstance(args[0], FakeTensor)):
+        return ()
+    return tuple(size for size in TEMPORARIES[func](gpu, result, *args, **kwargs) if size)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _bytes(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+# --- attention
+
+
+def _copies(*tensors: Tensor) -> tuple[int, ...]:
+    """Of gradients and outputs [B, H, T, D] that are not contiguous as [B, T, H, D]."""
+    return _bytes(*(tensor for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()))
+
+
+def _flash_width(D: int) -> int:
+    return _up(D, 32 if D <= 128 else 64)
+
+
+def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
+    """transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv: few (sequence, head, 64 queries) split the keys
+    instead."""
+    B, H, T, D = query.shape
+    if dropout_p > 0:
+        return ()
+    keys = 256 if D <= 64 else 128 if D <= 128 else 64
+    splits = _splits(B * H * -(-T // 64), 2 * gpu.multiprocessors, -(-key.shape[2] // keys))
+    rows = splits * B * H * T
+    return (rows * 4, rows * _flash_width(D) * 4) if splits > 1 else ()
+
+
+def _splits(blocks: int, slots: int, key_blocks: int) -> int:
+    """The fewest splits that reach 85% of the best occupancy."""
+    if blocks >= 0.8 * slots:
+        return 1
+    efficiency = {}
+    for splits in range(1, min(128, slots, key_blocks) + 1):
+        if splits == 1 or -(-key_blocks // splits) != -(-key_blocks // (splits - 1)):
+            waves = blocks * splits / slots
+            efficiency[splits] = waves / math.ceil(waves)
+    return next(s for s, e in efficiency.items() if e >= 0.85 * max(efficiency.values()))
+
+
+def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__):
+    """transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: dq in fp32, once per split of the keys where sums have an
+    order."""
+    B, H, T, D = query.shape
+    rows = B * H * _up(T, 128)
+    splits = -(-gpu.multiprocessors // (B * H)) if gpu.deterministic else 1
+    return *_copies(grad_out, out), rows * 4, splits * rows * _flash_width(D) * 4, *_of_every_head(query, key, value)
+
+
+def _of_every_head(query, key, value) -> tuple[int, ...]:
+    """The gradients of keys and values before those of a group of queries are added up."""
+    B, H, _, D = query.shape
+    entries = B * H * key.shape[2]
+    return (entries * D * key.itemsize, entries * value.shape[-1] * key.itemsize) if key.shape[1] != H else ()
+
+
+def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
+    """transformers/cuda/mem_eff_attention/kernel_forward.h: heads wider than 128 are summed in fp32 outside the
+    registers."""
+    B, H, T, D = query.shape
+    wide = max(D, value.shape[-1]) > 128 and query.dtype in _16_BIT
+    return (B * H * T * value.shape[-1] * 4,) if wide else ()
+
+
+def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> tuple[int, int, bool]:
+    """Queries and keys that the backward kernel works on at a time, and whether dk and dv of those stay in registers:
+    the first kernel of transformers/cuda/mem_eff_attention/kernels/cutlassB.h that is made for heads of this `width`
+    and fits into shared memory. The bytes that one asks for were read off its launches (Volta's assumed)."""
+    half, shared = dtype in _16_BIT, gpu.multiprocessor.shared_bytes_of_block
+    if width <= 64:
+        return 64, 64, half
+    if not half:
+        large = gpu.capability >= (8, 0) and shared >= 121_344
+        return (128 if large else 64), 64, False
+    if (7, 0) <= gpu.capability < (8, 0):
+        return 128, 64, width <= 128
+    if gpu.capability < (7, 0):
+        return 64, 64, False
+    if width > 128:
+        return 128, 64, False
+    if width <= 96 and gpu.capability in ((8, 6), (8, 9)) and not dropout:
+        return 128, 64, True
+    large = shared >= (162_304 if dropout else 154_112)  # of fp16; bf16 asks for less
+    return (128, 128, True) if large else (64, 64, False)
+
+
+def _efficient_backward(
+    gpu: Gpu, result, grad_out, query, key, value, bias, out, logsumexp, seed, offset, dropout_p, *_, **__
+):
+    """transformers/cuda/attention_backward.cu and mem_eff_attention/kernel_backward.h."""
+    B, H, T, D = query.shape
+    half, width = query.dtype in _16_BIT, value.shape[-1]
+    queries, keys, in_registers = _efficient_tile(gpu, query.dtype, max(D, width), dropout_p > 0)
+    per_head, sums_of_dk_and_dv = 0, half and not in_registers
+    if sums_of_dk_and_dv:
+        splits = 1
+        if not gpu.deterministic and gpu.capability >= (7, 0):
+            splits = -(-key.shape[2] // keys)
+            splits = 1 if B * H >= 256 and splits <= 2 else max(1, min(splits, 200 // (B * H)))
+        per_head += splits * keys * (_up(D, queries) + _up(width, queries))
+    if half or gpu.capability >= (7, 0):
+        per_head += -(-T // queries) * -(-D // keys) * (4 + queries * keys)  # dq, and a lock per tile
+    rows = B * H * T * 4
+    while_running = rows, B * H * _up(per_head, 4) * 4
+    before = ()  # the sums of grad_out x out, which only 16-bit kernels take themselves
+    if not half or (sums_of_dk_and_dv and (7, 0) <= gpu.capability < (7, 5)):
+        sums = rows if H == 1 else 2 * rows  # those of several heads are transposed
+        before = rows * width * (1 if query.dtype is torch.float32 else 3), sums
+    return *_copies(grad_out), *_of_every_head(query, key, value), *max(before, while_running, key=sum)
+
+
+# --- other operators that take more than their results
+
+
+def _safe_softmax(gpu: Gpu, result, weights, *_, **__):
+    """transformers/attention.cpp: which weights are minus infinity, and which rows are so throughout, as bools."""
+    return weights.numel(), weights.numel() // max(1, weights.shape[-1])
+
+
+def _softmax_backward(gpu: Gpu, result, gradient, output, *_, **__):
+    """cuda/SoftMax.cu: gradient x output."""
+    return (gradient.numel() * torch.promote_types(gradient.dtype, output.dtype).itemsize,)
+
+
+def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
+    """cuda/Embedding.cu and EmbeddingBackwardKernel.cu: from 3,073 lookups on they are sorted, and runs of up to ten of
+    one word are summed in fp32."""
+    lookups = indices.numel()
+    copy = () if gradient.is_contiguous() else _bytes(gradient)
+    if lookups <= 3072:
+        return copy
+    runs = min(lookups, words)
+    partial_runs = lookups // 10 + runs
+    tables = lookups, lookups, lookups, runs, runs, partial_runs
+    return *copy, *(entries * indices.itemsize for entries in tables), partial_runs * gradient.shape[-1] * 4
+
+
+def _norm_backward(gpu: Gpu, result, gradient, shape: list[int], weights: int):
+    """cuda/layer_norm_kernel.cu: above 65,536 rows, where few columns leave multiprocessors idle, blocks of rows are
+    summed first, then those sums; for each of `weights` vectors."""
+    columns, rows = math.prod(shape), gradient.numel() // math.prod(shape)
+    if rows <= 64 * 1024 or columns // 32 >= gpu.multiprocessors // 2:
+        return ()
+    blocks = min(64 * 1024 // 2 // -(-columns // 32), -(-rows // 32))
+    sums = gradient.new_empty(blocks, columns, device="meta")
+    sum_of_sums = columns * gradient.itemsize  # takes the place of a result
+    return *_bytes(sums) * weights, sum_of_sums, *_reduced(gpu, sums, (0,), gradient.itemsize, vector=_WIDE)
+
+
+def _layer_norm_backward(gpu: Gpu, result, gradient, input, shape, mean, rstd, weight, bias, *_, **__):
+    return _norm_backward(gpu, result, gradient, shape, 2)
+
+
+def _rms_norm_backward(gpu: Gpu, result, gradient, input, shape, *_, **__):
+    return _norm_backward(gpu, result, gradient, shape, 1)
+
+
+def _index(gpu: Gpu, result, tensor, indices, *_, **__):
+    """TensorAdvancedIndexing.cpp: indices whose strides differ once they are as large as one another are copied, in 64
+    bits."""
+    indices = [index for index in indices if index is not None]
+    if len(indices) < 2 or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return ()
+    expanded = torch.broadcast_tensors(*indices)
+    if all(index.stride() == expanded[0].stride() for index in expanded):
+        return ()
+    return tuple(index.numel() * 8 for index in expanded if not index.is_contiguous())
+
+
+def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
+    """cuda/Indexing.cu, index_put_with_sort_kernel, where sums have an order: places, sorted, and where they came from.
+    Larger sorts have second buffers too; CUB takes one byte for those that need none."""
+    if not gpu.deterministic:
+        return ()
+    table = index.numel() * 8
+    return (table,) * 5 + (1,) if index.numel() <= 2048 else (table,) * 7
+
+
+def _matrix_product(gpu: Gpu, result, *matrices: Tensor, **_):
+    """cuda/Blas.cpp, prepare_matrix_for_cublas: matrices of which neither rows nor columns follow each other."""
+    return _bytes(*(matrix for matrix in matrices if matrix.dim() > 1 and not _one_after_the_other(matrix)))
+
+
+def _one_after_the_other(matrix: Tensor) -> bool:
+    (rows, columns), (row, column) = matrix.shape[-2:], matrix.stride()[-2:]
+    if matrix.is_contiguous() or matrix.mT.is_contiguous():
+        return True  # also where a size of 1 has another stride
+    return (column == 1 and row >= max(1, columns)) or (row == 1 and column >= max(1, rows))
+
+
+# --- reductions
+
+_WIDE = 8  # entries of 16 bit that a sum's thread reads at once
+
+
+def _reduced(gpu: Gpu, tensor: Tensor, dims, result_bytes: int, partial_bytes: int | None = None, vector: int = 4):
+    """Of one run of the kernel; a partial result has at least 4 bytes unless `partial_bytes` says otherwise."""
+    dims = range(tensor.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
+    partial = max(4, tensor.itemsize) if partial_bytes is None else partial_bytes
+    vector = vector if tensor.itemsize == 2 else 4
+    return staging_bytes(gpu.multiprocessors, gpu.multiprocessor, tensor, dims, partial, result_bytes, vector)
+
+
+def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
+    """cuda/ReduceSumProdKernel.cu and ReduceMomentKernel.cu: sums and means. Entries of another dtype than the result
+    are copied first, unless they are of 16 bit and it is fp32."""
+    if tensor.dtype is result.dtype or (tensor.dtype in _16_BIT and result.dtype is torch.float32):
+        return _reduced(gpu, tensor, dims, result.itemsize, vector=_WIDE)
+    copy = torch.empty_like(tensor, dtype=result.dtype, device="meta")
+    return *_bytes(copy), *_reduced(gpu, copy, dims, result.itemsize, vector=_WIDE)
+
+
+def _whole_sum(gpu: Gpu, result, tensor, **_):
+    return _sum(gpu, result, tensor)
+
+
+def _norm(gpu: Gpu, result, tensor, order=2, dims=None, *_, **__):
+    """cuda/ReduceNormKernel.cu."""
+    return _reduced(gpu, tensor, dims, result.itemsize)
+
+
+def _largest(gpu: Gpu, result, tensor, dims=None, *_, **__):
+    """cuda/ReduceMaxValuesKernel.cu and ReduceMinValuesKernel.cu."""
+    return _reduced(gpu, tensor, dims, result.itemsize, tensor.itemsize)
+
+
+def _log_sum_exp(gpu: Gpu, result, tensor, dims, *_, **__):
+    """ReduceOps.cpp, logsumexp_out_impl: the largest entries, and the exponentials."""
+    copy = torch.empty_like(tensor, device="meta")
+    return *_bytes(result), *_bytes(copy), *_reduced(gpu, copy, dims, result.itemsize, vector=_WIDE)
+
+
+TEMPORARIES: dict[torch._ops.OpOverload, Callable] = {
+    _aten._scaled_dot_product_flash_attention.default: _flash_forward,
+    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    _aten._scaled_dot_product_efficient_attention.default: _efficient_forward,
+    _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    _aten._safe_softmax.default: _safe_softmax,
+    _aten._softmax_backward_data.default: _softmax_backward,
+    _aten.embedding_dense_backward.default: _embedding_backward,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward,
+    _aten._fused_rms_norm_backward.default: _rms_norm_backward,
+    _aten.index.Tensor: _index,
+    _aten.scatter_add.default: _scatter_add,
+    _aten.scatter_add_.default: _scatter_add,
+    _aten.sum.default: _whole_sum,
+    _aten.sum.dim_IntList: _sum,
+    _aten.mean.default: _whole_sum,
+    _aten.mean.dim: _sum,
+    _aten.linalg_vector_norm.default: _norm,
+    _aten.amax.default: _largest,
+    _aten.amin.default: _largest,
+    _aten.logsumexp.default: _log_sum_exp,
+    **{
+        overload: _matrix_product
+        for product in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
+        for overload in (product.default, product.out)
+    },
+    _aten.addmm_.default: _matrix_product,
+    _aten.baddbmm_.default: _matrix_product,
+    torch.ops.lowmem.add_product.default: _matrix_product,
+}

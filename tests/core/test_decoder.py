@@ -1,0 +1,401 @@
+"""Eleven families of decoders taken apart: the pieces are the model, bit for bit, or the model is refused by name.
+
+Every model here is the real class of transformers at a tiny size, with weights large enough that attention and norms
+matter (transformers draws them so small that a missing mask would hardly show).
+"""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from families import FAMILIES, LLAMA, MORE_FAMILIES, NEW, OLD, V
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+    logging,
+)
+
+from lowmem.core.decoder import Decoder
+from lowmem.core.layers import cast_explicitly
+from lowmem.core.logits import LogitFunction
+from lowmem.errors import InputError
+from lowmem.models.build import build_model
+
+logging.set_verbosity_error()
+
+TIED = {"gpt2", "gpt_neo", "opt", "opt_projected", "bloom", "biogpt", "gpt_bigcode"}
+HONOUR_DOCUMENT_MASK = {"gpt2", "gpt_neo", "gptj", "codegen", "gpt_bigcode", "llama", "gpt_neox", "qwen3"}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def build(config) -> nn.Module:
+    """In evaluation mode, fp32, matrices three times as large as drawn, norms and biases not 1 and 0."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3) if parameter.dim() >= 2 else parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def build_on_meta(config) -> nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(2, V, shape, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits_of_pieces(decoder: Decoder, input_ids, position_ids=None, document_ids=None) -> torch.Tensor:
+    hidden, extras = decoder.embed(input_ids, position_ids, document_ids)
+    for index in range(len(decoder.blocks)):
+        hidden = decoder.block(index, hidden, extras[index])
+    return nn.functional.linear(decoder.final(hidden), decoder.head_weight, decoder.head_bias)
+
+
+@torch.no_grad()
+def logits_of_whole(model: nn.Module, input_ids) -> torch.Tensor:
+    return model(input_ids=input_ids, use_cache=False).logits
+
+
+# --- what is taken apart ---
+
+
+@every_family
+def test_the_pieces_logits_are_bitwise_those_of_the_whole_model(family):
+    model = build(FAMILIES[family]())
+    decoder = Decoder(model)
+    for shape in ((2, 11), (1, 1), (3, 64)):
+        input_ids = tokens(*shape)
+        assert torch.equal(logits_of_pieces(decoder, input_ids), logits_of_whole(model, input_ids))
+    decoder.check(V)
+
+
+@every_family
+def test_every_parameter_is_in_exactly_one_unit(family):
+    model = build(FAMILIES[family]())
+    decoder = Decoder(model)
+    assert [unit.name for unit in decoder.units] == ["embedding", "block 0", "block 1", "block 2", "final"]
+    owned = {name: parameter for unit in decoder.units for name, parameter in unit.parameters.items()}
+    assert sum(len(unit.parameters) for unit in decoder.units) == len(owned)
+    assert owned.keys() == dict(model.named_parameters()).keys()
+    assert all(owned[name] is parameter for name, parameter in model.named_parameters())
+    for block, unit in zip(decoder.blocks, decoder.units[1:-1], strict=True):
+        assert {id(p) for p in block.parameters()} == {id(p) for p in unit.parameters.values()}
+
+
+@every_family
+def test_the_head_is_found_and_known_to_be_tied_or_not(family):
+    decoder = Decoder(build(FAMILIES[family]()))
+    assert decoder.tied == (family in TIED)
+    assert decoder.head_weight.shape[0] == V
+    assert (decoder.head_bias is not None) == (family in {"gptj", "codegen"})
+    holder = decoder.units[0 if decoder.tied else -1]
+    assert any(parameter is decoder.head_weight for parameter in holder.parameters.values())
+
+
+@every_family
+def test_a_model_on_the_meta_device_is_taken_apart_into_the_same_units(family):
+    config = FAMILIES[family]()
+    real, meta = Decoder(build(config)), Decoder(build_on_meta(config))
+    assert [(unit.name, list(unit.parameters)) for unit in meta.units] == [
+        (unit.name, list(unit.parameters)) for unit in real.units
+    ]
+    assert meta.tied == real.tied
+    assert all(parameter.is_meta for unit in meta.units for parameter in unit.parameters.values())
+
+
+def test_a_model_that_replaces_its_buffers_while_it_runs_is_refused():
+    """A dynamic rotary table grows with the sequence; on meta the question whether it must is answered with yes."""
+    config = LlamaConfig(**LLAMA, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(InputError, match="LlamaForCausalLM: the model replaces its buffers while it runs"):
+        Decoder(build_model(config))
+
+
+def test_a_gpt2_whose_config_names_a_padding_token_is_taken_apart_on_meta_too():
+    """Fine-tuned GPT-2s often do; transformers then looks for it among the input ids, which meta cannot answer."""
+    config = GPT2Config(**{**OLD, "pad_token_id": 1})
+    assert len(Decoder(build_on_meta(config)).units) == 5
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_model_of_one_block_is_taken_apart(family):
+    model = build(
+        GPT2Config(**{**OLD, "n_layer": 1}) if family == "gpt2" else LlamaConfig(**{**LLAMA, "num_hidden_layers": 1})
+    )
+    decoder = Decoder(model)
+    assert [unit.name for unit in decoder.units] == ["embedding", "block 0", "final"]
+    assert torch.equal(logits_of_pieces(decoder, tokens(2, 7)), logits_of_whole(model, tokens(2, 7)))
+
+
+@every_family
+def test_gradients_through_the_pieces_are_bitwise_those_of_the_whole_model(family):
+    model = build(FAMILIES[family]())
+    decoder = Decoder(model)
+    input_ids = tokens(2, 9)
+    model(input_ids=input_ids, use_cache=False).logits.square().sum().backward()
+    whole = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    hidden, extras = decoder.embed(input_ids)
+    for index, extra in enumerate(extras):
+        hidden = decoder.block(index, hidden, extra)
+    nn.functional.linear(decoder.final(hidden), decoder.head_weight, decoder.head_bias).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        # A tied weight's two contributions may be added in either order: a + b is b + a.
+        assert torch.equal(parameter.grad, whole[name]), name
+
+
+def test_each_block_gets_its_own_extra_arguments():
+    """GPT-Neo's local blocks and Gemma-2-like alternations differ in what they are handed; none may see another's."""
+    decoder = Decoder(build(FAMILIES["llama"]()))
+    _, extras = decoder.embed(tokens(2, 5))
+    assert len(extras) == 3
+    assert len({id(keywords) for _, keywords in extras}) == 3
+
+
+def in_16_bit(model: nn.Module, residual: torch.dtype) -> nn.Module:
+    """Matrices in bf16, vectors in fp32, with the casts that training uses."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16 if parameter.dim() >= 2 else torch.float32)
+    cast_explicitly(model, residual)
+    return model
+
+
+@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16], ids=["fp32 residual", "16-bit residual"])
+@pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES)
+def test_the_check_passes_in_16_bit(family, residual):
+    Decoder(in_16_bit(build((FAMILIES | MORE_FAMILIES)[family]()), residual)).check(V)
+
+
+# --- what a model does to its logits ---
+
+
+@pytest.mark.parametrize(
+    ("family", "function"),
+    [
+        ("gemma2", LogitFunction(3.0, 1 / 3)),
+        ("nanochat", LogitFunction(15.0, 1 / 15)),
+        ("cohere", LogitFunction(2.0)),
+        ("granite", LogitFunction(2.0)),
+        ("llama", LogitFunction()),
+    ],
+)
+def test_a_factor_or_a_soft_cap_on_the_logits_is_found_with_and_without_weights(family, function):
+    config = (FAMILIES | MORE_FAMILIES)[family]()
+    decoder = Decoder(build(config))
+    assert dataclasses.astuple(decoder.logit_function) == pytest.approx(dataclasses.astuple(function))
+    assert Decoder(build_on_meta(config)).logit_function == decoder.logit_function
+    whole = logits_of_whole(decoder.model, tokens(2, 8))
+    assert (decoder.logit_function(logits_of_pieces(decoder, tokens(2, 8))) - whole).abs().max() < 1e-5
+    decoder.check(V)
+
+
+def test_a_function_of_the_logits_that_is_not_the_models_is_found_out_by_the_check():
+    decoder = Decoder(build(MORE_FAMILIES["gemma2"]()))
+    decoder.logit_function = LogitFunction(3.0, 0.34)
+    with pytest.raises(InputError, match="Gemma2ForCausalLM cannot be trained in pieces"):
+        decoder.check(V)
+
+
+# --- documents packed into a row ---
+
+
+def packed_and_apart(family: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [1, T, V] of documents of 9, 4 and 11 tokens in one row, and of each document in a row of its own."""
+    model = build(FAMILIES[family]())
+    lengths = (9, 4, 11)
+    documents = tokens(1, sum(lengths)).split(lengths, dim=1)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    numbers = torch.cat([torch.full((length,), index) for index, length in enumerate(lengths)])[None]
+    packed = logits_of_pieces(Decoder(model), torch.cat(documents, dim=1), positions, numbers)
+    return packed, torch.cat([logits_of_whole(model, document) for document in documents], dim=1)
+
+
+@pytest.mark.parametrize("family", sorted(HONOUR_DOCUMENT_MASK))
+def test_with_a_document_mask_packed_logits_are_those_of_the_documents_apart(family):
+    packed, apart = packed_and_apart(family)
+    # Not bitwise: products and softmax run over other shapes. Worst seen: 5e-7 of the largest logit.
+    torch.testing.assert_close(packed, apart, rtol=0, atol=2e-6 * apart.abs().max().item())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_without_document_numbers_documents_see_one_another(family):
+    """So that the test above cannot pass by positions alone."""
+    model = build(FAMILIES[family]())
+    first, second = tokens(1, 6), tokens(1, 14)[:, 6:]
+    positions = torch.cat([torch.arange(6), torch.arange(8)])[None]
+    row = torch.cat([first, second], dim=1)
+    logits = logits_of_pieces(Decoder(model), row, positions)[:, 6:]
+    apart = logits_of_whole(model, second)
+    assert (logits - apart).abs().max() > 0.01 * apart.abs().max()
+
+
+@every_family
+def test_a_document_mask_is_honoured_or_refused(family):
+    decoder = Decoder(build(FAMILIES[family]()))
+    if family in HONOUR_DOCUMENT_MASK:
+        decoder.check(V, document_mask=True)
+    else:
+        with pytest.raises(InputError, match=f"{decoder.architecture} does not honour a document mask"):
+            decoder.check(V, document_mask=True)
+
+
+# --- what is refused ---
+
+
+def test_an_encoder_decoder_is_refused():
+    config = T5Config(num_layers=2, d_model=32, d_kv=8, d_ff=64, num_heads=4, vocab_size=V, decoder_start_token_id=0)
+    with pytest.raises(InputError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        Decoder(T5ForConditionalGeneration(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda logits: logits + 1, "add"),
+        (lambda logits: logits.softmax(-1), "_softmax"),
+        (lambda logits: logits.tanh().tanh(), "tanh"),
+        (lambda logits: logits * logits, "mul"),
+        (lambda logits: logits[..., :50], "another shape"),
+        (lambda logits: torch.ones_like(logits), "ones_like"),
+    ],
+)
+def test_what_is_neither_a_factor_nor_a_cap_on_the_logits_is_refused_by_name(change, what):
+    model = build(FAMILIES["llama"]())
+    before = model.forward
+
+    def forward(**keywords):
+        output = before(**keywords)
+        output.logits = change(output.logits)
+        return output
+
+    model.forward = forward
+    with pytest.raises(InputError, match=rf"LlamaForCausalLM cannot be trained in pieces: .* \({what}\)"):
+        Decoder(model)
+
+
+def test_blocks_that_share_parameters_are_refused():
+    model = build(FAMILIES["gpt2"]())
+    model.transformer.h[2].mlp.c_fc.weight = model.transformer.h[0].mlp.c_fc.weight
+    with pytest.raises(InputError, match="GPT2LMHeadModel: blocks share parameters"):
+        Decoder(model)
+
+
+def test_one_block_used_twice_is_refused():
+    model = build(FAMILIES["llama"]())
+    model.model.layers[1] = model.model.layers[0]
+    with pytest.raises(InputError, match="LlamaForCausalLM"):
+        Decoder(model)
+
+
+def test_a_parameter_that_nothing_uses_is_refused_by_name():
+    model = build(FAMILIES["gpt2"]())
+    model.transformer.forgotten = nn.Linear(3, 3)
+    with pytest.raises(InputError, match=r"neither embedding, blocks nor head use transformer\.forgotten\.weight"):
+        Decoder(model)
+
+
+def test_a_head_that_is_no_plain_linear_layer_is_refused():
+    class Scaled(nn.Linear):
+        def forward(self, hidden):
+            return 2 * super().forward(hidden)
+
+    model = build(FAMILIES["llama"]())
+    model.set_output_embeddings(Scaled(32, V, bias=False))
+    with pytest.raises(InputError, match="LlamaForCausalLM: the head is Scaled"):
+        Decoder(model)
+
+
+def test_two_lists_of_blocks_are_refused():
+    model = build(FAMILIES["gpt2"]())
+    model.transformer.others = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
+    with pytest.raises(InputError, match="found 2 lists of 3 blocks"):
+        Decoder(model)
+
+
+def test_a_model_that_never_runs_its_blocks_is_refused():
+    model = build(FAMILIES["gpt2"]())
+    model.transformer.forward = lambda *_, **__: (torch.zeros(2, 3, 32),)
+    with pytest.raises(InputError, match="GPT2LMHeadModel"):
+        Decoder(model)
+
+
+# --- the model is left as it was found ---
+
+
+def assert_untouched(model: nn.Module, decoder: Decoder) -> None:
+    assert model.transformer.h is decoder.blocks
+    assert "forward" not in vars(model.lm_head)
+
+
+def test_the_model_is_whole_again_after_every_use():
+    model = build(FAMILIES["gpt2"]())
+    before, names = logits_of_whole(model, tokens(2, 5)), list(model.state_dict())
+    decoder = Decoder(model)
+    assert_untouched(model, decoder)
+    logits_of_pieces(decoder, tokens(2, 5))
+    decoder.check(V, document_mask=True)
+    assert_untouched(model, decoder)
+    assert list(model.state_dict()) == names
+    assert torch.equal(logits_of_whole(model, tokens(2, 5)), before)
+
+
+def test_the_block_list_is_restored_after_an_exception():
+    model = build(FAMILIES["gpt2"]())
+    decoder = Decoder(model)
+    with pytest.raises(IndexError):
+        decoder.embed(torch.full((1, 3), V))  # a token that the vocabulary does not have
+    assert_untouched(model, decoder)
+    with pytest.raises(RuntimeError):
+        decoder.final(torch.zeros(1, 3, 5))  # a hidden state of another width
+    assert_untouched(model, decoder)
+    assert torch.equal(logits_of_pieces(decoder, tokens(1, 4)), logits_of_whole(model, tokens(1, 4)))
+
+
+def test_transformers_own_guess_of_documents_is_restored():
+    from transformers import masking_utils
+
+    guess = masking_utils.find_packed_sequence_indices
+    decoder = Decoder(build(FAMILIES["llama"]()))
+    with pytest.raises(IndexError):
+        decoder.embed(torch.full((1, 3), V), document_ids=torch.zeros(1, 3, dtype=torch.int64))
+    assert masking_utils.find_packed_sequence_indices is guess
+
+
+def test_a_head_whose_forward_was_replaced_keeps_it():
+    """As explicit casts do (precision.py)."""
+    model = build(FAMILIES["gpt2"]())
+    own = model.lm_head.forward = functools.partial(nn.Linear.forward, model.lm_head)
+    decoder = Decoder(model)
+    logits_of_pieces(decoder, tokens(1, 4))
+    decoder.check(V)
+    assert vars(model.lm_head)["forward"] is own
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_check_leaves_training_mode_as_it_was(training):
+    decoder = Decoder(build(FAMILIES["gpt2"]()).train(training))
+    decoder.check(V)
+    assert decoder.model.training is training
+    assert all(block.training is training for block in decoder.blocks)
+
+
+def test_leaving_out_whole_blocks_at_random_is_refused():
+    with pytest.raises(InputError, match="layerdrop"):
+        Decoder(build(OPTConfig(**{**FAMILIES["opt"]().to_diff_dict(), "layerdrop": 0.1})))
+
+
+def test_a_model_that_sees_later_tokens_is_refused_by_the_check():
+    config = BertConfig(**NEW, intermediate_size=64, is_decoder=False)
+    with pytest.raises(InputError, match="attends to later tokens"):
+        Decoder(build(config)).check(V)
+    Decoder(build(BertConfig(**NEW, intermediate_size=64, is_decoder=True))).check(V)

@@ -1,0 +1,585 @@
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lowmem.core.batch import Batch
+from lowmem.data import sources
+from lowmem.data.dataset import load_data
+from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
+from lowmem.data.sources import open_source
+from lowmem.data.tokenizer import byte_level_tokenizer
+from lowmem.errors import InputError
+
+END = 256
+
+
+def load(spec, tokenizer=None, **options):
+    defaults = dict(
+        eval_spec=None,
+        eval_fraction=0,
+        text_field="text",
+        train_on="completion",
+        seq=16,
+        batch=2,
+        steps=None,
+        seed=0,
+        document_mask=False,
+        fixed_batch=False,
+        vocabulary_size=257,
+        max_positions=1024,
+    )
+    return load_data(spec=str(spec), tokenizer=tokenizer or byte_level_tokenizer(), **{**defaults, **options})
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def all_tokens(rows) -> list[int]:
+    """The packed tokens, read back through the batches: every row's inputs in order, then the last label."""
+    batches = [rows.batch(index) for index in range(len(rows))]
+    inputs = torch.cat([batch.input_ids for batch in batches])
+    return [*inputs.flatten().tolist(), int(batches[-1].labels[-1, -1])]
+
+
+def shown(batch, row) -> list[tuple[str, str]]:
+    """(input, label) characters of one row: '$' is end-of-text, '' is not trained."""
+    character = {END: "$", -100: ""}
+    return [
+        (character.get(token, chr(token)), character.get(label, chr(max(label, 0))))
+        for token, label in zip(batch.input_ids[row].tolist(), batch.labels[row].tolist(), strict=True)
+    ]
+
+
+def trained_text(batch, row=0) -> str:
+    return "".join(label for _, label in shown(batch, row))
+
+
+# Packing
+
+
+def test_packed_rows_are_the_documents_end_to_end_with_nothing_lost_but_the_tail(tmp_path):
+    texts = [f"document {index} " * (index + 1) for index in range(9)]
+    rows = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    evaluation = load(rows, eval_spec=str(rows)).evaluation  # the same rows in their order
+    expected = [token for text in texts for token in [*text.encode(), END]]
+    tokens = all_tokens(evaluation)
+    assert tokens == expected[: len(tokens)] and len(expected) - len(tokens) < 16
+    batch = evaluation.batch(0)
+    assert torch.equal(batch.labels[:, :-1], batch.input_ids[:, 1:]) and batch.labels[0, -1] == batch.input_ids[1, 0]
+    assert batch.position_ids is None and batch.document_ids is None
+
+
+def test_document_mask_restarts_positions_and_trains_no_first_token_of_a_document(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "abc"}, {"text": "d"}, {"text": "efghijk"}])
+    batch = load(path, seq=10, batch=1, document_mask=True, eval_spec=str(path)).evaluation.batch(0)
+    assert "".join(token for token, _ in shown(batch, 0)) == "abc$d$efgh"
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3]]
+    assert batch.document_ids.tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 2, 2]]
+    assert shown(batch, 0)[2:7] == [("c", "$"), ("$", ""), ("d", "$"), ("$", ""), ("e", "f")]
+    assert batch.trained_tokens == 8 and batch.document_ids.dtype == torch.int32
+
+
+def test_description_says_whether_attention_crosses_documents_and_what_was_unused(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "x" * 40}])
+    assert "attention crosses document ends" in load(path).description
+    assert "attention stops at a document's end" in load(path, document_mask=True).description
+    assert "packed into 2 rows of 16 (8 unused)" in load(path).description and "one per byte" in load(path).description
+
+
+@pytest.mark.parametrize(("vocabulary_size", "dtype"), [(257, np.uint16), (65536, np.uint16), (65537, np.uint32)])
+def test_tokens_take_two_bytes_where_the_vocabulary_allows(tmp_path, vocabulary_size, dtype):
+    (tmp_path / "a.txt").write_text("x" * 40)
+    data = load(tmp_path / "a.txt", vocabulary_size=vocabulary_size)
+    assert data.train.documents.tokens.dtype == dtype and data.train.batch(0).input_ids.dtype == torch.int64
+
+
+# Batches
+
+
+def test_a_batch_is_a_function_of_seed_and_step_and_every_epoch_has_every_row_once(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"{index:07d}\n" for index in range(22)))  # 11 rows of 16, batches of 4
+    rows = load(tmp_path / "a.txt", batch=4).train
+    assert rows.rows == 11 and rows.steps_per_epoch == 2.75
+    forwards = [rows.batch(step).input_ids for step in range(11)]
+    fresh = load(tmp_path / "a.txt", batch=4).train
+    assert all(torch.equal(fresh.batch(step).input_ids, forwards[step]) for step in reversed(range(11)))
+    epochs = torch.cat(forwards).split(11)  # four epochs; two batches straddle a border
+    numbers = [[bytes(row.tolist()[:7]) for row in epoch] for epoch in epochs]
+    assert all(len(set(epoch)) == 11 for epoch in numbers) and len({tuple(epoch) for epoch in numbers}) == 4
+    other = load(tmp_path / "a.txt", batch=4, seed=1).train
+    assert not torch.equal(other.batch(0).input_ids, forwards[0])
+
+
+def test_batch_order_is_the_same_in_another_process_and_does_not_touch_the_global_generators(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"{index:07d}\n" for index in range(40)))
+    program = (
+        "from tests.data.test_dataset import load; import sys\n"
+        "print(load(sys.argv[1]).train.batch(5).input_ids.tolist())"
+    )
+    np.random.seed(1)
+    torch.manual_seed(1)
+    states = np.random.get_state()[1].copy(), torch.get_rng_state()
+    here = load(tmp_path / "a.txt").train.batch(5).input_ids.tolist()
+    assert np.array_equal(np.random.get_state()[1], states[0]) and torch.equal(torch.get_rng_state(), states[1])
+    there = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "a.txt"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(there.stdout) == here
+
+
+def test_fixed_batch_is_the_same_batch_every_step(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"{index:07d}\n" for index in range(40)))
+    fixed, free = load(tmp_path / "a.txt", fixed_batch=True).train, load(tmp_path / "a.txt").train
+    assert all(torch.equal(fixed.batch(step).input_ids, free.batch(0).input_ids) for step in (0, 1, 17))
+    assert fixed.steps_per_epoch == 1 and not torch.equal(free.batch(1).input_ids, free.batch(0).input_ids)
+
+
+def test_a_batch_larger_than_the_data_repeats_it(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 16 + "y" * 16)
+    assert load(tmp_path / "a.txt", batch=5).train.batch(0).input_ids.shape == (5, 16)
+
+
+def test_evaluation_keeps_its_order_ends_with_a_smaller_batch_and_cycles(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"{index:07d}\n" for index in range(10)))
+    rows = load(tmp_path / "a.txt", eval_spec=str(tmp_path / "a.txt")).evaluation
+    assert (rows.rows, len(rows)) == (5, 3) and rows.batch(2).input_ids.shape == (1, 16)
+    firsts = [bytes(rows.batch(index).input_ids[0, :7].tolist()) for index in (0, 1, 2)]
+    assert firsts == [b"0000000", b"0000004", b"0000008"]
+    assert torch.equal(rows.batch(3).input_ids, rows.batch(0).input_ids)
+
+
+def test_micro_batches_are_the_rows_in_their_order(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [{"text": f"document {index}, " * 4} for index in range(9)])
+    batch = load(path, batch=5, document_mask=True).train.batch(0)
+    parts = batch.micro_batches(2)
+    assert [len(part.labels) for part in parts] == [2, 2, 1]
+    for name in ("input_ids", "labels", "position_ids", "document_ids"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name))
+    assert sum(part.trained_tokens for part in parts) == batch.trained_tokens
+    assert [part.document_ids for part in Batch(batch.input_ids, batch.labels).micro_batches(3)] == [None, None]
+
+
+# Examples
+
+
+def test_prompt_and_completion_train_the_completion_and_the_true_end_of_text(tmp_path):
+    path = write_rows(
+        tmp_path / "a.jsonl", [{"prompt": "Q:", "completion": " yes"}, {"prompt": "Say", "completion": " a"}]
+    )
+    batch = load(path, eval_spec=str(path)).evaluation.batch(0)
+    assert batch.input_ids.shape == (2, 6)  # padded to the longest of the batch, not to seq
+    assert shown(batch, 0) == [("Q", ""), (":", " "), (" ", "y"), ("y", "e"), ("e", "s"), ("s", "$")]
+    assert shown(batch, 1) == [("S", ""), ("a", ""), ("y", " "), (" ", "a"), ("a", "$"), ("$", "")]
+    everything = load(path, train_on="all", eval_spec=str(path)).evaluation.batch(0)
+    assert trained_text(everything, 0) == ": yes$"
+    assert load(path, document_mask=True).train.batch(0).document_ids is None
+
+
+def test_alpaca_columns_use_alpacas_wording_with_and_without_input(tmp_path):
+    path = write_rows(
+        tmp_path / "a.jsonl",
+        [
+            {"instruction": "Add.", "input": "1 2", "output": "3", "text": "its own rendering"},
+            {"instruction": "Greet.", "input": "", "output": "Hi", "text": "its own rendering"},
+        ],
+    )
+    data = load(path, seq=512, eval_spec=str(path))
+    batch = data.evaluation.batch(0)
+    prompts = ["".join(token for token, _ in shown(batch, row)) for row in (0, 1)]
+    assert "request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3" in prompts[0]
+    assert "request.\n\n### Instruction:\nGreet.\n\n### Response:\nHi" in prompts[1] and "Input" not in prompts[1]
+    assert [trained_text(batch, row) for row in (0, 1)] == ["3$", "Hi$"]
+    assert "column text beside them is not used" in data.description
+
+
+CONVERSATION = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "See you"},
+]
+
+
+def test_messages_without_a_template_use_the_default_one_say_so_and_leave_it_on_the_tokenizer(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CONVERSATION}])
+    tokenizer = byte_level_tokenizer()
+    data = load(path, tokenizer, seq=128, batch=1)
+    batch = data.train.batch(0)
+    assert "".join(t for t, _ in shown(batch, 0)) == "User: Hi\n\nAssistant: Hello$User: Bye\n\nAssistant: See you"
+    assert trained_text(batch) == " Hello$ See you$"
+    assert "default chat template" in data.description and tokenizer.chat_template == DEFAULT_CHAT_TEMPLATE
+    assert trained_text(load(path, seq=128, batch=1, train_on="all").train.batch(0)).startswith("ser: Hi")
+
+
+def test_a_tokenizers_own_template_is_used_and_its_end_is_not_doubled(tmp_path):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}"
+        "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CONVERSATION[:2]}, {"messages": CONVERSATION[:3]}])
+    data = load(path, tokenizer, seq=128, eval_spec=str(path))
+    batch = data.evaluation.batch(0)
+    assert trained_text(batch, 0) == "Hello$\n"
+    assert trained_text(batch, 1) == "Hello$\n"  # the open question after it is not trained, nor its end
+    assert "the tokenizer's chat template" in data.description
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_unless_everything_is_trained(tmp_path):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CONVERSATION}])
+    with pytest.raises(InputError, match=r"a\.jsonl:1: .*--train-on all"):
+        load(path, tokenizer, seq=128)
+    assert trained_text(load(path, tokenizer, seq=128, train_on="all").train.batch(0)) == "HiHelloByeSee you$"
+
+
+def test_long_examples_are_cut_and_counted_and_dropped_when_no_trained_token_is_left(tmp_path):
+    path = write_rows(
+        tmp_path / "a.jsonl",
+        [
+            {"prompt": "p", "completion": "c" * 30},
+            {"prompt": "p" * 17, "completion": "c"},
+            {"prompt": "p", "completion": "c"},
+            {"prompt": "p" * 14, "completion": "cc"},
+        ],
+    )
+    data = load(path, eval_spec=str(path))
+    batches = [data.evaluation.batch(0), data.evaluation.batch(1)]
+    assert data.evaluation.rows == 3 and batches[0].input_ids.shape == (2, 16)
+    assert trained_text(batches[0], 0) == "c" * 16  # cut off: no end-of-text is taught
+    assert trained_text(batches[1]) == "cc$"  # exactly seq + 1 tokens: whole
+    assert "2 cut off at 16 tokens; 1 of these dropped" in data.description
+    with pytest.raises(InputError, match="raise --seq"):
+        load(write_rows(tmp_path / "b.jsonl", [{"prompt": "p" * 17, "completion": "c"}]))
+
+
+# What is held out
+
+
+def test_held_out_documents_are_never_trained_on_and_are_the_same_every_time(tmp_path):
+    texts = [f"[{index % 50:02d}]" + "abcdefghij" * 3 for index in range(150)]  # every text three times
+    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    data = load(path, eval_fraction=0.1)
+    documents = [
+        bytes(rows.documents.tokens[rows.documents.tokens != END].astype(np.uint8)).split(b"[")[1:]
+        for rows in (data.train, data.evaluation)
+    ]
+    assert not set(documents[0]) & set(documents[1])
+    assert len(documents[0]) + len(documents[1]) == 150 and 15 <= len(documents[1]) <= 18
+    assert load(path, eval_fraction=0.1, seed=5).evaluation.batch(0).input_ids.equal(data.evaluation.batch(0).input_ids)
+    assert load(path, eval_fraction=0).evaluation.rows == 0 == len(load(path, eval_fraction=0).evaluation)
+
+
+def test_one_long_text_has_its_end_held_out(tmp_path):
+    text = "".join(f"{index:07d}\n" for index in range(100))
+    (tmp_path / "a.txt").write_text(text)
+    data = load(tmp_path / "a.txt", eval_fraction=0.1)
+    tokens = [*text.encode(), END]
+    assert data.train.documents.tokens.tolist() == tokens[:-81]
+    assert data.evaluation.documents.tokens.tolist() == tokens[-81:]
+    assert "its last 81 tokens" in data.description
+
+
+def test_examples_are_held_out_whole_and_too_few_are_not(tmp_path):
+    rows = [{"prompt": "p", "completion": f"{index:03d}"} for index in range(100)]
+    data = load(write_rows(tmp_path / "a.jsonl", rows), eval_fraction=0.01)
+    assert (data.train.rows, data.evaluation.rows) == (99, 1)
+    held_out = trained_text(data.evaluation.batch(0))
+    assert held_out not in {trained_text(data.train.batch(step), row) for step in range(49) for row in (0, 1)}
+    data = load(write_rows(tmp_path / "b.jsonl", rows[:1]), eval_fraction=0.01)
+    assert (data.train.rows, data.evaluation.rows) == (1, 0) and "nothing held out" in data.description
+
+
+def test_standard_library_is_split_by_files_and_ready_in_seconds():
+    data = load("python-stdlib", eval_fraction=0.01, seq=256, batch=16)
+    sizes = [len(rows.documents.tokens) for rows in (data.train, data.evaluation)]
+    assert sizes[0] > 3_000_000 and 0.01 <= sizes[1] / sum(sizes) <= 0.02
+    assert not set(data.train.documents.keys) & set(data.evaluation.documents.keys)
+    assert len(data.evaluation.documents.keys) >= 2
+    names = [record.where for record in open_source("python-stdlib", "text", None).train]
+    assert not [name for name in names if "test" in name.split("/") or "site-packages" in name] and "os.py" in names
+
+
+# Where a batch was read
+
+
+def test_a_batch_names_the_lines_that_its_text_is_from(tmp_path):
+    texts = [f"[{line:03d}]" + "x" * (line % 13) for line in range(1, 101)]
+    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    lines = [line for line, text in enumerate(texts, 1) for _ in f"{text}$"]
+    data = load(path, eval_spec=str(path), batch=1)
+    for row in range(data.evaluation.rows):  # in their order
+        first, last = lines[16 * row], lines[16 * row + 16]
+        at = f" at {(16 * row - lines.index(first)) / lines.count(first):.2%}"
+        assert data.evaluation.where(row) == [f"{path}:{first}-{last}" if last > first else f"{path}:{first}{at}"]
+    train = load(path, eval_fraction=0.1, batch=3).train  # in any order, with lines held out in between
+    for step in range(30):
+        named = [re.match(r".*a\.jsonl:(\d+)-?(\d*)", name).groups() for name in train.where(step)]
+        spans = [range(int(first), int(last or first) + 1) for first, last in named]
+        inputs = "".join(
+            chr(token) if token != END else "$" for token in train.batch(step).input_ids.flatten().tolist()
+        )
+        assert all(any(int(line) in span for span in spans) for line in re.findall(r"\[(\d{3})\]", inputs))
+        assert sum(map(len, spans)) <= 3 * 6
+
+
+def test_a_batch_names_files_examples_and_places_in_a_long_text(tmp_path):
+    folder = tmp_path / "texts2"
+    folder.mkdir()
+    (folder / "long.txt").write_text("x" * 799)
+    for name in ("m", "n"):
+        (folder / f"{name}.txt").write_text(name)
+    write_rows(folder / "z.jsonl", [{"text": "row"}, {"text": "and the next row, at the end"}])
+    rows = load(folder, eval_spec=str(folder), batch=1).evaluation
+    assert rows.where(0) == [f"{folder}/long.txt at 0.00%"] and rows.where(25) == [f"{folder}/long.txt at 50.00%"]
+    assert rows.where(50) == [f"{folder}/{name}" for name in ("m.txt", "n.txt", "z.jsonl:1-2")]
+    path = write_rows(tmp_path / "pairs.jsonl", [{"prompt": "p" * index, "completion": "c"} for index in range(1, 12)])
+    train = load(path, batch=4).train
+    for step in range(8):  # how long a prompt is says which line it is from
+        prompts = (train.batch(step).input_ids == ord("p")).sum(1).tolist()
+        assert train.where(step) == list(dict.fromkeys(f"{path}:{length}" for length in prompts))
+    fixed = load(path, batch=4, fixed_batch=True).train
+    assert fixed.where(5) == fixed.where(0) == train.where(0)
+
+
+# Files
+
+
+def test_every_file_format_gives_the_same_rows(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    rows = [{"text": f'naïve, "{index}"\nand 😀', "other": index} for index in range(20)]
+    write_rows(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "a.csv").write_text(
+        "\ufefftext,other\r\n"
+        + "".join('"{}",{}\r\n'.format(row["text"].replace('"', '""'), row["other"]) for row in rows)
+    )
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    tokens = [
+        load(tmp_path / f"a.{kind}").train.documents.tokens.tolist() for kind in ("jsonl", "json", "csv", "parquet")
+    ]
+    assert tokens[0] == [token for row in rows for token in [*row["text"].encode(), END]]
+    assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
+
+
+def test_a_folder_is_read_in_order_whole_files_and_rows_together(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "sub" / "b.txt").write_text("second file ")
+    (tmp_path / "a.py").write_text("first = 1\r\n")
+    (tmp_path / "__init__.py").write_text("")
+    (tmp_path / ".git" / "c.txt").write_text("hidden")
+    (tmp_path / "notes.md").write_text("not read")
+    write_rows(tmp_path / "z.jsonl", [{"body": "third"}])
+    data = load(tmp_path, text_field="body")
+    expected = [*b"first = 1\r\n", END, *b"second file ", END, *b"third", END]
+    assert data.train.documents.tokens.tolist() == expected
+    assert ".md left out" in data.description and "1 empty ones skipped" in data.description
+
+
+BAD_FILES = {
+    "bad JSON": ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl:2: bad JSON"),
+    "bad JSON in a list": ("a.json", b'[{"text": "a"},\n {"text" "b"}]', r"a\.json:2: bad JSON"),
+    "not an object": ("a.jsonl", b'{"text": "a"}\n"b"\n', r"a\.jsonl:2: a row must be a JSON object"),
+    "bad encoding": ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', r"a\.jsonl:2: not UTF-8"),
+    "bad encoding in a text": ("a.txt", b"one\ntwo\ncaf\xe9\n", r"a\.txt:3: not UTF-8"),
+    "half a surrogate pair": ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl:1: .*surrogate"),
+    "empty file": ("a.jsonl", b"", r"a\.jsonl: the file is empty"),
+    "blank lines only": ("a.jsonl", b"\n\n", r"a\.jsonl: there is no document"),
+    "empty text": ("a.jsonl", b'{"text": "a"}\n{"text": ""}\n', r"a\.jsonl:2: text is empty"),
+    "empty completion": ("a.jsonl", b'{"prompt": "a", "completion": ""}\n', r"a\.jsonl:1: completion is empty"),
+    "no answer": ("a.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}\n', r"a\.jsonl:1: .*no answer"),
+    "messages are text": ("a.jsonl", b'{"messages": "a"}\n', r"a\.jsonl:1: messages must be a list"),
+    "null": ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', r"a\.jsonl:2: text must be text, not missing"),
+    "a number": ("a.jsonl", b'{"text": 5}\n', r"a\.jsonl:1: text must be text, not int"),
+    "a column missing later": ("a.jsonl", b'{"text": "a"}\n\n{"b": "b"}\n', r"a\.jsonl:3: the column text"),
+    "unknown columns": ("a.jsonl", b'{"question": "a", "reply": "b"}\n', r"columns \(question, reply\).*--text-field"),
+    "two readings": ("a.jsonl", b'{"text": "a", "messages": []}\n', r"more than one way \(messages or text\)"),
+    "short CSV row": ("a.csv", b"text,n\na,1\nb\n", r"a\.csv:3: the row does not have the 2 fields"),
+    "open quote": ("a.csv", b'text\n"a\n', r"a\.csv:2: bad CSV"),
+    "not Parquet": ("a.parquet", b"PAR1 no", r"a\.parquet: not a Parquet file"),
+    "unknown kind": ("a.md", b"# a", r"a\.md: files of kind \.md are not read"),
+    "too short": ("a.txt", b"a", r"do not fill one row of 16"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_input_is_refused_with_its_place(tmp_path, case):
+    name, content, message = BAD_FILES[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message) as caught:
+        load(tmp_path / name)
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+def test_a_parquet_file_whose_texts_are_not_utf_8_is_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    texts = pyarrow.array([b"fine", b"\xb4 is no UTF-8"]).cast(pyarrow.string(), safe=False)
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "texts.parquet")
+    with pytest.raises(InputError, match="texts.parquet: not UTF-8 within 256 rows of row 1"):
+        load(tmp_path / "texts.parquet")
+
+
+def test_unknown_names_and_empty_folders_are_refused(tmp_path):
+    for spec, message in (
+        (tmp_path, "holds no file of the kinds"),
+        (tmp_path / "no.txt", "no such file or folder"),
+        ("wikitex", "not a known name"),
+        ("data/no.jsonl", "no such file"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load(spec)
+
+
+def test_a_token_id_outside_the_models_vocabulary_is_refused_with_its_place(tmp_path):
+    write_rows(tmp_path / "a.jsonl", [{"text": "plain text, long enough"}, {"text": "é"}])
+    with pytest.raises(InputError, match=r"a\.jsonl:2: .*token id 195.* 190 ids"):
+        tokenizer = byte_level_tokenizer()
+        tokenizer.eos_token = "a"
+        load(tmp_path / "a.jsonl", tokenizer, vocabulary_size=190)
+
+
+def test_rows_longer_than_the_models_positions_are_refused_before_anything_is_read():
+    with pytest.raises(InputError, match="--seq 2048 .* 1024 positions"):
+        load("no such file", seq=2048)
+
+
+def test_fingerprint_changes_with_tokens_vocabulary_and_rows(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [{"text": f"document {index} " * 3} for index in range(20)])
+    tokenizer = byte_level_tokenizer()
+    fingerprints = [
+        load(path).fingerprint,
+        load(path, seq=8).fingerprint,
+        load(path, document_mask=True).fingerprint,
+        load(path, eval_fraction=0.2).fingerprint,
+    ]
+    tokenizer.add_tokens(["never seen"])
+    fingerprints.append(load(path, tokenizer, vocabulary_size=258).fingerprint)
+    path.write_text(path.read_text().replace("document 7", "document 8", 1))
+    fingerprints.append(load(path).fingerprint)
+    assert len(set(fingerprints)) == 6 and load(path, seed=3).fingerprint == fingerprints[-1]
+
+
+# The hub: the real package datasets, reading a local folder in the hub's place
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A folder per hub id; `datasets` loads from there what it would load from the hub."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(sources, "hub_is_reachable", lambda: True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    asked = []
+
+    def through(function):
+        def call(path, name=None, **options):
+            asked.append((path, name, options.get("streaming")))
+            return function(str(tmp_path / path.replace("/", "--")), cache_dir=str(tmp_path / "cache"), **options)
+
+        return call
+
+    monkeypatch.setattr(datasets, "load_dataset", through(datasets.load_dataset))
+    monkeypatch.setattr(datasets, "load_dataset_builder", through(datasets.load_dataset_builder))
+
+    def publish(path, **splits):
+        (tmp_path / path.replace("/", "--")).mkdir()
+        for split, rows in splits.items():
+            datasets.Dataset.from_list(rows).to_parquet(tmp_path / path.replace("/", "--") / f"{split}-0.parquet")
+        return asked
+
+    return publish
+
+
+def test_wikitext_lines_are_joined_to_articles_and_its_validation_split_is_used(hub):
+    lines = [
+        "",
+        " = First = \n",
+        "",
+        " text of it . \n",
+        " = = Section = = \n",
+        " more . \n",
+        " = Second = \n",
+        " other . \n",
+    ]
+    asked = hub(
+        "Salesforce/wikitext",
+        train=[{"text": line} for line in lines],
+        validation=[{"text": " = Held out = \n"}, {"text": " for evaluation only . \n"}],
+    )
+    data = load("wikitext", steps=4)
+    expected = ("".join(lines[:6]).encode(), "".join(lines[6:]).encode())
+    assert data.train.documents.tokens.tolist() == [*expected[0], END, *expected[1], END]
+    assert bytes(data.evaluation.batch(0).input_ids[0].tolist()).startswith(b" = Held out = ")
+    assert ("Salesforce/wikitext", "wikitext-2-raw-v1", False) in asked
+
+
+def test_codeparrot_is_streamed_as_far_as_needed(hub):
+    asked = hub(
+        "codeparrot/codeparrot-clean-train",
+        train=[{"content": f"x = {index}\n" * 50_000, "size": 1} for index in range(12)],
+    )
+    hub("codeparrot/codeparrot-clean-valid", train=[{"content": "held out " * 9}])
+    data = load("codeparrot", steps=3)
+    assert len(data.train.documents.lengths) < 12 and data.train.rows >= 6
+    assert bytes(data.evaluation.batch(0).input_ids[0].tolist()) == b"held out held ou"
+    assert asked[0] == ("codeparrot/codeparrot-clean-train", None, True) and "streamed" in data.description
+    with pytest.raises(InputError, match="give --steps"):
+        load("codeparrot", steps=None)
+
+
+def test_a_hub_data_set_is_read_by_its_columns_and_blank_rows_are_skipped(hub, monkeypatch):
+    asked = hub(
+        "org/chat",
+        train=[{"id": index, "messages": CONVERSATION[:2]} for index in range(3)]
+        + [{"id": 3, "messages": CONVERSATION[:1]}],
+    )
+    data = load("org/chat:small", steps=2, seq=128)
+    assert data.train.rows == 3 and "1 empty ones skipped" in data.description
+    assert trained_text(data.train.batch(0)) == " Hello$" and asked[-1] == ("org/chat", "small", False)
+    monkeypatch.setattr(sources, "STREAM_ABOVE_BYTES", -1)
+    assert load("org/chat", steps=1, batch=1, seq=128).train.rows >= 1 and asked[-1] == ("org/chat", None, True)
+
+
+def test_an_unreachable_hub_is_one_sentence_and_no_wait(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(sources, "hub_is_reachable", lambda: False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    start = time.perf_counter()
+    for spec in ("org/no-such-data", "wikitext", "codeparrot"):
+        with pytest.raises(InputError, match="neither in the cache nor to be had from the hub") as caught:
+            load(spec, steps=1)
+        assert "\n" not in str(caught.value)
+    assert time.perf_counter() - start < 15  # the hub's client alone tries for 23 seconds each
+
+
+def test_a_data_set_with_a_script_and_a_missing_package_are_named(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(sources, "hub_is_reachable", lambda: True)
+
+    def refuse(*_, **__):
+        raise RuntimeError("Dataset scripts are no longer supported, but found old.py")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(InputError, match="loading script"):
+        load("org/old")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match="pip install datasets"):
+        load("org/old")

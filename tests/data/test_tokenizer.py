@@ -1,0 +1,118 @@
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
+
+from lowmem.data import tokenizer as module
+from lowmem.data.tokenizer import byte_level_tokenizer, encode, is_byte_level, load_tokenizer
+from lowmem.errors import InputError
+
+BYTES = byte_level_tokenizer()
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    monkeypatch.setattr(module, "hub_is_reachable", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def bpe_tokenizer() -> PreTrainedTokenizerFast:
+    """A small GPT-2-like tokenizer: byte-level BPE with merges, trained on this file."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator([open(__file__).read()], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
+@given(TEXT)
+@example("a <|endoftext|><|endoftext|> b")
+@example("\x00 \r\n\t  é \u2028 😀 don't  ")
+@settings(deadline=None)
+def test_byte_level_ids_are_the_bytes_and_decode_without_loss(text):
+    ids = BYTES(text, add_special_tokens=False)["input_ids"]
+    assert BYTES.decode(ids) == text
+    assert encode(BYTES, [text])[0].tolist() == ids  # the shortcut by bytes gives the tokenizer's own ids
+    if "<|endoftext|>" not in text:
+        assert ids == list(text.encode())
+
+
+def test_byte_level_has_257_ids_and_survives_saving_and_loading(tmp_path):
+    BYTES.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(loaded) == 257 and loaded.eos_token_id == 256 and loaded.get_vocab() == BYTES.get_vocab()
+    text = "naïve <|endoftext|> 😀\n"
+    assert loaded(text)["input_ids"] == BYTES(text)["input_ids"] and loaded.decode(loaded(text)["input_ids"]) == text
+    assert is_byte_level(loaded) and is_byte_level(load_tokenizer(str(tmp_path), "pretrained", 257))
+
+
+def test_a_folders_own_tokenizer_is_used_for_either_init(tmp_path, bpe_tokenizer):
+    bpe_tokenizer.save_pretrained(tmp_path)
+    for init in ("random", "pretrained"):
+        loaded = load_tokenizer(str(tmp_path), init, 400)
+        assert loaded.get_vocab() == bpe_tokenizer.get_vocab() and not is_byte_level(loaded)
+
+
+def test_random_weights_without_a_tokenizer_get_bytes_and_never_ask_the_network(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "hub_is_reachable", lambda: pytest.fail("the hub was asked"))
+    GPT2Config().save_pretrained(tmp_path)  # AutoTokenizer makes an empty GPT2Tokenizer of this
+    assert is_byte_level(load_tokenizer(str(tmp_path), "random", 50257))
+    assert is_byte_level(load_tokenizer("nobody/no-such-model", "random", 257))
+
+
+def test_pretrained_without_a_tokenizer_is_refused_in_one_sentence(tmp_path, no_hub):
+    GPT2Config().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="holds no tokenizer"):
+        load_tokenizer(str(tmp_path), "pretrained", 50257)
+    with pytest.raises(InputError, match="neither in the cache nor to be had from the hub"):
+        load_tokenizer("nobody/no-such-model", "pretrained", 50257)
+
+
+def test_a_broken_tokenizer_is_not_replaced_by_bytes(tmp_path, bpe_tokenizer):
+    bpe_tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="cannot be read"):
+        load_tokenizer(str(tmp_path), "random", 50257)
+
+
+def test_a_model_with_too_few_ids_is_refused(tmp_path, no_hub):
+    with pytest.raises(InputError, match="256"):
+        load_tokenizer("nobody/no-such-model", "random", 256)
+
+
+def test_a_tokenizer_without_an_end_of_text_token_is_refused(tmp_path, bpe_tokenizer):
+    PreTrainedTokenizerFast(tokenizer_object=bpe_tokenizer.backend_tokenizer).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="no end-of-text token"):
+        load_tokenizer(str(tmp_path), "pretrained", 400)
+
+
+def test_hub_is_unreachable_without_an_answer_and_when_offline_is_set(monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert not module.hub_is_reachable.__wrapped__()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(module.urllib.request, "urlopen", lambda *_, **__: pytest.fail("the hub was asked"))
+    assert not module.hub_is_reachable.__wrapped__()
+
+
+@given(st.lists(st.text("ab \n\té'1", max_size=80), max_size=5))
+@settings(deadline=None)
+def test_long_texts_cut_in_pieces_give_the_same_ids(bpe_tokenizer, texts):
+    whole = [bpe_tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    previous, module.PIECE_CHARACTERS = module.PIECE_CHARACTERS, 3
+    try:
+        encoded = encode(bpe_tokenizer, texts)
+    finally:
+        module.PIECE_CHARACTERS = previous
+    assert [ids.tolist() for ids in encoded] == whole
+    assert all(ids.dtype == np.int32 for ids in encoded)

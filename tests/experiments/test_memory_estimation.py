@@ -1,0 +1,394 @@
+"""The memory experiment: its models are the published ones, its plain step is the real one, its table is its rows.
+
+What can be checked without a GPU: parameter counts, the tape of the ordinary training step against the profiler on the
+CPU, autocast's rules against PyTorch's own test lists, and that README.md says what the committed rows say.
+"""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from runs import simulations_shared
+from torch.nn import functional as F
+from transformers import BloomConfig, GPT2Config, LlamaConfig, OPTConfig
+
+from experiments.gpu_acceptance.at_peak import tape_of_cpu
+from experiments.harness import autocast
+from experiments.harness.autocast import CudaAutocast
+from experiments.harness.tables import written
+from experiments.memory_estimation import estimate, measure, published, ram, rows, run, table
+from experiments.memory_estimation.models import MODELS, Model, positions
+from experiments.memory_estimation.plain import record_plain
+from lowmem.errors import InputError
+from lowmem.models.build import build_model
+from lowmem.simulate.gpus import CARDS
+from lowmem.simulate.recorder import Machine
+from lowmem.simulate.step import Target, cpu_target, under_cap
+from lowmem.units import GIB, MIB
+
+CPU = torch.device("cpu")
+SEQ, BATCH = 32, 2
+A100 = CARDS["a100"]
+TINY = {
+    "gpt2": lambda: GPT2Config(n_layer=2, n_embd=64, n_head=4, n_positions=64, vocab_size=512),
+    "opt": lambda: OPTConfig(
+        num_hidden_layers=2, hidden_size=64, ffn_dim=128, num_attention_heads=4, word_embed_proj_dim=64,
+        vocab_size=512, max_position_embeddings=64, dropout=0.0,
+    ),
+    "bloom": lambda: BloomConfig(n_layer=2, hidden_size=64, n_head=4, vocab_size=512),
+    "llama": lambda: LlamaConfig(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
+        vocab_size=512, max_position_embeddings=64,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The table with one small model, a GPT-2, in it."""
+    small = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 512, "resid_pdrop": 0.0}
+    model = Model("tiny", "nobody/tiny", "gpt2", small, None, "made up")
+    for module in (run, table, measure, published):
+        monkeypatch.setattr(module, "MODELS", {"tiny": model})
+    return model
+
+
+# --- the models
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_has_as_many_parameters_as_others_say(name):
+    model = MODELS[name]
+    count = sum(parameter.numel() for parameter in build_model(model.config()).parameters())
+    assert model.parameters in (None, count)
+
+
+def test_positions_end_where_the_model_has_no_more():
+    assert positions(MODELS["gpt2"].config()) == 1024
+    assert positions(MODELS["bloom-560m"].config()) is None
+
+
+# --- the plain step
+
+
+def really_allocated(config) -> int:
+    """The peak of what the profiler saw the CPU allocate in two ordinary steps, the building of the model left out."""
+    return tape_of_cpu(lambda: measure.run_plain(config, SEQ, BATCH, "fp32", CPU))[0].peak_bytes()
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_the_tape_of_the_ordinary_step_is_what_the_profiler_sees_on_the_cpu(family):
+    simulated = record_plain(TINY[family](), SEQ, BATCH, "fp32", cpu_target()).peak_bytes()
+    assert simulated == pytest.approx(really_allocated(TINY[family]()), rel=1e-3)
+
+
+def test_the_first_step_is_not_the_peak():
+    """Its optimizer states are not there yet: a tape of one step would be too small."""
+    tape = record_plain(TINY["gpt2"](), SEQ, BATCH, "fp32", cpu_target())
+    at_peak = under_cap(tape).at_peak
+    weights = sum(parameter.nbytes for parameter in build_model(TINY["gpt2"]()).parameters())
+    assert at_peak["optimizer_states"] >= 2 * weights
+    assert at_peak["weights"] == weights
+
+
+def test_llmems_recipe_keeps_14_bytes_per_parameter_and_a_boundary_per_block():
+    config = TINY["llama"]()
+    config._attn_implementation = "eager"
+    at_peak = under_cap(record_plain(config, SEQ, BATCH, "llmem", Target(Machine()))).at_peak
+    count = sum(parameter.numel() for parameter in build_model(config).parameters())
+    assert (at_peak["weights"], at_peak["master_weights"], at_peak["optimizer_states"]) == (
+        2 * count, 4 * count, 8 * count,
+    )  # fmt: skip
+    assert "gradients" not in at_peak
+
+
+# --- autocast
+
+
+def pytorchs_lists():
+    """What PyTorch's own test of CUDA's autocast calls. Its file imports the rest of the test suite, which needs
+    packages that are not here, for two names."""
+    path = Path(torch.__file__).parent / "testing" / "_internal" / "autocast_test_lists.py"
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("from torch.testing._internal")]
+    names = {"TEST_WITH_ROCM": False, "TestCase": object}
+    exec("\n".join(lines), names)
+    return names["AutocastTestLists"](CPU)
+
+
+LISTS = pytorchs_lists()
+
+
+def called_under_autocast(module, name: str, args: tuple, kwargs: dict):
+    """The function's result; None where it is one that is refused, or that the lists' arguments do not fit here."""
+    if not hasattr(module, name) or name in autocast.REFUSED:
+        return None
+    with CudaAutocast():
+        return getattr(module, name)(*args, **kwargs)
+
+
+@pytest.mark.parametrize("entry", LISTS.torch_fp16 + LISTS.nn_fp16, ids=lambda entry: entry[0])
+def test_what_cudas_autocast_runs_in_16_bit_runs_in_bf16(entry):
+    module = torch._C._nn if entry in LISTS.nn_fp16 else torch
+    name, args = entry[0], entry[1:] if entry[0] == "einsum" else entry[1]
+    if name in ("einsum", "chain_matmul") or "cudnn" in name:
+        pytest.skip("einsum's own arguments in the list do not run; chain_matmul is deprecated; cuDNN is not here")
+    result = called_under_autocast(module, name, args, {})
+    if result is None:
+        assert name in autocast.REFUSED
+    else:
+        assert result.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("entry", LISTS.torch_fp32 + LISTS.nn_fp32, ids=lambda entry: entry[0])
+def test_what_cudas_autocast_runs_in_fp32_does_so_here(entry):
+    name, args, kwargs = entry[0], entry[1], entry[2] if len(entry) > 2 else {}
+    module = F if entry in LISTS.nn_fp32 else torch
+    if name in autocast.REFUSED or name == "nll_loss2d":
+        return
+    assert name in autocast.IN_FP32
+    result = called_under_autocast(module, name, args, kwargs)
+    assert result is None or result.dtype is torch.float32
+
+
+def test_every_name_of_pytorchs_lists_is_one_here():
+    known = {*autocast.IN_BF16, *autocast.IN_FP32, *autocast.WIDEST, *autocast.REFUSED}
+    listed = {entry[0] for entry in LISTS.torch_fp16 + LISTS.torch_fp32 + LISTS.nn_fp16 + LISTS.nn_fp32}
+    listed |= {entry[0] for entry in LISTS.torch_need_autocast_promote}
+    elsewhere = {"cudnn_convolution", "cudnn_convolution_transpose", "nll_loss2d", "grid_sampler"}
+    assert listed - known <= elsewhere
+
+
+def test_a_weights_bf16_copy_is_made_once_and_an_activations_each_time():
+    weight, x = torch.ones(4, 4, requires_grad=True), torch.ones(2, 4)
+    with CudaAutocast() as mode:
+        first = F.linear(x, weight)
+        (copy,) = mode._copies.values()
+        second = x @ weight
+        assert mode._copies[weight] is copy
+        assert len(mode._copies) == 1
+        assert F.layer_norm(first, (4,)).dtype is torch.float32
+        assert (first + x).dtype is torch.float32  # not in any list
+        assert F.softmax(first, -1, dtype=torch.bfloat16).dtype is torch.bfloat16  # as asked for
+    assert not mode._copies
+    assert first.dtype is second.dtype is torch.bfloat16
+    (first.sum() + second.sum()).backward()
+    assert weight.grad.dtype is torch.float32
+
+
+def test_a_rule_that_is_not_written_down_is_refused_by_name():
+    with CudaAutocast(), pytest.raises(InputError, match="prelu"):
+        F.prelu(torch.ones(3), torch.ones(1))
+    with CudaAutocast(), pytest.raises(InputError, match="addcmul"):
+        torch.addcmul(torch.ones(3), torch.ones(3, dtype=torch.bfloat16), torch.ones(3))
+
+
+def test_under_autocast_activations_shrink_and_weights_do_not():
+    target = estimate.plain_target(A100)
+    at_peak = {
+        recipe: under_cap(record_plain(TINY["llama"](), 64, 32, recipe, target)).at_peak for recipe in ("fp32", "bf16")
+    }
+    assert at_peak["bf16"]["forward"] < 0.8 * at_peak["fp32"]["forward"]
+    assert at_peak["bf16"]["weights"] == at_peak["fp32"]["weights"]
+
+
+# --- rows under a cap
+
+
+def test_plain_rows_double_until_one_does_not_fit():
+    found = list(estimate.plain_rows(TINY["llama"](), 64, "fp32", A100, 60 * MIB))
+    assert [row["batch"] for row in found] == [2**power for power in range(len(found))]
+    assert [row["fits"] for row in found] == [True] * (len(found) - 1) + [False]
+    assert len(found) > 2
+    assert all(row["reserved_peak_bytes"] <= 60 * MIB for row in found[:-1])
+    assert all(row["allocated_peak_bytes"] <= row["reserved_peak_bytes"] for row in found)
+
+
+@pytest.fixture
+def shared():
+    with simulations_shared(estimate):
+        yield
+
+
+def test_a_row_of_lowmems_is_the_planners_choice_or_the_smallest_cap(shared):
+    roomy = estimate.lowmem_row(TINY["llama"](), 64, 4, 16 * GIB, A100)
+    assert roomy["fits"] and roomy["allocated_peak_bytes"] <= roomy["reserved_peak_bytes"]
+    assert roomy["choice"]["resident_units"] == roomy["choice"]["units"]
+    assert roomy["choice"]["streamed_bytes"] == 0
+    none = estimate.lowmem_row(TINY["llama"](), 64, 4, 1 * MIB, A100)
+    assert not none["fits"] and none["smallest_cap_bytes"] > 1 * MIB
+    assert estimate.lowmem_row(TINY["llama"](), 64, 4, none["smallest_cap_bytes"], A100)["fits"]
+    assert "cap" in table._sizes(none)
+
+
+def test_what_lowmem_cannot_train_is_refused_with_the_reason(tiny, monkeypatch):
+    def refuse(*_):
+        raise InputError("SomethingForCausalLM: the head is odd")
+
+    monkeypatch.setattr(run, "lowmem_row", refuse)
+    (row,) = run._lowmem("tiny", 32, A100, GIB)
+    assert row["refused"] == "SomethingForCausalLM: the head is odd"
+    assert "refused: SomethingForCausalLM" in table._smallest_and_largest([row])[0]
+
+
+# --- what others published
+
+
+@pytest.mark.parametrize("name", published.LLMEM)
+def test_llmems_published_errors_are_those_it_states(name):
+    assert 0.0035 <= abs(published.LLMEM[name].error) <= 0.0165  # "0.4% to 1.6%"
+
+
+def test_the_batch_that_llmems_formula_gives_is_one_that_can_be():
+    assert published.llmem_batch("opt-125m") == pytest.approx(89, abs=1)
+
+
+def test_accelerates_answer_is_four_times_the_weights_in_fp32():
+    pytest.importorskip("accelerate")
+    answer = published.accelerate_answer(MODELS["gpt2"].config())
+    assert answer["float32"]["total_size"] == 4 * MODELS["gpt2"].parameters
+    assert answer["float32"]["training_with_adam"] == 16 * MODELS["gpt2"].parameters
+
+
+# --- the program
+
+
+def test_the_program_writes_rows_a_report_and_a_picture(tiny, shared, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "ProcessPoolExecutor", InThisProcess)
+    arguments = ["--seq", "32", "128", "--limit", "90MiB", "--out", str(tmp_path), "--methods"]
+    assert run.main([*arguments, "fp32", "lowmem"]) == 0
+    arguments.append("fp32")
+    assert run.main(arguments) == 0  # replaces the rows of the first call, but lowmem's
+    found = rows.read(tmp_path / "rows.jsonl")
+    cases = [(row["method"], row.get("seq")) for row in found]
+    assert len(set(map(rows.key, found))) == len(found)
+    assert {("fp32", 32), ("lowmem", 32), ("accelerate", None)} <= set(cases)
+    assert not any(seq == 128 for _, seq in cases)  # more than the model has positions
+    assert all(str(tmp_path) in row["command"] and row["versions"]["torch"] for row in found)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["predicted_rows"] == len(found)
+    assert report["rows"] == "rows.jsonl"
+    assert (tmp_path / "memory.png").stat().st_size > 5000
+    assert "tiny" in table.tables(found)
+    assert "fp32" in capsys.readouterr().out
+
+
+class InThisProcess:
+    """In the place of the pool: what a test has replaced would not be so in another process."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    map = staticmethod(map)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "gpt5"], "gpt5"),
+        (["--limit", "16GB"], "GB"),
+        (["--gpu", "abacus"], "abacus"),
+        (["--measure"], "GPU"),
+        (["--seq", "0"], "whole number"),
+    ],
+)
+def test_bad_usage_ends_with_2_before_anything_is_written(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    try:
+        code = run.main([*arguments, "--out", str(tmp_path / "out")])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_replaces_the_rows_of_its_cases_and_no_others(tmp_path):
+    def row(kind, model, batch, **more):
+        case = {"model": model, "method": "fp32", "seq": 512, "limit_bytes": GIB, "card": "t4"}
+        return case | {"kind": kind, "batch": batch} | more
+
+    path = tmp_path / "rows.jsonl"
+    old = [row("predicted", "gpt2", 1), row("predicted", "gpt2", 2), row("predicted", "opt-125m", 1)]
+    rows.replace(path, [*old, row("measured", "gpt2", 1, run=1), row("measured", "gpt2", 2, run=1)])
+    rows.replace(path, [row("predicted", "gpt2", 1, run=2), row("measured", "gpt2", 1, run=2)])
+    left = {(r["kind"], r["model"], r["batch"], r.get("run")) for r in rows.read(path)}
+    assert left == {
+        ("predicted", "gpt2", 1, 2), ("predicted", "opt-125m", 1, None),
+        ("measured", "gpt2", 1, 2), ("measured", "gpt2", 2, 1),
+    }  # fmt: skip
+
+
+def test_a_broken_line_of_the_rows_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"kind": "predicted"}\n{"kind"\n')
+    with pytest.raises(InputError, match=r"rows\.jsonl:2"):
+        rows.read(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("method", ["fp32", "bf16", "lowmem"])
+def test_the_measuring_process_runs_a_case(tiny, method, monkeypatch):
+    """On the CPU; the lines for CUDA have never run."""
+    monkeypatch.setattr(measure, "STEPS", 2)
+    layout = {"micro_batch": 1, "group": 2, "segment_blocks": 2, "recompute": True, "resident_units": 1}
+    choice = layout if method == "lowmem" else None
+    case = {"model": "tiny", "method": method, "seq": 16, "batch": 2, "limit_bytes": GIB, "choice": choice}
+    assert measure.run_case(case, CPU) == {"fits": True}
+
+
+def test_measured_rows_meet_their_predictions_with_signed_errors():
+    case = {"model": "gpt2", "method": "fp32", "seq": 512, "batch": 1, "limit_bytes": GIB, "card": "h200"}
+    said = case | {"kind": "predicted", "fits": True, "allocated_peak_bytes": 990, "reserved_peak_bytes": 1100}
+    was = case | {"kind": "measured", "fits": True, "allocated_peak_bytes": 1000, "reserved_peak_bytes": 1000}
+    wrong = [said | {"batch": 2}, case | {"kind": "measured", "batch": 2, "fits": False}]
+    found = table.summary([said, was, *wrong])
+    assert found["signed_errors"]["allocated"]["median"] == pytest.approx(-0.01)
+    assert found["ran_out_of_memory_against_the_prediction"] == 1
+    assert found["fitted_against_the_prediction"] == 0
+    text = table._measured_table([said, was, *wrong])
+    assert "-1.00%" in text and "+10.00%" in text and "out of memory" in text
+
+
+def test_a_run_on_the_cpu_leaves_a_row_of_its_report_and_nothing_else(finished, tmp_path, monkeypatch, capsys):
+    exit_codes = [0, 3]
+
+    def run_script(command, **_):
+        out = Path(command[-1])
+        (out / "checkpoints").mkdir()
+        shutil.copy(finished / "report.json", out)
+        return SimpleNamespace(returncode=exit_codes.pop(0), stderr="progress\ntrain_gpt2_xl.py: RAM is short\n")
+
+    monkeypatch.setattr(ram, "subprocess", SimpleNamespace(run=run_script, PIPE=None))  # git is run as well
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    assert ram.main(["--models", "gpt2", "gpt2-xl", "--out", str(tmp_path)]) == 1
+    assert "gpt2-xl ended with exit code 3: train_gpt2_xl.py: RAM is short" in capsys.readouterr().err
+    (row,) = rows.read(tmp_path / ram.NAME)  # written before the second model began
+    report = json.loads((finished / "report.json").read_text())
+    assert row["predicted_ram_peak_bytes"] == report["plan"]["predicted"]["ram_peak_bytes"]
+    assert row["ram_peak_bytes"] == report["measured"]["ram_peak_bytes"]
+    assert row["command"].startswith("python train_gpt2_large.py --model gpt2 --init random --seq 64")
+    signed = f"{row['predicted_ram_peak_bytes'] / row['ram_peak_bytes'] - 1:+.1%}"
+    assert f"{row['parameters']:,}" in table.tables([row]) and signed in table.tables([row])
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_disk_that_is_too_small_for_a_run_is_named_beforehand(monkeypatch, capsys):
+    monkeypatch.setattr(ram.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
+    monkeypatch.setattr(ram, "subprocess", None)
+    assert ram.main(["--models", "gpt2-xl"]) == 1
+    assert "24.2 GiB" in capsys.readouterr().err
+
+
+def test_the_readme_says_what_the_committed_rows_say():
+    committed = table.committed_rows()
+    assert {row["model"] for row in committed} == set(MODELS)
+    assert written(table.README, table.BEGIN) == table.tables(committed)

@@ -1,0 +1,504 @@
+"""Plans: what they say, what they take from a card and from the settings, and how they refuse.
+
+Which layout is chosen is test_search.py's, what a layout takes test_simulate.py's. The real shapes are planned through
+the scripts, in test_scripts.py; here the models are small.
+"""
+
+import dataclasses
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from runs import simulations_shared
+from transformers import GPT2Config, LlamaConfig
+
+from lowmem.core.step import Schedule
+from lowmem.errors import InputError, PlanError
+from lowmem.limits import CONTEXT_BYTES, ram_now_bytes
+from lowmem.models.build import load_config
+from lowmem.planning import planner, simulations
+from lowmem.planning.plan import Plan, kept_in_words
+from lowmem.planning.planner import MARGIN_BYTES, make_plan, room_under, smallest_cap
+from lowmem.planning.ram import CUDA_PROCESS_BYTES, Process
+from lowmem.planning.simulations import Simulations
+from lowmem.planning.target import card_for, planned
+from lowmem.run import plan_command
+from lowmem.settings import Settings
+from lowmem.simulate.gpus import CARDS
+from lowmem.simulate.recorder import Chunk
+from lowmem.simulate.step import record_step
+from lowmem.units import GIB, MIB, parse_size
+
+CONFIG = GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=5_000, n_positions=256)
+SMALL = Settings(model="small", init="random", seq=256, batch=8, gpu_limit_bytes=GIB)
+PARAMETERS = (5_000 + 256) * 512 + 4 * (12 * 512**2 + 13 * 512) + 2 * 512
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared():
+    with simulations_shared(planner):
+        yield
+
+
+def plan_for(device: str = "cuda", precision: str = "bf16", ram_free_bytes=None, card="rtx3090", **changed) -> Plan:
+    settings = dataclasses.replace(SMALL, **changed)
+    chosen = CARDS[card] if device == "cuda" else None
+    return make_plan(settings, CONFIG, device, precision, chosen, ram_free_bytes)
+
+
+def caps_named(error: PlanError) -> dict[str, int]:
+    named = dict(re.findall(r"--((?:gpu|ram)-limit) (\d+MiB)", str(error)))
+    return {name.replace("-", "_") + "_bytes": parse_size(size) for name, size in named.items()}
+
+
+# --- what a plan says
+
+
+def test_plan_json_says_what_was_planned_and_what_that_depends_on():
+    plan = plan_for(ram_limit_bytes=16 * GIB)
+    found = plan.to_dict()
+    assert json.loads(json.dumps(found)) == found
+    assert found["limits"] == {"gpu_bytes": GIB, "ram_bytes": 16 * GIB}
+    assert (found["fits"], found["parameters"], found["tokens_per_step"]) == (True, PARAMETERS, 2_048)
+    assert found["choice"]["resident_units"] + found["choice"]["streamed_units"] == 6
+    predicted = found["predicted"]
+    assert sum(found["breakdown"].values()) == predicted["gpu_allocated_peak_bytes"]
+    assert predicted["gpu_allocated_peak_bytes"] <= predicted["gpu_reserved_peak_bytes"] <= GIB
+    assert predicted["ram_peak_bytes"] == sum(found["ram_breakdown"].values()) >= CUDA_PROCESS_BYTES
+    assert predicted["step_seconds"] > 0
+    assert found["depends_on"].keys() == {"card", "torch", "transformers"}
+    assert (found["depends_on"]["card"], found["depends_on"]["torch"]) == ("rtx3090", torch.__version__)
+    described = plan.describe()
+    assert f"{PARAMETERS:,} parameters" in described and "cap 1.00 GiB" in described and "on rtx3090" in described
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (Schedule(1, 1, 1, recompute=False), "nothing recomputed"),
+        (Schedule(1, 1, 1, True), "all 4 blocks recomputed"),
+        (
+            Schedule(1, 1, 2, True, product_blocks=1),
+            "of 4 blocks 3 recomputed, 2 at a time, 1 recomputed but for",
+        ),
+        (Schedule(1, 1, 1, True, product_blocks=3, whole_blocks=1), "of 4 blocks 3 recomputed but for their matrix"),
+        (Schedule(1, 1, 1, True, product_blocks=3, whole_blocks=1), "products, 1 kept whole"),
+    ],
+)
+def test_what_is_recomputed_is_said_in_words(schedule, said):
+    assert said in kept_in_words(schedule, 4)
+
+
+def test_the_timeline_covers_one_step_and_reaches_the_peak():
+    plan = plan_for()
+    seconds = [second for second, _, _ in plan.timeline]
+    assert seconds == sorted(seconds) and 0 <= seconds[0] and seconds[-1] <= plan.step_seconds
+    assert max(allocated for _, allocated, _ in plan.timeline) == plan.gpu_allocated_peak_bytes
+
+
+def test_the_same_plan_is_made_every_time(monkeypatch):
+    monkeypatch.setattr(planner, "Simulations", Simulations)  # nothing is shared
+    question = {"gpu_limit_bytes": 400 * MIB, "micro_batch": 2}
+    assert plan_for(**question) == plan_for(**question)
+
+
+@pytest.mark.parametrize("changed", [{"optimizer": "sgd"}, {"optimizer": "adamw8bit"}, {"clip_norm": None}])
+def test_other_optimizers_are_planned_too(changed):
+    plan = plan_for(micro_batch=2, **changed)
+    assert plan.to_dict()["choice"]["state_bits"] == {"sgd": 0, "adamw8bit": 8}.get(changed.get("optimizer"), 32)
+    exact = plan_for(micro_batch=2)
+    assert (plan.gpu_breakdown["resident_states"] < exact.gpu_breakdown["resident_states"]) == ("optimizer" in changed)
+
+
+# --- what is chosen
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        {"micro_batch": 2}, {"group": 4}, {"segment_blocks": 3, "recompute": "on"}, {"recompute": "off"},
+        {"recompute": "products"},
+        {"states": "streamed"}, {"states": "resident"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_typed_is_what_is_planned(typed):
+    plan = plan_for(**typed)
+    assert plan.schedule.micro_batch == typed.get("micro_batch", plan.schedule.micro_batch)
+    assert plan.schedule.group == typed.get("group", plan.schedule.group)
+    assert plan.schedule.segment_blocks == typed.get("segment_blocks", plan.schedule.segment_blocks)
+    assert plan.schedule.recompute == {"on": True, "off": False}.get(typed.get("recompute"), plan.schedule.recompute)
+    assert plan.resident_units == {"streamed": 0, "resident": 6}.get(typed.get("states"), plan.resident_units)
+
+
+def test_a_cards_own_memory_is_the_cap_where_that_is_smaller_and_its_context_is_counted():
+    settings = {"gpu_limit_bytes": 100 * GIB, "gpu": "rtx3060", "micro_batch": 2}
+    assert plan_for(card="rtx3060", **settings).gpu_limit_bytes == CARDS["rtx3060"].memory_bytes - CONTEXT_BYTES
+    assert plan_for(card="rtx3060", **settings | {"gpu_limit_bytes": GIB}).gpu_limit_bytes == GIB
+    assert plan_for(gpu_limit_bytes=None).gpu_limit_bytes is None
+
+
+def test_faster_cards_take_less_time_and_older_ones_attention_without_flash():
+    seconds = {card: plan_for(card=card, micro_batch=2).step_seconds for card in ("h200", "rtx3060")}
+    assert seconds["h200"] < seconds["rtx3060"]
+    turing = plan_for(card="t4", precision="fp16", micro_batch=2)
+    assert turing.precision == "fp16" and turing.step_seconds > seconds["h200"]
+
+
+def test_a_plan_without_a_card_is_for_the_smallest_one_with_bf16_and_that_much_memory():
+    names = {limit: card_for(Settings(gpu_limit_bytes=limit)).name for limit in (GIB, 11 * GIB, 16 * GIB, 60 * GIB)}
+    assert names == {GIB: "rtx3060", 11 * GIB: "rtx3060", 16 * GIB: "l4", 60 * GIB: "h100"}
+    assert card_for(Settings(gpu_limit_bytes=500 * GIB)).name == "h200"
+
+
+def test_the_precision_is_what_the_card_has():
+    assert planned(Settings(plan_only=True))[:2] == ("cuda", "bf16")
+    assert planned(Settings(plan_only=True, gpu="t4"))[:2] == ("cuda", "fp16")
+    assert planned(Settings(plan_only=True, gpu="t4", precision="fp32"))[:2] == ("cuda", "fp32")
+    assert planned(Settings(plan_only=True, device="cpu")) == ("cpu", "fp32", None)
+    with pytest.raises(InputError, match="t4 has no bf16"):
+        planned(Settings(plan_only=True, gpu="t4", precision="bf16"))
+
+
+def test_a_cap_that_the_card_here_does_not_have_is_refused_with_the_largest_that_it_has(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 11019 * MIB))
+    for plan_only in (True, False):
+        with pytest.raises(InputError, match=r"11.0 GiB is more than the card has .* to about 10507MiB"):
+            planned(Settings(gpu_limit_bytes=11 * GIB, plan_only=plan_only))
+    assert planned(Settings(gpu_limit_bytes=11 * GIB, plan_only=True, gpu="t4"))[0] == "cuda", "a card that is not here"
+    assert planned(Settings(gpu_limit_bytes=11 * GIB, device="cpu"))[0] == "cpu"
+
+
+def test_a_run_without_a_gpu_is_not_for_a_card(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert planned(Settings()) == ("cpu", "fp32", None)
+    with pytest.raises(InputError, match="--gpu t4: there is no GPU here to train on; add --plan-only"):
+        planned(Settings(gpu="t4"))
+
+
+def test_a_card_that_is_here_is_planned_for_and_an_unknown_one_as_the_one_most_like_it(monkeypatch):
+    class Properties:
+        name, total_memory, multi_processor_count = "NVIDIA GeForce RTX 3080", 10 * GIB, 68
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert card_for(Settings()).name == "h200"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: Properties.name)
+    card = card_for(Settings())
+    assert card.name == "NVIDIA GeForce RTX 3080 (taken for rtx3090)"
+    assert (card.multiprocessors, card.memory_bytes) == (68, 10 * GIB)
+
+
+# --- the CPU
+
+
+def test_on_the_cpu_everything_is_in_ram_and_nothing_takes_a_gpu():
+    plan = plan_for("cpu", "fp32", micro_batch=2)
+    found = plan.to_dict()
+    assert found["predicted"]["gpu_allocated_peak_bytes"] is found["predicted"]["step_seconds"] is None
+    assert found["breakdown"] == plan.ram_breakdown and plan.resident_units == 6
+    vectors = 256 * -(-13 * 512 // 256) * 4 + 1_024
+    padded = PARAMETERS + 256
+    assert PARAMETERS * 4 <= plan.ram_breakdown["working_weights"] <= 4 * (padded + vectors)
+    assert PARAMETERS * 8 <= plan.ram_breakdown["resident_states"] <= 8 * (padded + vectors)
+
+
+def test_the_micro_batch_on_the_cpu_does_not_depend_on_what_is_free_but_what_is_kept_does(monkeypatch):
+    monkeypatch.setattr(planner, "ram_now_bytes", lambda: GIB)  # which otherwise moves between two plans
+    roomy = plan_for("cpu", "fp32", ram_free_bytes=64 * GIB)
+    tight = plan_for("cpu", "fp32", ram_free_bytes=roomy.ram_bytes - 100 * MIB)
+    assert (roomy.schedule.recompute, tight.schedule.recompute) == (False, True)
+    assert roomy.schedule.micro_batch == tight.schedule.micro_batch == 8
+
+
+# --- what does not fit
+
+
+@pytest.mark.parametrize(
+    "caps",
+    [
+        {"gpu_limit_bytes": 100 * MIB, "micro_batch": 1},
+        {"gpu_limit_bytes": 250 * MIB, "micro_batch": 1, "ram_limit_bytes": CUDA_PROCESS_BYTES + 50 * MIB},
+    ],
+)
+def test_a_refusal_names_caps_that_do_fit_and_that_are_tight(caps):
+    with pytest.raises(PlanError) as caught:
+        plan_for(**caps)
+    assert caught.value.exit_code == 3
+    named = caps_named(caught.value)
+    plan = plan_for(**caps | named)
+    assert plan.schedule.norm_first and "forward and backward run twice" in plan.describe()
+    with pytest.raises(PlanError):
+        plan_for(**caps | named | {"gpu_limit_bytes": named["gpu_limit_bytes"] - 64 * MIB})
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_cap_of_ram_that_was_named_does_for_a_process_that_holds_a_little_more(device):
+    """The same command, given again with that cap, is another process, and no two hold quite the same."""
+    card, precision = (CARDS["rtx3090"], "bf16") if device == "cuda" else (None, "fp32")
+
+    def plan(process_bytes: int, ram_limit_bytes: int) -> Plan:
+        settings = dataclasses.replace(SMALL, ram_limit_bytes=ram_limit_bytes, states="streamed", micro_batch=1)
+        return make_plan(settings, CONFIG, device, precision, card, process=Process(process_bytes, process_bytes))
+
+    with pytest.raises(PlanError) as caught:
+        plan(600 * MIB, MIB)
+    named = caps_named(caught.value)["ram_limit_bytes"]
+    assert plan(604 * MIB, named).ram_bytes <= named
+    with pytest.raises(PlanError):
+        plan(604 * MIB, named - 16 * MIB)
+
+
+def test_a_cap_that_reading_the_data_has_passed_already_is_refused():
+    settings = dataclasses.replace(SMALL, ram_limit_bytes=GIB, micro_batch=1)
+    with pytest.raises(PlanError, match=r"reading the data has taken 3.00 GiB of RAM already.*--ram-limit 3072MiB"):
+        make_plan(settings, CONFIG, "cpu", "fp32", None, process=Process(200 * MIB, 3 * GIB))
+
+
+def test_the_optimizer_is_never_changed_and_a_refusal_names_the_one_that_fits():
+    needed = plan_for(states="streamed").ram_breakdown["streamed_states"]
+    caps = {"states": "streamed", "micro_batch": 2, "ram_limit_bytes": CUDA_PROCESS_BYTES + needed * 3 // 4}
+    with pytest.raises(PlanError, match=r"It fits as it is with --optimizer adamw8bit") as caught:
+        plan_for(**caps)
+    assert caught.value.exit_code == 3
+    assert plan_for(**caps, optimizer="adamw8bit").to_dict()["choice"]["state_bits"] == 8
+    with pytest.raises(PlanError) as caught:
+        plan_for(**caps | {"ram_limit_bytes": CUDA_PROCESS_BYTES + needed // 8})
+    assert "adamw8bit" not in str(caught.value)
+
+
+def test_what_is_not_clipped_has_no_norm_to_wait_for():
+    """Updates come during backward where the whole batch is one group, so nothing runs twice."""
+    with pytest.raises(PlanError) as caught:
+        plan_for(clip_norm=None, micro_batch=1, gpu_limit_bytes=100 * MIB)
+    plan = plan_for(clip_norm=None, micro_batch=1, **caps_named(caught.value))
+    assert not plan.schedule.norm_first and plan.schedule.group * plan.schedule.micro_batch == 8
+
+
+def test_on_the_cpu_too_gradients_are_not_all_held_where_they_would_not_fit():
+    """Whether a plan is for what is free or for a cap, its micro-batch is the same: the bits do not depend on it."""
+    roomy = plan_for("cpu", "fp32", ram_free_bytes=64 * GIB, recompute="on")
+    tight = plan_for("cpu", "fp32", ram_free_bytes=roomy.ram_bytes - PARAMETERS - ram_now_bytes(), recompute="on")
+    assert (roomy.schedule.norm_first, tight.schedule.norm_first) == (False, True)
+    assert tight.schedule.micro_batch == roomy.schedule.micro_batch
+
+
+@given(room=st.integers(min_value=0, max_value=2**38))
+def test_the_smallest_cap_for_a_room_leaves_that_room_and_one_byte_less_does_not(room):
+    cap = smallest_cap(room)
+    assert room_under(cap) >= room > room_under(cap - 1)
+    assert cap - room_under(cap) == pytest.approx(max(MARGIN_BYTES, cap * 0.005), abs=1)
+
+
+def test_a_margin_of_the_cap_stays_free():
+    plan = plan_for(gpu_limit_bytes=400 * MIB)
+    assert plan.gpu_allocated_peak_bytes <= 400 * MIB - MARGIN_BYTES
+    assert plan.gpu_reserved_peak_bytes <= 400 * MIB
+
+
+def test_what_a_plan_says_is_of_a_run_from_its_first_step_on(monkeypatch):
+    """Of what is chosen, all groups of the first step are simulated: here with 1 GiB more than a search has seen."""
+
+    def record(*arguments, whole_first_step: bool = False, **keywords):
+        recording = record_step(*arguments, whole_first_step=whole_first_step, **keywords)
+        if whole_first_step:
+            recording.tape.chunks.append(Chunk([(10**9, GIB, "more")], 0, 0, 0.0))
+        return recording
+
+    without = plan_for(gpu_limit_bytes=None, micro_batch=4)
+    monkeypatch.setattr(simulations, "record_step", record)
+    plan = plan_for(gpu_limit_bytes=None, micro_batch=4)
+    assert (plan.schedule, plan.resident_units) == (without.schedule, without.resident_units)
+    assert plan.gpu_reserved_peak_bytes > max(GIB, without.gpu_reserved_peak_bytes)
+
+
+def test_a_machine_with_too_little_memory_is_refused_like_a_cap():
+    with pytest.raises(PlanError, match="64.0 MiB are free here"):
+        plan_for("cpu", "fp32", ram_free_bytes=64 * MIB)
+    with pytest.raises(PlanError, match="400 MiB of RAM"):
+        plan_for("cpu", "fp32", ram_free_bytes=4 * GIB, ram_limit_bytes=400 * MIB)
+    assert plan_for("cpu", "fp32", ram_free_bytes=64 * GIB).to_dict()["limits"]["ram_bytes"] is None
+
+
+# --- python -m lowmem.plan
+
+
+LLAMA = {
+    **{"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8},
+    **{"num_key_value_heads": 2, "vocab_size": 1_000, "max_position_embeddings": 2_048},
+}
+
+
+def in_json(capsys, *options: str) -> dict:
+    assert plan_command.main([*options, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("kind", ["folder", "config.json"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_any_decoder_is_planned_from_a_folder_or_its_config_alone(tmp_path, capsys, kind, tied):
+    LlamaConfig(**LLAMA, tie_word_embeddings=tied).save_pretrained(tmp_path)
+    model = tmp_path if kind == "folder" else tmp_path / "config.json"
+    found = in_json(capsys, "--model", str(model), "--seq", "256", "--batch", "8", "--gpu-limit", "2G")
+    attention = 256 * 256 * 2 + 2 * 256 * 64
+    block = attention + 3 * 256 * 688 + 2 * 256
+    assert found["parameters"] == 4 * block + 256 + (1 if tied else 2) * 1_000 * 256
+    assert (found["tokens_per_step"], found["limits"]["gpu_bytes"]) == (8 * 256, 2 * GIB)
+
+
+def test_without_json_it_prints_a_table(tmp_path, capsys):
+    GPT2Config(n_layer=2, n_embd=64, n_head=2).save_pretrained(tmp_path)
+    assert plan_command.main(["--model", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert "GPU working weights" in out and out.rstrip().endswith("fits") and err == ""
+    assert "tokens/s" in out and "rtx3060" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--model", "gpt2", "--batch", "4", "--gpu-limit", "200MiB"], 3, "--gpu-limit "),
+        (["--model", "gpt2-xl", "--gpu-limit", "11GB"], 2, "not a size"),
+        (["--model", "gpt2-xl", "--gpu-limit", "0"], 2, "not a size"),
+        (["--model", "gpt2-xl", "--seq", "1"], 2, "--seq 1 is too short"),
+        (["--model", "gpt2-xl", "--batch", "-1"], 2, "--batch -1 is too small"),
+        (["--model", "/nowhere/config.json"], 2, "/nowhere/config.json"),
+        (["--model", "gpt2", "--seq", "4096"], 2, "1024 positions"),
+        (["--model", "gpt2", "--gpu-limit", ""], 2, "--gpu-limit: '' is not a size"),
+        (["--model", "gpt2", "--ram-limit", "1"], 2, "--ram-limit is 1 byte"),
+        (["--model", "/nowhere/config.json", "--gpu", "voodoo"], 2, "--gpu voodoo"),  # before the model is looked for
+        (["--model", "gpt2", "--gpu", "RTX 3080"], 2, "did you mean rtx3090?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_impossible_is_refused_in_one_sentence(capsys, monkeypatch, options, code, said):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert plan_command.main(options) == code
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("lowmem.plan: ") and said in err, err
+
+
+@pytest.mark.parametrize("options", [[], ["--model", "gpt2", "--sequence", "8"], ["--model", "gpt2", "--seq", "many"]])
+def test_options_that_are_none_exit_with_2(capsys, options):
+    with pytest.raises(SystemExit) as stopped:
+        plan_command.main(options)
+    assert stopped.value.code == 2
+
+
+def test_a_script_plans_no_sequence_longer_than_the_models_positions(tmp_path):
+    from lowmem.run.main import main
+
+    settings = Settings(model="gpt2-large", init="random", out=str(tmp_path / "out"))
+    assert main(settings, ["--plan-only", "--seq", "4096"]) == 2
+
+
+def test_settings_that_cannot_be_are_refused_before_a_plan_is_made():
+    with pytest.raises(InputError):
+        Settings(batch=64, micro_batch=3)
+    with pytest.raises(InputError):
+        Settings(batch=64, micro_batch=4, group=3)
+
+
+def test_for_several_cards_there_is_advice_by_method(tmp_path, capsys):
+    GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1_000).save_pretrained(tmp_path)
+    options = ["--model", str(tmp_path), "--seq", "64", "--batch", "4", "--gpu", "rtx3090", "--gpus", "2"]
+    assert plan_command.main(options) == 0
+    out, _ = capsys.readouterr()
+    assert all(method in out for method in ("ddp", "fsdp2", "tp", "dp+tp")) and "Take " in out
+    assert plan_command.main([*options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["advice"].startswith("Take ")
+    assert plan_command.main([*options[:-1], "0"]) == 2
+    capsys.readouterr()
+    assert plan_command.main([*options, "--gpu-limit", "1MiB"]) == 3
+    assert capsys.readouterr().err.startswith("lowmem.plan: ")
+
+
+def test_a_card_that_was_timed_says_how_long_the_same_layout_takes():
+    settings = dataclasses.replace(SMALL, states="streamed")
+    slow = dataclasses.replace(CARDS["rtx3090"], name="measured", bus_bytes_per_second=1e8)
+    plan = make_plan(settings, CONFIG, "cuda", "bf16", CARDS["rtx3090"])
+    timed = make_plan(settings, CONFIG, "cuda", "bf16", CARDS["rtx3090"], measured=slow)
+    assert (timed.schedule, timed.resident_units) == (plan.schedule, plan.resident_units)
+    assert timed.card.name == "measured" and timed.step_seconds > 2 * plan.step_seconds
+
+
+def test_states_that_take_less_than_the_staging_ring_are_kept_and_nothing_inexact_is_chosen(tmp_path, capsys):
+    """A small model with a large vocabulary fits with everything resident, but not with everything streamed."""
+    GPT2Config(n_layer=3, n_embd=256, n_head=4, vocab_size=20_000, n_positions=128).save_pretrained(tmp_path)
+    found = in_json(capsys, "--model", str(tmp_path), "--seq", "128", "--batch", "8", "--gpu-limit", "340MiB")
+    assert (found["choice"]["state_bits"], found["choice"]["streamed_units"]) == (32, 0)
+
+
+def test_batches_that_are_no_power_of_two_are_cut_into_any_parts_of_one_size():
+    assert plan_for(batch=7).schedule.micro_batch == 7
+    small = SimpleNamespace(units=6, blocks=4)
+    micro_batches = {
+        batch: planner._choices(dataclasses.replace(SMALL, batch=batch), small).micro_batches for batch in (64, 63)
+    }
+    assert micro_batches == {64: [1, 2, 4, 8, 16, 32, 64], 63: [1, 3, 7, 9, 21, 63]}
+
+
+def test_a_card_that_is_too_small_is_said_to_be_and_no_cap_beyond_it_is_named():
+    tiny = dataclasses.replace(CARDS["t4"], memory_bytes=CONTEXT_BYTES + 100 * MIB)
+    with pytest.raises(
+        PlanError, match="t4 has 100 MiB for us; small at 8 x 256 tokens needs .* no plan for this card"
+    ):
+        make_plan(dataclasses.replace(SMALL, gpu="t4"), CONFIG, "cuda", "fp16", tiny)
+
+
+# --- configs and options that cannot be
+
+
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 100}
+SMALL_LLAMA = LLAMA | {"model_type": "llama", "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "names no model_type"),
+        (GPT2 | {"vocab_size": 0}, "vocab_size is 0"),
+        (GPT2 | {"n_head": 0}, "n_head is 0"),
+        (GPT2 | {"n_layer": -1}, "n_layer is -1"),
+        (GPT2 | {"n_head": 3}, "must be divisible"),
+        (SMALL_LLAMA | {"num_attention_heads": 5}, "not a multiple"),
+        (SMALL_LLAMA | {"num_key_value_heads": 3}, "cannot be simulated"),
+        (SMALL_LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised (gptq)"),
+        (SMALL_LLAMA | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "replaces its buffers"),
+        ({"model_type": "bert", "num_hidden_layers": 2, "max_position_embeddings": 1024}, "attends to later tokens"),
+        ({"model_type": "xlnet", "d_model": 64, "n_layer": 2, "n_head": 4}, "XLNetLMHeadModel cannot be taken apart"),
+        ({"model_type": "mpt", "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 512}, "512 positions"),
+        ({"model_type": "musicgen"}, "not a valid musicgen config"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_config_that_cannot_be_trained_is_refused_in_a_sentence(tmp_path, capsys, config, said):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert plan_command.main(["--model", str(tmp_path), "--batch", "4"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and err.count("\n") == 1, err
+
+
+def test_quantised_weights_are_refused_for_training_too(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_LLAMA | {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(InputError, match=r"the weights are quantised \(awq\)"):
+        load_config(str(tmp_path), "pretrained")
+
+
+def test_a_model_that_could_not_be_compared_is_planned_and_that_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("lowmem.models.compatibility._MOST_PARAMETERS", 1000)
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    assert plan_command.main(["--model", str(tmp_path), "--batch", "4"]) == 0
+    assert "not compared with the whole model (a copy with 2 narrow blocks still has" in capsys.readouterr().out
+    found = in_json(capsys, "--model", str(tmp_path), "--batch", "4")
+    assert "still has" in found["not_compared_with_the_whole_model"]

@@ -1,0 +1,143 @@
+"""What stands around a run: its identity, its figures, and what is said before it."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from lowmem.core.step import Schedule
+from lowmem.data.tokenizer import byte_level_tokenizer
+from lowmem.planning.plan import Plan
+from lowmem.run.report import build_report, device_name, run_identity, said_aloud, versions
+from lowmem.settings import FIELD_NAMES, Settings
+
+PLAN = {"fits": True, "model": "tiny"}
+PEAKS = {"gpu_allocated_peak_bytes": None, "gpu_reserved_peak_bytes": None, "ram_peak_bytes": 5}
+
+
+def row(step: int, step_ms: float, **more: float) -> dict:
+    return {"step": step, "loss": 10.0 / step, "step_ms": step_ms} | more
+
+
+def report(rows: list[dict], eval_first: float | None = None) -> dict:
+    return build_report(PLAN, rows, PEAKS, "a device", 8, eval_first)
+
+
+def test_a_report_has_the_keys_of_the_contract():
+    found = report([row(1, 900.0), row(2, 100.0, eval_loss=4.0)], eval_first=6.0)
+    assert found.keys() == {"plan", "measured", "loss", "steps", "device", "versions"}
+    assert found["measured"].keys() == PEAKS.keys() | {"step_seconds", "sequences_per_second"}
+    assert found["loss"] == {"first": 10.0, "last": 5.0, "eval_first": 6.0, "eval_last": 4.0}
+    assert (found["plan"], found["steps"], found["device"]) == (PLAN, 2, "a device")
+
+
+def test_a_steps_time_is_the_median_without_the_first_which_also_warms_up():
+    rows = [row(1, 60_000.0), row(2, 100.0), row(3, 300.0), row(4, 200.0), row(5, 5_000.0)]
+    measured = report(rows)["measured"]
+    assert measured["step_seconds"] == pytest.approx(0.25)
+    assert measured["sequences_per_second"] == pytest.approx(8 / 0.25)
+
+
+def test_one_step_alone_is_its_own_time():
+    assert report([row(1, 500.0)])["measured"]["step_seconds"] == pytest.approx(0.5)
+
+
+def test_what_there_is_no_figure_for_is_null():
+    found = report([])
+    assert found["measured"]["step_seconds"] is found["measured"]["sequences_per_second"] is None
+    assert found["loss"] == {"first": None, "last": None, "eval_first": None, "eval_last": None}
+    assert found["steps"] == 0
+
+
+def test_the_last_held_out_loss_is_that_of_the_last_row_that_has_one():
+    rows = [row(1, 1.0), row(2, 1.0, eval_loss=3.0), row(3, 1.0, eval_loss=2.5), row(4, 1.0)]
+    assert report(rows, eval_first=6.0)["loss"]["eval_last"] == 2.5
+
+
+def test_versions_are_those_of_the_packages_that_a_result_depends_on():
+    found = versions()
+    assert found["torch"] == torch.__version__ and found["transformers"] == transformers.__version__
+    assert {"python", "platform", "safetensors"} <= found.keys()
+
+
+# --- the identity of a run
+
+CHANGED = {  # every setting, and a value that is not its default
+    **{"model": "gpt2-xl", "init": "random", "data": "wikitext", "eval_data": "wikitext", "eval_fraction": 0.5},
+    **{"text_field": "content", "train_on": "all", "seq": 512, "document_mask": True, "batch": 32, "steps": 7},
+    **{"epochs": 3.0, "fixed_batch": True, "lr": 1e-4, "schedule": "linear", "warmup_steps": 5.0},
+    **{"weight_decay": 0.1, "clip_norm": None, "seed": 1, "optimizer": "sgd", "precision": "fp16"},
+    **{"residual": "16bit", "device": "cpu", "gpu_limit_bytes": None, "ram_limit_bytes": 2**40, "micro_batch": 2},
+    **{"group": 2, "segment_blocks": 2, "recompute": "off", "states": "streamed", "plan_only": True, "demo": True},
+    **{
+        "gpu": "t4",
+        "out": "elsewhere",
+        "run_name": "name",
+        "resume": "never",
+        "save_every": 5,
+        "keep_last": 1,
+        "eval_every": 5,
+    },
+    **{"eval_batches": 1, "log_every": 5, "sample_prompt": "x", "wandb": "offline"},
+}
+# What may be different when a run goes on: it changes no bit of weights and losses, or is known by another name in the
+# identity (the data's fingerprint, the number of steps, the precision and micro-batch that were planned).
+FREE = {
+    *("data", "eval_data", "eval_fraction", "text_field", "train_on", "steps", "epochs", "precision", "micro_batch"),
+    *(
+        "device",
+        "gpu",
+        "gpu_limit_bytes",
+        "ram_limit_bytes",
+        "group",
+        "segment_blocks",
+        "recompute",
+        "states",
+        "plan_only",
+    ),
+    *("demo", "out", "run_name", "resume", "save_every", "keep_last", "eval_every", "eval_batches", "log_every"),
+    *("sample_prompt", "wandb"),
+}
+
+
+def identity(settings: Settings, *, steps: int = 10, data: str = "abc", precision: str = "bf16", micro_batch: int = 4):
+    plan = Plan(
+        "tiny", 3_000, 3, 1, settings, "cuda", precision, None, Schedule(micro_batch, 1, 1, True),
+        3, None, 1, 1, {}, {}, 1.0, 0.0, [],
+    )  # fmt: skip
+    return run_identity(settings, plan, steps, data)
+
+
+def test_the_table_above_has_every_setting():
+    assert CHANGED.keys() == set(FIELD_NAMES)
+    assert all(getattr(Settings(), name) != value for name, value in CHANGED.items())
+
+
+@pytest.mark.parametrize("name", sorted(CHANGED))
+def test_a_setting_that_changes_the_bits_is_part_of_the_identity(name):
+    changed = dataclasses.replace(Settings(), **{name: CHANGED[name]})
+    assert (identity(changed) == identity(Settings())) == (name in FREE)
+
+
+@pytest.mark.parametrize("change", [{"steps": 11}, {"data": "abd"}, {"precision": "fp16"}, {"micro_batch": 8}])
+def test_so_is_what_settings_turned_into(change):
+    assert identity(Settings(), **change) != identity(Settings())
+
+
+# --- what is said
+
+CPU = torch.device("cpu")
+
+
+class OtherTokenizer(SimpleNamespace):
+    init_kwargs = {}
+
+
+def test_random_weights_and_bytes_for_tokens_are_said_aloud():
+    said = said_aloud(Settings(init="random"), byte_level_tokenizer(), CPU)
+    assert any("weights are random" in sentence for sentence in said)
+    assert any("a token is a byte" in sentence for sentence in said)
+    usual = said_aloud(Settings(), OtherTokenizer(), CPU)
+    assert usual == [f"training on {device_name(CPU)}"]

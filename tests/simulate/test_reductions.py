@@ -1,0 +1,83 @@
+"""Staging buffers of reductions, worked out by hand and as PyTorch 2.14.1's allocator saw them on stand-ins."""
+
+import pytest
+import torch
+
+from lowmem.simulate.gpus import CARDS
+from lowmem.simulate.multiprocessors import MULTIPROCESSORS, multiprocessor
+from lowmem.simulate.reductions import staging_bytes
+
+BF16, FP32 = torch.bfloat16, torch.float32
+RTX3060, A100, H100 = (28, (8, 6)), (108, (8, 0)), (132, (9, 0))
+
+
+def staging(card, tensor, dims, vector=8):
+    multiprocessors, capability = card
+    vector = vector if tensor.itemsize == 2 else 4
+    return staging_bytes(
+        multiprocessors, multiprocessor(capability), tensor, dims, max(4, tensor.itemsize), tensor.itemsize, vector
+    )
+
+
+def meta(*shape, dtype=BF16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def test_the_sum_of_a_biass_gradient_by_hand():
+    """16,384 x 1,280 on 28 multiprocessors: a thread has 4 columns; blocks of 32 x 4 threads; 10 blocks for all columns
+    and, of 16,384 / 4 rows a thread, enough for 12 blocks on each multiprocessor: 336 / 10, rounded up to 34."""
+    assert staging(RTX3060, meta(16384, 1280), [0]) == (4 * 1280 * 34 * (32 * 4), 4 * 10) == (22_282_240, 40)
+
+
+@pytest.mark.parametrize(
+    ("card", "rows", "columns", "buffers"),
+    [
+        (RTX3060, 65536, 6400, (209_715_200, 200)),
+        (RTX3060, 4096, 1280, (22_282_240, 40)),
+        (A100, 65536, 6400, (209_715_200, 200)),
+        (A100, 4096, 1280, (41_943_040, 40)),
+        (A100, 16384, 1280, (113_377_280, 40)),
+        (H100, 16384, 1280, (138_936_320, 40)),
+        (H100, 1024, 50257, ()),
+    ],
+)
+def test_sums_of_rows_as_the_allocator_saw_them(card, rows, columns, buffers):
+    for dtype in (BF16, FP32):
+        assert staging(card, meta(rows, columns, dtype=dtype), [0]) == buffers
+
+
+def test_the_buffer_grows_with_the_card_until_every_thread_has_its_share():
+    sizes = [sum(staging((number, (8, 0)), meta(65536, 1280), [0])) for number in (28, 56, 108, 500)]
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
+
+
+def test_few_rows_and_sums_along_rows_need_none():
+    assert staging(A100, meta(512, 1280), [0]) == ()
+    assert staging(A100, meta(4096, 1280), [1]) == ()
+    assert staging(A100, meta(0, 1280), [0]) == staging(A100, meta(5), [0]) == staging(A100, meta(1, 1), [0, 1]) == ()
+
+
+def test_a_whole_norm_leaves_one_number_per_block():
+    """4,194,304 numbers: 512 threads, 2,048 of them at once on 108 multiprocessors make 432 blocks."""
+    assert staging(A100, meta(4_194_304, dtype=FP32), [0]) == (432 * 4, 4)
+
+
+@pytest.mark.parametrize("dims", [[0, 1], [1, 0], [-2, -3]])
+def test_dimensions_that_follow_each_other_are_one(dims):
+    assert staging(A100, meta(4, 1024, 1280), dims) == staging(A100, meta(4096, 1280), [0])
+
+
+def test_what_is_not_aligned_is_read_by_single_numbers():
+    aligned, cut = meta(4096, 1280), meta(4096, 1281)[:, 1:]
+    assert staging(A100, aligned, [0]) != staging(A100, cut, [0])
+
+
+def test_more_than_two_gib_are_cut_and_handed_on():
+    """131,072 x 10,240 in 16 bit: two kernels, the first of which leaves fp32 sums to the second."""
+    tensor = meta(131072, 10240)
+    assert staging(H100, tensor, [0]) == (*staging(H100, tensor[:65536], [0]), 10240 * 4)
+
+
+def test_every_card_has_the_multiprocessor_of_its_capability_and_newer_ones_the_last_before():
+    assert {card.capability for card in CARDS.values()} <= MULTIPROCESSORS.keys()
+    assert multiprocessor((12, 1)).threads == 1536 and multiprocessor((3, 7)) == multiprocessor((5, 0))
