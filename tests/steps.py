@@ -11,13 +11,13 @@ from lowmem.core.layout import Schedule
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
-from lowmem.core.step import Step
+from lowmem.core.step import TrainingStep
 
 
 def make_step(
     model: nn.Module, *, precision="fp32", optimizer="adamw", resident_units=99, clip_norm: float | None = 0.5,
     residual="fp32", fused_kernels=False, loss_scale: LossScale | None = None, dropout_seed=3, **schedule,
-) -> tuple[Step, Store]:  # fmt: skip
+) -> tuple[TrainingStep, Store]:  # fmt: skip
     """The step that trains `model` from the fp32 weights that it has, and its store. The keywords that are not named
     here are Schedule's: micro-batches of 2, each a group of its own, and every block recomputed, if none are given."""
     initial = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
@@ -29,7 +29,7 @@ def make_step(
     store.write(iter(initial))
     layout = Schedule(**{"micro_batch": 2, "group": 1, "segment_blocks": 1, "recompute": True} | schedule)
     scale = loss_scale or LossScale(precision == "fp16")
-    step = Step(
+    step = TrainingStep(
         decoder, store, rule, layout, clip_norm=clip_norm, weight_decay=0.01, seed=dropout_seed, loss_scale=scale
     )
     return step, store

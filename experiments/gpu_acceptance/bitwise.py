@@ -27,11 +27,12 @@ from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
 from lowmem.core.kernels import fused
 from lowmem.core.layers import cast_explicitly
+from lowmem.core.layout import Schedule
 from lowmem.core.offload import host_tensor
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
-from lowmem.core.step import Schedule, Step, StepResult
+from lowmem.core.step import StepResult, TrainingStep
 from lowmem.models.build import build_model
 from lowmem.models.load import random_weights
 
@@ -103,7 +104,7 @@ class Outcome:
 
     @classmethod
     def of(cls, results: Sequence[StepResult], store: Store, page_locked: bool) -> "Outcome":
-        """After `Step.flush`."""
+        """After `TrainingStep.flush`."""
         states = {
             f"{part.name} {key}": tensor.to("cpu", copy=True)
             for part in store.parts
@@ -194,7 +195,7 @@ def train(
 def make_step(
     shape: Shape, device: torch.device, precision: str, kernels: bool, resident_units: int, *, clip_norm: float | None,
     optimizer: str, host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor, **schedule: int | bool,
-) -> tuple[Step, Store]:  # fmt: skip
+) -> tuple[TrainingStep, Store]:  # fmt: skip
     """The step, two sequences at a time, and the store, with the same random weights each time; `kernels`: whether with
     fused operators. The keywords that are not named here are Schedule's."""
     model = build_model(shape.config)
@@ -204,7 +205,7 @@ def make_step(
     rule = get_optimizer(optimizer)
     store = Store(decoder, device, WORKING_DTYPES[precision], rule, resident_units, host_tensor)
     store.write(random_weights(shape.config, seed=0))
-    step = Step(
+    step = TrainingStep(
         decoder, store, rule, Schedule(micro_batch=2, **schedule),
         clip_norm=clip_norm, weight_decay=0.01, seed=0, loss_scale=LossScale(precision == "fp16", scale=4096.0),
     )  # fmt: skip

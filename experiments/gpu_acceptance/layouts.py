@@ -13,9 +13,9 @@ from transformers import GPT2Config, LlamaConfig, OPTConfig, PretrainedConfig
 
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
+from lowmem.core.layout import Schedule
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.core.step import Schedule
 from lowmem.models.build import load_config, make_decoder
 from lowmem.simulate.step import StepCase
 

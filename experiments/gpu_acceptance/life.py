@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from experiments.gpu_acceptance.scripted import remembering, run_script
 from experiments.harness.child import Result, Setting
 from experiments.harness.rows import ROOT
-from lowmem.core.step import Step
+from lowmem.core.step import TrainingStep
 from lowmem.run import train
 from lowmem.run.log import read_metrics
 from lowmem.units import MIB
@@ -64,7 +64,7 @@ def undisturbed(setting: Setting) -> Result:
     """Everything else is compared with this one; also the export."""
     kept: dict = {}
     out = setting.scratch / "undisturbed"
-    code = run_script(SCRIPT, _arguments(setting, out), Step=remembering(train.Step, kept))
+    code = run_script(SCRIPT, _arguments(setting, out), TrainingStep=remembering(train.TrainingStep, kept))
     losses = [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
     checks = {"exit code 0": code == 0}
     if code == 0:
@@ -96,13 +96,13 @@ def killed(setting: Setting) -> Result:
 def train_until_killed() -> None:
     """The process that `killed` kills; its arguments are the script's, as JSON."""
 
-    class Killed(Step):
+    class Killed(TrainingStep):
         def __call__(self, batch, number, *arguments):
             if number == KILLED_IN_STEP - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().__call__(batch, number, *arguments)
 
-    sys.exit(run_script(SCRIPT, json.loads(sys.argv[1]), Step=Killed))
+    sys.exit(run_script(SCRIPT, json.loads(sys.argv[1]), TrainingStep=Killed))
 
 
 def out_of_memory(setting: Setting) -> Result:
@@ -111,7 +111,7 @@ def out_of_memory(setting: Setting) -> Result:
     out, reference = setting.scratch / "out_of_memory", "undisturbed"
     ran_out: list[str] = []
 
-    class Squeezed(Step):
+    class Squeezed(TrainingStep):
         def _attempt(self, *arguments):
             if len(ran_out) == TIMES_OUT_OF_MEMORY:
                 return super()._attempt(*arguments)
@@ -125,7 +125,7 @@ def out_of_memory(setting: Setting) -> Result:
             finally:
                 taken.clear()
 
-    code = run_script(SCRIPT, _arguments(setting, out), Step=Squeezed)
+    code = run_script(SCRIPT, _arguments(setting, out), TrainingStep=Squeezed)
     measures = json.loads((out / "report.json").read_text())["out_of_memory"] if code == 0 else []
     micro_batch = measures[-1]["micro_batch"] if measures else MICRO_BATCH
     if micro_batch != MICRO_BATCH:

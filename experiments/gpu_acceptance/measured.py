@@ -25,7 +25,7 @@ from lowmem.core.deferred_updates import UpdateInterrupted
 from lowmem.core.kernels import fused
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
-from lowmem.core.step import Step
+from lowmem.core.step import TrainingStep
 from lowmem.limits import Budget
 from lowmem.planning.target import card_for
 from lowmem.settings import Settings
@@ -106,7 +106,7 @@ def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, 
     for part in store.parts:
         part.working.normal_(0, 0.02)
     store.page_lock()
-    step = Step(
+    step = TrainingStep(
         decoder, store, case.optimizer, case.schedule, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
         loss_scale=LossScale(case.dtype is torch.float16, scale=1024.0),
     )  # fmt: skip

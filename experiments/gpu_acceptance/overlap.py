@@ -27,7 +27,7 @@ from lowmem.core.batch import Batch
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.core.step import Step
+from lowmem.core.step import TrainingStep
 from lowmem.models.build import make_decoder
 from lowmem.planning.plan import Plan
 from lowmem.simulate.step import StepCase, gpu_target
@@ -47,7 +47,7 @@ class Trained:
     config: PretrainedConfig
     plan: Plan
     store: Store
-    step: Step
+    step: TrainingStep
     batch: Batch
 
 
@@ -88,8 +88,11 @@ def update_cost(trained: Trained, pairs: int) -> tuple[dict, dict[str, bool]]:
 
 
 @contextmanager
-def _update_left_out(step: Step) -> Iterator[None]:
-    with patch.object(step, "_update", lambda piece, state: None), patch.object(step.ring, "copies", _NoCopies()):
+def _update_left_out(step: TrainingStep) -> Iterator[None]:
+    with (
+        patch.object(step.operations, "update", lambda *arguments: None),
+        patch.object(step.ring, "copies", _NoCopies()),
+    ):
         yield
 
 

@@ -25,7 +25,7 @@ from experiments.gpu_acceptance.capped import sixteen_bit
 from experiments.gpu_acceptance.layouts import CAPPED, DRY_GRID, GRID, Layout
 from experiments.gpu_acceptance.measured import Measured, Ran, error, prepared, train
 from experiments.harness.child import Result, Setting
-from lowmem.core.step import Schedule
+from lowmem.core.layout import Schedule
 from lowmem.planning.planner import MARGIN_BYTES
 from lowmem.planning.search import Choices, Room, fastest
 from lowmem.planning.simulations import Simulations, smallest_cap_bytes

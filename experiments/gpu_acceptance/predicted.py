@@ -23,9 +23,9 @@ from transformers import PretrainedConfig
 
 from experiments.harness import rows as row_file
 from experiments.harness.autocast import CudaAutocast
+from lowmem.core.layout import Schedule
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.core.step import Schedule
 from lowmem.errors import LowmemError
 from lowmem.models.build import build_model, load_config, make_decoder
 from lowmem.planning.planner import make_plan

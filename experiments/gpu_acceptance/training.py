@@ -61,7 +61,7 @@ def run(setting: Setting, name: str, script: str, more: Sequence[str] = (), upda
     with patch.object(RunLog, "step", watched.step(RunLog.step)):
         code = run_script(
             script, [*arguments, "--out", str(folder)], train=remembering(train.train, watched.kept, watched.begin),
-            Step=remembering(train.Step, watched.kept),
+            TrainingStep=remembering(train.TrainingStep, watched.kept),
         )  # fmt: skip
     result = watched.outcome(code, folder)
     setting.record("run", *result)
@@ -69,7 +69,7 @@ def run(setting: Setting, name: str, script: str, more: Sequence[str] = (), upda
     if update_cost and code == 0:
         kept = watched.kept
         trained = overlap.Trained(
-            kept["config"], kept["plan"], kept["store"], kept["Step"], kept["data"].train.batch(0)
+            kept["config"], kept["plan"], kept["store"], kept["TrainingStep"], kept["data"].train.batch(0)
         )
         setting.expect(overlap.STEPS * (trained.plan.step_seconds or 0.0))
         found, held = overlap.check(setting, name, trained)

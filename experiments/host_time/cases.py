@@ -16,10 +16,11 @@ from transformers import GPT2Config
 
 from lowmem.core.batch import Batch
 from lowmem.core.layers import accumulated, cast_explicitly
+from lowmem.core.layout import Schedule
 from lowmem.core.optimizers import Hyperparameters, UpdateRule, get_optimizer, state_layout
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
-from lowmem.core.step import Schedule, Step
+from lowmem.core.step import TrainingStep
 from lowmem.models.build import GPT2_SHAPES, make_decoder
 from lowmem.simulate.recorder import Recorder
 from lowmem.simulate.step import StepCase, Target, record_step
@@ -167,7 +168,7 @@ def step_case(model: str, blocks: int, fused: bool) -> Case:
     def make(device: torch.device) -> Callable[[], Run]:
         decoder = make_decoder(config, "bf16", "16bit", fused)
         store = Store(decoder, device, case.dtype, case.optimizer, case.resident_units)
-        step = Step(
+        step = TrainingStep(
             decoder, store, case.optimizer, schedule, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
             loss_scale=LossScale(enabled=False),
         )  # fmt: skip

@@ -14,8 +14,8 @@ import torch
 from transformers import PretrainedConfig
 
 from experiments.memory_estimation.plain import record_plain
+from lowmem.core.layout import Schedule
 from lowmem.core.optimizers import OPTIMIZERS
-from lowmem.core.step import Schedule
 from lowmem.models.build import make_decoder
 from lowmem.planning.planner import fastest_layout, least_room
 from lowmem.planning.search import Room

@@ -19,10 +19,11 @@ from experiments.memory_estimation.models import MODELS
 from lowmem import device as devices
 from lowmem.core.batch import Batch
 from lowmem.core.kernels import fused
+from lowmem.core.layout import Schedule
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
-from lowmem.core.step import Schedule, Step
+from lowmem.core.step import TrainingStep
 from lowmem.models.build import make_decoder, model_from_config
 
 STEPS = 3
@@ -90,7 +91,7 @@ def run_lowmem(config: PretrainedConfig, seq: int, batch: int, choice: dict, dev
         part.working.normal_(0, 0.02)
     store.page_lock()
     schedule = Schedule(**{field.name: choice[field.name] for field in fields(Schedule) if field.name in choice})
-    step = Step(
+    step = TrainingStep(
         decoder, store, optimizer, schedule, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False)
     )  # fmt: skip
     tokens = torch.zeros((batch, seq), dtype=torch.int64)

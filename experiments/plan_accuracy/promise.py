@@ -43,7 +43,7 @@ from experiments.plan_accuracy.cases import PROMISED, Case
 from lowmem import device as devices
 from lowmem.core.batch import Batch
 from lowmem.core.kernels import fused
-from lowmem.core.step import Schedule
+from lowmem.core.layout import Schedule
 from lowmem.limits import OVERSHOOT_BYTES
 from lowmem.models.build import make_decoder
 from lowmem.planning import planner

@@ -37,7 +37,7 @@ class Updates:
         self._store, self._update = store, update
         self._pieces: Sequence[Piece] = ()
         self._next = 0  # the piece that the pass has come to
-        self._downwards = False
+        self.downwards = False  # whether it goes from the last unit to the first
 
     @property
     def waiting(self) -> bool:
@@ -51,7 +51,7 @@ class Updates:
         )
         pieces = self._store.pieces
         self._pieces = sorted(pieces, key=lambda piece: -piece.part.unit) if downwards else pieces
-        self._next, self._downwards = 0, downwards
+        self._next, self.downwards = 0, downwards
         self.ring.begin(self._pieces)
         self.units_done = 0
         self.ring.copies.wait_for_compute()
@@ -61,7 +61,7 @@ class Updates:
         is still to be made is made by the next call."""
         if self.units_done >= units:
             return
-        if self._downwards:  # their gradients came to be since the pass was begun
+        if self.downwards:  # their gradients came to be since the pass was begun
             self.ring.copies.wait_for_compute()
         try:
             while self.units_done < units:
@@ -97,7 +97,7 @@ class Updates:
         piece = self._pieces[self._next]
         part = piece.part
         state = self.ring.take(piece)
-        before = self.units - 1 - part.unit if self._downwards else part.unit
+        before = self.units - 1 - part.unit if self.downwards else part.unit
         if before > self.units_done:  # whatever units lie between have no parameters
             self.units_done = before
             return

@@ -8,6 +8,10 @@ from itertools import pairwise
 
 from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Segment
 
+# When a unit is updated: just before the next forward pass needs it; as soon as its gradient is final; the same in a
+# second pass of forward and backward, after a first one for the norm alone.
+DEFERRED, IN_BACKWARD, TWO_PASS = "deferred", "in_backward", "two_pass"
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -19,7 +23,7 @@ class Schedule:
     `recompute`: whether blocks run again in backward; of those that would, the last `whole_blocks` keep all that
     backward needs, and the `product_blocks` before them their products (recompute.py). The last ones, because theirs is
     the memory that is free again first. `norm_first`: whether forward and backward run twice, the first time for the
-    norm alone; the whole batch is one group then. `defer`: whether updates wait for the next forward.
+    norm alone; the whole batch is one group then. `defer`: whether updates wait for the next forward pass.
     """
 
     micro_batch: int
@@ -36,6 +40,17 @@ class Schedule:
         """A step's micro-batches, cut into groups."""
         starts = [0, *range(self.first_group or self.group, micro_batches, self.group)]
         return [slice(*ends) for ends in pairwise([*starts, micro_batches])]
+
+    def update(self, micro_batches: int, clips: bool, scales_loss: bool) -> str:
+        """DEFERRED, IN_BACKWARD or TWO_PASS, for a step of so many micro-batches. A unit is updated as soon as its
+        gradient is final if nothing has to be known of all gradients first: neither their norm, by which they are
+        clipped, nor, where the loss is scaled, that they are finite. ValueError for two passes over several groups."""
+        one_group = len(self.groups(micro_batches)) == 1
+        if self.norm_first and not one_group:
+            raise ValueError("the norm comes first only where the whole batch is one group")
+        if one_group and not clips and not scales_loss and self.defer:
+            return IN_BACKWARD
+        return TWO_PASS if self.norm_first else DEFERRED
 
     def segments(self, blocks: int) -> list[Segment]:
         """All of a model's `blocks`, in order."""

@@ -1,17 +1,17 @@
 """What a block need not compute twice: its matrix products and its attention.
 
 Recomputing a block from its input alone runs its whole forward pass again: a third more work. Nearly all of that is in
-a few operations whose outputs are small beside the work that they cost. `Keeping` notes those outputs during forward,
-`Recalling` hands them out in the places of the operations when the block runs again, so that only norms, activation
-functions and sums are recomputed (selective recomputation: Korthikanti et al., arXiv:2205.05198). Both look at the
-operations below autograd, so any model can be treated so.
+a few operations whose outputs are small beside the work that they cost. `ProductRecorder` notes those outputs during
+forward, `ProductReplayer` hands them out in the places of the operations when the block runs again, so that only norms,
+activation functions and sums are recomputed (selective recomputation: Korthikanti et al., arXiv:2205.05198). Both look
+at the operations below autograd, so any model can be treated so.
 
 A product is worth its bytes by the length of its inner sums: a query times keys (T x T numbers of `head_dim` terms
 each) is recomputed, unlike all that the weights take part in.
 
 The last product of a block needs no second run at all where nothing that backward needs depends on its numbers, as in
-every block that ends in a sum. That is not assumed but watched: `Recalling` leaves the product's output without values,
-follows what is computed from it, and reports if autograd saves any of that.
+every block that ends in a sum. That is not assumed but watched: `ProductReplayer` leaves the product's output without
+values, follows what is computed from it, and reports if autograd saves any of that.
 
 Bytes per token of a GPT-2 block of width D in 16 bit: 18 D (queries, keys and values 6 D, attention 2 D, its projection
 2 D, the first product of the MLP 8 D).
@@ -60,7 +60,7 @@ class Kept:
     generator_state: Tensor | None
 
 
-class Keeping(TorchDispatchMode):
+class ProductRecorder(TorchDispatchMode):
     """Notes in `kept`, in order, what the products inside `with` return; None for one that is changed in place
     afterwards, since that is not what it returned any more."""
 
@@ -88,9 +88,9 @@ class Keeping(TorchDispatchMode):
         return result
 
 
-class Recalling(TorchDispatchMode):
-    """The second run of what ran under `Keeping`: hands out what was kept, in order, instead of computing it. `kept`:
-    None, or None in the place of a product, where it is to be computed.
+class ProductReplayer(TorchDispatchMode):
+    """The second run of what ran under `ProductRecorder`: hands out what was kept, in order, instead of computing it.
+    `kept`: None, or None in the place of a product, where it is to be computed.
 
     `unneeded`: the number of a matrix product whose output gets no values. If those are needed after all, `missed` says
     so when the run is over, and nothing that came out of it may be used.

@@ -9,7 +9,8 @@ each block seeds its device's generator with a number made of (run, optimizer st
 No order of execution, no segment length and no group size can change a mask.
 
 The last product of a segment that runs again is left out, unless something that backward needs depends on it: the first
-second run of a segment learns which product that is (`Lessons`), and every later one watches that it is not needed.
+second run of a segment learns which product that is (`SkippableProducts`), and every later one watches that it is not
+needed.
 
 Bytes per token of a GPT-2 block of width D in 16 bit: 4 D for an fp32 boundary, 2 D for one in 16 bit; PRODUCTS keeps
 18 D beside it, ALL about 34 D.
@@ -24,10 +25,12 @@ import torch
 from torch import Tensor
 
 from lowmem.core.decoder import Decoder, Extra
-from lowmem.core.products import Keeping, Kept, Recalling
+from lowmem.core.products import Kept, ProductRecorder, ProductReplayer
 
 INPUT, PRODUCTS, ALL = "input", "products", "all"
-Lessons = dict[Hashable, int | None]  # per segment, or kind of segment: the number of the product that may be left out
+SkippableProducts = dict[
+    Hashable, int | None
+]  # per segment, or kind of segment: the number of the product that may be left out
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Segment:
 
 
 @dataclass
-class Saved:
+class SavedSegment:
     """A segment's boundary [B, T, D]; with PRODUCTS what those returned; with ALL its output with the graph behind."""
 
     boundary: Tensor
@@ -68,35 +71,35 @@ class Saved:
 def forward(
     decoder: Decoder, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout,
     last_is_needed: bool = False,
-) -> tuple[Tensor, Saved]:  # fmt: skip
+) -> tuple[Tensor, SavedSegment]:  # fmt: skip
     """The blocks of `segment` on `hidden` [B, T, D]: their output, detached, and what `backward` needs.
     `last_is_needed`: whether it has been learnt that the last product's output has to be kept, too."""
     if segment.keep == INPUT:
         with torch.no_grad():
-            return _run(decoder, segment.blocks, hidden, extras, dropout), Saved(hidden)
+            return _run(decoder, segment.blocks, hidden, extras, dropout), SavedSegment(hidden)
     boundary = hidden.detach().requires_grad_()
     if segment.keep == ALL:
         output = _run(decoder, segment.blocks, boundary, extras, dropout)
-        return output.detach(), Saved(boundary, output=output)
-    with Keeping() as keeping:  # with a graph, though it is dropped: attention returns more where there is one
+        return output.detach(), SavedSegment(boundary, output=output)
+    with ProductRecorder() as keeping:  # with a graph, though it is dropped: attention returns more where there is one
         output = _run(decoder, segment.blocks, boundary, extras, dropout).detach()
     if keeping.last_is_a_matrix_product and not last_is_needed:
         keeping.kept[-1] = None
-    return output, Saved(hidden, products=keeping.kept)
+    return output, SavedSegment(hidden, products=keeping.kept)
 
 
 def backward(
-    decoder: Decoder, segment: Segment, saved: Saved, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor,
-    lessons: Lessons, kind: Hashable,
+    decoder: Decoder, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout,
+    gradient: Tensor, skippable: SkippableProducts, kind: Hashable,
 ) -> Tensor:  # fmt: skip
     """From the gradient for the segment's output to that for its boundary, both [B, T, D]; parameters' gradients go
-    where their hooks take them. `saved` is spent but for the boundary. `lessons`, kept from call to call, has at `kind`
-    what was learnt of segments like this one."""
+    where their hooks take them. `saved` is spent but for the boundary. `skippable`, kept from call to call, has at
+    `kind` what was learnt of segments like this one."""
     boundary, output, products = saved.boundary, saved.output, saved.products
     saved.output = saved.products = None  # spent, even if memory runs out: a second call runs the segment again
     if output is None:
         boundary = boundary.detach().requires_grad_()
-        output = _run_again(decoder, segment, products, boundary, extras, dropout, lessons, kind)
+        output = _run_again(decoder, segment, products, boundary, extras, dropout, skippable, kind)
     del products
     output.backward(gradient)
     return boundary.grad
@@ -104,18 +107,18 @@ def backward(
 
 def _run_again(
     decoder: Decoder, segment: Segment, products: list[Kept | None] | None, boundary: Tensor, extras: Sequence[Extra],
-    dropout: Dropout, lessons: Lessons, kind: Hashable,
+    dropout: Dropout, skippable: SkippableProducts, kind: Hashable,
 ) -> Tensor:  # fmt: skip
-    with Recalling(products, lessons.get(kind)) as recalling:
+    with ProductReplayer(products, skippable.get(kind)) as recalling:
         output = _run(decoder, segment.blocks, boundary, extras, dropout)
-    if kind not in lessons:
-        lessons[kind] = recalling.products - 1 if recalling.last_is_a_matrix_product else None
+    if kind not in skippable:
+        skippable[kind] = recalling.products - 1 if recalling.last_is_a_matrix_product else None
     if recalling.missed:
-        lessons[kind] = None
+        skippable[kind] = None
         del output
         if products is not None:
             products.clear()  # what was kept may have been changed in place by now, and would lie beside all of it
-        with Recalling(None, None):
+        with ProductReplayer(None, None):
             output = _run(decoder, segment.blocks, boundary, extras, dropout)
     return output
 

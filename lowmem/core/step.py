@@ -35,7 +35,7 @@ that failed: the backward pass of one micro-batch through one segment, say (accu
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
@@ -43,20 +43,20 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lowmem.core import optimizers, recompute
 from lowmem.core.accumulation import Accumulation
-from lowmem.core.decoder import Decoder, Extra
-from lowmem.core.deferred_updates import UpdateInterrupted, Updates
+from lowmem.core.batch import Batch
+from lowmem.core.decoder import Decoder
+from lowmem.core.deferred_updates import Updates
+from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, HeldGradients
 from lowmem.core.kernels import fused
-from lowmem.core.layout import Layout, Schedule
-from lowmem.core.loss import linear_cross_entropy
-from lowmem.core.offload import Ring, State
-from lowmem.core.optimizers import Optimizer, UpdateRule
-from lowmem.core.parameters import Piece, Store
+from lowmem.core.layout import IN_BACKWARD, TWO_PASS, Layout, Schedule
+from lowmem.core.offload import Ring
+from lowmem.core.operations import Operations
+from lowmem.core.optimizers import Optimizer
+from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
-from lowmem.core.recompute import Dropout, Lessons, Saved, Segment
+from lowmem.core.recompute import Dropout, SavedSegment
 
-HOLD, DROP, UPDATE = "hold", "drop", "update"  # what becomes of a unit's gradient when no more is added to it
 # Where memory runs out: in a step that can be begun again, in one whose updates have begun, in updates alone.
 STEP, PART, UPDATES, EVALUATION = "step", "part of a step", "updates", "evaluation"
 Result = TypeVar("Result")
@@ -71,74 +71,163 @@ class StepResult:
     updated: bool
 
 
-class Step:
-    """Callable on a batch; holds the updates that wait for the next forward.
+@dataclass(frozen=True)
+class _Work:
+    """A step's micro-batches, each with the names of its dropout masks; gradients are those of `scale` times the sum of
+    all tokens' losses."""
+
+    micro_batches: Sequence[Batch]
+    dropouts: Sequence[Dropout]
+    scale: float
+
+    def group(self, places: slice) -> "_Work":
+        return _Work(self.micro_batches[places], self.dropouts[places], self.scale)
+
+
+class TrainingStep:
+    """Callable on a batch; holds the updates that wait for the next forward pass.
 
     `relieve(where, reason)`: called where memory has run out, `where` one of STEP, PART, UPDATES and EVALUATION, when
     nothing is left of the failed attempt; it makes room, by `take`, or raises. None: nothing is tried again.
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        store: Store,
-        optimizer: Optimizer,
-        schedule: Schedule,
-        *,
-        clip_norm: float | None,
-        weight_decay: float,
-        seed: int,
-        loss_scale: LossScale,
-    ):
-        self._decoder, self._store, self._optimizer = decoder, store, optimizer
-        self.schedule, self.loss_scale, self.evaluation_rows = schedule, loss_scale, schedule.micro_batch
+        self, decoder: Decoder, store: Store, optimizer: Optimizer, schedule: Schedule, *, clip_norm: float | None,
+        weight_decay: float, seed: int, loss_scale: LossScale, operations: Operations | None = None,
+    ):  # fmt: skip
+        """`clip_norm`: the largest norm of all gradients, None for no limit; `seed`: of the dropout masks;
+        `operations`: what the step runs, if not those of `decoder` on its device."""
+        self.store, self.loss_scale = store, loss_scale
+        self.operations = operations or Operations(decoder, store, optimizer)
         self.relieve: Callable[[str, str], None] | None = None
-        self._clip_norm, self._seed = clip_norm, seed
+        self._decoder, self._clip_norm, self._seed = decoder, clip_norm, seed
+        self._take_schedule(schedule)
+        self.evaluation_rows = schedule.micro_batch
         beside = fused.may_run_beside(decoder.fused_kernels, optimizer)
-        self._updates = Updates(store, len(decoder.units), weight_decay, lambda *piece: self._update(*piece), beside)
+        self._updates = Updates(store, len(decoder.units), weight_decay, self._update_piece, beside)
         self._accumulation = Accumulation(decoder, store)
-        self._begun = False  # whether the updates of this step have
-        self._saved: list[list[Saved]] = []  # per micro-batch what its segments keep for their backward
-        self._when_final = HOLD
-        self._update_with = 1.0, 0.0  # the factor that clips the gradients, and the learning rate
-        self._norms: dict[int, Tensor] = {}  # of the pieces whose gradients are final, by their place in the store
-        self._lowest_final = 0  # the first unit whose gradients are
-        self._lessons: Lessons = {}
-        self._device = store.device
-        eagerly: UpdateRule = optimizers.update_in_slices if self._device.type == "cpu" else optimizers.update
-        self._rule = fused.update if decoder.fused_kernels else eagerly
-        self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
+        self._updating = False  # whether the updates of the step that is being made have begun
+        self._saved: list[list[SavedSegment]] = []  # per micro-batch what its segments keep for their backward
+
+    def __call__(self, batch: Batch, step: int, learning_rate: float) -> StepResult:
+        """One optimizer step on `batch` (on the CPU); `step` names the dropout masks. Its updates may wait until the
+        next step, or `flush`, makes them."""
+        self._updating = False
+        result = self._surely(STEP, self._attempt, batch, step, learning_rate)
+        if not self.schedule.defer:
+            self.flush()
+        return result
+
+    def _attempt(self, batch: Batch, step: int, learning_rate: float) -> StepResult:
+        micro_batches = [piece.to(self.store.device) for piece in batch.micro_batches(self.schedule.micro_batch)]
+        dropouts = [Dropout(self._seed, step, index) for index in range(len(micro_batches))]
+        tokens = batch.trained_tokens
+        work = _Work(micro_batches, dropouts, self.loss_scale.scale / tokens)
+        self._decoder.model.train()
+
+        update = self.schedule.update(len(micro_batches), self._clip_norm is not None, self.loss_scale.enabled)
+        if update == IN_BACKWARD:
+            gradients = self._applied(1.0, learning_rate)
+        elif update == TWO_PASS:
+            gradients = DroppedGradients(*self._of_gradients)
+        else:
+            gradients = HeldGradients(*self._of_gradients)
+        loss, norm = self._forward_and_backward(work, gradients)
+        loss, norm = loss / tokens, norm / self.loss_scale.scale
+
+        updated = math.isfinite(norm)
+        if updated:
+            clip = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (norm + 1e-6))
+            factor = clip / self.loss_scale.scale
+            if update == TWO_PASS:
+                self._forward_and_backward(work, self._applied(factor, learning_rate))
+            elif gradients.waits:
+                self._updates.begin(factor, learning_rate, downwards=False)
+                self._updating = True
+        else:
+            for part in self.store.parts:
+                part.gradient = None
+        self.loss_scale.update(updated)
+        return StepResult(loss, norm, updated)
+
+    def _forward_and_backward(self, work: _Work, gradients: HeldGradients) -> tuple[float, float]:
+        """The sum of the losses of all tokens, and the norm of the gradients. `gradients`: what becomes of these."""
+        losses: list[Tensor] = []
+        of_inputs: list[Tensor] = []  # the gradients for the first block's input, per micro-batch
+        for places in self.schedule.groups(len(work.micro_batches)):
+            of_group = self._group(work.group(places), gradients)
+            losses += of_group[0]
+            of_inputs += of_group[1]
+            del of_group  # else it would keep gradients that have been spent
+        for index, micro_batch in enumerate(work.micro_batches):
+            self._part(self.operations.embed_backward, micro_batch, work.dropouts[index], of_inputs[index])
+            of_inputs[index] = None
+        loss = self._part(lambda: torch.stack(losses).double().sum().item())
+        self._part(gradients.finish, 0)
+        return loss, self._part(gradients.norm)
+
+    def _group(self, work: _Work, gradients: HeldGradients) -> tuple[list[Tensor], list[Tensor]]:
+        """Per micro-batch: the loss, summed over tokens, and the gradient for the first block's input."""
+        if self._updates.waiting or not gradients.waits:
+            return self._run_group(work, gradients)
+        return self.operations.group(lambda: self._run_group(work, gradients), work.micro_batches, self.segments)
+
+    def _run_group(self, work: _Work, gradients: HeldGradients) -> tuple[list[Tensor], list[Tensor]]:
+        # No loop may leave a tensor in a variable of its own: it would live until the group is done.
+        operations, units = self.operations, len(self._decoder.units)
+        everywhere = range(len(work.micro_batches))
+
+        self._updates.run(1)
+        embedded = [operations.embed(*pair) for pair in zip(work.micro_batches, work.dropouts, strict=True)]
+        hidden = [first for first, _ in embedded]
+        extras = [extra for _, extra in embedded]
+        del embedded
+
+        self._saved = saved = [[] for _ in everywhere]
+        for segment in self.segments:
+            self._updates.run(segment.blocks.stop + 1)  # unit 0 is the embedding, so block i is unit i + 1
+            for index in everywhere:
+                hidden[index], kept = operations.segment_forward(
+                    segment, hidden[index], extras[index], work.dropouts[index]
+                )
+                saved[index].append(kept)
+        del kept
+
+        self._updates.run(units)
+        losses: list[Tensor] = []
+        of_hidden: list[Tensor | None] = [None for _ in everywhere]  # the gradient on its way down
+        for index in everywhere:
+            loss, of_hidden[index] = operations.head(
+                hidden[index], work.micro_batches[index].labels, work.dropouts[index], work.scale
+            )
+            hidden[index] = None
+            losses.append(loss)
+
+        gradients.begin(losses)
+        self._updating = isinstance(gradients, AppliedGradients) and not gradients.waits
+        if not gradients.waits:
+            self._part(gradients.finish, units - 1)
+        for segment in reversed(self.segments):
+            for index in everywhere:
+                of_hidden[index] = self._part(
+                    operations.segment_backward, segment, saved[index].pop(), extras[index], work.dropouts[index],
+                    of_hidden[index],
+                )  # fmt: skip
+            if not gradients.waits:
+                self._part(gradients.finish, segment.blocks.start + 1)
+        return losses, of_hidden
 
     @property
-    def schedule(self) -> Schedule:
-        return self._schedule
+    def _of_gradients(self) -> tuple:
+        return self.store, len(self._decoder.units), self.operations.norm
 
-    @schedule.setter
-    def schedule(self, schedule: Schedule) -> None:
-        self._schedule, self.segments = schedule, schedule.segments(len(self._decoder.blocks))
+    def _applied(self, gradient_scale: float, learning_rate: float) -> AppliedGradients:
+        return AppliedGradients(*self._of_gradients, self._updates, gradient_scale, learning_rate)
 
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.schedule, self._store.resident_units, self.evaluation_rows)
+    def _update_piece(self, piece, state) -> None:
+        self.operations.update(piece, state, self._updates.hyper)
 
-    def take(self, layout: Layout) -> bool:
-        """Goes on with `layout`, where no more states are on the device than now; the result is whether what lies in
-        RAM is page-locked. A step whose updates have begun keeps from here on only what it must."""
-        self.schedule, self.evaluation_rows = layout.schedule, layout.evaluation_rows
-        for saved in chain(*self._saved):
-            saved.output = saved.products = None
-        more = layout.resident_units < self._store.resident_units
-        return self._updates.move_states(layout.resident_units) if more else True
-
-    @property
-    def keeps_activations(self) -> bool:
-        """Whether anything but boundaries is kept for a backward pass that is still to come."""
-        return any(saved.output is not None or saved.products is not None for saved in chain(*self._saved))
-
-    @property
-    def halfway(self) -> bool:
-        """Whether some weights are of one step and some of the next, with no way to make that good."""
-        return self._begun and self._when_final == UPDATE and self._updates.waiting
+    # --- between steps
 
     @property
     def updates(self) -> int:
@@ -151,86 +240,54 @@ class Step:
 
     @property
     def ring(self) -> Ring:
+        """Where streamed states pass through the device."""
         return self._updates.ring
 
-    def __call__(self, batch, step: int, learning_rate: float) -> StepResult:
-        """`batch`: what dataset.py makes (input_ids, labels [B, T], ...), on the CPU; `step` names the dropout
-        masks."""
-        self._begun = False
-        result = self._surely(STEP, self._attempt, batch, step, learning_rate)
-        if not self.schedule.defer:
-            self.flush()
-        return result
+    def flush(self) -> None:
+        """Makes every update that still waits: before anything but a training step reads a weight or a state."""
+        self._surely(UPDATES, self._updates.flush)
 
-    def _attempt(self, batch, step: int, learning_rate: float) -> StepResult:
-        micro_batches = [piece.to(self._device) for piece in batch.micro_batches(self.schedule.micro_batch)]
-        tokens = batch.trained_tokens
-        scale = self.loss_scale.scale / tokens
-        self._decoder.model.train()
-        dropouts = [Dropout(self._seed, step, index) for index in range(len(micro_batches))]
-        if self.schedule.norm_first and len(self.schedule.groups(len(micro_batches))) > 1:
-            raise ValueError("the norm comes first only where the whole batch is one group")
-        in_backward = self.updates_in_backward(len(micro_batches))
-        self._when_final = UPDATE if in_backward else DROP if self.schedule.norm_first else HOLD
-        self._update_with = 1.0, learning_rate
-        loss, norm = self._forward_and_backward(micro_batches, dropouts, scale)
-        loss, norm = loss / tokens, norm / self.loss_scale.scale
-        updated = math.isfinite(norm)
-        if updated and self._when_final != UPDATE:
-            clip = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (norm + 1e-6))
-            self._update_with = clip / self.loss_scale.scale, learning_rate
-            if self._when_final == DROP:
-                self._when_final = UPDATE
-                self._forward_and_backward(micro_batches, dropouts, scale)
-            else:
-                self._updates.begin(*self._update_with, downwards=False)
-                self._begun = True
-        for part in self._store.parts if not updated else ():
-            part.gradient = None
-        self.loss_scale.update(updated)
-        return StepResult(loss, norm, updated)
-
-    def updates_in_backward(self, micro_batches: int) -> bool:
-        """Whether a step of so many micro-batches updates a unit as soon as its gradient is final: nothing has to be
-        known of all gradients first, neither their norm nor, where the loss is scaled, that they are finite."""
-        one_group = len(self.schedule.groups(micro_batches)) == 1
-        return one_group and self._clip_norm is None and self.schedule.defer and not self.loss_scale.enabled
-
-    def _forward_and_backward(
-        self, micro_batches: Sequence, dropouts: Sequence[Dropout], scale: float
-    ) -> tuple[float, float]:
-        """Sum of the losses of all tokens, and the norm of the gradients of `scale` times that."""
-        self._norms, self._lowest_final = {}, len(self._decoder.units)
-        losses: list[Tensor] = []
-        gradients: list[Tensor] = []
-        for group in self.schedule.groups(len(micro_batches)):
-            group_losses, group_gradients = self._group(micro_batches[group], dropouts[group], scale)
-            losses += group_losses
-            gradients += group_gradients
-        for index, micro_batch in enumerate(micro_batches):
-            self._part(self._embed_backward, micro_batch, dropouts[index], gradients[index])
-            gradients[index] = None
-        loss = self._part(lambda: torch.stack(losses).double().sum().item())
-        self._part(self._finish_gradients, 0)
-        norms = [self._norms[index] for index in sorted(self._norms)]
-        return loss, self._part(lambda: torch.linalg.vector_norm(torch.stack(norms).double()).item())
-
-    def evaluate(self, batch) -> tuple[float, int]:
+    def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Sum of the losses of a batch's tokens, and their number; weights as of the last update."""
         self.flush()
         self._decoder.model.eval()
         return self._surely(EVALUATION, self._evaluate, batch), batch.trained_tokens
 
     @torch.no_grad()
-    def _evaluate(self, batch) -> float:
+    def _evaluate(self, batch: Batch) -> float:
         total = 0.0
         for micro_batch in batch.micro_batches(min(self.evaluation_rows, self.schedule.micro_batch)):
-            total += self._evaluated(micro_batch.to(self._device)).item()
+            total += self.operations.evaluate(micro_batch.to(self.store.device)).item()
         return total
 
-    def flush(self) -> None:
-        """Makes every update that still waits: before anything but a training step reads a weight or a state."""
-        self._surely(UPDATES, self._updates.flush)
+    # --- where memory runs out
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.schedule, self.store.resident_units, self.evaluation_rows)
+
+    def take(self, layout: Layout) -> bool:
+        """Goes on with `layout`, where no more states are on the device than now; the result is whether what lies in
+        RAM is page-locked. A step whose updates have begun keeps from here on only what it must."""
+        self._take_schedule(layout.schedule)
+        self.evaluation_rows = layout.evaluation_rows
+        for saved in chain(*self._saved):
+            saved.output = saved.products = None
+        more = layout.resident_units < self.store.resident_units
+        return self._updates.move_states(layout.resident_units) if more else True
+
+    def _take_schedule(self, schedule: Schedule) -> None:
+        self.schedule, self.segments = schedule, schedule.segments(len(self._decoder.blocks))
+
+    @property
+    def keeps_activations(self) -> bool:
+        """Whether anything but boundaries is kept for a backward pass that is still to come."""
+        return any(saved.output is not None or saved.products is not None for saved in chain(*self._saved))
+
+    @property
+    def halfway(self) -> bool:
+        """Whether some weights are of one step and some of the next, with no way to make that good."""
+        return self._updating and self._updates.downwards and self._updates.waiting
 
     def _surely(self, where: str, work: Callable[..., Result], *arguments) -> Result:
         """What `work(*arguments)` returns, done again for as long as memory runs out and `relieve` makes room."""
@@ -238,7 +295,7 @@ class Step:
             try:
                 return work(*arguments)
             except torch.OutOfMemoryError as error:
-                if self.relieve is None or (where == STEP and self._begun):
+                if self.relieve is None or (where == STEP and self._updating):
                     raise
                 reason = str(error).splitlines()[0]
             # Only here is the error gone, and with its traceback the tensors of the attempt.
@@ -248,7 +305,7 @@ class Step:
     def _part(self, work: Callable[..., Result], *arguments) -> Result:
         """The same of a part of the step, which is done again by itself where updates have begun; else the step is."""
         self._accumulation.begin_part()
-        return self._surely(PART, work, *arguments) if self._begun else work(*arguments)
+        return self._surely(PART, work, *arguments) if self._updating else work(*arguments)
 
     def _forget_the_attempt(self) -> None:
         """What gradients there are belong to the step that failed, unless they are those that updates wait with: an
@@ -256,157 +313,17 @@ class Step:
         for unit in self._decoder.units:
             for parameter in unit.parameters.values():
                 parameter.grad = None  # one that did not reach its accumulator
-        if self._begun:
+        if self._updating:
             self._accumulation.repeat_part()
         else:
             self._accumulation.begin_part()
             self._saved = []
-            for part in () if self._updates.waiting else self._store.parts:
+            for part in () if self._updates.waiting else self.store.parts:
                 part.gradient = None
 
-    def _group(
-        self, micro_batches: Sequence, dropouts: Sequence[Dropout], scale: float
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Per micro-batch: the loss, summed over tokens, and the gradient for the first block's input."""
-        # No loop may leave a tensor in a variable of its own: it would live until the group is done.
-        self._updates.run(1)
-        embedded = [self._embed(*pair) for pair in zip(micro_batches, dropouts, strict=True)]
-        hidden = [first for first, _ in embedded]
-        extras = [extra for _, extra in embedded]
-        del embedded
 
-        self._saved = saved = [[] for _ in micro_batches]
-        for segment in self.segments:
-            self._updates.run(segment.blocks.stop + 1)  # unit 0 is the embedding, so block i is unit i + 1
-            for index, dropout in enumerate(dropouts):
-                hidden[index], kept = self._segment_forward(segment, hidden[index], extras[index], dropout)
-                saved[index].append(kept)
-        del kept
-
-        self._updates.run(len(self._decoder.units))
-        losses: list[Tensor] = []
-        for index, (micro_batch, dropout) in enumerate(zip(micro_batches, dropouts, strict=True)):
-            # from here on `hidden` is the gradient on its way down
-            micro_loss, hidden[index] = self._head(hidden[index], micro_batch.labels, dropout, scale)
-            losses.append(micro_loss)
-
-        if self._when_final == UPDATE:
-            if math.isfinite(torch.stack(losses).sum().item()):
-                self._updates.begin(*self._update_with, downwards=True)
-                self._begun = True
-            else:
-                self._when_final = HOLD
-        if self._when_final != HOLD:
-            self._part(self._finish_gradients, len(self._decoder.units) - 1)
-        for segment in reversed(self.segments):
-            for index, dropout in enumerate(dropouts):
-                hidden[index] = self._part(
-                    self._segment_backward, segment, saved[index].pop(), extras[index], dropout, hidden[index]
-                )
-            if self._when_final != HOLD:
-                self._part(self._finish_gradients, segment.blocks.start + 1)
-        return losses, hidden
-
-    # What a step spends its time in. The simulator runs each of these once per shape and then replays it.
-
-    def _embed(self, micro_batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
-        """The first block's input [B, T, D] and the blocks' extra arguments."""
-        dropout.begin(-1, self._device)
-        with torch.no_grad():
-            return self._decoder.embed(micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids)
-
-    def _segment_forward(
-        self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
-    ) -> tuple[Tensor, Saved]:
-        last_is_needed = self._lessons.get(self._kind(segment, extras), 0) is None
-        return recompute.forward(self._decoder, segment, hidden, extras, dropout, last_is_needed)
-
-    def _head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float) -> tuple[Tensor, Tensor]:
-        """Loss of one micro-batch, summed over tokens, and the gradient for the last block's output [B, T, D]."""
-        dropout.begin(len(self._decoder.blocks), self._device)
-        boundary = hidden.requires_grad_()
-        final = self._decoder.final(boundary)
-        loss, gradient = self._loss(final.detach(), labels, scale)
-        final.backward(gradient.view_as(final).to(final.dtype))
-        return loss, boundary.grad
-
-    def _segment_backward(
-        self, segment: Segment, saved: Saved, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
-    ) -> Tensor:
-        kind = self._kind(segment, extras)
-        return recompute.backward(self._decoder, segment, saved, extras, dropout, gradient, self._lessons, kind)
-
-    def _kind(self, segment: Segment, extras: Sequence[Extra]) -> Hashable:
-        """What segments share of which one teaches something about the others."""
-        return segment
-
-    def _embed_backward(self, micro_batch, dropout: Dropout, gradient: Tensor) -> None:
-        dropout.begin(-1, self._device)
-        hidden, _ = self._decoder.embed(micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids)
-        hidden.backward(gradient)
-
-    def _evaluated(self, micro_batch) -> Tensor:
-        """Loss of one micro-batch, summed over tokens."""
-        hidden, extras = self._decoder.embed(micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids)
-        for index, extra in enumerate(extras):
-            hidden = self._decoder.block(index, hidden, extra)
-        return self._loss(self._decoder.final(hidden), micro_batch.labels)[0]
-
-    def _norm_of(self, piece: Piece) -> Tensor:
-        return torch.linalg.vector_norm(piece.part.gradient[piece.start : piece.stop])
-
-    def _update(self, piece: Piece, state: State) -> None:
-        place = slice(piece.start, piece.stop)
-        working, gradient = piece.part.working[place], piece.part.gradient[place]
-        self._rule(self._optimizer, working, state, gradient, self._updates.hyper, piece.decay)
-
-    def _loss(self, final: Tensor, labels: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor | None]:
-        """Chunked cross-entropy of `final` [B, T, D]; with `scale`, gradients too."""
-        weight, bias = self._decoder.head_weight, self._decoder.head_bias
-        accumulators = {}
-        if scale is not None:
-            accumulators["weight_gradient"] = self._gradient_of(weight)
-            accumulators["bias_gradient"] = None if bias is None else self._gradient_of(bias)
-        return linear_cross_entropy(
-            final.flatten(0, 1).to(weight.dtype),
-            weight.detach(),
-            labels.flatten(),
-            bias=None if bias is None else bias.detach(),
-            scale=1.0 if scale is None else scale,
-            function=self._decoder.logit_function,
-            fused=self._decoder.fused_kernels and weight.dtype is not torch.float32,
-            **accumulators,
-        )
-
-    def _gradient_of(self, parameter: Tensor) -> Tensor:
-        name = self._names[id(parameter)]
-        return self._store.part_of(name).gradient_of(name)
-
-    def _finish_gradients(self, lowest: int) -> None:
-        """What follows when no more is added to the gradients of the units from `lowest` on: their norms (fp32 within a
-        piece) and what `_when_final` says."""
-        norms = {
-            index: self._norm_of(piece)
-            for index, piece in enumerate(self._store.pieces)
-            if lowest <= piece.part.unit < self._lowest_final and piece.part.gradient is not None
-        }
-        self._norms |= norms
-        self._lowest_final = lowest
-        if self._when_final == DROP:
-            for part in self._store.parts:
-                part.gradient = part.gradient if part.unit < lowest else None
-        elif self._when_final == UPDATE:
-            if norms and not math.isfinite(torch.stack(list(norms.values())).sum().item()):
-                raise UpdateInterrupted(
-                    f"a gradient of unit {lowest} is not finite, and the units above it have been updated already, so "
-                    "they are not saved; the same command goes on from the newest checkpoint, and with --clip-norm and "
-                    "room for all gradients such a step is skipped whole"
-                )
-            self._updates.run(len(self._decoder.units) - lowest)
-
-
-def mean_loss(step: Step, rows, batches: int) -> float | None:
-    """Loss per token of `rows` (data.Rows), in nats, over at most `batches` of its batches; None where it has none."""
+def mean_loss(step: TrainingStep, rows, batches: int) -> float | None:
+    """Loss per token of `rows` (dataset.Rows), in nats, over at most `batches` of its batches; None if it has none."""
     if len(rows) == 0:
         return None
     sums = [step.evaluate(rows.batch(index)) for index in range(min(batches, len(rows)))]

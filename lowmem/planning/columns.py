@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from lowmem.core.step import Schedule
+from lowmem.core.layout import Schedule
 from lowmem.planning.simulations import Simulations
 from lowmem.simulate.step import Recording, most_bytes
 

@@ -9,8 +9,8 @@ from importlib.metadata import version
 
 import torch
 
+from lowmem.core.layout import Schedule
 from lowmem.core.recompute import ALL, INPUT, PRODUCTS
-from lowmem.core.step import Schedule
 from lowmem.planning.ram import Ram, largest
 from lowmem.settings import Settings
 from lowmem.simulate.gpus import Card

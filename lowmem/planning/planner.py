@@ -27,9 +27,9 @@ import torch
 from transformers import PretrainedConfig
 
 from lowmem.core.decoder import Decoder
+from lowmem.core.layout import Schedule
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.core.step import Schedule
 from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES, ram_now_bytes
 from lowmem.models.build import make_decoder

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count, pairwise
 
-from lowmem.core.step import Schedule
+from lowmem.core.layout import Schedule
 from lowmem.planning.columns import Choices, Column, Columns, Family, Room, within
 from lowmem.planning.simulations import Simulations
 from lowmem.simulate.step import Memory, Recording, StepCase

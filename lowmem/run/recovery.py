@@ -21,7 +21,7 @@ import torch
 
 from lowmem.core.layout import Layout, Schedule
 from lowmem.core.parameters import Store
-from lowmem.core.step import EVALUATION, PART, STEP, UPDATES, Step
+from lowmem.core.step import EVALUATION, PART, STEP, UPDATES, TrainingStep
 from lowmem.errors import CapExceeded
 from lowmem.limits import ram_available_bytes, ram_now_bytes
 from lowmem.planning.plan import Plan, kept_in_words
@@ -48,7 +48,7 @@ class Recovery:
     checkpoints and the report have it."""
 
     def __init__(
-        self, step: Step, store: Store, sizes: Sizes, say: Callable[[str], None],
+        self, step: TrainingStep, store: Store, sizes: Sizes, say: Callable[[str], None],
         ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
     ):  # fmt: skip
         """`ram_refuses(moving, moved)`: why RAM has no room for so many bytes of states more, which makes it `moved`
@@ -164,7 +164,7 @@ class Recovery:
         }[name]
 
 
-def recovery_of(step: Step, store: Store, width: int, plan: Plan, say: Callable[[str], None]) -> Recovery:
+def recovery_of(step: TrainingStep, store: Store, width: int, plan: Plan, say: Callable[[str], None]) -> Recovery:
     """The recovery of a run as planned, of a model of that `width`, within its cap for RAM and what the machine has."""
 
     def ram_refuses(moving: int, moved: int) -> str | None:

@@ -18,7 +18,7 @@ from lowmem.core.kernels import fused
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
-from lowmem.core.step import Step, mean_loss
+from lowmem.core.step import TrainingStep, mean_loss
 from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError, LowmemError, Stopped
@@ -80,6 +80,20 @@ def plan_and_train(
     device = devices.select_device(settings.device)
     tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
     data = read_data(settings, config, tokenizer)  # what cannot be trained on is refused before anything slow
+    plan, no_kernel = plan_for_here(settings, config, device, precision, card, aside)
+    with closing(RunLog(Path(settings.out), settings)) as log:
+        log.say(plan.describe())
+        if no_kernel is not None:
+            log.say(f"without fused kernels, which takes more memory and time: {no_kernel}")
+        decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
+        train(settings, config, decoder, device, plan, tokenizer, data, stop, log)
+
+
+def plan_for_here(
+    settings: Settings, config: PretrainedConfig, device: torch.device, precision: str, card: Card | None,
+    aside: Callable,
+) -> tuple[Plan, str | None]:  # fmt: skip
+    """The plan for this machine as it is now, and why there are no fused kernels, None where there are."""
     measured = no_kernel = None
     if device.type == "cuda":
         devices.take_workspaces(device)
@@ -88,13 +102,18 @@ def plan_and_train(
         measured = measured_card(pieces, settings.seq, WORKING_DTYPES[precision], device)
         devices.forget_allocations(device)
     free, process = ram_available_bytes()[0], Process.here()
-    plan = aside(make_plan, settings, config, kind, precision, card, free, measured, no_kernel is None, process)
-    with closing(RunLog(Path(settings.out), settings)) as log:
-        log.say(plan.describe())
-        if no_kernel is not None:
-            log.say(f"without fused kernels, which takes more memory and time: {no_kernel}")
-        decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
-        train(settings, config, decoder, device, plan, tokenizer, data, stop, log)
+    plan = aside(make_plan, settings, config, device.type, precision, card, free, measured, no_kernel is None, process)
+    return plan, no_kernel
+
+
+def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan) -> TrainingStep:
+    """The step as it was planned; the parameters of `decoder` become its store's, which are still to be written."""
+    optimizer = get_optimizer(settings.optimizer)
+    store = Store(decoder, device, WORKING_DTYPES[plan.precision], optimizer, plan.resident_units)
+    return TrainingStep(
+        decoder, store, optimizer, plan.schedule, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
+        seed=settings.seed, loss_scale=LossScale(enabled=plan.precision == "fp16"),
+    )  # fmt: skip
 
 
 def read_data(settings: Settings, config: PretrainedConfig, tokenizer) -> Data:
@@ -123,17 +142,12 @@ def train(
     budget.apply(plan.gpu_reserved_peak_bytes)
     budget.enter("load")
     devices.make_deterministic(device)
-    optimizer = get_optimizer(settings.optimizer)
     checkpoint = find_checkpoint(folder, settings.resume, log.say)
     if checkpoint is None:  # before anything is allocated: what does not fit is refused here
         pretrained = settings.init == "pretrained"
         weights = read_weights(decoder.model, settings.model) if pretrained else random_weights(config, settings.seed)
-    store = Store(decoder, device, WORKING_DTYPES[plan.precision], optimizer, plan.resident_units)
-    loss_scale = LossScale(enabled=plan.precision == "fp16")
-    step = Step(
-        decoder, store, optimizer, plan.schedule, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
-        seed=settings.seed, loss_scale=loss_scale,
-    )  # fmt: skip
+    step = make_step(settings, decoder, device, plan)
+    store, loss_scale = step.store, step.loss_scale
     recovery = recovery_of(step, store, decoder.head_weight.shape[1], plan, log.say)
 
     def evaluate() -> float | None:

@@ -1,9 +1,10 @@
 """The training step, each part of it run once per shape and replayed from then on.
 
 A step repeats the same few computations: a segment's forward and backward, the head, the embeddings, a piece's update.
-`ReplayedStep` is the step that trains, with each of these run once under a trace.Recorder and then replayed onto its
-tape, whole groups of micro-batches too; what comes out of a replay are tensors that stand for those of the run. A test
-holds the tape to the one that running everything leaves, operation by operation.
+`ReplayedOperations` takes the place of the operations of the step that trains (core/operations.py): each is run once
+under a Recorder and then replayed onto its tape, whole groups of micro-batches too; what comes out of a replay are
+tensors that stand for those of the run. A test holds the tape to the one that running everything leaves, operation by
+operation.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +19,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Extra
 from lowmem.core.offload import State
-from lowmem.core.optimizers import Hyperparameters, UpdateRule
+from lowmem.core.operations import Operations
+from lowmem.core.optimizers import Hyperparameters
 from lowmem.core.parameters import Part, Piece
-from lowmem.core.recompute import ALL, INPUT, Dropout, Saved, Segment
-from lowmem.core.step import HOLD, Step
+from lowmem.core.recompute import ALL, INPUT, Dropout, SavedSegment, Segment
 from lowmem.simulate.recorder import Recorder, Region
 
 META = torch.device("meta")
@@ -54,88 +55,78 @@ class _Known:
     structure: TreeSpec
 
 
-class ReplayedStep(Step):
-    """Runs each part of the step once per shape, replays it from then on; with `known` None, runs it every time."""
+class ReplayedOperations:
+    """In the place of a step's `operations`: runs each of them once per shape, replays it from then on; with `known`
+    None, runs it every time."""
 
     def __init__(
-        self,
-        *arguments,
-        recorder: Recorder,
-        known: dict[tuple, _Known] | None,
-        alike: bool,
+        self, operations: Operations, recorder: Recorder, *, known: dict[tuple, _Known] | None, alike: bool,
         functions: Callable[[], AbstractContextManager],
-        update: UpdateRule,
-        **keywords,
-    ):
-        super().__init__(*arguments, **keywords)
-        self._rule = update
+    ):  # fmt: skip
+        self._operations, self._recorder, self._known, self._functions = operations, recorder, known, functions
+        decoder = operations.decoder
         self._tables: list[Tensor] = []
-        self._recorder, self._known, self._functions = recorder, known, functions
-        self._forwards: dict[int, Region] = {}  # segments that wait for their backward, by their Saved
-        self._parts: list[list[Part]] = [[] for _ in self._decoder.units]
-        for part in self._store.parts:
+        self._forwards: dict[int, Region] = {}  # segments that wait for their backward, by their SavedSegment
+        self._parts: list[list[Part]] = [[] for _ in decoder.units]
+        for part in operations.store.parts:
             self._parts[part.unit].append(part)
         self._ends = self._parts[0] + self._parts[-1]  # what embeddings and head may add to
         self._rehearsed: set[tuple] = set()
         if known is not None:
-            self._lessons, self._rehearsed = known.setdefault("lessons", ({}, set()))
-        kinds = [kind_of(block) if alike else index for index, block in enumerate(self._decoder.blocks)]
+            operations.skippable_products, self._rehearsed = known.setdefault("learnt", ({}, set()))
+        kinds = [kind_of(block) if alike else index for index, block in enumerate(decoder.blocks)]
         self._kinds = [kinds.index(kind) for kind in kinds]
+        operations.kind = self._kind
 
-    def _group(self, micro_batches: Sequence[Batch], dropouts: Sequence[Dropout], scale: float):
-        run = super()._group
-        # updates that wait, or are made as it runs, are in the ring, whose state is not the recorder's
-        if self._updates.waiting or self._when_final != HOLD:
-            return run(micro_batches, dropouts, scale)
-        key = ("group", len(dropouts), micro_batches[0].input_ids.shape, tuple(self.segments))
+    def group(self, run: Callable[[], tuple], micro_batches: Sequence[Batch], segments: Sequence[Segment]):
+        key = ("group", len(micro_batches), micro_batches[0].input_ids.shape, tuple(segments))
         arguments = [t for micro_batch in micro_batches for t in vars(micro_batch).values() if t is not None]
-        return self._once(
-            key, "group", lambda: run(micro_batches, dropouts, scale), self._store.parts, arguments=arguments
-        )
+        return self._once(key, "group", run, self._operations.store.parts, arguments=arguments)
 
-    def _run(self, part: Callable, *arguments):
-        """`part`, in which the model's code runs. Nothing else needs `functions`, and each touch of a tensor costs."""
+    def _run(self, operation: Callable, *arguments):
+        """`operation`, in which the model's code runs. Nothing else needs `functions`, and each touch of a tensor
+        costs."""
         with self._functions():
-            return part(*arguments)
+            return operation(*arguments)
 
-    def _embed(self, micro_batch: Batch, dropout: Dropout):
-        part, key = super()._embed, ("embed", micro_batch.input_ids.shape)
-        return self._once(key, "embeddings", lambda: self._run(part, micro_batch, dropout),
+    def embed(self, micro_batch: Batch, dropout: Dropout):
+        run, key = self._operations.embed, ("embed", micro_batch.input_ids.shape)
+        return self._once(key, "embeddings", lambda: self._run(run, micro_batch, dropout),
                           arguments=[t for t in vars(micro_batch).values() if t is not None])  # fmt: skip
 
-    def _head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float):
-        part, key = super()._head, ("head", hidden.shape)
-        return self._once(key, "head", lambda: self._run(part, hidden, labels, dropout, scale), self._ends)
+    def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float):
+        run, key = self._operations.head, ("head", hidden.shape)
+        return self._once(key, "head", lambda: self._run(run, hidden, labels, dropout, scale), self._ends)
 
-    def _embed_backward(self, micro_batch: Batch, dropout: Dropout, gradient: Tensor):
-        part, key = super()._embed_backward, ("embed_backward", gradient.shape)
-        return self._once(key, "embeddings", lambda: self._run(part, micro_batch, dropout, gradient), self._ends)
+    def embed_backward(self, micro_batch: Batch, dropout: Dropout, gradient: Tensor):
+        run, key = self._operations.embed_backward, ("embed_backward", gradient.shape)
+        return self._once(key, "embeddings", lambda: self._run(run, micro_batch, dropout, gradient), self._ends)
 
-    def _evaluated(self, micro_batch: Batch) -> Tensor:
-        part, key = super()._evaluated, ("evaluated", micro_batch.input_ids.shape)
-        return self._once(key, "evaluation", lambda: self._run(part, micro_batch),
+    def evaluate(self, micro_batch: Batch) -> Tensor:
+        run, key = self._operations.evaluate, ("evaluate", micro_batch.input_ids.shape)
+        return self._once(key, "evaluation", lambda: self._run(run, micro_batch),
                           arguments=[t for t in vars(micro_batch).values() if t is not None])  # fmt: skip
 
-    def _norm_of(self, piece: Piece) -> Tensor:
-        run = super()._norm_of
-        return self._once(("norm", piece.stop - piece.start), "update", lambda: run(piece))
+    def norm(self, piece: Piece) -> Tensor:
+        return self._once(("norm", piece.stop - piece.start), "update", lambda: self._operations.norm(piece))
 
-    def _update(self, piece: Piece, state: State) -> None:
-        run, optimizer = super()._update, self._optimizer
+    def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
+        operations = self._operations
+        optimizer = operations.optimizer
         key = ("update", optimizer.name, piece.stop - piece.start, piece.part.working.dtype)
         if optimizer.name == "adamw8bit":  # need not be installed for a plan
-            self._optimizer = replace(optimizer, rule=_traffic_of_8_bit)
+            operations.optimizer = replace(optimizer, rule=_traffic_of_8_bit)
             if not self._tables:  # of 256 numbers for each moment, which the first update makes for good
                 self._tables = [torch.empty(256, device=META) for _ in range(2)]
-        self._once(key, "update", lambda: run(piece, state))
-        self._optimizer = optimizer
+        self._once(key, "update", lambda: operations.update(piece, state, hyperparameters))
+        operations.optimizer = optimizer
 
-    def _segment_forward(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout):
+    def segment_forward(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout):
         self._rehearse(segment, hidden, extras, dropout)
-        part, key = super()._segment_forward, (*self._kind(segment, extras), hidden.shape)
+        run, key = self._operations.segment_forward, (*self._kind(segment, extras), hidden.shape)
         if segment.keep == INPUT:
-            run_forward = lambda: self._run(part, segment, hidden, extras, dropout)[0]  # noqa: E731
-            return self._once(("forward", *key), "live_blocks", run_forward, renamed="boundaries"), Saved(hidden)
+            forward = lambda: self._run(run, segment, hidden, extras, dropout)[0]  # noqa: E731
+            return self._once(("forward", *key), "live_blocks", forward, renamed="boundaries"), SavedSegment(hidden)
         # What was replayed can only be followed by a backward that is: both kinds have to be known.
         count = len(self._parts_of(segment))
         if self._known is not None and all(("backward", *key, (new,) * count) in self._known for new in (True, False)):
@@ -143,22 +134,22 @@ class ReplayedStep(Step):
             base = self._recorder.replay(known.region)
             output = self._results(known, base, held=segment.keep == ALL)  # then the graph holds it
             with self._recorder.paused():
-                return output, Saved(hidden.detach(), output=_StandIn(base))
+                return output, SavedSegment(hidden.detach(), output=_StandIn(base))
         with self._recorder.region("live_blocks") as region:
-            output, saved = self._run(part, segment, hidden, extras, dropout)
+            output, saved = self._run(run, segment, hidden, extras, dropout)
         self._recorder.rename(output, "boundaries")
         self._remember(("graph", *key), region, output)
         self._forwards[id(saved)] = region
         return output, saved
 
-    def _segment_backward(
-        self, segment: Segment, saved: Saved, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
+    def segment_backward(
+        self, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
     ) -> Tensor:
-        part = super()._segment_backward
+        run = self._operations.segment_backward
         replayed = saved.output if isinstance(saved.output, _StandIn) else None
         return self._once(
             ("backward", *self._kind(segment, extras), gradient.shape), "live_blocks",
-            lambda: self._run(part, segment, saved, extras, dropout, gradient),
+            lambda: self._run(run, segment, saved, extras, dropout, gradient),
             self._parts_of(segment), forward=self._forwards.pop(id(saved), replayed),
             renamed="boundary_gradients" if segment.blocks.start else "gradients_of_the_first_input",
         )  # fmt: skip
@@ -174,10 +165,10 @@ class ReplayedStep(Step):
         gradients = [part.gradient for part in parts]
 
         def run() -> None:
-            output, saved = self._segment_forward(segment, hidden, extras, dropout)
+            output, saved = self.segment_forward(segment, hidden, extras, dropout)
             gradient = torch.empty_like(output)
             del output  # as in the step, where only the graph has it by now
-            self._segment_backward(segment, saved, extras, dropout, gradient)
+            self.segment_backward(segment, saved, extras, dropout, gradient)
 
         with self._recorder.off_the_tape():
             known, self._known = self._known, None

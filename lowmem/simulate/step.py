@@ -1,9 +1,9 @@
 """The training step on tensors without data: what it allocates, what a GPU makes of that, and how long it takes.
 
-`record_step` runs the very `Step` that trains, with its store, on meta tensors (recorder.py): an evaluation, as a run
-begins with one, then two optimizer steps. The first has no update to apply, the second applies the first one's while it
-runs forward, as all later ones do. A segment of blocks runs once per shape and is replayed for every other micro-batch.
-`under_cap` gives the tape to the model of CUDA's allocator: it fits if, and only if, that run completes.
+`record_step` runs the very `TrainingStep` that trains, with its store, on meta tensors (recorder.py): an evaluation, as
+a run begins with one, then two optimizer steps. The first has no update to apply, the second applies the first one's
+while it runs forward, as all later ones do. A segment of blocks runs once per shape and is replayed for every other
+micro-batch. `under_cap` gives the tape to the model of CUDA's allocator: it fits if, and only if, that run completes.
 
 A search looks at many layouts, so that their first step has two groups of micro-batches only, and is left out where a
 step makes its own updates. What the allocator has cached when the second step begins is then not quite what it is in a
@@ -28,18 +28,21 @@ from lowmem import device
 from lowmem.core import optimizers
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
+from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, HeldGradients
 from lowmem.core.kernels import fused
+from lowmem.core.layout import DEFERRED, Schedule
 from lowmem.core.offload import Ring
+from lowmem.core.operations import Operations
 from lowmem.core.optimizers import Optimizer, UpdateRule
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
-from lowmem.core.step import Schedule, Step
+from lowmem.core.step import TrainingStep
 from lowmem.simulate.allocator import CachingAllocator
 from lowmem.simulate.clock import SimulatedCopies
 from lowmem.simulate.cuda_ops import PRODUCTS, CudaFunctions, allocated, blas_workspace_bytes, blaslt_workspace_bytes
 from lowmem.simulate.gpus import Card
 from lowmem.simulate.recorder import FREED, Machine, Recorder, Tape
-from lowmem.simulate.replay import META, ReplayedStep
+from lowmem.simulate.replay import META, ReplayedOperations
 from lowmem.simulate.roofline import (
     HOST_SECONDS_PER_BACKWARD_OPERATION,
     HOST_SECONDS_PER_OPERATION,
@@ -51,7 +54,7 @@ from lowmem.simulate.temporaries import Gpu, hidden_bytes
 _NAMES = {  # of what is born in these functions, or in what they call, outside of the parts that are replayed
     Batch.to.__code__: "batch",
     Ring.__init__.__code__: "staging_ring",
-    Step._finish_gradients.__code__: "update",
+    **{kind.finish.__code__: "update" for kind in (HeldGradients, DroppedGradients, AppliedGradients)},
 }
 
 
@@ -180,11 +183,13 @@ def record_step(
                 recorder.rename(tensor, "resident_states")
         for buffer in decoder.model.buffers():
             recorder.note(buffer, "buffers")
-        step = ReplayedStep(
+        operations = ReplayedOperations(
+            Operations(decoder, store, case.optimizer, target.update), recorder,
+            known=known, alike=alike, functions=target.functions,
+        )  # fmt: skip
+        step = TrainingStep(
             decoder, store, case.optimizer, case.schedule, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
-            loss_scale=LossScale(enabled=case.dtype is torch.float16), recorder=recorder, known=known, alike=alike,
-            functions=target.functions,
-            update=target.update,
+            loss_scale=LossScale(enabled=case.dtype is torch.float16), operations=operations,
         )  # fmt: skip
         copies = None
         if target.copies_in is not None and target.copies_out is not None:
@@ -196,8 +201,10 @@ def record_step(
             )
         schedule = case.schedule
         step.evaluate(_batch(case, schedule.micro_batch))  # as a run does before its first step
-        updates_wait = not (schedule.norm_first or step.updates_in_backward(case.batch // schedule.micro_batch))
-        if updates_wait or whole_first_step:
+        update = schedule.update(
+            case.batch // schedule.micro_batch, case.clip_norm is not None, step.loss_scale.enabled
+        )
+        if update == DEFERRED or whole_first_step:
             two_groups = schedule.micro_batch * ((schedule.first_group or schedule.group) + schedule.group)
             step(_batch(case, case.batch if whole_first_step else min(case.batch, two_groups)), 0, 1e-4)
         batch = _batch(case, case.batch)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, FalconConfig
 
 from lowmem.core import products, recompute
 from lowmem.core.decoder import Decoder
-from lowmem.core.products import Keeping, Recalling, is_kept
+from lowmem.core.products import ProductRecorder, ProductReplayer, is_kept
 from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Dropout, Segment, backward, forward
 from tests.core.test_recompute import assert_same, run
 
@@ -126,13 +126,13 @@ def test_a_last_product_that_is_needed_is_computed_after_all_and_no_graph_stays(
     assert_same(gradients(keep), gradients(ALL))
 
 
-def second_run(function, x: Tensor, unneeded: int | None = None) -> tuple[Tensor, Tensor, Recalling]:
+def second_run(function, x: Tensor, unneeded: int | None = None) -> tuple[Tensor, Tensor, ProductReplayer]:
     """(first output, second output, the mode of the second run); the generator's state is the same before both."""
     torch.manual_seed(7)
-    with Keeping() as keeping:
+    with ProductRecorder() as keeping:
         first = function(x)
     torch.manual_seed(7)
-    with Recalling(keeping.kept, unneeded) as recalling:
+    with ProductReplayer(keeping.kept, unneeded) as recalling:
         second = function(x)
     return first, second, recalling
 

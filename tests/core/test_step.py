@@ -25,7 +25,9 @@ from lowmem.core import offload
 from lowmem.core import parameters as stores
 from lowmem.core.batch import Batch
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
-from lowmem.core.step import Step, mean_loss
+from lowmem.core.final_gradients import HeldGradients
+from lowmem.core.operations import Operations
+from lowmem.core.step import TrainingStep, mean_loss
 from lowmem.run.learning_rate import learning_rate
 
 SEQ, BATCH = 24, 4
@@ -52,7 +54,7 @@ class Outcome:
     updated: list[bool]
     weights: dict[str, torch.Tensor]
     states: dict[tuple[str, str], torch.Tensor]
-    step: Step
+    step: TrainingStep
 
     def differences(self, other: "Outcome") -> list[str]:
         """Names of everything that is not bitwise equal."""
@@ -194,13 +196,13 @@ def test_with_the_norm_first_clipping_changes_no_bit_and_gradients_are_never_all
     assert min(plain.norms) > 0.5, "clipping must bite"
     most = 0
 
-    def watch(step, *arguments):
+    def watch(gradients, lowest):
         nonlocal most
-        most = max(most, len({part.unit for part in step._store.parts if part.gradient is not None}))
-        return finish(step, *arguments)
+        most = max(most, len({part.unit for part in gradients._store.parts if part.gradient is not None}))
+        return take_norms(gradients, lowest)
 
-    finish = Step._finish_gradients
-    monkeypatch.setattr(Step, "_finish_gradients", watch)
+    take_norms = HeldGradients._take_norms
+    monkeypatch.setattr(HeldGradients, "_take_norms", watch)
     for case in ({}, {"segment_blocks": 2, "resident_units": 2}, {"product_blocks": 4}):
         most = 0
         assert train(batches, **kind, group=BATCH, norm_first=True, **case).differences(plain) == [], case
@@ -210,7 +212,7 @@ def test_with_the_norm_first_clipping_changes_no_bit_and_gradients_are_never_all
 def test_with_the_norm_first_a_step_that_is_not_finite_is_skipped_whole():
     def break_weights(step, index):
         if index == 1:
-            step._store.parts[-1].working.mul_(torch.inf)
+            step.store.parts[-1].working.mul_(torch.inf)
 
     outcome = train(make_batches(3), micro_batch=1, group=BATCH, norm_first=True, before_step=break_weights)
     assert outcome.updated == [True, False, False] and outcome.step.updates == 1
@@ -227,16 +229,16 @@ def test_without_clipping_a_loss_that_is_not_finite_still_skips_the_step_whole()
     def break_weights(step, index):
         if index == 1:
             step.flush()
-            step._store.parts[-1].working.mul_(torch.inf)
+            step.store.parts[-1].working.mul_(torch.inf)
 
     outcome = train(batches, clip_norm=None, micro_batch=1, group=BATCH, before_step=break_weights)
     assert outcome.updated == [True, False, False]
 
 
 def test_without_clipping_a_gradient_that_is_not_finite_ends_the_run_rather_than_leave_half_an_update(monkeypatch):
-    norm_of = Step._norm_of
+    norm = Operations.norm
     monkeypatch.setattr(
-        Step, "_norm_of", lambda step, piece: norm_of(step, piece) * (torch.inf if piece.part.unit == 2 else 1.0)
+        Operations, "norm", lambda self, piece: norm(self, piece) * (torch.inf if piece.part.unit == 2 else 1.0)
     )
     with pytest.raises(UpdateInterrupted, match="unit 2 is not finite"):
         train(make_batches(1), clip_norm=None, micro_batch=1, group=BATCH)

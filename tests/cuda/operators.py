@@ -45,9 +45,9 @@ from transformers import (
     StableLmConfig,
 )
 
+from lowmem.core.layout import Schedule
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.core.step import Schedule
 from lowmem.device import make_deterministic, set_environment
 from lowmem.models.build import make_decoder
 from lowmem.simulate.cuda_ops import blas_workspace_bytes, blaslt_workspace_bytes

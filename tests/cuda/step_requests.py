@@ -17,10 +17,11 @@ from transformers import GPT2Config, LlamaConfig
 from lowmem import device as devices
 from lowmem.core.batch import Batch
 from lowmem.core.kernels import fused
+from lowmem.core.layout import Schedule
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
-from lowmem.core.step import Schedule, Step
+from lowmem.core.step import TrainingStep
 from lowmem.models.build import make_decoder
 from lowmem.simulate.gpus import card_of_name_reported
 from lowmem.simulate.recorder import FREED
@@ -52,7 +53,7 @@ def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
     torch.cuda.memory._record_memory_history(context=None)
     devices.take_workspaces(device)
     store = Store(decoder, device, case.dtype, case.optimizer, case.resident_units)
-    step = Step(
+    step = TrainingStep(
         decoder, store, case.optimizer, case.schedule, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
         loss_scale=LossScale(enabled=case.dtype is torch.float16),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from transformers import GPT2Config
 
 from experiments.gpu_acceptance.bitwise import PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Outcome, Shape, make_step
 from lowmem.core.kernels import fused
-from lowmem.core.step import Step
+from lowmem.core.step import TrainingStep
 from lowmem.device import collect_garbage
 from lowmem.run.recovery import OutOfRoom, Recovery
 from lowmem.run.smaller_layouts import Sizes
@@ -87,7 +87,7 @@ def cap(size_bytes: int | None) -> None:
 
 
 @contextmanager
-def training(shape: Shape, device: torch.device, case: dict) -> Iterator[tuple[Step, Recovery, list[str]]]:
+def training(shape: Shape, device: torch.device, case: dict) -> Iterator[tuple[TrainingStep, Recovery, list[str]]]:
     case = {"clip_norm": 0.1, "optimizer": "adamw"} | PLAIN | case
     step, store = make_step(shape, device, "bf16" if shape is TINY else "fp32", False, **case)
     store.page_lock()
@@ -104,9 +104,9 @@ def training(shape: Shape, device: torch.device, case: dict) -> Iterator[tuple[S
             torch.cuda.empty_cache()
 
 
-def outcome(step: Step, results: list) -> Outcome:
+def outcome(step: TrainingStep, results: list) -> Outcome:
     step.flush()
-    return Outcome.of(results, step._store, page_locked=True)
+    return Outcome.of(results, step.store, page_locked=True)
 
 
 def plain(shape: Shape, case: dict) -> Outcome:
@@ -192,7 +192,7 @@ def test_states_leave_the_card_in_the_middle_of_a_pass(downwards):
 
         step._updates._go_on = moving
         results.append(step(batches[1], 1, 1e-3))
-        assert step._store.resident_units == 1 and any(step.ring._slots)
+        assert step.store.resident_units == 1 and any(step.ring._slots)
         assert outcome(step, results).differences(truth) == []
 
 

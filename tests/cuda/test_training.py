@@ -18,7 +18,7 @@ from transformers import GPT2Config
 from experiments.gpu_acceptance import bitwise
 from experiments.gpu_acceptance.bitwise import CASES, PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Shape
 from lowmem.core.kernels import fused
-from lowmem.core.step import Step
+from lowmem.core.step import TrainingStep
 from lowmem.device import collect_garbage, forget_allocations
 from lowmem.models.build import make_decoder
 from lowmem.simulate.calibrate import block_seconds
@@ -127,7 +127,7 @@ def test_a_whole_run_on_the_card_is_that_of_the_cpu(finished, train, tmp_path, p
 def test_a_run_that_is_stopped_on_the_card_goes_on_there_bit_for_bit(finished, train, tmp_path, plain_lines):
     options = (*ON_CARD, "--states", "streamed")
     with pytest.MonkeyPatch.context() as patch:
-        at_call(patch, Step, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), call=2)
+        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), call=2)
         assert train(tmp_path / "out", *options) == 75
     assert train(tmp_path / "out", *options) == 0
     assert losses(tmp_path / "out") == losses(finished)

@@ -23,7 +23,7 @@ def spoil(patch: pytest.MonkeyPatch, micro_batches: range) -> None:
             return loss, gradient
         return loss * math.nan, gradient * math.nan
 
-    patch.setattr(lowmem.core.step, "linear_cross_entropy", spoilt)
+    patch.setattr(lowmem.core.operations, "linear_cross_entropy", spoilt)
 
 
 def test_ten_steps_in_a_row_without_a_finite_gradient_stop_the_run_with_the_weights_intact(

@@ -8,7 +8,7 @@ from runs import at_call, last_line, stored
 
 import lowmem.planning.planner
 import lowmem.run.train
-from lowmem.core.step import Step
+from lowmem.core.step import TrainingStep
 from lowmem.run.log import RunLog
 from lowmem.units import MIB
 
@@ -16,7 +16,7 @@ from lowmem.units import MIB
 def test_on_a_busier_machine_a_run_still_goes_on(train, tmp_path, monkeypatch):
     options = ["--micro-batch", "auto", "--batch", "64", "--steps", "2"]
     with monkeypatch.context() as patch:
-        at_call(patch, Step, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM))
+        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM))
         assert train(tmp_path / "out", *options) == 75
     plan = stored(tmp_path / "out/plan.json")
     assert plan["choice"]["micro_batch"] == 64 and not plan["choice"]["recompute"]

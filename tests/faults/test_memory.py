@@ -23,7 +23,7 @@ import lowmem.run.main
 import lowmem.run.recovery
 import lowmem.run.train
 from lowmem.core.parameters import Store
-from lowmem.core.step import Step
+from lowmem.core.step import TrainingStep
 from lowmem.errors import LowmemError
 from lowmem.limits import Budget
 from lowmem.run.recovery import PAGEABLE_SHARE, with_pageable_copies
@@ -52,7 +52,7 @@ def fail_at(patch: pytest.MonkeyPatch, calls: range) -> None:
             run_out()
         return real(*arguments, **keywords)
 
-    patch.setattr(lowmem.core.step, "linear_cross_entropy", failing)
+    patch.setattr(lowmem.core.operations, "linear_cross_entropy", failing)
 
 
 def measures(out) -> list[str]:
@@ -76,12 +76,12 @@ def test_a_run_gives_up_what_costs_no_bit_says_so_and_resumes_without_it(
 
     with monkeypatch.context() as patch:
         fail_at(patch, failing)
-        at_call(patch, Step, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
+        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
         assert train(parts) == 75
     capsys.readouterr()
     taken = []
     with monkeypatch.context() as patch:
-        at_call(patch, Step, "take", lambda: taken.append(True))
+        at_call(patch, TrainingStep, "take", lambda: taken.append(True))
         assert train(parts) == 0
     assert taken and "memory ran out before, last in step 2, so this goes on with" in capsys.readouterr().err
     assert stored(parts / "report.json")["out_of_memory"] == stored(whole / "report.json")["out_of_memory"]
@@ -92,11 +92,11 @@ def test_a_layout_that_was_planned_anew_is_taken_but_for_the_micro_batch(train, 
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         fail_at(patch, range(SECOND_STEP, SECOND_STEP + ALL_MEASURES))
-        at_call(patch, Step, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
+        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
         assert train(out) == 75
     layouts = []
     with monkeypatch.context() as patch:
-        patch.setattr(Step, "take", lambda step, layout: layouts.append(layout))
+        patch.setattr(TrainingStep, "take", lambda step, layout: layouts.append(layout))
         train(out, "--recompute", "products")
     assert layouts[0].schedule.micro_batch == 1 and layouts[0].schedule.product_blocks > 0
 
@@ -111,7 +111,7 @@ def test_smaller_micro_batches_come_last_and_stay(train, tmp_path, monkeypatch):
     assert [row["tokens"] for row in loss_rows(whole)] == [4 * 32] * 3
     with monkeypatch.context() as patch:
         fail_at(patch, failing)
-        at_call(patch, Step, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
+        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
         assert train(parts) == 75
     assert train(parts) == 0
     assert_same_run(whole, parts)
@@ -175,7 +175,7 @@ def test_single_sequences_that_do_not_fit_end_the_run_with_exit_4(train, tmp_pat
     def failing(*arguments, **keywords):
         return real(*arguments, **keywords) if simulated() else run_out()
 
-    monkeypatch.setattr(lowmem.core.step, "linear_cross_entropy", failing)
+    monkeypatch.setattr(lowmem.core.operations, "linear_cross_entropy", failing)
     assert train(tmp_path / "out") == 4
     assert "out of GPU memory, even for single sequences" in last_line(capsys)
 
@@ -218,7 +218,7 @@ def test_an_error_of_the_gpu_is_one_sentence_and_the_run_goes_on_from_its_checkp
 
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        at_call(patch, Step, "__call__", fail, 3)
+        at_call(patch, TrainingStep, "__call__", fail, 3)
         assert train(out, "--save-every", "1") == 1
     assert "the GPU failed (CUDA error: an illegal memory access); what was saved is safe" in last_line(capsys)
     assert train(out, "--save-every", "1") == 0
@@ -248,7 +248,7 @@ def test_a_mistake_of_ours_is_not_dressed_up_as_one_of_the_machine(train, tmp_pa
     def fail():
         raise RuntimeError("size mismatch")
 
-    at_call(monkeypatch, Step, "__call__", fail)
+    at_call(monkeypatch, TrainingStep, "__call__", fail)
     with pytest.raises(RuntimeError, match="size mismatch"):
         train(tmp_path / "out")
 

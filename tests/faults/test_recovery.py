@@ -24,7 +24,7 @@ from lowmem.core.layout import Layout, Schedule
 from lowmem.core.offload import Ring
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
-from lowmem.core.step import EVALUATION, PART, STEP, UPDATES, Step
+from lowmem.core.step import EVALUATION, PART, STEP, UPDATES, TrainingStep
 from lowmem.run.recovery import OutOfRoom, Recovery
 from lowmem.run.smaller_layouts import Sizes, activation_bytes, kept_things, smaller_layouts, with_micro_batch
 
@@ -62,7 +62,7 @@ def run_out(*_):
 class RunsOut(TorchDispatchMode):
     """Fails at the given operations, each counted from the failure before; `phases`: what a step was at then."""
 
-    def __init__(self, step: Step | None, *numbers: int):
+    def __init__(self, step: TrainingStep | None, *numbers: int):
         super().__init__()
         self.step, self.numbers, self.count, self.phases = step, list(numbers), 0, []
         self.in_update = self.in_relief = False
@@ -77,14 +77,14 @@ class RunsOut(TorchDispatchMode):
             self.numbers.pop(0)
             self.count = 0
             updates = self.step._updates
-            self.phases.append((self.in_update, updates.waiting, self.step._begun))
+            self.phases.append((self.in_update, updates.waiting, self.step._updating))
             run_out()
         return function(*args, **kwargs or {})
 
     def __enter__(self):
         self._patch = pytest.MonkeyPatch()
         self._watch(Updates, "_go_on", "in_update")
-        self._watch(Step, "take", "in_relief")
+        self._watch(TrainingStep, "take", "in_relief")
         return super().__enter__()
 
     def _watch(self, owner: type, name: str, flag: str) -> None:
@@ -106,7 +106,7 @@ class RunsOut(TorchDispatchMode):
 
 @dataclasses.dataclass
 class Training:
-    step: Step
+    step: TrainingStep
     store: Store
     recovery: Recovery
     said: list[str]
@@ -389,7 +389,7 @@ def test_the_failed_attempts_tensors_are_gone_when_room_is_made(monkeypatch):
             run_out()
         return real(hidden, *arguments, **keywords)
 
-    monkeypatch.setattr(lowmem.core.step, "linear_cross_entropy", failing)
+    monkeypatch.setattr(lowmem.core.operations, "linear_cross_entropy", failing)
     training.step.relieve = lambda where, reason: seen.extend(reference() is None for reference in alive)
     gc.disable()  # no collection by chance: they must be free at once
     try:
@@ -405,7 +405,7 @@ def test_what_blocks_keep_is_gone_when_updates_have_begun(monkeypatch):
     count = undisturbed(IN_BACKWARD_KEPT | {"whole_blocks": 3, "product_blocks": 0})[2]
     train_on(training, range(2))
     seen = []
-    at_call(monkeypatch, Step, "take", lambda: seen.append(training.step.keeps_activations))
+    at_call(monkeypatch, TrainingStep, "take", lambda: seen.append(training.step.keeps_activations))
     train_on(training, [2], count // 2, 1)
     assert training.names == ["cache", "kept"] and seen == [True] and not training.step.keeps_activations
 

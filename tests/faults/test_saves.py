@@ -31,7 +31,7 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
-from lowmem.core.step import Step
+from lowmem.core.step import TrainingStep
 from lowmem.errors import InputError, LowmemError
 from lowmem.files import Manifest, to_json, write_manifest
 from lowmem.run import checkpoint as checkpoint_module
@@ -185,7 +185,7 @@ def fresh(precision, optimizer, resident_units, seed):
     )  # fmt: skip
 
 
-def train(step: Step, first: int, last: int) -> list:
+def train(step: TrainingStep, first: int, last: int) -> list:
     return [step(make_batch(done, rows=2, seq=16), done, 1e-3 * (1 + step.updates)) for done in range(first, last)]
 
 

@@ -14,15 +14,15 @@ from runs import ROOT, SMALL, assert_same_run, at_call, content, last_line, loss
 
 import lowmem.core.step
 import lowmem.run.train
-from lowmem.core.step import Step
+from lowmem.core.step import TrainingStep
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "call", "number", "done"),
     [
         (lowmem.run.train, "load_data", 1, signal.SIGTERM, 0),
-        (Step, "evaluate", 1, signal.SIGINT, 0),  # before the first step
-        (Step, "__call__", 2, signal.SIGTERM, 2),
+        (TrainingStep, "evaluate", 1, signal.SIGINT, 0),  # before the first step
+        (TrainingStep, "__call__", 2, signal.SIGTERM, 2),
         (
             lowmem.core.step,
             "linear_cross_entropy",
@@ -31,7 +31,7 @@ from lowmem.core.step import Step
             2,
         ),  # 2 in the evaluation, 2 per step: in mid-accumulation
         (lowmem.run.train, "save_checkpoint", 1, signal.SIGTERM, 2),
-        (Step, "evaluate", 3, signal.SIGINT, 2),
+        (TrainingStep, "evaluate", 3, signal.SIGINT, 2),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

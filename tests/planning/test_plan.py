@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from runs import simulations_shared
 from transformers import GPT2Config, LlamaConfig
 
-from lowmem.core.step import Schedule
+from lowmem.core.layout import Schedule
 from lowmem.errors import InputError, PlanError
 from lowmem.limits import CONTEXT_BYTES, ram_now_bytes
 from lowmem.models.build import load_config

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig
 
+from lowmem.core.layout import Schedule
 from lowmem.core.optimizers import OPTIMIZERS
-from lowmem.core.step import Schedule
 from lowmem.models.build import make_decoder
 from lowmem.planning.planner import fastest_layout, least_room
 from lowmem.planning.search import Choices, Room, fastest, smallest_room, streaming_more

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from lowmem.core.step import Schedule
+from lowmem.core.layout import Schedule
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.planning.plan import Plan
 from lowmem.run.report import build_report, device_name, run_identity, said_aloud, versions

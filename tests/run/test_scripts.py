@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import train_gpt2_large
 import train_gpt2_xl
-from lowmem.core.step import Step
+from lowmem.core.step import TrainingStep
 from lowmem.data.dataset import load_data
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.models.build import load_config
@@ -246,7 +246,7 @@ def test_every_optimizer_and_precision_trains_and_resumes_bitwise(
     assert (choice["optimizer"], choice["precision"], choice["state_bits"]) == (optimizer, precision, state_bits)
 
     with monkeypatch.context() as patch:
-        at_call(patch, Step, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM))
+        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM))
         assert train(tmp_path / "parts", *options) == 75
     assert train(tmp_path / "parts", *options) == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts")

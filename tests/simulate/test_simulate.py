@@ -16,10 +16,11 @@ from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
 from lowmem.core.kernels import fused
 from lowmem.core.layers import cast_explicitly, fuse_gelu
+from lowmem.core.layout import Schedule
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
-from lowmem.core.step import Schedule, Step
+from lowmem.core.step import TrainingStep
 from lowmem.models.build import build_model, load_config
 from lowmem.simulate.allocator import SimulatedOutOfMemory
 from lowmem.simulate.recorder import FREED, Chunk, Recorder, Tape
@@ -78,7 +79,7 @@ def really_allocated(config, case: StepCase) -> int:
     def train() -> None:
         decoder = decoder_of(config)
         store = Store(decoder, CPU, case.dtype, case.optimizer, case.resident_units)
-        step = Step(
+        step = TrainingStep(
             decoder, store, case.optimizer, case.schedule, clip_norm=1.0, weight_decay=0.01, seed=0,
             loss_scale=LossScale(enabled=False),
         )  # fmt: skip

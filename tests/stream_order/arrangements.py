@@ -2,9 +2,8 @@
 
 Each is the small GPT-2 of gpu_acceptance/bitwise.py, dropout on, three steps of four micro-batches, so that the update
 of one step meets the forward pass of the next twice, and eleven pieces pass through three slots. `run` takes the
-project's own Step, Store and Ring through it: on "cuda", on the CPU, or, inside `Recorder.imitating`, on the CPU with
-imitated streams.
-"""
+project's own TrainingStep, Store and Ring through it: on "cuda", on the CPU, or, inside `Recorder.imitating`, on the
+CPU with imitated streams."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from lowmem.core import parameters as stores
 from lowmem.core.batch import Batch
 from lowmem.core.offload import host_tensor
 from lowmem.core.parameters import Store
-from lowmem.core.step import Step, StepResult
+from lowmem.core.step import StepResult, TrainingStep
 from lowmem.run.recovery import Recovery
 from lowmem.run.smaller_layouts import Sizes
 from tests.stream_order import kernels as plain_kernels
@@ -126,7 +125,7 @@ def differences(outcomes: list[Outcome], others: list[Outcome]) -> list[str]:
 
 def _prepare(
     arrangement: Arrangement, device: torch.device, host_tensor: Callable[[int, torch.dtype], Tensor]
-) -> tuple[Step, Store]:
+) -> tuple[TrainingStep, Store]:
     with patch.object(stores, "PIECE", PIECE):
         return make_step(
             SHAPE, device, arrangement.precision, arrangement.kernels, clip_norm=arrangement.clip_norm,
@@ -135,7 +134,7 @@ def _prepare(
 
 
 def _train(
-    arrangement: Arrangement, step: Step, store: Store, one_step: Callable[[int, Batch], StepResult]
+    arrangement: Arrangement, step: TrainingStep, store: Store, one_step: Callable[[int, Batch], StepResult]
 ) -> list[Outcome]:
     """The outcome at each save and at the end; the losses of evaluations are among those of steps."""
     outcomes, results = [], []

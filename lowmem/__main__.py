@@ -1,0 +1,35 @@
+"""`python -m lowmem train|plan|demo [options]`, and the command `lowmem` where the package is installed.
+
+train    any model: the options of train_gpt2_large.py, --model among them
+plan     what it would take: the options of `python -m lowmem.plan`
+demo     a small model on the source files of Python's standard library
+"""
+
+import sys
+
+from lowmem.settings import Settings
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs what `arguments` (the command line's, if None) ask for; returns the exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+    command, options = (words[0], words[1:]) if words else ("", [])
+    if command == "plan":
+        from lowmem.run.plan_command import main as plan
+
+        return plan(options)
+    if command in ("train", "demo"):
+        from lowmem.run.main import main as train
+
+        return train(Settings(out="runs/lowmem"), ["--demo", *options] if command == "demo" else options)
+    if command in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    said = f"{command!r} is no command" if command else "no command is given"
+    print(f"lowmem: {said}; the commands are train, plan and demo (lowmem --help).", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.argv[0] = "lowmem"  # what errors and --help call the program
+    sys.exit(main())

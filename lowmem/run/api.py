@@ -1,0 +1,109 @@
+"""What `import lowmem` offers beside the command line: plans, whole runs, and the step for a training loop of your own.
+
+    model = lowmem.load(lowmem.Settings(model="gpt2", seq=512, batch=8, gpu_limit_bytes=6 * 2**30))
+    result = model.step(lowmem.Batch(input_ids, labels), number, learning_rate=3e-5)
+    lowmem.export(model, "my_model")
+
+A loop of your own owns its data, its learning rates and its log; planning, loading, the exact streamed update and the
+export are those of the scripts. What stays with the scripts: checkpoints and resuming, evaluation by schedule, the
+pictures and the report, and what is done about memory that runs out.
+"""
+
+import json
+import threading
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from lowmem import device as devices
+from lowmem.core.decoder import Decoder
+from lowmem.core.step import TrainingStep
+from lowmem.data.tokenizer import load_tokenizer
+from lowmem.errors import InputError
+from lowmem.limits import Budget
+from lowmem.models.build import check_tokens, load_config, make_decoder
+from lowmem.models.export import export_model
+from lowmem.models.load import random_weights, read_weights
+from lowmem.planning.plan import Plan
+from lowmem.planning.planner import make_plan
+from lowmem.planning.process import process_aside
+from lowmem.planning.target import planned
+from lowmem.run.signals import StopRequest
+from lowmem.run.train import make_step, plan_for_here, run
+from lowmem.settings import Settings
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model whose every parameter `step` trains. `decoder`: its pieces, whose parameters are views into flat tensors
+    (`step.store`); `tokenizer`: None where a random model has none."""
+
+    settings: Settings
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase | None
+    plan: Plan
+    decoder: Decoder
+    step: TrainingStep
+
+
+def plan(settings: Settings) -> Plan:
+    """What training would take: on the card that `settings.gpu` names, for which no GPU is needed, or else on the
+    device that is here. No weights are loaded. PlanError, with the smallest caps that would do, where nothing fits;
+    InputError for a model that cannot be trained in pieces."""
+    devices.set_environment()
+    settings = replace(settings, plan_only=settings.gpu is not None)
+    kind, precision, card = planned(settings)
+    config = load_config(settings.model, settings.init)
+    check_tokens(config, settings.seq, largest_token_id=0)
+    return make_plan(settings, config, kind, precision, card)
+
+
+def train(settings: Settings) -> dict:
+    """A whole run, as the scripts make it; the content of its report.json. SIGTERM and SIGINT save and end it
+    (`Stopped`), where it is called in the main thread. Every error is a LowmemError with the scripts' exit code."""
+    if settings.plan_only:
+        raise InputError("plan_only=True plans and trains nothing: call lowmem.plan(settings).")
+    main_thread = threading.current_thread() is threading.main_thread()
+    with StopRequest() if main_thread else nullcontext(StopRequest()) as stop:
+        run(settings, stop)
+    return json.loads((Path(settings.out) / "report.json").read_text(encoding="utf-8"))
+
+
+def load(settings: Settings) -> LoadedModel:
+    """Plans for this machine, applies both caps, and loads the weights that `settings` name, piece by piece, into their
+    places. For one model a process: caps and deterministic kernels are settings of the whole process."""
+    devices.set_environment()
+    settings = replace(settings, plan_only=False)
+    with process_aside() as aside:
+        _, precision, card = planned(settings)
+        config = load_config(settings.model, settings.init)
+        check_tokens(config, settings.seq, largest_token_id=0)
+        device = devices.select_device(settings.device)
+        tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
+        plan, _ = plan_for_here(settings, config, device, precision, card, aside)
+    Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes).apply(plan.gpu_reserved_peak_bytes)
+    devices.make_deterministic(device)
+    decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
+    pretrained = settings.init == "pretrained"
+    weights = read_weights(decoder.model, settings.model) if pretrained else random_weights(config, settings.seed)
+    step = make_step(settings, decoder, device, plan)
+    step.store.write(weights)
+    decoder.check(config.vocab_size, settings.document_mask)
+    if device.type == "cuda":
+        devices.release_freed_memory()
+    step.store.page_lock()
+    return LoadedModel(settings, config, tokenizer, plan, decoder, step)
+
+
+def export(model: LoadedModel, folder: str | Path) -> None:
+    """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it: the fp32 master weights, the config and
+    the tokenizer."""
+    model.step.flush()
+    store = model.step.store
+    export_model(
+        Path(folder), model.config, store.masters(), order=store.names(), tokenizer=model.tokenizer,
+        generation_config=GenerationConfig.from_model_config(model.config),
+        readme=f"# {model.plan.model}, every parameter trained with lowmem\n\n```\n{model.plan.describe()}\n```\n",
+    )  # fmt: skip

@@ -1,0 +1,108 @@
+"""`import lowmem` and `python -m lowmem`: what a program of one's own can call."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lowmem
+from lowmem.run.learning_rate import learning_rate, warmup_updates
+from lowmem.run.train import read_data
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = lowmem.Settings(
+    model="gpt2-demo", init="random", seq=16, batch=4, steps=3, lr=1e-3, device="cpu", eval_batches=1
+)
+MOST_LINES = 20
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def test_importing_lowmem_imports_nothing_heavy():
+    program = (
+        "import sys, lowmem; lowmem.Settings; lowmem.InputError; print({'torch', 'transformers'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_every_name_is_there_and_plan_is_a_function_also_after_its_program_was_run():
+    for name in lowmem.__all__:
+        assert getattr(lowmem, name).__name__ == name
+        assert name in dir(lowmem)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        lowmem.trian  # noqa: B018
+    program = "import lowmem; from lowmem.run import plan_command; lowmem.plan(lowmem.Settings(gpu='?'))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert "InputError" in done.stderr and "?" in done.stderr
+
+
+def test_the_readme_s_loop_runs_as_it_stands(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= MOST_LINES
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", done.stdout)]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 1
+    assert weights(tmp_path / "model")
+
+
+def test_a_loop_of_one_s_own_gives_the_bits_of_a_run(tmp_path):
+    settings = replace(TINY, out=str(tmp_path / "run"))
+    report = lowmem.train(settings)
+    assert report["steps"] == 3
+    model = lowmem.load(settings)
+    data = read_data(settings, model.config, model.tokenizer)
+    for number in range(3):
+        warmup = warmup_updates(settings.warmup_steps, 3)
+        rate = learning_rate(number, peak=1e-3, updates=3, warmup_updates=warmup, schedule="cosine")
+        result = model.step(data.train.batch(number), number, rate)
+    assert result.loss == report["loss"]["last"]
+    lowmem.export(model, tmp_path / "model")
+    ours, run = weights(tmp_path / "model"), weights(tmp_path / "run" / "model")
+    assert ours.keys() == run.keys() and all(torch.equal(ours[name], run[name]) for name in run)
+
+
+def test_a_plan_for_a_card_that_is_not_here():
+    plan = lowmem.plan(replace(TINY, device="auto", gpu="rtx3060"))
+    assert plan.card.name == "rtx3060" and plan.to_dict()["fits"]
+    with pytest.raises(lowmem.PlanError, match="--gpu-limit"):
+        lowmem.plan(replace(TINY, device="auto", gpu="rtx3060", gpu_limit_bytes=2**20))
+    with pytest.raises(lowmem.InputError, match="lowmem.plan"):
+        lowmem.train(replace(TINY, plan_only=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], 2, "the commands are train, plan and demo"),
+        (["trian"], 2, "'trian' is no command"),
+        (["train", "--stpes", "3"], 2, "lowmem: Unknown option --stpes"),
+        (["plan", "--model", "gpt2", "--gpu", "no card"], 2, "lowmem.plan: "),
+    ],
+)
+def test_bad_usage_of_the_command(words, code, said):
+    done = subprocess.run([sys.executable, "-m", "lowmem", *words], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "") and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_command_plans_and_trains(tmp_path):
+    here = [sys.executable, "-m", "lowmem"]
+    done = subprocess.run([*here, "plan", "--model", "gpt2", "--gpu", "t4", "--seq", "64", "--batch", "2"],
+                          cwd=ROOT, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0 and done.stdout.endswith("fits\n")
+    options = ["--seq", "16", "--batch", "4", "--micro-batch", "4", "--steps", "1", "--device", "cpu"]
+    done = subprocess.run([*here, "demo", *options, "--out", str(tmp_path / "demo")], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0 and (tmp_path / "demo" / "report.json").exists(), done.stderr
