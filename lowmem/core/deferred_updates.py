@@ -98,7 +98,7 @@ class Updates:
         part = piece.part
         state = self.ring.take(piece)
         before = self.units - 1 - part.unit if self.downwards else part.unit
-        if before > self.units_done:  # whatever units lie between have no parameters
+        if before > self.units_done:  # units without parameters have nothing to update
             self.units_done = before
             return
         if part.gradient is not None:  # else nothing of it took part in this step

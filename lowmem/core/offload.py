@@ -2,10 +2,10 @@
 
 A pass over the pieces of the model brings each piece's state to the device `AHEAD` pieces before it is needed, hands
 it out, and writes it back after use; copies in, copies out and the updates have a stream each, so that on a GPU both
-directions of the bus and the compute stream work at once. Were the updates on the compute stream, a slot would only be
-free again when the forward pass before its update is done, and no more than the ring would ever be copied behind that.
-The ring is a fixed set of slots, each as large as the largest piece. Where memory runs out within a pass, the same call
-can be made again.
+directions of the bus and the compute stream work at once. If updates ran on the compute stream, a slot would not be
+free before the forward pass ahead of its update had ended, and copies could never be further ahead than the ring is
+long. The ring is a fixed set of slots, each as large as the largest piece. Where memory runs out within a pass, the
+same call can be made again.
 
 Buffers in RAM are anonymous mappings of exactly the size asked for, registered with CUDA: PyTorch's own page-locked
 allocator rounds sizes up to powers of two (2.25 GiB take 4 GiB).
@@ -202,18 +202,21 @@ class _CudaCopies:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """What is launched in here is an update."""
+        """Kernels that are launched inside the block go to the stream of the updates."""
         with torch.cuda.stream(self._updates):
             yield
             self._updated.record()
 
     def wait_for_compute(self) -> None:
-        """Updates from here on come after all that the compute stream has been given."""
+        """Makes the stream of the updates wait for the kernels that the compute stream has been given so far."""
         self._updates.wait_stream(torch.cuda.current_stream())
 
     def hold_compute(self) -> None:
-        """What the compute stream is given from here on comes after all updates so far, and may use their memory."""
-        torch.cuda.current_stream().wait_event(self._updated)  # not for the stream, which awaits the next piece by now
+        """Makes the compute stream wait for the updates made so far: later kernels may read their weights and use the
+        memory that they freed."""
+        torch.cuda.current_stream().wait_event(
+            self._updated
+        )  # an event, since the stream itself already waits for the next piece
 
     def write_back(self, slot: int, state: State, home: State) -> None:
         self._out.wait_stream(self._updates)

@@ -8,9 +8,10 @@ All of them run the same kernels on the same numbers, so the bits are equal as l
 each block seeds its device's generator with a number made of (run, optimizer step, micro-batch, block) before it runs.
 No order of execution, no segment length and no group size can change a mask.
 
-The last product of a segment that runs again is left out, unless something that backward needs depends on it: the first
-second run of a segment learns which product that is (`SkippableProducts`), and every later one watches that it is not
-needed.
+When a segment runs again, its last matrix product is skipped if nothing that backward needs depends on its output, as
+in every block that ends in a residual sum. Which product that is becomes known when a segment of its kind runs again
+for the first time (`SkippableProducts`); every later run checks that autograd saves nothing that was computed from it,
+and runs the segment once more, with the product, if it does.
 
 Bytes per token of a GPT-2 block of width D in 16 bit: 4 D for an fp32 boundary, 2 D for one in 16 bit; PRODUCTS keeps
 18 D beside it, ALL about 34 D.
