@@ -1,22 +1,12 @@
 """What this project's own checks cannot do on the stand-in, and so do not.
 
-The card has no speed, so it is not timed (calibrate.py): plans are made by the table of cards.
-
 Without values device memory is never written, so what compares values is carried out, it allocates and launches as
-ever, and its verdict is not looked at; what is asked of a value is so. With values nothing is passed over but the
-timing.
+ever, and its verdict is not looked at; what is asked of a value is so. With values nothing is passed over.
 """
 
 import contextlib
 
 from lowmem.errors import InputError
-
-
-def timing() -> None:
-    """From here on no card is measured."""
-    from lowmem.simulate import calibrate
-
-    calibrate.measured_card = lambda *arguments, **keywords: None
 
 
 def comparisons() -> None:

@@ -58,7 +58,6 @@ from lowmem.simulate.step import (
     gpu_target,
     most_bytes,
     named_at_peak,
-    record_step,
     under_cap,
 )
 from lowmem.units import GIB, MIB, format_size
@@ -73,15 +72,14 @@ SEGMENTS_OF_A_BATCH = (1, 2, 4, 6, 8)  # blocks per segment that are tried where
 
 def make_plan(
     settings: Settings, config: PretrainedConfig, device: str, precision: str, card: Card | None,
-    ram_free_bytes: int | None = None, measured: Card | None = None, fused_kernels: bool | None = None,
+    ram_free_bytes: int | None = None, fused_kernels: bool | None = None,
     process: Process | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for the model of `config` on `device` ("cuda", with a `card`, or "cpu"); PlanError, naming the smallest
     caps that would do, where nothing fits; InputError for an architecture that cannot be trained in pieces.
-    `ram_free_bytes`: what this machine has, if the plan is for this machine. `measured`: the card as it was timed here,
-    which says how long the chosen layout takes; what is chosen is the table's to say, so that it is the same every
-    time. `fused_kernels`: whether operators.py's can be had, None: as is to be expected of the card. `process`: what
-    the process that is going to train has taken, where that is not this one."""
+    `ram_free_bytes`: what this machine has, if the plan is for this machine. `fused_kernels`: whether operators.py's
+    can be had, None: as is to be expected of the card. `process`: what the process that is going to train has taken,
+    where that is not this one."""
     if process is None and (device == "cpu" or torch.cuda.is_initialized()):
         process = Process(ram_now_bytes(), 0)
     not_compared = compare_small_copy(config, settings.document_mask, precision, settings.residual)
@@ -90,7 +88,7 @@ def make_plan(
         if device == "cpu":
             plan = _cpu_plan(settings, decoder, precision, ram_free_bytes, process)
         else:
-            plan = _gpu_plan(settings, decoder, precision, card, measured, fused_kernels, process)
+            plan = _gpu_plan(settings, decoder, precision, card, fused_kernels, process)
     if ram_free_bytes is not None and process is not None and plan.ram_bytes - process.now_bytes > ram_free_bytes:
         raise PlanError(
             f"{_what(settings)} needs {format_size(plan.ram_bytes)} of RAM in "
@@ -109,7 +107,7 @@ def make_plan(
 
 
 def _gpu_plan(
-    settings: Settings, decoder: Callable[[], Decoder], precision: str, card: Card, measured: Card | None,
+    settings: Settings, decoder: Callable[[], Decoder], precision: str, card: Card,
     fused_kernels: bool | None, process: Process | None,
 ) -> Plan:  # fmt: skip
     target = gpu_target(card, fused_kernels)
@@ -152,12 +150,6 @@ def _gpu_plan(
     plan = _plan(settings, simulations, "cuda", precision, card, gpu_limit, run, process_bytes)
     plan = replace(plan, fused_kernels=target.fused_kernels)
     plan = replace(plan, seconds_with_more_ram=_seconds_with_more_ram(settings, simulations, room, found))
-    if measured is not None:
-        timed = record_step(decoder(), found.case, gpu_target(measured, fused_kernels), {}, alike=True)
-        ratio = timed.seconds / plan.step_seconds
-        plan = replace(plan, card=measured, step_seconds=timed.seconds, waiting_seconds=timed.waiting_seconds)
-        if plan.seconds_with_more_ram is not None:
-            plan = replace(plan, seconds_with_more_ram=plan.seconds_with_more_ram * ratio)
     return plan
 
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +36,6 @@ from lowmem.run.recovery import OutOfRoom, recovery_of, with_pageable_copies
 from lowmem.run.report import config_identity, draw_plan, finish, run_identity, said_aloud
 from lowmem.run.signals import StopRequest
 from lowmem.settings import Settings
-from lowmem.simulate.calibrate import measured_card
 from lowmem.simulate.gpus import Card
 
 SKIPPED_IN_A_ROW = 10  # steps without a finite gradient after which a run gives up
@@ -94,15 +92,13 @@ def plan_for_here(
     aside: Callable,
 ) -> tuple[Plan, str | None]:  # fmt: skip
     """The plan for this machine as it is now, and why there are no fused kernels, None where there are."""
-    measured = no_kernel = None
+    no_kernel = None
     if device.type == "cuda":
         devices.take_workspaces(device)
         no_kernel = fused.why_not(device)
-        pieces = partial(make_decoder, config, precision, settings.residual, no_kernel is None)
-        measured = measured_card(pieces, settings.seq, WORKING_DTYPES[precision], device)
         devices.forget_allocations(device)
     free, process = ram_available_bytes()[0], Process.here()
-    plan = aside(make_plan, settings, config, device.type, precision, card, free, measured, no_kernel is None, process)
+    plan = aside(make_plan, settings, config, device.type, precision, card, free, no_kernel is None, process)
     return plan, no_kernel
 
 

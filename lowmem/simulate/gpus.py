@@ -9,9 +9,8 @@ tensor cores: 16-bit products run on the fp32 units after conversion, also on th
 in fp16 only (tensorflow#15585 explains it). bf16 where the hardware has none is emulated at half the fp32 rate. TF32
 is off, as lowmem.device leaves it.
 
-Every figure here is assumed until a row of experiments measures it; the card that is here is timed (calibrate.py). What
-an operation takes on a card stands in roofline.py. This file needs no PyTorch: the stand-in reads it before that can be
-imported.
+Every figure here is assumed until a row of experiments measures it. What an operation takes on a card stands in
+roofline.py. This file needs no PyTorch: the stand-in reads it before that can be imported.
 """
 
 import re

@@ -75,12 +75,6 @@ def _begin_values():
     values.begin()
 
 
-def _pass_over_timing():
-    from stand_in import passed_over
-
-    passed_over.timing()
-
-
 def _pass_over_comparisons():
     from stand_in import passed_over
 
@@ -90,7 +84,6 @@ def _pass_over_comparisons():
 if os.environ.get("STAND_IN_LIBRARIES"):
     _load_libraries(Path(os.environ["STAND_IN_LIBRARIES"]))
     atexit.register(_wait_for_backward_threads)
-    sys.meta_path.insert(0, _AfterImport("lowmem.simulate.calibrate", _pass_over_timing))
     if os.environ.get("STAND_IN_VALUES"):
         sys.meta_path.insert(0, _AfterImport("torch", _begin_values))
     else:

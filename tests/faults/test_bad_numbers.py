@@ -8,14 +8,14 @@ import pytest
 from runs import content, last_line, simulated
 from safetensors.torch import load_file
 
-import lowmem.core.step
+import lowmem.core.operations
 from lowmem.data.dataset import Rows
 from lowmem.run.log import read_metrics
 
 
 def spoil(patch: pytest.MonkeyPatch, micro_batches: range) -> None:
     """The training loss, and its gradient, of these micro-batches (counted from 0 over the run) are NaN."""
-    real, calls = lowmem.core.step.linear_cross_entropy, iter(range(1000))
+    real, calls = lowmem.core.operations.linear_cross_entropy, iter(range(1000))
 
     def spoilt(*arguments, **keywords):
         loss, gradient = real(*arguments, **keywords)

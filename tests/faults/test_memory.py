@@ -15,8 +15,8 @@ import torch
 from runs import assert_same_run, at_call, last_line, loss_rows, simulated, stored, weights
 from transformers import AutoModelForCausalLM
 
+import lowmem.core.operations
 import lowmem.core.optimizers
-import lowmem.core.step
 import lowmem.limits
 import lowmem.models.export
 import lowmem.run.main
@@ -45,7 +45,7 @@ ALL_MEASURES = 9  # the cache, four times blocks, three times states, the micro-
 
 def fail_at(patch: pytest.MonkeyPatch, calls: range) -> None:
     """Memory runs out at these calls of the loss, so `len(calls)` times one after the other."""
-    real, numbers = lowmem.core.step.linear_cross_entropy, iter(range(1, 10_000))
+    real, numbers = lowmem.core.operations.linear_cross_entropy, iter(range(1, 10_000))
 
     def failing(*arguments, **keywords):
         if not simulated() and next(numbers) in calls:
@@ -170,7 +170,7 @@ def test_ram_that_runs_out_in_the_export_is_no_bad_input(finished, train, tmp_pa
 
 
 def test_single_sequences_that_do_not_fit_end_the_run_with_exit_4(train, tmp_path, capsys, monkeypatch):
-    real = lowmem.core.step.linear_cross_entropy
+    real = lowmem.core.operations.linear_cross_entropy
 
     def failing(*arguments, **keywords):
         return real(*arguments, **keywords) if simulated() else run_out()

@@ -18,7 +18,7 @@ from steps import make_batch, make_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-import lowmem.core.step
+import lowmem.core.operations
 from lowmem.core.deferred_updates import Updates
 from lowmem.core.layout import Layout, Schedule
 from lowmem.core.offload import Ring
@@ -381,7 +381,7 @@ def test_a_gradient_that_did_not_reach_its_accumulator_counts_for_nothing(monkey
 def test_the_failed_attempts_tensors_are_gone_when_room_is_made(monkeypatch):
     training = make_training()
     alive, seen = [], []
-    real = lowmem.core.step.linear_cross_entropy
+    real = lowmem.core.operations.linear_cross_entropy
 
     def failing(hidden, *arguments, **keywords):
         alive.append(weakref.ref(hidden))

@@ -423,15 +423,6 @@ def test_for_several_cards_there_is_advice_by_method(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("lowmem.plan: ")
 
 
-def test_a_card_that_was_timed_says_how_long_the_same_layout_takes():
-    settings = dataclasses.replace(SMALL, states="streamed")
-    slow = dataclasses.replace(CARDS["rtx3090"], name="measured", bus_bytes_per_second=1e8)
-    plan = make_plan(settings, CONFIG, "cuda", "bf16", CARDS["rtx3090"])
-    timed = make_plan(settings, CONFIG, "cuda", "bf16", CARDS["rtx3090"], measured=slow)
-    assert (timed.schedule, timed.resident_units) == (plan.schedule, plan.resident_units)
-    assert timed.card.name == "measured" and timed.step_seconds > 2 * plan.step_seconds
-
-
 def test_states_that_take_less_than_the_staging_ring_are_kept_and_nothing_inexact_is_chosen(tmp_path, capsys):
     """A small model with a large vocabulary fits with everything resident, but not with everything streamed."""
     GPT2Config(n_layer=3, n_embd=256, n_head=4, vocab_size=20_000, n_positions=128).save_pretrained(tmp_path)
