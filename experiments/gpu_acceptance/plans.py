@@ -27,7 +27,7 @@ from experiments.gpu_acceptance.measured import Measured, Ran, error, prepared, 
 from experiments.harness.child import Result, Setting
 from lowmem.core.layout import Schedule
 from lowmem.planning.planner import MARGIN_BYTES
-from lowmem.planning.search import Choices, Room, fastest
+from lowmem.planning.search import Choices, MemoryLimits, fastest
 from lowmem.planning.simulations import Simulations, smallest_cap_bytes
 from lowmem.simulate.allocator import SimulatedOutOfMemory
 from lowmem.simulate.gpus import CARDS
@@ -203,7 +203,7 @@ def check_choice(setting: Setting, device: torch.device, target: Target) -> Resu
     simulations = Simulated.of(base, target).simulations
     kept = (0, 2 * simulations.blocks)
     resident = sorted({layout.case(simulations.units).resident_units for layout in layouts})
-    found = fastest(simulations, Choices(micro_batches, groups, (1, 2), kept, resident), Room(room, None))
+    found = fastest(simulations, Choices(micro_batches, groups, (1, 2), kept, resident), MemoryLimits(room, None))
     seconds: dict[str, float] = {}
     chosen = None
     for layout in layouts:

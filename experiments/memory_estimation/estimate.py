@@ -18,13 +18,13 @@ from lowmem.core.layout import Schedule
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.models.build import make_decoder
 from lowmem.planning.planner import fastest_layout, least_room
-from lowmem.planning.search import Room
+from lowmem.planning.search import MemoryLimits
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 from lowmem.simulate import cuda_ops, temporaries
 from lowmem.simulate.allocator import SimulatedOutOfMemory
 from lowmem.simulate.gpus import Card
-from lowmem.simulate.recorder import Machine, Tape
+from lowmem.simulate.recorder import DeviceModel, Tape
 from lowmem.simulate.step import Memory, StepCase, Target, gpu_target, under_cap
 
 LOWMEM, SMALLEST = "lowmem", "lowmem smallest"
@@ -36,7 +36,7 @@ def plain_target(card: Card, version: tuple[int, int] = _TORCH) -> Target:
     """`card` as plain training finds it: sums in any order, the workspaces of this version of PyTorch, nothing
     streamed."""
     gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=False)
-    machine = Machine(
+    machine = DeviceModel(
         hidden_bytes=functools.partial(temporaries.hidden_bytes, gpu=gpu),
         products=cuda_ops.PRODUCTS,
         workspace_bytes=cuda_ops.blas_workspace_bytes(card.capability, None, version)
@@ -64,9 +64,9 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
     InputError, with what is missing, for an architecture that lowmem cannot train.
     """
     settings, simulations = _lowmem(config, seq, batch, card)
-    found = fastest_layout(settings, simulations, Room(limit_bytes, None))
+    found = fastest_layout(settings, simulations, MemoryLimits(limit_bytes, None))
     if found is None:
-        smallest = least_room(settings, simulations, Room(limit_bytes, None))
+        smallest = least_room(settings, simulations, MemoryLimits(limit_bytes, None))
         return {"batch": batch, "fits": False, "smallest_cap_bytes": smallest.gpu, "streamed_bytes": smallest.ram}
     choice = asdict(found.case.schedule) | {
         "resident_units": found.case.resident_units,
@@ -78,7 +78,7 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
 
 def smallest_row(config: PretrainedConfig, seq: int, batch: int, card: Card) -> dict:
     """The smallest cap under which lowmem trains, and the states in RAM then; InputError as above."""
-    smallest = least_room(*_lowmem(config, seq, batch, card), Room(0, None))
+    smallest = least_room(*_lowmem(config, seq, batch, card), MemoryLimits(0, None))
     return {"batch": batch, "smallest_cap_bytes": smallest.gpu, "streamed_bytes": smallest.ram}
 
 

@@ -25,7 +25,7 @@ from lowmem.errors import PlanError
 from lowmem.models.build import load_config
 from lowmem.planning import planner
 from lowmem.planning.planner import make_plan, smallest_cap
-from lowmem.planning.target import planned
+from lowmem.planning.target import planning_target
 from lowmem.run import report, train
 from lowmem.run.cli import parse_arguments
 from lowmem.run.main import main as program
@@ -124,12 +124,12 @@ def _tight_cap(arguments: list[str]) -> int:
     """A cap between what is allocated and what is reserved without one, under which there is a plan."""
     settings = parse_arguments([*arguments, "--gpu-limit", "none"], Settings())
     config = load_config(settings.model, settings.init)
-    free = make_plan(settings, config, *planned(settings))
+    free = make_plan(settings, config, *planning_target(settings))
     allocated, reserved = free.gpu_allocated_peak_bytes, free.gpu_reserved_peak_bytes
     for share in (0.5, 1.0):
         cap = smallest_cap(int(allocated + share * (reserved - allocated)))
         try:
-            make_plan(replace(settings, gpu_limit_bytes=cap), config, *planned(settings))
+            make_plan(replace(settings, gpu_limit_bytes=cap), config, *planning_target(settings))
         except PlanError:
             continue
         return cap

@@ -47,7 +47,7 @@ from lowmem.core.layout import Schedule
 from lowmem.limits import OVERSHOOT_BYTES
 from lowmem.models.build import make_decoder
 from lowmem.planning import planner
-from lowmem.planning.search import Room
+from lowmem.planning.search import MemoryLimits
 from lowmem.planning.simulations import Simulations, smallest_cap_bytes
 from lowmem.planning.target import card_for
 from lowmem.run.cli import parse_arguments
@@ -70,10 +70,10 @@ def settings_of(case: Case) -> Settings:
 def caps(settings: Settings, simulations: Simulations) -> tuple[int, int]:
     """The smallest cap that is named, and the largest that is refused, in whole MiB; bytes. They may lie apart by more
     than a MiB: a layout's smallest cap is looked for to a few thousandths (simulations.py)."""
-    smallest = _in_mib(planner.least_room(settings, simulations, Room(0, None)).gpu)
+    smallest = _in_mib(planner.least_room(settings, simulations, MemoryLimits(0, None)).gpu)
     refused = smallest - MIB
     while True:
-        found = planner.fastest_layout(settings, simulations, Room(planner.room_under(refused), None))
+        found = planner.fastest_layout(settings, simulations, MemoryLimits(planner.room_under(refused), None))
         if found is None:
             return smallest, refused
         least = smallest_cap_bytes(simulations, found.case.schedule, found.case.resident_units)
@@ -111,7 +111,7 @@ def run_cell(case: Case, device: torch.device) -> dict:
     simulations = Simulations(decoder, planner.step_case(settings, precision), target)
     run = partial(_reserved_bytes, decoder, settings, device)
     smallest, refused = caps(settings, simulations)
-    planned = planner.fastest_layout(settings, simulations, Room(planner.room_under(smallest), None))
+    planned = planner.fastest_layout(settings, simulations, MemoryLimits(planner.room_under(smallest), None))
     if planned is None:
         return {"ok": False, "named_bytes": smallest, "completes": False, "why": "no plan under the cap that is named"}
     reserved = run(planned.case, smallest)

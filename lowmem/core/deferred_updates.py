@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from lowmem.core.offload import Ring, State
+from lowmem.core.offload import StagingRing, State
 from lowmem.core.optimizers import Hyperparameters
 from lowmem.core.parameters import Piece, Store
 from lowmem.errors import LowmemError
@@ -31,7 +31,7 @@ class Updates:
     ):
         """`update`: updates one piece, whose state is on the device, with `hyper`, or changes nothing where memory runs
         out; `beside`: whether it may run beside what computes (offload.py)."""
-        self.ring = Ring(store.device, store.pieces, beside)
+        self.ring = StagingRing(store.device, store.pieces, beside)
         self.hyper = Hyperparameters(learning_rate=0.0, weight_decay=weight_decay, update=0)
         self.units, self.units_done = units, units
         self._store, self._update = store, update

@@ -77,7 +77,7 @@ def page_lock(tensor: Tensor) -> bool:
     return False
 
 
-class Ring:
+class StagingRing:
     """AHEAD + 1 slots on `device` through which streamed states pass."""
 
     def __init__(self, device: torch.device, pieces: Sequence[Piece], beside: bool = False):

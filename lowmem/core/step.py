@@ -50,7 +50,7 @@ from lowmem.core.deferred_updates import Updates
 from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, HeldGradients
 from lowmem.core.kernels import fused
 from lowmem.core.layout import IN_BACKWARD, TWO_PASS, Layout, Schedule
-from lowmem.core.offload import Ring
+from lowmem.core.offload import StagingRing
 from lowmem.core.operations import Operations
 from lowmem.core.optimizers import Optimizer
 from lowmem.core.parameters import Store
@@ -239,7 +239,7 @@ class TrainingStep:
         self._updates.hyper = replace(self._updates.hyper, update=value)
 
     @property
-    def ring(self) -> Ring:
+    def ring(self) -> StagingRing:
         """Where streamed states pass through the device."""
         return self._updates.ring
 

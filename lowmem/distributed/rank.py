@@ -55,12 +55,12 @@ from lowmem.distributed.tensor_parallel import keep_share
 from lowmem.errors import InputError, LowmemError
 from lowmem.models.build import build_model
 from lowmem.simulate.allocator import CachingAllocator
-from lowmem.simulate.recorder import FREED, Chunk, Machine, Recorder, Tape
+from lowmem.simulate.recorder import FREED, Chunk, DeviceModel, Recorder, Tape
 from lowmem.simulate.replay import kind_of
 from lowmem.simulate.step import Target, under_cap
 
 METHODS = ("ddp", "fsdp2", "tp", "dp+tp")
-PLAIN = Target(Machine())  # no device in particular: nothing hidden, no time
+PLAIN = Target(DeviceModel())  # no device in particular: nothing hidden, no time
 _MARK = -2  # on the tape in the place of a size: from here on another block runs
 _SHAPES_ONLY = "shapes only"  # what DTensor works out on fake tensors in real runs too: takes no memory
 _NAMES = {  # of what is born in functions of these names, or in what they call
@@ -112,7 +112,7 @@ class Recording:
 class _StreamRecorder(Recorder):
     """Knows on which stream and in which block a storage was born, and that `resize_` ends one and begins another."""
 
-    def __init__(self, machine: Machine):
+    def __init__(self, machine: DeviceModel):
         super().__init__(machine, lambda frame: _NAMES.get(frame.f_code.co_name))
         self.streams = defaultdict(int)  # a workspace is not born
         self.blocks: dict[int, int | None] = {}  # of storages that are made outside of the blocks, for one

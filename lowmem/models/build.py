@@ -116,13 +116,13 @@ def weight_files(folder: Path) -> list[Path]:
             missing = [name for name in names if not (folder / name).is_file()]
             if missing:
                 raise InputError(
-                    f"{folder} lacks {len(missing)} of {len(names)} weight files ({some(missing)}); download it again"
+                    f"{folder} lacks {len(missing)} of {len(names)} weight files ({first_few(missing)}): download again"
                 )
             return [folder / name for name in names]
     raise InputError(f"{folder} holds no model.safetensors and no pytorch_model.bin, whole or in shards with an index")
 
 
-def some(names: Iterable[str]) -> str:
+def first_few(names: Iterable[str]) -> str:
     names = list(names)
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
@@ -225,7 +225,7 @@ def build_model(config: PretrainedConfig) -> PreTrainedModel:
         model = model_from_config(config)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if state := model.state_dict().keys() - names:
-        raise InputError(f"{type(model).__name__} keeps state in buffers ({some(sorted(state))}): not supported here")
+        raise InputError(f"{type(model).__name__} keeps state in buffers ({first_few(sorted(state))}): unsupported")
     return model.train()
 
 

@@ -16,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from lowmem.core.precision import runs
 from lowmem.errors import InputError, LowmemError
 from lowmem.files import flush_path, safetensors_header, write_at
-from lowmem.models.build import build_model, some
+from lowmem.models.build import build_model, first_few
 from lowmem.units import MIB, format_size
 
 
@@ -120,7 +120,7 @@ def _write_shards(
             written[name] += len(content)
         del values
     if missing := [name for name in shapes if written[name] < sizes[name]]:
-        raise ValueError(f"{len(missing)} parameters were not given: {some(missing)}")
+        raise ValueError(f"{len(missing)} parameters were not given: {first_few(missing)}")
 
     if len(shards) > 1:
         weight_map = {file_name[name]: path.name for name, (path, _) in places.items()}

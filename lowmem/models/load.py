@@ -38,7 +38,7 @@ from transformers.initialization import guard_torch_init_functions
 
 from lowmem.core.precision import RUN_ELEMENTS
 from lowmem.errors import InputError
-from lowmem.models.build import build_model, model_folder, model_from_config, parameters_placed, some, weight_files
+from lowmem.models.build import build_model, first_few, model_folder, model_from_config, parameters_placed, weight_files
 
 _SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Masks, rotary tables and the like that older versions of transformers stored beside the weights.
@@ -177,7 +177,7 @@ def _match(model: PreTrainedModel, entries: dict[str, _Entry], source: str) -> d
     missing = [name for name in parameters if name not in matched]
 
     problems = (("missing", missing), ("unexpected", unexpected), ("unfit", wrong), ("merged or split", converted))
-    said = [f"{len(names)} {problem} ({some(names)})" for problem, names in problems if names]
+    said = [f"{len(names)} {problem} ({first_few(names)})" for problem, names in problems if names]
     if said:
         advice = "use the config.json that came with the weights, or --init random"
         if converted:

@@ -18,7 +18,7 @@ _FEW = 16  # micro-batches that are one group at most, where all gradients are h
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryLimits:
     """What there is to fit into, in bytes, None for no limit: `gpu` for the allocator, `ram` for streamed states."""
 
     gpu: int | None
@@ -66,7 +66,7 @@ class Column:
 class Columns:
     """What the layouts of these choices take, with this much room."""
 
-    def __init__(self, simulations: Simulations, choices: Choices, room: Room):
+    def __init__(self, simulations: Simulations, choices: Choices, room: MemoryLimits):
         self.simulations, self.choices, self.room = simulations, choices, room
         self.last_kept, self.last_resident = len(choices.kept) - 1, len(choices.resident_units) - 1
         self._sizes: dict[int, list[float]] = {}

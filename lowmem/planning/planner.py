@@ -46,7 +46,16 @@ from lowmem.planning.ram import (
     on_a_gpu,
     on_the_cpu,
 )
-from lowmem.planning.search import SEGMENTS, Choices, Found, Room, fastest, frugal, smallest_room, streaming_more
+from lowmem.planning.search import (
+    SEGMENTS,
+    Choices,
+    Found,
+    MemoryLimits,
+    fastest,
+    frugal,
+    smallest_room,
+    streaming_more,
+)
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 from lowmem.simulate.allocator import SimulatedOutOfMemory
@@ -121,11 +130,11 @@ def _gpu_plan(
     simulations = Simulations(decoder, case, target)
     drawn_bytes = _drawn_bytes(settings, simulations)
 
-    def room_for(case: StepCase) -> Room:
+    def room_for(case: StepCase) -> MemoryLimits:
         gpu, ram = (None if gpu_limit is None else room_under(gpu_limit)), settings.ram_limit_bytes
         if ram is not None:
             ram = most_streamed(ram, process_bytes, drawn_bytes, case.optimizer, case.dtype)
-        return Room(gpu, ram)
+        return MemoryLimits(gpu, ram)
 
     room = room_for(case)
     found = fastest_layout(settings, simulations, room)
@@ -175,7 +184,7 @@ def _as_it_runs(simulations: Simulations, found: Found, gpu_limit: int | None) -
     return replace(found, recording=recording, memory=memory)
 
 
-def fastest_layout(settings: Settings, simulations: Simulations, room: Room) -> Found | None:
+def fastest_layout(settings: Settings, simulations: Simulations, room: MemoryLimits) -> Found | None:
     """Of all that the settings leave open; forward and backward run twice where nothing else fits, or is slower."""
     choices = _choices(settings, simulations)
     found, twice = fastest(simulations, choices, room), _twice(settings, choices)
@@ -185,7 +194,9 @@ def fastest_layout(settings: Settings, simulations: Simulations, room: Room) -> 
     return fastest(simulations, twice, room, below_seconds) or found
 
 
-def _seconds_with_more_ram(settings: Settings, simulations: Simulations, room: Room, found: Found) -> float | None:
+def _seconds_with_more_ram(
+    settings: Settings, simulations: Simulations, room: MemoryLimits, found: Found
+) -> float | None:
     """How long a step takes with 1 GiB more of RAM, or less; None where RAM is not what decides, or where that changes
     little. It is the time of one layout, which fits then: that of `found`, but streaming and keeping more."""
     recording, resident = found.recording, found.case.resident_units
@@ -194,13 +205,13 @@ def _seconds_with_more_ram(settings: Settings, simulations: Simulations, room: R
     choices = _choices(settings, simulations)
     if found.case.schedule.norm_first:
         choices = _twice(settings, choices)
-    more = streaming_more(simulations, choices, Room(room.gpu, room.ram + GIB), found)
+    more = streaming_more(simulations, choices, MemoryLimits(room.gpu, room.ram + GIB), found)
     if more is None or more.recording.seconds >= _WORTH_SAYING * recording.seconds:
         return None
     return more.recording.seconds
 
 
-def least_room(settings: Settings, simulations: Simulations, room: Room) -> Room:
+def least_room(settings: Settings, simulations: Simulations, room: MemoryLimits) -> MemoryLimits:
     """The smallest caps that would do where nothing fits into `room`."""
     choices = _choices(settings, simulations)
     rooms = [smallest_room(simulations, which, room) for which in (choices, _twice(settings, choices)) if which]
@@ -211,7 +222,7 @@ def frugal_layouts(settings: Settings, simulations: Simulations) -> list[tuple[S
     """Schedules and numbers of resident units with no cap for RAM, one of which takes least of the GPU."""
     choices = _choices(settings, simulations)
     both = [which for which in (choices, _twice(settings, choices)) if which]
-    return [layout for which in both for layout in frugal(simulations, which, Room(None, None))]
+    return [layout for which in both for layout in frugal(simulations, which, MemoryLimits(None, None))]
 
 
 def step_case(settings: Settings, precision: str) -> StepCase:

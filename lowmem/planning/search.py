@@ -34,7 +34,7 @@ from heapq import heappop, heappush
 from itertools import count, pairwise
 
 from lowmem.core.layout import Schedule
-from lowmem.planning.columns import Choices, Column, Columns, Family, Room, within
+from lowmem.planning.columns import Choices, Column, Columns, Family, MemoryLimits, within
 from lowmem.planning.simulations import Simulations
 from lowmem.simulate.step import Memory, Recording, StepCase
 
@@ -79,7 +79,9 @@ class _Layout:
 _Bounded = Iterator[tuple[float, Family | _Part | _Layout]]  # with the seconds that nothing in it goes below
 
 
-def fastest(simulations: Simulations, choices: Choices, room: Room, below_seconds: float = math.inf) -> Found | None:
+def fastest(
+    simulations: Simulations, choices: Choices, room: MemoryLimits, below_seconds: float = math.inf
+) -> Found | None:
     """The fastest layout that fits, if it takes less than `below_seconds`."""
     search = _Search(simulations, choices, room)
     if search.fewest_resident is None:
@@ -209,7 +211,7 @@ class _Search(Columns):
         """What no layout with this micro-batch goes below. Where forward and backward run twice, that is half as much
         again as where they run once: what they do not double are the updates."""
         if self.choices.norm_first:
-            once = _Search(self.simulations, replace(self.choices, norm_first=False), Room(None, None))
+            once = _Search(self.simulations, replace(self.choices, norm_first=False), MemoryLimits(None, None))
             return 1.5 * once._least_seconds(micro_batch)
         groups = self.groups(micro_batch)
         if self.simulations.base.clip_norm is not None:
@@ -225,7 +227,7 @@ class _Search(Columns):
 
     # --- where nothing fits
 
-    def smallest_room(self) -> Room:
+    def smallest_room(self) -> MemoryLimits:
         """Caps that would do where nothing fits: if the GPU's can be kept to, the smallest for RAM beside it; else the
         smallest for the GPU, with as much streamed as RAM has room for."""
         streamed = [
@@ -235,14 +237,14 @@ class _Search(Columns):
             if resident is not None
         ]
         if streamed:
-            return Room(self.room.gpu, min(streamed))
+            return MemoryLimits(self.room.gpu, min(streamed))
         best = None
         for layout in sorted(self.frugal(), key=lambda layout: self.simulations.allocated_bytes(*layout)):
             if best is not None and self.simulations.allocated_bytes(*layout) >= best.gpu:
                 break
             cap = self.simulations.runs(*layout).smallest_cap_bytes()
             if best is None or cap < best.gpu:
-                best = Room(cap, self.simulations.record(*layout)[1].streamed_bytes)
+                best = MemoryLimits(cap, self.simulations.record(*layout)[1].streamed_bytes)
         return best
 
     def frugal(self) -> list[tuple[Schedule, int]]:
@@ -266,7 +268,7 @@ class _Search(Columns):
         return None
 
 
-def streaming_more(simulations: Simulations, choices: Choices, room: Room, found: Found) -> Found | None:
+def streaming_more(simulations: Simulations, choices: Choices, room: MemoryLimits, found: Found) -> Found | None:
     """A layout that fits, with the micro-batches, groups and segments of `found`, which streams as much as RAM has room
     for, and keeps what the GPU then has room for beside as much as the allocator wastes for `found`. None where there
     is none, or where a few that keep less do not fit either. It takes a few recordings, where a search takes many."""
@@ -276,18 +278,18 @@ def streaming_more(simulations: Simulations, choices: Choices, room: Room, found
         return None
     column = Column(Family(schedule.micro_batch, schedule.group, schedule.first_group), schedule.segment_blocks)
     wasted = found.memory.reserved_peak_bytes - found.memory.allocated_peak_bytes
-    smaller = Room(None if room.gpu is None else room.gpu - wasted, room.ram)
+    smaller = MemoryLimits(None if room.gpu is None else room.gpu - wasted, room.ram)
     most = _Search(simulations, choices, smaller).most_kept(column, resident, 0, search.last_kept)
     tried = () if most is None else range(most, max(most - _TRIES, -1), -1)
     return next(filter(None, (search.found(_Layout(column, kept, resident)) for kept in tried)), None)
 
 
-def smallest_room(simulations: Simulations, choices: Choices, room: Room) -> Room:
+def smallest_room(simulations: Simulations, choices: Choices, room: MemoryLimits) -> MemoryLimits:
     """Caps that would do where nothing fits into `room`."""
     return _Search(simulations, choices, room).smallest_room()
 
 
-def frugal(simulations: Simulations, choices: Choices, room: Room) -> list[tuple[Schedule, int]]:
+def frugal(simulations: Simulations, choices: Choices, room: MemoryLimits) -> list[tuple[Schedule, int]]:
     """Layouts, as schedules and resident units, one of which takes least of the GPU beside this room's RAM: they keep
     nothing, have the smallest micro-batch, and stream as much as they may or nothing, which needs no ring."""
     return _Search(simulations, choices, room).frugal()

@@ -13,7 +13,7 @@ from lowmem.settings import Settings
 from lowmem.simulate.gpus import CARDS, Card, card_named, card_of_name_reported
 
 
-def planned(settings: Settings) -> tuple[str, str, Card | None]:
+def planning_target(settings: Settings) -> tuple[str, str, Card | None]:
     """Device ("cuda" or "cpu"), precision and, for CUDA, card that a plan is for: what is here to train on, or, with
     plan_only, a GPU whether or not there is one, unless the CPU was asked for. InputError for a card that is not in the
     table, for one that a run without a GPU is to train on, for bf16 on a card that has none, and for a cap that is more

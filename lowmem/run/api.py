@@ -29,7 +29,7 @@ from lowmem.models.load import random_weights, read_weights
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
-from lowmem.planning.target import planned
+from lowmem.planning.target import planning_target
 from lowmem.run.signals import StopRequest
 from lowmem.run.train import make_step, plan_for_here, run
 from lowmem.settings import Settings
@@ -54,7 +54,7 @@ def plan(settings: Settings) -> Plan:
     InputError for a model that cannot be trained in pieces."""
     devices.set_environment()
     settings = replace(settings, plan_only=settings.gpu is not None)
-    kind, precision, card = planned(settings)
+    kind, precision, card = planning_target(settings)
     config = load_config(settings.model, settings.init)
     check_tokens(config, settings.seq, largest_token_id=0)
     return make_plan(settings, config, kind, precision, card)
@@ -77,7 +77,7 @@ def load(settings: Settings) -> LoadedModel:
     devices.set_environment()
     settings = replace(settings, plan_only=False)
     with process_aside() as aside:
-        _, precision, card = planned(settings)
+        _, precision, card = planning_target(settings)
         config = load_config(settings.model, settings.init)
         check_tokens(config, settings.seq, largest_token_id=0)
         device = devices.select_device(settings.device)

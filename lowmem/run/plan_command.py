@@ -13,7 +13,7 @@ from lowmem.limits import CONTEXT_BYTES
 from lowmem.models.build import check_tokens, load_config
 from lowmem.models.compatibility import architecture_blamed
 from lowmem.planning.planner import make_plan
-from lowmem.planning.target import planned
+from lowmem.planning.target import planning_target
 from lowmem.settings import Settings
 from lowmem.simulate.gpus import CARDS, Card
 from lowmem.simulate.step import gpu_target
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
             gpu_limit_bytes=_size("--gpu-limit", of_card if options.gpu_limit is None else options.gpu_limit),
             ram_limit_bytes=_size("--ram-limit", options.ram_limit),
         )  # fmt: skip
-        device, precision, card = planned(settings)
+        device, precision, card = planning_target(settings)
         config = load_config(options.model, "random")
         check_tokens(config, settings.seq, largest_token_id=0)
         if options.gpus is not None:

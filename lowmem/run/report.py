@@ -53,7 +53,7 @@ def config_identity(config: PretrainedConfig) -> dict:
     return {name: value for name, value in fields.items() if name not in _NOT_COMPUTED}
 
 
-def said_aloud(settings: Settings, tokenizer, device: torch.device) -> list[str]:
+def opening_remarks(settings: Settings, tokenizer, device: torch.device) -> list[str]:
     """Sentences on what a user might not expect."""
     said = [f"training on {device_name(device)}"]
     if settings.init == "random":

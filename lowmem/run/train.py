@@ -22,18 +22,18 @@ from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError, LowmemError, Stopped
 from lowmem.limits import Budget, ram_available_bytes
-from lowmem.models.build import check_tokens, load_config, make_decoder, most_positions, some
+from lowmem.models.build import check_tokens, first_few, load_config, make_decoder, most_positions
 from lowmem.models.load import random_weights, read_weights
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
 from lowmem.planning.ram import Process
-from lowmem.planning.target import planned
+from lowmem.planning.target import planning_target
 from lowmem.run.checkpoint import find_checkpoint, load_checkpoint, lock_run, save_checkpoint
 from lowmem.run.learning_rate import learning_rate, warmup_updates
 from lowmem.run.log import RunLog, step_row, write_json
 from lowmem.run.recovery import OutOfRoom, recovery_of, with_pageable_copies
-from lowmem.run.report import config_identity, draw_plan, finish, run_identity, said_aloud
+from lowmem.run.report import config_identity, draw_plan, finish, opening_remarks, run_identity
 from lowmem.run.signals import StopRequest
 from lowmem.settings import Settings
 from lowmem.simulate.gpus import Card
@@ -50,7 +50,7 @@ def run(settings: Settings, stop: StopRequest) -> None:
 
 def run_planned(settings: Settings, stop: StopRequest, aside: Callable | None) -> None:
     """`aside`: where training's plan is made (process.py)."""
-    kind, precision, card = planned(settings)
+    kind, precision, card = planning_target(settings)
     config = load_config(settings.model, settings.init)
     check_tokens(config, settings.seq, largest_token_id=0)
     if settings.plan_only:
@@ -150,7 +150,7 @@ def train(
         with budget.phase("evaluate"):
             return mean_loss(step, data.evaluation, settings.eval_batches)
 
-    for sentence in said_aloud(settings, tokenizer, device):
+    for sentence in opening_remarks(settings, tokenizer, device):
         log.say(sentence)
     if checkpoint is None:
         store.write(weights)
@@ -227,7 +227,7 @@ def train(
         if skipped:
             said = f"step {done}: the gradient's norm is {result.grad_norm}, so no update was made"
             texts = data.train.where(done - 1)
-            log.say(f"{said}; its batch: {some(texts)} (all in log.txt)", f"{said}; its batch: {', '.join(texts)}")
+            log.say(f"{said}; its batch: {first_few(texts)} (all in log.txt)", f"{said}; its batch: {', '.join(texts)}")
         if saving or stop.requested or skipped == SKIPPED_IN_A_ROW:
             save(done)
     if skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):

@@ -124,7 +124,7 @@ class _Open:
 
 
 @dataclass(frozen=True)
-class Machine:
+class DeviceModel:
     """What a device adds to what the operations say themselves. Of an operation (func, args, kwargs, result):
     `hidden_bytes` are its temporaries, `seconds` its time on the GPU. `workspace_bytes`: what a thread's first matrix
     product (`products`) takes for good. `host_seconds`: to launch an operation, in forward and in backward;
@@ -143,9 +143,9 @@ class Recorder(TorchDispatchMode):
     """Records what runs inside `with recorder:` onto `tape`, and moves `clock`. `name_of(frame)`: what a storage born
     in that Python frame is called; None: ask the frame's caller."""
 
-    def __init__(self, machine: Machine | None = None, name_of: Callable = lambda frame: None):
+    def __init__(self, machine: DeviceModel | None = None, name_of: Callable = lambda frame: None):
         super().__init__()
-        self.machine = machine or Machine()
+        self.machine = machine or DeviceModel()
         self.tape = Tape()
         self.clock = Clock()
         self._name_of = name_of

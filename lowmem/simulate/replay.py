@@ -29,7 +29,7 @@ META = torch.device("meta")
 _PLACES = ("layer_idx", "layer_id", "layer_number")  # attributes that count a model's blocks
 
 
-class _StandIn(int):
+class _ReplayedGraph(int):
     """In the place of a segment's output with its graph: the first storage of the forward that was replayed."""
 
 
@@ -134,7 +134,7 @@ class ReplayedOperations:
             base = self._recorder.replay(known.region)
             output = self._results(known, base, held=segment.keep == ALL)  # then the graph holds it
             with self._recorder.paused():
-                return output, SavedSegment(hidden.detach(), output=_StandIn(base))
+                return output, SavedSegment(hidden.detach(), output=_ReplayedGraph(base))
         with self._recorder.region("live_blocks") as region:
             output, saved = self._run(run, segment, hidden, extras, dropout)
         self._recorder.rename(output, "boundaries")
@@ -146,7 +146,7 @@ class ReplayedOperations:
         self, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
     ) -> Tensor:
         run = self._operations.segment_backward
-        replayed = saved.output if isinstance(saved.output, _StandIn) else None
+        replayed = saved.output if isinstance(saved.output, _ReplayedGraph) else None
         return self._once(
             ("backward", *self._kind(segment, extras), gradient.shape), "live_blocks",
             lambda: self._run(run, segment, saved, extras, dropout, gradient),
@@ -196,7 +196,7 @@ class ReplayedOperations:
 
     def _once(
         self, key: tuple, name: str, call: Callable, parts: Sequence[Part] = (), *, renamed: str | None = None,
-        arguments: Sequence[Tensor] = (), forward: Region | _StandIn | None = None,
+        arguments: Sequence[Tensor] = (), forward: Region | _ReplayedGraph | None = None,
     ):  # fmt: skip
         """What `call` returns, from running it or from replaying an earlier run of the same `key`.
 

@@ -31,7 +31,7 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, HeldGradients
 from lowmem.core.kernels import fused
 from lowmem.core.layout import DEFERRED, Schedule
-from lowmem.core.offload import Ring
+from lowmem.core.offload import StagingRing
 from lowmem.core.operations import Operations
 from lowmem.core.optimizers import Optimizer, UpdateRule
 from lowmem.core.parameters import Store
@@ -41,7 +41,7 @@ from lowmem.simulate.allocator import CachingAllocator
 from lowmem.simulate.clock import SimulatedCopies
 from lowmem.simulate.cuda_ops import PRODUCTS, CudaFunctions, allocated, blas_workspace_bytes, blaslt_workspace_bytes
 from lowmem.simulate.gpus import Card
-from lowmem.simulate.recorder import FREED, Machine, Recorder, Tape
+from lowmem.simulate.recorder import FREED, DeviceModel, Recorder, Tape
 from lowmem.simulate.replay import META, ReplayedOperations
 from lowmem.simulate.roofline import (
     HOST_SECONDS_PER_BACKWARD_OPERATION,
@@ -53,7 +53,7 @@ from lowmem.simulate.temporaries import Gpu, hidden_bytes
 
 _NAMES = {  # of what is born in these functions, or in what they call, outside of the parts that are replayed
     Batch.to.__code__: "batch",
-    Ring.__init__.__code__: "staging_ring",
+    StagingRing.__init__.__code__: "staging_ring",
     **{kind.finish.__code__: "update" for kind in (HeldGradients, DroppedGradients, AppliedGradients)},
 }
 
@@ -64,7 +64,7 @@ class Target:
     functions in the place of the generic ones; `update`: the rule that updates there; bytes per second of copies to and
     from it, None where states are not streamed over a bus."""
 
-    machine: Machine
+    machine: DeviceModel
     functions: Callable[[], AbstractContextManager] = nullcontext
     update: UpdateRule = optimizers.update
     copies_in: float | None = None
@@ -105,7 +105,7 @@ def gpu_target(card: Card, fused_kernels: bool | None = None) -> Target:
         card.capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES), version
     )
     gpu = Gpu(card.capability, card.multiprocessors)
-    machine = Machine(
+    machine = DeviceModel(
         hidden_bytes=lambda *operation: hidden_bytes(*operation, gpu),
         products=PRODUCTS,
         workspace_bytes=workspace + blaslt_workspace_bytes(version),
@@ -122,7 +122,7 @@ def gpu_target(card: Card, fused_kernels: bool | None = None) -> Target:
 
 def cpu_target() -> Target:
     """The CPU: no rewriting but attention's, no copies."""
-    return Target(Machine(), CpuAttention, optimizers.update_in_slices)
+    return Target(DeviceModel(), CpuAttention, optimizers.update_in_slices)
 
 
 @dataclass(frozen=True)

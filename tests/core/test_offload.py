@@ -16,7 +16,7 @@ import torch
 
 from lowmem.core import offload
 from lowmem.core.deferred_updates import Updates
-from lowmem.core.offload import AHEAD, Ring, host_tensor, page_lock
+from lowmem.core.offload import AHEAD, StagingRing, host_tensor, page_lock
 from lowmem.simulate.recorder import Recorder
 
 CPU = torch.device("cpu")
@@ -57,13 +57,13 @@ class RecordedCopies(offload._SynchronousCopies):
         super().write_back(slot, state, home)
 
 
-def recorded(pieces: list[Piece]) -> tuple[Ring, RecordedCopies]:
-    ring = Ring(CPU, pieces)
+def recorded(pieces: list[Piece]) -> tuple[StagingRing, RecordedCopies]:
+    ring = StagingRing(CPU, pieces)
     ring.copies = RecordedCopies()
     return ring, ring.copies
 
 
-def pass_over(ring: Ring, pieces: list[Piece]):
+def pass_over(ring: StagingRing, pieces: list[Piece]):
     """Each piece with its state, which is given back when the next one is asked for."""
     ring.begin(pieces)
     for piece in pieces:
@@ -78,7 +78,7 @@ def pass_over(ring: Ring, pieces: list[Piece]):
 @pytest.mark.parametrize("sizes", [[4] * 7, [1, 5, 2, 7, 3, 7, 1]])
 def test_every_piece_comes_in_order_with_its_own_state_and_changes_are_kept(sizes, resident):
     pieces = make_pieces(sizes, resident)
-    ring = Ring(CPU, pieces)
+    ring = StagingRing(CPU, pieces)
     for number in range(3):  # pass after pass over the same slots
         seen = []
         for piece, state in pass_over(ring, pieces):
@@ -101,7 +101,7 @@ def test_pieces_may_differ_in_what_they_keep():
     pieces = make_pieces([4, 6, 2, 5, 3])
     for piece in pieces[::2]:
         del piece.state["low"]
-    ring = Ring(CPU, pieces)
+    ring = StagingRing(CPU, pieces)
     for _ in range(2):
         for piece, state in pass_over(ring, pieces):
             assert state.keys() == piece.state.keys()
@@ -113,7 +113,7 @@ def test_pieces_may_differ_in_what_they_keep():
 
 def test_a_resident_piece_is_handed_out_as_it_is_and_a_streamed_one_from_a_slot():
     pieces = make_pieces([4, 4], resident=(0,))
-    for piece, state in pass_over(Ring(CPU, pieces), pieces):
+    for piece, state in pass_over(StagingRing(CPU, pieces), pieces):
         same = [state[name].data_ptr() == piece.state[name].data_ptr() for name in state]
         assert same == [not piece.streamed] * 2
 
@@ -157,7 +157,7 @@ def test_streamed_pieces_are_fetched_while_resident_ones_are_in_use():
 
 def test_stopping_early_leaves_the_rest_untouched():
     pieces = make_pieces([3, 4, 5, 6, 7])
-    ring = Ring(CPU, pieces)
+    ring = StagingRing(CPU, pieces)
     states = pass_over(ring, pieces)
     for _ in range(3):  # asking for the third piece is what keeps the second
         _, state = next(states)
@@ -170,7 +170,7 @@ def test_stopping_early_leaves_the_rest_untouched():
 def ring_bytes(pieces: list[Piece]) -> int:
     """What a ring for them allocates."""
     with Recorder() as recorder:
-        Ring(torch.device("meta"), pieces)
+        StagingRing(torch.device("meta"), pieces)
         return recorder.tape.peak_bytes()
 
 
@@ -181,13 +181,13 @@ def test_slots_hold_the_largest_streamed_piece_and_nothing_more():
 @pytest.mark.parametrize("pieces", [[], make_pieces([5, 6], resident=(0, 1))])
 def test_without_streamed_pieces_there_are_no_slots(pieces):
     assert ring_bytes(pieces) == 0
-    assert [piece for piece, _ in pass_over(Ring(CPU, pieces), pieces)] == pieces
+    assert [piece for piece, _ in pass_over(StagingRing(CPU, pieces), pieces)] == pieces
 
 
 def test_pieces_without_any_state_pass_too():
     """SGD over fp32 weights keeps nothing."""
     pieces = [Piece({}, streamed=True) for _ in range(5)]
-    assert [state for _, state in pass_over(Ring(CPU, pieces), pieces)] == [{}] * 5
+    assert [state for _, state in pass_over(StagingRing(CPU, pieces), pieces)] == [{}] * 5
 
 
 # --- buffers in RAM ---
@@ -369,7 +369,7 @@ def update_on_fake_device(seed: int, passes: int, copies=None, beside: bool = Fa
     streams.clear()
     current[:] = [Stream()]
     pieces = [Piece({"m": Cell([index])}, streamed=True) for index in range(8)]
-    ring = Ring(CPU, [])
+    ring = StagingRing(CPU, [])
     ring._slots = [{"m": Cell()} for _ in range(AHEAD + 1)]
     ring.copies = (copies or offload._CudaCopies)(CPU, beside)
     for number in range(passes):

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from lowmem.simulate.allocator import ROUNDING
 from lowmem.simulate.cuda_ops import CudaFunctions
 from lowmem.simulate.recorder import FREED, Recorder
-from lowmem.simulate.step import Machine
+from lowmem.simulate.step import DeviceModel
 from lowmem.simulate.temporaries import Gpu, hidden_bytes
 
 META = torch.device("meta")
@@ -150,7 +150,7 @@ def peaks_on(device: torch.device, function: Callable, *tensors: Tensor) -> Peak
 def peaks_simulated(gpu: Gpu, function: Callable, *tensors: Tensor) -> Peaks:
     """The same of meta tensors, as step.py would have it."""
     inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
-    machine = Machine(hidden_bytes=lambda *operation: hidden_bytes(*operation, gpu))
+    machine = DeviceModel(hidden_bytes=lambda *operation: hidden_bytes(*operation, gpu))
     with CudaFunctions(gpu.capability, VERSION), Recorder(machine) as recorder:
         for tensor in inputs:
             recorder.note(tensor)

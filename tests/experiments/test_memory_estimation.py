@@ -26,7 +26,7 @@ from experiments.memory_estimation.plain import record_plain
 from lowmem.errors import InputError
 from lowmem.models.build import build_model
 from lowmem.simulate.gpus import CARDS
-from lowmem.simulate.recorder import Machine
+from lowmem.simulate.recorder import DeviceModel
 from lowmem.simulate.step import Target, cpu_target, under_cap
 from lowmem.units import GIB, MIB
 
@@ -98,7 +98,7 @@ def test_the_first_step_is_not_the_peak():
 def test_llmems_recipe_keeps_14_bytes_per_parameter_and_a_boundary_per_block():
     config = TINY["llama"]()
     config._attn_implementation = "eager"
-    at_peak = under_cap(record_plain(config, SEQ, BATCH, "llmem", Target(Machine()))).at_peak
+    at_peak = under_cap(record_plain(config, SEQ, BATCH, "llmem", Target(DeviceModel()))).at_peak
     count = sum(parameter.numel() for parameter in build_model(config).parameters())
     assert (at_peak["weights"], at_peak["master_weights"], at_peak["optimizer_states"]) == (
         2 * count, 4 * count, 8 * count,

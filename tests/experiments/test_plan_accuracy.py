@@ -14,7 +14,7 @@ from experiments.plan_accuracy import promise, promise_ram, table
 from experiments.plan_accuracy.cases import CARDS, CASES, NO_CAP, PROMISED, PROMISED_RAM, TIGHT
 from lowmem.models.build import make_decoder
 from lowmem.planning import planner
-from lowmem.planning.search import Room
+from lowmem.planning.search import MemoryLimits
 from lowmem.planning.simulations import Simulations
 from lowmem.run.cli import parse_arguments
 from lowmem.settings import Settings
@@ -120,15 +120,15 @@ def test_the_cells_are_of_all_kinds():
 def test_the_cap_that_is_named_is_planned_and_the_one_below_is_not(simulations):
     named, refused = promise.caps(QUICK, simulations)
     assert named % MIB == 0 and refused == named - MIB
-    rooms = [Room(planner.room_under(cap), None) for cap in (named, refused)]
+    rooms = [MemoryLimits(planner.room_under(cap), None) for cap in (named, refused)]
     planned, not_planned = (planner.fastest_layout(QUICK, simulations, room) for room in rooms)
     assert planned is not None and not_planned is None
 
 
 def test_a_named_cap_that_is_not_the_smallest_is_found_out(simulations, monkeypatch):
     named, refused = promise.caps(QUICK, simulations)
-    least = planner.least_room(QUICK, simulations, Room(0, None))
-    monkeypatch.setattr(planner, "least_room", lambda *arguments: Room(least.gpu + 5 * MIB, 0))
+    least = planner.least_room(QUICK, simulations, MemoryLimits(0, None))
+    monkeypatch.setattr(planner, "least_room", lambda *arguments: MemoryLimits(least.gpu + 5 * MIB, 0))
     assert promise.caps(QUICK, simulations) == (named + 5 * MIB, refused)
 
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import lowmem.core.operations
 from lowmem.core.deferred_updates import Updates
 from lowmem.core.layout import Layout, Schedule
-from lowmem.core.offload import Ring
+from lowmem.core.offload import StagingRing
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.step import EVALUATION, PART, STEP, UPDATES, TrainingStep
@@ -335,7 +335,7 @@ def test_fewer_states_go_where_ram_has_room_for_those_alone():
 def test_a_staging_ring_that_finds_no_room_makes_more_states_go(monkeypatch):
     case = {"resident_units": 99}
     expected, bits, _ = undisturbed(case)
-    at_call(monkeypatch, Ring, "fit", run_out, 2)  # the first is that of a new training
+    at_call(monkeypatch, StagingRing, "fit", run_out, 2)  # the first is that of a new training
     training, results, _ = disturbed(case, 100, 100)
     assert training.names == ["cache", "states"] and training.store.resident_units == UNITS - 3
     assert results == expected and training.bits() == bits

@@ -25,7 +25,7 @@ from lowmem.planning.plan import Plan, kept_in_words
 from lowmem.planning.planner import MARGIN_BYTES, make_plan, room_under, smallest_cap
 from lowmem.planning.ram import CUDA_PROCESS_BYTES, Process
 from lowmem.planning.simulations import Simulations
-from lowmem.planning.target import card_for, planned
+from lowmem.planning.target import card_for, planning_target
 from lowmem.run import plan_command
 from lowmem.settings import Settings
 from lowmem.simulate.gpus import CARDS
@@ -156,12 +156,12 @@ def test_a_plan_without_a_card_is_for_the_smallest_one_with_bf16_and_that_much_m
 
 
 def test_the_precision_is_what_the_card_has():
-    assert planned(Settings(plan_only=True))[:2] == ("cuda", "bf16")
-    assert planned(Settings(plan_only=True, gpu="t4"))[:2] == ("cuda", "fp16")
-    assert planned(Settings(plan_only=True, gpu="t4", precision="fp32"))[:2] == ("cuda", "fp32")
-    assert planned(Settings(plan_only=True, device="cpu")) == ("cpu", "fp32", None)
+    assert planning_target(Settings(plan_only=True))[:2] == ("cuda", "bf16")
+    assert planning_target(Settings(plan_only=True, gpu="t4"))[:2] == ("cuda", "fp16")
+    assert planning_target(Settings(plan_only=True, gpu="t4", precision="fp32"))[:2] == ("cuda", "fp32")
+    assert planning_target(Settings(plan_only=True, device="cpu")) == ("cpu", "fp32", None)
     with pytest.raises(InputError, match="t4 has no bf16"):
-        planned(Settings(plan_only=True, gpu="t4", precision="bf16"))
+        planning_target(Settings(plan_only=True, gpu="t4", precision="bf16"))
 
 
 def test_a_cap_that_the_card_here_does_not_have_is_refused_with_the_largest_that_it_has(monkeypatch):
@@ -170,16 +170,18 @@ def test_a_cap_that_the_card_here_does_not_have_is_refused_with_the_largest_that
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 11019 * MIB))
     for plan_only in (True, False):
         with pytest.raises(InputError, match=r"11.0 GiB is more than the card has .* to about 10507MiB"):
-            planned(Settings(gpu_limit_bytes=11 * GIB, plan_only=plan_only))
-    assert planned(Settings(gpu_limit_bytes=11 * GIB, plan_only=True, gpu="t4"))[0] == "cuda", "a card that is not here"
-    assert planned(Settings(gpu_limit_bytes=11 * GIB, device="cpu"))[0] == "cpu"
+            planning_target(Settings(gpu_limit_bytes=11 * GIB, plan_only=plan_only))
+    assert planning_target(Settings(gpu_limit_bytes=11 * GIB, plan_only=True, gpu="t4"))[0] == "cuda", (
+        "a card that is not here"
+    )
+    assert planning_target(Settings(gpu_limit_bytes=11 * GIB, device="cpu"))[0] == "cpu"
 
 
 def test_a_run_without_a_gpu_is_not_for_a_card(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert planned(Settings()) == ("cpu", "fp32", None)
+    assert planning_target(Settings()) == ("cpu", "fp32", None)
     with pytest.raises(InputError, match="--gpu t4: there is no GPU here to train on; add --plan-only"):
-        planned(Settings(gpu="t4"))
+        planning_target(Settings(gpu="t4"))
 
 
 def test_a_card_that_is_here_is_planned_for_and_an_unknown_one_as_the_one_most_like_it(monkeypatch):

@@ -15,7 +15,7 @@ from lowmem.core.layout import Schedule
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.models.build import make_decoder
 from lowmem.planning.planner import fastest_layout, least_room
-from lowmem.planning.search import Choices, Room, fastest, smallest_room, streaming_more
+from lowmem.planning.search import Choices, MemoryLimits, fastest, smallest_room, streaming_more
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 from lowmem.simulate.allocator import SimulatedOutOfMemory
@@ -64,11 +64,11 @@ def completes(recording, limit_bytes: int | None) -> bool:
     return True
 
 
-def rooms(everything) -> list[Room]:
+def rooms(everything) -> list[MemoryLimits]:
     peaks = sorted(recording.tape.peak_bytes(512) for _, _, recording in everything)
     streamed = sorted({recording.streamed_bytes for _, _, recording in everything})
     gpu = [None, *(peaks[round(share * (len(peaks) - 1))] + 3 * MIB for share in (0, 0.1, 0.3, 0.5, 0.8, 1))]
-    return [Room(limit, ram) for limit in gpu for ram in (None, streamed[1])]
+    return [MemoryLimits(limit, ram) for limit in gpu for ram in (None, streamed[1])]
 
 
 @pytest.mark.parametrize("number", range(14))
@@ -104,9 +104,9 @@ def test_blocks_that_are_made_alike_are_simulated_as_if_each_had_been_run(everyt
 
 @pytest.mark.parametrize("ram", [None, 10 * MIB, 1])
 def test_the_smallest_caps_are_enough_and_a_page_less_is_not(everything, simulations, ram):
-    smallest = smallest_room(simulations, CHOICES, Room(8 * MIB, ram))
-    assert fastest(simulations, CHOICES, Room(smallest.gpu, smallest.ram)) is not None
-    assert fastest(simulations, CHOICES, Room(smallest.gpu - 20 * MIB, smallest.ram)) is None
+    smallest = smallest_room(simulations, CHOICES, MemoryLimits(8 * MIB, ram))
+    assert fastest(simulations, CHOICES, MemoryLimits(smallest.gpu, smallest.ram)) is not None
+    assert fastest(simulations, CHOICES, MemoryLimits(smallest.gpu - 20 * MIB, smallest.ram)) is None
     allowed = [recording for _, _, recording in everything if recording.streamed_bytes <= smallest.ram]
     assert not any(completes(recording, smallest.gpu - 20 * MIB) for recording in allowed)
 
@@ -114,18 +114,18 @@ def test_the_smallest_caps_are_enough_and_a_page_less_is_not(everything, simulat
 @pytest.mark.parametrize("gpu", [None, 200 * MIB])
 def test_where_only_ram_is_short_the_gpus_cap_stays_as_it_is(simulations, gpu):
     few_resident = dataclasses.replace(CHOICES, resident_units=range(2))
-    assert fastest(simulations, few_resident, Room(gpu, 1 * MIB)) is None
-    smallest = smallest_room(simulations, few_resident, Room(gpu, 1 * MIB))
+    assert fastest(simulations, few_resident, MemoryLimits(gpu, 1 * MIB)) is None
+    smallest = smallest_room(simulations, few_resident, MemoryLimits(gpu, 1 * MIB))
     assert smallest.gpu == gpu
     assert fastest(simulations, few_resident, smallest) is not None
-    assert fastest(simulations, few_resident, Room(gpu, smallest.ram - 1)) is None
+    assert fastest(simulations, few_resident, MemoryLimits(gpu, smallest.ram - 1)) is None
 
 
 def test_a_layout_that_streams_more_fits_and_the_search_finds_none_that_is_slower(everything, simulations):
     streamed = 0
     for room in rooms(everything):
         found = fastest(simulations, CHOICES, room)
-        larger = Room(room.gpu, None)
+        larger = MemoryLimits(room.gpu, None)
         more = None if found is None or room.ram is None else streaming_more(simulations, CHOICES, larger, found)
         if more is not None:
             streamed += more.recording.streamed_bytes > found.recording.streamed_bytes
@@ -162,7 +162,7 @@ def question(request) -> tuple[Settings, Simulations]:
     return Settings(seq=seq, batch=BATCH, clip_norm=clip_norm, micro_batch=micro_batch), simulations
 
 
-def never_slower(question, rooms: list[Room]) -> None:
+def never_slower(question, rooms: list[MemoryLimits]) -> None:
     """Every room is planned for, and none slower than the one before."""
     seconds = []
     for room in rooms:
@@ -179,13 +179,13 @@ STEPS = (0, 1, 2, 5, 13, 34, 144)
 
 @pytest.mark.parametrize("ram", [None, 4 * MIB])
 def test_a_cap_of_the_gpu_that_was_named_is_planned_and_a_larger_one_gives_no_less(question, ram):
-    named = least_room(*question, Room(1 * MIB, ram))
-    assert fastest_layout(*question, Room(named.gpu - 20 * MIB, named.ram)) is None  # a page of the allocator
-    never_slower(question, [Room(named.gpu + step * MIB, named.ram) for step in STEPS])
+    named = least_room(*question, MemoryLimits(1 * MIB, ram))
+    assert fastest_layout(*question, MemoryLimits(named.gpu - 20 * MIB, named.ram)) is None  # a page of the allocator
+    never_slower(question, [MemoryLimits(named.gpu + step * MIB, named.ram) for step in STEPS])
 
 
 def test_a_cap_of_ram_that_was_named_is_planned_and_a_larger_one_gives_no_less(question):
-    gpu = least_room(*question, Room(1 * MIB, None)).gpu + 4 * MIB
-    named = least_room(*question, Room(gpu, 1))
+    gpu = least_room(*question, MemoryLimits(1 * MIB, None)).gpu + 4 * MIB
+    named = least_room(*question, MemoryLimits(gpu, 1))
     assert named.gpu == gpu
-    never_slower(question, [Room(gpu, named.ram + step * MIB) for step in STEPS])
+    never_slower(question, [MemoryLimits(gpu, named.ram + step * MIB) for step in STEPS])

@@ -10,7 +10,7 @@ import transformers
 from lowmem.core.layout import Schedule
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.planning.plan import Plan
-from lowmem.run.report import build_report, device_name, run_identity, said_aloud, versions
+from lowmem.run.report import build_report, device_name, opening_remarks, run_identity, versions
 from lowmem.settings import FIELD_NAMES, Settings
 
 PLAN = {"fits": True, "model": "tiny"}
@@ -136,8 +136,8 @@ class OtherTokenizer(SimpleNamespace):
 
 
 def test_random_weights_and_bytes_for_tokens_are_said_aloud():
-    said = said_aloud(Settings(init="random"), byte_level_tokenizer(), CPU)
+    said = opening_remarks(Settings(init="random"), byte_level_tokenizer(), CPU)
     assert any("weights are random" in sentence for sentence in said)
     assert any("a token is a byte" in sentence for sentence in said)
-    usual = said_aloud(Settings(), OtherTokenizer(), CPU)
+    usual = opening_remarks(Settings(), OtherTokenizer(), CPU)
     assert usual == [f"training on {device_name(CPU)}"]

@@ -259,7 +259,7 @@ def test_a_pass_over_pieces_takes_as_long_as_streams_and_events_run_tick_by_tick
     fetched: dict[int, str] = {}
     issued = 0
     for used, size in enumerate(sizes):
-        while issued < min(used + slots, len(sizes)):  # as Ring.pass_over does
+        while issued < min(used + slots, len(sizes)):  # as StagingRing.pass_over does
             slot = issued % slots
             copies.fetch(slot, state_of(sizes[issued]), {})
             fetched[slot] = event()

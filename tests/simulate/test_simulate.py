@@ -25,7 +25,7 @@ from lowmem.models.build import build_model, load_config
 from lowmem.simulate.allocator import SimulatedOutOfMemory
 from lowmem.simulate.recorder import FREED, Chunk, Recorder, Tape
 from lowmem.simulate.step import (
-    Machine,
+    DeviceModel,
     StepCase,
     Target,
     cpu_target,
@@ -151,7 +151,7 @@ KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)
 def test_replaying_leaves_the_tape_that_running_everything_leaves(family, dtype, fused_kernels, schedule, resident):
     """Seen to fail: an update that allocates nothing took the frees after its first run off the tape."""
     config = config_of(family, 0.1)
-    machine = Machine(seconds=seconds_by_size, host_seconds=(1e-5, 6e-6))
+    machine = DeviceModel(seconds=seconds_by_size, host_seconds=(1e-5, 6e-6))
     target = Target(machine, update=fused.update if fused_kernels else optimizers.update)
     masked = family == "llama"
     case = StepCase(SEQ, 8, schedule, dtype, OPTIMIZERS["adamw"], resident, document_mask=masked)
@@ -180,7 +180,7 @@ def test_many_micro_batches_cost_little_more_than_two():
     for batch in (4, 32):
         counted.append(0)
         case = StepCase(SEQ, batch, Schedule(1, 1, 1, recompute=True), torch.float32, OPTIMIZERS["adamw"], 99)
-        record_step(decoder_of(config_of("gpt2", 0.0)), case, Target(Machine(seconds=counting)), known={})
+        record_step(decoder_of(config_of("gpt2", 0.0)), case, Target(DeviceModel(seconds=counting)), known={})
     assert counted[1] < 1.2 * counted[0] + 28 * 20  # what is left: a micro-batch's copy to the device, and views
 
 
@@ -198,7 +198,7 @@ def test_the_most_of_one_name_need_not_be_at_the_peak():
 def test_the_persistent_parts_of_a_step_are_named_and_have_the_sizes_worked_out_by_hand():
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
     case = StepCase(256, 4, Schedule(2, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS["adamw"], 2)
-    recording = record_step(decoder, case, Target(Machine()), {})
+    recording = record_step(decoder, case, Target(DeviceModel()), {})
     memory = under_cap(recording.tape)
     D, L, embedding = 128, 4, 257 * 128 + 128 + 256 * 128  # every parameter begins at a multiple of 256 numbers
     block = 12 * D * D
@@ -215,7 +215,7 @@ def test_the_persistent_parts_of_a_step_are_named_and_have_the_sizes_worked_out_
 def test_it_fits_where_the_capped_run_completes_and_nowhere_else(monkeypatch):
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
     case = StepCase(256, 4, Schedule(2, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS["adamw"], 99)
-    tape = record_step(decoder, case, Target(Machine()), {}).tape
+    tape = record_step(decoder, case, Target(DeviceModel()), {}).tape
     free = under_cap(tape)
     assert under_cap(tape, free.reserved_peak_bytes) == free
     with pytest.raises(SimulatedOutOfMemory):
@@ -232,7 +232,7 @@ def test_it_fits_where_the_capped_run_completes_and_nowhere_else(monkeypatch):
 
 
 def test_every_thread_takes_a_workspace_once_and_keeps_it():
-    machine = Machine(
+    machine = DeviceModel(
         products=frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default}), workspace_bytes=MIB
     )
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
@@ -247,7 +247,7 @@ def test_every_thread_takes_a_workspace_once_and_keeps_it():
 @pytest.mark.parametrize("clip_norm", [1.0, None])
 def test_both_workspaces_are_there_before_the_weights(clip_norm):
     """Also where one step is recorded, whose first backward comes after its first forward and head."""
-    machine = Machine(products=frozenset({torch.ops.aten.mm.default}), workspace_bytes=MIB)
+    machine = DeviceModel(products=frozenset({torch.ops.aten.mm.default}), workspace_bytes=MIB)
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
     schedule = Schedule(2, 2, 1, recompute=True)
     case = StepCase(256, 4, schedule, torch.bfloat16, OPTIMIZERS["adamw"], 99, clip_norm)
@@ -260,7 +260,7 @@ def test_updates_that_await_a_look_at_scaled_gradients_are_simulated_with_the_ne
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.float16)
     case = StepCase(256, 4, Schedule(2, 2, 1, recompute=True), torch.float16, OPTIMIZERS["adamw"], 0, clip_norm=1.0)
     clipped, unclipped = (
-        in_order_of_birth(record_step(decoder, replace(case, clip_norm=norm), Target(Machine()), {}).tape)
+        in_order_of_birth(record_step(decoder, replace(case, clip_norm=norm), Target(DeviceModel()), {}).tape)
         for norm in (1.0, None)
     )
     assert unclipped == clipped
@@ -275,7 +275,7 @@ def test_a_first_step_is_as_long_as_a_runs_where_that_is_asked_for(group, clip_n
     schedule = Schedule(2, group, 1, recompute=True)
     case = StepCase(256, 8, schedule, torch.bfloat16, OPTIMIZERS["adamw"], 0, clip_norm)
     for whole, first in zip((False, True), micro_batches, strict=True):
-        tape = record_step(decoder, case, Target(Machine()), {}, whole_first_step=whole).tape
+        tape = record_step(decoder, case, Target(DeviceModel()), {}, whole_first_step=whole).tape
         brought = sum(size == 2 * 256 * 8 and name == "batch" for _, size, name in tape)
         assert brought == 2 * (1 + first + 4)
 
@@ -284,7 +284,7 @@ def test_a_first_step_is_as_long_as_a_runs_where_that_is_asked_for(group, clip_n
 def test_moments_of_8_bits_have_a_table_each_for_good_from_the_first_update_on(optimizer, tables):
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
     case = StepCase(256, 4, Schedule(2, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS[optimizer], 0)
-    operations = list(record_step(decoder, case, Target(Machine()), {}).tape)
+    operations = list(record_step(decoder, case, Target(DeviceModel()), {}).tape)
     freed = {storage for storage, size, _ in operations if size == FREED}
     first_gradient = [name for _, _, name in operations].index("gradients")
     after = operations[first_gradient:]
@@ -318,7 +318,7 @@ def test_gradients_that_meet_are_added_in_place_where_autograd_does_that(functio
 def test_temporaries_end_last_born_first_and_results_come_in_the_order_that_the_machine_says():
     dropout = torch.ops.aten.native_dropout.default
     temporaries = {dropout: (3, 5)}
-    machine = Machine(
+    machine = DeviceModel(
         hidden_bytes=lambda func, *_: temporaries.get(func, ()),
         allocated=lambda func, args, kwargs, results: results[::-1] if func is dropout else results,
     )
@@ -332,7 +332,7 @@ def test_temporaries_end_last_born_first_and_results_come_in_the_order_that_the_
 
 
 def test_temporaries_inside_an_operation_end_with_it():
-    machine = Machine(hidden_bytes=lambda func, *_: (64 * MIB,) if func is torch.ops.aten.addmm.default else ())
+    machine = DeviceModel(hidden_bytes=lambda func, *_: (64 * MIB,) if func is torch.ops.aten.addmm.default else ())
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
     case = StepCase(256, 4, Schedule(2, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS["adamw"], 99)
     memory = under_cap(record_step(decoder, case, Target(machine), {}).tape)

@@ -2,8 +2,8 @@
 
 Each is the small GPT-2 of gpu_acceptance/bitwise.py, dropout on, three steps of four micro-batches, so that the update
 of one step meets the forward pass of the next twice, and eleven pieces pass through three slots. `run` takes the
-project's own TrainingStep, Store and Ring through it: on "cuda", on the CPU, or, inside `Recorder.imitating`, on the
-CPU with imitated streams."""
+project's own TrainingStep, Store and StagingRing through it: on "cuda", on the CPU, or, inside `Recorder.imitating`, on
+the CPU with imitated streams."""
 
 import sys
 from collections.abc import Callable, Iterator
