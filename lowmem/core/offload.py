@@ -213,10 +213,8 @@ class _CudaCopies:
 
     def hold_compute(self) -> None:
         """Makes the compute stream wait for the updates made so far: later kernels may read their weights and use the
-        memory that they freed."""
-        torch.cuda.current_stream().wait_event(
-            self._updated
-        )  # an event, since the stream itself already waits for the next piece
+        memory that they freed. An event marks them, since the stream of the updates waits for the next piece by now."""
+        torch.cuda.current_stream().wait_event(self._updated)
 
     def write_back(self, slot: int, state: State, home: State) -> None:
         self._out.wait_stream(self._updates)

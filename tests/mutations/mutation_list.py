@@ -32,10 +32,10 @@ UNSCALED = f"{STEP}::test_an_update_in_fp16_is_that_of_fp32_but_for_rounding"
 DOCUMENTS = f"{STEP}::test_packed_documents_train_as_in_rows_of_their_own"
 MEAN = f"{STEP}::test_the_loss_of_an_evaluation_is_a_mean_over_tokens_and_not_over_batches"
 
-RUN_AGAIN = "output = _run_again(decoder, segment, products, boundary, extras, dropout, lessons, kind)"
-SEGMENT_FORWARD = "self._segment_forward(segment, hidden[index], extras[index], dropout)"
+RUN_AGAIN = "output = _run_again(decoder, segment, products, boundary, extras, dropout, skippable, kind)"
+SEGMENT_FORWARD = "segment, hidden[index], extras[index], work.dropouts[index]"
 EMBED_BACKWARD = """\
-        hidden, _ = self._decoder.embed(micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids)
+        hidden, _ = self.decoder.embed(micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids)
         hidden.backward(gradient)
 """
 CORRECTIONS = "math.sqrt(correction2), hyper.epsilon, step_size"
@@ -161,16 +161,16 @@ MUTATIONS = (
     Mutation(
         "core/step.py",
         "gradients are not divided by the trained tokens",
-        "scale = self.loss_scale.scale / tokens",
-        "scale = self.loss_scale.scale",
+        "self.loss_scale.scale / tokens)",
+        "self.loss_scale.scale)",
         tests=(LIKE_TRANSFORMERS,),
     ),
     Mutation(
         "core/step.py",
         "each micro-batch counts the same, whatever its tokens",
-        "self._head(hidden[index], micro_batch.labels, dropout, scale)",
-        "self._head(hidden[index], micro_batch.labels, dropout, self.loss_scale.scale / len(micro_batches) / "
-        "max(micro_batch.trained_tokens, 1))",
+        "work.dropouts[index], work.scale",
+        "work.dropouts[index], self.loss_scale.scale / len(work.micro_batches) / "
+        "max(work.micro_batches[index].trained_tokens, 1)",
         tests=(LIKE_TRANSFORMERS,),
     ),
     Mutation(
@@ -210,14 +210,14 @@ MUTATIONS = (
         tests=(LOSS,),
     ),
     Mutation(
-        "core/step.py",
+        "core/operations.py",
         "the embedding's lookup gives a tied weight no gradient",
         EMBED_BACKWARD,
         EMBED_BACKWARD.replace("hidden.backward(gradient)", "hidden.backward(gradient * 0)"),
         tests=(LIKE_TRANSFORMERS,),
     ),
     Mutation(
-        "core/step.py",
+        "core/operations.py",
         "the embedding's backward takes positions from 0 on",
         EMBED_BACKWARD,
         EMBED_BACKWARD.replace("micro_batch.position_ids", "None"),
@@ -262,8 +262,8 @@ MUTATIONS = (
     Mutation(
         "core/step.py",
         "the second micro-batch's masks and positions are those of the first, in backward",
-        "saved[index].pop(), extras[index], dropout",
-        "saved[index].pop(), extras[0], dropout",
+        "saved[index].pop(), extras[index],",
+        "saved[index].pop(), extras[0],",
         tests=(DOCUMENTS,),
     ),
     Mutation(
@@ -319,14 +319,14 @@ MUTATIONS = (
         tests=(STEP,),
     ),
     Mutation(
-        "core/step.py",
+        "core/operations.py",
         "the norm is of gradients rounded to the weights' dtype",
         "torch.linalg.vector_norm(piece.part.gradient[piece.start : piece.stop])",
         "torch.linalg.vector_norm(piece.part.gradient[piece.start : piece.stop].to(piece.part.working.dtype)).float()",
         tests=(NORM,),
     ),
     Mutation(
-        "core/step.py",
+        "core/final_gradients.py",
         "the norm leaves out the unit that was final last",
         "norms = [self._norms[index] for index in sorted(self._norms)]",
         "norms = [self._norms[index] for index in sorted(self._norms)[1:]]",
@@ -335,8 +335,8 @@ MUTATIONS = (
     Mutation(
         "core/step.py",
         "the gradients' scale is not undone in fp16",
-        "self._update_with = clip / self.loss_scale.scale, learning_rate",
-        "self._update_with = clip, learning_rate",
+        "factor = clip / self.loss_scale.scale",
+        "factor = clip",
         tests=(UNSCALED,),
     ),
     Mutation(
@@ -397,12 +397,10 @@ MUTATIONS = (
         tests=(RECOMPUTE,),
     ),
     Mutation(
-        "core/step.py",
+        "core/operations.py",
         "the embeddings' backward has other dropout masks than their forward",
-        "    def _embed_backward(self, micro_batch, dropout: Dropout, gradient: Tensor) -> None:\n"
-        "        dropout.begin(-1, self._device)\n",
-        "    def _embed_backward(self, micro_batch, dropout: Dropout, gradient: Tensor) -> None:\n"
-        "        dropout.begin(-2, self._device)\n",
+        "        dropout.begin(-1, self.store.device)\n        hidden, _",
+        "        dropout.begin(-2, self.store.device)\n        hidden, _",
         tests=(STEP,),
     ),
     Mutation(

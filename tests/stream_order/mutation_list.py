@@ -62,7 +62,7 @@ BEGIN = """\
         self.ring.copies.wait_for_compute()
 """
 DOWNWARDS = """\
-        if self._downwards:  # their gradients came to be since the pass was begun
+        if self.downwards:  # their gradients came to be since the pass was begun
             self.ring.copies.wait_for_compute()
 """
 RUN = """\
@@ -165,8 +165,8 @@ UPDATES = [
     _updates("updates in backward do not wait for their gradients", DOWNWARDS, ""),
     _updates(
         "updates in backward wait for the first gradients alone",
-        "        if self._downwards:",
-        "        if self._downwards and self.units_done == 0:",
+        "        if self.downwards:",
+        "        if self.downwards and self.units_done == 0:",
     ),
     _updates("what computes is not held after updates", HOLD, "            pass\n"),
     _updates(
