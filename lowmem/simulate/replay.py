@@ -53,6 +53,7 @@ class _Known:
     region: Region
     results: list
     structure: TreeSpec
+    whole: object = None  # what came out of it, where that has no tensor
 
 
 class ReplayedOperations:
@@ -74,8 +75,13 @@ class ReplayedOperations:
         self._rehearsed: set[tuple] = set()
         if known is not None:
             operations.skippable_products, self._rehearsed = known.setdefault("learnt", ({}, set()))
-        kinds = [kind_of(block) if alike else index for index, block in enumerate(decoder.blocks)]
-        self._kinds = [kinds.index(kind) for kind in kinds]
+        self._kinds = list(range(len(decoder.blocks)))
+        if alike:
+            kept = {} if known is None else known
+            if "kinds" not in kept:
+                kinds = [kind_of(block) for block in decoder.blocks]
+                kept["kinds"] = [kinds.index(kind) for kind in kinds]
+            self._kinds = kept["kinds"]
         operations.kind = self._kind
 
     def group(self, run: Callable[[], tuple], micro_batches: Sequence[Batch], segments: Sequence[Segment]):
@@ -173,8 +179,10 @@ class ReplayedOperations:
         with self._recorder.off_the_tape():
             known, self._known = self._known, None
             with self._recorder.paused():
-                run()
-                run()  # what was learnt is put to the test
+                if segment.keep != ALL and kind[:-1] not in self._lessons:  # which blocks of other shapes have taught
+                    run()
+                if segment.keep != ALL:
+                    run()  # what was learnt is put to the test
             self._known = known
             if known is not None:
                 for part in parts:
@@ -238,10 +246,14 @@ class ReplayedOperations:
             own, argument = (number - region.base, None) if born_here else (None, numbers.index(number))
             return _Place(own, argument, size, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype)
 
-        self._known[key] = _Known(region, list(map(place, leaves)), structure)
+        places = list(map(place, leaves))
+        whole = None if any(isinstance(leaf, _Place | Tensor) for leaf in places) else results
+        self._known[key] = _Known(region, places, structure, whole)
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
         """What came out of a call, for the replay of it whose storages are numbered from `base`."""
+        if known.whole is not None:
+            return known.whole
         storages: dict[int, torch.UntypedStorage] = {}
 
         def tensor(place):

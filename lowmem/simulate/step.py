@@ -173,14 +173,16 @@ def record_step(
     `whole_first_step`: whether the first step is as long as the second, as in a run."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
-    recorder = Recorder(target.machine, lambda frame: _NAMES.get(frame.f_code))
+    outcomes = None if known is None else known.setdefault("outcomes", {})
+    recorder = Recorder(target.machine, lambda frame: _NAMES.get(frame.f_code), outcomes)
+    # not recorded operation by operation, of which there are thousands: what they leave are these tensors
+    store = Store(decoder, META, case.dtype, case.optimizer, case.resident_units, host_tensor=_never_touched)
     with _no_collection(), recorder:
         recorder.take_workspaces()  # as a run does (device.py)
-        store = Store(decoder, META, case.dtype, case.optimizer, case.resident_units, host_tensor=_never_touched)
         for part in store.parts:
-            recorder.rename(part.working, "working_weights")
+            recorder.note(part.working, "working_weights")
             for tensor in part.state.values() if not part.streamed else ():
-                recorder.rename(tensor, "resident_states")
+                recorder.note(tensor, "resident_states")
         for buffer in decoder.model.buffers():
             recorder.note(buffer, "buffers")
         operations = ReplayedOperations(
