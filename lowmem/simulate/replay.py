@@ -179,7 +179,8 @@ class ReplayedOperations:
         with self._recorder.off_the_tape():
             known, self._known = self._known, None
             with self._recorder.paused():
-                if segment.keep != ALL and kind[:-1] not in self._lessons:  # which blocks of other shapes have taught
+                known_products = self._operations.skippable_products  # also from blocks of other shapes
+                if segment.keep != ALL and kind[:-1] not in known_products:
                     run()
                 if segment.keep != ALL:
                     run()  # what was learnt is put to the test
