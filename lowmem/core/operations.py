@@ -42,6 +42,10 @@ class Operations:
         updates nor drops anything meanwhile."""
         return run()
 
+    def norm_of_all(self, run: Callable[[], float]) -> float:
+        """The result of `run()`, which is the norm of all gradients of a step that holds them until its end."""
+        return run()
+
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
         """The first block's input [B, T, D] and the blocks' extra arguments."""
         dropout.begin(-1, self.store.device)

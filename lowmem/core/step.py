@@ -163,8 +163,14 @@ class TrainingStep:
             self._part(self.operations.embed_backward, micro_batch, work.dropouts[index], of_inputs[index])
             of_inputs[index] = None
         loss = self._part(lambda: torch.stack(losses).double().sum().item())
+        if gradients.waits:
+            return loss, self.operations.norm_of_all(lambda: self._norm(gradients))
+        return loss, self._norm(gradients)
+
+    def _norm(self, gradients: HeldGradients) -> float:
+        """Of all gradients, the last of which are final now."""
         self._part(gradients.finish, 0)
-        return loss, self._part(gradients.norm)
+        return self._part(gradients.norm)
 
     def _group(self, work: _Work, gradients: HeldGradients) -> tuple[list[Tensor], list[Tensor]]:
         """Per micro-batch: the loss, summed over tokens, and the gradient for the first block's input."""

@@ -18,8 +18,10 @@ The micro-batch changes the bits of the result. So it never depends on what happ
 same command on the same machine takes the same one.
 """
 
+import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -93,7 +95,7 @@ def make_plan(
         process = Process(ram_now_bytes(), 0)
     not_compared = compare_small_copy(config, settings.document_mask, precision, settings.residual)
     decoder = partial(make_decoder, config, precision, settings.residual)
-    with architecture_blamed(settings.model, precision):
+    with architecture_blamed(settings.model, precision), _what_is_there_left_to_itself():
         if device == "cpu":
             plan = _cpu_plan(settings, decoder, precision, ram_free_bytes, process)
         else:
@@ -113,6 +115,17 @@ def make_plan(
     if process is not None and process.peak_bytes:
         plan = replace(plan, ram={"prepare": {"process": process.peak_bytes}} | plan.ram)
     return replace(plan, not_compared=not_compared)
+
+
+@contextmanager
+def _what_is_there_left_to_itself() -> Iterator[None]:
+    """Python's cycle collector passes over the objects that there are now, those of all that has been imported: a plan
+    makes so many that it would look at them again and again."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _gpu_plan(

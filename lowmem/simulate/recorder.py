@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -198,7 +199,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        key = None if self._outcomes is None else _signature(func, args, kwargs)
+        key = None
+        if self._outcomes is not None:
+            key = func if _is_view(func) else _signature(func, args, kwargs)
         outcome = None if key is None else self._outcomes.get(key)
         if outcome is not None:
             result = _result(outcome, func, args, kwargs)
@@ -433,6 +436,15 @@ def _tensors_in(result) -> list[Tensor]:
     return [one for one in (result if isinstance(result, tuple | list) else (result,)) if isinstance(one, Tensor)]
 
 
+@cache
+def _is_view(func) -> bool:
+    """Whether an operation returns a view of what it is given and does nothing else, whatever that is: it has to be
+    run, and costs the host the same every time."""
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    only_views = bool(aliases) and not any(alias is None or alias.is_write for alias in aliases)
+    return only_views and torch.Tag.inplace_view not in func.tags
+
+
 def _signature(func, args: tuple, kwargs: dict) -> tuple | None:
     """What the outcome of an operation depends on; None where that cannot be said: tensors that have data or are of
     another class, one that is given twice, objects that are neither tensors nor numbers."""
@@ -470,7 +482,7 @@ def _add_to_signature(signature: list, values: tuple | list, seen: set[int]) -> 
 
 def _results_of(func, args: tuple, kwargs: dict, result) -> tuple[type | None, list[tuple]] | str:
     """The `results` of an Outcome: what can be made without running it are tensors with a storage each, all of it."""
-    if torch.Tag.inplace_view in func.tags:
+    if torch.Tag.inplace_view in func.tags or _is_view(func):
         return _RUN
     if args and result is args[0]:
         return _FIRST

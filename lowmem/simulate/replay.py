@@ -116,6 +116,10 @@ class ReplayedOperations:
     def norm(self, piece: Piece) -> Tensor:
         return self._once(("norm", piece.stop - piece.start), "update", lambda: self._operations.norm(piece))
 
+    def norm_of_all(self, run: Callable[[], float]) -> float:
+        key = "norm of all", *(part.gradient is None for part in self._operations.store.parts)
+        return self._once(key, "other", run)
+
     def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
         operations = self._operations
         optimizer = operations.optimizer
