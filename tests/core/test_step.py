@@ -27,6 +27,7 @@ from lowmem.core.batch import Batch
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.final_gradients import HeldGradients
 from lowmem.core.operations import Operations
+from lowmem.core.recompute import Dropout
 from lowmem.core.step import TrainingStep, mean_loss
 from lowmem.run.learning_rate import learning_rate
 
@@ -457,7 +458,7 @@ def test_gradients_are_clipped_by_their_norm_and_1e_minus_6_as_torch_clips_them(
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_an_update_in_fp16_is_that_of_fp32_but_for_rounding(clip_norm):
-    """By SGD: to AdamW, which divides by the gradients' size, their scale makes no difference. 0.4% apart, measured."""
+    """By SGD, since AdamW divides by the gradients' size, and their scale with it. Measured: 0.06% apart."""
     start = torch.cat([parameter.detach().flatten() for parameter in tiny_model("gpt2").parameters()])
     moved = {}
     for precision in ("fp32", "fp16"):
@@ -466,7 +467,7 @@ def test_an_update_in_fp16_is_that_of_fp32_but_for_rounding(clip_norm):
         )
         weights = [outcome.weights[name].flatten() for name, _ in tiny_model("gpt2").named_parameters()]
         moved[precision] = torch.cat(weights) - start
-    assert torch.linalg.vector_norm(moved["fp16"] - moved["fp32"]) < 0.02 * torch.linalg.vector_norm(moved["fp32"])
+    assert torch.linalg.vector_norm(moved["fp16"] - moved["fp32"]) < 0.01 * torch.linalg.vector_norm(moved["fp32"])
 
 
 @pytest.mark.parametrize("kept", [{"segment_blocks": 2}, {"product_blocks": 4}, {"recompute": False}])
@@ -506,3 +507,19 @@ def test_the_loss_of_an_evaluation_is_a_mean_over_tokens_and_not_over_batches():
     assert mean_loss(step, rows, 1) == pytest.approx(sums[0] / rows[0].trained_tokens, rel=1e-6)
     of_batches = sum(total / batch.trained_tokens for total, batch in zip(sums, rows, strict=True)) / 2
     assert abs(of_batches - sum(sums) / tokens) > 1e-3
+
+
+def test_gradients_of_embeddings_that_were_dropped_out_are_those_of_plain_autograd():
+    """Dropout in the embeddings alone, so that the plain model, which runs once, draws the masks that their backward
+    draws a second time."""
+    model = tiny_model("gpt2")
+    model.transformer.drop.p = 0.5
+    plain, batch = copy.deepcopy(model).train(), make_batches(1)[0]
+    step, store = make_step(model, micro_batch=BATCH)
+    step(batch, 5, 1e-3)  # whose gradients are there until the update
+    Dropout(seed=3, step=5, micro_batch=0).begin(-1, CPU)
+    logits = plain(input_ids=batch.input_ids).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).backward()
+    for name, parameter in plain.named_parameters():
+        gradient = store.part_of(name).gradient_of(name)
+        assert torch.allclose(gradient, parameter.grad, rtol=1e-4, atol=1e-6), name

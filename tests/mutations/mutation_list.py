@@ -29,6 +29,7 @@ SUMMED = f"{STEP}::test_gradients_of_micro_batches_are_summed_in_fp32"
 NORM = f"{STEP}::test_the_norm_is_that_of_the_fp32_gradients_without_their_scale"
 CLIPPED = f"{STEP}::test_gradients_are_clipped_by_their_norm_and_1e_minus_6_as_torch_clips_them"
 UNSCALED = f"{STEP}::test_an_update_in_fp16_is_that_of_fp32_but_for_rounding"
+EMBEDDINGS = f"{STEP}::test_gradients_of_embeddings_that_were_dropped_out_are_those_of_plain_autograd"
 DOCUMENTS = f"{STEP}::test_packed_documents_train_as_in_rows_of_their_own"
 MEAN = f"{STEP}::test_the_loss_of_an_evaluation_is_a_mean_over_tokens_and_not_over_batches"
 
@@ -401,7 +402,7 @@ MUTATIONS = (
         "the embeddings' backward has other dropout masks than their forward",
         "        dropout.begin(-1, self.store.device)\n        hidden, _",
         "        dropout.begin(-2, self.store.device)\n        hidden, _",
-        tests=(STEP,),
+        tests=(EMBEDDINGS,),
     ),
     Mutation(
         "core/recompute.py",
