@@ -5,7 +5,7 @@
 
 Each run of RUNS is made in both trees and compared: every exported tensor, every parameter's tensors in the newest
 checkpoint (working weights, low halves, moments), the loss scale, and what metrics.jsonl says of each step but for
-times and memory. Nothing is imported from the project, so that what is compared may be moved, renamed and rewritten:
+times and memory. Nothing is imported from the package, so that what is compared may be moved, renamed and rewritten:
 options, plan.json, metrics.jsonl and the files of a run folder are what has to stay. A run says which of plan.json's
 choices it is there for, so that none passes because it took an easier way. Ends with exit code 1 where anything
 differs or a run fails.
@@ -13,7 +13,6 @@ differs or a run fails.
 
 import hashlib
 import importlib.util
-import io
 import json
 import math
 import os
@@ -21,7 +20,6 @@ import re
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from argparse import ArgumentParser
@@ -31,6 +29,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 from torch import Tensor, uint8
+
+from experiments.harness.trees import unpacked
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "train_gpt2_large.py"
@@ -199,14 +199,7 @@ def write_inputs(folder: Path) -> None:
 
 def tree_of(commit: str, folder: Path) -> Path:
     """The files of `commit`, in `folder`; `commit` may be a folder itself, which is taken as it is."""
-    if Path(commit).is_dir():
-        return Path(commit).resolve()
-    result = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True)
-    if result.returncode:
-        raise Failed(f"git has no tree for {commit}: {result.stderr.decode().strip()}")
-    with tarfile.open(fileobj=io.BytesIO(result.stdout)) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return Path(commit).resolve() if Path(commit).is_dir() else unpacked(commit, folder)
 
 
 def _started(command: list[str], tree: Path) -> subprocess.Popen:
@@ -272,7 +265,10 @@ def main(arguments: list[str] | None = None) -> int:
             folder.mkdir()
         *folders, inputs = folders
         write_inputs(inputs)
-        before, after = (tree_of(*pair) for pair in zip((options.before, options.after), folders, strict=True))
+        try:
+            before, after = (tree_of(*pair) for pair in zip((options.before, options.after), folders, strict=True))
+        except ValueError as error:
+            parser.error(str(error))
         for name, run in chosen.items():
             if run.needs is not None and importlib.util.find_spec(run.needs) is None:
                 print(f"left out   {name}: there is no {run.needs} here", flush=True)
