@@ -12,6 +12,7 @@ help:
 	@echo 'make test    run the test suite (no GPU, no network)'
 	@echo 'make stand-in   make .venv-cuda: a CUDA build of PyTorch (1.2 GB) and a GPU that is not there to run it on'
 	@echo 'make test-cuda  run the tests of what only CUDA does, on that'
+	@echo 'make bench   time plans, steps, loading and saving on this machine (some ten minutes); nothing depends on it'
 	@echo 'make results tables and pictures of the READMEs from the rows that are there'
 	@echo 'make lint    check style and formatting'
 
@@ -70,11 +71,18 @@ results: setup
 	$(RUN) -m experiments.results
 	$(RUN) -m tests.faults.table
 	$(RUN) -m tests.stream_order.table
+	$(RUN) -m tests.mutations.table
 	$(RUN) -m tests.published.table
 	$(RUN) -m experiments.host_time.table
+	$(RUN) -m experiments.bench.table
+
+# Adds rows to experiments/bench/results and prints them; make bench BEFORE=COMMIT times that commit, too, by turns.
+BEFORE =
+bench: setup
+	$(RUN) -m experiments.bench.run $(if $(BEFORE),--before $(BEFORE))
 
 lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-.PHONY: help setup demo test stand-in test-cuda results lint
+.PHONY: help setup demo test stand-in test-cuda results bench lint

@@ -1,0 +1,200 @@
+"""What is timed: each case is one process, which prints how long its work takes, and how long plain code for the same.
+
+    python -m experiments.bench.cases step        one line of JSON; run.py starts these, in one tree or in two by turns
+
+    plan large, plan xl   `train_gpt2_*.py --plan-only --gpu rtx3060`, the whole process: imports and the search
+    step                  a training step of GPT-2's shape on the CPU, its update included, against forward and backward
+                          of the stock transformers model over the same tokens
+    load                  a saved model into its places, against safetensors' own reading into as many tensors
+    draw                  random weights, against as many numbers drawn by torch
+    save                  a checkpoint with AdamW's states, against the same bytes in one file and one fsync
+
+Work and plain code take turns; of each the least of REPEATS counts, which is what other processes disturb least.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL, SEQ, BATCH, MICRO_BATCH = "gpt2", 64, 4, 2
+VOCABULARY = 50257
+CARD = "rtx3060"
+REPEATS = 3
+PLANS = {"plan large": "train_gpt2_large.py", "plan xl": "train_gpt2_xl.py"}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds: of the processors, all threads together, and of the clock on the wall."""
+
+    cpu_seconds: float
+    wall_seconds: float
+
+    def least(self, other: "Times") -> "Times":
+        return Times(min(self.cpu_seconds, other.cpu_seconds), min(self.wall_seconds, other.wall_seconds))
+
+
+Work = Callable[[], object]
+
+
+def planned(case: str, tree: Path) -> dict:
+    """Of a process that plans, by the script in `tree`: what the kernel says it took when it had ended."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, PLANS[case], "--plan-only", "--gpu", CARD, "--out", out]
+        began = time.perf_counter()
+        with subprocess.Popen(command, cwd=tree, stdout=subprocess.DEVNULL) as process:
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with exit code {process.returncode}")
+    times = Times(usage.ru_utime + usage.ru_stime, time.perf_counter() - began)
+    return vars(times) | {"ram_peak_bytes": usage.ru_maxrss * 1024}
+
+
+def step(folder: Path) -> tuple[Work, Work, float, str]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from lowmem.data import Batch
+    from lowmem.models import load_config
+
+    training, store = _made()
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    stock = AutoModelForCausalLM.from_config(load_config(MODEL, "random")).train()
+
+    def plain() -> None:
+        for ids in tokens[:, :-1].split(MICRO_BATCH):
+            stock(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        stock.zero_grad(set_to_none=True)
+
+    steps = iter(range(10**6))
+    return lambda: training(batch, next(steps), 1e-5), plain, BATCH * SEQ, "tokens"
+
+
+def load(folder: Path) -> tuple[Work, Work, float, str]:
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    from lowmem.models import load_config, make_decoder
+    from lowmem.units import GIB
+    from lowmem.weights import read_weights
+
+    config = load_config(MODEL, "random")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    path = folder / "model.safetensors"
+    _, store = _made()
+    named = make_decoder(config, "fp32", "fp32").model  # which has the names of the file's tensors, and no weights
+    with safe_open(path, "pt") as file:
+        places = {name: torch.zeros(file.get_slice(name).get_shape()) for name in file.keys()}
+
+    def plain() -> None:
+        with safe_open(path, "pt") as file:
+            for name, place in places.items():
+                place.copy_(file.get_tensor(name))
+
+    return lambda: store.write(read_weights(named, str(folder))), plain, path.stat().st_size / GIB, "GiB"
+
+
+def draw(folder: Path) -> tuple[Work, Work, float, str]:
+    import torch
+
+    from lowmem.models import load_config
+    from lowmem.units import GIB
+    from lowmem.weights import random_weights
+
+    _, store = _made()
+    config = load_config(MODEL, "random")
+
+    def plain() -> None:
+        for part in store.parts:
+            torch.empty(part.working.numel()).normal_()
+
+    return lambda: store.write(random_weights(config, 0)), plain, store.parameter_count * 4 / GIB, "GiB"
+
+
+def save(folder: Path) -> tuple[Work, Work, float, str]:
+    from lowmem.resume import save_checkpoint
+    from lowmem.units import GIB
+
+    _, store = _made()
+    tensors = [tensor for part in store.parts for tensor in (part.working, *part.state.values())]
+    steps = iter(range(10**6))
+
+    def plain() -> None:
+        with open(folder / "plain", "wb", buffering=0) as file:
+            for tensor in tensors:
+                rest = memoryview(tensor.numpy()).cast("B")
+                while len(rest):
+                    rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+        (folder / "plain").unlink()
+
+    def work() -> None:
+        save_checkpoint(folder, store, {"step": next(steps)}, keep_last=1)
+
+    return work, plain, sum(tensor.nbytes for tensor in tensors) / GIB, "GiB"
+
+
+IN_PROCESS = {"step": step, "load": load, "draw": draw, "save": save}
+CASES = (*PLANS, *IN_PROCESS)
+
+
+def _made():
+    """A step on the CPU, in fp32, with AdamW's exact states and clipping, nothing recomputed; and its store."""
+    import torch
+
+    from lowmem.adam import get_optimizer
+    from lowmem.models import load_config, make_decoder
+    from lowmem.precision import LossScale
+    from lowmem.step import Schedule, Step
+    from lowmem.store import Store
+    from lowmem.weights import random_weights
+
+    config = load_config(MODEL, "random")
+    decoder, optimizer = make_decoder(config, "fp32", "fp32"), get_optimizer("adamw")
+    store = Store(decoder, torch.device("cpu"), torch.float32, optimizer, len(decoder.units))
+    store.write(random_weights(config, 0))
+    schedule = Schedule(MICRO_BATCH, 1, 1, recompute=False)
+    training = Step(
+        decoder, store, optimizer, schedule, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False)
+    )
+    return training, store
+
+
+def timed(work: Work) -> Times:
+    cpu, wall = time.process_time(), time.perf_counter()
+    work()
+    return Times(time.process_time() - cpu, time.perf_counter() - wall)
+
+
+def in_turns(work: Work, plain: Work) -> tuple[Times, Times]:
+    """The least of REPEATS of each, after one that does not count."""
+    timed(work), timed(plain)
+    pairs = [(timed(work), timed(plain)) for _ in range(REPEATS)]
+    least = pairs[0]
+    for pair in pairs[1:]:
+        least = least[0].least(pair[0]), least[1].least(pair[1])
+    return least
+
+
+def main() -> int:
+    (name,) = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        work, plain, amount, unit = IN_PROCESS[name](Path(folder))
+        ours, theirs = in_turns(work, plain)
+    found = vars(ours) | {f"plain_{key}": value for key, value in vars(theirs).items()}
+    print(json.dumps(found | {"amount": amount, "unit": unit}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

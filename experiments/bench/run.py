@@ -1,0 +1,90 @@
+"""How long plans, steps, loading and saving take on this machine, as rows: `python -m experiments.bench.run`.
+
+    python -m experiments.bench.run --only "plan"
+    python -m experiments.bench.run --before COMMIT        the same in a copy of another commit, by turns
+
+Each case (cases.py) is a process of its own with one thread, in each tree the least of `--rounds`; a plan of XL takes
+minutes. A row of two trees has both and is a ratio of one run, which another day's row is not. A commit older than this
+program has its plans timed alone.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from experiments.bench.cases import CASES, IN_PROCESS, PLANS, ROOT, planned
+from experiments.bench.table import RESULTS, tables
+from experiments.harness import rows as row_file
+from experiments.harness.trees import unpacked
+
+PROGRAM = "experiments.bench.run"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
+    parser.add_argument("--only", default="", metavar="TEXT", help="the cases that have this in their name")
+    parser.add_argument("--before", metavar="COMMIT", help="time that commit, too, by turns with this tree")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="processes per case and tree (%(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="ROWS.jsonl")
+    options = parser.parse_args(arguments)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    common = {"sources": row_file.sources(PROGRAM), "rounds": options.rounds} | row_file.made_by(PROGRAM, arguments)
+    made = []
+    with tempfile.TemporaryDirectory() as folder:
+        trees = {"after": ROOT}
+        if options.before is not None:
+            trees["before"] = unpacked(options.before, Path(folder))
+            common["before_commit"] = named(options.before)
+        for case in CASES:
+            if options.only not in case:
+                continue
+            in_both = trees if case in PLANS or _has_cases(trees.get("before", ROOT)) else {"after": ROOT}
+            found = least_of_rounds(case, in_both, options.rounds)
+            made.append(common | {"case": case} | found)
+            row_file.append(options.out, made[-1])
+    print(tables(made))
+    return 0
+
+
+def least_of_rounds(case: str, trees: dict[str, Path], rounds: int) -> dict[str, dict]:
+    """By tree what a case's processes say, the least of each figure."""
+    found: dict[str, dict] = {}
+    for _ in range(rounds):
+        for name, tree in trees.items():
+            values = in_tree(case, tree)
+            known = found.setdefault(name, values)
+            found[name] = {key: min(known[key], value) for key, value in values.items()}
+    return found
+
+
+def in_tree(case: str, tree: Path) -> dict:
+    """What one process says. RuntimeError where it fails."""
+    if case in PLANS:
+        return planned(case, tree)
+    assert case in IN_PROCESS
+    result = subprocess.run(
+        [sys.executable, "-m", "experiments.bench.cases", case], cwd=tree, stdout=subprocess.PIPE, text=True
+    )
+    if result.returncode:
+        raise RuntimeError(f"{case} in {tree} ended with exit code {result.returncode}")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def named(commit: str) -> str:
+    result = subprocess.run(
+        ["git", "rev-parse", "--short=12", commit], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return result.stdout.strip()
+
+
+def _has_cases(tree: Path) -> bool:
+    return (tree / "experiments" / "bench" / "cases.py").exists()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

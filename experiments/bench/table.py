@@ -1,0 +1,62 @@
+"""The README's tables, made from rows: `python -m experiments.bench.table` puts them between its marks."""
+
+from pathlib import Path
+
+from experiments.harness import rows as row_file
+from experiments.harness.tables import markdown, put
+
+FOLDER = Path(__file__).resolve().parent
+RESULTS, README = FOLDER / "results" / "rows.jsonl", FOLDER / "README.md"
+BEGIN = "<!-- made by python -m experiments.bench.table -->"
+WHAT = {
+    "plan large": "plan GPT-2-Large for an rtx3060",
+    "plan xl": "plan GPT-2-XL for an rtx3060",
+    "step": "a step of GPT-2 on the CPU / stock forward and backward",
+    "load": "load GPT-2 / safetensors' own reading",
+    "draw": "random weights of GPT-2 / torch's numbers",
+    "save": "a checkpoint of GPT-2 / its bytes in one file",
+}
+
+
+def tables(rows: list[dict]) -> str:
+    """The newest row of each case; and, where there are any, the newest of each that has two trees."""
+    newest = {row["case"]: row for row in rows}
+    compared = {row["case"]: row for row in rows if "before" in row}
+    lines = [_cells(WHAT[case], newest[case]) for case in WHAT if case in newest]
+    header = ("", "CPU, s", "wall, s", "plain CPU, s", "CPU / plain", "wall / plain", "per second", "RAM", "commit")
+    found = [*[_machine(row) for row in list(newest.values())[-1:]], markdown(header, lines)]
+    if compared:
+        ratios = [_ratios(WHAT[case], compared[case]) for case in WHAT if case in compared]
+        found.append(markdown(("after / before, by turns", "CPU", "wall", "before", "after"), ratios))
+    return "\n\n".join(found)
+
+
+def _cells(what: str, row: dict) -> list[str]:
+    values = row["after"]
+    cpu, wall = values["cpu_seconds"], values["wall_seconds"]
+    cells = [what, f"{cpu:.3g}", f"{wall:.3g}", "", "", "", "", "", str(row["commit"])]
+    if "plain_cpu_seconds" in values:
+        ratios = (cpu / values["plain_cpu_seconds"], wall / values["plain_wall_seconds"])
+        cells[3:6] = [f"{values['plain_cpu_seconds']:.3g}", *(f"{ratio:.2f}" for ratio in ratios)]
+        cells[6] = f"{values['amount'] / wall:.3g} {values['unit']}"
+    if "ram_peak_bytes" in values:
+        cells[7] = f"{values['ram_peak_bytes'] / 2**20:.0f} MiB"
+    return cells
+
+
+def _ratios(what: str, row: dict) -> list[str]:
+    after, before = row["after"], row["before"]
+    ratios = (after[key] / before[key] for key in ("cpu_seconds", "wall_seconds"))
+    return [what, *(f"{ratio:.2f}" for ratio in ratios), str(row["before_commit"]), str(row["commit"])]
+
+
+def _machine(row: dict) -> str:
+    versions = row["versions"]
+    return (
+        f"On {row['machine']}, one thread each; torch {versions['torch']}, transformers {versions['transformers']}, "
+        f"Python {versions['python']}; the least of {row['rounds']} processes per case."
+    )
+
+
+if __name__ == "__main__":
+    put(README, BEGIN, tables(row_file.read(RESULTS)))

@@ -1,0 +1,68 @@
+"""`make bench`: rows of one tree or of two by turns, and tables that say what they say. No duration is asserted."""
+
+import json
+
+import pytest
+
+from experiments.bench import cases, run, table
+from experiments.harness import rows as row_file
+from experiments.harness.tables import written
+from experiments.harness.trees import unpacked
+
+
+def test_the_readme_says_what_the_rows_say_and_no_case_lacks_one():
+    rows = row_file.read(table.RESULTS)
+    assert written(table.README, table.BEGIN) == table.tables(rows)
+    assert {row["case"] for row in rows} == set(table.WHAT) == set(cases.CASES)
+
+
+def test_two_trees_are_timed_by_turns_and_the_least_counts(tmp_path, monkeypatch, capsys):
+    asked, seconds = [], iter([5.0, 4.0, 3.0, 8.0, 2.0, 1.0])
+
+    def in_tree(case, tree):
+        asked.append((case, tree))
+        return {"cpu_seconds": next(seconds), "wall_seconds": 9.0}
+
+    before = tmp_path / "tree"
+    monkeypatch.setattr(run, "in_tree", in_tree)
+    monkeypatch.setattr(run, "unpacked", lambda commit, folder: before)
+    monkeypatch.setattr(run, "named", lambda commit: f"<{commit}>")
+    out = tmp_path / "rows.jsonl"
+    assert run.main(["--only", "plan large", "--before", "old", "--out", str(out)]) == 0
+    (row,) = row_file.read(out)
+    assert asked == [("plan large", run.ROOT), ("plan large", before)] * 2
+    assert (row["after"]["cpu_seconds"], row["before"]["cpu_seconds"]) == (3.0, 4.0)
+    assert row["before_commit"] == "<old>" and row["command"].endswith(f"--out {out}")
+    assert "| plan GPT-2-Large for an rtx3060 | 0.75 | 1.00 | <old> |" in capsys.readouterr().out
+    # a tree that is older than the cases has plans alone
+    assert run.main(["--only", "load", "--before", "old", "--out", str(out)]) == 0
+    assert "before" not in row_file.read(out)[1] and asked[4:] == [("load", run.ROOT)] * 2
+
+
+def test_a_commit_that_is_not_there_is_an_error(tmp_path):
+    """Either way: git has no such commit, or this is no checkout."""
+    with pytest.raises(ValueError, match="no such commit: fatal"):
+        unpacked("no such commit", tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("case", cases.IN_PROCESS)
+def test_a_case_does_its_work_and_the_plain_work(case, tmp_path, monkeypatch, capsys):
+    """On the demo's model, whose step is a matter of milliseconds."""
+    monkeypatch.setattr(cases, "MODEL", "gpt2-demo")
+    monkeypatch.setattr(cases, "VOCABULARY", 257)
+    monkeypatch.setattr(cases.sys, "argv", ["cases", case])
+    assert cases.main() == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found.keys() == {
+        *("cpu_seconds", "wall_seconds", "plain_cpu_seconds", "plain_wall_seconds", "amount", "unit")
+    }  # fmt: skip
+    assert found["amount"] > 0 and min(value for key, value in found.items() if key.endswith("seconds")) > 0
+
+
+def test_a_script_that_cannot_plan_is_an_error(tmp_path):
+    (tmp_path / cases.PLANS["plan xl"]).write_text("raise SystemExit(3)")
+    with pytest.raises(RuntimeError, match="train_gpt2_xl.py --plan-only .* ended with exit code 3"):
+        cases.planned("plan xl", tmp_path)
+    (tmp_path / cases.PLANS["plan xl"]).write_text("")
+    assert cases.planned("plan xl", tmp_path)["ram_peak_bytes"] > 2**20
