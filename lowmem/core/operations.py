@@ -37,9 +37,12 @@ class Operations:
         self.kind: Callable[[Segment, Sequence[Extra]], Hashable] = lambda segment, extras: segment
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
 
-    def group(self, run: Callable[[], tuple], micro_batches: Sequence[Batch], segments: Sequence[Segment]) -> tuple:
-        """The result of `run()`, which is forward and backward of one group of micro-batches, in a step that neither
-        updates nor drops anything meanwhile."""
+    def group(
+        self, run: Callable[[], tuple], micro_batches: Sequence[Batch], segments: Sequence[Segment],
+        self_contained: bool,
+    ) -> tuple:  # fmt: skip
+        """The result of `run()`, which is forward and backward of one group of micro-batches. `self_contained`: whether
+        nothing is updated or dropped meanwhile."""
         return run()
 
     def norm_of_all(self, run: Callable[[], float]) -> float:

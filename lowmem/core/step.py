@@ -37,6 +37,7 @@ that failed: the backward pass of one micro-batch through one segment, say (accu
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -174,9 +175,9 @@ class TrainingStep:
 
     def _group(self, work: _Work, gradients: HeldGradients) -> tuple[list[Tensor], list[Tensor]]:
         """Per micro-batch: the loss, summed over tokens, and the gradient for the first block's input."""
-        if self._updates.waiting or not gradients.waits:
-            return self._run_group(work, gradients)
-        return self.operations.group(lambda: self._run_group(work, gradients), work.micro_batches, self.segments)
+        self_contained = gradients.waits and not self._updates.waiting
+        run = partial(self._run_group, work, gradients)
+        return self.operations.group(run, work.micro_batches, self.segments, self_contained)
 
     def _run_group(self, work: _Work, gradients: HeldGradients) -> tuple[list[Tensor], list[Tensor]]:
         # No loop may leave a tensor in a variable of its own: it would live until the group is done.

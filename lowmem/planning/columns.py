@@ -70,6 +70,7 @@ class Columns:
         self.simulations, self.choices, self.room = simulations, choices, room
         self.last_kept, self.last_resident = len(choices.kept) - 1, len(choices.resident_units) - 1
         self._sizes: dict[int, list[float]] = {}
+        self._found_kept: dict[tuple[Family, int, int], int] = {}
         states = self.record(self.frugal_column(choices.micro_batches[0]), 0, 0).state_bytes
         streamed = [sum(states[units:]) for units in choices.resident_units]
         self.fewest_resident = next((place for place, size in enumerate(streamed) if within(size, room.ram)), None)
@@ -167,16 +168,20 @@ class Columns:
         return most_bytes(self.record(column, 0, 0).tape, "boundaries") // sequences
 
     def most_kept(self, column: Column, resident: int, least: int, most: int) -> int | None:
-        """The most that can be kept, between these; None where nothing fits."""
-        if least > most or not self.fits(column, least, resident):
-            return None
-        fits, beyond, tried = least, most + 1, least
+        """The most that can be kept, between these; None where nothing fits. What was found for the last column with
+        these groups and segments, which had another first group, is looked at first."""
+        alike = replace(column.family, first_group=0), column.segment, resident
+        fits, beyond, tried = least - 1, most + 1, self._found_kept.get(alike, least)
         while beyond - fits > 1:
-            tried = min(max(self._estimate(column, resident, self.room.gpu, tried, most), fits + 1), beyond - 1)
+            tried = min(max(tried, fits + 1), beyond - 1)
             if self.fits(column, tried, resident):
                 fits = tried
             else:
                 beyond = tried
+            tried = self._estimate(column, resident, self.room.gpu, tried, most)
+        if fits < least:
+            return None
+        self._found_kept[alike] = fits
         return fits
 
     def at_most_kept(self, column: Column, resident: int, limit: int | None, least: int, most: int) -> int | None:

@@ -241,11 +241,15 @@ class Recorder(TorchDispatchMode):
             chunks = self.tape.chunks[opened.first_chunk :]
             self._begin_chunk()
         region.count = self._count - region.base
+        operations, base = (chunks[0].operations if len(chunks) == 1 else Tape(chunks)), region.base
+        relative = [
+            (n - base if n >= base else region._relative(n, earlier), size, name) for n, size, name in operations
+        ]
         if len(chunks) == 1:  # in place: that the births stand in this list is noted
-            region.operations = chunks[0].operations
+            region.operations = operations
+            operations[:] = relative
         else:
-            region.operations = list(Tape(chunks))
-        region.operations[:] = [(region._relative(n, earlier), size, name) for n, size, name in region.operations]
+            region.operations = relative
         if len(chunks) == 1 and region.operations:  # one that allocates nothing is off the tape already
             earlier_base = earlier.base if earlier else 0
             chunk = Chunk(region.operations, region.base, earlier_base, chunks[0].seconds)

@@ -48,12 +48,12 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Known:
-    """Something that was run: its region, and what came out of it, flattened, with a _Place for every tensor."""
+    """Something that was run: its region, and what came out of it, with a _Place for every tensor: as it was, where it
+    is made of tuples and lists, else flattened."""
 
     region: Region
-    results: list
-    structure: TreeSpec
-    whole: object = None  # what came out of it, where that has no tensor
+    results: object
+    structure: TreeSpec | None
 
 
 class ReplayedOperations:
@@ -73,6 +73,7 @@ class ReplayedOperations:
             self._parts[part.unit].append(part)
         self._ends = self._parts[0] + self._parts[-1]  # what embeddings and head may add to
         self._rehearsed: set[tuple] = set()
+        self._kinds_in_group: dict[tuple[int, Segment], tuple] = {}  # by the address of the extras, which are alive
         if known is not None:
             operations.skippable_products, self._rehearsed = known.setdefault("learnt", ({}, set()))
         self._kinds = list(range(len(decoder.blocks)))
@@ -84,7 +85,13 @@ class ReplayedOperations:
             self._kinds = kept["kinds"]
         operations.kind = self._kind
 
-    def group(self, run: Callable[[], tuple], micro_batches: Sequence[Batch], segments: Sequence[Segment]):
+    def group(
+        self, run: Callable[[], tuple], micro_batches: Sequence[Batch], segments: Sequence[Segment],
+        self_contained: bool,
+    ):  # fmt: skip
+        self._kinds_in_group = {}
+        if not self_contained:  # its updates are in the ring, whose state is not the recorder's
+            return run()
         key = ("group", len(micro_batches), micro_batches[0].input_ids.shape, tuple(segments))
         arguments = [t for micro_batch in micro_batches for t in vars(micro_batch).values() if t is not None]
         return self._once(key, "group", run, self._operations.store.parts, arguments=arguments)
@@ -199,6 +206,12 @@ class ReplayedOperations:
 
     def _kind(self, segment: Segment, extras: Sequence[Extra]) -> tuple:
         """What two segments must share to allocate alike: blocks of a kind, called with arguments of a shape."""
+        kind = self._kinds_in_group.get((id(extras), segment))
+        if kind is None:
+            kind = self._kinds_in_group[id(extras), segment] = self._kind_of(segment, extras)
+        return kind
+
+    def _kind_of(self, segment: Segment, extras: Sequence[Extra]) -> tuple:
         leaves = tree_leaves([extras[index] for index in segment.blocks])
         shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
         kinds = tuple(self._kinds[index] for index in segment.blocks)
@@ -252,18 +265,15 @@ class ReplayedOperations:
             return _Place(own, argument, size, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype)
 
         places = list(map(place, leaves))
-        whole = None if any(isinstance(leaf, _Place | Tensor) for leaf in places) else results
-        self._known[key] = _Known(region, places, structure, whole)
+        as_it_was = tree_unflatten(places, structure)
+        plain = len(_leaves(as_it_was)) == len(places)
+        self._known[key] = _Known(region, as_it_was if plain else places, None if plain else structure)
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
         """What came out of a call, for the replay of it whose storages are numbered from `base`."""
-        if known.whole is not None:
-            return known.whole
         storages: dict[int, torch.UntypedStorage] = {}
 
-        def tensor(place):
-            if not isinstance(place, _Place):
-                return place
+        def tensor(place: _Place) -> Tensor:
             if place.storage is None:
                 storage = arguments[place.argument].untyped_storage()
             elif (storage := storages.get(place.storage)) is None:
@@ -273,7 +283,21 @@ class ReplayedOperations:
             return empty.set_(storage, place.offset, place.shape, place.stride)
 
         with no_dispatch():  # nothing of this is recorded, and going through the recorder takes most of the time
-            return tree_unflatten([tensor(place) for place in known.results], known.structure)
+            results = _filled(known.results, tensor)
+        return results if known.structure is None else tree_unflatten(results, known.structure)
+
+
+def _filled(results, tensor: Callable[[_Place], Tensor]):
+    """`results` with a tensor for every _Place."""
+    kind = type(results)
+    if kind is tuple or kind is list:  # no function inside of another, which would be a cycle that holds the tensors
+        return kind([_filled(one, tensor) for one in results])
+    return tensor(results) if kind is _Place else results
+
+
+def _leaves(results) -> list:
+    """What is in tuples and lists, and in tuples and lists in those."""
+    return [leaf for one in results for leaf in _leaves(one)] if type(results) in (tuple, list) else [results]
 
 
 def _traffic_of_8_bit(master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, *_) -> None:
