@@ -62,8 +62,8 @@ def step(folder: Path) -> tuple[Work, Work, float, str]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from lowmem.data import Batch
-    from lowmem.models import load_config
+    from lowmem.core.batch import Batch
+    from lowmem.models.build import load_config
 
     training, store = _made()
     tokens = torch.randint(0, VOCABULARY, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
@@ -84,9 +84,9 @@ def load(folder: Path) -> tuple[Work, Work, float, str]:
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
-    from lowmem.models import load_config, make_decoder
+    from lowmem.models.build import load_config, make_decoder
+    from lowmem.models.load import read_weights
     from lowmem.units import GIB
-    from lowmem.weights import read_weights
 
     config = load_config(MODEL, "random")
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -107,9 +107,9 @@ def load(folder: Path) -> tuple[Work, Work, float, str]:
 def draw(folder: Path) -> tuple[Work, Work, float, str]:
     import torch
 
-    from lowmem.models import load_config
+    from lowmem.models.build import load_config
+    from lowmem.models.load import random_weights
     from lowmem.units import GIB
-    from lowmem.weights import random_weights
 
     _, store = _made()
     config = load_config(MODEL, "random")
@@ -122,7 +122,7 @@ def draw(folder: Path) -> tuple[Work, Work, float, str]:
 
 
 def save(folder: Path) -> tuple[Work, Work, float, str]:
-    from lowmem.resume import save_checkpoint
+    from lowmem.run.checkpoint import save_checkpoint
     from lowmem.units import GIB
 
     _, store = _made()
@@ -152,19 +152,20 @@ def _made():
     """A step on the CPU, in fp32, with AdamW's exact states and clipping, nothing recomputed; and its store."""
     import torch
 
-    from lowmem.adam import get_optimizer
-    from lowmem.models import load_config, make_decoder
-    from lowmem.precision import LossScale
-    from lowmem.step import Schedule, Step
-    from lowmem.store import Store
-    from lowmem.weights import random_weights
+    from lowmem.core.layout import Schedule
+    from lowmem.core.optimizers import get_optimizer
+    from lowmem.core.parameters import Store
+    from lowmem.core.precision import LossScale
+    from lowmem.core.step import TrainingStep
+    from lowmem.models.build import load_config, make_decoder
+    from lowmem.models.load import random_weights
 
     config = load_config(MODEL, "random")
     decoder, optimizer = make_decoder(config, "fp32", "fp32"), get_optimizer("adamw")
     store = Store(decoder, torch.device("cpu"), torch.float32, optimizer, len(decoder.units))
     store.write(random_weights(config, 0))
     schedule = Schedule(MICRO_BATCH, 1, 1, recompute=False)
-    training = Step(
+    training = TrainingStep(
         decoder, store, optimizer, schedule, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False)
     )
     return training, store
