@@ -35,7 +35,7 @@ def _found_by(mutation: Mutation, row: dict | None) -> str:
     if row is None:
         return NOT_RUN
     test = LIVES if row["caught_by"] is None else f"`{row['caught_by']}`"
-    same = (mutation.file, mutation.old, mutation.new) == (row["file"], row["old"], row["new"])
+    same = (mutation.old, mutation.new) == (row["old"], row["new"])
     return test if same else f"{test} (the text has been adapted since)"
 
 
