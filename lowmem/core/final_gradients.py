@@ -42,7 +42,9 @@ class HeldGradients:
     def norm(self) -> float:
         """Of all gradients, in fp64 over those of the pieces. To be called when the pass has ended."""
         norms = [self._norms[index] for index in sorted(self._norms)]
-        return torch.linalg.vector_norm(torch.stack(norms).double()).item()
+        norm = torch.linalg.vector_norm(torch.stack(norms).double()).item()
+        self._norms = {}
+        return norm
 
     def _take_norms(self, lowest: int) -> list[Tensor]:
         norms = {

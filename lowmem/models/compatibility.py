@@ -32,7 +32,7 @@ _WIDTHS = (  # what families call that of the matrices within a block, or within
 )
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")  # the second is Falcon's
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
-_OURS, _THEIRS = (str(Path(module).parent) for module in (__file__, transformers.__file__))
+_OURS, _THEIRS = str(Path(__file__).parents[1]), str(Path(transformers.__file__).parent)
 _AUTOGRAD = str(Path(torch.autograd.__file__).parent)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
-import lowmem
+import lowmem.core.kernels
 from lowmem.core import optimizers
 from lowmem.core.kernels import fused
 from lowmem.core.layers import accumulated, cast_explicitly
@@ -77,7 +77,7 @@ def imported_anew(interpret: str):
 
     def forget():
         sys.modules.pop("lowmem.core.kernels.triton_kernels", None)
-        vars(lowmem).pop("kernels", None)
+        vars(lowmem.core.kernels).pop("triton_kernels", None)
 
     forget()
     with pytest.MonkeyPatch.context() as patch:

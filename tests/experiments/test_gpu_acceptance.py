@@ -486,7 +486,7 @@ def test_a_step_without_its_update_copies_nothing_changes_nothing_and_drops_its_
     store = measured.Store(decoder, torch.device("cpu"), case.dtype, case.optimizer, 0)
     for part in store.parts:
         part.working.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
-    step = measured.Step(
+    step = measured.TrainingStep(
         decoder, store, case.optimizer, case.schedule, clip_norm=1.0, weight_decay=0.0, seed=0,
         loss_scale=measured.LossScale(False),
     )  # fmt: skip

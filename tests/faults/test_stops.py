@@ -12,7 +12,7 @@ import time
 import pytest
 from runs import ROOT, SMALL, assert_same_run, at_call, content, last_line, loss_rows, stored, weights
 
-import lowmem.core.step
+import lowmem.core.operations
 import lowmem.run.train
 from lowmem.core.step import TrainingStep
 
@@ -23,13 +23,7 @@ from lowmem.core.step import TrainingStep
         (lowmem.run.train, "load_data", 1, signal.SIGTERM, 0),
         (TrainingStep, "evaluate", 1, signal.SIGINT, 0),  # before the first step
         (TrainingStep, "__call__", 2, signal.SIGTERM, 2),
-        (
-            lowmem.core.step,
-            "linear_cross_entropy",
-            6,
-            signal.SIGINT,
-            2,
-        ),  # 2 in the evaluation, 2 per step: in mid-accumulation
+        (lowmem.core.operations, "linear_cross_entropy", 6, signal.SIGINT, 2),  # 2 in the evaluation, 2 per step
         (lowmem.run.train, "save_checkpoint", 1, signal.SIGTERM, 2),
         (TrainingStep, "evaluate", 3, signal.SIGINT, 2),
     ],

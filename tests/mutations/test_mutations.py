@@ -12,7 +12,7 @@ from tests.mutations import __main__ as program
 from tests.mutations import table
 from tests.mutations.mutation_list import MUTATIONS, Mutation
 
-OVERFLOW = "precision.py", "no overflow halves", "self.scale = max(self.scale / 2, 1.0)"
+OVERFLOW = "core/precision.py", "no overflow halves", "self.scale = max(self.scale / 2, 1.0)"
 LATE = "core/test_precision.py::test_loss_scale_halves_on_overflow_and_doubles_after_an_interval_of_good_steps"
 
 
@@ -40,13 +40,13 @@ def test_a_mutation_that_is_found_one_that_lives_and_one_that_has_no_place(tmp_p
     """One process of pytest for each of the first two, and one without a mutation."""
     found = Mutation(*OVERFLOW, "pass", tests=(LATE,))
     lives = Mutation(*OVERFLOW, OVERFLOW[2] + "  # the same", tests=(LATE,))
-    nowhere = Mutation("precision.py", "no such text", "no such text", "", tests=(LATE,))
+    nowhere = Mutation("core/precision.py", "no such text", "no such text", "", tests=(LATE,))
     rows = tmp_path / "rows.jsonl"
     assert program.main(["--out", str(rows)], [found, lives, nowhere]) == 1
     assert [row["caught_by"] for row in row_file.read(rows)] == [LATE, None]
     said = capsys.readouterr().out
     assert "found      no overflow halves" in said and "LIVES      no overflow halves" in said
-    assert "NOT TRIED  no such text: no such text: 0 places in precision.py" in said and "WORTHLESS" not in said
+    assert "NOT TRIED  no such text: no such text: 0 places in core/precision.py" in said and "WORTHLESS" not in said
     assert "3 mutations, 2 not as expected" in said
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import lowmem
 from experiments.gpu_acceptance.bitwise import PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Outcome, Shape, make_step
+from lowmem.core import kernels
 from lowmem.core import parameters as stores
 from lowmem.core.batch import Batch
 from lowmem.core.offload import host_tensor
@@ -179,14 +179,13 @@ def computed_by_plain_kernels() -> Iterator[None]:
 @contextmanager
 def with_plain_kernels() -> Iterator[None]:
     """The project's operators compute with kernels.py of this folder on the CPU."""
-    before = sys.modules.get(
-        "lowmem.core.kernels.triton_kernels"
-    )  # patch.dict would also forget what is imported meanwhile
-    sys.modules["lowmem.core.kernels.triton_kernels"] = plain_kernels
+    name = f"{kernels.__name__}.triton_kernels"
+    before = sys.modules.get(name)  # patch.dict would also forget what is imported meanwhile
+    sys.modules[name] = plain_kernels
     try:
-        with patch.object(lowmem, "kernels", plain_kernels, create=True):
+        with patch.object(kernels, "triton_kernels", plain_kernels, create=True):
             yield
     finally:
-        del sys.modules["lowmem.core.kernels.triton_kernels"]
+        del sys.modules[name]
         if before is not None:
-            sys.modules["lowmem.core.kernels.triton_kernels"] = before
+            sys.modules[name] = before

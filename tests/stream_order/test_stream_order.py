@@ -61,7 +61,7 @@ def test_the_checker_finds_what_is_taken_out():
 
 
 def test_every_mutation_changes_the_one_place_that_it_means(tmp_path):
-    assert len({mutation.name for mutation in MUTATIONS}) == len({table.key(mutation) for mutation in MUTATIONS})
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
     for mutation in MUTATIONS:
         original = row_file.ROOT / "lowmem" / mutation.file
         shutil.copy(original, tmp_path)
