@@ -54,7 +54,7 @@ def _machine(row: dict) -> str:
     versions = row["versions"]
     return (
         f"On {row['machine']}, one thread each; torch {versions['torch']}, transformers {versions['transformers']}, "
-        f"Python {versions['python']}; the least of {row['rounds']} processes per case."
+        f"Python {versions['python']}; processes per case and tree: {row['rounds']}."
     )
 
 

@@ -28,14 +28,14 @@ def test_two_trees_are_timed_by_turns_and_the_least_counts(tmp_path, monkeypatch
     monkeypatch.setattr(run, "unpacked", lambda commit, folder: before)
     monkeypatch.setattr(run, "named", lambda commit: f"<{commit}>")
     out = tmp_path / "rows.jsonl"
-    assert run.main(["--only", "plan large", "--before", "old", "--out", str(out)]) == 0
+    assert run.main(["--only", "plan large", "--before", "old", "--rounds", "2", "--out", str(out)]) == 0
     (row,) = row_file.read(out)
     assert asked == [("plan large", run.ROOT), ("plan large", before)] * 2
     assert (row["after"]["cpu_seconds"], row["before"]["cpu_seconds"]) == (3.0, 4.0)
     assert row["before_commit"] == "<old>" and row["command"].endswith(f"--out {out}")
     assert "| plan GPT-2-Large for an rtx3060 | 0.75 | 1.00 | <old> |" in capsys.readouterr().out
     # a tree that is older than the cases has plans alone
-    assert run.main(["--only", "load", "--before", "old", "--out", str(out)]) == 0
+    assert run.main(["--only", "load", "--before", "old", "--rounds", "2", "--out", str(out)]) == 0
     assert "before" not in row_file.read(out)[1] and asked[4:] == [("load", run.ROOT)] * 2
 
 
