@@ -15,6 +15,7 @@ _HOMES = {  # the module that each name is loaded from
     "Plan": "planning.plan",
     "PlanError": "errors",
     "Settings": "settings",
+    "Stopped": "errors",
     "TrainingStep": "core.step",
     "export": "run.api",
     "load": "run.api",

@@ -31,7 +31,7 @@ from lowmem.units import GIB
 
 COMPUTE, IN, OUT = "compute", "copies in", "copies out"
 LANES = (COMPUTE, IN, OUT)
-UPDATES = ("_adamw", "_sgd", "_join_all", "_split_all")  # kernels.py's
+UPDATES = ("_adamw", "_sgd", "_join_all", "_split_all")  # triton_kernels.py's
 PARTS = 1000  # of a stretch of time: what is told apart in a picture
 Stretch = tuple[float, float]  # from and to, in seconds
 

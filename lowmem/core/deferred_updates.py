@@ -1,4 +1,5 @@
-"""The updates of one optimizer step: made unit by unit, in the order in which something else asks for them.
+"""The updates of one optimizer step: made unit by unit, forwards before weights are read, or backwards as gradients
+become final.
 
 They wait here until the next forward pass needs a unit's new weights or, where nothing has to be known of all gradients
 first, until that unit's gradient is final. Streamed states pass through the ring (offload.py) in the same order,
@@ -57,8 +58,8 @@ class Updates:
         self.ring.copies.wait_for_compute()
 
     def run(self, units: int) -> None:
-        """Sees to it that so many units are updated for all that is computed from here on. Where memory runs out, what
-        is still to be made is made by the next call."""
+        """Makes updates until so many units are updated; what the compute stream is given later waits for them. Where
+        memory runs out, the next call makes what is left."""
         if self.units_done >= units:
             return
         if self.downwards:  # their gradients came to be since the pass was begun

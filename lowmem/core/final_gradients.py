@@ -21,7 +21,7 @@ from lowmem.core.parameters import Piece, Store
 class HeldGradients:
     """Collects the norms of gradients, and holds them. The other ways are subclasses.
 
-    `waits`: whether the norms may be taken all at once, when the pass ends.
+    `waits`: whether gradients are kept until the pass has ended; if not, `finish` consumes those of each unit.
     """
 
     waits = True

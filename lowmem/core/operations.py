@@ -1,8 +1,7 @@
 """What a step spends its time in, operation by operation.
 
-The step (step.py) says in which order these run; this file says what each of them is. They are the seam at which a step
-is simulated: simulate/replay.py takes an `Operations` and has the same methods, runs each of them once per shape and
-replays it from then on.
+The step (step.py) says in which order these run; this file says what each of them is. The simulator wraps this class:
+simulate/replay.py's `ReplayedOperations` has the same methods, and runs each of them once per shape.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -25,7 +24,7 @@ class Operations:
     """Those of `decoder`, whose numbers lie in `store`.
 
     `rule`: the function that updates a piece, None for the one of the device and the decoder's kernels.
-    `skippable_products`: what has been learnt about the last product of each kind of segment (recompute.py); `kind`:
+    `skippable_products`: which last matrix product a segment that runs again may skip (recompute.py); `kind`:
     what two segments must share to learn from each other.
     """
 

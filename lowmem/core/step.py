@@ -1,31 +1,38 @@
 """The one training step: forward and backward of all micro-batches, the norm, the update. Trained, timed, simulated.
 
     for group in groups of micro-batches:
-        forward    for segment: for micro-batch: keep the boundary
+        forward    for segment: for micro-batch: save the segment's input (its boundary)
         loss       for micro-batch: final norm and head, chunked; the head's gradient straight into its accumulator
-        backward   for segment reversed: for micro-batch: recompute, backward, add into the fp32 accumulators
+        backward   for segment reversed: for micro-batch: run its forward again (activation checkpointing), backward,
+                   accumulate into fp32 gradients
     embeddings     for micro-batch: backward, from the gradients kept for the first block's input
     norm           over all accumulators; not finite: no update
     update         per unit, just before the next forward needs it (or in `flush`)
 
-Without clipping, and with the whole batch in one group, no update has to wait for the norm: a unit is updated as soon
-as its gradient is final, while the segments below it run backward, and its accumulator is gone before the next one is
-made. The price: a gradient that is not finite, though the loss was, is found after the units above have been updated,
-and ends the run (`UpdateInterrupted`), where otherwise the step would be skipped whole.
+    unit               what is updated together: the embeddings, each block, the final norm
+    part, piece        a unit's matrices or its vectors; a run of a part's elements that one kernel updates
+    segment, boundary  consecutive blocks that are recomputed together, and their saved input
+    group              micro-batches that pass a segment together before the next segment runs
+    extras             what blocks are called with beside their input: masks, position embeddings
+
+Without clipping and without loss scaling, and with the whole batch in one group, no update has to wait for the norm: a
+unit is updated as soon as its gradient is final, while the segments below it run backward, and its accumulator is gone
+before the next one is made. The price: a gradient that is not finite, though the loss was, is found after the units
+above have been updated, and ends the run (`UpdateInterrupted`), where otherwise the step would be skipped whole.
 
 With clipping the same can be had for twice the time (`norm_first`): forward and backward run once for the norm, their
 gradients dropped unit by unit, and once more for the updates, with the same dropout masks and so the same gradients. It
 saves the 4 bytes per parameter that held gradients cost.
 
-One micro-batch per group is ordinary gradient accumulation; one group for the whole step is what keeps accumulators for
-one segment only, in either of these ways. Every schedule gives the same bits, because a parameter's gradient is always
-summed over micro-batches in their order. A tied embedding gets its two contributions in one order too: the head's of
-all micro-batches, then the lookup's of all, which is why the embeddings' backward waits for the last group. It costs
-the gradients of the first block's input of the whole batch: B x T x D x 4 bytes (320 MiB for GPT-2-Large at 64 x
-1,024; half of that in 16 bit).
+Groups of one micro-batch are ordinary gradient accumulation. With one group for the whole batch, the gradients of one
+segment at a time are enough, if units are updated in backward or in two passes. Every schedule gives the same bits,
+because a parameter's gradient is always summed over micro-batches in their order. A tied embedding gets its two
+contributions in one order too: the head's of all micro-batches, then the lookup's of all, which is why the embeddings'
+backward waits for the last group. It costs the gradients of the first block's input of the whole batch: B x T x D x 4
+bytes (320 MiB for GPT-2-Large at 64 x 1,024; half of that in 16 bit).
 
 A step's loss is the mean over its trained tokens, so each micro-batch counts by its tokens. The update is deferred into
-the next forward so that, on a GPU, bringing streamed states over hides behind computation; nothing reads a weight
+the next forward so that, on a GPU, copying offloaded optimizer states hides behind computation; nothing reads a weight
 before its update.
 
 Where memory runs out, room is made (`relieve`; recovery.py says how) and the same work done again. Until the updates
@@ -47,7 +54,7 @@ from torch import Tensor
 from lowmem.core.accumulation import Accumulation
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
-from lowmem.core.deferred_updates import Updates
+from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, HeldGradients
 from lowmem.core.kernels import fused
 from lowmem.core.layout import IN_BACKWARD, TWO_PASS, Layout, Schedule
@@ -74,7 +81,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _Work:
-    """A step's micro-batches, each with the names of its dropout masks; gradients are those of `scale` times the sum of
+    """A step's micro-batches, each with the seeds of its dropout masks; gradients are those of `scale` times the sum of
     all tokens' losses."""
 
     micro_batches: Sequence[Batch]
@@ -113,8 +120,13 @@ class TrainingStep:
     def __call__(self, batch: Batch, step: int, learning_rate: float) -> StepResult:
         """One optimizer step on `batch` (on the CPU); `step` names the dropout masks. Its updates may wait until the
         next step, or `flush`, makes them."""
+        if self.halfway:
+            raise UpdateInterrupted(
+                "the step before this one was ended while it made its updates; load the weights again"
+            )
         self._updating = False
-        result = self._surely(STEP, self._attempt, batch, step, learning_rate)
+        self._discard_attempt()  # of a step that an error or Ctrl-C has ended
+        result = self._retrying(STEP, self._attempt, batch, step, learning_rate)
         if not self.schedule.defer:
             self.flush()
         return result
@@ -154,15 +166,15 @@ class TrainingStep:
     def _forward_and_backward(self, work: _Work, gradients: HeldGradients) -> tuple[float, float]:
         """The sum of the losses of all tokens, and the norm of the gradients. `gradients`: what becomes of these."""
         losses: list[Tensor] = []
-        of_inputs: list[Tensor] = []  # the gradients for the first block's input, per micro-batch
+        input_gradients: list[Tensor] = []  # for the first block's input, per micro-batch
         for places in self.schedule.groups(len(work.micro_batches)):
             of_group = self._group(work.group(places), gradients)
             losses += of_group[0]
-            of_inputs += of_group[1]
+            input_gradients += of_group[1]
             del of_group  # else it would keep gradients that have been spent
         for index, micro_batch in enumerate(work.micro_batches):
-            self._part(self.operations.embed_backward, micro_batch, work.dropouts[index], of_inputs[index])
-            of_inputs[index] = None
+            self._part(self.operations.embed_backward, micro_batch, work.dropouts[index], input_gradients[index])
+            input_gradients[index] = None
         loss = self._part(lambda: torch.stack(losses).double().sum().item())
         if gradients.waits:
             return loss, self.operations.norm_of_all(lambda: self._norm(gradients))
@@ -202,9 +214,11 @@ class TrainingStep:
 
         self._updates.run(units)
         losses: list[Tensor] = []
-        of_hidden: list[Tensor | None] = [None for _ in everywhere]  # the gradient on its way down
+        output_gradients: list[Tensor | None] = [
+            None for _ in everywhere
+        ]  # for the last block's output, then for each segment's input
         for index in everywhere:
-            loss, of_hidden[index] = operations.head(
+            loss, output_gradients[index] = operations.head(
                 hidden[index], work.micro_batches[index].labels, work.dropouts[index], work.scale
             )
             hidden[index] = None
@@ -216,13 +230,13 @@ class TrainingStep:
             self._part(gradients.finish, units - 1)
         for segment in reversed(self.segments):
             for index in everywhere:
-                of_hidden[index] = self._part(
+                output_gradients[index] = self._part(
                     operations.segment_backward, segment, saved[index].pop(), extras[index], work.dropouts[index],
-                    of_hidden[index],
+                    output_gradients[index],
                 )  # fmt: skip
             if not gradients.waits:
                 self._part(gradients.finish, segment.blocks.start + 1)
-        return losses, of_hidden
+        return losses, output_gradients
 
     @property
     def _of_gradients(self) -> tuple:
@@ -252,13 +266,13 @@ class TrainingStep:
 
     def flush(self) -> None:
         """Makes every update that still waits: before anything but a training step reads a weight or a state."""
-        self._surely(UPDATES, self._updates.flush)
+        self._retrying(UPDATES, self._updates.flush)
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Sum of the losses of a batch's tokens, and their number; weights as of the last update."""
         self.flush()
         self._decoder.model.eval()
-        return self._surely(EVALUATION, self._evaluate, batch), batch.trained_tokens
+        return self._retrying(EVALUATION, self._evaluate, batch), batch.trained_tokens
 
     @torch.no_grad()
     def _evaluate(self, batch: Batch) -> float:
@@ -293,10 +307,10 @@ class TrainingStep:
 
     @property
     def halfway(self) -> bool:
-        """Whether some weights are of one step and some of the next, with no way to make that good."""
+        """Whether some weights are of one step and some of the next, and the step cannot be made again."""
         return self._updating and self._updates.downwards and self._updates.waiting
 
-    def _surely(self, where: str, work: Callable[..., Result], *arguments) -> Result:
+    def _retrying(self, where: str, work: Callable[..., Result], *arguments) -> Result:
         """What `work(*arguments)` returns, done again for as long as memory runs out and `relieve` makes room."""
         while True:
             try:
@@ -306,15 +320,16 @@ class TrainingStep:
                     raise
                 reason = str(error).splitlines()[0]
             # Only here is the error gone, and with its traceback the tensors of the attempt.
-            self._forget_the_attempt()
+            self._discard_attempt()
             self.relieve(where, reason)
 
     def _part(self, work: Callable[..., Result], *arguments) -> Result:
-        """The same of a part of the step, which is done again by itself where updates have begun; else the step is."""
+        """What one part of the step returns. Once updates have begun, this part alone is done again where memory runs
+        out; before that, the whole step is."""
         self._accumulation.begin_part()
-        return self._surely(PART, work, *arguments) if self._updating else work(*arguments)
+        return self._retrying(PART, work, *arguments) if self._updating else work(*arguments)
 
-    def _forget_the_attempt(self) -> None:
+    def _discard_attempt(self) -> None:
         """What gradients there are belong to the step that failed, unless they are those that updates wait with: an
         accumulator is begun only when every unit has been updated."""
         for unit in self._decoder.units:

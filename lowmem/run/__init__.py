@@ -2,5 +2,6 @@
 
 main.py parses (cli.py, options.py) and runs train.py, the loop, which reads top to bottom: plan, load, step, evaluate,
 save, report. Beside it checkpoint.py, recovery.py and smaller_layouts.py (out of memory), signals.py, learning_rate.py,
-log.py, plots.py and report.py; plan_command.py is `python -m lowmem.plan`. Start with train.py.
+log.py, plots.py and report.py; plan_command.py is `python -m lowmem.plan`, api.py what
+`import lowmem` offers. Start with train.py.
 """

@@ -37,8 +37,9 @@ from lowmem.settings import Settings
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model whose every parameter `step` trains. `decoder`: its pieces, whose parameters are views into flat tensors
-    (`step.store`); `tokenizer`: None where a random model has none."""
+    """A model whose every parameter `step` trains; its updates may wait for the next step, or `step.flush()`.
+    `decoder`: its pieces, whose parameters are views into flat tensors (`step.store`); `tokenizer`: None where a random
+    model has none."""
 
     settings: Settings
     config: PretrainedConfig
@@ -62,7 +63,8 @@ def plan(settings: Settings) -> Plan:
 
 def train(settings: Settings) -> dict:
     """A whole run, as the scripts make it; the content of its report.json. SIGTERM and SIGINT save and end it
-    (`Stopped`), where it is called in the main thread. Every error is a LowmemError with the scripts' exit code."""
+    (`Stopped`), where it is called in the main thread; a second one ends the process. LowmemError for what the scripts
+    say in a sentence; what the system refuses (OSError, OutOfMemoryError) comes as it is."""
     if settings.plan_only:
         raise InputError("plan_only=True plans and trains nothing: call lowmem.plan(settings).")
     main_thread = threading.current_thread() is threading.main_thread()
@@ -72,8 +74,10 @@ def train(settings: Settings) -> dict:
 
 
 def load(settings: Settings) -> LoadedModel:
-    """Plans for this machine, applies both caps, and loads the weights that `settings` name, piece by piece, into their
-    places. For one model a process: caps and deterministic kernels are settings of the whole process."""
+    """Plans for this machine under both caps, caps GPU memory, and loads the weights that `settings` name, piece by
+    piece, into their places. RAM is planned for and not watched. For one model a process: the cap and deterministic
+    kernels are settings of the whole process. Batches may not be larger than `settings.batch`, and of token ids it is
+    not checked whether the vocabulary has them."""
     devices.set_environment()
     settings = replace(settings, plan_only=False)
     with process_aside() as aside:

@@ -82,7 +82,7 @@ def draw_memory(
     """Predicted bytes by name at the peak, stacked, beside the measured peak and the cap, for GPU and RAM, as a PNG;
     above that the GPU's memory over one step, where the plan has a `timeline`: (seconds, allocated bytes, reserved
     bytes); below it RAM by phase of the run, predicted and, where there are `ram_phases`, measured. `plan`: plan.json's
-    content; `measured`: budget.Peaks as a dict, None for a plan that was not run. ImportError without matplotlib."""
+    content; `measured`: limits.Peaks as a dict, None for a plan that was not run. ImportError without matplotlib."""
     reached = measured or {"gpu_reserved_peak_bytes": None, "ram_peak_bytes": None}
     kinds = [("RAM", plan["ram_breakdown"], reached["ram_peak_bytes"], plan["limits"]["ram_bytes"])]
     reserved = plan["predicted"]["gpu_reserved_peak_bytes"]

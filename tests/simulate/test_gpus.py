@@ -291,7 +291,7 @@ def test_sixteen_bit_products_with_a_size_that_is_no_multiple_of_8_are_slower():
 
 @pytest.mark.parametrize(
     ("card", "dtype", "side", "seen"),
-    [  # TFLOP/s at `side` as others measured it: the issues that cards.MEASURED names
+    [  # TFLOP/s at `side` as others measured it: the issues that gpus.MEASURED names
         ("rtx3060", BF16, 1024, 19.0),
         ("rtx3060", BF16, 2048, 23.7),
         ("rtx4090", BF16, 1024, 126.8),

@@ -64,6 +64,7 @@ def test_every_mutation_changes_the_one_place_that_it_means(tmp_path):
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
     for mutation in MUTATIONS:
         original = row_file.ROOT / "lowmem" / mutation.file
+        (tmp_path / mutation.file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(original, tmp_path)
         mutation.apply(tmp_path)
         before, after = [ast.parse(path.read_text()) for path in (original, tmp_path / mutation.file)]

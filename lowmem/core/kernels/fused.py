@@ -31,7 +31,7 @@ MOST_ULPS = 8  # between a kernel and the eager lines: some fused products and s
 def update(
     optimizer: Optimizer, working: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, decay: bool
 ) -> None:
-    """adam.update in one kernel; for 8-bit moments in bitsandbytes' and one on each side of it, with 4 bytes of
+    """optimizers.update in one kernel; for 8-bit moments in bitsandbytes' and one on each side of it, with 4 bytes of
     temporaries per parameter."""
     weight_decay = hyper.weight_decay if decay else 0.0
     low = state.get("low")

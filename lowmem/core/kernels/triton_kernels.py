@@ -32,7 +32,7 @@ _ROUND = tl.constexpr(1.5 * 2**23)  # added to a small fp32 number and taken off
 
 
 def adamw(working: Tensor, low: Tensor | None, m: Tensor, v: Tensor, gradient: Tensor, *numbers: float) -> None:
-    """In place, all tensors [n]; `numbers`: those of adam.adamw_numbers, and before them the gradient's scale."""
+    """In place, all tensors [n]; `numbers`: those of optimizers.adamw_numbers, and before them the gradient's scale."""
     _launch(_adamw, working, low, m, v, gradient, numbers=numbers)
 
 
