@@ -214,9 +214,8 @@ class TrainingStep:
 
         self._updates.run(units)
         losses: list[Tensor] = []
-        output_gradients: list[Tensor | None] = [
-            None for _ in everywhere
-        ]  # for the last block's output, then for each segment's input
+        # For the last block's output, and then for the input of each segment, from the last one down.
+        output_gradients: list[Tensor | None] = [None for _ in everywhere]
         for index in everywhere:
             loss, output_gradients[index] = operations.head(
                 hidden[index], work.micro_batches[index].labels, work.dropouts[index], work.scale
