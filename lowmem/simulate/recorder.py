@@ -23,14 +23,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
 
 from lowmem.simulate.clock import NOTHING, SYNCHRONIZE, Clock, Span
+from lowmem.simulate.outcomes import Outcome, is_view, result_of, results_of, signature_of, tensors_in
 
 FREED = -1  # in the place of a size
 FORWARD, BACKWARD = 0, 1  # CUDA runs them on two host threads, each with a cuBLAS handle of its own
@@ -145,23 +144,6 @@ class DeviceModel:
     more_host_seconds: dict = field(default_factory=dict)
 
 
-_RUN, _FIRST = "run", "the first argument"  # in the place of an outcome's results
-_NO_TENSOR = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What is known of an operation on arguments of certain shapes. `results`: Tensor, tuple, list or None, whichever
-    it returns, and the shape, stride and dtype of each tensor in that; _FIRST: its first argument; _RUN: it has to be
-    run, as a view has. `allocated`: which of the results are allocated on the device, in order; `temporaries`: sizes;
-    `spans`: its effect on the clock, in forward and in backward."""
-
-    results: tuple[type | None, list[tuple]] | str
-    allocated: tuple[int, ...]
-    temporaries: tuple[int, ...]
-    spans: tuple[Span, Span]
-
-
 class Recorder(TorchDispatchMode):
     """Records what runs inside `with recorder:` onto `tape`, and moves `clock`. `name_of(frame)`: what a storage born
     in that Python frame is called; None: ask the frame's caller. `outcomes`: a dict of what is known of operations,
@@ -201,10 +183,10 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         key = None
         if self._outcomes is not None:
-            key = func if _is_view(func) else _signature(func, args, kwargs)
+            key = func if is_view(func) else signature_of(func, args, kwargs)
         outcome = None if key is None else self._outcomes.get(key)
         if outcome is not None:
-            result = _result(outcome, func, args, kwargs)
+            result = result_of(outcome, func, args, kwargs)
         elif any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor: the operations on its local tensor come here by themselves
         elif func is _aten._local_scalar_dense.default and args[0].device.type == "meta":
@@ -322,11 +304,11 @@ class Recorder(TorchDispatchMode):
 
     def _outcome(self, func, args, kwargs, result) -> Outcome:
         machine = self.machine
-        results = _tensors_in(result)
+        results = tensors_in(result)
         places = {id(tensor): index for index, tensor in enumerate(results)}
         seconds, more = machine.seconds(func, args, kwargs, result), machine.more_host_seconds.get(func, 0.0)
         return Outcome(
-            _results_of(func, args, kwargs, result),
+            results_of(func, args, kwargs, result),
             tuple(places[id(tensor)] for tensor in machine.allocated(func, args, kwargs, results)),
             tuple(machine.hidden_bytes(func, args, kwargs, result)),
             tuple(Span.of_operation(host + more, seconds) for host in machine.host_seconds),
@@ -342,7 +324,7 @@ class Recorder(TorchDispatchMode):
         if func is _aten.add.Tensor and thread == BACKWARD and not args[0]._is_view() and _called_by_the_engine():
             self._sum = result.untyped_storage(), self.number_of(args[0]), args[0].untyped_storage().nbytes()
         else:
-            results = _tensors_in(result)
+            results = tensors_in(result)
             for place in outcome.allocated:
                 self.note(results[place])
             for tensor in results if len(outcome.allocated) < len(results) else ():
@@ -434,94 +416,6 @@ class Recorder(TorchDispatchMode):
             chunks.pop()
         self._operations = []
         self.tape.chunks.append(Chunk(self._operations, 0, 0, self.clock.gpu))
-
-
-def _tensors_in(result) -> list[Tensor]:
-    return [one for one in (result if isinstance(result, tuple | list) else (result,)) if isinstance(one, Tensor)]
-
-
-@cache
-def _is_view(func) -> bool:
-    """Whether an operation returns a view of what it is given and does nothing else, whatever that is: it has to be
-    run, and costs the host the same every time."""
-    aliases = [returned.alias_info for returned in func._schema.returns]
-    only_views = bool(aliases) and not any(alias is None or alias.is_write for alias in aliases)
-    return only_views and torch.Tag.inplace_view not in func.tags
-
-
-def _signature(func, args: tuple, kwargs: dict) -> tuple | None:
-    """What the outcome of an operation depends on; None where that cannot be said: tensors that have data or are of
-    another class, one that is given twice, objects that are neither tensors nor numbers."""
-    signature, seen = [func], set()
-    if not _add_to_signature(signature, args, seen):
-        return None
-    for name, value in kwargs.items():
-        signature.append(name)
-        if not _add_to_signature(signature, (value,), seen):
-            return None
-    return tuple(signature)
-
-
-def _add_to_signature(signature: list, values: tuple | list, seen: set[int]) -> bool:
-    for value in values:
-        kind = type(value)
-        if kind is Tensor or kind is torch.nn.Parameter:
-            if not value.is_meta or id(value) in seen:
-                return False
-            seen.add(id(value))
-            strides = value.stride()
-            signature += (value.shape, strides, value.dtype)
-            if 0 in strides:  # how much there is of it
-                signature.append(value.untyped_storage().nbytes())
-        elif kind in _NO_TENSOR:
-            signature += (kind, value)
-        elif kind is list or kind is tuple:
-            signature += (kind, len(value))
-            if not _add_to_signature(signature, value, seen):
-                return False
-        else:
-            return False
-    return True
-
-
-def _results_of(func, args: tuple, kwargs: dict, result) -> tuple[type | None, list[tuple]] | str:
-    """The `results` of an Outcome: what can be made without running it are tensors with a storage each, all of it."""
-    if torch.Tag.inplace_view in func.tags or _is_view(func):
-        return _RUN
-    if args and result is args[0]:
-        return _FIRST
-    if result is None:
-        return None, []
-    if type(result) not in (Tensor, tuple, list):
-        return _RUN
-    storages = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
-    shapes = []
-    for tensor in (result,) if type(result) is Tensor else result:
-        if type(tensor) is not Tensor or not tensor.is_meta:
-            return _RUN
-        storage, shape = tensor.untyped_storage(), (tensor.shape, tensor.stride(), tensor.dtype)
-        whole = storage.nbytes() == _made(shape).untyped_storage().nbytes()
-        if storage._cdata in storages or tensor.storage_offset() or not whole:
-            return _RUN
-        storages.add(storage._cdata)
-        shapes.append(shape)
-    return type(result), shapes
-
-
-def _result(outcome: Outcome, func, args: tuple, kwargs: dict):
-    """What `func` returns, of which this outcome is known."""
-    if outcome.results is _RUN:
-        return func(*args, **kwargs)
-    if outcome.results is _FIRST:
-        return args[0]
-    kind, shapes = outcome.results
-    if kind is None:
-        return None
-    return _made(shapes[0]) if kind is Tensor else kind(map(_made, shapes))
-
-
-def _made(shape: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> Tensor:
-    return torch.empty_strided(shape[0], shape[1], dtype=shape[2], device="meta")
 
 
 def _called_by_the_engine() -> bool:

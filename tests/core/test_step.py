@@ -523,3 +523,41 @@ def test_gradients_of_embeddings_that_were_dropped_out_are_those_of_plain_autogr
     for name, parameter in plain.named_parameters():
         gradient = store.part_of(name).gradient_of(name)
         assert torch.allclose(gradient, parameter.grad, rtol=1e-4, atol=1e-6), name
+
+
+def _interrupted_at(step, call: int):
+    """Ctrl-C in that backward pass of a segment, once."""
+    backward, calls = step.operations.segment_backward, iter(range(1, 10_000))
+
+    def interrupted(*arguments):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return backward(*arguments)
+
+    step.operations.segment_backward = interrupted
+
+
+def test_a_step_after_one_that_was_interrupted_adds_nothing_of_that():
+    first, second = make_batches(2)
+    weights = []
+    for interrupts in (False, True):
+        step, store = make_step(tiny_model("gpt2"), micro_batch=1)
+        step(first, 0, 1e-3)
+        if interrupts:
+            _interrupted_at(step, 3)
+            with pytest.raises(KeyboardInterrupt):
+                step(second, 1, 1e-3)
+        step(second, 1, 1e-3)
+        step.flush()
+        weights.append(dict(store.masters()))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_no_step_follows_one_that_was_interrupted_while_it_updated():
+    step, _ = make_step(tiny_model("gpt2"), micro_batch=1, group=BATCH, clip_norm=None)
+    _interrupted_at(step, BATCH + 1)
+    batch = make_batches(1)[0]
+    with pytest.raises(KeyboardInterrupt):
+        step(batch, 0, 1e-3)
+    with pytest.raises(UpdateInterrupted, match="load the weights again"):
+        step(batch, 0, 1e-3)
