@@ -4,10 +4,11 @@ import torch
 from reference import VOCABULARY
 from torch import nn
 
+from experiments.gpu_acceptance.bitwise import FlushedStep
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
 from lowmem.core.layers import cast_explicitly
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
@@ -16,10 +17,11 @@ from lowmem.core.step import TrainingStep
 
 def make_step(
     model: nn.Module, *, precision="fp32", optimizer="adamw", resident_units=99, clip_norm: float | None = 0.5,
-    residual="fp32", fused_kernels=False, loss_scale: LossScale | None = None, dropout_seed=3, **schedule,
+    residual="fp32", fused_kernels=False, loss_scale: LossScale | None = None, dropout_seed=3, defer=True,
+    **layout,
 ) -> tuple[TrainingStep, Store]:  # fmt: skip
     """The step that trains `model` from the fp32 weights that it has, and its store. The keywords that are not named
-    here are Schedule's: micro-batches of 2, each a group of its own, and every block recomputed, if none are given."""
+    here are Layout's; micro-batches of 2, if none are given. `defer`: whether updates may wait for the next step."""
     initial = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
     dtype = WORKING_DTYPES[precision]
     if precision != "fp32":
@@ -27,9 +29,9 @@ def make_step(
     decoder, rule = Decoder(model, fused_kernels), get_optimizer(optimizer)
     store = Store(decoder, torch.device("cpu"), dtype, rule, resident_units)
     store.write(iter(initial))
-    layout = Schedule(**{"micro_batch": 2, "group": 1, "segment_blocks": 1, "recompute": True} | schedule)
+    layout = Layout(**{"micro_batch": 2} | layout)
     scale = loss_scale or LossScale(precision == "fp16")
-    step = TrainingStep(
+    step = (TrainingStep if defer else FlushedStep)(
         decoder, store, rule, layout, clip_norm=clip_norm, weight_decay=0.01, seed=dropout_seed, loss_scale=scale
     )
     return step, store

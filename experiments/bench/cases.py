@@ -152,7 +152,7 @@ def _made():
     """A step on the CPU, in fp32, with AdamW's exact states and clipping, nothing recomputed; and its store."""
     import torch
 
-    from lowmem.core.layout import Schedule
+    from lowmem.core.layout import Layout
     from lowmem.core.optimizers import get_optimizer
     from lowmem.core.parameters import Store
     from lowmem.core.precision import LossScale
@@ -164,9 +164,9 @@ def _made():
     decoder, optimizer = make_decoder(config, "fp32", "fp32"), get_optimizer("adamw")
     store = Store(decoder, torch.device("cpu"), torch.float32, optimizer, len(decoder.units))
     store.write(random_weights(config, 0))
-    schedule = Schedule(MICRO_BATCH, 1, 1, recompute=False)
+    layout = Layout(MICRO_BATCH, recompute=False)
     training = TrainingStep(
-        decoder, store, optimizer, schedule, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False)
+        decoder, store, optimizer, layout, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False)
     )
     return training, store
 

@@ -1,6 +1,6 @@
 """The invariant on the card: where tensors lie and in what order work is done changes no bit.
 
-A small GPT-2 with dropout and clipping trains a few steps under every kind of placement and schedule; weights, low
+A small GPT-2 with dropout and clipping trains a few steps under every kind of placement and layout; weights, low
 halves, m, v, losses and norms must equal those of the plain arrangement. Parts are large enough that copies and kernels
 really overlap: a missing wait between streams shows as a different bit. Without dropout, the losses must also follow
 fp32 on the CPU, for two wrong runs can agree.
@@ -27,7 +27,7 @@ from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
 from lowmem.core.kernels import fused
 from lowmem.core.layers import cast_explicitly
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.core.offload import host_tensor
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
@@ -173,14 +173,23 @@ def _follows(truth: Callable[[], Outcome], outcome: Callable[[], Outcome], most:
     return Result({"error": error, "losses": found.losses}, {f"within {most:g}": error <= most})
 
 
+class FlushedStep(TrainingStep):
+    """All its updates are made before it returns."""
+
+    def __call__(self, *arguments) -> StepResult:
+        result = super().__call__(*arguments)
+        self.flush()
+        return result
+
+
 def train(
     shape: Shape, device: torch.device, precision: str, *, resident_units: int, clip_norm: float | None = 0.1,
-    optimizer: str = "adamw", **schedule: int | bool,
+    optimizer: str = "adamw", **layout: int | bool,
 ) -> Outcome:  # fmt: skip
     """`shape.steps` steps of `optimizer` from the same random weights, two sequences at a time."""
     kernels = fused.available(device)
     step, store = make_step(
-        shape, device, precision, kernels, resident_units, clip_norm=clip_norm, optimizer=optimizer, **schedule
+        shape, device, precision, kernels, resident_units, clip_norm=clip_norm, optimizer=optimizer, **layout
     )
     page_locked = store.page_lock()
     results = [step(batch, index, 1e-3) for index, batch in enumerate(shape.batches())]
@@ -194,10 +203,12 @@ def train(
 
 def make_step(
     shape: Shape, device: torch.device, precision: str, kernels: bool, resident_units: int, *, clip_norm: float | None,
-    optimizer: str, host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor, **schedule: int | bool,
+    optimizer: str, host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor, defer: bool = True,
+    **layout: int | bool,
 ) -> tuple[TrainingStep, Store]:  # fmt: skip
     """The step, two sequences at a time, and the store, with the same random weights each time; `kernels`: whether with
-    fused operators. The keywords that are not named here are Schedule's."""
+    fused operators; `defer`: whether its updates may wait for the next one. The keywords that are not named here are
+    Layout's."""
     model = build_model(shape.config)
     if precision != "fp32":
         cast_explicitly(model, torch.float32, kernels)
@@ -205,8 +216,8 @@ def make_step(
     rule = get_optimizer(optimizer)
     store = Store(decoder, device, WORKING_DTYPES[precision], rule, resident_units, host_tensor)
     store.write(random_weights(shape.config, seed=0))
-    step = TrainingStep(
-        decoder, store, rule, Schedule(micro_batch=2, **schedule),
+    step = (TrainingStep if defer else FlushedStep)(
+        decoder, store, rule, Layout(micro_batch=2, **layout),
         clip_norm=clip_norm, weight_decay=0.01, seed=0, loss_scale=LossScale(precision == "fp16", scale=4096.0),
     )  # fmt: skip
     return step, store

@@ -1,4 +1,4 @@
-"""The layouts of a step that plans.py measures: every attention kernel, precision and kind of schedule, and mixtures.
+"""The layouts of a step that plans.py measures: every attention kernel, precision and kind of layout, and mixtures.
 
 Widths are those of real models, for the sizes of tensors decide; blocks are few, for repeating them shows nothing new.
 Peaks are 1 to 10 GiB: large enough that a page of the allocator (20 MiB) is little, small enough for most cards.
@@ -13,7 +13,7 @@ from transformers import GPT2Config, LlamaConfig, OPTConfig, PretrainedConfig
 
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.models.build import load_config, make_decoder
@@ -42,7 +42,7 @@ ALL = 10**6  # blocks
 
 
 @dataclass(frozen=True)
-class Layout:
+class ModelLayout:
     """A model and how its step is laid out; `resident`: whose optimizer states stay on the card."""
 
     model: str
@@ -70,12 +70,13 @@ class Layout:
         return make_decoder(MODELS[self.model](), self.precision, self.residual, fused_kernels)
 
     def case(self, units: int) -> StepCase:
-        schedule = Schedule(
-            self.micro_batch, self.group, self.segment, self.recompute, self.product_blocks, self.whole_blocks
-        )
         resident = {"resident": units, "streamed": 0, "mixed": units // 2}[self.states]
+        layout = Layout(
+            self.micro_batch, self.group, self.segment, self.recompute, self.product_blocks, self.whole_blocks,
+            resident_units=resident,
+        )  # fmt: skip
         return StepCase(
-            self.seq, self.batch, schedule, WORKING_DTYPES[self.precision], get_optimizer(self.optimizer), resident,
+            self.seq, self.batch, layout, WORKING_DTYPES[self.precision], get_optimizer(self.optimizer),
             document_mask=self.document_mask,
         )  # fmt: skip
 
@@ -93,32 +94,32 @@ class Layout:
 
 
 GRID = (  # every kernel and every kind of layout early on, then the mixtures
-    Layout("gpt2-medium"),
-    Layout("gpt2-medium", micro_batch=4, recompute=False, states="streamed"),
-    Layout("gpt2-medium", micro_batch=4, product_blocks=ALL, states="streamed"),
-    Layout("llama of 6", micro_batch=4, recompute=False, states="mixed"),
-    Layout("gpt2", "fp32"),
-    Layout("gpt2", document_mask=True),
-    Layout("gpt2", "fp16", micro_batch=4, recompute=False, states="mixed"),
-    Layout("opt of 6", states="streamed"),
-    Layout("gpt2-large of 6", micro_batch=4, segment=3, states="mixed"),
-    Layout("gpt2-medium", group=2, segment=3, states="streamed"),
-    Layout("llama of 6"),
-    Layout("llama of 6", document_mask=True, segment=3),
-    Layout("llama of 6", micro_batch=4, product_blocks=2, whole_blocks=2, segment=3),
-    Layout("llama of 6", "fp32", micro_batch=4),
-    Layout("gpt2", micro_batch=4, recompute=False, document_mask=True),
-    Layout("gpt2", document_mask=True, seq=500),
-    Layout("gpt2-medium", micro_batch=4, segment=3, optimizer="sgd"),
-    Layout("opt of 6", "fp16", micro_batch=4, recompute=False),
-    Layout("gpt2-large of 6", "fp32", group=2, recompute=False, states="streamed"),
-    Layout("gpt2-large of 6", micro_batch=4, residual="16bit"),
-    Layout("gpt2", "fp32", micro_batch=4, recompute=False, optimizer="sgd"),
-    Layout("opt of 6", micro_batch=4, group=2, segment=3, states="mixed"),
+    ModelLayout("gpt2-medium"),
+    ModelLayout("gpt2-medium", micro_batch=4, recompute=False, states="streamed"),
+    ModelLayout("gpt2-medium", micro_batch=4, product_blocks=ALL, states="streamed"),
+    ModelLayout("llama of 6", micro_batch=4, recompute=False, states="mixed"),
+    ModelLayout("gpt2", "fp32"),
+    ModelLayout("gpt2", document_mask=True),
+    ModelLayout("gpt2", "fp16", micro_batch=4, recompute=False, states="mixed"),
+    ModelLayout("opt of 6", states="streamed"),
+    ModelLayout("gpt2-large of 6", micro_batch=4, segment=3, states="mixed"),
+    ModelLayout("gpt2-medium", group=2, segment=3, states="streamed"),
+    ModelLayout("llama of 6"),
+    ModelLayout("llama of 6", document_mask=True, segment=3),
+    ModelLayout("llama of 6", micro_batch=4, product_blocks=2, whole_blocks=2, segment=3),
+    ModelLayout("llama of 6", "fp32", micro_batch=4),
+    ModelLayout("gpt2", micro_batch=4, recompute=False, document_mask=True),
+    ModelLayout("gpt2", document_mask=True, seq=500),
+    ModelLayout("gpt2-medium", micro_batch=4, segment=3, optimizer="sgd"),
+    ModelLayout("opt of 6", "fp16", micro_batch=4, recompute=False),
+    ModelLayout("gpt2-large of 6", "fp32", group=2, recompute=False, states="streamed"),
+    ModelLayout("gpt2-large of 6", micro_batch=4, residual="16bit"),
+    ModelLayout("gpt2", "fp32", micro_batch=4, recompute=False, optimizer="sgd"),
+    ModelLayout("opt of 6", micro_batch=4, group=2, segment=3, states="mixed"),
 )
 CAPPED = (GRID[0], GRID[1], GRID[13])  # little and much reserved beside what is allocated
 TINY = {"precision": "fp32", "seq": 32, "batch": 4}  # 16-bit products on the CPU take memory that is none of ours
 DRY_GRID = (
-    Layout("tiny gpt2", group=2, segment=2, **TINY),
-    Layout("tiny llama", micro_batch=2, product_blocks=1, whole_blocks=1, document_mask=True, **TINY),
+    ModelLayout("tiny gpt2", group=2, segment=2, **TINY),
+    ModelLayout("tiny llama", micro_batch=2, product_blocks=1, whole_blocks=1, document_mask=True, **TINY),
 )

@@ -102,12 +102,12 @@ def measure(
 
 def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, steps: int) -> Ran:
     """The step as training makes it, on random weights."""
-    store = Store(decoder, device, case.dtype, case.optimizer, case.resident_units)
+    store = Store(decoder, device, case.dtype, case.optimizer, case.layout.resident_units)
     for part in store.parts:
         part.working.normal_(0, 0.02)
     store.page_lock()
     step = TrainingStep(
-        decoder, store, case.optimizer, case.schedule, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
+        decoder, store, case.optimizer, case.layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
         loss_scale=LossScale(case.dtype is torch.float16, scale=1024.0),
     )  # fmt: skip
     seconds = []

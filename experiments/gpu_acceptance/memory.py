@@ -150,8 +150,8 @@ def _run_lowmem(plan: Plan, device: torch.device):
     config = _config(settings.model)
     decoder = make_decoder(config, plan.precision, settings.residual, plan.fused_kernels)
     case = StepCase(
-        settings.seq, settings.batch, plan.schedule, WORKING_DTYPES[plan.precision], OPTIMIZERS[settings.optimizer],
-        plan.resident_units, settings.clip_norm,
+        settings.seq, settings.batch, plan.layout, WORKING_DTYPES[plan.precision], OPTIMIZERS[settings.optimizer],
+        settings.clip_norm,
     )  # fmt: skip
     ids, labels = torch.randint(0, decoder.model.config.vocab_size, (2, settings.batch, settings.seq))
     return train(decoder, case, Batch(ids, labels), device, STEPS)

@@ -141,8 +141,8 @@ def simulated(trained: Trained) -> timeline.Timeline:
     plan = trained.plan
     settings = plan.settings
     case = StepCase(
-        settings.seq, settings.batch, plan.schedule, WORKING_DTYPES[plan.precision], OPTIMIZERS[settings.optimizer],
-        plan.resident_units, settings.clip_norm, settings.document_mask,
+        settings.seq, settings.batch, plan.layout, WORKING_DTYPES[plan.precision], OPTIMIZERS[settings.optimizer],
+        settings.clip_norm, settings.document_mask,
     )  # fmt: skip
     decoder = make_decoder(trained.config, plan.precision, settings.residual, plan.fused_kernels)
     return timeline.simulated(decoder, case, gpu_target(plan.card, plan.fused_kernels))

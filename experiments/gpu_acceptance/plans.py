@@ -22,13 +22,13 @@ import torch
 from experiments.gpu_acceptance import measured
 from experiments.gpu_acceptance.at_peak import differences
 from experiments.gpu_acceptance.capped import sixteen_bit
-from experiments.gpu_acceptance.layouts import CAPPED, DRY_GRID, GRID, Layout
+from experiments.gpu_acceptance.layouts import CAPPED, DRY_GRID, GRID, ModelLayout
 from experiments.gpu_acceptance.measured import Measured, Ran, error, prepared, train
 from experiments.harness.child import Result, Setting
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.planning.planner import MARGIN_BYTES
 from lowmem.planning.search import Choices, MemoryLimits, fastest
-from lowmem.planning.simulations import Simulations, smallest_cap_bytes
+from lowmem.planning.simulations import Simulations
 from lowmem.simulate.allocator import SimulatedOutOfMemory
 from lowmem.simulate.gpus import CARDS
 from lowmem.simulate.recorder import Tape
@@ -49,18 +49,16 @@ class Simulated:
     """A layout as the planner sees it."""
 
     simulations: Simulations
-    schedule: Schedule
-    resident_units: int
+    layout: Layout
 
     @classmethod
-    def of(cls, layout: Layout, target: Target) -> "Simulated":
+    def of(cls, layout: ModelLayout, target: Target) -> "Simulated":
         simulations = Simulations(partial(layout.decoder, target.fused_kernels), layout.case(0), target)
-        case = layout.case(simulations.units)
-        return cls(simulations, case.schedule, case.resident_units)
+        return cls(simulations, layout.case(simulations.units).layout)
 
     @property
     def recording(self) -> Recording:
-        return self.simulations.record(self.schedule, self.resident_units)[1]
+        return self.simulations.record(self.layout)
 
 
 def check(setting: Setting) -> Result:
@@ -97,7 +95,7 @@ def check_peaks(setting: Setting, device: torch.device, target: Target) -> Resul
     return Result(values, held)
 
 
-def on_card(layouts: Sequence[Layout], device: torch.device) -> tuple[Layout, ...]:
+def on_card(layouts: Sequence[ModelLayout], device: torch.device) -> tuple[ModelLayout, ...]:
     """The layouts in precisions that the device has: in fp16 where it has no bf16; each once."""
     half = sixteen_bit(device)
     return tuple(
@@ -106,7 +104,7 @@ def on_card(layouts: Sequence[Layout], device: torch.device) -> tuple[Layout, ..
 
 
 def _peaks_of(
-    setting: Setting, layout: Layout, device: torch.device, target: Target, first: int | None, diagnose: bool
+    setting: Setting, layout: ModelLayout, device: torch.device, target: Target, first: int | None, diagnose: bool
 ) -> Result:
     """One layout's peaks, simulated and measured. `first`: what was measured of it the first time."""
     recording = Simulated.of(layout, target).recording
@@ -148,11 +146,11 @@ def bars(allocated_error: float, reserved_error: float) -> dict[str, bool]:
     }
 
 
-def smallest_cap(setting: Setting, layout: Layout, device: torch.device, target: Target) -> Result:
+def smallest_cap(setting: Setting, layout: ModelLayout, device: torch.device, target: Target) -> Result:
     """The smallest cap under which the simulation completes beside that under which the step does. A plan takes
     the layout from MARGIN_BYTES above the former on."""
     simulated = Simulated.of(layout, target)
-    simulated_bytes = smallest_cap_bytes(simulated.simulations, simulated.schedule, simulated.resident_units)
+    simulated_bytes = simulated.simulations.smallest_cap_bytes(simulated.layout)
     resolution = MIB // 2 if setting.dry_run else RESOLUTION_BYTES
     free = measure(layout, device, target, steps=2)
     fails, completes = free.allocated_peak_bytes - 1, free.reserved_peak_bytes
@@ -189,7 +187,7 @@ def check_choice(setting: Setting, device: torch.device, target: Target) -> Resu
         base, target, room, steps = DRY_GRID[0], gpu_target(CARDS["rtx3060"], fused_kernels=False), None, STEPS
         micro_batches, groups, states = (4,), (1,), ("resident",)
     else:
-        (base,) = on_card([Layout("gpt2")], device)
+        (base,) = on_card([ModelLayout("gpt2")], device)
         room, steps = CHOICE_LIMIT_BYTES - MARGIN_BYTES, TIMED_STEPS
         micro_batches, groups, states = (4, 8), (1, 2), ("streamed", "resident")
     layouts = [
@@ -202,17 +200,17 @@ def check_choice(setting: Setting, device: torch.device, target: Target) -> Resu
     ]
     simulations = Simulated.of(base, target).simulations
     kept = (0, 2 * simulations.blocks)
-    resident = sorted({layout.case(simulations.units).resident_units for layout in layouts})
+    resident = sorted({layout.case(simulations.units).layout.resident_units for layout in layouts})
     found = fastest(simulations, Choices(micro_batches, groups, (1, 2), kept, resident), MemoryLimits(room, None))
     seconds: dict[str, float] = {}
     chosen = None
     for layout in layouts:
         case = layout.case(simulations.units)
-        if found is not None and found.case == case:
+        if found is not None and found.layout == case.layout:
             chosen = layout.name
 
         def work(layout=layout, case=case) -> Result:
-            recording = Simulated(simulations, case.schedule, case.resident_units).recording
+            recording = simulations.record(case.layout)
             real = measure(layout, device, target, room, steps=steps)
             values = {
                 "measured_step_seconds": None if real is None else real.returned.step_seconds,
@@ -236,7 +234,7 @@ def check_choice(setting: Setting, device: torch.device, target: Target) -> Resu
 
 
 def measure(
-    layout: Layout, device: torch.device, target: Target, limit_bytes: int | None = None, *, steps: int = STEPS,
+    layout: ModelLayout, device: torch.device, target: Target, limit_bytes: int | None = None, *, steps: int = STEPS,
     history: bool = False,
 ) -> Measured[Ran] | None:  # fmt: skip
     """Really runs `layout`, with the kernels that `target` counts on; None where it ran out of memory under the cap."""

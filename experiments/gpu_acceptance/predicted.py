@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 
 from experiments.harness import rows as row_file
 from experiments.harness.autocast import CudaAutocast
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import LowmemError
@@ -97,8 +97,8 @@ def alone_per_second(decoder, micro_batch: int, precision: str, card: Card) -> f
 
     def seconds(micro_batches: int) -> float:
         case = StepCase(
-            SEQ, micro_batches * micro_batch, Schedule(micro_batch, 1, 1, recompute=False), WORKING_DTYPES[precision],
-            OPTIMIZERS["adamw"], 10**6,
+            SEQ, micro_batches * micro_batch, Layout(micro_batch, recompute=False, resident_units=10**6),
+            WORKING_DTYPES[precision], OPTIMIZERS["adamw"],
         )  # fmt: skip
         return record_step(decoder(), case, gpu_target(card), {}, alike=True).seconds
 

@@ -16,7 +16,7 @@ from transformers import GPT2Config
 
 from lowmem.core.batch import Batch
 from lowmem.core.layers import accumulated, cast_explicitly
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.core.optimizers import Hyperparameters, UpdateRule, get_optimizer, state_layout
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
@@ -162,14 +162,14 @@ def step_case(model: str, blocks: int, fused: bool) -> Case:
     """A step with the update of the step before it: everything on the card, blocks recomputed, a sequence at a time."""
     _, width, heads = GPT2_SHAPES[model]
     config = GPT2Config(n_layer=blocks, n_embd=width, n_head=heads)
-    schedule = Schedule(micro_batch=1, group=SEQUENCES, segment_blocks=1, recompute=True)
-    case = StepCase(SEQ, SEQUENCES, schedule, torch.bfloat16, get_optimizer(OPTIMIZER), resident_units=blocks + 2)
+    layout = Layout(micro_batch=1, group=SEQUENCES, resident_units=blocks + 2)
+    case = StepCase(SEQ, SEQUENCES, layout, torch.bfloat16, get_optimizer(OPTIMIZER))
 
     def make(device: torch.device) -> Callable[[], Run]:
         decoder = make_decoder(config, "bf16", "16bit", fused)
-        store = Store(decoder, device, case.dtype, case.optimizer, case.resident_units)
+        store = Store(decoder, device, case.dtype, case.optimizer, case.layout.resident_units)
         step = TrainingStep(
-            decoder, store, case.optimizer, schedule, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
+            decoder, store, case.optimizer, layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
             loss_scale=LossScale(enabled=False),
         )  # fmt: skip
         ids = torch.zeros(SEQUENCES, SEQ, dtype=torch.int64)

@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from experiments.memory_estimation.plain import record_plain
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.models.build import make_decoder
 from lowmem.planning.planner import fastest_layout, least_room
@@ -68,8 +68,7 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
     if found is None:
         smallest = least_room(settings, simulations, MemoryLimits(limit_bytes, None))
         return {"batch": batch, "fits": False, "smallest_cap_bytes": smallest.gpu, "streamed_bytes": smallest.ram}
-    choice = asdict(found.case.schedule) | {
-        "resident_units": found.case.resident_units,
+    choice = asdict(found.layout) | {
         "units": simulations.units,
         "streamed_bytes": found.recording.streamed_bytes,
     }
@@ -84,7 +83,7 @@ def smallest_row(config: PretrainedConfig, seq: int, batch: int, card: Card) -> 
 
 def _lowmem(config: PretrainedConfig, seq: int, batch: int, card: Card) -> tuple[Settings, Simulations]:
     settings = Settings(seq=seq, batch=batch)
-    case = StepCase(seq, batch, Schedule(1, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS["adamw"], 0)
+    case = StepCase(seq, batch, Layout(micro_batch=1), torch.bfloat16, OPTIMIZERS["adamw"])
     target = gpu_target(card)
     return settings, Simulations(partial(make_decoder, config, "bf16", "fp32", target.fused_kernels), case, target)
 

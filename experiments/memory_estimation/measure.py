@@ -19,7 +19,7 @@ from experiments.memory_estimation.models import MODELS
 from lowmem import device as devices
 from lowmem.core.batch import Batch
 from lowmem.core.kernels import fused
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
@@ -90,9 +90,9 @@ def run_lowmem(config: PretrainedConfig, seq: int, batch: int, choice: dict, dev
     for part in store.parts:
         part.working.normal_(0, 0.02)
     store.page_lock()
-    schedule = Schedule(**{field.name: choice[field.name] for field in fields(Schedule) if field.name in choice})
+    layout = Layout(**{field.name: choice[field.name] for field in fields(Layout) if field.name in choice})
     step = TrainingStep(
-        decoder, store, optimizer, schedule, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False)
+        decoder, store, optimizer, layout, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False)
     )  # fmt: skip
     tokens = torch.zeros((batch, seq), dtype=torch.int64)
     _begin(device)

@@ -43,12 +43,12 @@ from experiments.plan_accuracy.cases import PROMISED, Case
 from lowmem import device as devices
 from lowmem.core.batch import Batch
 from lowmem.core.kernels import fused
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.limits import OVERSHOOT_BYTES
 from lowmem.models.build import make_decoder
 from lowmem.planning import planner
 from lowmem.planning.search import MemoryLimits
-from lowmem.planning.simulations import Simulations, smallest_cap_bytes
+from lowmem.planning.simulations import Simulations
 from lowmem.planning.target import card_for
 from lowmem.run.cli import parse_arguments
 from lowmem.settings import Settings
@@ -76,7 +76,7 @@ def caps(settings: Settings, simulations: Simulations) -> tuple[int, int]:
         found = planner.fastest_layout(settings, simulations, MemoryLimits(planner.room_under(refused), None))
         if found is None:
             return smallest, refused
-        least = smallest_cap_bytes(simulations, found.case.schedule, found.case.resident_units)
+        least = simulations.smallest_cap_bytes(found.layout)
         refused = min(refused, _in_mib(least)) - MIB
 
 
@@ -85,18 +85,15 @@ def _in_mib(room_bytes: int) -> int:
     return math.ceil(planner.smallest_cap(room_bytes) / MIB) * MIB
 
 
-def most_frugal(settings: Settings, simulations: Simulations, limit_bytes: int) -> list[tuple[Schedule, int]]:
+def most_frugal(settings: Settings, simulations: Simulations, limit_bytes: int) -> list[Layout]:
     """The layout that takes least, and all others whose tensors fit into the limit."""
-
-    def size(layout: tuple[Schedule, int]) -> int:
-        return simulations.allocated_bytes(*layout)
-
+    size = simulations.allocated_bytes
     layouts = planner.frugal_layouts(settings, simulations)
     if settings.segment_blocks is None:
-        schedule, resident = min(layouts, key=size)
-        if schedule.recompute and not schedule.product_blocks:
+        smallest = min(layouts, key=size)
+        if smallest.recompute and not smallest.product_blocks:
             longest = min(LONGEST, simulations.blocks)
-            layouts += [(replace(schedule, segment_blocks=length), resident) for length in range(1, longest + 1)]
+            layouts += [replace(smallest, segment_blocks=length) for length in range(1, longest + 1)]
     least, *others = sorted(dict.fromkeys(layouts), key=size)
     return [least, *(layout for layout in others if size(layout) <= limit_bytes)]
 
@@ -114,21 +111,22 @@ def run_cell(case: Case, device: torch.device) -> dict:
     planned = planner.fastest_layout(settings, simulations, MemoryLimits(planner.room_under(smallest), None))
     if planned is None:
         return {"ok": False, "named_bytes": smallest, "completes": False, "why": "no plan under the cap that is named"}
-    reserved = run(planned.case, smallest)
+    reserved = run(simulations.case(planned.layout), smallest)
     tried_bytes = int(planner.room_under(refused) * LESS)
-    frugal = [simulations.record(*layout)[0] for layout in most_frugal(settings, simulations, tried_bytes)]
+    frugal = most_frugal(settings, simulations, tried_bytes)
+    cases = [simulations.case(layout) for layout in frugal]
     # the margin has what segments that grow may map beyond the allocator's own cap, which is not taken off twice
-    completed = [str(one.schedule) for one in frugal if run(one, tried_bytes + OVERSHOOT_BYTES) is not None]
+    completed = [str(one.layout) for one in cases if run(one, tried_bytes + OVERSHOOT_BYTES) is not None]
     completes = reserved is not None and reserved <= smallest
     return {
         "ok": completes and not completed,
-        "precision": precision, "named_bytes": smallest, "layout": str(planned.case.schedule),
-        "resident_units": planned.case.resident_units, "units": simulations.units,
+        "precision": precision, "named_bytes": smallest, "layout": str(planned.layout),
+        "resident_units": planned.layout.resident_units, "units": simulations.units,
         "completes": completes, "reserved_bytes": reserved,
         "refused_bytes": refused, "tried_bytes": tried_bytes, "tried": len(frugal),
-        "least_allocated_bytes": simulations.allocated_bytes(frugal[0].schedule, frugal[0].resident_units),
+        "least_allocated_bytes": simulations.allocated_bytes(frugal[0]),
         "completed_though_refused": completed,
-        "completed_in_the_margin": run(frugal[0], int(refused * LESS)) is not None,
+        "completed_in_the_margin": run(cases[0], int(refused * LESS)) is not None,
     }  # fmt: skip
 
 

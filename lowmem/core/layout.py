@@ -14,27 +14,31 @@ DEFERRED, IN_BACKWARD, TWO_PASS = "deferred", "in_backward", "two_pass"
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """`micro_batch` in sequences, `group` in micro-batches, `segment_blocks` in blocks.
+class Layout:
+    """`micro_batch` in sequences, `group` in micro-batches, `segment_blocks` in blocks. Numbers, not lists of groups
+    and segments, so that a layout can be saved, compared and made smaller; `groups` and `segments` make the lists.
 
-    `first_group`: that of the first group, where it is larger. Its forward pass is what the updates hide behind, and it
-    finds room: the inputs that it keeps grow as held gradients are spent, and go as new ones come to be. 0: as the
-    others.
     `recompute`: whether blocks run again in backward; of those that would, the last `whole_blocks` keep all that
     backward needs, and the `product_blocks` before them their products (recompute.py). The last ones, because theirs is
     the memory that is free again first. `norm_first`: whether forward and backward run twice, the first time for the
-    norm alone; the whole batch is one group then. `defer`: whether updates wait for the next forward pass.
+    norm alone; the whole batch is one group then.
+    `first_group`: that of the first group, where it is larger. Its forward pass is what the updates hide behind, and it
+    finds room: the inputs that it keeps grow as held gradients are spent, and go as new ones come to be. 0: as the
+    others.
+    `resident_units`: the first units, whose optimizer states are on the device. `evaluation_rows`: sequences in a
+    micro-batch of an evaluation, where that is fewer than `micro_batch`.
     """
 
     micro_batch: int
-    group: int
-    segment_blocks: int
-    recompute: bool
+    group: int = 1
+    segment_blocks: int = 1
+    recompute: bool = True
     product_blocks: int = 0
     whole_blocks: int = 0
     norm_first: bool = False
-    defer: bool = True
     first_group: int = 0
+    resident_units: int = 0
+    evaluation_rows: int | None = None
 
     def groups(self, micro_batches: int) -> list[slice]:
         """A step's micro-batches, cut into groups."""
@@ -48,7 +52,7 @@ class Schedule:
         one_group = len(self.groups(micro_batches)) == 1
         if self.norm_first and not one_group:
             raise ValueError("the norm comes first only where the whole batch is one group")
-        if one_group and not clips and not scales_loss and self.defer:
+        if one_group and not clips and not scales_loss:
             return IN_BACKWARD
         return TWO_PASS if self.norm_first else DEFERRED
 
@@ -70,13 +74,3 @@ def _cut(blocks: range, length: int, keep: str) -> list[Segment]:
         Segment(range(start, min(start + length, blocks.stop)), keep)
         for start in range(blocks.start, blocks.stop, length)
     ]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A step's schedule and where its states lie: those of the first `resident_units` on the device. An evaluation has
-    micro-batches of its own, of `evaluation_rows` sequences."""
-
-    schedule: Schedule
-    resident_units: int
-    evaluation_rows: int

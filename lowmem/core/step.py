@@ -57,7 +57,7 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, HeldGradients
 from lowmem.core.kernels import fused
-from lowmem.core.layout import IN_BACKWARD, TWO_PASS, Layout, Schedule
+from lowmem.core.layout import IN_BACKWARD, TWO_PASS, Layout
 from lowmem.core.offload import StagingRing
 from lowmem.core.operations import Operations
 from lowmem.core.optimizers import Optimizer
@@ -100,17 +100,17 @@ class TrainingStep:
     """
 
     def __init__(
-        self, decoder: Decoder, store: Store, optimizer: Optimizer, schedule: Schedule, *, clip_norm: float | None,
+        self, decoder: Decoder, store: Store, optimizer: Optimizer, layout: Layout, *, clip_norm: float | None,
         weight_decay: float, seed: int, loss_scale: LossScale, operations: Operations | None = None,
     ):  # fmt: skip
         """`clip_norm`: the largest norm of all gradients, None for no limit; `seed`: of the dropout masks;
-        `operations`: what the step runs, if not those of `decoder` on its device."""
+        `operations`: what the step runs, if not those of `decoder` on its device. Which states are on the device is
+        the store's to say, whatever `layout` says of that."""
         self.store, self.loss_scale = store, loss_scale
         self.operations = operations or Operations(decoder, store, optimizer)
         self.relieve: Callable[[str, str], None] | None = None
         self._decoder, self._clip_norm, self._seed = decoder, clip_norm, seed
-        self._take_schedule(schedule)
-        self.evaluation_rows = schedule.micro_batch
+        self._take_layout(layout)
         beside = fused.may_run_beside(decoder.fused_kernels, optimizer)
         self._updates = Updates(store, len(decoder.units), weight_decay, self._update_piece, beside)
         self._accumulation = Accumulation(decoder, store)
@@ -126,19 +126,16 @@ class TrainingStep:
             )
         self._updating = False
         self._discard_attempt()  # of a step that an error or Ctrl-C has ended
-        result = self._retrying(STEP, self._attempt, batch, step, learning_rate)
-        if not self.schedule.defer:
-            self.flush()
-        return result
+        return self._retrying(STEP, self._attempt, batch, step, learning_rate)
 
     def _attempt(self, batch: Batch, step: int, learning_rate: float) -> StepResult:
-        micro_batches = [piece.to(self.store.device) for piece in batch.micro_batches(self.schedule.micro_batch)]
+        micro_batches = [piece.to(self.store.device) for piece in batch.micro_batches(self.layout.micro_batch)]
         dropouts = [Dropout(self._seed, step, index) for index in range(len(micro_batches))]
         tokens = batch.trained_tokens
         work = _Work(micro_batches, dropouts, self.loss_scale.scale / tokens)
         self._decoder.model.train()
 
-        update = self.schedule.update(len(micro_batches), self._clip_norm is not None, self.loss_scale.enabled)
+        update = self.layout.update(len(micro_batches), self._clip_norm is not None, self.loss_scale.enabled)
         if update == IN_BACKWARD:
             gradients = self._applied(1.0, learning_rate)
         elif update == TWO_PASS:
@@ -167,7 +164,7 @@ class TrainingStep:
         """The sum of the losses of all tokens, and the norm of the gradients. `gradients`: what becomes of these."""
         losses: list[Tensor] = []
         input_gradients: list[Tensor] = []  # for the first block's input, per micro-batch
-        for places in self.schedule.groups(len(work.micro_batches)):
+        for places in self.layout.groups(len(work.micro_batches)):
             of_group = self._group(work.group(places), gradients)
             losses += of_group[0]
             input_gradients += of_group[1]
@@ -276,28 +273,27 @@ class TrainingStep:
     @torch.no_grad()
     def _evaluate(self, batch: Batch) -> float:
         total = 0.0
-        for micro_batch in batch.micro_batches(min(self.evaluation_rows, self.schedule.micro_batch)):
+        rows = min(self.layout.evaluation_rows or self.layout.micro_batch, self.layout.micro_batch)
+        for micro_batch in batch.micro_batches(rows):
             total += self.operations.evaluate(micro_batch.to(self.store.device)).item()
         return total
 
     # --- where memory runs out
 
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.schedule, self.store.resident_units, self.evaluation_rows)
-
     def take(self, layout: Layout) -> bool:
         """Goes on with `layout`, where no more states are on the device than now; the result is whether what lies in
         RAM is page-locked. A step whose updates have begun keeps from here on only what it must."""
-        self._take_schedule(layout.schedule)
-        self.evaluation_rows = layout.evaluation_rows
         for saved in chain(*self._saved):
             saved.output = saved.products = None
         more = layout.resident_units < self.store.resident_units
-        return self._updates.move_states(layout.resident_units) if more else True
+        try:
+            return self._updates.move_states(layout.resident_units) if more else True
+        finally:
+            self._take_layout(layout)
 
-    def _take_schedule(self, schedule: Schedule) -> None:
-        self.schedule, self.segments = schedule, schedule.segments(len(self._decoder.blocks))
+    def _take_layout(self, layout: Layout) -> None:
+        self.layout = replace(layout, resident_units=self.store.resident_units)
+        self.segments = layout.segments(len(self._decoder.blocks))
 
     @property
     def keeps_activations(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.planning.simulations import Simulations
 from lowmem.simulate.step import Recording, most_bytes
 
@@ -97,17 +97,17 @@ class Columns:
             return [(fewest, last - 1), (last, last)]
         return [(fewest, last)]
 
-    def arguments(self, column: Column, kept: int, resident: int) -> tuple[Schedule, int]:
-        """A layout as Simulations takes it."""
+    def layout(self, column: Column, kept: int, resident: int) -> Layout:
+        """What `kept` and `resident`, places in the choices' lists, stand for."""
         family, choices = column.family, self.choices
-        schedule = self.simulations.schedule(
-            family.micro_batch, family.group, column.segment, choices.kept[kept], choices.norm_first,
-            family.first_group,
+        layout = Layout(
+            family.micro_batch, family.group, column.segment, norm_first=choices.norm_first,
+            first_group=family.first_group, resident_units=choices.resident_units[resident],
         )  # fmt: skip
-        return schedule, choices.resident_units[resident]
+        return self.simulations.keeping(layout, choices.kept[kept])
 
     def record(self, column: Column, kept: int, resident: int) -> Recording:
-        return self.simulations.record(*self.arguments(column, kept, resident))[1]
+        return self.simulations.record(self.layout(column, kept, resident))
 
     def seconds(self, column: Column, kept: int, resident: int) -> float:
         return self.record(column, kept, resident).seconds
@@ -135,21 +135,21 @@ class Columns:
     def allocated_bytes(self, column: Column, kept: int, resident: int) -> int:
         """Without a recording for every number of resident units: their states add up."""
         units, least = self.choices.resident_units[resident], self.choices.resident_units[0]
-        schedule, _ = self.arguments(column, kept, 0)
-        allocated = self.simulations.allocated_bytes(schedule, least)
+        streaming = self.layout(column, kept, 0)
+        allocated = self.simulations.allocated_bytes(streaming)
         if units == least:
             return allocated
-        states = sum(self.simulations.record(schedule, least)[1].state_bytes[least:units])
+        states = sum(self.simulations.record(streaming).state_bytes[least:units])
         return allocated + states - (self._ring_bytes if units == self.simulations.units else 0)
 
     @cached_property
     def _ring_bytes(self) -> int:
         """What staging takes, which is not there with everything resident."""
         column = self.frugal_column(self.choices.micro_batches[0])
-        schedule, least = self.arguments(column, 0, 0)
-        states = sum(self.record(column, 0, 0).state_bytes[least:])
-        streamed, resident = (self.simulations.allocated_bytes(schedule, n) for n in (least, self.simulations.units))
-        return streamed + states - resident
+        streaming = self.layout(column, 0, 0)
+        resident = replace(streaming, resident_units=self.simulations.units)
+        states = sum(self.simulations.record(streaming).state_bytes[streaming.resident_units :])
+        return self.simulations.allocated_bytes(streaming) + states - self.simulations.allocated_bytes(resident)
 
     def fits(self, column: Column, kept: int, resident: int) -> bool:
         return within(self.allocated_bytes(column, kept, resident), self.room.gpu)

@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 import torch
 
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.core.recompute import ALL, INPUT, PRODUCTS
 from lowmem.planning.ram import Ram, largest
 from lowmem.settings import Settings
@@ -35,8 +35,7 @@ class Plan:
     device: str
     precision: str
     card: Card | None
-    schedule: Schedule
-    resident_units: int
+    layout: Layout
     gpu_limit_bytes: int | None
     gpu_allocated_peak_bytes: int | None
     gpu_reserved_peak_bytes: int | None
@@ -71,7 +70,7 @@ class Plan:
             "parameters": self.parameters,
             "tokens_per_step": self.settings.batch * self.settings.seq,
             "limits": {"gpu_bytes": self.gpu_limit_bytes, "ram_bytes": self.settings.ram_limit_bytes},
-            "choice": asdict(self.schedule)
+            "choice": asdict(self.layout)
             | {
                 "state_bits": STATE_BITS[self.settings.optimizer],
                 "precision": self.precision,
@@ -79,8 +78,7 @@ class Plan:
                 "device": self.device,
                 "optimizer": self.settings.optimizer,
                 "fused_kernels": self.fused_kernels,
-                "resident_units": self.resident_units,
-                "streamed_units": self.units - self.resident_units,
+                "streamed_units": self.units - self.layout.resident_units,
             },
             "predicted": {
                 "gpu_allocated_peak_bytes": self.gpu_allocated_peak_bytes,
@@ -103,22 +101,22 @@ class Plan:
 
     def describe(self) -> str:
         """The plan as a table for people."""
-        schedule, settings = self.schedule, self.settings
+        layout, settings = self.layout, self.settings
         masters = " with fp32 master weights" if self.precision != "fp32" else ""
-        layout = f"batch {settings.batch} x {settings.seq} tokens as micro-batches of {schedule.micro_batch}"
-        if schedule.group > 1:
-            layout += f" in groups of {schedule.group}"
-        if schedule.first_group:
-            layout += f", the first {schedule.first_group} as one group"
-        layout += f"; {kept_in_words(schedule, self.blocks)}"
+        laid_out = f"batch {settings.batch} x {settings.seq} tokens as micro-batches of {layout.micro_batch}"
+        if layout.group > 1:
+            laid_out += f" in groups of {layout.group}"
+        if layout.first_group:
+            laid_out += f", the first {layout.first_group} as one group"
+        laid_out += f"; {kept_in_words(layout, self.blocks)}"
         if self.device == "cuda":
-            layout += f"; states of {self.resident_units} of {self.units} units on the GPU"
+            laid_out += f"; states of {layout.resident_units} of {self.units} units on the GPU"
         lines = [
             f"{self.model}: {self.parameters:,} parameters, all trained; "
             f"{settings.optimizer}, {self.precision}{masters}",
-            layout,
+            laid_out,
         ]
-        if schedule.norm_first:
+        if layout.norm_first:
             lines.append(
                 "all gradients at once would not fit, so forward and backward run twice, first for the norm alone"
             )
@@ -144,19 +142,19 @@ class Plan:
         return "\n".join(lines)
 
 
-def kept_in_words(schedule: Schedule, blocks: int) -> str:
-    """What a schedule recomputes of a model's blocks."""
-    if not schedule.recompute:
+def kept_in_words(layout: Layout, blocks: int) -> str:
+    """What a layout recomputes of a model's blocks."""
+    if not layout.recompute:
         return "nothing recomputed"
-    segments = schedule.segments(blocks)
+    segments = layout.segments(blocks)
     again, products, whole = (
         sum(len(segment.blocks) for segment in segments if segment.keep == keep) for keep in (INPUT, PRODUCTS, ALL)
     )
     if again == blocks:
         return f"all {blocks} blocks recomputed" + (
-            f", {schedule.segment_blocks} at a time" if schedule.segment_blocks > 1 else ""
+            f", {layout.segment_blocks} at a time" if layout.segment_blocks > 1 else ""
         )
-    at_a_time = f", {schedule.segment_blocks} at a time" if schedule.segment_blocks > 1 else ""
+    at_a_time = f", {layout.segment_blocks} at a time" if layout.segment_blocks > 1 else ""
     parts = [
         f"{again} recomputed{at_a_time}" if again else "",
         f"{products} recomputed but for their matrix products" if products else "",

@@ -29,7 +29,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lowmem.core.decoder import Decoder
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import PlanError
@@ -189,7 +189,7 @@ def _as_it_runs(simulations: Simulations, found: Found, gpu_limit: int | None) -
     """A layout with a first step as long as a run's, and what that takes where the allocator has the run's cap
     (limits.py), which is wider than the room that was searched: it keeps more of what is free before it gives that
     back."""
-    recording = simulations.record_run(found.case)
+    recording = simulations.record_run(found.layout)
     try:
         memory = under_cap(recording.tape, None if gpu_limit is None else gpu_limit - OVERSHOOT_BYTES)
     except SimulatedOutOfMemory:  # what is given back earlier may leave fewer holes
@@ -212,11 +212,11 @@ def _seconds_with_more_ram(
 ) -> float | None:
     """How long a step takes with 1 GiB more of RAM, or less; None where RAM is not what decides, or where that changes
     little. It is the time of one layout, which fits then: that of `found`, but streaming and keeping more."""
-    recording, resident = found.recording, found.case.resident_units
+    recording, resident = found.recording, found.layout.resident_units
     if room.ram is None or not resident or recording.streamed_bytes + recording.state_bytes[resident - 1] <= room.ram:
         return None
     choices = _choices(settings, simulations)
-    if found.case.schedule.norm_first:
+    if found.layout.norm_first:
         choices = _twice(settings, choices)
     more = streaming_more(simulations, choices, MemoryLimits(room.gpu, room.ram + GIB), found)
     if more is None or more.recording.seconds >= _WORTH_SAYING * recording.seconds:
@@ -231,8 +231,8 @@ def least_room(settings: Settings, simulations: Simulations, room: MemoryLimits)
     return min(rooms, key=lambda room: (room.gpu or 0, room.ram))
 
 
-def frugal_layouts(settings: Settings, simulations: Simulations) -> list[tuple[Schedule, int]]:
-    """Schedules and numbers of resident units with no cap for RAM, one of which takes least of the GPU."""
+def frugal_layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
+    """Layouts with no cap for RAM, one of which takes least of the GPU."""
     choices = _choices(settings, simulations)
     both = [which for which in (choices, _twice(settings, choices)) if which]
     return [layout for which in both for layout in frugal(simulations, which, MemoryLimits(None, None))]
@@ -241,8 +241,8 @@ def frugal_layouts(settings: Settings, simulations: Simulations) -> list[tuple[S
 def step_case(settings: Settings, precision: str) -> StepCase:
     """What all layouts of these settings share, in one of them."""
     return StepCase(
-        settings.seq, settings.batch, Schedule(1, 1, 1, recompute=True), WORKING_DTYPES[precision],
-        OPTIMIZERS[settings.optimizer], 0, settings.clip_norm, settings.document_mask,
+        settings.seq, settings.batch, Layout(micro_batch=1), WORKING_DTYPES[precision],
+        OPTIMIZERS[settings.optimizer], settings.clip_norm, settings.document_mask,
     )  # fmt: skip
 
 
@@ -279,12 +279,12 @@ def _plan(
     settings: Settings, simulations: Simulations, device: str, precision: str, card: Card | None,
     gpu_limit: int | None, found: Found, process_bytes: int,
 ) -> Plan:  # fmt: skip
-    recording, case = found.recording, found.case
+    recording, case = found.recording, simulations.base
     drawn_bytes = _drawn_bytes(settings, simulations)
     ram = on_a_gpu(process_bytes, recording.streamed_bytes, drawn_bytes, case.optimizer, case.dtype)
     return Plan(
         settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, device, precision,
-        card, found.case.schedule, found.case.resident_units, gpu_limit,
+        card, found.layout, gpu_limit,
         found.memory.allocated_peak_bytes, found.memory.reserved_peak_bytes, found.memory.at_peak, ram,
         recording.seconds, recording.waiting_seconds, _one_step(recording, found.memory.timeline),
     )  # fmt: skip
@@ -309,16 +309,15 @@ def _cpu_plan(
 ) -> Plan:
     simulations = Simulations(decoder, step_case(settings, precision), cpu_target())
     choices = _choices(settings, simulations)
-    resident = choices.resident_units[-1]
 
-    def plan_of(schedule: Schedule) -> Plan:
-        case, recording = simulations.record(schedule, resident)
+    def plan_of(layout: Layout) -> Plan:
+        recording = simulations.record(layout)
         train = named_at_peak(recording.tape) | {"streamed_states": recording.streamed_bytes}
         train["freed_and_kept"] = most_bytes(recording.tape, "live_blocks")
         ram = on_the_cpu(process.now_bytes + CPU_TRAINING_BYTES, train, _drawn_bytes(settings, simulations))
         return Plan(
             settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, "cpu", precision,
-            None, case.schedule, resident, settings.gpu_limit_bytes, None, None, {}, ram, None,
+            None, layout, settings.gpu_limit_bytes, None, None, {}, ram, None,
             None, [],
         )  # fmt: skip
 
@@ -328,26 +327,30 @@ def _cpu_plan(
     def fits_here(plan: Plan) -> bool:
         return ram_free_bytes is None or plan.ram_bytes - process.now_bytes <= ram_free_bytes
 
-    def twice(schedule: Schedule) -> Schedule:
-        return replace(schedule, norm_first=True, group=settings.batch // schedule.micro_batch)
+    def twice(layout: Layout) -> Layout:
+        return replace(layout, norm_first=True, group=settings.batch // layout.micro_batch)
 
     most = max(CPU_MICRO_BATCH_TOKENS // settings.seq, 1)
     sizes = [size for size in choices.micro_batches if size <= most] or choices.micro_batches[:1]
-    schedules = [
-        simulations.schedule(size, choices.groups_of(settings.batch, size)[0], choices.segments[0], choices.kept[0])
+    layouts = [
+        Layout(
+            size, choices.groups_of(settings.batch, size)[0], choices.segments[0],
+            resident_units=choices.resident_units[-1],
+        )
         for size in reversed(sizes)
-    ]
+    ]  # fmt: skip
+    layouts = [simulations.keeping(layout, choices.kept[0]) for layout in layouts]
     may_run_twice = settings.clip_norm is not None and settings.group is None
     if may_run_twice:
-        schedules += map(twice, list(schedules))
-    plan = next((plan for plan in map(plan_of, schedules) if fits(plan)), None)
+        layouts += map(twice, list(layouts))
+    plan = next((plan for plan in map(plan_of, layouts) if fits(plan)), None)
     if plan is None:
-        least = plan_of(schedules[-1]).ram_bytes + PROCESS_VARIES_BYTES
+        least = plan_of(layouts[-1]).ram_bytes + PROCESS_VARIES_BYTES
         raise PlanError(_refusal(settings, None, None, least))
     if may_run_twice and not fits_here(plan):  # which changes no bit, so what is free may decide it
-        plan = plan_of(twice(plan.schedule))
+        plan = plan_of(twice(plan.layout))
     if settings.recompute == "auto" and ram_free_bytes is not None:
-        kept = plan_of(replace(plan.schedule, recompute=False, segment_blocks=1))
+        kept = plan_of(replace(plan.layout, recompute=False, segment_blocks=1))
         activations = kept.ram_bytes - plan.ram_bytes
         if fits(kept) and fits_here(kept) and activations <= ram_free_bytes // 4:
             plan = kept

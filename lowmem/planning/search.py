@@ -33,10 +33,10 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count, pairwise
 
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.planning.columns import Choices, Column, Columns, Family, MemoryLimits, within
 from lowmem.planning.simulations import Simulations
-from lowmem.simulate.step import Memory, Recording, StepCase
+from lowmem.simulate.step import Memory, Recording
 
 SEGMENTS = (1, 2, 3, 4)  # blocks per segment that are tried
 _NO_WAIT = 1e-3  # the share of a step from which waiting for copies is worth a larger first group
@@ -48,7 +48,7 @@ _NEAR = 0.01  # to the best bound: sets that are worth a recording more for a be
 class Found:
     """A layout that fits, and what its simulation says of it."""
 
-    case: StepCase
+    layout: Layout
     recording: Recording
     memory: Memory
 
@@ -66,9 +66,9 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """`kept`, `resident`: places in the choices' lists. `part`: with this layout found not to fit, what else it has
-    stood for there."""
+class _Candidate:
+    """A layout to be tried. `kept`, `resident`: places in the choices' lists. `part`: with this layout found not to
+    fit, what else it has stood for there."""
 
     column: Column
     kept: int
@@ -76,7 +76,7 @@ class _Layout:
     part: _Part | None = None
 
 
-_Bounded = Iterator[tuple[float, Family | _Part | _Layout]]  # with the seconds that nothing in it goes below
+_Bounded = Iterator[tuple[float, Family | _Part | _Candidate]]  # with the seconds that nothing in it goes below
 
 
 def fastest(
@@ -104,7 +104,7 @@ def fastest(
                 push(search.parts_of(node))
             case _Part():
                 push(search.cut(node, seconds))
-            case _Layout():
+            case _Candidate():
                 found = search.found(node)
                 if found is not None:
                     return found
@@ -115,12 +115,11 @@ def fastest(
 class _Search(Columns):
     """One question: what of these choices fits into this room?"""
 
-    def found(self, layout: _Layout) -> Found | None:
+    def found(self, candidate: _Candidate) -> Found | None:
         """The layout, if it fits."""
-        arguments = self.arguments(layout.column, layout.kept, layout.resident)
-        if not self.simulations.runs(*arguments).fits(self.room.gpu):
-            return None
-        return Found(*self.simulations.record(*arguments), self.simulations.runs(*arguments).memory)
+        layout = self.layout(candidate.column, candidate.kept, candidate.resident)
+        runs = self.simulations.runs(layout)
+        return Found(layout, self.simulations.record(layout), runs.memory) if runs.fits(self.room.gpu) else None
 
     # --- sets of layouts, and how they are cut up
 
@@ -176,7 +175,7 @@ class _Search(Columns):
         resident = part.all
         while not self.fits(column, most, resident):
             resident -= 1
-        yield self.seconds(column, most, resident), _Layout(column, most, resident, part)
+        yield self.seconds(column, most, resident), _Candidate(column, most, resident, part)
         middle = (resident + 1 + part.all) // 2
         for fewest, all in ((resident + 1, middle), (middle + 1, part.all)):
             if fewest <= all:
@@ -187,12 +186,13 @@ class _Search(Columns):
                         seconds = self.seconds(column, kept, all)
                     yield seconds, _Part(column, least, kept, fewest, all)
 
-    def next_to(self, layout: _Layout) -> _Bounded:
-        """Of what the layout, which does not fit, dominates in its part, the fastest ones: one of these dominates the
-        rest."""
-        for kept, resident in ((layout.kept, layout.resident - 1), (layout.kept - 1, layout.resident)):
-            if kept >= layout.part.least and resident >= layout.part.fewest:
-                yield self.seconds(layout.column, kept, resident), replace(layout, kept=kept, resident=resident)
+    def next_to(self, candidate: _Candidate) -> _Bounded:
+        """Of what the candidate, which does not fit, dominates in its part, the fastest ones: one of these dominates
+        the rest."""
+        part = candidate.part
+        for kept, resident in ((candidate.kept, candidate.resident - 1), (candidate.kept - 1, candidate.resident)):
+            if kept >= part.least and resident >= part.fewest:
+                yield self.seconds(part.column, kept, resident), replace(candidate, kept=kept, resident=resident)
 
     def _stretches(self, column: Column) -> list[tuple[int, int]]:
         """From and to which place of `kept` more is faster, as far as two recordings say it; where the host is what is
@@ -239,19 +239,19 @@ class _Search(Columns):
         if streamed:
             return MemoryLimits(self.room.gpu, min(streamed))
         best = None
-        for layout in sorted(self.frugal(), key=lambda layout: self.simulations.allocated_bytes(*layout)):
-            if best is not None and self.simulations.allocated_bytes(*layout) >= best.gpu:
+        for layout in sorted(self.frugal(), key=self.simulations.allocated_bytes):
+            if best is not None and self.simulations.allocated_bytes(layout) >= best.gpu:
                 break
-            cap = self.simulations.runs(*layout).smallest_cap_bytes()
+            cap = self.simulations.smallest_cap_bytes(layout)
             if best is None or cap < best.gpu:
-                best = MemoryLimits(cap, self.simulations.record(*layout)[1].streamed_bytes)
+                best = MemoryLimits(cap, self.simulations.record(layout).streamed_bytes)
         return best
 
-    def frugal(self) -> list[tuple[Schedule, int]]:
+    def frugal(self) -> list[Layout]:
         """One of these takes least of the GPU."""
         fewest = self.last_resident if self.fewest_resident is None else self.fewest_resident
         residencies = sorted({fewest, self.last_resident})
-        return [self.arguments(column, 0, resident) for column in self._frugal_columns() for resident in residencies]
+        return [self.layout(column, 0, resident) for column in self._frugal_columns() for resident in residencies]
 
     def _frugal_columns(self) -> list[Column]:
         """Of the smallest micro-batch."""
@@ -262,8 +262,8 @@ class _Search(Columns):
     def _most_resident(self, column: Column) -> int | None:
         """The most units that can be resident with nothing kept, by the simulated runs; None where nothing fits."""
         for resident in range(self.last_resident, -1, -1):
-            arguments = self.arguments(column, 0, resident)
-            if self.fits(column, 0, resident) and self.simulations.runs(*arguments).fits(self.room.gpu):
+            layout = self.layout(column, 0, resident)
+            if self.fits(column, 0, resident) and self.simulations.runs(layout).fits(self.room.gpu):
                 return resident
         return None
 
@@ -272,16 +272,16 @@ def streaming_more(simulations: Simulations, choices: Choices, room: MemoryLimit
     """A layout that fits, with the micro-batches, groups and segments of `found`, which streams as much as RAM has room
     for, and keeps what the GPU then has room for beside as much as the allocator wastes for `found`. None where there
     is none, or where a few that keep less do not fit either. It takes a few recordings, where a search takes many."""
-    search, schedule = _Search(simulations, choices, room), found.case.schedule
+    search, layout = _Search(simulations, choices, room), found.layout
     resident = search.fewest_resident
     if resident is None:
         return None
-    column = Column(Family(schedule.micro_batch, schedule.group, schedule.first_group), schedule.segment_blocks)
+    column = Column(Family(layout.micro_batch, layout.group, layout.first_group), layout.segment_blocks)
     wasted = found.memory.reserved_peak_bytes - found.memory.allocated_peak_bytes
     smaller = MemoryLimits(None if room.gpu is None else room.gpu - wasted, room.ram)
     most = _Search(simulations, choices, smaller).most_kept(column, resident, 0, search.last_kept)
     tried = () if most is None else range(most, max(most - _TRIES, -1), -1)
-    return next(filter(None, (search.found(_Layout(column, kept, resident)) for kept in tried)), None)
+    return next(filter(None, (search.found(_Candidate(column, kept, resident)) for kept in tried)), None)
 
 
 def smallest_room(simulations: Simulations, choices: Choices, room: MemoryLimits) -> MemoryLimits:
@@ -289,7 +289,7 @@ def smallest_room(simulations: Simulations, choices: Choices, room: MemoryLimits
     return _Search(simulations, choices, room).smallest_room()
 
 
-def frugal(simulations: Simulations, choices: Choices, room: MemoryLimits) -> list[tuple[Schedule, int]]:
-    """Layouts, as schedules and resident units, one of which takes least of the GPU beside this room's RAM: they keep
+def frugal(simulations: Simulations, choices: Choices, room: MemoryLimits) -> list[Layout]:
+    """Layouts, one of which takes least of the GPU beside this room's RAM: they keep
     nothing, have the smallest micro-batch, and stream as much as they may or nothing, which needs no ring."""
     return _Search(simulations, choices, room).frugal()

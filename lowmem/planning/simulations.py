@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lowmem.core.decoder import Decoder
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.simulate.allocator import ROUNDING, SimulatedOutOfMemory
 from lowmem.simulate.step import Memory, Recording, StepCase, Target, record_step, under_cap
 from lowmem.units import MIB
@@ -16,8 +16,7 @@ _PRECISION = 1 / 256  # of a smallest cap
 
 
 class Simulations:
-    """Recordings of one decoder for one target, made once each; layouts differ from `base` in schedule and in how many
-    of the `units` are resident."""
+    """Recordings of one decoder for one target, made once each: of steps that differ from `base` in their layouts."""
 
     def __init__(self, make_decoder: Callable[[], Decoder], base: StepCase, target: Target):
         self.base = base
@@ -26,52 +25,52 @@ class Simulations:
         self.units, self.blocks = len(self._decoder.units), len(self._decoder.blocks)
         sizes = [parameter.numel() for parameter in self._decoder.model.parameters()]
         self.parameters, self.largest_parameter = sum(sizes), max(sizes)
-        self._recordings: dict[tuple[Schedule, int], Recording] = {}
-        self._peaks: dict[tuple[Schedule, int], int] = {}
-        self._runs: dict[tuple[Schedule, int], _Runs] = {}
+        self._recordings: dict[Layout, Recording] = {}
+        self._peaks: dict[Layout, int] = {}
+        self._runs: dict[Layout, _Runs] = {}
 
-    def record(self, schedule: Schedule, resident_units: int) -> tuple[StepCase, Recording]:
+    def case(self, layout: Layout) -> StepCase:
+        """`base`, laid out so."""
+        return replace(self.base, layout=layout)
+
+    def record(self, layout: Layout) -> Recording:
         """The recording of a layout; blocks that are made alike are run once."""
-        case = replace(self.base, schedule=schedule, resident_units=resident_units)
-        layout = schedule, resident_units
         if layout not in self._recordings:
+            case = self.case(layout)
             self._recordings[layout] = record_step(self._decoder, case, self._target, self._known, alike=True)
-        return case, self._recordings[layout]
+        return self._recordings[layout]
 
-    def record_run(self, case: StepCase) -> Recording:
+    def record_run(self, layout: Layout) -> Recording:
         """The recording of a layout with a first step of all its groups, as a run has it, which takes longer."""
-        return record_step(self._decoder, case, self._target, self._known, alike=True, whole_first_step=True)
+        return record_step(
+            self._decoder, self.case(layout), self._target, self._known, alike=True, whole_first_step=True
+        )
 
-    def schedule(
-        self,
-        micro_batch: int,
-        group: int,
-        segment_blocks: int,
-        kept: int,
-        norm_first: bool = False,
-        first_group: int = 0,
-    ) -> Schedule:
-        """`kept`: see search.py."""
+    def keeping(self, layout: Layout, kept: int) -> Layout:
+        """`layout` with so much kept for backward; `kept`: see search.py."""
         if kept == 2 * self.blocks:
-            return Schedule(micro_batch, group, 1, recompute=False, norm_first=norm_first, first_group=first_group)
+            return replace(layout, segment_blocks=1, recompute=False)
         whole = max(kept - self.blocks, 0)
         products = min(kept, self.blocks) - whole
-        segment_blocks = segment_blocks if products + whole < self.blocks else 1  # none is recomputed from its input
-        return Schedule(micro_batch, group, segment_blocks, True, products, whole, norm_first, first_group=first_group)
+        if products + whole == self.blocks:  # none is recomputed from its input
+            layout = replace(layout, segment_blocks=1)
+        return replace(layout, product_blocks=products, whole_blocks=whole)
 
-    def allocated_bytes(self, schedule: Schedule, resident_units: int) -> int:
+    def allocated_bytes(self, layout: Layout) -> int:
         """The peak of what is allocated, before the allocator has its say."""
-        layout = schedule, resident_units
         if layout not in self._peaks:
-            self._peaks[layout] = self.record(*layout)[1].tape.peak_bytes(ROUNDING)
+            self._peaks[layout] = self.record(layout).tape.peak_bytes(ROUNDING)
         return self._peaks[layout]
 
-    def runs(self, schedule: Schedule, resident_units: int) -> "_Runs":
+    def runs(self, layout: Layout) -> "_Runs":
         """The layout's simulated runs under caps."""
-        layout = schedule, resident_units
         if layout not in self._runs:
-            self._runs[layout] = _Runs(self.record(*layout)[1], self.allocated_bytes(*layout))
+            self._runs[layout] = _Runs(self.record(layout), self.allocated_bytes(layout))
         return self._runs[layout]
+
+    def smallest_cap_bytes(self, layout: Layout) -> int:
+        """The smallest cap under which the layout's run completes, in whole MiB and to a few thousandths."""
+        return self.runs(layout).smallest_cap_bytes()
 
 
 class _Runs:
@@ -118,8 +117,3 @@ class _Runs:
             self._high = self.memory.reserved_peak_bytes if cap is None else cap
         except SimulatedOutOfMemory:
             self._low = cap
-
-
-def smallest_cap_bytes(simulations: Simulations, schedule: Schedule, resident: int) -> int:
-    """The smallest cap under which the layout's run completes, in whole MiB and to a few thousandths."""
-    return simulations.runs(schedule, resident).smallest_cap_bytes()

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from lowmem.core.layout import Layout, Schedule
+from lowmem.core.layout import Layout
 from lowmem.core.parameters import Store
 from lowmem.core.step import EVALUATION, PART, STEP, UPDATES, TrainingStep
 from lowmem.errors import CapExceeded
@@ -101,17 +101,16 @@ class Recovery:
             return
         last = measures[-1]
         if last.get("planned") == asdict(self._planned):
-            saved = last["layout"]
-            layout = Layout(**saved | {"schedule": Schedule(**saved["schedule"])})
+            layout = Layout(**last["layout"])
         else:
             layout = self._planned
-            if last["micro_batch"] < layout.schedule.micro_batch:
+            if last["micro_batch"] < layout.micro_batch:
                 layout = with_micro_batch(layout, last["micro_batch"], self._sizes.clips)
         if layout != self._planned:
             self._step.take(layout)
             self._say(
                 f"memory ran out before, last in step {last['step']}, so this goes on with micro-batches of "
-                f"{layout.schedule.micro_batch}, {kept_in_words(layout.schedule, self._sizes.blocks)}, and the states "
+                f"{layout.micro_batch}, {kept_in_words(layout, self._sizes.blocks)}, and the states "
                 f"of {layout.resident_units} units on the device"
             )
 
@@ -143,22 +142,21 @@ class Recovery:
                 "step": self.number,
                 "measure": name,
                 "reason": reason,
-                "micro_batch": layout.schedule.micro_batch,
+                "micro_batch": layout.micro_batch,
                 "layout": asdict(layout),
                 "planned": asdict(self._planned),
             }
         )
 
     def _in_words(self, name: str, before: Layout, after: Layout) -> str:
-        old, new = before.schedule, after.schedule
         return {
             "first_group": "without a larger first group",
-            "kept": f"keeping less: {kept_in_words(new, self._sizes.blocks)}",
-            "groups": f"in groups of {new.group} instead of {old.group} micro-batches",
-            "segments": f"in segments of {new.segment_blocks} instead of {old.segment_blocks} blocks",
+            "kept": f"keeping less: {kept_in_words(after, self._sizes.blocks)}",
+            "groups": f"in groups of {after.group} instead of {before.group} micro-batches",
+            "segments": f"in segments of {after.segment_blocks} instead of {before.segment_blocks} blocks",
             "states": f"with the states of {after.resident_units} instead of {before.resident_units} units on the GPU",
-            "micro_batch": f"with micro-batches of {new.micro_batch} instead of {old.micro_batch} and the same batch, "
-            "which changes roundings and dropout masks from here on",
+            "micro_batch": f"with micro-batches of {after.micro_batch} instead of {before.micro_batch} and the same "
+            "batch, which changes roundings and dropout masks from here on",
             "evaluation_rows": f"with micro-batches of {after.evaluation_rows} in evaluations, which may change the "
             "last digits of their loss",
         }[name]

@@ -41,7 +41,7 @@ def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: s
         "steps": steps,
         "device": plan.device,
         "precision": plan.precision,
-        "micro_batch": plan.schedule.micro_batch,
+        "micro_batch": plan.layout.micro_batch,
         "fused_kernels": plan.fused_kernels,
         "data": data_fingerprint,
     }

@@ -15,7 +15,7 @@ These are functions of layouts alone, by rough sizes: nothing is simulated while
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lowmem.core.layout import Layout, Schedule
+from lowmem.core.layout import Layout
 from lowmem.core.recompute import INPUT
 from lowmem.core.step import EVALUATION, PART, STEP
 
@@ -38,22 +38,19 @@ class Sizes:
 def smaller_layouts(planned: Layout, now: Layout, where: str, sizes: Sizes) -> Iterator[tuple[str, Layout]]:
     """(what is given up, the layout without it), in the order in which they are to be tried. `planned`: where it all
     began; `where`: what ran out of memory (step.py)."""
-    schedule = now.schedule
-    if where == STEP and schedule.first_group:
-        yield "first_group", replace(now, schedule=replace(schedule, first_group=0))
-    kept, planned_kept = kept_things(schedule, sizes.blocks), kept_things(planned.schedule, sizes.blocks)
+    if where == STEP and now.first_group:
+        yield "first_group", replace(now, first_group=0)
+    kept, planned_kept = kept_things(now, sizes.blocks), kept_things(planned, sizes.blocks)
     if where in (STEP, PART) and kept:
-        fewer = keeping_less(schedule, sizes.blocks, max(planned_kept - kept, 0) + 1)
-        yield "kept", replace(now, schedule=fewer)
+        yield "kept", keeping_less(now, sizes.blocks, max(planned_kept - kept, 0) + 1)
     if where == STEP:
-        for name, other in _other_groups_and_segments(schedule, sizes):
-            yield name, replace(now, schedule=other)
+        yield from _other_groups_and_segments(now, sizes)
     most = min(max(planned.resident_units - now.resident_units, 0) + 1, now.resident_units)
     for units in range(most, 0, -1):  # fewer, where RAM has no room for more
         yield "states", replace(now, resident_units=now.resident_units - units)
-    if where == STEP and schedule.micro_batch > 1:
-        yield "micro_batch", with_micro_batch(now, _smaller_divisor(schedule.micro_batch), sizes.clips)
-    rows = min(now.evaluation_rows, schedule.micro_batch)
+    if where == STEP and now.micro_batch > 1:
+        yield "micro_batch", with_micro_batch(now, _smaller_divisor(now.micro_batch), sizes.clips)
+    rows = min(now.evaluation_rows or now.micro_batch, now.micro_batch)
     if where == EVALUATION and rows > 1:
         yield "evaluation_rows", replace(now, evaluation_rows=_smaller_divisor(rows))
 
@@ -62,55 +59,54 @@ def with_micro_batch(layout: Layout, micro_batch: int, clips: bool) -> Layout:
     """`layout` with micro-batches of that many sequences, a divisor of what it has. A group of several
     micro-batches keeps its number of sequences; one of a single micro-batch keeps a single one, unless updates are made
     during backward."""
-    schedule = layout.schedule
-    ratio = schedule.micro_batch // micro_batch
-    several = schedule.recompute and (schedule.group > 1 or not clips)
-    group = schedule.group * ratio if several or schedule.norm_first else 1
-    return replace(layout, schedule=replace(schedule, micro_batch=micro_batch, group=group, first_group=0))
+    ratio = layout.micro_batch // micro_batch
+    several = layout.recompute and (layout.group > 1 or not clips)
+    group = layout.group * ratio if several or layout.norm_first else 1
+    return replace(layout, micro_batch=micro_batch, group=group, first_group=0)
 
 
-def kept_things(schedule: Schedule, blocks: int) -> int:
+def kept_things(layout: Layout, blocks: int) -> int:
     """How many blocks keep their products, and of these how many keep the rest, too."""
-    return 2 * blocks if not schedule.recompute else schedule.product_blocks + 2 * schedule.whole_blocks
+    return 2 * blocks if not layout.recompute else layout.product_blocks + 2 * layout.whole_blocks
 
 
-def keeping_less(schedule: Schedule, blocks: int, less: int) -> Schedule:
-    """`schedule` with `kept_things` smaller by `less`, or 0: the rest is given up before products."""
-    whole = schedule.whole_blocks if schedule.recompute else blocks
-    products = schedule.product_blocks if schedule.recompute else 0
+def keeping_less(layout: Layout, blocks: int, less: int) -> Layout:
+    """`layout` with `kept_things` smaller by `less`, or 0: the rest is given up before products."""
+    whole = layout.whole_blocks if layout.recompute else blocks
+    products = layout.product_blocks if layout.recompute else 0
     rest = min(less, whole)
     products = max(products + rest - (less - rest), 0)
-    length = schedule.segment_blocks if schedule.recompute else 1
+    length = layout.segment_blocks if layout.recompute else 1
     return replace(
-        schedule, recompute=True, segment_blocks=length, whole_blocks=whole - rest, product_blocks=products
+        layout, recompute=True, segment_blocks=length, whole_blocks=whole - rest, product_blocks=products
     )  # fmt: skip
 
 
-def activation_bytes(schedule: Schedule, sizes: Sizes) -> float:
+def activation_bytes(layout: Layout, sizes: Sizes) -> float:
     """Boundaries, accumulators and the segment that runs backward, at the worst moment of a step, roughly."""
-    micro_batches = sizes.batch // schedule.micro_batch
-    group = min(max(schedule.group, schedule.first_group), micro_batches)
-    segments = schedule.segments(sizes.blocks)
+    micro_batches = sizes.batch // layout.micro_batch
+    group = min(max(layout.group, layout.first_group), micro_batches)
+    segments = layout.segments(sizes.blocks)
     longest = max(len(segment.blocks) for segment in segments)
-    boundary = schedule.micro_batch * sizes.row_bytes
+    boundary = layout.micro_batch * sizes.row_bytes
     held, live = group * len(segments) * boundary, longest * LIVE_BOUNDARIES * boundary
     if group < micro_batches:
         return sizes.gradient_bytes + held + live
-    if schedule.norm_first or not sizes.clips:  # gradients come and go with their segment
+    if layout.norm_first or not sizes.clips:  # gradients come and go with their segment
         return held + sizes.gradient_bytes * longest / sizes.blocks + live
     return max(held, sizes.gradient_bytes) + live  # boundaries go as gradients come
 
 
-def _other_groups_and_segments(schedule: Schedule, sizes: Sizes) -> Iterator[tuple[str, Schedule]]:
-    now = activation_bytes(schedule, sizes)
-    count = sizes.batch // schedule.micro_batch
-    groups = [group for group in range(schedule.group - 1, 0, -1) if count % group == 0 and not schedule.norm_first]
-    for other in (replace(schedule, group=group) for group in groups):
+def _other_groups_and_segments(layout: Layout, sizes: Sizes) -> Iterator[tuple[str, Layout]]:
+    now = activation_bytes(layout, sizes)
+    count = sizes.batch // layout.micro_batch
+    groups = [group for group in range(layout.group - 1, 0, -1) if count % group == 0 and not layout.norm_first]
+    for other in (replace(layout, group=group) for group in groups):
         if activation_bytes(other, sizes) < now:
             yield "groups", other
             break
-    if any(segment.keep == INPUT for segment in schedule.segments(sizes.blocks)):
-        others = [replace(schedule, segment_blocks=length) for length in SEGMENTS if length <= sizes.blocks]
+    if any(segment.keep == INPUT for segment in layout.segments(sizes.blocks)):
+        others = [replace(layout, segment_blocks=length) for length in SEGMENTS if length <= sizes.blocks]
         best = min(others, key=lambda other: activation_bytes(other, sizes))
         if activation_bytes(best, sizes) < now:
             yield "segments", best

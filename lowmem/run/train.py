@@ -105,9 +105,9 @@ def plan_for_here(
 def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan) -> TrainingStep:
     """The step as it was planned; the parameters of `decoder` become its store's, which are still to be written."""
     optimizer = get_optimizer(settings.optimizer)
-    store = Store(decoder, device, WORKING_DTYPES[plan.precision], optimizer, plan.resident_units)
+    store = Store(decoder, device, WORKING_DTYPES[plan.precision], optimizer, plan.layout.resident_units)
     return TrainingStep(
-        decoder, store, optimizer, plan.schedule, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
+        decoder, store, optimizer, plan.layout, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
         seed=settings.seed, loss_scale=LossScale(enabled=plan.precision == "fp16"),
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
 from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, HeldGradients
 from lowmem.core.kernels import fused
-from lowmem.core.layout import DEFERRED, Schedule
+from lowmem.core.layout import DEFERRED, Layout
 from lowmem.core.offload import StagingRing
 from lowmem.core.operations import Operations
 from lowmem.core.optimizers import Optimizer, UpdateRule
@@ -131,10 +131,9 @@ class StepCase:
 
     seq: int
     batch: int
-    schedule: Schedule
+    layout: Layout
     dtype: torch.dtype
     optimizer: Optimizer
-    resident_units: int
     clip_norm: float | None = 1.0
     document_mask: bool = False
 
@@ -176,7 +175,7 @@ def record_step(
     outcomes = None if known is None else known.setdefault("outcomes", {})
     recorder = Recorder(target.machine, lambda frame: _NAMES.get(frame.f_code), outcomes)
     # not recorded operation by operation, of which there are thousands: what they leave are these tensors
-    store = Store(decoder, META, case.dtype, case.optimizer, case.resident_units, host_tensor=_never_touched)
+    store = Store(decoder, META, case.dtype, case.optimizer, case.layout.resident_units, host_tensor=_never_touched)
     with _no_collection(), recorder:
         recorder.take_workspaces()  # as a run does (device.py)
         for part in store.parts:
@@ -190,7 +189,7 @@ def record_step(
             known=known, alike=alike, functions=target.functions,
         )  # fmt: skip
         step = TrainingStep(
-            decoder, store, case.optimizer, case.schedule, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
+            decoder, store, case.optimizer, case.layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
             loss_scale=LossScale(enabled=case.dtype is torch.float16), operations=operations,
         )  # fmt: skip
         copies = None
@@ -201,13 +200,11 @@ def record_step(
                 target.copies_out,
                 beside=fused.may_run_beside(target.fused_kernels, case.optimizer),
             )
-        schedule = case.schedule
-        step.evaluate(_batch(case, schedule.micro_batch))  # as a run does before its first step
-        update = schedule.update(
-            case.batch // schedule.micro_batch, case.clip_norm is not None, step.loss_scale.enabled
-        )
+        layout = case.layout
+        step.evaluate(_batch(case, layout.micro_batch))  # as a run does before its first step
+        update = layout.update(case.batch // layout.micro_batch, case.clip_norm is not None, step.loss_scale.enabled)
         if update == DEFERRED or whole_first_step:
-            two_groups = schedule.micro_batch * ((schedule.first_group or schedule.group) + schedule.group)
+            two_groups = layout.micro_batch * ((layout.first_group or layout.group) + layout.group)
             step(_batch(case, case.batch if whole_first_step else min(case.batch, two_groups)), 0, 1e-4)
         batch = _batch(case, case.batch)
         began, waited = recorder.clock.host, copies.exposed_seconds if copies else 0.0
@@ -219,7 +216,7 @@ def record_step(
     for part in store.parts:
         state_bytes[part.unit] += sum(tensor.nbytes for tensor in part.state.values())
     return Recording(
-        recorder.tape, began, seconds, waiting, tuple(state_bytes), sum(state_bytes[case.resident_units :])
+        recorder.tape, began, seconds, waiting, tuple(state_bytes), sum(state_bytes[case.layout.resident_units :])
     )
 
 

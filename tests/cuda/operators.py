@@ -45,7 +45,7 @@ from transformers import (
     StableLmConfig,
 )
 
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.device import make_deterministic, set_environment
@@ -113,9 +113,9 @@ def steps(gpu: Gpu, family: str) -> Iterator[Call]:
         card = replace(CARDS["a100"], capability=gpu.capability, multiprocessors=gpu.multiprocessors)
         target = gpu_target(card, fused)
         target = replace(target, machine=replace(target.machine, hidden_bytes=watch))
-        schedule = Schedule(micro_batch, 1, 1, recompute=True)
+        layout = Layout(micro_batch, resident_units=1)
         case = StepCase(
-            seq, 2 * micro_batch, schedule, WORKING_DTYPES.get(precision, torch.float32), OPTIMIZERS["adamw"], 1,
+            seq, 2 * micro_batch, layout, WORKING_DTYPES.get(precision, torch.float32), OPTIMIZERS["adamw"],
             document_mask=masked,
         )  # fmt: skip
         record_step(make_decoder(config, precision, residual, fused), case, target, {})

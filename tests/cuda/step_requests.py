@@ -17,7 +17,7 @@ from transformers import GPT2Config, LlamaConfig
 from lowmem import device as devices
 from lowmem.core.batch import Batch
 from lowmem.core.kernels import fused
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
@@ -39,12 +39,12 @@ MODELS = {
     ),
 }  # fmt: skip
 SEQ, BATCH = 256, 4
-CASES = {  # schedule, the resident units, the clipping
-    "kept": (Schedule(2, 1, 1, recompute=False), 1, 1.0),
-    "recomputed": (Schedule(2, 1, 2, recompute=True), 0, 1.0),
-    "products kept": (Schedule(2, 1, 1, True, product_blocks=2, whole_blocks=1), 9, 1.0),
-    "updated in backward": (Schedule(2, 2, 1, recompute=True), 0, None),
-    "two passes": (Schedule(2, 2, 1, recompute=True, norm_first=True), 0, 1.0),
+CASES = {  # the layout and the clipping
+    "kept": (Layout(2, recompute=False, resident_units=1), 1.0),
+    "recomputed": (Layout(2, 1, 2), 1.0),
+    "products kept": (Layout(2, product_blocks=2, whole_blocks=1, resident_units=9), 1.0),
+    "updated in backward": (Layout(2, 2), None),
+    "two passes": (Layout(2, 2, norm_first=True), 1.0),
 }
 
 
@@ -52,13 +52,13 @@ def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
     """("alloc" or "free", bytes) of a run."""
     torch.cuda.memory._record_memory_history(context=None)
     devices.take_workspaces(device)
-    store = Store(decoder, device, case.dtype, case.optimizer, case.resident_units)
+    store = Store(decoder, device, case.dtype, case.optimizer, case.layout.resident_units)
     step = TrainingStep(
-        decoder, store, case.optimizer, case.schedule, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
+        decoder, store, case.optimizer, case.layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
         loss_scale=LossScale(enabled=case.dtype is torch.float16),
     )  # fmt: skip
     tokens = torch.zeros((case.batch, case.seq), dtype=torch.int64)
-    step.evaluate(Batch(tokens[: case.schedule.micro_batch], tokens[: case.schedule.micro_batch], None, None))
+    step.evaluate(Batch(tokens[: case.layout.micro_batch], tokens[: case.layout.micro_batch], None, None))
     for number in range(2):
         step(Batch(tokens, tokens, None, None), number, 1e-4)
     step.flush()
@@ -98,11 +98,9 @@ def main() -> None:
     precisions = ["fp16", *(["bf16"] if torch.cuda.get_device_capability(device) >= (8, 0) else [])]
     assert fused.why_not(device) is None
     for family, name in ((family, name) for family in MODELS for name in CASES):
-        schedule, resident, clip = CASES[name]
+        layout, clip = CASES[name]
         for precision in precisions:
-            case = StepCase(
-                SEQ, BATCH, schedule, WORKING_DTYPES[precision], OPTIMIZERS["adamw"], resident, clip_norm=clip
-            )
+            case = StepCase(SEQ, BATCH, layout, WORKING_DTYPES[precision], OPTIMIZERS["adamw"], clip_norm=clip)
             torch._C._cuda_clearCublasWorkspaces()
             found = requested(case, make_decoder(MODELS[family], precision, "fp32", True), device)
             planned = simulated(case, make_decoder(MODELS[family], precision, "fp32", True), device)

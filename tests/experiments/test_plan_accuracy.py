@@ -163,7 +163,7 @@ def test_the_table_of_both_ends_counts_and_lists_what_did_not_hold():
         "completed_though_refused": [], "completed_in_the_margin": False,
     }  # fmt: skip
     wrong = held | {
-        "name": "wrong", "card": "h100", "ok": False, "completed_though_refused": ["Schedule(1)"],
+        "name": "wrong", "card": "h100", "ok": False, "completed_though_refused": ["Layout(1)"],
         "completed_in_the_margin": True, "named_bytes": 1000 * MIB, "reserved_bytes": 900 * MIB,
         "refused_bytes": 999 * MIB,
     }  # fmt: skip
@@ -171,7 +171,7 @@ def test_the_table_of_both_ends_counts_and_lists_what_did_not_hold():
     said = table.promise_table([held, wrong, unplanned])
     assert "| t4 | 1 | 1 | 99.0% | 99.8% or more | 2 | 2 | 101.0% to 101.0% | 1 of 1 | 0 of 0 |" in said
     assert "| all | 3 | 2 | 99.0% | 99.8% or more | 4 | 3 | 101.0% to 101.0% | 1 of 1 | 0 of 1 |" in said
-    assert "| wrong |  | ['Schedule(1)'] |" in said and "| unplanned | no plan |  |" in said
+    assert "| wrong |  | ['Layout(1)'] |" in said and "| unplanned | no plan |  |" in said
     assert "did not hold" not in table.promise_table([held])
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import lowmem.core.operations
 from lowmem.core.deferred_updates import Updates
-from lowmem.core.layout import Layout, Schedule
+from lowmem.core.layout import Layout
 from lowmem.core.offload import StagingRing
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
@@ -239,7 +239,7 @@ def test_every_measure_but_the_last_costs_no_bit(name):
     assert known[0] == "cache"
     order = ["cache", "first_group", "kept", "groups", "segments", "states"]
     assert sorted(known, key=order.index) == known
-    assert ("kept" in known) == (kept_things(make_training(**case).step.schedule, BLOCKS) > 0)
+    assert ("kept" in known) == (kept_things(make_training(**case).step.layout, BLOCKS) > 0)
     assert ("states" in known) == (case.get("resident_units", 0) > 0)
     assert ("first_group" in known) == ("first_group" in case)
 
@@ -262,44 +262,40 @@ def test_smaller_micro_batches_are_the_last_measure_and_the_run_is_one_that_had_
 def test_a_layout_shrinks_step_by_step_and_what_costs_least_goes_first():
     """Of XL under 12 GiB, about: a larger first group, half of the blocks with their products, three units resident."""
     sizes = Sizes(blocks=48, batch=64, row_bytes=1024 * 1600 * 4, gradient_bytes=4 * 1_557_611_200, clips=True)
-    planned = Layout(Schedule(2, 4, 2, True, product_blocks=24, first_group=16), resident_units=3, evaluation_rows=2)
+    planned = Layout(2, 4, 2, product_blocks=24, first_group=16, resident_units=3)
     names, now = [], planned
     while (found := next(smaller_layouts(planned, now, STEP, sizes), None)) is not None:
         name, following = found
         assert following != now
         if name in ("groups", "segments"):
-            assert activation_bytes(following.schedule, sizes) < activation_bytes(now.schedule, sizes)
+            assert activation_bytes(following, sizes) < activation_bytes(now, sizes)
         names.append(name)
         now = following
     kept = ["kept"] * 5  # 1, 3, 7, 15 and all 24
     assert names == ["first_group", *kept, "groups", "groups", "states", "states", "micro_batch"]
-    assert (now.schedule.micro_batch, now.schedule.group, now.resident_units) == (1, 1, 0)
-    assert kept_things(now.schedule, 48) == 0
+    assert (now.micro_batch, now.group, now.resident_units) == (1, 1, 0)
+    assert kept_things(now, 48) == 0
 
 
 def test_one_group_of_the_whole_batch_is_not_cut_where_that_takes_all_gradients_at_once():
     """XL: boundaries of 2.3 GiB, and 5.8 GiB of gradients that come as those go."""
     sizes = Sizes(blocks=48, batch=64, row_bytes=1024 * 1600 * 4, gradient_bytes=4 * 1_557_611_200, clips=True)
-    one_group = Layout(Schedule(1, 64, 4, True), 0, 1)
+    one_group = Layout(1, 64, 4)
     names = [name for name, _ in smaller_layouts(one_group, one_group, STEP, sizes)]
     assert "groups" not in names
-    short = replace_schedule(one_group, segment_blocks=1)
+    short = dataclasses.replace(one_group, segment_blocks=1)
     shorter = dataclasses.replace(sizes, gradient_bytes=2**30)  # boundaries are more than gradients
     assert next(smaller_layouts(short, short, STEP, shorter))[0] == "groups"
     assert "segments" in [name for name, _ in smaller_layouts(short, short, STEP, shorter)]
-    twice = replace_schedule(one_group, norm_first=True)
+    twice = dataclasses.replace(one_group, norm_first=True)
     assert "groups" not in [name for name, _ in smaller_layouts(twice, twice, STEP, sizes)]
     unclipped = dataclasses.replace(sizes, clips=False)
     assert "groups" not in [name for name, _ in smaller_layouts(one_group, one_group, STEP, unclipped)]
 
 
-def replace_schedule(layout: Layout, **changes) -> Layout:
-    return dataclasses.replace(layout, schedule=dataclasses.replace(layout.schedule, **changes))
-
-
 def test_only_states_can_be_given_up_in_updates_and_nothing_of_the_next_steps_layout():
     sizes = Sizes(blocks=48, batch=64, row_bytes=1, gradient_bytes=1, clips=True)
-    planned = Layout(Schedule(2, 4, 2, True, product_blocks=24, first_group=16), resident_units=3, evaluation_rows=2)
+    planned = Layout(2, 4, 2, product_blocks=24, first_group=16, resident_units=3)
     assert {name for name, _ in smaller_layouts(planned, planned, UPDATES, sizes)} == {"states"}
     assert {name for name, _ in smaller_layouts(planned, planned, PART, sizes)} == {"kept", "states"}
     assert {name for name, _ in smaller_layouts(planned, planned, EVALUATION, sizes)} == {"states", "evaluation_rows"}

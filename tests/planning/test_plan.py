@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from runs import simulations_shared
 from transformers import GPT2Config, LlamaConfig
 
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.errors import InputError, PlanError
 from lowmem.limits import CONTEXT_BYTES, ram_now_bytes
 from lowmem.models.build import load_config
@@ -77,20 +77,20 @@ def test_plan_json_says_what_was_planned_and_what_that_depends_on():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "said"),
+    ("layout", "said"),
     [
-        (Schedule(1, 1, 1, recompute=False), "nothing recomputed"),
-        (Schedule(1, 1, 1, True), "all 4 blocks recomputed"),
+        (Layout(1, 1, 1, recompute=False), "nothing recomputed"),
+        (Layout(1, 1, 1, True), "all 4 blocks recomputed"),
         (
-            Schedule(1, 1, 2, True, product_blocks=1),
+            Layout(1, 1, 2, True, product_blocks=1),
             "of 4 blocks 3 recomputed, 2 at a time, 1 recomputed but for",
         ),
-        (Schedule(1, 1, 1, True, product_blocks=3, whole_blocks=1), "of 4 blocks 3 recomputed but for their matrix"),
-        (Schedule(1, 1, 1, True, product_blocks=3, whole_blocks=1), "products, 1 kept whole"),
+        (Layout(1, 1, 1, True, product_blocks=3, whole_blocks=1), "of 4 blocks 3 recomputed but for their matrix"),
+        (Layout(1, 1, 1, True, product_blocks=3, whole_blocks=1), "products, 1 kept whole"),
     ],
 )
-def test_what_is_recomputed_is_said_in_words(schedule, said):
-    assert said in kept_in_words(schedule, 4)
+def test_what_is_recomputed_is_said_in_words(layout, said):
+    assert said in kept_in_words(layout, 4)
 
 
 def test_the_timeline_covers_one_step_and_reaches_the_peak():
@@ -128,11 +128,12 @@ def test_other_optimizers_are_planned_too(changed):
 )  # fmt: skip
 def test_what_is_typed_is_what_is_planned(typed):
     plan = plan_for(**typed)
-    assert plan.schedule.micro_batch == typed.get("micro_batch", plan.schedule.micro_batch)
-    assert plan.schedule.group == typed.get("group", plan.schedule.group)
-    assert plan.schedule.segment_blocks == typed.get("segment_blocks", plan.schedule.segment_blocks)
-    assert plan.schedule.recompute == {"on": True, "off": False}.get(typed.get("recompute"), plan.schedule.recompute)
-    assert plan.resident_units == {"streamed": 0, "resident": 6}.get(typed.get("states"), plan.resident_units)
+    assert plan.layout.micro_batch == typed.get("micro_batch", plan.layout.micro_batch)
+    assert plan.layout.group == typed.get("group", plan.layout.group)
+    assert plan.layout.segment_blocks == typed.get("segment_blocks", plan.layout.segment_blocks)
+    assert plan.layout.recompute == {"on": True, "off": False}.get(typed.get("recompute"), plan.layout.recompute)
+    resident = plan.layout.resident_units
+    assert resident == {"streamed": 0, "resident": 6}.get(typed.get("states"), resident)
 
 
 def test_a_cards_own_memory_is_the_cap_where_that_is_smaller_and_its_context_is_counted():
@@ -206,7 +207,7 @@ def test_on_the_cpu_everything_is_in_ram_and_nothing_takes_a_gpu():
     plan = plan_for("cpu", "fp32", micro_batch=2)
     found = plan.to_dict()
     assert found["predicted"]["gpu_allocated_peak_bytes"] is found["predicted"]["step_seconds"] is None
-    assert found["breakdown"] == plan.ram_breakdown and plan.resident_units == 6
+    assert found["breakdown"] == plan.ram_breakdown and plan.layout.resident_units == 6
     vectors = 256 * -(-13 * 512 // 256) * 4 + 1_024
     padded = PARAMETERS + 256
     assert PARAMETERS * 4 <= plan.ram_breakdown["working_weights"] <= 4 * (padded + vectors)
@@ -217,8 +218,8 @@ def test_the_micro_batch_on_the_cpu_does_not_depend_on_what_is_free_but_what_is_
     monkeypatch.setattr(planner, "ram_now_bytes", lambda: GIB)  # which otherwise moves between two plans
     roomy = plan_for("cpu", "fp32", ram_free_bytes=64 * GIB)
     tight = plan_for("cpu", "fp32", ram_free_bytes=roomy.ram_bytes - 100 * MIB)
-    assert (roomy.schedule.recompute, tight.schedule.recompute) == (False, True)
-    assert roomy.schedule.micro_batch == tight.schedule.micro_batch == 8
+    assert (roomy.layout.recompute, tight.layout.recompute) == (False, True)
+    assert roomy.layout.micro_batch == tight.layout.micro_batch == 8
 
 
 # --- what does not fit
@@ -237,7 +238,7 @@ def test_a_refusal_names_caps_that_do_fit_and_that_are_tight(caps):
     assert caught.value.exit_code == 3
     named = caps_named(caught.value)
     plan = plan_for(**caps | named)
-    assert plan.schedule.norm_first and "forward and backward run twice" in plan.describe()
+    assert plan.layout.norm_first and "forward and backward run twice" in plan.describe()
     with pytest.raises(PlanError):
         plan_for(**caps | named | {"gpu_limit_bytes": named["gpu_limit_bytes"] - 64 * MIB})
 
@@ -282,15 +283,15 @@ def test_what_is_not_clipped_has_no_norm_to_wait_for():
     with pytest.raises(PlanError) as caught:
         plan_for(clip_norm=None, micro_batch=1, gpu_limit_bytes=100 * MIB)
     plan = plan_for(clip_norm=None, micro_batch=1, **caps_named(caught.value))
-    assert not plan.schedule.norm_first and plan.schedule.group * plan.schedule.micro_batch == 8
+    assert not plan.layout.norm_first and plan.layout.group * plan.layout.micro_batch == 8
 
 
 def test_on_the_cpu_too_gradients_are_not_all_held_where_they_would_not_fit():
     """Whether a plan is for what is free or for a cap, its micro-batch is the same: the bits do not depend on it."""
     roomy = plan_for("cpu", "fp32", ram_free_bytes=64 * GIB, recompute="on")
     tight = plan_for("cpu", "fp32", ram_free_bytes=roomy.ram_bytes - PARAMETERS - ram_now_bytes(), recompute="on")
-    assert (roomy.schedule.norm_first, tight.schedule.norm_first) == (False, True)
-    assert tight.schedule.micro_batch == roomy.schedule.micro_batch
+    assert (roomy.layout.norm_first, tight.layout.norm_first) == (False, True)
+    assert tight.layout.micro_batch == roomy.layout.micro_batch
 
 
 @given(room=st.integers(min_value=0, max_value=2**38))
@@ -318,7 +319,7 @@ def test_what_a_plan_says_is_of_a_run_from_its_first_step_on(monkeypatch):
     without = plan_for(gpu_limit_bytes=None, micro_batch=4)
     monkeypatch.setattr(simulations, "record_step", record)
     plan = plan_for(gpu_limit_bytes=None, micro_batch=4)
-    assert (plan.schedule, plan.resident_units) == (without.schedule, without.resident_units)
+    assert plan.layout == without.layout
     assert plan.gpu_reserved_peak_bytes > max(GIB, without.gpu_reserved_peak_bytes)
 
 
@@ -433,7 +434,7 @@ def test_states_that_take_less_than_the_staging_ring_are_kept_and_nothing_inexac
 
 
 def test_batches_that_are_no_power_of_two_are_cut_into_any_parts_of_one_size():
-    assert plan_for(batch=7).schedule.micro_batch == 7
+    assert plan_for(batch=7).layout.micro_batch == 7
     small = SimpleNamespace(units=6, blocks=4)
     micro_batches = {
         batch: planner._choices(dataclasses.replace(SMALL, batch=batch), small).micro_batches for batch in (64, 63)

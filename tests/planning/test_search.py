@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig
 
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.models.build import make_decoder
 from lowmem.planning.planner import fastest_layout, least_room
@@ -26,7 +26,7 @@ from lowmem.units import MIB
 BATCH, SEQ = 4, 128
 CONFIG = GPT2Config(n_layer=3, n_embd=256, n_head=4, vocab_size=1_000, n_positions=SEQ)
 SLOW_BUS = dataclasses.replace(CARDS["rtx3090"], bus_bytes_per_second=1e9)
-CASE = StepCase(SEQ, BATCH, Schedule(1, 1, 1, True), torch.bfloat16, OPTIMIZERS["adamw"], 0)
+CASE = StepCase(SEQ, BATCH, Layout(micro_batch=1), torch.bfloat16, OPTIMIZERS["adamw"])
 CHOICES = Choices((1, 2, 4), None, (1, 2), (0, 1, 3, 4, 6), (0, 2, 5))
 
 
@@ -36,19 +36,17 @@ def decoder():
 
 @pytest.fixture(scope="module")
 def everything(simulations) -> list:
-    """(schedule, resident units, recording) of the whole grid, blocks run each for itself."""
+    """(layout, recording) of the whole grid, blocks run each for itself."""
     target, made = gpu_target(SLOW_BUS), decoder()
-    schedules = {
-        simulations.schedule(micro_batch, group, segment, kept, first_group=first): None
-        for micro_batch, group, segment, kept, first in product((1, 2, 4), (1, 2, 4), (1, 2), CHOICES.kept, (0, 2))
+    kinds = product((1, 2, 4), (1, 2, 4), (1, 2), (0, 2), CHOICES.resident_units)
+    layouts = {
+        simulations.keeping(Layout(micro_batch, group, segment, first_group=first, resident_units=resident), kept): None
+        for micro_batch, group, segment, first, resident in kinds
+        for kept in CHOICES.kept
         if group <= BATCH // micro_batch and (not first or (micro_batch, group) == (1, 1))
     }
     known: dict = {}
-    return [
-        (schedule, resident, record_step(made, dataclasses.replace(CASE, schedule=schedule, resident_units=resident),
-                                         target, known))
-        for schedule in schedules for resident in CHOICES.resident_units
-    ]  # fmt: skip
+    return [(layout, record_step(made, simulations.case(layout), target, known)) for layout in layouts]
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +63,8 @@ def completes(recording, limit_bytes: int | None) -> bool:
 
 
 def rooms(everything) -> list[MemoryLimits]:
-    peaks = sorted(recording.tape.peak_bytes(512) for _, _, recording in everything)
-    streamed = sorted({recording.streamed_bytes for _, _, recording in everything})
+    peaks = sorted(recording.tape.peak_bytes(512) for _, recording in everything)
+    streamed = sorted({recording.streamed_bytes for _, recording in everything})
     gpu = [None, *(peaks[round(share * (len(peaks) - 1))] + 3 * MIB for share in (0, 0.1, 0.3, 0.5, 0.8, 1))]
     return [MemoryLimits(limit, ram) for limit in gpu for ram in (None, streamed[1])]
 
@@ -75,28 +73,28 @@ def rooms(everything) -> list[MemoryLimits]:
 def test_the_choice_is_the_best_of_an_exhaustive_run(everything, simulations, number):
     room = rooms(everything)[number]
     fitting = [
-        (recording.seconds, schedule, resident)
-        for schedule, resident, recording in everything
+        (recording.seconds, layout)
+        for layout, recording in everything
         if (room.ram is None or recording.streamed_bytes <= room.ram) and completes(recording, room.gpu)
     ]
     found = fastest(simulations, CHOICES, room)
     assert (found is None) == (not fitting)
     if fitting:
-        best = min(seconds for seconds, _, _ in fitting)
+        best = min(seconds for seconds, _ in fitting)
         assert best * (1 - 1e-9) <= found.recording.seconds <= best * 1.001, min(fitting, key=lambda f: f[0])
-        assert (found.case.schedule, found.case.resident_units) in [tuple(fit[1:]) for fit in fitting]
+        assert found.layout in [layout for _, layout in fitting]
 
 
 def test_the_grid_has_layouts_that_differ_in_what_matters(everything):
     """Otherwise the test above would compare nothing."""
-    seconds = {round(recording.seconds, 9) for _, _, recording in everything}
-    waiting = [recording.waiting_seconds / recording.seconds for _, _, recording in everything]
+    seconds = {round(recording.seconds, 9) for _, recording in everything}
+    waiting = [recording.waiting_seconds / recording.seconds for _, recording in everything]
     assert len(seconds) > 20 and min(waiting) == 0 and max(waiting) > 0.05
 
 
 def test_blocks_that_are_made_alike_are_simulated_as_if_each_had_been_run(everything, simulations):
-    for schedule, resident, recording in everything:
-        _, alike = simulations.record(schedule, resident)
+    for layout, recording in everything:
+        alike = simulations.record(layout)
         assert alike.seconds == pytest.approx(recording.seconds, rel=1e-9)
         assert alike.tape.peak_bytes(512) == recording.tape.peak_bytes(512)
         assert (alike.state_bytes, alike.streamed_bytes) == (recording.state_bytes, recording.streamed_bytes)
@@ -107,7 +105,7 @@ def test_the_smallest_caps_are_enough_and_a_page_less_is_not(everything, simulat
     smallest = smallest_room(simulations, CHOICES, MemoryLimits(8 * MIB, ram))
     assert fastest(simulations, CHOICES, MemoryLimits(smallest.gpu, smallest.ram)) is not None
     assert fastest(simulations, CHOICES, MemoryLimits(smallest.gpu - 20 * MIB, smallest.ram)) is None
-    allowed = [recording for _, _, recording in everything if recording.streamed_bytes <= smallest.ram]
+    allowed = [recording for _, recording in everything if recording.streamed_bytes <= smallest.ram]
     assert not any(completes(recording, smallest.gpu - 20 * MIB) for recording in allowed)
 
 
@@ -129,7 +127,7 @@ def test_a_layout_that_streams_more_fits_and_the_search_finds_none_that_is_slowe
         more = None if found is None or room.ram is None else streaming_more(simulations, CHOICES, larger, found)
         if more is not None:
             streamed += more.recording.streamed_bytes > found.recording.streamed_bytes
-            assert more.case.schedule.micro_batch == found.case.schedule.micro_batch
+            assert more.layout.micro_batch == found.layout.micro_batch
             assert completes(more.recording, room.gpu)
             assert fastest(simulations, CHOICES, larger).recording.seconds <= more.recording.seconds
     assert streamed

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.planning.plan import Plan
 from lowmem.run.report import build_report, device_name, opening_remarks, run_identity, versions
@@ -104,8 +104,8 @@ FREE = {
 
 def identity(settings: Settings, *, steps: int = 10, data: str = "abc", precision: str = "bf16", micro_batch: int = 4):
     plan = Plan(
-        "tiny", 3_000, 3, 1, settings, "cuda", precision, None, Schedule(micro_batch, 1, 1, True),
-        3, None, 1, 1, {}, {}, 1.0, 0.0, [],
+        "tiny", 3_000, 3, 1, settings, "cuda", precision, None, Layout(micro_batch, resident_units=3),
+        None, 1, 1, {}, {}, 1.0, 0.0, [],
     )  # fmt: skip
     return run_identity(settings, plan, steps, data)
 

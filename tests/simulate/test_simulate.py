@@ -16,7 +16,7 @@ from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
 from lowmem.core.kernels import fused
 from lowmem.core.layers import cast_explicitly, fuse_gelu
-from lowmem.core.layout import Schedule
+from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
@@ -43,17 +43,17 @@ DROPOUTS = (
     *("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout", "hidden_dropout"),
     *("hidden_dropout_prob", "resid_dropout", "embed_dropout", "activation_dropout"),
 )
-SETTINGS = {  # the schedule, dropout, a mask where the family has one
-    "accumulation, recomputed block by block": (Schedule(1, 1, 1, recompute=True), 0.0, False),
-    "one group of two, nothing recomputed, dropout": (Schedule(2, 2, 2, recompute=False), 0.1, False),
-    "segments of two blocks, documents masked": (Schedule(2, 1, 2, recompute=True), 0.0, True),
+SETTINGS = {  # the layout, dropout, a mask where the family has one
+    "accumulation, recomputed block by block": (Layout(1, resident_units=99), 0.0, False),
+    "one group of two, nothing recomputed, dropout": (Layout(2, 2, 2, recompute=False, resident_units=99), 0.1, False),
+    "segments of two blocks, documents masked": (Layout(2, 1, 2, resident_units=99), 0.0, True),
     "products kept, of the last block all, dropout": (
-        Schedule(2, 2, 1, True, product_blocks=9, whole_blocks=1),
+        Layout(2, 2, product_blocks=9, whole_blocks=1, resident_units=99),
         0.1,
         False,
     ),
 }
-EVERY_POLICY = Schedule(2, 1, 1, True, product_blocks=1, whole_blocks=1)  # for three blocks
+EVERY_POLICY = Layout(2, product_blocks=1, whole_blocks=1, resident_units=99)  # for three blocks
 
 
 def config_of(family: str, dropout: float):
@@ -78,9 +78,9 @@ def really_allocated(config, case: StepCase) -> int:
 
     def train() -> None:
         decoder = decoder_of(config)
-        store = Store(decoder, CPU, case.dtype, case.optimizer, case.resident_units)
+        store = Store(decoder, CPU, case.dtype, case.optimizer, case.layout.resident_units)
         step = TrainingStep(
-            decoder, store, case.optimizer, case.schedule, clip_norm=1.0, weight_decay=0.01, seed=0,
+            decoder, store, case.optimizer, case.layout, clip_norm=1.0, weight_decay=0.01, seed=0,
             loss_scale=LossScale(enabled=False),
         )  # fmt: skip
         tokens = [torch.zeros((case.batch, case.seq), dtype=torch.int64) for _ in range(2)]
@@ -95,9 +95,9 @@ def really_allocated(config, case: StepCase) -> int:
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neo", "opt_projected"])
 def test_the_simulated_peak_is_what_the_profiler_sees_on_the_cpu(family, setting):
-    schedule, dropout, masked = SETTINGS[setting]
+    layout, dropout, masked = SETTINGS[setting]
     masked = masked and family in HONOUR_DOCUMENT_MASK
-    case = StepCase(SEQ, BATCH, schedule, torch.float32, OPTIMIZERS["adamw"], 99, document_mask=masked)
+    case = StepCase(SEQ, BATCH, layout, torch.float32, OPTIMIZERS["adamw"], document_mask=masked)
     config = config_of(family, dropout)
     really = really_allocated(config, case)
     simulated = record_step(decoder_of(config), case, cpu_target(), known={}).tape.peak_bytes()
@@ -107,7 +107,7 @@ def test_the_simulated_peak_is_what_the_profiler_sees_on_the_cpu(family, setting
 
 @pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES)
 def test_so_it_is_for_every_family_in_one_step_with_every_policy(family):
-    case = StepCase(SEQ, BATCH, EVERY_POLICY, torch.float32, OPTIMIZERS["adamw"], 99)
+    case = StepCase(SEQ, BATCH, EVERY_POLICY, torch.float32, OPTIMIZERS["adamw"])
     config = config_of(family, 0.0)
     simulated = record_step(decoder_of(config), case, cpu_target(), known={}).tape.peak_bytes()
     assert simulated == pytest.approx(really_allocated(config, case), rel=5e-5)
@@ -129,32 +129,32 @@ def in_order_of_birth(tape: Tape) -> list:
     return ordered + sorted(freed)
 
 
-REPLAYED = [  # schedule, resident units
-    (Schedule(1, 1, 1, recompute=True), 2),
-    (Schedule(1, 4, 2, recompute=True), 99),
-    (Schedule(1, 2, 2, recompute=False), 0),
-    (Schedule(1, 1, 3, recompute=False), 99),
-    (Schedule(2, 1, 2, recompute=True, defer=False), 1),
-    (Schedule(1, 2, 1, recompute=True, product_blocks=1, whole_blocks=1), 2),
+REPLAYED = [
+    Layout(1, 1, 1, resident_units=2),
+    Layout(1, 4, 2, resident_units=99),
+    Layout(1, 2, 2, recompute=False),
+    Layout(1, 1, 3, recompute=False, resident_units=99),
+    Layout(2, 1, 2, resident_units=1),
+    Layout(1, 2, 1, product_blocks=1, whole_blocks=1, resident_units=2),
 ]
 KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "fused_kernels", "schedule", "resident"),
+    ("family", "dtype", "fused_kernels", "layout"),
     [  # every family, every type and every layout with each of the others once
-        (family, *KINDS[(row + column) % len(KINDS)], *layout)
+        (family, *KINDS[(row + column) % len(KINDS)], layout)
         for row, family in enumerate(["gpt2", "llama", "gpt_neo"])
         for column, layout in enumerate(REPLAYED)
     ],
 )
-def test_replaying_leaves_the_tape_that_running_everything_leaves(family, dtype, fused_kernels, schedule, resident):
+def test_replaying_leaves_the_tape_that_running_everything_leaves(family, dtype, fused_kernels, layout):
     """Seen to fail: an update that allocates nothing took the frees after its first run off the tape."""
     config = config_of(family, 0.1)
     machine = DeviceModel(seconds=seconds_by_size, host_seconds=(1e-5, 6e-6))
     target = Target(machine, update=fused.update if fused_kernels else optimizers.update)
     masked = family == "llama"
-    case = StepCase(SEQ, 8, schedule, dtype, OPTIMIZERS["adamw"], resident, document_mask=masked)
+    case = StepCase(SEQ, 8, layout, dtype, OPTIMIZERS["adamw"], document_mask=masked)
     everything = record_step(decoder_of(config, dtype, fused_kernels), case, target)
     known: dict = {}
     for _ in range(2):  # the second time, nothing at all is run
@@ -179,7 +179,7 @@ def test_many_micro_batches_cost_little_more_than_two():
 
     for batch in (4, 32):
         counted.append(0)
-        case = StepCase(SEQ, batch, Schedule(1, 1, 1, recompute=True), torch.float32, OPTIMIZERS["adamw"], 99)
+        case = StepCase(SEQ, batch, Layout(micro_batch=1, resident_units=99), torch.float32, OPTIMIZERS["adamw"])
         record_step(decoder_of(config_of("gpt2", 0.0)), case, Target(DeviceModel(seconds=counting)), known={})
     assert counted[1] < 1.2 * counted[0] + 28 * 20  # what is left: a micro-batch's copy to the device, and views
 
@@ -197,7 +197,7 @@ def test_the_most_of_one_name_need_not_be_at_the_peak():
 
 def test_the_persistent_parts_of_a_step_are_named_and_have_the_sizes_worked_out_by_hand():
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    case = StepCase(256, 4, Schedule(2, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS["adamw"], 2)
+    case = StepCase(256, 4, Layout(micro_batch=2, resident_units=2), torch.bfloat16, OPTIMIZERS["adamw"])
     recording = record_step(decoder, case, Target(DeviceModel()), {})
     memory = under_cap(recording.tape)
     D, L, embedding = 128, 4, 257 * 128 + 128 + 256 * 128  # every parameter begins at a multiple of 256 numbers
@@ -214,7 +214,7 @@ def test_the_persistent_parts_of_a_step_are_named_and_have_the_sizes_worked_out_
 
 def test_it_fits_where_the_capped_run_completes_and_nowhere_else(monkeypatch):
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    case = StepCase(256, 4, Schedule(2, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS["adamw"], 99)
+    case = StepCase(256, 4, Layout(micro_batch=2, resident_units=99), torch.bfloat16, OPTIMIZERS["adamw"])
     tape = record_step(decoder, case, Target(DeviceModel()), {}).tape
     free = under_cap(tape)
     assert under_cap(tape, free.reserved_peak_bytes) == free
@@ -236,7 +236,7 @@ def test_every_thread_takes_a_workspace_once_and_keeps_it():
         products=frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default}), workspace_bytes=MIB
     )
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    case = StepCase(256, 4, Schedule(2, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS["adamw"], 99)
+    case = StepCase(256, 4, Layout(micro_batch=2, resident_units=99), torch.bfloat16, OPTIMIZERS["adamw"])
     known: dict = {}
     for _ in range(2):  # replayed, too
         operations = list(record_step(decoder, case, Target(machine), known).tape)
@@ -249,16 +249,16 @@ def test_both_workspaces_are_there_before_the_weights(clip_norm):
     """Also where one step is recorded, whose first backward comes after its first forward and head."""
     machine = DeviceModel(products=frozenset({torch.ops.aten.mm.default}), workspace_bytes=MIB)
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    schedule = Schedule(2, 2, 1, recompute=True)
-    case = StepCase(256, 4, schedule, torch.bfloat16, OPTIMIZERS["adamw"], 99, clip_norm)
+    layout = Layout(micro_batch=2, group=2, resident_units=99)
+    case = StepCase(256, 4, layout, torch.bfloat16, OPTIMIZERS["adamw"], clip_norm)
     operations = list(record_step(decoder, case, Target(machine), {}).tape)
     assert [name for _, _, name in operations[:3]] == ["workspaces", "workspaces", "working_weights"]
 
 
 def test_updates_that_await_a_look_at_scaled_gradients_are_simulated_with_the_next_forward():
-    """fp16 has a scaled loss, and so without clipping the schedule of clipping, also with the batch in one group."""
+    """fp16 has a scaled loss, and so without clipping the updates of clipping, also with the batch in one group."""
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.float16)
-    case = StepCase(256, 4, Schedule(2, 2, 1, recompute=True), torch.float16, OPTIMIZERS["adamw"], 0, clip_norm=1.0)
+    case = StepCase(256, 4, Layout(micro_batch=2, group=2), torch.float16, OPTIMIZERS["adamw"], clip_norm=1.0)
     clipped, unclipped = (
         in_order_of_birth(record_step(decoder, replace(case, clip_norm=norm), Target(DeviceModel()), {}).tape)
         for norm in (1.0, None)
@@ -272,8 +272,8 @@ def test_updates_that_await_a_look_at_scaled_gradients_are_simulated_with_the_ne
 def test_a_first_step_is_as_long_as_a_runs_where_that_is_asked_for(group, clip_norm, micro_batches):
     """Each micro-batch brings ids and labels of 2 x 256 x 8 bytes; an evaluation, which comes first, has one."""
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    schedule = Schedule(2, group, 1, recompute=True)
-    case = StepCase(256, 8, schedule, torch.bfloat16, OPTIMIZERS["adamw"], 0, clip_norm)
+    layout = Layout(micro_batch=2, group=group)
+    case = StepCase(256, 8, layout, torch.bfloat16, OPTIMIZERS["adamw"], clip_norm)
     for whole, first in zip((False, True), micro_batches, strict=True):
         tape = record_step(decoder, case, Target(DeviceModel()), {}, whole_first_step=whole).tape
         brought = sum(size == 2 * 256 * 8 and name == "batch" for _, size, name in tape)
@@ -283,7 +283,7 @@ def test_a_first_step_is_as_long_as_a_runs_where_that_is_asked_for(group, clip_n
 @pytest.mark.parametrize(("optimizer", "tables"), [("adamw", 0), ("adamw8bit", 2)])
 def test_moments_of_8_bits_have_a_table_each_for_good_from_the_first_update_on(optimizer, tables):
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    case = StepCase(256, 4, Schedule(2, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS[optimizer], 0)
+    case = StepCase(256, 4, Layout(micro_batch=2), torch.bfloat16, OPTIMIZERS[optimizer])
     operations = list(record_step(decoder, case, Target(DeviceModel()), {}).tape)
     freed = {storage for storage, size, _ in operations if size == FREED}
     first_gradient = [name for _, _, name in operations].index("gradients")
@@ -334,6 +334,6 @@ def test_temporaries_end_last_born_first_and_results_come_in_the_order_that_the_
 def test_temporaries_inside_an_operation_end_with_it():
     machine = DeviceModel(hidden_bytes=lambda func, *_: (64 * MIB,) if func is torch.ops.aten.addmm.default else ())
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    case = StepCase(256, 4, Schedule(2, 1, 1, recompute=True), torch.bfloat16, OPTIMIZERS["adamw"], 99)
+    case = StepCase(256, 4, Layout(micro_batch=2, resident_units=99), torch.bfloat16, OPTIMIZERS["adamw"])
     memory = under_cap(record_step(decoder, case, Target(machine), {}).tape)
     assert memory.at_peak["inside_operations"] == 64 * MIB

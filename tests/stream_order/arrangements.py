@@ -37,7 +37,7 @@ STREAMED = {"resident_units": 0, "defer": True}
 
 @dataclass(frozen=True)
 class Arrangement:
-    """`placement`: what is not PLAIN in it, of Schedule's fields and `resident_units`; it may not change a bit.
+    """`placement`: what is not PLAIN in it, of Layout's fields and `defer`; it may not change a bit.
 
     `kernels`: whether with fused operators; unless the moments are in 8 bit, updates then run beside what computes.
     `evaluated`, `saved`: after which steps; `runs_out`: {step: the matrix product, counted from 1, at which memory runs
