@@ -4,7 +4,8 @@
 
 On the stand-in a kernel takes no time, so what a step takes there is what Python, the dispatcher, autograd, the caching
 allocator and the launch cost the host. Beside each stands what the simulator's clock counts for the very same lines,
-run on meta tensors with a GPU that needs no time: operations times the constants of the card's DeviceModel (step.py).
+run on meta tensors with a GPU that needs no time: operations times the constants of the DeviceModel of the card
+(simulate/step.py).
 
 What is compared is the processor time of the process: of the thread that runs forward and of autograd's, which take
 turns. The cases take turns too, round after round, so that whatever else the machine does meets all of them; other

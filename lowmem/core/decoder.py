@@ -1,6 +1,6 @@
 """Any Hugging Face decoder as three callables: embedding, blocks, head.
 
-A schedule that runs block 7 of all micro-batches before block 8 of any needs the model in pieces, and the pieces must
+A step that runs block 7 of all micro-batches before block 8 of any needs the model in pieces, and the pieces must
 be the model's own code. So the model is run as it stands, with its list of blocks replaced for the moment:
 
   * by recorders, which keep what the model hands to each block beside the hidden state (masks, rotary tables, ...;

@@ -18,8 +18,8 @@ from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.parameters import Piece, Store
 
 
-class HeldGradients:
-    """Collects the norms of gradients, and holds them. The other ways are subclasses.
+class FinalGradients:
+    """Collects the norms of gradients; what else becomes of them is a subclass's to say.
 
     `waits`: whether gradients are kept until the pass has ended; if not, `finish` consumes those of each unit.
     """
@@ -37,7 +37,7 @@ class HeldGradients:
 
     def finish(self, lowest: int) -> None:
         """No more is added to the gradients of the units from `lowest` on."""
-        self._take_norms(lowest)
+        raise NotImplementedError
 
     def norm(self) -> float:
         """Of all gradients, in fp64 over those of the pieces. To be called when the pass has ended."""
@@ -57,7 +57,14 @@ class HeldGradients:
         return list(norms.values())
 
 
-class DroppedGradients(HeldGradients):
+class HeldGradients(FinalGradients):
+    """Keeps gradients."""
+
+    def finish(self, lowest: int) -> None:
+        self._take_norms(lowest)
+
+
+class DroppedGradients(FinalGradients):
     """Frees gradients when their norms have been taken."""
 
     waits = False
@@ -68,7 +75,7 @@ class DroppedGradients(HeldGradients):
             part.gradient = part.gradient if part.unit < lowest else None
 
 
-class AppliedGradients(HeldGradients):
+class AppliedGradients(FinalGradients):
     """Updates each unit by `gradient_scale` times its gradient as soon as that is final. Where the loss is not finite
     nothing is updated: the gradients are held, and the step is skipped whole."""
 

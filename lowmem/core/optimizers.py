@@ -50,8 +50,8 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A name, what it keeps per parameter ({name: (parameters per entry, dtype)}, `low` apart) and its rule;
-    `any_stream`: whether that runs on whatever CUDA stream is current.
+    """A name, what it keeps per parameter ({name: (parameters per entry, dtype)}, `low` apart) and its rule.
+    `any_stream`: whether fused.py has a kernel for it that runs on whatever CUDA stream is current.
 
     The rule updates master weights [n] fp32 and their state in place by a gradient [n] fp32, which it scales; `room`
     [n] fp32 is there for it to write into. It allocates nothing after its first change."""
@@ -59,7 +59,12 @@ class Optimizer:
     name: str
     entries: dict[str, tuple[int, torch.dtype]]
     rule: Callable[[Tensor, State, Tensor, Hyperparameters, float, Tensor | None], None]
-    any_stream: bool = True
+    any_stream: bool = False
+
+    @property
+    def state_bits(self) -> int:
+        """Of each moment that it keeps per parameter; 0 where there is none."""
+        return max((8 * kind.itemsize for per, kind in self.entries.values() if per == 1), default=0)
 
 
 def state_layout(optimizer: Optimizer, elements: int, dtype: torch.dtype) -> dict[str, tuple[int, torch.dtype]]:
@@ -166,14 +171,14 @@ def _quantisation_maps(device: torch.device) -> tuple[Tensor, Tensor]:
 
 _BYTE, _FLOAT = torch.uint8, torch.float32
 OPTIMIZERS = {
-    "adamw": Optimizer("adamw", {"m": (1, _FLOAT), "v": (1, _FLOAT)}, _adamw),
+    "adamw": Optimizer("adamw", {"m": (1, _FLOAT), "v": (1, _FLOAT)}, _adamw, any_stream=True),
     "adamw8bit": Optimizer(
         "adamw8bit",
         {"m": (1, _BYTE), "v": (1, _BYTE), "m_scale": (BLOCK, _FLOAT), "v_scale": (BLOCK, _FLOAT)},
         _adamw8bit,
-        any_stream=False,  # bitsandbytes launches its kernel on the default stream, which waits for no other
+        # bitsandbytes launches its kernel on the default stream, which waits for no other: no stream of its own
     ),
-    "sgd": Optimizer("sgd", {}, _sgd),
+    "sgd": Optimizer("sgd", {}, _sgd, any_stream=True),
 }
 
 

@@ -25,7 +25,7 @@ gradients dropped unit by unit, and once more for the updates, with the same dro
 saves the 4 bytes per parameter that held gradients cost.
 
 Groups of one micro-batch are ordinary gradient accumulation. With one group for the whole batch, the gradients of one
-segment at a time are enough, if units are updated in backward or in two passes. Every schedule gives the same bits,
+segment at a time are enough, if units are updated in backward or in two passes. Every layout gives the same bits,
 because a parameter's gradient is always summed over micro-batches in their order. A tied embedding gets its two
 contributions in one order too: the head's of all micro-batches, then the lookup's of all, which is why the embeddings'
 backward waits for the last group. It costs the gradients of the first block's input of the whole batch: B x T x D x 4
@@ -35,7 +35,7 @@ A step's loss is the mean over its trained tokens, so each micro-batch counts by
 the next forward so that, on a GPU, copying offloaded optimizer states hides behind computation; nothing reads a weight
 before its update.
 
-Where memory runs out, room is made (`relieve`; recovery.py says how) and the same work done again. Until the updates
+Where memory runs out, room is made (`make_room`; recovery.py says how) and the same work done again. Until the updates
 of a step begin that is the whole step: it has changed nothing but accumulators, which are dropped; the updates of the
 step before, which wait in its forward pass, go on where they were. Once updates have begun, in backward, it is the part
 that failed: the backward pass of one micro-batch through one segment, say (accumulation.py).
@@ -55,7 +55,7 @@ from lowmem.core.accumulation import Accumulation
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
-from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, HeldGradients
+from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, FinalGradients, HeldGradients
 from lowmem.core.kernels import fused
 from lowmem.core.layout import IN_BACKWARD, TWO_PASS, Layout
 from lowmem.core.offload import StagingRing
@@ -95,8 +95,8 @@ class _Work:
 class TrainingStep:
     """Callable on a batch; holds the updates that wait for the next forward pass.
 
-    `relieve(where, reason)`: called where memory has run out, `where` one of STEP, PART, UPDATES and EVALUATION, when
-    nothing is left of the failed attempt; it makes room, by `take`, or raises. None: nothing is tried again.
+    `make_room(where, reason)`: called where memory has run out, `where` one of STEP, PART, UPDATES and EVALUATION, when
+    nothing is left of the failed attempt; it makes room, by `change_layout`, or raises. None: nothing is tried again.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class TrainingStep:
         the store's to say, whatever `layout` says of that."""
         self.store, self.loss_scale = store, loss_scale
         self.operations = operations or Operations(decoder, store, optimizer)
-        self.relieve: Callable[[str, str], None] | None = None
+        self.make_room: Callable[[str, str], None] | None = None
         self._decoder, self._clip_norm, self._seed = decoder, clip_norm, seed
-        self._take_layout(layout)
+        self._set_layout(layout)
         beside = fused.may_run_beside(decoder.fused_kernels, optimizer)
         self._updates = Updates(store, len(decoder.units), weight_decay, self._update_piece, beside)
         self._accumulation = Accumulation(decoder, store)
@@ -160,7 +160,7 @@ class TrainingStep:
         self.loss_scale.update(updated)
         return StepResult(loss, norm, updated)
 
-    def _forward_and_backward(self, work: _Work, gradients: HeldGradients) -> tuple[float, float]:
+    def _forward_and_backward(self, work: _Work, gradients: FinalGradients) -> tuple[float, float]:
         """The sum of the losses of all tokens, and the norm of the gradients. `gradients`: what becomes of these."""
         losses: list[Tensor] = []
         input_gradients: list[Tensor] = []  # for the first block's input, per micro-batch
@@ -170,25 +170,25 @@ class TrainingStep:
             input_gradients += of_group[1]
             del of_group  # else it would keep gradients that have been spent
         for index, micro_batch in enumerate(work.micro_batches):
-            self._part(self.operations.embed_backward, micro_batch, work.dropouts[index], input_gradients[index])
+            self._retry_part(self.operations.embed_backward, micro_batch, work.dropouts[index], input_gradients[index])
             input_gradients[index] = None
-        loss = self._part(lambda: torch.stack(losses).double().sum().item())
+        loss = self._retry_part(lambda: torch.stack(losses).double().sum().item())
         if gradients.waits:
             return loss, self.operations.norm_of_all(lambda: self._norm(gradients))
         return loss, self._norm(gradients)
 
-    def _norm(self, gradients: HeldGradients) -> float:
+    def _norm(self, gradients: FinalGradients) -> float:
         """Of all gradients, the last of which are final now."""
-        self._part(gradients.finish, 0)
-        return self._part(gradients.norm)
+        self._retry_part(gradients.finish, 0)
+        return self._retry_part(gradients.norm)
 
-    def _group(self, work: _Work, gradients: HeldGradients) -> tuple[list[Tensor], list[Tensor]]:
+    def _group(self, work: _Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
         """Per micro-batch: the loss, summed over tokens, and the gradient for the first block's input."""
         self_contained = gradients.waits and not self._updates.waiting
         run = partial(self._run_group, work, gradients)
         return self.operations.group(run, work.micro_batches, self.segments, self_contained)
 
-    def _run_group(self, work: _Work, gradients: HeldGradients) -> tuple[list[Tensor], list[Tensor]]:
+    def _run_group(self, work: _Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
         # No loop may leave a tensor in a variable of its own: it would live until the group is done.
         operations, units = self.operations, len(self._decoder.units)
         everywhere = range(len(work.micro_batches))
@@ -223,15 +223,15 @@ class TrainingStep:
         gradients.begin(losses)
         self._updating = isinstance(gradients, AppliedGradients) and not gradients.waits
         if not gradients.waits:
-            self._part(gradients.finish, units - 1)
+            self._retry_part(gradients.finish, units - 1)
         for segment in reversed(self.segments):
             for index in everywhere:
-                output_gradients[index] = self._part(
+                output_gradients[index] = self._retry_part(
                     operations.segment_backward, segment, saved[index].pop(), extras[index], work.dropouts[index],
                     output_gradients[index],
                 )  # fmt: skip
             if not gradients.waits:
-                self._part(gradients.finish, segment.blocks.start + 1)
+                self._retry_part(gradients.finish, segment.blocks.start + 1)
         return losses, output_gradients
 
     @property
@@ -280,7 +280,7 @@ class TrainingStep:
 
     # --- where memory runs out
 
-    def take(self, layout: Layout) -> bool:
+    def change_layout(self, layout: Layout) -> bool:
         """Goes on with `layout`, where no more states are on the device than now; the result is whether what lies in
         RAM is page-locked. A step whose updates have begun keeps from here on only what it must."""
         for saved in chain(*self._saved):
@@ -289,9 +289,9 @@ class TrainingStep:
         try:
             return self._updates.move_states(layout.resident_units) if more else True
         finally:
-            self._take_layout(layout)
+            self._set_layout(layout)
 
-    def _take_layout(self, layout: Layout) -> None:
+    def _set_layout(self, layout: Layout) -> None:
         self.layout = replace(layout, resident_units=self.store.resident_units)
         self.segments = layout.segments(len(self._decoder.blocks))
 
@@ -306,19 +306,19 @@ class TrainingStep:
         return self._updating and self._updates.downwards and self._updates.waiting
 
     def _retrying(self, where: str, work: Callable[..., Result], *arguments) -> Result:
-        """What `work(*arguments)` returns, done again for as long as memory runs out and `relieve` makes room."""
+        """What `work(*arguments)` returns, done again for as long as memory runs out and `make_room` makes room."""
         while True:
             try:
                 return work(*arguments)
             except torch.OutOfMemoryError as error:
-                if self.relieve is None or (where == STEP and self._updating):
+                if self.make_room is None or (where == STEP and self._updating):
                     raise
                 reason = str(error).splitlines()[0]
             # Only here is the error gone, and with its traceback the tensors of the attempt.
             self._discard_attempt()
-            self.relieve(where, reason)
+            self.make_room(where, reason)
 
-    def _part(self, work: Callable[..., Result], *arguments) -> Result:
+    def _retry_part(self, work: Callable[..., Result], *arguments) -> Result:
         """What one part of the step returns. Once updates have begun, this part alone is done again where memory runs
         out; before that, the whole step is."""
         self._accumulation.begin_part()

@@ -28,7 +28,7 @@ class MemoryLimits:
 @dataclass(frozen=True)
 class Choices:
     """What may be chosen from, each in ascending order; `groups` None: what divides the number of micro-batches.
-    `norm_first`: whether forward and backward run twice (step.py); the whole batch is one group then."""
+    `norm_first`: whether forward and backward run twice (core/step.py); the whole batch is one group then."""
 
     micro_batches: Sequence[int]
     groups: Sequence[int] | None

@@ -10,13 +10,12 @@ from importlib.metadata import version
 import torch
 
 from lowmem.core.layout import Layout
+from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.recompute import ALL, INPUT, PRODUCTS
 from lowmem.planning.ram import Ram, largest
 from lowmem.settings import Settings
 from lowmem.simulate.gpus import Card
 from lowmem.units import GIB, MIB, format_size
-
-STATE_BITS = {"adamw": 32, "adamw8bit": 8, "sgd": 0}
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Plan:
             "limits": {"gpu_bytes": self.gpu_limit_bytes, "ram_bytes": self.settings.ram_limit_bytes},
             "choice": asdict(self.layout)
             | {
-                "state_bits": STATE_BITS[self.settings.optimizer],
+                "state_bits": OPTIMIZERS[self.settings.optimizer].state_bits,
                 "precision": self.precision,
                 "residual": self.settings.residual,
                 "device": self.device,

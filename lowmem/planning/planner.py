@@ -1,8 +1,8 @@
 """Settings and a model's config in, a plan out: how the step is laid out, what it will take, and how long.
 
 The plan is a prediction about the code that trains, not a formula beside it: search.py tries layouts of the step in a
-simulation of it (step.py) and takes the fastest whose run completes under both caps. No weights are loaded and no
-GPU is needed. Where nothing fits, forward and backward run twice a step, so that gradients are never all held. The
+simulation of it (simulate/step.py) and takes the fastest whose run completes under both caps. No weights are loaded and
+no GPU is needed. Where nothing fits, forward and backward run twice a step, so that gradients are never all held. The
 optimizer is never another than was asked for; where RAM alone is short, a refusal says whether 8-bit moments would fit.
 
     GPU   the simulated run, and a margin left free (room_under)

@@ -2,10 +2,10 @@
 
 A layout is a micro-batch size, how many micro-batches form a group (and how many the first one), how many blocks a
 segment, what each block keeps for its backward, and how many units have their optimizer state on the device. Everything
-that is asked of a layout is simulated (step.py), and none of it depends on the caps: its seconds, the bytes that it
-streams, and `smallest_cap_bytes`, the cap of the GPU from which on it is taken to fit. The caps only select, and the
-answer is the fastest of what they let through. So a larger cap never gives a slower plan, and a cap that was named as
-the smallest is planned when it is given: it is a layout's own, and that layout is among those that are tried.
+that is asked of a layout is simulated (simulate/step.py), and none of it depends on the caps: its seconds, the bytes
+that it streams, and `smallest_cap_bytes`, the cap of the GPU from which on it is taken to fit. The caps only select,
+and the answer is the fastest of what they let through. So a larger cap never gives a slower plan, and a cap that was
+named as the smallest is planned when it is given: it is a layout's own, and that layout is among those that are tried.
 
 What blocks keep is one number, `kept`: from 0, where each runs again from its input, one block after the other comes to
 keep its products, and from L on, the number of blocks, one after the other to keep everything, up to 2 L. A block's

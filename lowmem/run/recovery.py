@@ -1,7 +1,7 @@
 """What a run does where the machine gives less than was planned.
 
 **Out of memory on the GPU**: another process took it, it is in pieces, or the plan was wrong. The work is done again
-(step.py says what of it), with less and less in its way:
+(core/step.py says what of it), with less and less in its way:
 
     1. what the allocator keeps for later is freed, and everything stays as it was, once for each layout;
     2. a smaller layout, one after the other (smaller_layouts.py). No bit of the result depends on which;
@@ -57,7 +57,7 @@ class Recovery:
         self._step, self._store, self._sizes, self._say, self._ram_refuses = step, store, sizes, say, ram_refuses
         self._planned = step.layout
         self._freed: set[Layout] = set()  # the layouts for which the cache was
-        step.relieve = self
+        step.make_room = self
 
     def __call__(self, where: str, reason: str) -> None:
         """Makes room after an OutOfMemoryError; OutOfRoom where there is nothing to give up."""
@@ -76,7 +76,7 @@ class Recovery:
         while (found := self._next(where)) is not None:
             name, layout = found
             try:
-                locked = self._step.take(layout)
+                locked = self._step.change_layout(layout)
             except torch.OutOfMemoryError:  # the staging ring had no room: more states have to go
                 if self._step.layout == now:
                     raise
@@ -107,7 +107,7 @@ class Recovery:
             if last["micro_batch"] < layout.micro_batch:
                 layout = with_micro_batch(layout, last["micro_batch"], self._sizes.clips)
         if layout != self._planned:
-            self._step.take(layout)
+            self._step.change_layout(layout)
             self._say(
                 f"memory ran out before, last in step {last['step']}, so this goes on with micro-batches of "
                 f"{layout.micro_batch}, {kept_in_words(layout, self._sizes.blocks)}, and the states "

@@ -37,7 +37,7 @@ class Sizes:
 
 def smaller_layouts(planned: Layout, now: Layout, where: str, sizes: Sizes) -> Iterator[tuple[str, Layout]]:
     """(what is given up, the layout without it), in the order in which they are to be tried. `planned`: where it all
-    began; `where`: what ran out of memory (step.py)."""
+    began; `where`: what ran out of memory (core/step.py)."""
     if where == STEP and now.first_group:
         yield "first_group", replace(now, first_group=0)
     kept, planned_kept = kept_things(now, sizes.blocks), kept_things(planned, sizes.blocks)

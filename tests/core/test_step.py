@@ -3,7 +3,7 @@
 What is equal, bit for bit (weights, low halves, m, v, losses and norms over 6 steps with dropout and clipping that
 bites): every group size, segment length, what is kept and what recomputed, states resident or streamed or mixed,
 updates deferred or not, in fp32, bf16 and fp16, exact, 8-bit and SGD states. Without clipping also updates during
-backward. `test_placement_and_schedule_change_no_bit` lists them.
+backward. `test_placement_and_order_change_no_bit` lists them.
 
 What is not equal: different micro-batch sizes. A weight's gradient is one matrix product per micro-batch, and the
 product over 2 sequences is summed in another order than the sum of two products over one each; dropout also draws other
@@ -25,7 +25,7 @@ from lowmem.core import offload
 from lowmem.core import parameters as stores
 from lowmem.core.batch import Batch
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
-from lowmem.core.final_gradients import HeldGradients
+from lowmem.core.final_gradients import FinalGradients
 from lowmem.core.operations import Operations
 from lowmem.core.recompute import Dropout
 from lowmem.core.step import TrainingStep, mean_loss
@@ -98,7 +98,7 @@ PLAIN = {"group": 1, "segment_blocks": 1, "recompute": True, "resident_units": 9
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
-def test_placement_and_schedule_change_no_bit(micro_batch):
+def test_placement_and_order_change_no_bit(micro_batch):
     """Every combination of what is recomputed and placement, each under two of the other arrangements in turn."""
     batches = make_batches(6)
     plain = train(batches, micro_batch=micro_batch, **PLAIN)
@@ -202,8 +202,8 @@ def test_with_the_norm_first_clipping_changes_no_bit_and_gradients_are_never_all
         most = max(most, len({part.unit for part in gradients._store.parts if part.gradient is not None}))
         return take_norms(gradients, lowest)
 
-    take_norms = HeldGradients._take_norms
-    monkeypatch.setattr(HeldGradients, "_take_norms", watch)
+    take_norms = FinalGradients._take_norms
+    monkeypatch.setattr(FinalGradients, "_take_norms", watch)
     for case in ({}, {"segment_blocks": 2, "resident_units": 2}, {"product_blocks": 4}):
         most = 0
         assert train(batches, **kind, group=BATCH, norm_first=True, **case).differences(plain) == [], case

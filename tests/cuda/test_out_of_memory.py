@@ -97,7 +97,7 @@ def training(shape: Shape, device: torch.device, case: dict) -> Iterator[tuple[T
     try:
         yield step, Recovery(step, store, sizes, said.append), said
     finally:
-        step.relieve = None
+        step.make_room = None
         del step, store
         collect_garbage()
         if device.type == "cuda":

@@ -251,7 +251,7 @@ def test_smaller_micro_batches_are_the_last_measure_and_the_run_is_one_that_had_
 
     expected = make_training()
     before, _ = train_on(expected, range(2))
-    expected.step.take(with_micro_batch(expected.step.layout, 1, clips=True))
+    expected.step.change_layout(with_micro_batch(expected.step.layout, 1, clips=True))
     assert repr(before + train_on(expected, [2, 3])[0]) == results
     assert expected.bits() == training.bits()
 
@@ -386,7 +386,7 @@ def test_the_failed_attempts_tensors_are_gone_when_room_is_made(monkeypatch):
         return real(hidden, *arguments, **keywords)
 
     monkeypatch.setattr(lowmem.core.operations, "linear_cross_entropy", failing)
-    training.step.relieve = lambda where, reason: seen.extend(reference() is None for reference in alive)
+    training.step.make_room = lambda where, reason: seen.extend(reference() is None for reference in alive)
     gc.disable()  # no collection by chance: they must be free at once
     try:
         train_on(training, [0])
@@ -408,6 +408,6 @@ def test_what_blocks_keep_is_gone_when_updates_have_begun(monkeypatch):
 
 def test_without_anyone_to_make_room_the_error_comes_through():
     training = make_training()
-    training.step.relieve = None
+    training.step.make_room = None
     with pytest.raises(torch.OutOfMemoryError):
         train_on(training, [0], 100)

@@ -32,7 +32,7 @@ def update(
     optimizer: Optimizer, working: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, decay: bool
 ) -> None:
     """optimizers.update in one kernel; for 8-bit moments in bitsandbytes' and one on each side of it, with 4 bytes of
-    temporaries per parameter."""
+    temporaries per parameter; optimizers.update itself for those that have no kernel."""
     weight_decay = hyper.weight_decay if decay else 0.0
     low = state.get("low")
     if optimizer.name == "adamw":
@@ -41,7 +41,7 @@ def update(
     elif optimizer.name == "sgd":
         kept = 1 - hyper.learning_rate * weight_decay
         torch.ops.lowmem.sgd(working, low, gradient, hyper.gradient_scale, kept, hyper.learning_rate)
-    elif low is None:
+    elif optimizer.name != "adamw8bit" or low is None:
         optimizers.update(optimizer, working, state, gradient, hyper, decay)
     else:
         master = torch.empty_like(working, dtype=torch.float32)
