@@ -6,8 +6,20 @@ import sys
 
 import pytest
 import torch
+from reference import tiny_model
+from steps import make_batch, make_step
 
-from lowmem.core.optimizers import BLOCK, OPTIMIZERS, Hyperparameters, get_optimizer, slice_state, state_layout, update
+from lowmem.core.kernels import fused
+from lowmem.core.optimizers import (
+    BLOCK,
+    OPTIMIZERS,
+    Hyperparameters,
+    Optimizer,
+    get_optimizer,
+    slice_state,
+    state_layout,
+    update,
+)
 from lowmem.core.precision import join, split
 from lowmem.errors import InputError
 
@@ -261,3 +273,32 @@ def test_slices_of_a_state_are_views():
     for name, tensor in part.items():
         tensor.fill_(1)
         assert state[name].sum() == tensor.numel() and state[name][-1] == 1
+
+
+def test_another_optimizer_is_one_entry_that_steps_stream_and_kernels_leave_alone(monkeypatch):
+    """SGD with momentum, which has no kernel: a step takes it from the table, wherever its state lies."""
+
+    def rule(master, state, gradient, hyper, weight_decay, room):
+        state["momentum"].mul_(0.9).add_(gradient, alpha=hyper.gradient_scale)
+        master.sub_(state["momentum"], alpha=hyper.learning_rate)
+
+    momentum = Optimizer("momentum", {"momentum": (1, torch.float32)}, rule)
+    monkeypatch.setitem(OPTIMIZERS, "momentum", momentum)
+    assert momentum.state_bits == 32 and not fused.may_run_beside(True, momentum)
+
+    def trained(**layout) -> dict[str, torch.Tensor]:
+        step, store = make_step(tiny_model("gpt2", 0.1, 0), precision="bf16", optimizer="momentum", **layout)
+        for number in range(3):
+            step(make_batch(number, 4, 16), number, 1e-2)
+        step.flush()
+        return dict(store.masters())
+
+    resident, streamed = trained(), trained(resident_units=0, group=2, segment_blocks=2)
+    assert all(torch.equal(weight, streamed[name]) for name, weight in resident.items())
+
+    given = gradients(1)[0]
+    expected, found = [(start().bfloat16(), fresh_state("momentum", N, torch.bfloat16)) for _ in range(2)]
+    update(momentum, *expected, given.clone(), HYPER, True)
+    fused.update(momentum, *found, given.clone(), HYPER, True)
+    assert_same(expected, found)
+    assert torch.equal(expected[1]["momentum"], given)
