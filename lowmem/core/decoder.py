@@ -12,8 +12,7 @@ What happens to the logits after the head (soft-capping, scaling) is followed th
 
 What this cannot express is refused by name: encoder-decoders, several lists of blocks, a head that is not a plain
 linear layer, anything else that is done to the logits, weights shared between blocks, parameters that no half touches.
-`Decoder.check` compares the pieces with the whole on real weights, and compatibility.py on a small copy before there
-are any."""
+Whether the pieces are the whole is compared in models/compatibility.py: on a small copy, and on the real weights."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
 from lowmem.core.logits import Followed, LogitFunction
@@ -134,64 +132,9 @@ class Decoder:
         zeros = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         with (
             self._blocks_replaced(lambda *_, **__: self._as_block_output(hidden)),
-            _forward_replaced(self._head, _stop),
+            forward_replaced(self._head, _stop),
         ):
             return self._run(zeros)
-
-    def check(self, vocabulary_size: int, document_mask: bool = False) -> None:
-        """The pieces against the whole model on a few tokens; raises InputError if they differ. Needs real weights."""
-        try:
-            difference = self.difference(vocabulary_size, document_mask)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise  # that is the card's error and says nothing of the model
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise InputError(
-                f"{self.architecture} cannot run in this precision: {reason}; try --precision fp32"
-            ) from error
-        if difference is not None:
-            raise InputError(difference)
-
-    @torch.no_grad()
-    def difference(self, vocabulary_size: int, document_mask: bool) -> str | None:
-        """In what the pieces, in evaluation mode, differ from the whole model, or the model from a causal one; None for
-        nothing. Raises what the model raises."""
-        training = self.model.training
-        self.model.eval()
-        try:
-            return self._difference(vocabulary_size, document_mask)
-        finally:
-            self.model.train(training)
-
-    def _difference(self, vocabulary_size: int, document_mask: bool) -> str | None:
-        device = self.head_weight.device
-        input_ids = (torch.arange(16, device=device).view(2, 8) * 7919) % vocabulary_size
-        whole = self.model(input_ids=input_ids, use_cache=False).logits
-        if not whole.isfinite().all():
-            raise RuntimeError("its logits are not finite")
-        made_up = torch.linspace(-100, 100, 16 * self.head_weight.shape[0], device=device, dtype=self.head_weight.dtype)
-        made_up = made_up.view(2, 8, -1)
-        with _forward_replaced(self._head, lambda hidden: made_up):
-            returned = self.model(input_ids=input_ids, use_cache=False).logits
-        if not _close(returned, self.logit_function(made_up)) or not _close(whole, self.logits(input_ids)):
-            return (
-                f"{self.architecture} cannot be trained in pieces: its logits are not those of embedding, blocks and "
-                "head in turn"
-            )
-        with torch.enable_grad():
-            _, extras = self.embed(input_ids)
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(extras)):
-            return f"{self.architecture} hands its blocks what is trained outside of them, which is not supported"
-        changed = input_ids.clone()
-        changed[:, -1] = (changed[:, -1] + 1) % vocabulary_size
-        if not _close(whole[:, :-1], self.model(input_ids=changed, use_cache=False).logits[:, :-1]):
-            return f"{self.architecture} attends to later tokens, so it is no causal language model"
-        if document_mask:
-            positions = torch.arange(8, device=device).repeat(2).view(1, 16)
-            packed = self.logits(input_ids.view(1, 16), positions, positions.new_tensor([[0] * 8 + [1] * 8]))
-            if not _close(whole.view(1, 16, -1), packed):
-                return f"{self.architecture} does not honour a document mask; use --document-mask off"
-        return None
 
     def logits(self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None):
         """The pieces in turn: `input_ids` [B, T] -> [B, T, V]. For comparisons; training never has them all."""
@@ -263,7 +206,7 @@ class Decoder:
             torch.no_grad(),
             _AnswerYes(),
             self._blocks_replaced(lambda hidden, *_, **__: self._as_block_output(hidden)),
-            _forward_replaced(self._head, lambda hidden: head_output),
+            forward_replaced(self._head, lambda hidden: head_output),
             Followed(head_output) as followed,
         ):
             input_ids = torch.zeros((1, 1), dtype=torch.int64, device=head_output.device)
@@ -300,7 +243,7 @@ class Decoder:
                     torch.no_grad(),
                     _AnswerYes(),
                     self._blocks_replaced(pass_on),
-                    _forward_replaced(self._head, _stop),
+                    forward_replaced(self._head, _stop),
                 ):
                     shapes.append(self._run(input_ids).shape)
             except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
@@ -317,12 +260,6 @@ def _stop(value: Tensor) -> None:
     raise _Stop(value)
 
 
-def _close(whole: Tensor, pieces: Tensor) -> bool:
-    """Equal but for the rounding of products computed in other shapes."""
-    tolerance = 1e-4 if whole.dtype is torch.float32 else 3e-2
-    return whole.shape == pieces.shape and bool((whole - pieces).abs().max() <= tolerance * whole.abs().max())
-
-
 class _AnswerYes(TorchFunctionMode):
     """On the meta device "are all tokens real?" has no answer; to see which modules are called, yes will do."""
 
@@ -333,7 +270,8 @@ class _AnswerYes(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _forward_replaced(module: nn.Module, call: Callable) -> Iterator[None]:
+def forward_replaced(module: nn.Module, call: Callable) -> Iterator[None]:
+    """Inside the block, `module` does `call` and nothing else."""
     before = vars(module).get("forward")
     module.forward = call
     try:

@@ -24,6 +24,7 @@ from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError
 from lowmem.limits import Budget
 from lowmem.models.build import check_tokens, load_config, make_decoder
+from lowmem.models.compatibility import check_pieces
 from lowmem.models.export import export_model
 from lowmem.models.load import random_weights, read_weights
 from lowmem.planning.plan import Plan
@@ -94,7 +95,7 @@ def load(settings: Settings) -> LoadedModel:
     weights = read_weights(decoder.model, settings.model) if pretrained else random_weights(config, settings.seed)
     step = make_step(settings, decoder, device, plan)
     step.store.write(weights)
-    decoder.check(config.vocab_size, settings.document_mask)
+    check_pieces(decoder, config.vocab_size, settings.document_mask)
     if device.type == "cuda":
         devices.release_freed_memory()
     step.store.page_lock()

@@ -23,6 +23,7 @@ from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError, LowmemError, Stopped
 from lowmem.limits import Budget, ram_available_bytes
 from lowmem.models.build import check_tokens, first_few, load_config, make_decoder, most_positions
+from lowmem.models.compatibility import check_pieces
 from lowmem.models.load import random_weights, read_weights
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
@@ -154,7 +155,7 @@ def train(
         log.say(sentence)
     if checkpoint is None:
         store.write(weights)
-        decoder.check(config.vocab_size, settings.document_mask)
+        check_pieces(decoder, config.vocab_size, settings.document_mask)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what only that needed
         if (folder / "report.json").exists():

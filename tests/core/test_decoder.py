@@ -27,6 +27,7 @@ from lowmem.core.layers import cast_explicitly
 from lowmem.core.logits import LogitFunction
 from lowmem.errors import InputError
 from lowmem.models.build import build_model
+from lowmem.models.compatibility import check_pieces
 
 logging.set_verbosity_error()
 
@@ -77,7 +78,7 @@ def test_the_pieces_logits_are_bitwise_those_of_the_whole_model(family):
     for shape in ((2, 11), (1, 1), (3, 64)):
         input_ids = tokens(*shape)
         assert torch.equal(logits_of_pieces(decoder, input_ids), logits_of_whole(model, input_ids))
-    decoder.check(V)
+    check_pieces(decoder, V)
 
 
 @every_family
@@ -173,7 +174,7 @@ def in_16_bit(model: nn.Module, residual: torch.dtype) -> nn.Module:
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16], ids=["fp32 residual", "16-bit residual"])
 @pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES)
 def test_the_check_passes_in_16_bit(family, residual):
-    Decoder(in_16_bit(build((FAMILIES | MORE_FAMILIES)[family]()), residual)).check(V)
+    check_pieces(Decoder(in_16_bit(build((FAMILIES | MORE_FAMILIES)[family]()), residual)), V)
 
 
 # --- what a model does to its logits ---
@@ -196,14 +197,14 @@ def test_a_factor_or_a_soft_cap_on_the_logits_is_found_with_and_without_weights(
     assert Decoder(build_on_meta(config)).logit_function == decoder.logit_function
     whole = logits_of_whole(decoder.model, tokens(2, 8))
     assert (decoder.logit_function(logits_of_pieces(decoder, tokens(2, 8))) - whole).abs().max() < 1e-5
-    decoder.check(V)
+    check_pieces(decoder, V)
 
 
 def test_a_function_of_the_logits_that_is_not_the_models_is_found_out_by_the_check():
     decoder = Decoder(build(MORE_FAMILIES["gemma2"]()))
     decoder.logit_function = LogitFunction(3.0, 0.34)
     with pytest.raises(InputError, match="Gemma2ForCausalLM cannot be trained in pieces"):
-        decoder.check(V)
+        check_pieces(decoder, V)
 
 
 # --- documents packed into a row ---
@@ -243,10 +244,10 @@ def test_without_document_numbers_documents_see_one_another(family):
 def test_a_document_mask_is_honoured_or_refused(family):
     decoder = Decoder(build(FAMILIES[family]()))
     if family in HONOUR_DOCUMENT_MASK:
-        decoder.check(V, document_mask=True)
+        check_pieces(decoder, V, document_mask=True)
     else:
         with pytest.raises(InputError, match=f"{decoder.architecture} does not honour a document mask"):
-            decoder.check(V, document_mask=True)
+            check_pieces(decoder, V, document_mask=True)
 
 
 # --- what is refused ---
@@ -343,7 +344,7 @@ def test_the_model_is_whole_again_after_every_use():
     decoder = Decoder(model)
     assert_untouched(model, decoder)
     logits_of_pieces(decoder, tokens(2, 5))
-    decoder.check(V, document_mask=True)
+    check_pieces(decoder, V, document_mask=True)
     assert_untouched(model, decoder)
     assert list(model.state_dict()) == names
     assert torch.equal(logits_of_whole(model, tokens(2, 5)), before)
@@ -377,14 +378,14 @@ def test_a_head_whose_forward_was_replaced_keeps_it():
     own = model.lm_head.forward = functools.partial(nn.Linear.forward, model.lm_head)
     decoder = Decoder(model)
     logits_of_pieces(decoder, tokens(1, 4))
-    decoder.check(V)
+    check_pieces(decoder, V)
     assert vars(model.lm_head)["forward"] is own
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_check_leaves_training_mode_as_it_was(training):
     decoder = Decoder(build(FAMILIES["gpt2"]()).train(training))
-    decoder.check(V)
+    check_pieces(decoder, V)
     assert decoder.model.training is training
     assert all(block.training is training for block in decoder.blocks)
 
@@ -397,5 +398,5 @@ def test_leaving_out_whole_blocks_at_random_is_refused():
 def test_a_model_that_sees_later_tokens_is_refused_by_the_check():
     config = BertConfig(**NEW, intermediate_size=64, is_decoder=False)
     with pytest.raises(InputError, match="attends to later tokens"):
-        Decoder(build(config)).check(V)
-    Decoder(build(BertConfig(**NEW, intermediate_size=64, is_decoder=True))).check(V)
+        check_pieces(Decoder(build(config)), V)
+    check_pieces(Decoder(build(BertConfig(**NEW, intermediate_size=64, is_decoder=True))), V)
