@@ -176,7 +176,7 @@ OPTIMIZERS = {
         "adamw8bit",
         {"m": (1, _BYTE), "v": (1, _BYTE), "m_scale": (BLOCK, _FLOAT), "v_scale": (BLOCK, _FLOAT)},
         _adamw8bit,
-        # bitsandbytes launches its kernel on the default stream, which waits for no other: no stream of its own
+        any_stream=False,  # bitsandbytes launches its kernel on the default stream, which waits for no other
     ),
     "sgd": Optimizer("sgd", {}, _sgd, any_stream=True),
 }

@@ -4,7 +4,8 @@ A mutation is a text of one file of lowmem/ and what stands in its place; the te
 find mistakes in the order of streams has to find these (mutations.py).
 """
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,24 @@ class Mutation:
 
     def apply(self, package: Path) -> None:
         """Changes the file in the copy `package` of lowmem/. ValueError where the text is not there exactly once."""
-        path = package / self.file
-        text = path.read_text(encoding="utf-8")
+        (package / self.file).write_text(self.changed(package), encoding="utf-8")
+
+    def changed(self, package: Path) -> str:
+        """The text of the file in `package` with the mutation; ValueError as above."""
+        text = (package / self.file).read_text(encoding="utf-8")
         if text.count(self.old) != 1:
             raise ValueError(f"{self.name}: {text.count(self.old)} places in {self.file} have the text {self.old!r}")
-        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+        return text.replace(self.old, self.new)
+
+
+def without_effect(mutations: Sequence[Mutation], package: Path) -> list[str]:
+    """Names of those that change comments and spaces at most, and of those whose name is another's, too."""
+    names = [mutation.name for mutation in mutations]
+    return [name for name in names if names.count(name) > 1] + [
+        mutation.name
+        for mutation in mutations
+        if ast.dump(ast.parse((package / mutation.file).read_text())) == ast.dump(ast.parse(mutation.changed(package)))
+    ]
 
 
 COMPUTE = "torch.cuda.current_stream()"
