@@ -92,8 +92,15 @@ class _Work:
         return _Work(self.micro_batches[places], self.dropouts[places], self.scale)
 
 
+class StepAbandoned(Exception):
+    """A step or an evaluation was given up; weights and states are those of the last step."""
+
+
 class TrainingStep:
     """Callable on a batch; holds the updates that wait for the next forward pass.
+
+    `abandoned()`: asked before every segment and micro-batch; where it says yes, StepAbandoned is raised, unless the
+    updates of the step have begun. None: nothing is abandoned.
 
     `make_room(where, reason)`: called where memory has run out, `where` one of STEP, PART, UPDATES and EVALUATION, when
     nothing is left of the failed attempt; it makes room, by `change_layout`, or raises. None: nothing is tried again.
@@ -109,6 +116,7 @@ class TrainingStep:
         self.store, self.loss_scale = store, loss_scale
         self.operations = operations or Operations(decoder, store, optimizer)
         self.make_room: Callable[[str, str], None] | None = None
+        self.abandoned: Callable[[], bool] | None = None
         self._decoder, self._clip_norm, self._seed = decoder, clip_norm, seed
         self._set_layout(layout)
         beside = fused.may_run_beside(decoder.fused_kernels, optimizer)
@@ -126,7 +134,11 @@ class TrainingStep:
             )
         self._updating = False
         self._discard_attempt()  # of a step that an error or Ctrl-C has ended
-        return self._retrying(STEP, self._attempt, batch, step, learning_rate)
+        try:
+            return self._retrying(STEP, self._attempt, batch, step, learning_rate)
+        except StepAbandoned:
+            self._discard_attempt()
+            raise
 
     def _attempt(self, batch: Batch, step: int, learning_rate: float) -> StepResult:
         micro_batches = [piece.to(self.store.device) for piece in batch.micro_batches(self.layout.micro_batch)]
@@ -203,6 +215,7 @@ class TrainingStep:
         for segment in self.segments:
             self._updates.run(segment.blocks.stop + 1)  # unit 0 is the embedding, so block i is unit i + 1
             for index in everywhere:
+                self._unless_abandoned()
                 hidden[index], kept = operations.segment_forward(
                     segment, hidden[index], extras[index], work.dropouts[index]
                 )
@@ -226,6 +239,7 @@ class TrainingStep:
             self._retry_part(gradients.finish, units - 1)
         for segment in reversed(self.segments):
             for index in everywhere:
+                self._unless_abandoned()
                 output_gradients[index] = self._retry_part(
                     operations.segment_backward, segment, saved[index].pop(), extras[index], work.dropouts[index],
                     output_gradients[index],
@@ -275,8 +289,13 @@ class TrainingStep:
         total = 0.0
         rows = min(self.layout.evaluation_rows or self.layout.micro_batch, self.layout.micro_batch)
         for micro_batch in batch.micro_batches(rows):
+            self._unless_abandoned()
             total += self.operations.evaluate(micro_batch.to(self.store.device)).item()
         return total
+
+    def _unless_abandoned(self) -> None:
+        if self.abandoned is not None and not self.halfway and self.abandoned():
+            raise StepAbandoned
 
     # --- where memory runs out
 

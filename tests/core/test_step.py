@@ -28,7 +28,7 @@ from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.final_gradients import FinalGradients
 from lowmem.core.operations import Operations
 from lowmem.core.recompute import Dropout
-from lowmem.core.step import TrainingStep, mean_loss
+from lowmem.core.step import StepAbandoned, TrainingStep, mean_loss
 from lowmem.run.learning_rate import learning_rate
 
 SEQ, BATCH = 24, 4
@@ -551,6 +551,69 @@ def test_a_step_after_one_that_was_interrupted_adds_nothing_of_that():
         step.flush()
         weights.append(dict(store.masters()))
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+class AbandonedAt:
+    """Says yes when it is asked for the `place`-th time."""
+
+    def __init__(self, place: int):
+        self.place, self.asked = place, 0
+
+    def __call__(self) -> bool:
+        self.asked += 1
+        return self.asked == self.place
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"resident_units": 0},
+        {"resident_units": 2, "group": 2, "product_blocks": 1, "whole_blocks": 1},
+        {"micro_batch": 1, "group": BATCH, "norm_first": True},
+        {"micro_batch": 1, "group": BATCH, "clip_norm": None, "segment_blocks": 2},
+    ],
+    ids=str,
+)
+def test_a_step_that_is_abandoned_anywhere_leaves_what_the_step_before_it_left(kind):
+    """Weights, states and the number of updates; made again, it has the bits of a run that nobody disturbed."""
+    batches = make_batches(3)
+    undisturbed, before = train(batches, **kind), train(batches[:2], **kind)
+    step, _ = make_step(tiny_model("gpt2", 0.1, 0), **kind)
+    step.abandoned = AbandonedAt(0)
+    step(batches[0], 0, 3e-3)
+    places, abandoned = step.abandoned.asked, 0
+    for last in range(1, places + 1):
+        step, store = make_step(tiny_model("gpt2", 0.1, 0), **kind)
+        for number in range(2):
+            step(batches[number], number, 3e-3)
+        step.abandoned = AbandonedAt(last)
+        try:
+            step(batches[2], 2, 3e-3)
+        except StepAbandoned:
+            abandoned += 1
+        else:  # updates had begun, and are no longer asked about
+            assert kind.get("group") == BATCH and step.abandoned.asked < last
+            continue
+        step.flush()
+        assert step.updates == 2 and all(part.gradient is None for part in store.parts)
+        assert all(torch.equal(weight, before.weights[name]) for name, weight in store.masters())
+        step.abandoned = None
+        step(batches[2], 2, 3e-3)
+        step.flush()
+        assert all(torch.equal(weight, undisturbed.weights[name]) for name, weight in store.masters())
+    assert abandoned >= BATCH
+
+
+def test_an_evaluation_is_abandoned_between_micro_batches():
+    step, _ = make_step(tiny_model("gpt2", 0.1, 0), micro_batch=1)
+    batch = make_batches(1)[0]
+    step(batch, 0, 3e-3)
+    loss, _ = step.evaluate(batch)
+    step.abandoned = AbandonedAt(3)
+    with pytest.raises(StepAbandoned):
+        step.evaluate(batch)
+    step.abandoned = None
+    assert step.evaluate(batch)[0] == loss
 
 
 def test_no_step_follows_one_that_was_interrupted_while_it_updated():
