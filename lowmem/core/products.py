@@ -62,27 +62,31 @@ class Kept:
 
 class ProductRecorder(TorchDispatchMode):
     """Notes in `kept`, in order, what the products inside `with` return; None for one that is changed in place
-    afterwards, since that is not what it returned any more."""
+    afterwards, since that is not what it returned any more.
+
+    `last_matrix_product`: the number of the last product, if that is a matrix product.
+    """
 
     def __init__(self):
         super().__init__()
         self.kept: list[Kept | None] = []
-        self.last_is_a_matrix_product = False
-        self._places: dict[int, int] = {}  # by the address of a kept tensor's storage
+        self.last_matrix_product: int | None = None
+        self._numbers: dict[int, int] = {}  # of the products, by the address of a kept tensor's storage
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func._schema.is_mutable:
             for tensor in _written(func, args, kwargs):
-                place = self._places.pop(tensor.untyped_storage()._cdata, None)
-                if place is not None:
-                    self.kept[place] = None
+                number = self._numbers.pop(tensor.untyped_storage()._cdata, None)
+                if number is not None:
+                    self.kept[number] = None
         if is_kept(func, args):
-            self.last_is_a_matrix_product = func in _MATRIX_PRODUCTS
+            number = len(self.kept)
+            self.last_matrix_product = number if func in _MATRIX_PRODUCTS else None
             copies = tree_map_only(Tensor, Tensor.detach, result)  # autograd ties its graph to the originals
-            for tensor in filter(_is_tensor, tree_leaves(copies)):
-                self._places[tensor.untyped_storage()._cdata] = len(self.kept)
+            for tensor in _tensors(copies):
+                self._numbers[tensor.untyped_storage()._cdata] = number
             state = _generator(result).get_state() if _draws(func, args, kwargs) else None
             self.kept.append(Kept(copies, state))
         return result
@@ -93,15 +97,15 @@ class ProductReplayer(TorchDispatchMode):
     `kept`: None, or None in the place of a product, where it is to be computed.
 
     `unneeded`: the number of a matrix product whose output gets no values. If those are needed after all, `missed` says
-    so when the run is over, and nothing that came out of it may be used.
+    so when the run is over, and nothing that came out of it may be used. `last_matrix_product`: as the recorder's.
     """
 
     def __init__(self, kept: Sequence[Kept | None] | None, unneeded: int | None):
         super().__init__()
-        self.products = 0
-        self.last_is_a_matrix_product = False
+        self.last_matrix_product: int | None = None
         self.missed = False
         self._kept, self._unneeded = kept, unneeded
+        self._products = 0  # so far
         self._without_values: set[StorageWeakRef] = set()
         self._watch: saved_tensors_hooks | None = None
 
@@ -114,10 +118,10 @@ class ProductReplayer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if is_kept(func, args):
-            number = self.products
-            self.products += 1
-            self.last_is_a_matrix_product = func in _MATRIX_PRODUCTS
-            if number == self._unneeded and self.last_is_a_matrix_product:
+            number = self._products
+            self._products += 1
+            self.last_matrix_product = number if func in _MATRIX_PRODUCTS else None
+            if number == self._unneeded == self.last_matrix_product:
                 return self._shape_alone(*(args[index] for index in _MATRIX_PRODUCTS[func]))
             kept = self._kept[number] if self._kept is not None and number < len(self._kept) else None
             if kept is not None:
@@ -137,17 +141,17 @@ class ProductReplayer(TorchDispatchMode):
         return result
 
     def _follow(self, func, args, kwargs, result) -> None:
-        if func in _WITHOUT_VALUES or not any(map(self._has_no_values, tree_leaves((args, kwargs)))):
+        if func in _WITHOUT_VALUES or not any(map(self._has_no_values, _tensors((args, kwargs)))):
             return
         if func in _READS:
             self.missed = True
-        outputs = tree_leaves(result)
+        outputs = _tensors(result)
         if func is _aten.native_dropout.default:
             outputs = outputs[:1]  # the mask is drawn, not computed
-        self._without_values.update(StorageWeakRef(t.untyped_storage()) for t in filter(_is_tensor, outputs))
+        self._without_values.update(StorageWeakRef(tensor.untyped_storage()) for tensor in outputs)
 
-    def _has_no_values(self, leaf) -> bool:
-        return _is_tensor(leaf) and StorageWeakRef(leaf.untyped_storage()) in self._without_values
+    def _has_no_values(self, tensor: Tensor) -> bool:
+        return StorageWeakRef(tensor.untyped_storage()) in self._without_values
 
     def _saved(self, tensor: Tensor) -> Tensor:
         self.missed |= self._has_no_values(tensor)
@@ -158,26 +162,29 @@ def _draws(operation, args: Sequence, kwargs: dict) -> bool:
     """Whether an operation takes numbers from a generator."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
-    arguments = operation._schema.arguments
-    given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-    given |= dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    return given.get("dropout_p") != 0.0
+    defaults = {a.name: a.default_value for a in operation._schema.arguments if a.has_default_value()}
+    return (defaults | _by_name(operation, args, kwargs)).get("dropout_p") != 0.0
 
 
 def _written(operation, args: Sequence, kwargs: dict) -> list[Tensor]:
     """The tensors that an operation changes."""
-    given = dict(zip((argument.name for argument in operation._schema.arguments), args, strict=False)) | kwargs
+    given = _by_name(operation, args, kwargs)
     changed = [a.name for a in operation._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return list(filter(_is_tensor, tree_leaves([given.get(name) for name in changed])))
+    return _tensors([given.get(name) for name in changed])
 
 
-def _is_tensor(leaf) -> bool:
-    return isinstance(leaf, Tensor)
+def _by_name(operation, args: Sequence, kwargs: dict) -> dict:
+    """The arguments that an operation is given."""
+    return dict(zip((argument.name for argument in operation._schema.arguments), args, strict=False)) | kwargs
+
+
+def _tensors(tree) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _generator(result) -> torch.Generator:
     """The generator that an operation with this result has drawn from."""
-    device = next(filter(_is_tensor, tree_leaves(result))).device
+    device = _tensors(result)[0].device
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]
     return torch.default_generator

@@ -29,9 +29,8 @@ from lowmem.core.decoder import Decoder, Extra
 from lowmem.core.products import Kept, ProductRecorder, ProductReplayer
 
 INPUT, PRODUCTS, ALL = "input", "products", "all"
-SkippableProducts = dict[
-    Hashable, int | None
-]  # per segment, or kind of segment: the number of the product that may be left out
+# Per segment, or kind of segment: the number of the product that may be left out; None where every one is needed.
+SkippableProducts = dict[Hashable, int | None]
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,11 @@ def forward(
     if segment.keep == ALL:
         output = _run(decoder, segment.blocks, boundary, extras, dropout)
         return output.detach(), SavedSegment(boundary, output=output)
-    with ProductRecorder() as keeping:  # with a graph, though it is dropped: attention returns more where there is one
+    with ProductRecorder() as recorder:  # with a graph, though it is dropped: attention returns more where there is one
         output = _run(decoder, segment.blocks, boundary, extras, dropout).detach()
-    if keeping.last_is_a_matrix_product and not last_is_needed:
-        keeping.kept[-1] = None
-    return output, SavedSegment(hidden, products=keeping.kept)
+    if recorder.last_matrix_product is not None and not last_is_needed:
+        recorder.kept[recorder.last_matrix_product] = None
+    return output, SavedSegment(hidden, products=recorder.kept)
 
 
 def backward(
@@ -110,18 +109,17 @@ def _run_again(
     decoder: Decoder, segment: Segment, products: list[Kept | None] | None, boundary: Tensor, extras: Sequence[Extra],
     dropout: Dropout, skippable: SkippableProducts, kind: Hashable,
 ) -> Tensor:  # fmt: skip
-    with ProductReplayer(products, skippable.get(kind)) as recalling:
-        output = _run(decoder, segment.blocks, boundary, extras, dropout)
-    if kind not in skippable:
-        skippable[kind] = recalling.products - 1 if recalling.last_is_a_matrix_product else None
-    if recalling.missed:
+    if products is not None or skippable.get(kind, 0) is not None:  # else no product is handed out, left out or learnt
+        with ProductReplayer(products, skippable.get(kind)) as replayer:
+            output = _run(decoder, segment.blocks, boundary, extras, dropout)
+        skippable.setdefault(kind, replayer.last_matrix_product)
+        if not replayer.missed:
+            return output
         skippable[kind] = None
         del output
         if products is not None:
             products.clear()  # what was kept may have been changed in place by now, and would lie beside all of it
-        with ProductReplayer(None, None):
-            output = _run(decoder, segment.blocks, boundary, extras, dropout)
-    return output
+    return _run(decoder, segment.blocks, boundary, extras, dropout)
 
 
 def _run(decoder: Decoder, segment: range, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> Tensor:

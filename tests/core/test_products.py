@@ -129,12 +129,12 @@ def test_a_last_product_that_is_needed_is_computed_after_all_and_no_graph_stays(
 def second_run(function, x: Tensor, unneeded: int | None = None) -> tuple[Tensor, Tensor, ProductReplayer]:
     """(first output, second output, the mode of the second run); the generator's state is the same before both."""
     torch.manual_seed(7)
-    with ProductRecorder() as keeping:
+    with ProductRecorder() as recorder:
         first = function(x)
     torch.manual_seed(7)
-    with ProductReplayer(keeping.kept, unneeded) as recalling:
+    with ProductReplayer(recorder.kept, unneeded) as replayer:
         second = function(x)
-    return first, second, recalling
+    return first, second, replayer
 
 
 def test_what_is_drawn_after_a_kept_operation_that_draws_is_the_same_again(monkeypatch):
@@ -197,8 +197,8 @@ def test_blocks_that_add_in_place_change_no_bit_in_segments_of_two():
 )
 def test_a_product_that_backward_needs_is_found_out(function, missed):
     x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
-    _, output, recalling = second_run(function, x, unneeded=0)
-    assert recalling.missed == missed
+    _, output, replayer = second_run(function, x, unneeded=0)
+    assert replayer.missed == missed
     if not missed:
         torch.manual_seed(7)
         (expected,) = torch.autograd.grad(function(x).sum(), x)
