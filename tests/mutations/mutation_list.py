@@ -407,8 +407,8 @@ MUTATIONS = (
     Mutation(
         "core/recompute.py",
         "a last product that backward needs is not computed again",
-        "    if recalling.missed:\n",
-        "    if False:\n",
+        "        if not replayer.missed:\n",
+        "        if True:\n",
         tests=(PRODUCTS,),
     ),
     Mutation(
