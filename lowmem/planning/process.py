@@ -72,8 +72,8 @@ def _autograd_has_threads() -> bool:
 
 def _serve(ours: connection.Connection, theirs: connection.Connection) -> None:
     """The other process: one call, and its outcome."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a terminal or job: ours answers them
-        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a terminal or job: the
+        signal.signal(number, signal.SIG_IGN)  # parent answers them
     threading.Thread(target=_end_with, args=(parent_process().sentinel,), daemon=True).start()
     ours.close()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or autograd would look for devices
