@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowmem.data.tokenizer import hub_is_reachable
+from lowmem import hub
 from lowmem.errors import InputError
 
 STRUCTURED_COLUMNS = ("messages", "prompt", "completion", "instruction", "input", "output")
@@ -249,7 +249,7 @@ def _hub(path: str, config: str | None, text_field: str, steps: int | None, stre
     if streamed and steps is None:
         raise InputError(f"{spec} is too large to be read to its end; give --steps instead of --epochs")
     try:
-        if not hub_is_reachable():
+        if not hub.is_reachable():
             datasets.config.HF_HUB_OFFLINE = True  # the cache at once, instead of 25 seconds of retries before it
         if not streamed and steps is not None:
             streamed = (datasets.load_dataset_builder(path, config).info.dataset_size or 0) > STREAM_ABOVE_BYTES

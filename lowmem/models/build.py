@@ -23,6 +23,7 @@ from transformers import (
     __version__,
 )
 
+from lowmem import hub
 from lowmem.core.decoder import Decoder
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.precision import WORKING_DTYPES
@@ -36,7 +37,6 @@ GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
 }
 DEMO_MODEL = "gpt2-demo"  # the small model of `make demo`: its tokens are bytes
 _DEMO = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 256, "vocab_size": 257}
-HUB_TIMEOUT_SECONDS = 10.0
 _WEIGHT_FILES = (  # a single file and the index of several, in the order in which they are looked for
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -52,9 +52,9 @@ _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # configs and tokenize
 def model_folder(model: str, part: str) -> Path:
     """The folder that holds `part` ("config" or "weights") of `model`, which is a folder or a hub name.
 
-    The hub's cache comes first and is enough where it is complete. Otherwise the hub is asked once, with a short
-    time-out (its own client retries for 23 seconds, and hangs on a server that does not answer), and what is missing is
-    downloaded. InputError, in one sentence, where neither works.
+    The hub's cache comes first and is enough where it is complete. Otherwise the hub is asked once (its client would
+    wait for ever for a server that does not answer), and what is missing is downloaded. InputError, in one sentence,
+    where neither works.
     """
     if Path(model).is_dir():
         return Path(model)
@@ -65,7 +65,7 @@ def model_folder(model: str, part: str) -> Path:
         for folder in (Path(path).parent for path in cached if isinstance(path, str)):
             if _has_part(folder, part):
                 return folder
-        files = [item.rfilename for item in HfApi().model_info(repository, timeout=HUB_TIMEOUT_SECONDS).siblings]
+        files = [item.rfilename for item in HfApi().model_info(repository, timeout=hub.TIMEOUT_SECONDS).siblings]
         files = [name for name in files if "/" not in name]  # not the copies for other frameworks in subfolders
         patterns = list(_SMALL_FILES)
         if part == "weights":
@@ -74,7 +74,7 @@ def model_folder(model: str, part: str) -> Path:
                 raise InputError(f"{model} has neither .safetensors nor .bin weights on the hub; choose another model")
             patterns += found[0]
         wanted = [name for name in files if any(fnmatch(name, pattern) for pattern in patterns)]
-        return Path(snapshot_download(repository, allow_patterns=wanted, etag_timeout=HUB_TIMEOUT_SECONDS))
+        return Path(snapshot_download(repository, allow_patterns=wanted, etag_timeout=hub.TIMEOUT_SECONDS))
     except (errors.HFValidationError, ValueError):
         raise InputError(
             f"{model!r} is neither a folder here nor a name on the Hugging Face hub; check the spelling"

@@ -485,7 +485,7 @@ def test_fingerprint_changes_with_tokens_vocabulary_and_rows(tmp_path):
 def hub(tmp_path, monkeypatch):
     """A folder per hub id; `datasets` loads from there what it would load from the hub."""
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(sources, "hub_is_reachable", lambda: True)
+    monkeypatch.setattr(sources.hub, "is_reachable", lambda: True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     asked = []
 
@@ -560,7 +560,7 @@ def test_a_hub_data_set_is_read_by_its_columns_and_blank_rows_are_skipped(hub, m
 
 def test_an_unreachable_hub_is_one_sentence_and_no_wait(monkeypatch):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(sources, "hub_is_reachable", lambda: False)
+    monkeypatch.setattr(sources.hub, "is_reachable", lambda: False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     start = time.perf_counter()
     for spec in ("org/no-such-data", "wikitext", "codeparrot"):
@@ -572,7 +572,7 @@ def test_an_unreachable_hub_is_one_sentence_and_no_wait(monkeypatch):
 
 def test_a_data_set_with_a_script_and_a_missing_package_are_named(monkeypatch):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(sources, "hub_is_reachable", lambda: True)
+    monkeypatch.setattr(sources.hub, "is_reachable", lambda: True)
 
     def refuse(*_, **__):
         raise RuntimeError("Dataset scripts are no longer supported, but found old.py")

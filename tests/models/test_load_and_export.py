@@ -705,7 +705,7 @@ def test_offline_mode_does_not_ask_the_hub(hub, monkeypatch):
 
 
 def test_hub_that_never_answers_is_given_up(hub, monkeypatch):
-    monkeypatch.setattr(lowmem_models, "HUB_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(lowmem_models.hub, "TIMEOUT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         set_endpoint(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(InputError, match="cannot be reached .*Timeout"):
