@@ -25,13 +25,12 @@ from lowmem.errors import InputError
 from lowmem.limits import Budget
 from lowmem.models.build import check_tokens, load_config, make_decoder
 from lowmem.models.export import export_model
-from lowmem.models.load import random_weights, read_weights
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
 from lowmem.planning.target import planning_target
 from lowmem.run.signals import StopRequest
-from lowmem.run.train import make_step, plan_for_here, run
+from lowmem.run.train import initial_weights, make_step, plan_for_here, run
 from lowmem.settings import Settings
 
 
@@ -90,8 +89,7 @@ def load(settings: Settings) -> LoadedModel:
     Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes).apply(plan.gpu_reserved_peak_bytes)
     devices.make_deterministic(device)
     decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
-    pretrained = settings.init == "pretrained"
-    weights = read_weights(decoder.model, settings.model) if pretrained else random_weights(config, settings.seed)
+    weights = initial_weights(settings, config, decoder)
     step = make_step(settings, decoder, device, plan)
     step.store.write(weights)
     decoder.check(config.vocab_size, settings.document_mask)

@@ -3,12 +3,13 @@
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from lowmem import device as devices
@@ -29,7 +30,7 @@ from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
 from lowmem.planning.ram import Process
 from lowmem.planning.target import planning_target
-from lowmem.run.checkpoint import find_checkpoint, load_checkpoint, lock_run, save_checkpoint
+from lowmem.run.checkpoint import find_checkpoints, load_newest, lock_run, save_checkpoint
 from lowmem.run.learning_rate import learning_rate, warmup_updates
 from lowmem.run.log import RunLog, step_row, write_json
 from lowmem.run.recovery import OutOfRoom, recovery_of, with_pageable_copies
@@ -112,6 +113,13 @@ def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: 
     )  # fmt: skip
 
 
+def initial_weights(settings: Settings, config: PretrainedConfig, decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter's name and fp32 CPU tensor, or runs of it; InputError where a model's files do not fit it."""
+    if settings.init == "pretrained":
+        return read_weights(decoder.model, settings.model)
+    return random_weights(config, settings.seed)
+
+
 def read_data(settings: Settings, config: PretrainedConfig, tokenizer) -> Data:
     """The batches that the settings ask for."""
     return load_data(
@@ -138,10 +146,9 @@ def train(
     budget.apply(plan.gpu_reserved_peak_bytes)
     budget.enter("load")
     devices.make_deterministic(device)
-    checkpoint = find_checkpoint(folder, settings.resume, log.say)
-    if checkpoint is None:  # before anything is allocated: what does not fit is refused here
-        pretrained = settings.init == "pretrained"
-        weights = read_weights(decoder.model, settings.model) if pretrained else random_weights(config, settings.seed)
+    checkpoints = find_checkpoints(folder, settings.resume, log.say)
+    # Before anything is allocated: what does not fit is refused here.
+    weights = None if checkpoints else initial_weights(settings, config, decoder)
     step = make_step(settings, decoder, device, plan)
     store, loss_scale = step.store, step.loss_scale
     recovery = recovery_of(step, store, decoder.head_weight.shape[1], plan, log.say)
@@ -152,8 +159,9 @@ def train(
 
     for sentence in opening_remarks(settings, tokenizer, device):
         log.say(sentence)
-    if checkpoint is None:
-        store.write(weights)
+    loaded = load_newest(checkpoints, store, identity, log.say, required=settings.resume != "auto")
+    if loaded is None:
+        store.write(weights or initial_weights(settings, config, decoder))
         decoder.check(config.vocab_size, settings.document_mask)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what only that needed
@@ -161,7 +169,7 @@ def train(
             log.say(f"report.json, the pictures and model/ in {folder} are an earlier run's until this one ends")
         first, skipped, eval_first = 0, 0, evaluate()
     else:
-        state = load_checkpoint(checkpoint, store, identity)
+        checkpoint, state = loaded
         first, step.updates, eval_first = state["step"], state["updates"], state["eval_first"]
         skipped = state["skipped"]
         loss_scale.load(state["loss_scale"])
