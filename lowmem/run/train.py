@@ -79,11 +79,11 @@ def plan_and_train(
     device = devices.select_device(settings.device)
     tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
     data = read_data(settings, config, tokenizer)  # what cannot be trained on is refused before anything slow
-    plan, no_kernel = plan_for_here(settings, config, device, precision, card, aside)
+    plan, remark = plan_for_here(settings, config, device, precision, card, aside)
     with closing(RunLog(Path(settings.out), settings)) as log:
         log.say(plan.describe())
-        if no_kernel is not None:
-            log.say(f"without fused kernels, which takes more memory and time: {no_kernel}")
+        if remark is not None:
+            log.say(remark)
         decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
         train(settings, config, decoder, device, plan, tokenizer, data, stop, log)
 
@@ -100,7 +100,7 @@ def plan_for_here(
         devices.forget_allocations(device)
     free, process = ram_available_bytes()[0], Process.here()
     plan = aside(make_plan, settings, config, device.type, precision, card, free, no_kernel is None, process)
-    return plan, no_kernel
+    return plan, no_kernel and f"without fused kernels, which takes more memory and time: {no_kernel}"
 
 
 def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan) -> TrainingStep:
@@ -118,6 +118,18 @@ def initial_weights(settings: Settings, config: PretrainedConfig, decoder: Decod
     if settings.init == "pretrained":
         return read_weights(decoder.model, settings.model)
     return random_weights(config, settings.seed)
+
+
+def page_locked(store: Store, plan: Plan) -> tuple[Plan, str | None]:
+    """`plan` with the streamed states of `store` page-locked, and None; where that is refused, with the time that a
+    step takes then, and a sentence on it."""
+    if store.page_lock():
+        return plan, None
+    plan = with_pageable_copies(plan)
+    return plan, (
+        "page-locked memory was refused, so states are streamed from pageable memory: a step now takes about "
+        f"{plan.step_seconds:.3g} s, {plan.waiting_seconds:.2g} s of it waiting for copies"
+    )
 
 
 def read_data(settings: Settings, config: PretrainedConfig, tokenizer) -> Data:
@@ -177,12 +189,9 @@ def train(
         log.say(f"going on from {checkpoint}: {first} of {steps} steps are done")
     if device.type == "cuda":
         devices.release_freed_memory()  # before states take up their room
-    if not store.page_lock():
-        plan = with_pageable_copies(plan)
-        log.say(
-            "page-locked memory was refused, so states are streamed from pageable memory: a step now takes about "
-            f"{plan.step_seconds:.3g} s, {plan.waiting_seconds:.2g} s of it waiting for copies"
-        )
+    plan, remark = page_locked(store, plan)
+    if remark is not None:
+        log.say(remark)
     write_json(folder / "plan.json", plan.to_dict())
     write_json(folder / "settings.json", asdict(settings))
     log.start(first, steps, plan.to_dict())
