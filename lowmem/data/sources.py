@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem import hub
-from lowmem.errors import InputError
+from lowmem.errors import InputError, first_line
 
 STRUCTURED_COLUMNS = ("messages", "prompt", "completion", "instruction", "input", "output")
 STREAM_ABOVE_BYTES = 2**30
@@ -232,7 +232,7 @@ def _parquet_rows(path: Path, text_field: str) -> Iterator[Record]:
                     number += 1
                     yield Record(f"{path}: row {number}", row)
     except pyarrow.ArrowException as error:
-        raise InputError(f"{path}: not a Parquet file that can be read ({_first_line(error)})") from error
+        raise InputError(f"{path}: not a Parquet file that can be read ({first_line(error).rstrip('.')})") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 within 256 rows of row {number + 1}; write the file again") from error
 
@@ -284,9 +284,11 @@ def _hub_error(spec: str, error: Exception) -> InputError:
             f"a copy of it in Parquet or JSON"
         )
     if "Config name is missing" in str(error):
-        return InputError(f"{spec} has several configurations; name one as {spec}:CONFIG ({_first_line(error)})")
+        return InputError(
+            f"{spec} has several configurations; name one as {spec}:CONFIG ({first_line(error).rstrip('.')})"
+        )
     return InputError(
-        f"{spec} is neither in the cache nor to be had from the hub ({_first_line(error)}); check the "
+        f"{spec} is neither in the cache nor to be had from the hub ({first_line(error).rstrip('.')}); check the "
         f"name and the network (a gated data set needs `hf auth login`), or use python-stdlib or a local "
         f"file"
     )
@@ -313,7 +315,3 @@ def _renamed(rows: Iterable[Record], column: str, text_field: str) -> Iterator[R
 def _wanted(names: list[str], text_field: str) -> list[str]:
     """The columns that could be trained on, or all where there are none (for the error that lists them)."""
     return [name for name in names if name == text_field or name in STRUCTURED_COLUMNS] or names
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__

@@ -27,7 +27,7 @@ from lowmem import hub
 from lowmem.core.decoder import Decoder
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.errors import InputError
+from lowmem.errors import InputError, first_line
 
 GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
     "gpt2": (12, 768, 12),
@@ -192,19 +192,12 @@ def _read_config(path: Path) -> PretrainedConfig:
     return config
 
 
-def check_tokens(config: PretrainedConfig, sequence_length: int, largest_token_id: int) -> None:
-    """InputError where a sequence is longer than the model's positions or an id lies outside its vocabulary.
-
-    On a GPU either is an assertion that kills the process, so it is found here, on the CPU, beforehand.
-    """
-    text, positions = config.get_text_config(), most_positions(config)
-    if positions is not None and sequence_length > positions:
-        raise InputError(f"--seq {sequence_length} is longer than the {positions} positions of this model; lower --seq")
-    if largest_token_id >= text.vocab_size:
-        raise InputError(
-            f"token id {largest_token_id} lies outside the model's vocabulary of {text.vocab_size}: "
-            "the tokenizer belongs to another model; use the model's own"
-        )
+def check_length(config: PretrainedConfig, seq: int) -> None:
+    """InputError where `seq` tokens are more than the model has positions. On a GPU that is an assertion that kills the
+    process, so it is found here, beforehand."""
+    positions = most_positions(config)
+    if positions is not None and seq > positions:
+        raise InputError(f"--seq {seq} is longer than the {positions} positions of this model; lower --seq")
 
 
 def most_positions(config: PretrainedConfig) -> int | None:
@@ -262,5 +255,5 @@ def model_from_config(config: PretrainedConfig) -> PreTrainedModel:
     try:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # no causal language model of this type, or fields that every architecture checks itself
-        reason = (str(error) or type(error).__name__).split("\n")[0][:300]
+        reason = first_line(error)[:300]
         raise InputError(f"this {config.model_type} config makes no causal language model: {reason}") from error

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lowmem import device as devices
 from lowmem.core.decoder import Decoder
@@ -24,7 +24,7 @@ from lowmem.core.step import TrainingStep
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError
 from lowmem.limits import Budget
-from lowmem.models.build import check_tokens, load_config, make_decoder
+from lowmem.models.build import check_length, load_config, make_decoder
 from lowmem.models.export import export_model
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
@@ -58,7 +58,7 @@ def plan(settings: Settings) -> Plan:
     settings = replace(settings, plan_only=settings.gpu is not None)
     kind, precision, card = planning_target(settings)
     config = load_config(settings.model, settings.init)
-    check_tokens(config, settings.seq, largest_token_id=0)
+    check_length(config, settings.seq)
     return make_plan(settings, config, kind, precision, card)
 
 
@@ -85,7 +85,7 @@ def load(settings: Settings) -> LoadedModel:
     with process_aside() as aside:
         _, precision, card = planning_target(settings)
         config = load_config(settings.model, settings.init)
-        check_tokens(config, settings.seq, largest_token_id=0)
+        check_length(config, settings.seq)
         device = devices.select_device(settings.device)
         tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
         plan, no_kernels = plan_for_here(settings, config, device, precision, card, aside)
@@ -112,6 +112,5 @@ def export(model: LoadedModel, folder: str | Path) -> None:
     store = model.step.store
     export_model(
         Path(folder), model.config, store.masters(), order=store.names(), tokenizer=model.tokenizer,
-        generation_config=GenerationConfig.from_model_config(model.config),
         readme=f"# {model.plan.model}, every parameter trained with lowmem\n\n```\n{model.plan.describe()}\n```\n",
     )  # fmt: skip

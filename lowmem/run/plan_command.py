@@ -10,7 +10,7 @@ from lowmem.core.precision import WORKING_DTYPES
 from lowmem.device import set_environment
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.limits import CONTEXT_BYTES
-from lowmem.models.build import check_tokens, load_config
+from lowmem.models.build import check_length, load_config
 from lowmem.models.compatibility import architecture_blamed
 from lowmem.planning.planner import make_plan
 from lowmem.planning.target import planning_target
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         )  # fmt: skip
         device, precision, card = planning_target(settings)
         config = load_config(options.model, "random")
-        check_tokens(config, settings.seq, largest_token_id=0)
+        check_length(config, settings.seq)
         if options.gpus is not None:
             return _advice(options, settings, config, card)
         plan = make_plan(settings, config, device, precision, card)

@@ -23,7 +23,7 @@ from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError, LowmemError, Stopped
 from lowmem.limits import Budget, ram_available_bytes
-from lowmem.models.build import check_tokens, first_few, load_config, make_decoder, most_positions
+from lowmem.models.build import check_length, first_few, load_config, make_decoder
 from lowmem.models.load import random_weights, read_weights
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
@@ -53,7 +53,7 @@ def run_planned(settings: Settings, stop: StopRequest, aside: Callable | None) -
     """`aside`: where training's plan is made (process.py)."""
     kind, precision, card = planning_target(settings)
     config = load_config(settings.model, settings.init)
-    check_tokens(config, settings.seq, largest_token_id=0)
+    check_length(config, settings.seq)
     if settings.plan_only:
         plan = make_plan(settings, config, kind, precision, card)
         print(plan.describe())
@@ -78,7 +78,9 @@ def plan_and_train(
     """A run that has its folder to itself; what is refused here leaves nothing in it."""
     device = devices.select_device(settings.device)
     tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
-    data = read_data(settings, config, tokenizer)  # what cannot be trained on is refused before anything slow
+    data = load_data(
+        settings, tokenizer, config.vocab_size
+    )  # what cannot be trained on is refused before anything slow
     plan, remark = plan_for_here(settings, config, device, precision, card, aside)
     with closing(RunLog(Path(settings.out), settings)) as log:
         log.say(plan.describe())
@@ -130,17 +132,6 @@ def page_locked(store: Store, plan: Plan) -> tuple[Plan, str | None]:
         "page-locked memory was refused, so states are streamed from pageable memory: a step now takes about "
         f"{plan.step_seconds:.3g} s, {plan.waiting_seconds:.2g} s of it waiting for copies"
     )
-
-
-def read_data(settings: Settings, config: PretrainedConfig, tokenizer) -> Data:
-    """The batches that the settings ask for."""
-    return load_data(
-        spec=settings.data, eval_spec=settings.eval_data, eval_fraction=settings.eval_fraction,
-        text_field=settings.text_field, train_on=settings.train_on, tokenizer=tokenizer, seq=settings.seq,
-        batch=settings.batch, steps=settings.steps, seed=settings.seed, document_mask=settings.document_mask,
-        fixed_batch=settings.fixed_batch, vocabulary_size=config.vocab_size,
-        max_positions=most_positions(config),
-    )  # fmt: skip
 
 
 def train(

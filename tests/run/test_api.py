@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 import lowmem
+from lowmem.data.dataset import load_data
 from lowmem.run.learning_rate import learning_rate, warmup_updates
-from lowmem.run.train import read_data
 from lowmem.simulate.gpus import card_named
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +66,7 @@ def test_a_loop_of_one_s_own_gives_the_bits_of_a_run(tmp_path):
     report = lowmem.train(settings)
     assert report["steps"] == 3
     model = lowmem.load(settings)
-    data = read_data(settings, model.config, model.tokenizer)
+    data = load_data(settings, model.tokenizer, model.config.vocab_size)
     for number in range(3):
         warmup = warmup_updates(settings.warmup_steps, 3)
         rate = learning_rate(number, peak=1e-3, updates=3, warmup_updates=warmup, schedule="cosine")
