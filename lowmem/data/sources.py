@@ -20,7 +20,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +67,13 @@ def open_source(spec: str, text_field: str, steps: int | None) -> Source:
         return _local(Path(spec), text_field)
     if spec == "wikitext":
         source = _hub("Salesforce/wikitext", "wikitext-2-raw-v1", "text", steps)
-        return Source(
-            "WikiText-2, lines joined to articles",
-            _articles(source.train, text_field),
-            source.evaluation and _articles(source.evaluation, text_field),
-            source.streamed,
-            lenient=True,
-        )
+        train, evaluation = (rows and _articles(rows, text_field) for rows in (source.train, source.evaluation))
+        return replace(source, name="WikiText-2, lines joined to articles", train=train, evaluation=evaluation)
     if spec == "codeparrot":
-        train = _hub("codeparrot/codeparrot-clean-train", None, "content", steps, streamed=True)
-        evaluation = _hub("codeparrot/codeparrot-clean-valid", None, "content", steps, streamed=True)
-        return Source(
-            train.name,
-            _renamed(train.train, "content", text_field),
-            _renamed(evaluation.train, "content", text_field),
-            streamed=True,
-            lenient=True,
-        )
+        names = (f"codeparrot/codeparrot-clean-{split}" for split in ("train", "valid"))
+        source, held_out = (_hub(name, None, "content", steps, streamed=True) for name in names)
+        train, evaluation = (_renamed(rows, "content", text_field) for rows in (source.train, held_out.train))
+        return replace(source, train=train, evaluation=evaluation)
     if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", spec) and Path(spec).suffix not in _TABLE_SUFFIXES + (".txt", ".py"):
         path, _, config = spec.partition(":")
         return _hub(path, config or None, text_field, steps)
