@@ -4,26 +4,28 @@ The names below are loaded when they are asked for: `import lowmem` imports neit
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-_HOMES = {  # the module that each name is loaded from
-    "Batch": "core.batch",
-    "CapExceeded": "errors",
-    "InputError": "errors",
-    "Layout": "core.layout",
-    "LoadedModel": "run.api",
-    "LowmemError": "errors",
-    "Plan": "planning.plan",
-    "PlanError": "errors",
-    "Settings": "settings",
-    "Stopped": "errors",
-    "TrainingStep": "core.step",
-    "export": "run.api",
-    "load": "run.api",
-    "plan": "run.api",
-    "train": "run.api",
-}
+if TYPE_CHECKING:  # what editors and type checkers read; at run time it is __getattr__'s
+    from lowmem.core.batch import Batch
+    from lowmem.core.layout import Layout
+    from lowmem.core.step import TrainingStep
+    from lowmem.errors import CapExceeded, InputError, LowmemError, PlanError, Stopped
+    from lowmem.planning.plan import Plan
+    from lowmem.run.api import LoadedModel, export, load, plan, train
+    from lowmem.settings import Settings
 
-__all__ = list(_HOMES)
+__version__ = "0.1.0"
+
+__all__ = [
+    "Batch", "CapExceeded", "InputError", "Layout", "LoadedModel", "LowmemError", "Plan", "PlanError", "Settings",
+    "Stopped", "TrainingStep", "export", "load", "plan", "train",
+]  # fmt: skip
+
+_HOMES = dict.fromkeys(("CapExceeded", "InputError", "LowmemError", "PlanError", "Stopped"), "errors")
+_HOMES |= dict.fromkeys(("LoadedModel", "export", "load", "plan", "train"), "run.api")
+_HOMES |= {"Batch": "core.batch", "Layout": "core.layout", "TrainingStep": "core.step"}
+_HOMES |= {"Plan": "planning.plan", "Settings": "settings"}
 
 
 def __getattr__(name: str):

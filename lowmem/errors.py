@@ -1,6 +1,11 @@
 """The errors that a user can cause, each with its exit code (the scripts print one sentence and no traceback)."""
 
 
+def first_line(error: BaseException) -> str:
+    """What `error` says, or its kind where it says nothing, for a sentence of ours."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class LowmemError(Exception):
     """Anything that went wrong and can be said in one or two sentences."""
 

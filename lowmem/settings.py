@@ -1,8 +1,9 @@
 """What a run is told: one frozen dataclass, checked where it is made, written beside the run as ``settings.json``.
 
 Names carry their unit (``gpu_limit_bytes``). A combination that cannot run is refused by the constructor, so nobody
-downstream checks again, and a run that would fail after an hour fails before anything is written. The command line
-(lowmem/run/cli.py) and the scripts only fill this in: ``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)``.
+downstream checks again, and a run that would fail after an hour fails before anything is written. Each field is an
+option of the command line too (lowmem/run/options.py): its type says what may be typed, its metadata what ``--help``
+says. Scripts fill it in themselves: ``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)``.
 
 ``None`` always means that nobody chose: the planner does (``micro_batch``, ``group``, ``segment_blocks``), the
 environment does (``wandb``), or the thing is left out (``clip_norm``, ``save_every``, a memory cap).
@@ -12,70 +13,101 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from types import UnionType
-from typing import Literal, Union, get_args, get_origin
+from dataclasses import dataclass, field, fields
+from types import NoneType
+from typing import Any, Literal, get_args
 
 from lowmem.errors import InputError
 from lowmem.units import GIB, MIB, format_size
 
 DEFAULT_EPOCHS = 1.0  # the length of a run that was given neither steps nor epochs
 MOST_TOKENS = 2**26  # of a step; four times Llama 3's largest. Planning takes longer the more there are
+AUTO = "auto, the planner chooses"  # where "auto" stands for None
+
+
+def _option(default: Any, help: str, metavar: str = "", shown: str = "") -> Any:
+    """A field of Settings as ``--help`` tells of it. `metavar`: what may be typed, where the field's type does not say
+    it; `shown`: the default in words, where it is None."""
+    return field(default=default, metadata={"help": help, "metavar": metavar, "shown": shown})
 
 
 @dataclass(frozen=True)
 class Settings:
     """Everything that a run can be told; raises InputError for what cannot run."""
 
-    model: str = "gpt2-large"  # hub name or local folder
-    init: Literal["pretrained", "random"] = "pretrained"  # random weights only for who asks: never by accident
+    # fmt: off
+    model: str = _option("gpt2-large", "model on the Hugging Face hub, or a local folder", "NAME|DIR")
+    # Random weights only for who asks: never by accident.
+    init: Literal["pretrained", "random"] = _option("pretrained", "load the weights, or draw them: random needs no "
+                                                    "download")
+    demo: bool = _option(False, "train the small demonstration model; options that you type still hold")
 
-    data: str = "python-stdlib"
-    eval_data: str | None = None  # None: a share of `data` is held out
-    eval_fraction: float = 0.01
-    text_field: str = "text"
-    train_on: Literal["completion", "all"] = "completion"
-    seq: int = 1024  # tokens per sequence
-    document_mask: bool = False  # GPT-2 was pretrained with packed documents that see each other
+    data: str = _option("python-stdlib", "python-stdlib, wikitext, codeparrot, a hub dataset org/name[:config], or a "
+                        "file or folder (.txt .py .jsonl .json .csv .parquet)", "SPEC")
+    eval_data: str | None = _option(None, "held-out text, written like --data", "SPEC", "a share of --data is held out")
+    eval_fraction: float = _option(0.01, "share of --data that is held out, between 0 and 1")
+    text_field: str = _option("text", "the column that holds the text", "NAME")
+    train_on: Literal["completion", "all"] = _option("completion", "for prompts with answers: learn the answers only, "
+                                                     "or everything")
+    seq: int = _option(1024, "tokens per sequence")
+    # GPT-2 was pretrained with packed documents that see each other.
+    document_mask: bool = _option(False, "whether attention stops at a packed document's end")
 
-    batch: int = 64  # sequences per optimizer step
-    steps: int | None = None  # optimizer steps; neither steps nor epochs: one pass over the data
-    epochs: float | None = None
-    fixed_batch: bool = False
+    batch: int = _option(64, "sequences per optimizer step; how they are cut up is the planner's matter")
+    steps: int | None = _option(None, "optimizer steps", shown="as --epochs says")
+    epochs: float | None = _option(None, "passes over the data, instead of --steps", shown="1, where --steps says "
+                                   "nothing")
+    fixed_batch: bool = _option(False, "train on the first batch again and again: the loss must fall")
     # For fine-tuning: about a tenth of the rate that models of this size were pretrained with (GPT-3's table has 2.5e-4
     # for 760M parameters, 2e-4 for 1.3B), so that what was learned stays. From random weights take 1e-4 to 1e-3.
-    lr: float = 3e-5
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: float = 0.03  # below 1 a share of the steps: Adam's second moments start from nothing
-    weight_decay: float = 0.01  # AdamW's usual value; pretraining takes 0.1
-    clip_norm: float | None = 1.0  # the global norm of the gradient; 0 is stored as None: off
-    seed: int = 0
-    optimizer: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    residual: Literal["fp32", "16bit"] = "fp32"  # of the residual stream, where `precision` is 16-bit
-    device: Literal["auto", "cuda", "cpu"] = "auto"
+    lr: float = _option(3e-5, "highest learning rate")
+    schedule: Literal["cosine", "linear", "constant"] = _option("cosine", "course of the learning rate after the "
+                                                                "warm-up")
+    # Not 0: Adam's second moments start from nothing.
+    warmup_steps: float = _option(0.03, "steps until the learning rate is reached; below 1 a share of all steps", "N")
+    weight_decay: float = _option(0.01, "decoupled weight decay")  # AdamW's usual value; pretraining takes 0.1
+    clip_norm: float | None = _option(1.0, "largest global norm of the gradient; 0 switches clipping off", shown="0")
+    seed: int = _option(0, "of the order of the data, dropout and random weights")
+    optimizer: Literal["adamw", "adamw8bit", "sgd"] = _option("adamw", "adamw8bit keeps its states in 8 bits and needs "
+                                                              "bitsandbytes")
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = _option(
+        "auto", "of the computation; master weights are fp32 always. auto: bf16 where the GPU has it, fp16 on older "
+        "ones, fp32 on the CPU")
+    residual: Literal["fp32", "16bit"] = _option("fp32", "of the residual stream under bf16 and fp16; 16bit halves "
+                                                 "what recompute saves and follows the fp32 loss curve less closely")
+    device: Literal["auto", "cuda", "cpu"] = _option("auto", "where to train; auto: a GPU if there is one")
 
-    gpu_limit_bytes: int | None = 11 * GIB
-    ram_limit_bytes: int | None = None
-    micro_batch: int | None = None  # sequences that go through a block at once
-    group: int | None = None  # micro-batches that pass a segment together
-    segment_blocks: int | None = None  # consecutive blocks that are recomputed together
-    recompute: Literal["auto", "on", "products", "off"] = "auto"
-    states: Literal["auto", "resident", "streamed"] = "auto"
-    plan_only: bool = False
-    gpu: str | None = None  # a card of lowmem/simulate/gpus.py to plan for; None: the one that is here
+    gpu_limit_bytes: int | None = _option(11 * GIB, "hard cap of GPU memory, such as 11GiB, 16G or 800MiB; none: no "
+                                          "cap", shown="none")
+    ram_limit_bytes: int | None = _option(None, "hard cap of RAM, page-locked memory included; none: no cap",
+                                          shown="none")
+    plan_only: bool = _option(False, "print the plan and both predicted peaks, train nothing")
+    gpu: str | None = _option(None, "plan for this card (rtx3060, t4, ...) and for no more memory than it has, instead "
+                              "of for the one that is here", "CARD", "the card here")
+    micro_batch: int | None = _option(None, "sequences that go through the model at once", shown=AUTO)
+    group: int | None = _option(None, "micro-batches that pass a segment before the next segment runs; must divide "
+                                "their number", shown=AUTO)
+    segment_blocks: int | None = _option(None, "consecutive blocks that are recomputed together", shown=AUTO)
+    recompute: Literal["auto", "on", "products", "off"] = _option(
+        "auto", "compute activations again in the backward pass: all of them, all but matrix products and attention, "
+        "or none")
+    states: Literal["auto", "resident", "streamed"] = _option(
+        "auto", "optimizer states on the GPU, or in RAM and brought over for each update: the same result, bit for bit")
 
-    demo: bool = False
-    out: str = "runs/gpt2-large"
-    run_name: str | None = None
-    resume: str = "auto"  # "auto", "never" or a folder
-    save_every: int | None = None  # steps; None: at the end only
-    keep_last: int = 2  # checkpoints
-    eval_every: int | None = None  # steps; None: at the start and at the end only
-    eval_batches: int = 8  # half a million tokens at the defaults
-    log_every: int = 1  # steps
-    sample_prompt: str | None = None
-    wandb: Literal["disabled", "offline", "online"] | None = None  # None: WANDB_MODE, and without that disabled
+    out: str = _option("runs/gpt2-large", "run folder: plan, metrics, checkpoints, model", "DIR")
+    run_name: str | None = _option(None, "name of the run in wandb", shown="the folder's name")
+    resume: str = _option("auto", "go on from the newest valid checkpoint in --out, never, or from the one in DIR",
+                          "auto|never|DIR")
+    save_every: int | None = _option(None, "steps between checkpoints", shown="one at the end")
+    keep_last: int = _option(2, "checkpoints that are kept")
+    eval_every: int | None = _option(None, "steps between evaluations on held-out text", shown="at the start and at "
+                                     "the end")
+    eval_batches: int = _option(8, "batches that an evaluation reads")  # half a million tokens at the defaults
+    log_every: int = _option(1, "steps between printed lines; metrics.jsonl has every step")
+    sample_prompt: str | None = _option(None, "text to continue at the end of the run", shown="none")
+    wandb: Literal["disabled", "offline", "online"] | None = _option(None, "logging to Weights & Biases",
+                                                                     shown="WANDB_MODE, or disabled")
+    # fmt: on
 
     def __post_init__(self):
         for item in fields(self):
@@ -175,18 +207,19 @@ def read_json_object(text: str, source: str) -> dict[str, object]:
     return values
 
 
-def _checked(name: str, hint: object, value: object) -> object:
+def kind_of(hint: Any) -> tuple[Any, bool]:
+    """What a field of type `hint` holds (int, float, str, bool or a Literal), and whether it may be None."""
+    kinds = get_args(hint) if NoneType in get_args(hint) else (hint,)
+    return kinds[0], len(kinds) > 1
+
+
+def _checked(name: str, hint: Any, value: object) -> object:
     """`value` as the field `name` holds it (numbers as float where `hint` says so); raises InputError."""
-    choices = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    for choice in choices:
-        if get_origin(choice) is Literal:
-            if isinstance(value, str) and value in get_args(choice):
-                return value
-        elif choice is float and type(value) in (int, float):
-            if abs(value) < sys.float_info.max:  # neither nan nor inf, nor an int that is too large for a float
-                return float(value)
-        elif type(value) is choice:
-            return value
+    kind, optional = kind_of(hint)
+    choices = get_args(kind)
+    if value is None and optional or type(value) is kind is not float or type(value) is str and value in choices:
+        return value
+    if kind is float and type(value) in (int, float) and abs(value) < sys.float_info.max:
+        return float(value)  # neither nan nor inf, nor an int that is too large for a float
     wanted = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
-    kinds = [wanted.get(choice) or " or ".join(get_args(choice)) for choice in choices if choice is not type(None)]
-    raise InputError(f"{option_name(name)}: {value!r} is not {' or '.join(kinds)}.")
+    raise InputError(f"{option_name(name)}: {value!r} is not {wanted.get(kind) or ' or '.join(choices)}.")

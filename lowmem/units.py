@@ -3,20 +3,8 @@
 import re
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
-_FACTORS = {
-    "": 1,
-    "b": 1,
-    "byte": 1,
-    "bytes": 1,
-    "k": KIB,
-    "kib": KIB,
-    "m": MIB,
-    "mib": MIB,
-    "g": GIB,
-    "gib": GIB,
-    "t": TIB,
-    "tib": TIB,
-}
+_FACTORS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
+_FACTORS |= {"k": KIB, "kib": KIB, "m": MIB, "mib": MIB, "g": GIB, "gib": GIB, "t": TIB, "tib": TIB}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
 
@@ -44,11 +32,5 @@ def format_size(size_bytes: int) -> str:
     for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(size_bytes) >= factor:
             value = size_bytes / factor
-            return (
-                f"{value:.2f} {unit}"
-                if abs(value) < 10
-                else f"{value:.1f} {unit}"
-                if abs(value) < 100
-                else f"{value:.0f} {unit}"
-            )
+            return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f} {unit}"
     return "1 byte" if size_bytes == 1 else f"{size_bytes} bytes"

@@ -23,7 +23,7 @@ from experiments.peers.catalogue import PEERS, peers_named
 from experiments.peers.table import training_table
 from experiments.peers.train import DATA, measure, training_settings
 from lowmem.errors import InputError, LowmemError
-from lowmem.models.build import check_tokens, load_config
+from lowmem.models.build import check_length, load_config
 from lowmem.units import parse_size
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     ram_limit_bytes = _limit("ram_limit", options.ram_limit)
     training = {name: getattr(options, name) for name in ("model", "init", "seq", "batch", "steps")}
     training["data"] = DATA
-    check_tokens(load_config(options.model, options.init), options.seq, largest_token_id=0)
+    check_length(load_config(options.model, options.init), options.seq)
     machine = machine_here()
     if options.device not in machine["names"]:
         raise InputError("PyTorch finds no GPU here; --device cpu runs what runs on a CPU, in fp32")

@@ -18,12 +18,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from experiments.peers.case import Case
 from lowmem.core.batch import Batch
-from lowmem.data.dataset import Rows
+from lowmem.data.dataset import Rows, load_data
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.models.build import build_model, load_config
 from lowmem.models.export import export_model
 from lowmem.models.load import random_weights, read_weights
-from lowmem.run.train import read_data
 from lowmem.settings import Settings
 
 
@@ -40,7 +39,7 @@ def write_initial(case: Case) -> None:
     weights = random_weights(config, case.settings.seed) if random else read_weights(build_model(config), model)
     tokenizer = load_tokenizer(model, init, config.vocab_size)
     export_model(
-        case.initial, config, weights, tokenizer=tokenizer, generation_config=None,
+        case.initial, config, weights, tokenizer=tokenizer,
         readme=f"The weights that all peers begin with: {model}, {init}, without dropout.\n",
     )  # fmt: skip
 
@@ -50,7 +49,7 @@ def write_reference(case: Case, master: Callable[[str], Tensor]) -> None:
     config = load_config(str(case.initial), "pretrained")
     names = [name for name, _ in build_model(config).named_parameters()]
     export_model(
-        case.reference, config, ((name, master(name)) for name in names), tokenizer=None, generation_config=None,
+        case.reference, config, ((name, master(name)) for name in names), tokenizer=None,
         readme=f"The reference after {case.settings.steps} steps: {asdict(case.settings)}\n",
     )  # fmt: skip
 
@@ -89,7 +88,7 @@ def batches(case: Case) -> Rows:
     """The training's batches: `batches(case).batch(step)`, steps counted from 0."""
     config = load_config(str(case.initial), "pretrained")
     tokenizer = load_tokenizer(str(case.initial), "pretrained", config.vocab_size)
-    return read_data(case.from_folder, config, tokenizer).train
+    return load_data(case.from_folder, tokenizer, config.vocab_size).train
 
 
 def load_model(case: Case, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lowmem.core.loss import IGNORED as IGNORED_LABEL
+from lowmem.errors import InputError
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,7 +15,8 @@ class Batch:
     """B rows of T positions, on the CPU.
 
     input_ids    int64 [B, T]
-    labels       int64 [B, T]; labels[b, t] is the token that position t must predict (already shifted), -100 = none
+    labels       int64 [B, T]; labels[b, t] is the token that position t must predict (already shifted), -100 = none;
+                 a step needs one at least
     position_ids int64 [B, T], from 0 at every document; None without a document mask, and for examples
     document_ids int32 [B, T], which document of its row a position belongs to; None likewise
     """
@@ -26,8 +28,11 @@ class Batch:
 
     @property
     def trained_tokens(self) -> int:
-        """How many positions have a label: what the loss of the step is the mean over."""
-        return int((self.labels != IGNORED_LABEL).sum())
+        """How many positions have a label: what the loss of the step is the mean over. InputError where none has."""
+        count = int((self.labels != IGNORED_LABEL).sum())
+        if count == 0:
+            raise InputError(f"every label of the batch is {IGNORED_LABEL}: there is no token to train on")
+        return count
 
     def to(self, device: torch.device) -> "Batch":
         """The same on `device`."""

@@ -217,6 +217,12 @@ class Store:
             written[name] = written.get(name, 0) + values.numel()
             del values
 
+    def clear(self) -> None:
+        """Weights and states are zeros again, as when they were made."""
+        for part in self.parts:
+            for tensor in (part.working, *part.state.values()):
+                tensor.zero_()
+
     def names(self) -> list[str]:
         """Of all parameters, part by part."""
         return [name for part in self.parts for name in part.names()]

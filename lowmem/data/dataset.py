@@ -32,6 +32,7 @@ from lowmem.data.documents import Documents, hold_out, read_documents
 from lowmem.data.sources import open_source
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import InputError
+from lowmem.settings import Settings
 
 STREAMED_EVALUATION_ROWS = 1024
 
@@ -139,55 +140,36 @@ class Data:
     description: str
 
 
-def load_data(
-    *,
-    spec: str,
-    eval_spec: str | None,
-    eval_fraction: float,
-    text_field: str,
-    train_on: str,
-    tokenizer: PreTrainedTokenizerBase,
-    seq: int,
-    batch: int,
-    steps: int | None,
-    seed: int,
-    document_mask: bool,
-    fixed_batch: bool,
-    vocabulary_size: int,
-    max_positions: int | None,
-) -> Data:
-    """Read, tokenize, hold out and cut into rows; the options of the same names are explained in lowmem/settings.py.
+def load_data(settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int) -> Data:
+    """Read, tokenize, hold out and cut into rows, as the settings say; `vocabulary_size`: ids that the model embeds.
 
-    Held out is what `eval_spec` names, or the source's own validation split, or `eval_fraction` of the training source
+    Held out is what `eval_data` names, or the source's own validation split, or `eval_fraction` of the training source
     (by document). `steps` bounds what is read of a streamed source. Raises InputError with the place in the data.
     """
-    if max_positions is not None and seq > max_positions:
-        raise InputError(
-            f"--seq {seq} is longer than the model's {max_positions} positions; lower it to {max_positions} or less"
-        )
+    seq, batch, steps, eval_data = settings.seq, settings.batch, settings.steps, settings.eval_data
     load = functools.partial(
         read_documents,
-        text_field=text_field,
-        train_on=train_on,
+        text_field=settings.text_field,
+        train_on=settings.train_on,
         tokenizer=tokenizer,
         seq=seq,
         vocabulary_size=vocabulary_size,
     )
-    source = open_source(spec, text_field, steps)
-    evaluated = source if eval_spec is None else open_source(eval_spec, text_field, steps)
-    needed_rows = batch if fixed_batch else math.ceil((steps or 0) * batch / (1 - eval_fraction)) + 1
+    source = open_source(settings.data, settings.text_field, steps)
+    evaluated = source if eval_data is None else open_source(eval_data, settings.text_field, steps)
+    needed_rows = batch if settings.fixed_batch else math.ceil((steps or 0) * batch / (1 - settings.eval_fraction)) + 1
     train = load(source, source.train, rows_limit=needed_rows if source.streamed else None)
-    if eval_spec is None and source.evaluation is None:
-        train, evaluation, held_out = hold_out(train, eval_fraction, seq)
+    if eval_data is None and source.evaluation is None:
+        train, evaluation, held_out = hold_out(train, settings.eval_fraction, seq)
     else:
         records = evaluated.train if evaluated.evaluation is None else evaluated.evaluation
         evaluation = load(evaluated, records, rows_limit=STREAMED_EVALUATION_ROWS if evaluated.streamed else None)
         held_out = f"evaluated on {evaluated.name}" + "".join(f", {note}" for note in evaluation.notes)
 
     end_of_text = tokenizer.eos_token_id
-    train_rows = Rows(train, seq, batch, seed, end_of_text, document_mask, fixed_batch)
-    evaluation_rows = Rows(evaluation, seq, batch, None, end_of_text, document_mask)
-    for name, rows in ((source.name, train_rows), *([(eval_spec, evaluation_rows)] if eval_spec else [])):
+    train_rows = Rows(train, seq, batch, settings.seed, end_of_text, settings.document_mask, settings.fixed_batch)
+    evaluation_rows = Rows(evaluation, seq, batch, None, end_of_text, settings.document_mask)
+    for name, rows in ((source.name, train_rows), *([(eval_data, evaluation_rows)] if eval_data else [])):
         if rows.rows == 0:
             raise InputError(
                 f"{name}: its {len(rows.documents.tokens)} tokens do not fill one row of {seq} (+ 1); "

@@ -61,24 +61,31 @@ def find_format(record: Record, text_field: str, train_on: str, tokenizer: PreTr
     """
     found = [name for name, columns in _STRUCTURED.items() if record.columns.keys() >= set(columns)]
     if text_field in record.columns and (not found or text_field != "text"):
-        return Format("text", True, lambda row: _text(row, text_field))
+        return Format("text", True, lambda row: [(_filled(row, text_field), True)])
     ignored = ""
     if "text" in record.columns and found == ["alpaca"]:
         ignored = "; the column text beside them is not used"  # Alpaca's own files bring their rendering along
     elif len(found) != 1 or "text" in record.columns:
         _refuse(record, text_field, found)
-    trained = "trained on every token" if train_on == "all" else "trained on the completions"
+    everything = train_on == "all"
+    trained = "trained on every token" if everything else "trained on the completions"
     if found == ["prompt"]:
-        return Format(f"prompt + completion, {trained}", False, lambda row: _prompt(row, train_on))
+        return Format(
+            f"prompt + completion, {trained}",
+            False,
+            lambda row: [(_string(row, "prompt"), everything), (_filled(row, "completion"), True)],
+        )
     if found == ["alpaca"]:
         return Format(
-            f"instruction + output in Alpaca's wording{ignored}, {trained}", False, lambda row: _alpaca(row, train_on)
+            f"instruction + output in Alpaca's wording{ignored}, {trained}",
+            False,
+            lambda row: [(_alpaca_prompt(row), everything), (_filled(row, "output"), True)],
         )
     template = "the tokenizer's chat template"
     if not tokenizer.chat_template or tokenizer.chat_template == DEFAULT_CHAT_TEMPLATE:
         tokenizer.chat_template = DEFAULT_CHAT_TEMPLATE
         template = "the default chat template ('User: ...' and 'Assistant: ...', the tokenizer has none)"
-    trained = "trained on every token" if train_on == "all" else "trained on the assistant's turns"
+    trained = "trained on every token" if everything else "trained on the assistant's turns"
     return Format(f"messages through {template}, {trained}", False, lambda row: _messages(row, train_on, tokenizer))
 
 
@@ -114,30 +121,18 @@ def _string(record: Record, column: str) -> str:
     return value
 
 
-def _text(record: Record, column: str) -> Segments:
+def _filled(record: Record, column: str) -> str:
     text = _string(record, column)
     if not text:
         raise UntrainableRow(f"{record.where}: {column} is empty, so there is no token to train on; remove the row")
-    return [(text, True)]
+    return text
 
 
-def _prompt(record: Record, train_on: str) -> Segments:
-    return _joined(record, _string(record, "prompt"), "completion", train_on)
-
-
-def _alpaca(record: Record, train_on: str) -> Segments:
+def _alpaca_prompt(record: Record) -> str:
     instruction = _string(record, "instruction")
     context = _string(record, "input") if record.columns.get("input") is not None else ""
     prompt = _ALPACA.format(_ALPACA_WITH_INPUT if context else "") + f"### Instruction:\n{instruction}\n\n"
-    prompt += (f"### Input:\n{context}\n\n" if context else "") + "### Response:\n"
-    return _joined(record, prompt, "output", train_on)
-
-
-def _joined(record: Record, prompt: str, column: str, train_on: str) -> Segments:
-    completion = _string(record, column)
-    if not completion:
-        raise UntrainableRow(f"{record.where}: {column} is empty, so there is no token to train on; remove the row")
-    return [(prompt, train_on == "all"), (completion, True)]
+    return prompt + (f"### Input:\n{context}\n\n" if context else "") + "### Response:\n"
 
 
 def _messages(record: Record, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Segments:

@@ -20,12 +20,12 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lowmem.data.tokenizer import hub_is_reachable
-from lowmem.errors import InputError
+from lowmem import hub
+from lowmem.errors import InputError, first_line
 
 STRUCTURED_COLUMNS = ("messages", "prompt", "completion", "instruction", "input", "output")
 STREAM_ABOVE_BYTES = 2**30
@@ -67,23 +67,13 @@ def open_source(spec: str, text_field: str, steps: int | None) -> Source:
         return _local(Path(spec), text_field)
     if spec == "wikitext":
         source = _hub("Salesforce/wikitext", "wikitext-2-raw-v1", "text", steps)
-        return Source(
-            "WikiText-2, lines joined to articles",
-            _articles(source.train, text_field),
-            source.evaluation and _articles(source.evaluation, text_field),
-            source.streamed,
-            lenient=True,
-        )
+        train, evaluation = (rows and _articles(rows, text_field) for rows in (source.train, source.evaluation))
+        return replace(source, name="WikiText-2, lines joined to articles", train=train, evaluation=evaluation)
     if spec == "codeparrot":
-        train = _hub("codeparrot/codeparrot-clean-train", None, "content", steps, streamed=True)
-        evaluation = _hub("codeparrot/codeparrot-clean-valid", None, "content", steps, streamed=True)
-        return Source(
-            train.name,
-            _renamed(train.train, "content", text_field),
-            _renamed(evaluation.train, "content", text_field),
-            streamed=True,
-            lenient=True,
-        )
+        names = (f"codeparrot/codeparrot-clean-{split}" for split in ("train", "valid"))
+        source, held_out = (_hub(name, None, "content", steps, streamed=True) for name in names)
+        train, evaluation = (_renamed(rows, "content", text_field) for rows in (source.train, held_out.train))
+        return replace(source, train=train, evaluation=evaluation)
     if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", spec) and Path(spec).suffix not in _TABLE_SUFFIXES + (".txt", ".py"):
         path, _, config = spec.partition(":")
         return _hub(path, config or None, text_field, steps)
@@ -232,7 +222,7 @@ def _parquet_rows(path: Path, text_field: str) -> Iterator[Record]:
                     number += 1
                     yield Record(f"{path}: row {number}", row)
     except pyarrow.ArrowException as error:
-        raise InputError(f"{path}: not a Parquet file that can be read ({_first_line(error)})") from error
+        raise InputError(f"{path}: not a Parquet file that can be read ({first_line(error).rstrip('.')})") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 within 256 rows of row {number + 1}; write the file again") from error
 
@@ -249,7 +239,7 @@ def _hub(path: str, config: str | None, text_field: str, steps: int | None, stre
     if streamed and steps is None:
         raise InputError(f"{spec} is too large to be read to its end; give --steps instead of --epochs")
     try:
-        if not hub_is_reachable():
+        if not hub.is_reachable():
             datasets.config.HF_HUB_OFFLINE = True  # the cache at once, instead of 25 seconds of retries before it
         if not streamed and steps is not None:
             streamed = (datasets.load_dataset_builder(path, config).info.dataset_size or 0) > STREAM_ABOVE_BYTES
@@ -284,9 +274,11 @@ def _hub_error(spec: str, error: Exception) -> InputError:
             f"a copy of it in Parquet or JSON"
         )
     if "Config name is missing" in str(error):
-        return InputError(f"{spec} has several configurations; name one as {spec}:CONFIG ({_first_line(error)})")
+        return InputError(
+            f"{spec} has several configurations; name one as {spec}:CONFIG ({first_line(error).rstrip('.')})"
+        )
     return InputError(
-        f"{spec} is neither in the cache nor to be had from the hub ({_first_line(error)}); check the "
+        f"{spec} is neither in the cache nor to be had from the hub ({first_line(error).rstrip('.')}); check the "
         f"name and the network (a gated data set needs `hf auth login`), or use python-stdlib or a local "
         f"file"
     )
@@ -313,7 +305,3 @@ def _renamed(rows: Iterable[Record], column: str, text_field: str) -> Iterator[R
 def _wanted(names: list[str], text_field: str) -> list[str]:
     """The columns that could be trained on, or all where there are none (for the error that lists them)."""
     return [name for name in names if name == text_field or name in STRUCTURED_COLUMNS] or names
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__

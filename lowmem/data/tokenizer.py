@@ -6,13 +6,10 @@ about 3 to 4 tokens where GPT-2's vocabulary takes one. It is a real fast tokeni
 merge), so it is exported with the model and loads with `AutoTokenizer.from_pretrained`.
 
 Nothing here waits long for a network: the cache comes first, `--init random` asks nothing else, and the hub is tried
-only when it answers (`hub_is_reachable`), since its client retries for 45 seconds before it says that it is not there.
+only when it answers.
 """
 
-import functools
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,11 +17,11 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from lowmem import hub
 from lowmem.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"
 BYTE_LEVEL_IDS = 257
-HUB_TIMEOUT_S = 5
 # The Rust tokenizer keeps about 100 bytes per token until a call returns, so long texts go in by pieces.
 PIECE_CHARACTERS = 2**20
 _LINE_END = re.compile(r"(?<=\S\n)(?=\S)")  # not within a run of spaces and line ends, which may be one token
@@ -50,7 +47,7 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
             f"the folder {model} holds no tokenizer; copy the model's tokenizer files (tokenizer.json, "
             f"tokenizer_config.json) there, or train from scratch with --init random"
         )
-    if tokenizer is None and hub_is_reachable():
+    if tokenizer is None and hub.is_reachable():
         tokenizer = _from_pretrained(model, local_files_only=False)
     if tokenizer is None:
         raise InputError(
@@ -120,22 +117,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndar
             encoded[index].append(np.asarray(piece_ids, np.int32))
         start = end
     return [np.concatenate(parts) for parts in encoded]
-
-
-@functools.cache
-def hub_is_reachable() -> bool:
-    """Whether the Hugging Face hub answers within a few seconds (through a proxy, if the environment names one)."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
-    except urllib.error.HTTPError:
-        return True  # it answered, if only to complain about the question
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _from_pretrained(model: str, local_files_only: bool) -> PreTrainedTokenizerBase | None:

@@ -52,7 +52,7 @@ from lowmem.core.decoder import Decoder
 from lowmem.distributed.more_blocks import BLOCKS, Operation, Placed, numbered, stretched
 from lowmem.distributed.recipe import owners_of, place, prepare
 from lowmem.distributed.tensor_parallel import keep_share
-from lowmem.errors import InputError, LowmemError
+from lowmem.errors import InputError, LowmemError, first_line
 from lowmem.models.build import build_model
 from lowmem.simulate.allocator import CachingAllocator
 from lowmem.simulate.recorder import FREED, Chunk, DeviceModel, Recorder, Tape
@@ -293,7 +293,7 @@ def record_blocks(config, method: str, ranks: int, micro_batch: int, seq: int, t
     except RuntimeError as error:
         if shared_by == 1:
             raise
-        raise InputError(f"{decoder.architecture} cannot be tensor-parallel: {str(error).splitlines()[0]}") from error
+        raise InputError(f"{decoder.architecture} cannot be tensor-parallel: {first_line(error)}") from error
     finally:
         if collecting:
             gc.enable()

@@ -23,10 +23,11 @@ from transformers import (
     __version__,
 )
 
+from lowmem import hub
 from lowmem.core.decoder import Decoder
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.errors import InputError
+from lowmem.errors import InputError, first_line
 
 GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
     "gpt2": (12, 768, 12),
@@ -36,7 +37,6 @@ GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
 }
 DEMO_MODEL = "gpt2-demo"  # the small model of `make demo`: its tokens are bytes
 _DEMO = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 256, "vocab_size": 257}
-HUB_TIMEOUT_SECONDS = 10.0
 _WEIGHT_FILES = (  # a single file and the index of several, in the order in which they are looked for
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -52,9 +52,9 @@ _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # configs and tokenize
 def model_folder(model: str, part: str) -> Path:
     """The folder that holds `part` ("config" or "weights") of `model`, which is a folder or a hub name.
 
-    The hub's cache comes first and is enough where it is complete. Otherwise the hub is asked once, with a short
-    time-out (its own client retries for 23 seconds, and hangs on a server that does not answer), and what is missing is
-    downloaded. InputError, in one sentence, where neither works.
+    The hub's cache comes first and is enough where it is complete. Otherwise the hub is asked once (its client would
+    wait for ever for a server that does not answer), and what is missing is downloaded. InputError, in one sentence,
+    where neither works.
     """
     if Path(model).is_dir():
         return Path(model)
@@ -65,7 +65,7 @@ def model_folder(model: str, part: str) -> Path:
         for folder in (Path(path).parent for path in cached if isinstance(path, str)):
             if _has_part(folder, part):
                 return folder
-        files = [item.rfilename for item in HfApi().model_info(repository, timeout=HUB_TIMEOUT_SECONDS).siblings]
+        files = [item.rfilename for item in HfApi().model_info(repository, timeout=hub.TIMEOUT_SECONDS).siblings]
         files = [name for name in files if "/" not in name]  # not the copies for other frameworks in subfolders
         patterns = list(_SMALL_FILES)
         if part == "weights":
@@ -74,7 +74,7 @@ def model_folder(model: str, part: str) -> Path:
                 raise InputError(f"{model} has neither .safetensors nor .bin weights on the hub; choose another model")
             patterns += found[0]
         wanted = [name for name in files if any(fnmatch(name, pattern) for pattern in patterns)]
-        return Path(snapshot_download(repository, allow_patterns=wanted, etag_timeout=HUB_TIMEOUT_SECONDS))
+        return Path(snapshot_download(repository, allow_patterns=wanted, etag_timeout=hub.TIMEOUT_SECONDS))
     except (errors.HFValidationError, ValueError):
         raise InputError(
             f"{model!r} is neither a folder here nor a name on the Hugging Face hub; check the spelling"
@@ -192,19 +192,12 @@ def _read_config(path: Path) -> PretrainedConfig:
     return config
 
 
-def check_tokens(config: PretrainedConfig, sequence_length: int, largest_token_id: int) -> None:
-    """InputError where a sequence is longer than the model's positions or an id lies outside its vocabulary.
-
-    On a GPU either is an assertion that kills the process, so it is found here, on the CPU, beforehand.
-    """
-    text, positions = config.get_text_config(), most_positions(config)
-    if positions is not None and sequence_length > positions:
-        raise InputError(f"--seq {sequence_length} is longer than the {positions} positions of this model; lower --seq")
-    if largest_token_id >= text.vocab_size:
-        raise InputError(
-            f"token id {largest_token_id} lies outside the model's vocabulary of {text.vocab_size}: "
-            "the tokenizer belongs to another model; use the model's own"
-        )
+def check_length(config: PretrainedConfig, seq: int) -> None:
+    """InputError where `seq` tokens are more than the model has positions. On a GPU that is an assertion that kills the
+    process, so it is found here, beforehand."""
+    positions = most_positions(config)
+    if positions is not None and seq > positions:
+        raise InputError(f"--seq {seq} is longer than the {positions} positions of this model; lower --seq")
 
 
 def most_positions(config: PretrainedConfig) -> int | None:
@@ -262,5 +255,5 @@ def model_from_config(config: PretrainedConfig) -> PreTrainedModel:
     try:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # no causal language model of this type, or fields that every architecture checks itself
-        reason = (str(error) or type(error).__name__).split("\n")[0][:300]
+        reason = first_line(error)[:300]
         raise InputError(f"this {config.model_type} config makes no causal language model: {reason}") from error

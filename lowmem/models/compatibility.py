@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 from lowmem.core.decoder import Decoder, forward_replaced
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.errors import InputError, LowmemError
+from lowmem.errors import InputError, LowmemError, first_line
 from lowmem.models.build import build_model, model_from_config
 
 _BLOCKS, _HEADS, _VOCABULARY = 2, 4, 64
@@ -208,7 +208,3 @@ def _of_the_architecture(error: Exception) -> bool:
     by_operator = isinstance(error, RuntimeError) or last.name in ("__torch_function__", "__torch_dispatch__")
     ours = last.filename.startswith(_OURS) and not by_operator
     return not ours and any(frame.filename.startswith((_THEIRS, _AUTOGRAD)) for frame in frames)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -26,8 +26,8 @@ def export_model(
     parameters: Iterable[tuple[str, Tensor]],
     *,
     tokenizer,
-    generation_config: GenerationConfig | None,
     readme: str,
+    generation_config: GenerationConfig | None = None,
     order: Sequence[str] | None = None,
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = 256 * MIB,
@@ -36,9 +36,9 @@ def export_model(
 
     `parameters` yields each name of `build_model(config).named_parameters()` with its tensor, or with flat runs of it
     one after the other, in any order, on any device; the memory behind it may be used again once the next is asked for.
-    `order`: that of the names, by which they are put into files; None: the config's. Names in files are those that
-    `save_pretrained` would write. The folder is made beside the old one and takes its place only when it is complete
-    and on the disk.
+    `generation_config`: None for the one that the config makes. `order`: that of the names, by which they are put into
+    files; None: the config's. Names in files are those that `save_pretrained` would write. The folder is made beside
+    the old one and takes its place only when it is complete and on the disk.
     Raises LowmemError where disk or RAM are too small, ValueError where `parameters` is not what the config says.
     """
     try:

@@ -37,7 +37,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.initialization import guard_torch_init_functions
 
 from lowmem.core.precision import RUN_ELEMENTS
-from lowmem.errors import InputError
+from lowmem.errors import InputError, first_line
 from lowmem.models.build import build_model, first_few, model_folder, model_from_config, parameters_placed, weight_files
 
 _SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -123,7 +123,7 @@ def _bin_entries(path: Path) -> dict[str, _Entry]:
         with FakeTensorMode():  # reads the pickle but no data, and notes where in the file each storage lies
             tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and torch each have their own
-        reason = str(error).split("\n")[0][:200]
+        reason = first_line(error)[:200]
         raise InputError(f"{path} is truncated, corrupt or no state_dict ({reason}); download it again") from None
     entries = {}
     for name, tensor in tensors.items():

@@ -11,11 +11,12 @@ pictures and the report, and what is done about memory that runs out.
 
 import json
 import threading
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lowmem import device as devices
 from lowmem.core.decoder import Decoder
@@ -23,16 +24,15 @@ from lowmem.core.step import TrainingStep
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError
 from lowmem.limits import Budget
-from lowmem.models.build import check_tokens, load_config, make_decoder
+from lowmem.models.build import check_length, load_config, make_decoder
 from lowmem.models.compatibility import check_pieces
 from lowmem.models.export import export_model
-from lowmem.models.load import random_weights, read_weights
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
 from lowmem.planning.target import planning_target
 from lowmem.run.signals import StopRequest
-from lowmem.run.train import make_step, plan_for_here, run
+from lowmem.run.train import initial_weights, make_step, page_locked, plan_for_here, run
 from lowmem.settings import Settings
 
 
@@ -52,13 +52,14 @@ class LoadedModel:
 
 def plan(settings: Settings) -> Plan:
     """What training would take: on the card that `settings.gpu` names, for which no GPU is needed, or else on the
-    device that is here. No weights are loaded. PlanError, with the smallest caps that would do, where nothing fits;
-    InputError for a model that cannot be trained in pieces."""
+    device that is here, which is the CPU where there is no GPU. (`python -m lowmem.plan` takes a card from its table
+    then.) No weights are loaded. PlanError, with the smallest caps that would do, where nothing fits; InputError for a
+    model that cannot be trained in pieces."""
     devices.set_environment()
     settings = replace(settings, plan_only=settings.gpu is not None)
     kind, precision, card = planning_target(settings)
     config = load_config(settings.model, settings.init)
-    check_tokens(config, settings.seq, largest_token_id=0)
+    check_length(config, settings.seq)
     return make_plan(settings, config, kind, precision, card)
 
 
@@ -78,27 +79,30 @@ def load(settings: Settings) -> LoadedModel:
     """Plans for this machine under both caps, caps GPU memory, and loads the weights that `settings` name, piece by
     piece, into their places. RAM is planned for and not watched. For one model a process: the cap and deterministic
     kernels are settings of the whole process. Batches may not be larger than `settings.batch`, and of token ids it is
-    not checked whether the vocabulary has them."""
+    not checked whether the vocabulary has them. UserWarning where there are no fused kernels, or no page-locked memory
+    for what is streamed: steps take longer then. LowmemError as in `train`."""
     devices.set_environment()
     settings = replace(settings, plan_only=False)
     with process_aside() as aside:
         _, precision, card = planning_target(settings)
         config = load_config(settings.model, settings.init)
-        check_tokens(config, settings.seq, largest_token_id=0)
+        check_length(config, settings.seq)
         device = devices.select_device(settings.device)
         tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
-        plan, _ = plan_for_here(settings, config, device, precision, card, aside)
+        plan, no_kernels = plan_for_here(settings, config, device, precision, card, aside)
     Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes).apply(plan.gpu_reserved_peak_bytes)
     devices.make_deterministic(device)
     decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
-    pretrained = settings.init == "pretrained"
-    weights = read_weights(decoder.model, settings.model) if pretrained else random_weights(config, settings.seed)
+    weights = initial_weights(settings, config, decoder)
     step = make_step(settings, decoder, device, plan)
     step.store.write(weights)
     check_pieces(decoder, config.vocab_size, settings.document_mask)
     if device.type == "cuda":
         devices.release_freed_memory()
-    step.store.page_lock()
+    plan, slow_copies = page_locked(step.store, plan)
+    for remark in (no_kernels, slow_copies):
+        if remark is not None:
+            warnings.warn(remark, stacklevel=2)
     return LoadedModel(settings, config, tokenizer, plan, decoder, step)
 
 
@@ -109,6 +113,5 @@ def export(model: LoadedModel, folder: str | Path) -> None:
     store = model.step.store
     export_model(
         Path(folder), model.config, store.masters(), order=store.names(), tokenizer=model.tokenizer,
-        generation_config=GenerationConfig.from_model_config(model.config),
         readme=f"# {model.plan.model}, every parameter trained with lowmem\n\n```\n{model.plan.describe()}\n```\n",
     )  # fmt: skip

@@ -189,49 +189,56 @@ def _step(checkpoint: Path) -> int:
 # ---------------------------------------------------------------------------------------------------------------- find
 
 
-def find_checkpoint(folder: Path, resume: str, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint to go on from, or None to start from step 0; the caller holds lock_run(folder).
+def find_checkpoints(folder: Path, resume: str, say: Callable[[str], None]) -> list[Path]:
+    """The checkpoints to go on from, the newest first, for load_newest; none: start from step 0. The caller holds
+    lock_run(folder).
 
-    `resume` is "never", "auto" (the newest valid checkpoint of `folder`; every byte is read and hashed, and one that is
-    incomplete or damaged is skipped with a sentence to `say`), or a folder: a checkpoint, which is taken as it is and
-    verified when it is loaded, or a run folder. Raises InputError where that folder holds no checkpoint.
+    `resume` is "never", "auto" (those of `folder`), or a folder: a checkpoint or a run folder. Raises InputError where
+    that folder holds no checkpoint.
     """
     root = folder / "checkpoints"
     if root.is_dir():
         _sweep(root)
     if resume == "auto":
-        return _newest_valid(root, say)
-    found = None if resume == "never" else _named_checkpoint(Path(resume), say)
-    unused = [path.name for path in _checkpoints(root) if found is None or not path.samefile(found)]
+        return _checkpoints(root)
+    found = [] if resume == "never" else _named_checkpoints(Path(resume))
+    used = {path.resolve() for path in found}
+    unused = [path.name for path in _checkpoints(root) if path.resolve() not in used]
     if unused:
         say(f"not used, and replaced by what this run will save: {', '.join(unused)} in {root}")
     return found
 
 
-def _named_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
+def _named_checkpoints(path: Path) -> list[Path]:
     if not path.is_dir():
         raise InputError(f"--resume {path}: there is no such folder")
     if _NAME.fullmatch(path.resolve().name) or (path / MANIFEST).exists():
-        return path
-    found = _newest_valid(path / "checkpoints", say) or _newest_valid(path, say)
-    if found is None:
-        raise InputError(f"--resume {path} is neither a checkpoint nor a run folder with a valid one")
+        return [path]
+    found = _checkpoints(path / "checkpoints") or _checkpoints(path)
+    if not found:
+        raise InputError(f"--resume {path} is neither a checkpoint nor a run folder with one")
     return found
 
 
-def _newest_valid(root: Path, say: Callable[[str], None]) -> Path | None:
-    for checkpoint in _checkpoints(root):
-        try:
-            manifest = Manifest(checkpoint)
-            for name in manifest.entries:
-                manifest.verify(name)
-            return checkpoint
-        except Damaged as problem:
-            say(f"warning: skipped the checkpoint {checkpoint.name}: {problem}")
-    return None
-
-
 # ---------------------------------------------------------------------------------------------------------------- load
+
+
+def load_newest(
+    checkpoints: list[Path], store: Store, expected: dict, say: Callable[[str], None], required: bool = False
+) -> tuple[Path, dict] | None:
+    """load_checkpoint of the first of `checkpoints` that is whole, and its state; those that are incomplete or damaged
+    are skipped with a sentence to `say`. Where none is whole: None, with a store of zeros, as it was made; or, where
+    one is `required`, what is wrong with the last is raised."""
+    for checkpoint in checkpoints:
+        try:
+            return checkpoint, load_checkpoint(checkpoint, store, expected)
+        except Damaged as problem:
+            if required and checkpoint == checkpoints[-1]:
+                raise
+            say(f"warning: skipped the checkpoint {checkpoint.name}: {problem}")
+    if checkpoints:
+        store.clear()
+    return None
 
 
 def load_checkpoint(checkpoint: Path, store: Store, expected: dict) -> dict:

@@ -8,11 +8,11 @@ nearest.
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import Field, asdict, fields
 from difflib import get_close_matches
 
 from lowmem.errors import InputError
-from lowmem.run.options import FLAGS, GROUPS, NAMES, OPTIONS, REFUSED, Option, switch, text
+from lowmem.run.options import FLAGS, NAMES, OPTIONS, REFUSED, TITLES, switch
 from lowmem.settings import DEMO, Settings, option_name, read_json_object
 from lowmem.units import format_size
 
@@ -80,13 +80,11 @@ def _build_parser(defaults: Settings) -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
         allow_abbrev=False,
     )
-    for title, options in GROUPS.items():
-        section = parser.add_argument_group(title)
-        for option in options:
-            shown = _shown(option, getattr(defaults, option.field))
-            help_text = f"{option.help} (default: {shown})".replace("%", "%%")
-            name = option_name(option.field)
-            section.add_argument(name, metavar=option.metavar, help=help_text, **_keywords(name[2:]))
+    for item in fields(Settings):
+        if item.name in TITLES:
+            section = parser.add_argument_group(TITLES[item.name])
+        name, metavar = option_name(item.name), item.metadata["metavar"] or OPTIONS[item.name][0]
+        section.add_argument(name, metavar=metavar, help=_help(item, defaults), **_keywords(name[2:]))
     config_help = "settings.json of another run, or any JSON object of options; what is typed wins over it"
     section.add_argument("--config", metavar="FILE", help=f"{config_help} (default: none)")
 
@@ -109,7 +107,7 @@ def _read_config(path: str) -> dict[str, object]:
         if _dashed(key) not in NAMES:
             raise InputError(f"{path}: {_explain_unknown(key)}")
         field, parse = NAMES[_dashed(key)]
-        if value is not None and parse is not text:
+        if value is not None and parse is not str:
             try:
                 value = parse(value if isinstance(value, str) else json.dumps(value))
             except ValueError as error:
@@ -143,12 +141,12 @@ def _keywords(name: str) -> dict[str, object]:
     return {"action": _Record, "dest": "typed", "default": argparse.SUPPRESS, **alone}
 
 
-def _shown(option: Option, value: object) -> str:
-    """A default, as --help prints it."""
-    if value is None:
-        return option.if_none
+def _help(item: Field, defaults: Settings) -> str:
+    value, shown = getattr(defaults, item.name), item.metadata["shown"]
     if isinstance(value, bool):
-        return "on" if value else "off"
-    if option.field.endswith("_bytes"):
-        return format_size(value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        shown = "on" if value else "off"
+    elif value is not None:
+        shown = (
+            format_size(value) if item.name.endswith("_bytes") else f"{value:g}" if isinstance(value, float) else value
+        )
+    return f"{item.metadata['help']} (default: {shown})".replace("%", "%%")

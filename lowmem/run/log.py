@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from lowmem.errors import first_line
 from lowmem.limits import Peaks
 from lowmem.settings import Settings
 from lowmem.units import GIB, format_size
@@ -170,8 +171,9 @@ class RunLog:
             return _in_time(action, _WANDB_LIMIT_SECONDS)
         except Exception as error:  # a logging service must never end a training run
             self._leave_wandb()
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self.say(f"wandb {failure} ({reason}); the run goes on without it, its rows are in metrics.jsonl")
+            self.say(
+                f"wandb {failure} ({first_line(error)}); the run goes on without it, its rows are in metrics.jsonl"
+            )
 
     def _leave_wandb(self) -> None:
         """Ends what there is of wandb, which would otherwise be done, without a limit, when Python exits."""

@@ -8,7 +8,7 @@ a traceback means a mistake of this code.
 import sys
 from pathlib import Path
 
-from lowmem.errors import CapExceeded, LowmemError
+from lowmem.errors import CapExceeded, LowmemError, first_line
 from lowmem.run.cli import parse_arguments
 from lowmem.run.signals import StopRequest, interrupt_ends_at_once
 from lowmem.settings import Settings
@@ -44,7 +44,7 @@ def _in_a_sentence(error: Exception, settings: Settings) -> LowmemError | None:
     """What the user is told; None for what should not happen."""
     import torch
 
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = first_line(error)
     if isinstance(error, LowmemError):
         return error
     if isinstance(error, torch.OutOfMemoryError):

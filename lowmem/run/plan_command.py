@@ -10,7 +10,7 @@ from lowmem.core.precision import WORKING_DTYPES
 from lowmem.device import set_environment
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.limits import CONTEXT_BYTES
-from lowmem.models.build import check_tokens, load_config
+from lowmem.models.build import check_length, load_config
 from lowmem.models.compatibility import architecture_blamed
 from lowmem.planning.planner import make_plan
 from lowmem.planning.target import planning_target
@@ -42,8 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
     """`python -m lowmem.plan`: the plan of any Hugging Face decoder, without a GPU and without weights."""
     parser = argparse.ArgumentParser(prog="python -m lowmem.plan", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="hub name, folder or config.json")
-    parser.add_argument("--seq", type=int, default=1024, help="tokens per sequence (%(default)s)")
-    parser.add_argument("--batch", type=int, default=64, help="sequences per optimizer step (%(default)s)")
+    parser.add_argument("--seq", type=int, default=Settings.seq, help="tokens per sequence (%(default)s)")
+    parser.add_argument("--batch", type=int, default=Settings.batch, help="sequences per optimizer step (%(default)s)")
     parser.add_argument("--gpu-limit", help="cap of GPU memory, or none (11GiB; with --gpu: what the card has)")
     parser.add_argument("--ram-limit", default="none", help="cap of RAM (%(default)s)")
     parser.add_argument("--gpu", metavar="CARD", help=f"plan for this card: {', '.join(CARDS)}")
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         )  # fmt: skip
         device, precision, card = planning_target(settings)
         config = load_config(options.model, "random")
-        check_tokens(config, settings.seq, largest_token_id=0)
+        check_length(config, settings.seq)
         if options.gpus is not None:
             return _advice(options, settings, config, card)
         plan = make_plan(settings, config, device, precision, card)

@@ -11,11 +11,12 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.parameters import Store
 from lowmem.data.tokenizer import is_byte_level
+from lowmem.errors import first_line
 from lowmem.limits import Budget
 from lowmem.models.export import export_model
 from lowmem.planning.plan import Plan
@@ -129,11 +130,10 @@ def finish(
         try:
             log.say(_sample(decoder, tokenizer, settings.sample_prompt))
         except torch.OutOfMemoryError as error:
-            log.say(f"no sample: out of memory ({str(error).splitlines()[0]})")
-    generation_config = GenerationConfig.from_model_config(config)
+            log.say(f"no sample: out of memory ({first_line(error)})")
     export_model(
         folder / "model", config, store.masters(), order=store.names(), tokenizer=tokenizer,
-        generation_config=generation_config, readme=_model_readme(plan, log.rows),
+        readme=_model_readme(plan, log.rows),
     )  # fmt: skip
     budget.enter("report")
     budget.check("the export")

@@ -3,12 +3,13 @@
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from lowmem import device as devices
@@ -22,7 +23,7 @@ from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError, LowmemError, Stopped
 from lowmem.limits import Budget, ram_available_bytes
-from lowmem.models.build import check_tokens, first_few, load_config, make_decoder, most_positions
+from lowmem.models.build import check_length, first_few, load_config, make_decoder
 from lowmem.models.compatibility import check_pieces
 from lowmem.models.load import random_weights, read_weights
 from lowmem.planning.plan import Plan
@@ -30,7 +31,7 @@ from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
 from lowmem.planning.ram import Process
 from lowmem.planning.target import planning_target
-from lowmem.run.checkpoint import find_checkpoint, load_checkpoint, lock_run, save_checkpoint
+from lowmem.run.checkpoint import find_checkpoints, load_newest, lock_run, save_checkpoint
 from lowmem.run.learning_rate import learning_rate, warmup_updates
 from lowmem.run.log import RunLog, step_row, write_json
 from lowmem.run.recovery import OutOfRoom, recovery_of, with_pageable_copies
@@ -53,7 +54,7 @@ def run_planned(settings: Settings, stop: StopRequest, aside: Callable | None) -
     """`aside`: where training's plan is made (process.py)."""
     kind, precision, card = planning_target(settings)
     config = load_config(settings.model, settings.init)
-    check_tokens(config, settings.seq, largest_token_id=0)
+    check_length(config, settings.seq)
     if settings.plan_only:
         plan = make_plan(settings, config, kind, precision, card)
         print(plan.describe())
@@ -78,12 +79,12 @@ def plan_and_train(
     """A run that has its folder to itself; what is refused here leaves nothing in it."""
     device = devices.select_device(settings.device)
     tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
-    data = read_data(settings, config, tokenizer)  # what cannot be trained on is refused before anything slow
-    plan, no_kernel = plan_for_here(settings, config, device, precision, card, aside)
+    data = load_data(settings, tokenizer, config.vocab_size)  # before anything slow: it may be refused
+    plan, remark = plan_for_here(settings, config, device, precision, card, aside)
     with closing(RunLog(Path(settings.out), settings)) as log:
         log.say(plan.describe())
-        if no_kernel is not None:
-            log.say(f"without fused kernels, which takes more memory and time: {no_kernel}")
+        if remark is not None:
+            log.say(remark)
         decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
         train(settings, config, decoder, device, plan, tokenizer, data, stop, log)
 
@@ -100,7 +101,7 @@ def plan_for_here(
         devices.forget_allocations(device)
     free, process = ram_available_bytes()[0], Process.here()
     plan = aside(make_plan, settings, config, device.type, precision, card, free, no_kernel is None, process)
-    return plan, no_kernel
+    return plan, no_kernel and f"without fused kernels, which takes more memory and time: {no_kernel}"
 
 
 def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan) -> TrainingStep:
@@ -113,15 +114,23 @@ def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: 
     )  # fmt: skip
 
 
-def read_data(settings: Settings, config: PretrainedConfig, tokenizer) -> Data:
-    """The batches that the settings ask for."""
-    return load_data(
-        spec=settings.data, eval_spec=settings.eval_data, eval_fraction=settings.eval_fraction,
-        text_field=settings.text_field, train_on=settings.train_on, tokenizer=tokenizer, seq=settings.seq,
-        batch=settings.batch, steps=settings.steps, seed=settings.seed, document_mask=settings.document_mask,
-        fixed_batch=settings.fixed_batch, vocabulary_size=config.vocab_size,
-        max_positions=most_positions(config),
-    )  # fmt: skip
+def initial_weights(settings: Settings, config: PretrainedConfig, decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter's name and fp32 CPU tensor, or runs of it; InputError where a model's files do not fit it."""
+    if settings.init == "pretrained":
+        return read_weights(decoder.model, settings.model)
+    return random_weights(config, settings.seed)
+
+
+def page_locked(store: Store, plan: Plan) -> tuple[Plan, str | None]:
+    """`plan` with the streamed states of `store` page-locked, and None; where that is refused, with the time that a
+    step takes then, and a sentence on it."""
+    if store.page_lock():
+        return plan, None
+    plan = with_pageable_copies(plan)
+    return plan, (
+        "page-locked memory was refused, so states are streamed from pageable memory: a step now takes about "
+        f"{plan.step_seconds:.3g} s, {plan.waiting_seconds:.2g} s of it waiting for copies"
+    )
 
 
 def train(
@@ -139,10 +148,9 @@ def train(
     budget.apply(plan.gpu_reserved_peak_bytes)
     budget.enter("load")
     devices.make_deterministic(device)
-    checkpoint = find_checkpoint(folder, settings.resume, log.say)
-    if checkpoint is None:  # before anything is allocated: what does not fit is refused here
-        pretrained = settings.init == "pretrained"
-        weights = read_weights(decoder.model, settings.model) if pretrained else random_weights(config, settings.seed)
+    checkpoints = find_checkpoints(folder, settings.resume, log.say)
+    # Before anything is allocated: what does not fit is refused here.
+    weights = None if checkpoints else initial_weights(settings, config, decoder)
     step = make_step(settings, decoder, device, plan)
     store, loss_scale = step.store, step.loss_scale
     recovery = recovery_of(step, store, decoder.head_weight.shape[1], plan, log.say)
@@ -153,8 +161,9 @@ def train(
 
     for sentence in opening_remarks(settings, tokenizer, device):
         log.say(sentence)
-    if checkpoint is None:
-        store.write(weights)
+    loaded = load_newest(checkpoints, store, identity, log.say, required=settings.resume != "auto")
+    if loaded is None:
+        store.write(weights or initial_weights(settings, config, decoder))
         check_pieces(decoder, config.vocab_size, settings.document_mask)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what only that needed
@@ -162,7 +171,7 @@ def train(
             log.say(f"report.json, the pictures and model/ in {folder} are an earlier run's until this one ends")
         first, skipped, eval_first = 0, 0, evaluate()
     else:
-        state = load_checkpoint(checkpoint, store, identity)
+        checkpoint, state = loaded
         first, step.updates, eval_first = state["step"], state["updates"], state["eval_first"]
         skipped = state["skipped"]
         loss_scale.load(state["loss_scale"])
@@ -170,12 +179,9 @@ def train(
         log.say(f"going on from {checkpoint}: {first} of {steps} steps are done")
     if device.type == "cuda":
         devices.release_freed_memory()  # before states take up their room
-    if not store.page_lock():
-        plan = with_pageable_copies(plan)
-        log.say(
-            "page-locked memory was refused, so states are streamed from pageable memory: a step now takes about "
-            f"{plan.step_seconds:.3g} s, {plan.waiting_seconds:.2g} s of it waiting for copies"
-        )
+    plan, remark = page_locked(store, plan)
+    if remark is not None:
+        log.say(remark)
     write_json(folder / "plan.json", plan.to_dict())
     write_json(folder / "settings.json", asdict(settings))
     log.start(first, steps, plan.to_dict())

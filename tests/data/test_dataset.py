@@ -1,9 +1,11 @@
+import dataclasses
 import json
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,26 +18,15 @@ from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
 from lowmem.data.sources import open_source
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
+from lowmem.settings import Settings
 
 END = 256
 
 
-def load(spec, tokenizer=None, **options):
-    defaults = dict(
-        eval_spec=None,
-        eval_fraction=0,
-        text_field="text",
-        train_on="completion",
-        seq=16,
-        batch=2,
-        steps=None,
-        seed=0,
-        document_mask=False,
-        fixed_batch=False,
-        vocabulary_size=257,
-        max_positions=1024,
-    )
-    return load_data(spec=str(spec), tokenizer=tokenizer or byte_level_tokenizer(), **{**defaults, **options})
+def load(spec, tokenizer=None, vocabulary_size=257, **options):
+    """load_data; its settings may hold what Settings refuse (--eval-fraction 0)."""
+    chosen = dataclasses.asdict(Settings(seq=16, batch=2)) | {"data": str(spec), "eval_fraction": 0} | options
+    return load_data(SimpleNamespace(**chosen), tokenizer or byte_level_tokenizer(), vocabulary_size)
 
 
 def write_rows(path, rows):
@@ -69,7 +60,7 @@ def trained_text(batch, row=0) -> str:
 def test_packed_rows_are_the_documents_end_to_end_with_nothing_lost_but_the_tail(tmp_path):
     texts = [f"document {index} " * (index + 1) for index in range(9)]
     rows = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    evaluation = load(rows, eval_spec=str(rows)).evaluation  # the same rows in their order
+    evaluation = load(rows, eval_data=str(rows)).evaluation  # the same rows in their order
     expected = [token for text in texts for token in [*text.encode(), END]]
     tokens = all_tokens(evaluation)
     assert tokens == expected[: len(tokens)] and len(expected) - len(tokens) < 16
@@ -80,7 +71,7 @@ def test_packed_rows_are_the_documents_end_to_end_with_nothing_lost_but_the_tail
 
 def test_document_mask_restarts_positions_and_trains_no_first_token_of_a_document(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"text": "abc"}, {"text": "d"}, {"text": "efghijk"}])
-    batch = load(path, seq=10, batch=1, document_mask=True, eval_spec=str(path)).evaluation.batch(0)
+    batch = load(path, seq=10, batch=1, document_mask=True, eval_data=str(path)).evaluation.batch(0)
     assert "".join(token for token, _ in shown(batch, 0)) == "abc$d$efgh"
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3]]
     assert batch.document_ids.tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 2, 2]]
@@ -154,7 +145,7 @@ def test_a_batch_larger_than_the_data_repeats_it(tmp_path):
 
 def test_evaluation_keeps_its_order_ends_with_a_smaller_batch_and_cycles(tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"{index:07d}\n" for index in range(10)))
-    rows = load(tmp_path / "a.txt", eval_spec=str(tmp_path / "a.txt")).evaluation
+    rows = load(tmp_path / "a.txt", eval_data=str(tmp_path / "a.txt")).evaluation
     assert (rows.rows, len(rows)) == (5, 3) and rows.batch(2).input_ids.shape == (1, 16)
     firsts = [bytes(rows.batch(index).input_ids[0, :7].tolist()) for index in (0, 1, 2)]
     assert firsts == [b"0000000", b"0000004", b"0000008"]
@@ -179,11 +170,11 @@ def test_prompt_and_completion_train_the_completion_and_the_true_end_of_text(tmp
     path = write_rows(
         tmp_path / "a.jsonl", [{"prompt": "Q:", "completion": " yes"}, {"prompt": "Say", "completion": " a"}]
     )
-    batch = load(path, eval_spec=str(path)).evaluation.batch(0)
+    batch = load(path, eval_data=str(path)).evaluation.batch(0)
     assert batch.input_ids.shape == (2, 6)  # padded to the longest of the batch, not to seq
     assert shown(batch, 0) == [("Q", ""), (":", " "), (" ", "y"), ("y", "e"), ("e", "s"), ("s", "$")]
     assert shown(batch, 1) == [("S", ""), ("a", ""), ("y", " "), (" ", "a"), ("a", "$"), ("$", "")]
-    everything = load(path, train_on="all", eval_spec=str(path)).evaluation.batch(0)
+    everything = load(path, train_on="all", eval_data=str(path)).evaluation.batch(0)
     assert trained_text(everything, 0) == ": yes$"
     assert load(path, document_mask=True).train.batch(0).document_ids is None
 
@@ -196,7 +187,7 @@ def test_alpaca_columns_use_alpacas_wording_with_and_without_input(tmp_path):
             {"instruction": "Greet.", "input": "", "output": "Hi", "text": "its own rendering"},
         ],
     )
-    data = load(path, seq=512, eval_spec=str(path))
+    data = load(path, seq=512, eval_data=str(path))
     batch = data.evaluation.batch(0)
     prompts = ["".join(token for token, _ in shown(batch, row)) for row in (0, 1)]
     assert "request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3" in prompts[0]
@@ -232,7 +223,7 @@ def test_a_tokenizers_own_template_is_used_and_its_end_is_not_doubled(tmp_path):
         "{% if add_generation_prompt %}<a>{% endif %}"
     )
     path = write_rows(tmp_path / "a.jsonl", [{"messages": CONVERSATION[:2]}, {"messages": CONVERSATION[:3]}])
-    data = load(path, tokenizer, seq=128, eval_spec=str(path))
+    data = load(path, tokenizer, seq=128, eval_data=str(path))
     batch = data.evaluation.batch(0)
     assert trained_text(batch, 0) == "Hello$\n"
     assert trained_text(batch, 1) == "Hello$\n"  # the open question after it is not trained, nor its end
@@ -258,7 +249,7 @@ def test_long_examples_are_cut_and_counted_and_dropped_when_no_trained_token_is_
             {"prompt": "p" * 14, "completion": "cc"},
         ],
     )
-    data = load(path, eval_spec=str(path))
+    data = load(path, eval_data=str(path))
     batches = [data.evaluation.batch(0), data.evaluation.batch(1)]
     assert data.evaluation.rows == 3 and batches[0].input_ids.shape == (2, 16)
     assert trained_text(batches[0], 0) == "c" * 16  # cut off: no end-of-text is taught
@@ -322,7 +313,7 @@ def test_a_batch_names_the_lines_that_its_text_is_from(tmp_path):
     texts = [f"[{line:03d}]" + "x" * (line % 13) for line in range(1, 101)]
     path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     lines = [line for line, text in enumerate(texts, 1) for _ in f"{text}$"]
-    data = load(path, eval_spec=str(path), batch=1)
+    data = load(path, eval_data=str(path), batch=1)
     for row in range(data.evaluation.rows):  # in their order
         first, last = lines[16 * row], lines[16 * row + 16]
         at = f" at {(16 * row - lines.index(first)) / lines.count(first):.2%}"
@@ -345,7 +336,7 @@ def test_a_batch_names_files_examples_and_places_in_a_long_text(tmp_path):
     for name in ("m", "n"):
         (folder / f"{name}.txt").write_text(name)
     write_rows(folder / "z.jsonl", [{"text": "row"}, {"text": "and the next row, at the end"}])
-    rows = load(folder, eval_spec=str(folder), batch=1).evaluation
+    rows = load(folder, eval_data=str(folder), batch=1).evaluation
     assert rows.where(0) == [f"{folder}/long.txt at 0.00%"] and rows.where(25) == [f"{folder}/long.txt at 50.00%"]
     assert rows.where(50) == [f"{folder}/{name}" for name in ("m.txt", "n.txt", "z.jsonl:1-2")]
     path = write_rows(tmp_path / "pairs.jsonl", [{"prompt": "p" * index, "completion": "c"} for index in range(1, 12)])
@@ -457,11 +448,6 @@ def test_a_token_id_outside_the_models_vocabulary_is_refused_with_its_place(tmp_
         load(tmp_path / "a.jsonl", tokenizer, vocabulary_size=190)
 
 
-def test_rows_longer_than_the_models_positions_are_refused_before_anything_is_read():
-    with pytest.raises(InputError, match="--seq 2048 .* 1024 positions"):
-        load("no such file", seq=2048)
-
-
 def test_fingerprint_changes_with_tokens_vocabulary_and_rows(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"text": f"document {index} " * 3} for index in range(20)])
     tokenizer = byte_level_tokenizer()
@@ -485,7 +471,7 @@ def test_fingerprint_changes_with_tokens_vocabulary_and_rows(tmp_path):
 def hub(tmp_path, monkeypatch):
     """A folder per hub id; `datasets` loads from there what it would load from the hub."""
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(sources, "hub_is_reachable", lambda: True)
+    monkeypatch.setattr(sources.hub, "is_reachable", lambda: True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     asked = []
 
@@ -560,7 +546,7 @@ def test_a_hub_data_set_is_read_by_its_columns_and_blank_rows_are_skipped(hub, m
 
 def test_an_unreachable_hub_is_one_sentence_and_no_wait(monkeypatch):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(sources, "hub_is_reachable", lambda: False)
+    monkeypatch.setattr(sources.hub, "is_reachable", lambda: False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     start = time.perf_counter()
     for spec in ("org/no-such-data", "wikitext", "codeparrot"):
@@ -572,7 +558,7 @@ def test_an_unreachable_hub_is_one_sentence_and_no_wait(monkeypatch):
 
 def test_a_data_set_with_a_script_and_a_missing_package_are_named(monkeypatch):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(sources, "hub_is_reachable", lambda: True)
+    monkeypatch.setattr(sources.hub, "is_reachable", lambda: True)
 
     def refuse(*_, **__):
         raise RuntimeError("Dataset scripts are no longer supported, but found old.py")

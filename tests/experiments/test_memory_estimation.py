@@ -23,6 +23,7 @@ from experiments.harness.tables import written
 from experiments.memory_estimation import estimate, measure, published, ram, rows, run, table
 from experiments.memory_estimation.models import MODELS, Model, positions
 from experiments.memory_estimation.plain import record_plain
+from lowmem.distributed import rank
 from lowmem.errors import InputError
 from lowmem.models.build import build_model
 from lowmem.simulate.gpus import CARDS
@@ -184,6 +185,10 @@ def test_a_rule_that_is_not_written_down_is_refused_by_name():
         F.prelu(torch.ones(3), torch.ones(1))
     with CudaAutocast(), pytest.raises(InputError, match="addcmul"):
         torch.addcmul(torch.ones(3), torch.ones(3, dtype=torch.bfloat16), torch.ones(3))
+
+
+def test_what_several_gpus_correct_of_the_cpus_autocast_is_of_these_rules():
+    assert rank._CUDA_IN_FP32 <= set(autocast.IN_FP32)
 
 
 def test_under_autocast_activations_shrink_and_weights_do_not():

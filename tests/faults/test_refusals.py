@@ -132,7 +132,7 @@ def test_an_out_that_cannot_be_a_folder_is_refused(train, tmp_path, capsys, opti
 
 
 def test_a_second_run_in_a_folder_is_refused_before_its_data_are_read(train, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(lowmem.run.train, "load_data", lambda **_: pytest.fail("data were read"))
+    monkeypatch.setattr(lowmem.run.train, "load_data", lambda *_: pytest.fail("data were read"))
     with lock_run(tmp_path / "out"):
         assert train(tmp_path / "out") == 2
         assert "another run is writing to" in last_line(capsys)

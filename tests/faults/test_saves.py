@@ -35,7 +35,7 @@ from lowmem.core.step import TrainingStep
 from lowmem.errors import InputError, LowmemError
 from lowmem.files import Manifest, to_json, write_manifest
 from lowmem.run import checkpoint as checkpoint_module
-from lowmem.run.checkpoint import find_checkpoint, load_checkpoint, lock_run, save_checkpoint
+from lowmem.run.checkpoint import find_checkpoints, load_checkpoint, load_newest, lock_run, save_checkpoint
 
 RESIDENT, MIXED, STREAMED = 99, 2, 0
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -96,9 +96,11 @@ def names_in(folder: Path) -> list[str]:
     return sorted(os.listdir(folder / "checkpoints"))
 
 
-def newest(folder: Path) -> tuple[Path | None, list[str]]:
+def newest(folder: Path, store: Store) -> tuple[Path | None, list[str]]:
+    """The newest valid checkpoint, which is loaded into `store`, and what was said."""
     said: list[str] = []
-    return find_checkpoint(folder, "auto", said.append), said
+    loaded = load_newest(find_checkpoints(folder, "auto", said.append), store, {}, said.append)
+    return loaded and loaded[0], said
 
 
 # --------------------------------------------------------------------------------------------------- what is in a file
@@ -161,8 +163,7 @@ def test_tensors_of_many_chunks_and_writes_that_the_system_cuts_short(tmp_path, 
     monkeypatch.setattr(files, "open", lambda path, mode, buffering: Short(path, mode), raising=False)
     saved, loaded = make_store("bf16", fill=1), make_store("bf16", fill=2)
     save(tmp_path, saved, 1)
-    checkpoint, said = newest(tmp_path)
-    load_checkpoint(checkpoint, loaded, {})
+    _, said = newest(tmp_path, loaded)
     assert differences(loaded, saved) == [] and said == []
 
 
@@ -207,7 +208,7 @@ def test_a_run_stopped_twice_is_bitwise_the_run_that_was_not(tmp_path, precision
         state = make_state(stop) | {"updates": step.updates, "loss_scale": step.loss_scale.state()}
         save_checkpoint(tmp_path, store, state, keep_last=2)
         step, store = fresh(precision, optimizer, resident_units, seed=index + 1)  # other weights: all must go
-        state = load_checkpoint(newest(tmp_path)[0], store, {})
+        state = load_checkpoint(newest(tmp_path, store)[0], store, {})
         done, step.updates = state["step"], state["updates"]
         step.loss_scale.load(state["loss_scale"])
     continued += train(step, done, steps)
@@ -320,7 +321,7 @@ def test_a_save_that_ends_at_any_stage_leaves_a_valid_checkpoint(tmp_path, monke
                 run(stop)
             assert stage > commit or not list(folder.glob("checkpoints/.tmp*")), "an error leaves nothing behind"
 
-        checkpoint, said = newest(folder)
+        checkpoint, said = newest(folder, loaded)
         assert said == [], event
         assert not list(folder.glob("checkpoints/.*")), "what a killed save left is swept"
         possible = {old_step: store for old_step, store in old.items() if old_step == max(before)}
@@ -329,8 +330,7 @@ def test_a_save_that_ends_at_any_stage_leaves_a_valid_checkpoint(tmp_path, monke
         if checkpoint is None:
             assert possible == {}, event
         else:
-            found = load_checkpoint(checkpoint, loaded, {})["step"]
-            assert differences(loaded, possible[found]) == [], event
+            assert differences(loaded, possible[int(checkpoint.name[-8:])]) == [], event
 
 
 def test_all_is_on_the_disk_before_the_rename_and_nothing_is_removed_before_it(tmp_path, monkeypatch):
@@ -367,7 +367,7 @@ def test_a_full_disk_is_found_before_a_byte_is_written(tmp_path, monkeypatch):
         save(tmp_path, store, 2)
     stages.end()
     assert caught.value.exit_code == 1 and "write" not in dict(stages.events)
-    assert newest(tmp_path)[0].name == "step-00000001"
+    assert newest(tmp_path, store)[0].name == "step-00000001"
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root may mount")
@@ -390,7 +390,7 @@ def test_a_disk_that_fills_up_while_saving(tmp_path, monkeypatch):
         with pytest.raises(LowmemError, match="No space left on device.*still there.*free some room"):
             save(folder, store, 2)
         assert names_in(folder) == ["step-00000001"]
-        load_checkpoint(newest(folder)[0], loaded, {})
+        newest(folder, loaded)
         assert differences(loaded, store) == []
         shutil.rmtree(folder / "checkpoints")
         save(folder, store, 2)  # room again
@@ -446,8 +446,8 @@ def test_a_damaged_checkpoint_is_skipped_and_the_file_named(tmp_path):
         path = second / name
         sound = path.read_bytes()
         path.unlink() if content is None else path.write_bytes(content)
-        checkpoint, said = newest(tmp_path)
-        assert checkpoint == first, (name, how)
+        checkpoint, said = newest(tmp_path, other)
+        assert (checkpoint, differences(other, store)) == (first, []), (name, how)
         assert len(said) == 1 and str(path) in said[0] and "skipped" in said[0], (name, how, said)
         with pytest.raises(InputError) as caught:
             load_checkpoint(second, other, {})
@@ -455,26 +455,29 @@ def test_a_damaged_checkpoint_is_skipped_and_the_file_named(tmp_path):
         path.write_bytes(sound)
         count += 1
     assert count > 150
-    assert newest(tmp_path) == (second, [])
+    assert newest(tmp_path, other) == (second, [])
 
 
 def test_with_nothing_valid_left_a_run_starts_anew_and_says_why(tmp_path):
-    assert newest(tmp_path) == (None, [])
-    (save(tmp_path, make_store(), 1) / "state.json").unlink()
+    store, new = make_store(fill=2), make_store()
+    for tensor in tensors_of(new).values():
+        tensor.zero_()
+    assert newest(tmp_path, store) == (None, []) and differences(store, make_store(fill=2)) == []
+    part = save(tmp_path, make_store(fill=1), 1) / (store.parts[-1].name.replace(" ", "-") + ".safetensors")
+    part.write_bytes(part.read_bytes()[:-1] + b"?")  # found when the files before it have been loaded
     (tmp_path / "checkpoints" / "step-00000002").mkdir()  # the newest folder, empty
-    checkpoint, said = newest(tmp_path)
-    assert checkpoint is None
-    assert ["step-00000002" in said[0], "manifest.json" in said[0], "state.json" in said[1]] == [True] * 3
+    checkpoint, said = newest(tmp_path, store)
+    assert checkpoint is None and differences(store, new) == []
+    assert ["step-00000002" in said[0], "manifest.json" in said[0], part.name in said[1]] == [True] * 3
 
 
 def test_a_damaged_newest_checkpoint_is_replaced_when_its_step_comes_again(tmp_path):
     store, loaded = make_store(fill=1), make_store()
     save(tmp_path, store, 1)
     (save(tmp_path, store, 2) / "manifest.json").write_text("{}")
-    assert newest(tmp_path)[0].name == "step-00000001"
+    assert newest(tmp_path, loaded)[0].name == "step-00000001"
     save(tmp_path, store, 2)
-    checkpoint, said = newest(tmp_path)
-    load_checkpoint(checkpoint, loaded, {})
+    checkpoint, said = newest(tmp_path, loaded)
     assert (checkpoint.name, said, differences(loaded, store)) == ("step-00000002", [], [])
 
 
@@ -485,7 +488,7 @@ def test_the_last_k_are_kept_and_what_a_restart_left_behind_goes(tmp_path):
     assert names_in(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
     save(tmp_path, store, 123456789, keep_last=2)
     assert names_in(tmp_path) == ["step-00000005", "step-123456789"]
-    assert newest(tmp_path)[0].name == "step-123456789"
+    assert newest(tmp_path, store)[0].name == "step-123456789"
     save(tmp_path, store, 0, keep_last=2)  # --resume never in the same folder
     assert names_in(tmp_path) == ["step-00000000"]
 
@@ -494,19 +497,23 @@ def test_resume_takes_a_checkpoint_a_run_folder_or_nothing(tmp_path):
     store = smallest_store()
     first, second = save(tmp_path / "one", store, 1), save(tmp_path / "one", store, 2)
     said: list[str] = []
-    assert find_checkpoint(tmp_path / "two", str(first), said.append) == first
-    assert find_checkpoint(tmp_path / "two", str(tmp_path / "one"), said.append) == second
-    assert find_checkpoint(tmp_path / "two", str(tmp_path / "one" / "checkpoints"), said.append) == second
-    assert find_checkpoint(tmp_path / "two", "never", said.append) is None
+    assert find_checkpoints(tmp_path / "two", str(first), said.append) == [first]
+    for folder in (tmp_path / "one", tmp_path / "one" / "checkpoints"):
+        assert find_checkpoints(tmp_path / "two", str(folder), said.append) == [second, first]
+    assert find_checkpoints(tmp_path / "two", "never", said.append) == []
     assert said == [] and not (tmp_path / "two").exists()
-    assert find_checkpoint(tmp_path / "one", "never", said.append) is None
+    assert find_checkpoints(tmp_path / "one", "never", said.append) == []
     assert "step-00000001" in said[0] and "step-00000002" in said[0]
-    assert find_checkpoint(tmp_path / "one", str(first), said.append) == first
+    assert find_checkpoints(tmp_path / "one", str(first), said.append) == [first]
     assert "step-00000001" not in said[1] and "step-00000002" in said[1]
     (tmp_path / "file").touch()
     for wrong in ("nowhere", "file", "."):
         with pytest.raises(InputError, match="--resume"):
-            find_checkpoint(tmp_path / "two", str(tmp_path / wrong), said.append)
+            find_checkpoints(tmp_path / "two", str(tmp_path / wrong), said.append)
+    (second / "manifest.json").unlink()
+    assert load_newest([second, first], store, {}, said.append, required=True)[0] == first
+    with pytest.raises(InputError, match="manifest.json cannot be read"):
+        load_newest([second], store, {}, said.append, required=True)
 
 
 def test_a_hash_whose_package_is_missing_is_said_and_the_other_one_works(tmp_path, monkeypatch):
@@ -516,11 +523,11 @@ def test_a_hash_whose_package_is_missing_is_said_and_the_other_one_works(tmp_pat
     assert json.loads((checkpoint / "manifest.json").read_text())["hash"] == "xxh3_128"
     monkeypatch.setitem(files._HASHES, "xxh3_128", None)
     with pytest.raises(InputError, match="pip install xxhash"):
-        newest(tmp_path)
+        newest(tmp_path, store)
     monkeypatch.setattr(files, "_HASH", "blake2b")
     checkpoint = save(tmp_path / "other", store, 1)
     assert json.loads((checkpoint / "manifest.json").read_text())["hash"] == "blake2b"
-    assert newest(tmp_path / "other") == (checkpoint, [])
+    assert newest(tmp_path / "other", store) == (checkpoint, [])
 
 
 # ---------------------------------------------------------------------------------------------------- what is refused
@@ -571,7 +578,6 @@ def test_a_state_that_lacks_what_a_run_needs_is_refused(tmp_path, key):
 
     checkpoint = save(tmp_path, make_store(), 1)
     rewrite(checkpoint, leave_out)
-    assert newest(tmp_path) == (checkpoint, [])
     assert f"state.json lacks {key}" in refused(checkpoint, make_store(), {})
 
 
@@ -696,7 +702,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.decoder import Decoder
-from lowmem.run.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from lowmem.run.checkpoint import find_checkpoints, load_newest, save_checkpoint
 from lowmem.core.parameters import Store
 
 with torch.device("meta"):
@@ -719,13 +725,12 @@ def mark():
 folder = Path(sys.argv[1])
 state = dict.fromkeys(("step", "updates", "loss_scale", "skipped", "eval_first", "recoveries"), 1)
 print(rise_mib(lambda: save_checkpoint(folder, store, state, keep_last=1)))
-print(rise_mib(lambda: find_checkpoint(folder, "auto", print)))
-print(rise_mib(lambda: load_checkpoint(folder / "checkpoints" / "step-00000001", store, {})))
+print(rise_mib(lambda: load_newest(find_checkpoints(folder, "auto", print), store, {}, print)))
 """
 
 
 def test_saving_and_loading_take_one_chunk_of_ram(tmp_path):
     run = subprocess.run([sys.executable, "-c", MEASURED, tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    save_mib, find_mib, load_mib = (float(line) for line in run.stdout.split())
-    assert max(save_mib, find_mib, load_mib) < 32, (save_mib, find_mib, load_mib)
+    save_mib, load_mib = (float(line) for line in run.stdout.split())
+    assert max(save_mib, load_mib) < 32, (save_mib, load_mib)

@@ -26,7 +26,7 @@ from lowmem.errors import InputError, LowmemError
 from lowmem.models import build as lowmem_models
 from lowmem.models import export as lowmem_export
 from lowmem.models import load
-from lowmem.models.build import build_model, check_tokens, load_config, model_folder
+from lowmem.models.build import build_model, check_length, load_config, model_folder
 from lowmem.models.export import export_model
 from lowmem.models.load import random_weights, read_weights
 
@@ -705,7 +705,7 @@ def test_offline_mode_does_not_ask_the_hub(hub, monkeypatch):
 
 
 def test_hub_that_never_answers_is_given_up(hub, monkeypatch):
-    monkeypatch.setattr(lowmem_models, "HUB_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(lowmem_models.hub, "TIMEOUT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         set_endpoint(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(InputError, match="cannot be reached .*Timeout"):
@@ -789,14 +789,12 @@ def test_gated_model_says_what_to_do(hub, gpt2, tmp_path, monkeypatch):
             load_config("someone/tiny", "pretrained")
 
 
-# ------------------------------------------------------------------------------------------------------ token limits
+# ---------------------------------------------------------------------------------------------------- sequence length
 
 
-def test_sequences_and_ids_beyond_the_model_are_refused():
+def test_sequences_beyond_the_model_are_refused():
     config = transformers.GPT2Config()
-    check_tokens(config, 1024, 50256)
+    check_length(config, 1024)
     with pytest.raises(InputError, match="--seq 1025 is longer than the 1024 positions"):
-        check_tokens(config, 1025, 0)
-    with pytest.raises(InputError, match="token id 50257 lies outside .* 50257"):
-        check_tokens(config, 8, 50257)
-    check_tokens(family_config("bloom"), 10**6, 60)  # ALiBi: no table of positions
+        check_length(config, 1025)
+    check_length(family_config("bloom"), 10**6)  # ALiBi: no table of positions

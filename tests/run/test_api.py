@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import lowmem
+from lowmem.data.dataset import load_data
 from lowmem.run.learning_rate import learning_rate, warmup_updates
-from lowmem.run.train import read_data
+from lowmem.simulate.gpus import card_named
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = lowmem.Settings(
@@ -37,6 +38,7 @@ def test_importing_lowmem_imports_nothing_heavy():
 
 
 def test_every_name_is_there_and_plan_is_a_function_also_after_its_program_was_run():
+    assert set(lowmem.__all__) == set(lowmem._HOMES)
     for name in lowmem.__all__:
         assert getattr(lowmem, name).__name__ == name
         assert name in dir(lowmem)
@@ -64,7 +66,7 @@ def test_a_loop_of_one_s_own_gives_the_bits_of_a_run(tmp_path):
     report = lowmem.train(settings)
     assert report["steps"] == 3
     model = lowmem.load(settings)
-    data = read_data(settings, model.config, model.tokenizer)
+    data = load_data(settings, model.tokenizer, model.config.vocab_size)
     for number in range(3):
         warmup = warmup_updates(settings.warmup_steps, 3)
         rate = learning_rate(number, peak=1e-3, updates=3, warmup_updates=warmup, schedule="cosine")
@@ -73,6 +75,22 @@ def test_a_loop_of_one_s_own_gives_the_bits_of_a_run(tmp_path):
     lowmem.export(model, tmp_path / "model")
     ours, run = weights(tmp_path / "model"), weights(tmp_path / "run" / "model")
     assert ours.keys() == run.keys() and all(torch.equal(ours[name], run[name]) for name in run)
+
+
+def test_what_makes_steps_slow_is_a_warning_and_a_batch_without_a_label_an_error(monkeypatch):
+    from lowmem.core.parameters import Store
+    from lowmem.run import train
+
+    slower = lambda plan: replace(plan, step_seconds=12.5, waiting_seconds=2.5, card=card_named("t4"))  # noqa: E731
+    monkeypatch.setattr(Store, "page_lock", lambda self: False)
+    monkeypatch.setattr(train, "with_pageable_copies", slower)
+    with pytest.warns(UserWarning, match="page-locked memory was refused.* 12.5 s") as caught:
+        model = lowmem.load(TINY)
+    assert model.plan.step_seconds == 12.5 and caught[0].filename == __file__
+    tokens = torch.zeros(4, 16, dtype=torch.int64)
+    with pytest.raises(lowmem.InputError, match="every label of the batch is -100"):
+        model.step(lowmem.Batch(tokens, torch.full_like(tokens, -100)), 0, learning_rate=1e-3)
+    model.step(lowmem.Batch(tokens, tokens), 0, learning_rate=1e-3)
 
 
 def test_a_plan_for_a_card_that_is_not_here():

@@ -115,11 +115,8 @@ def test_report_json_has_the_contracts_keys_and_what_was_measured(finished):
 
 def held_out_loss(model, text: Path) -> float:
     """Of the rows that the runs here evaluate on, by transformers' model and the plain cross-entropy."""
-    data = load_data(
-        spec=str(text), eval_spec=None, eval_fraction=0.01, text_field="text", train_on="completion",
-        tokenizer=load_tokenizer("gpt2-demo", "random", 257), seq=32, batch=4, steps=3, seed=0, document_mask=False,
-        fixed_batch=False, vocabulary_size=257, max_positions=256,
-    )  # fmt: skip
+    settings = Settings(data=str(text), seq=32, batch=4, steps=3, warmup_steps=0)
+    data = load_data(settings, load_tokenizer("gpt2-demo", "random", 257), 257)
     batch = data.evaluation.batch(0)
     with torch.no_grad():
         logits = model(batch.input_ids).logits

@@ -1,0 +1,30 @@
+"""The Hugging Face hub: whether it is there, and how long it is waited for.
+
+Its clients retry for 23 to 45 seconds before they say that it is not. So who needs a file looks into the cache first,
+and then asks the hub once, within this limit: by `is_reachable`, where the client has no limit of its own.
+"""
+
+import functools
+import urllib.error
+import urllib.request
+
+TIMEOUT_SECONDS = 5.0
+
+
+@functools.cache
+def is_reachable() -> bool:
+    """Whether the hub answers in time (through a proxy, if the environment names one); False where HF_HUB_OFFLINE is
+    set. It is asked once in a process."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        urllib.request.urlopen(
+            urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=TIMEOUT_SECONDS
+        ).close()
+    except urllib.error.HTTPError:
+        return True  # it answered, if only to complain about the question
+    except (OSError, ValueError):
+        return False
+    return True
