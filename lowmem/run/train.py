@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from lowmem.core.kernels import fused
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
-from lowmem.core.step import TrainingStep, mean_loss
+from lowmem.core.step import StepAbandoned, TrainingStep, mean_loss
 from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError, LowmemError, Stopped
@@ -159,6 +159,17 @@ def train(
         with budget.phase("evaluate"):
             return mean_loss(step, data.evaluation, settings.eval_batches)
 
+    def evaluation_after(done: int) -> dict:
+        """What it adds to the step's row: nothing where it was abandoned, which the last one is not."""
+        if done == steps:
+            step.abandoned = None
+            stop.now("the last evaluation, then saving and the export", "changes nothing")
+        else:
+            stop.now(f"the evaluation after step {done}, then saving", "drops it and saves")
+        with suppress(StepAbandoned):
+            return {"eval_loss": evaluate()}
+        return {}
+
     for sentence in opening_remarks(settings, tokenizer, device):
         log.say(sentence)
     loaded = load_newest(checkpoints, store, identity, log.say, required=settings.resume != "auto")
@@ -190,6 +201,7 @@ def train(
 
     def save(done: int) -> None:
         nonlocal saved
+        stop.now(f"the save of step {done}", "changes nothing")
         step.flush()
         state = {"step": done, "updates": step.updates, "loss_scale": loss_scale.state()}
         state |= {"skipped": skipped, "eval_first": eval_first, "recoveries": recovery.measures}
@@ -202,6 +214,8 @@ def train(
     budget.enter("train")
     if stop.requested:
         save(first)
+    step.abandoned = lambda: stop.urgent
+    seconds = plan.step_seconds
     warmup = warmup_updates(settings.warmup_steps, steps)
     for done in range(first + 1, steps + 1):
         if skipped >= SKIPPED_IN_A_ROW:
@@ -212,8 +226,12 @@ def train(
             step.updates, peak=settings.lr, updates=steps, warmup_updates=warmup, schedule=settings.schedule
         )
         recovery.number = done
+        about = "" if seconds is None else f", about {seconds:.2g} s"
+        stop.now(f"step {done}{about}, then saving", "drops this step and saves")
         try:
             result = step(batch, done - 1, rate)
+        except StepAbandoned:
+            save(done - 1)
         except OutOfRoom:
             if not step.halfway and saved < done - 1:
                 save(done - 1)
@@ -227,7 +245,7 @@ def train(
             done, done / data.train.steps_per_epoch, batch.trained_tokens, rate, seconds, result, budget.peaks()
         )
         if evaluating:
-            row["eval_loss"] = evaluate()
+            row |= evaluation_after(done)
         log.step(row)
         budget.check(f"step {done}")
         skipped = 0 if result.updated else skipped + 1
@@ -239,4 +257,5 @@ def train(
             save(done)
     if skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):
         raise LowmemError(f"the loss of the last step is {log.rows[-1]['loss']}: nothing was exported")
+    stop.now("the export; all steps are done and saved", "changes nothing")
     finish(settings, config, decoder, store, tokenizer, log, budget, plan, eval_first, recovery.measures)

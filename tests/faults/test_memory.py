@@ -81,7 +81,7 @@ def test_a_run_gives_up_what_costs_no_bit_says_so_and_resumes_without_it(
     capsys.readouterr()
     taken = []
     with monkeypatch.context() as patch:
-        at_call(patch, TrainingStep, "take", lambda: taken.append(True))
+        at_call(patch, TrainingStep, "change_layout", lambda: taken.append(True))
         assert train(parts) == 0
     assert taken and "memory ran out before, last in step 2, so this goes on with" in capsys.readouterr().err
     assert stored(parts / "report.json")["out_of_memory"] == stored(whole / "report.json")["out_of_memory"]
@@ -96,7 +96,7 @@ def test_a_layout_that_was_planned_anew_is_taken_but_for_the_micro_batch(train, 
         assert train(out) == 75
     layouts = []
     with monkeypatch.context() as patch:
-        patch.setattr(TrainingStep, "take", lambda step, layout: layouts.append(layout))
+        patch.setattr(TrainingStep, "change_layout", lambda step, layout: layouts.append(layout))
         train(out, "--recompute", "products")
     assert layouts[0].micro_batch == 1 and layouts[0].product_blocks > 0
 

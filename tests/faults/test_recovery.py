@@ -84,7 +84,7 @@ class RunsOut(TorchDispatchMode):
     def __enter__(self):
         self._patch = pytest.MonkeyPatch()
         self._watch(Updates, "_go_on", "in_update")
-        self._watch(TrainingStep, "take", "in_relief")
+        self._watch(TrainingStep, "change_layout", "in_relief")
         return super().__enter__()
 
     def _watch(self, owner: type, name: str, flag: str) -> None:
@@ -401,7 +401,7 @@ def test_what_blocks_keep_is_gone_when_updates_have_begun(monkeypatch):
     count = undisturbed(IN_BACKWARD_KEPT | {"whole_blocks": 3, "product_blocks": 0})[2]
     train_on(training, range(2))
     seen = []
-    at_call(monkeypatch, TrainingStep, "take", lambda: seen.append(training.step.keeps_activations))
+    at_call(monkeypatch, TrainingStep, "change_layout", lambda: seen.append(training.step.keeps_activations))
     train_on(training, [2], count // 2, 1)
     assert training.names == ["cache", "kept"] and seen == [True] and not training.step.keeps_activations
 
