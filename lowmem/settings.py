@@ -6,7 +6,7 @@ option of the command line too (lowmem/run/options.py): its type says what may b
 says. Scripts fill it in themselves: ``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)``.
 
 ``None`` always means that nobody chose: the planner does (``micro_batch``, ``group``, ``segment_blocks``), the
-environment does (``wandb``), or the thing is left out (``clip_norm``, ``save_every``, a memory cap).
+environment does (``wandb``), or the thing is left out (``clip_norm``, a memory cap).
 """
 
 import json
@@ -18,8 +18,9 @@ from types import NoneType
 from typing import Any, Literal, get_args
 
 from lowmem.errors import InputError
-from lowmem.units import GIB, MIB, format_size
+from lowmem.units import GIB, MIB, format_size, parse_interval
 
+SAVE_EVERY = "30min"
 DEFAULT_EPOCHS = 1.0  # the length of a run that was given neither steps nor epochs
 MOST_TOKENS = 2**26  # of a step; four times Llama 3's largest. Planning takes longer the more there are
 AUTO = "auto, the planner chooses"  # where "auto" stands for None
@@ -98,7 +99,8 @@ class Settings:
     run_name: str | None = _option(None, "name of the run in wandb", shown="the folder's name")
     resume: str = _option("auto", "go on from the newest valid checkpoint in --out, never, or from the one in DIR",
                           "auto|never|DIR")
-    save_every: int | None = _option(None, "steps between checkpoints", shown="one at the end")
+    save_every: int | str = _option(SAVE_EVERY, "steps or time between checkpoints, such as 500, 30min or 2h; there is "
+                                    "one at the end, too", "N|TIME")
     keep_last: int = _option(2, "checkpoints that are kept")
     eval_every: int | None = _option(None, "steps between evaluations on held-out text", shown="at the start and at "
                                      "the end")
@@ -178,7 +180,7 @@ class Settings:
 FIELD_NAMES = tuple(item.name for item in fields(Settings))
 _AT_LEAST_ONE = (
     *("batch", "steps", "micro_batch", "group", "segment_blocks"),
-    *("save_every", "keep_last", "eval_every", "eval_batches", "log_every"),
+    *("keep_last", "eval_every", "eval_batches", "log_every"),
 )
 _TEXTS = ("gpu", "model", "data", "eval_data", "text_field", "out", "run_name", "resume")
 
@@ -215,6 +217,11 @@ def kind_of(hint: Any) -> tuple[Any, bool]:
 
 def _checked(name: str, hint: Any, value: object) -> object:
     """`value` as the field `name` holds it (numbers as float where `hint` says so); raises InputError."""
+    if hint == int | str:
+        try:
+            return parse_interval(SAVE_EVERY if value is None else str(value))
+        except ValueError as error:
+            raise InputError(f"{option_name(name)}: {error}.") from None
     kind, optional = kind_of(hint)
     choices = get_args(kind)
     if value is None and optional or type(value) is kind is not float or type(value) is str and value in choices:

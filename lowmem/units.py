@@ -1,10 +1,13 @@
-"""Byte sizes, written and read one way everywhere: GiB and G are both 2**30, and nothing else is called GB."""
+"""Byte sizes, written and read one way everywhere: GiB and G are both 2**30, and nothing else is called GB. Intervals,
+as steps or as a time."""
 
 import re
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 _FACTORS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 _FACTORS |= {"k": KIB, "kib": KIB, "m": MIB, "mib": MIB, "g": GIB, "gib": GIB, "t": TIB, "tib": TIB}
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_INTERVAL = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]+)?)\s*((?:s|sec|m|min|h|hours?)?)\s*", re.IGNORECASE)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
 
@@ -25,6 +28,23 @@ def parse_size(text: str) -> int:
     if not 1 <= size < 2**63:
         raise ValueError(f"{text!r} is not a size: it must be at least one byte, and less than 8 EiB")
     return int(size)
+
+
+def parse_interval(text: str) -> int | str:
+    """Steps in an interval such as ``500``; a time such as ``30min``, ``2h`` or ``90s`` as it is written. Raises
+    ValueError for anything else, and for nothing."""
+    match = _INTERVAL.fullmatch(text)
+    if match is None or float(match[1]) == 0 or (not match[2] and "." in match[1]):
+        raise ValueError(f"{text!r} is neither a number of steps nor a time; write it like 500, 30min or 2h")
+    return f"{match[1]}{match[2].lower()}" if match[2] else int(match[1])
+
+
+def interval_seconds(interval: int | str) -> float | None:
+    """Of an interval that is a time; None of one in steps."""
+    if isinstance(interval, int):
+        return None
+    number, unit = _INTERVAL.fullmatch(interval).groups()
+    return float(number) * _SECONDS[unit[0].lower()]
 
 
 def format_size(size_bytes: int) -> str:

@@ -24,7 +24,7 @@ class Plan:
     `ram`: bytes by phase of the run and by name (ram.py). `fused_kernels`: whether operators.py's are counted on.
     `not_compared`: why a small copy of the model was not compared with its pieces (compatibility.py); None where it
     was. `seconds_with_more_ram`: what a step takes if RAM's cap is 1 GiB higher, or less; None where RAM does not
-    decide."""
+    decide. `checkpoint_bytes`: of one checkpoint."""
 
     model: str
     parameters: int
@@ -46,6 +46,7 @@ class Plan:
     fused_kernels: bool = False
     not_compared: str | None = None
     seconds_with_more_ram: float | None = None
+    checkpoint_bytes: int = 0
 
     @property
     def ram_breakdown(self) -> dict[str, int]:
@@ -60,6 +61,13 @@ class Plan:
     def ram_phases(self) -> dict[str, int]:
         """The RAM of each phase of the run, in bytes."""
         return {phase: sum(held.values()) for phase, held in self.ram.items()}
+
+    @property
+    def disk(self) -> dict[str, int]:
+        """The most that a run ever has on the disk, in bytes: the checkpoints that it keeps, the one that it writes
+        beside them, and the fp32 weights of the exported model."""
+        kept = self.settings.keep_last * self.checkpoint_bytes
+        return {"checkpoints": kept, "one_being_written": self.checkpoint_bytes, "export": 4 * self.parameters}
 
     def to_dict(self) -> dict:
         """plan.json's content."""
@@ -90,6 +98,7 @@ class Plan:
             "breakdown": self.gpu_breakdown or self.ram_breakdown,
             "ram_breakdown": self.ram_breakdown,
             "ram_phases": self.ram_phases,
+            "disk": self.disk,
             "not_compared_with_the_whole_model": self.not_compared,
             "depends_on": {
                 "card": None if self.card is None else self.card.name,
@@ -125,6 +134,11 @@ class Plan:
         lines += _table("RAM", self.ram_breakdown, "total", settings.ram_limit_bytes)
         phases = ", ".join(f"{phase} {size / GIB:.2f}" for phase, size in self.ram_phases.items())
         lines.append(f"  RAM in GiB: {phases}")
+        every = settings.save_every if isinstance(settings.save_every, str) else f"{settings.save_every} steps"
+        lines.append(
+            f"  disk: {format_size(sum(self.disk.values()))}, for a checkpoint of {format_size(self.checkpoint_bytes)} "
+            f"every {every}, {settings.keep_last} of them kept and one being written, and the model"
+        )
         if self.step_seconds is not None:
             rate = settings.batch * settings.seq / self.step_seconds
             lines.append(

@@ -287,6 +287,7 @@ def _plan(
         card, found.layout, gpu_limit,
         found.memory.allocated_peak_bytes, found.memory.reserved_peak_bytes, found.memory.at_peak, ram,
         recording.seconds, recording.waiting_seconds, _one_step(recording, found.memory.timeline),
+        checkpoint_bytes=recording.checkpoint_bytes,
     )  # fmt: skip
 
 
@@ -318,7 +319,7 @@ def _cpu_plan(
         return Plan(
             settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, "cpu", precision,
             None, layout, settings.gpu_limit_bytes, None, None, {}, ram, None,
-            None, [],
+            None, [], checkpoint_bytes=recording.checkpoint_bytes,
         )  # fmt: skip
 
     def fits(plan: Plan) -> bool:

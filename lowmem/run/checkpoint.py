@@ -35,7 +35,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from lowmem.core.parameters import Part, Store
-from lowmem.errors import InputError, LowmemError
+from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.files import (
     CHUNK_BYTES,
     MANIFEST,
@@ -87,12 +87,41 @@ def lock_run(folder: Path) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------------------- save
 
 
+def check_disk(folder: Path, disk: dict[str, int], keep_last: int) -> None:
+    """PlanError where the disk under `folder` has no room for what a run writes there, `disk` (Plan.disk). What is
+    there of an earlier run counts as room, for it is what is gone on from, or replaced."""
+    there = sum(
+        path.stat().st_size
+        for part in ("checkpoints", "model")
+        for path in (folder / part).rglob("*")
+        if path.is_file()
+    )
+    free_bytes = shutil.disk_usage(folder).free + there
+    needed_bytes = sum(disk.values()) + _MARGIN_BYTES
+    if needed_bytes > free_bytes:
+        each = disk["one_being_written"]
+        fewer = f", or --keep-last 1 for {format_size(needed_bytes - (keep_last - 1) * each)}" if keep_last > 1 else ""
+        raise PlanError(
+            f"{folder} is on a disk with room for {format_size(free_bytes)}, and this run writes up to "
+            f"{format_size(needed_bytes)}: checkpoints of {format_size(each)}, {keep_last} kept and one being written, "
+            f"and the model. Free some room, or give another --out{fewer}."
+        )
+
+
+class NotSaved(LowmemError):
+    """A checkpoint could not be written. `reason`: what and why; `advice`: what to do about it."""
+
+    def __init__(self, reason: str, advice: str):
+        self.reason, self.advice = reason, advice
+        super().__init__(f"{reason}. What was saved before is still there: {advice} and run the same command again")
+
+
 def save_checkpoint(folder: Path, store: Store, state: dict, *, keep_last: int) -> Path:
     """Writes `store` and `state` (JSON; "step" is the number of optimizer steps done) as folder/checkpoints/step-...
 
     No update may be waiting (TrainingStep.flush). Of the older checkpoints keep_last - 1 stay; those with a higher
-    number were left behind by a run that went back to an earlier step, and go too. Raises LowmemError where the disk or
-    a quota is full or the folder cannot be written: what was saved before is still there then."""
+    number were left behind by a run that went back to an earlier step, and go too. Raises NotSaved where the disk or a
+    quota is full or the folder cannot be written: what was saved before is still there then."""
     if any(part.gradient is not None for part in store.parts):
         raise RuntimeError("updates are waiting: call TrainingStep.flush before saving")
     root = folder / "checkpoints"
@@ -118,10 +147,8 @@ def save_checkpoint(folder: Path, store: Store, state: dict, *, keep_last: int) 
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "free some room on the disk or in the quota" if full else "make the folder writable"
-        raise LowmemError(
-            f"step {state['step']} could not be saved in {root}: {error.strerror or error}. What was saved before is "
-            f"still there: {advice} and run the same command again"
-        ) from error
+        reason = f"step {state['step']} could not be saved in {root}: {error.strerror or error}"
+        raise NotSaved(reason, advice) from error
     with suppress(OSError):  # the new checkpoint is safe; what cannot be removed now is tried again at the next save
         older = [path for path in _checkpoints(root) if _step(path) < state["step"]]
         newer = [path for path in _checkpoints(root) if _step(path) > state["step"]]

@@ -2,6 +2,7 @@
 
 metrics.jsonl is the record; everything else is drawn from it. A row is handed to the system as one line when its step
 is done, so a killed run keeps every finished row, and a resumed run first drops the rows that it will compute again.
+Where the disk takes no line, the run goes on: lines are kept, and written with the next one that it takes.
 What depends on the clock stands in `step_ms`, `tokens_per_second` and the memory figures alone: the other values of a
 row are bitwise the same whenever the same command runs on the same machine. A number that JSON cannot write (NaN, inf:
 a diverged loss, a skipped fp16 step) is null in the file, so that every program can read it, and NaN when read back.
@@ -98,9 +99,8 @@ class RunLog:
         path = self._folder / "metrics.jsonl"
         self.rows = [row for row in read_metrics(path) if row["step"] <= first_step]
         _replace(path, "".join(map(_line, self.rows)))
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
-        self._text = open(self._folder / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
-        self._text.writelines(f"{sentence}\n" for sentence in self._said)
+        self._file, self._text = _Lines(path), _Lines(self._folder / "log.txt")
+        self._text.write("".join(f"{sentence}\n" for sentence in self._said))
         self._tokens = sum(row["tokens"] for row in self.rows)
         self._last_step = last_step
         self._predicted = plan.get("predicted", {})
@@ -120,13 +120,14 @@ class RunLog:
         if self._text is None:
             self._said.append(at_length or sentence)
         else:
-            print(at_length or sentence, file=self._text, flush=True)
+            self._text.write(f"{at_length or sentence}\n")
 
     def step(self, row: dict) -> None:
         """Takes one step's row (the keys of contract.md's metrics.jsonl; `eval_loss` only where there was one)."""
         self.rows.append(row)
-        self._file.write(_line(row))
-        self._file.flush()
+        refused = self._file.write(_line(row))
+        if refused is not None:
+            self.say(f"{refused}; training goes on, and what is missing there is written when there is room")
         self._tokens += row["tokens"]
         first_of_run = not self._step_ms
         self._step_ms.append(row["step_ms"])
@@ -143,7 +144,8 @@ class RunLog:
         """Ends the bar and wandb's run; the files are complete. Does nothing before `start`, or a second time."""
         if self._file is None or self._file.closed:
             return
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
         if self._wandb is not None:
             self._guarded("did not finish", self._wandb.finish)
             self._leave_wandb()
@@ -270,6 +272,32 @@ def _flat(name: str, content: dict) -> dict:
     for key, value in content.items():
         flat |= _flat(f"{name}/{key}", value) if isinstance(value, dict) else {f"{name}/{key}": value}
     return flat
+
+
+class _Lines:
+    """A file that lines are added to, each as soon as it is written; what the disk does not take waits for the next."""
+
+    def __init__(self, path: Path):
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._waiting = b""
+        self.closed = False
+
+    def write(self, lines: str) -> str | None:
+        """Why the disk takes no more, when it begins to; else None."""
+        before, self._waiting = self._waiting, self._waiting + lines.encode()
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            return None if before else f"{self._file.name} cannot be written: {error.strerror}"
+        return None
+
+    def close(self) -> None:
+        """Whatever still waits is tried once more."""
+        self.write("")
+        self.closed = True
+        with suppress(OSError):
+            self._file.close()
 
 
 def _line(row: dict) -> str:

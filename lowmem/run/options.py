@@ -13,7 +13,7 @@ from dataclasses import Field, fields
 from typing import get_args
 
 from lowmem.settings import AUTO, Settings, kind_of, option_name
-from lowmem.units import parse_size
+from lowmem.units import parse_interval, parse_size
 
 Parse = Callable[[str], object]  # from what was typed to the value; ValueError says what is wrong
 
@@ -124,6 +124,8 @@ def _typed(item: Field) -> tuple[str, Parse]:
     synonyms = SYNONYMS.get(item.name, {})
     if item.name.endswith("_bytes"):
         return "SIZE", optional("none", parse_size)
+    if item.type == int | str:
+        return "N|TIME", parse_interval
     if item.metadata["shown"] == AUTO:
         return "N|auto", optional("auto", integer)
     if choices := get_args(kind):

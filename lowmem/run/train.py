@@ -31,7 +31,7 @@ from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
 from lowmem.planning.ram import Process
 from lowmem.planning.target import planning_target
-from lowmem.run.checkpoint import find_checkpoints, load_newest, lock_run, save_checkpoint
+from lowmem.run.checkpoint import NotSaved, check_disk, find_checkpoints, load_newest, lock_run, save_checkpoint
 from lowmem.run.learning_rate import learning_rate, warmup_updates
 from lowmem.run.log import RunLog, step_row, write_json
 from lowmem.run.recovery import OutOfRoom, recovery_of, with_pageable_copies
@@ -39,6 +39,7 @@ from lowmem.run.report import config_identity, draw_plan, finish, opening_remark
 from lowmem.run.signals import StopRequest
 from lowmem.settings import Settings
 from lowmem.simulate.gpus import Card
+from lowmem.units import interval_seconds
 
 SKIPPED_IN_A_ROW = 10  # steps without a finite gradient after which a run gives up
 
@@ -81,6 +82,7 @@ def plan_and_train(
     tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
     data = load_data(settings, tokenizer, config.vocab_size)  # before anything slow: it may be refused
     plan, remark = plan_for_here(settings, config, device, precision, card, aside)
+    check_disk(Path(settings.out), plan.disk, settings.keep_last)
     with closing(RunLog(Path(settings.out), settings)) as log:
         log.say(plan.describe())
         if remark is not None:
@@ -197,17 +199,25 @@ def train(
     write_json(folder / "settings.json", asdict(settings))
     log.start(first, steps, plan.to_dict())
 
-    saved = first
+    saved, saved_at, interval = first, time.monotonic(), interval_seconds(settings.save_every)
 
-    def save(done: int) -> None:
-        nonlocal saved
+    def save(done: int, must: bool = True) -> None:
+        """`must`: whether the run ends with what is saved here; else it goes on where the disk has no room."""
+        nonlocal saved, saved_at
+        saved_at = time.monotonic()
         stop.now(f"the save of step {done}", "changes nothing")
         step.flush()
         state = {"step": done, "updates": step.updates, "loss_scale": loss_scale.state()}
         state |= {"skipped": skipped, "eval_first": eval_first, "recoveries": recovery.measures}
-        with budget.phase("save"):
-            save_checkpoint(folder, store, state | identity, keep_last=settings.keep_last)
-        saved = done
+        try:
+            with budget.phase("save"):
+                save_checkpoint(folder, store, state | identity, keep_last=settings.keep_last)
+            saved = done
+        except NotSaved as error:
+            if must or (stop.requested and done < steps):
+                raise
+            goes_on = "the model is exported" if done == steps else "training goes on, and it is tried again"
+            log.say(f"warning: {error.reason}; what was saved before is still there, and {goes_on}")
         if stop.requested and done < steps:
             raise Stopped(f"stopped by {stop.name} after step {done}; the same command goes on from there")
 
@@ -237,7 +247,8 @@ def train(
                 save(done - 1)
             raise
         evaluating = len(data.evaluation) and (done == steps or done % (settings.eval_every or steps) == 0)
-        saving = done == steps or done % (settings.save_every or steps) == 0
+        due = done % settings.save_every == 0 if interval is None else time.monotonic() - saved_at >= interval
+        saving = due or done == steps
         if evaluating or saving:
             step.flush()  # the update belongs to this step's time
         seconds = time.perf_counter() - started
@@ -254,7 +265,7 @@ def train(
             texts = data.train.where(done - 1)
             log.say(f"{said}; its batch: {first_few(texts)} (all in log.txt)", f"{said}; its batch: {', '.join(texts)}")
         if saving or stop.requested or skipped == SKIPPED_IN_A_ROW:
-            save(done)
+            save(done, must=False)
     if skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):
         raise LowmemError(f"the loss of the last step is {log.rows[-1]['loss']}: nothing was exported")
     stop.now("the export; all steps are done and saved", "changes nothing")

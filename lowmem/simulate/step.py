@@ -141,7 +141,8 @@ class StepCase:
 @dataclass(frozen=True)
 class Recording:
     """`seconds`: of a step in the long run, the second one, which `began` then; `waiting_seconds`: what of it the GPU
-    waits for copies; `state_bytes`: of the optimizer, by unit; `streamed_bytes`: what of that lies in RAM."""
+    waits for copies; `state_bytes`: of the optimizer, by unit; `streamed_bytes`: what of that lies in RAM;
+    `weight_bytes`: of the working weights."""
 
     tape: Tape
     began: float
@@ -149,6 +150,12 @@ class Recording:
     waiting_seconds: float
     state_bytes: tuple[int, ...]
     streamed_bytes: int
+    weight_bytes: int
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """What a run saves: the working weights and the whole state."""
+        return self.weight_bytes + sum(self.state_bytes)
 
 
 @dataclass(frozen=True)
@@ -216,7 +223,13 @@ def record_step(
     for part in store.parts:
         state_bytes[part.unit] += sum(tensor.nbytes for tensor in part.state.values())
     return Recording(
-        recorder.tape, began, seconds, waiting, tuple(state_bytes), sum(state_bytes[case.layout.resident_units :])
+        recorder.tape,
+        began,
+        seconds,
+        waiting,
+        tuple(state_bytes),
+        sum(state_bytes[case.layout.resident_units :]),
+        sum(part.working.nbytes for part in store.parts),
     )
 
 

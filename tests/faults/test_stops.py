@@ -15,6 +15,7 @@ from runs import ROOT, SMALL, assert_same_run, at_call, content, last_line, loss
 import lowmem.core.operations
 import lowmem.run.train
 from lowmem.core.step import TrainingStep
+from lowmem.run.signals import StopRequest
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,43 @@ def test_a_signal_at_any_moment_is_answered_at_the_end_of_the_step_and_costs_no_
     assert f"{done} of 3 steps are done" in capsys.readouterr().err
     assert weights(tmp_path / "out") == weights(finished)
     assert [row["loss"] for row in loss_rows(tmp_path / "out")] == [row["loss"] for row in loss_rows(finished)]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "done", "said"),
+    [
+        (lowmem.core.operations.Operations, "segment_backward", 12, 1, "finishing step 2"),  # 8 to a step
+        (TrainingStep, "_evaluate", 3, 2, "finishing the evaluation after step 2"),
+        (TrainingStep, "_evaluate", 4, 3, "finishing the last evaluation"),
+        (lowmem.run.train, "save_checkpoint", 1, 1, "finishing the save of step 1"),
+    ],
+    ids=["step", "evaluation", "last evaluation", "save"],
+)
+def test_two_signals_in_a_hurry_lose_no_more_than_what_is_under_way(
+    finished, train, tmp_path, capfd, monkeypatch, owner, name, call, done, said
+):
+    """A step in which they come is not made; an evaluation is left out, but for the last; a save is finished."""
+    options = ["--eval-every", "1", "--save-every", "1"]
+    counted, real = [], StopRequest._note
+    monkeypatch.setattr(StopRequest, "_note", lambda *arguments: (real(*arguments), counted.append(True)))
+
+    def twice():
+        for number in (1, 2):
+            os.kill(os.getpid(), signal.SIGINT)
+            while len(counted) < number:
+                time.sleep(0.001)
+
+    with monkeypatch.context() as patch:
+        at_call(patch, owner, name, twice, call)
+        code = train(tmp_path / "out", *options)
+    errors = capfd.readouterr().err
+    assert f"SIGINT: {said}" in errors and "SIGINT: as was said" in errors
+    rows = loss_rows(tmp_path / "out")
+    assert (code, len(rows)) == (0 if done == 3 else 75, done)
+    if name == "_evaluate":
+        assert ("eval_loss" in rows[-1]) == (done == 3)
+    assert train(tmp_path / "out", *options) == 0
+    assert weights(tmp_path / "out") == weights(finished)
 
 
 def test_a_process_that_is_told_to_stop_saves_and_the_same_command_goes_on_bitwise(text, train, tmp_path):
