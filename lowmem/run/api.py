@@ -27,6 +27,7 @@ from lowmem.limits import Budget
 from lowmem.models.build import check_length, load_config, make_decoder
 from lowmem.models.compatibility import check_pieces
 from lowmem.models.export import export_model
+from lowmem.planning.known_plans import Question
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
@@ -60,7 +61,7 @@ def plan(settings: Settings) -> Plan:
     kind, precision, card = planning_target(settings)
     config = load_config(settings.model, settings.init)
     check_length(config, settings.seq)
-    return make_plan(settings, config, kind, precision, card)
+    return Question(settings, config, kind, precision, card).answer(make_plan)
 
 
 def train(settings: Settings) -> dict:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from functools import partial
 
 from transformers import PretrainedConfig, logging
 
@@ -12,6 +13,7 @@ from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.limits import CONTEXT_BYTES
 from lowmem.models.build import check_length, load_config
 from lowmem.models.compatibility import architecture_blamed
+from lowmem.planning.known_plans import Question
 from lowmem.planning.planner import make_plan
 from lowmem.planning.target import planning_target
 from lowmem.settings import Settings
@@ -66,7 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
         check_length(config, settings.seq)
         if options.gpus is not None:
             return _advice(options, settings, config, card)
-        plan = make_plan(settings, config, device, precision, card)
+        plan = Question(settings, config, device, precision, card).answer(
+            make_plan, partial(print, file=sys.stderr, flush=True)
+        )
     except LowmemError as error:
         print(f"lowmem.plan: {error}", file=sys.stderr)
         return error.exit_code

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from lowmem.limits import Budget, ram_available_bytes
 from lowmem.models.build import check_length, first_few, load_config, make_decoder
 from lowmem.models.compatibility import check_pieces
 from lowmem.models.load import random_weights, read_weights
+from lowmem.planning.known_plans import Question
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
@@ -57,7 +59,7 @@ def run_planned(settings: Settings, stop: StopRequest, aside: Callable | None) -
     config = load_config(settings.model, settings.init)
     check_length(config, settings.seq)
     if settings.plan_only:
-        plan = make_plan(settings, config, kind, precision, card)
+        plan = Question(settings, config, kind, precision, card).answer(make_plan, _to_stderr)
         print(plan.describe())
         if (Path(settings.out) / "settings.json").exists():
             print(f"{settings.out} holds a run, so its plan.json is left alone", file=sys.stderr)
@@ -91,6 +93,9 @@ def plan_and_train(
         train(settings, config, decoder, device, plan, tokenizer, data, stop, log)
 
 
+_to_stderr = partial(print, file=sys.stderr, flush=True)
+
+
 def plan_for_here(
     settings: Settings, config: PretrainedConfig, device: torch.device, precision: str, card: Card | None,
     aside: Callable,
@@ -102,7 +107,8 @@ def plan_for_here(
         no_kernel = fused.why_not(device)
         devices.forget_allocations(device)
     free, process = ram_available_bytes()[0], Process.here()
-    plan = aside(make_plan, settings, config, device.type, precision, card, free, no_kernel is None, process)
+    question = Question(settings, config, device.type, precision, card, free, no_kernel is None, process)
+    plan = question.answer(partial(aside, make_plan), _to_stderr)
     return plan, no_kernel and f"without fused kernels, which takes more memory and time: {no_kernel}"
 
 
