@@ -67,6 +67,9 @@ class Settings:
     # Not 0: Adam's second moments start from nothing.
     warmup_steps: float = _option(0.03, "steps until the learning rate is reached; below 1 a share of all steps", "N")
     weight_decay: float = _option(0.01, "decoupled weight decay")  # AdamW's usual value; pretraining takes 0.1
+    adam_beta1: float = _option(0.9, "of AdamW's running mean of gradients")
+    adam_beta2: float = _option(0.999, "of AdamW's running mean of their squares; pretraining often takes 0.95")
+    adam_epsilon: float = _option(1e-8, "what AdamW adds to the root of that")
     clip_norm: float | None = _option(1.0, "largest global norm of the gradient; 0 switches clipping off", shown="0")
     seed: int = _option(0, "of the order of the data, dropout and random weights")
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = _option("adamw", "adamw8bit keeps its states in 8 bits and needs "
@@ -126,12 +129,15 @@ class Settings:
                 yield f"{option_name(name)} {getattr(self, name)} is too small: it must be at least 1."
         if self.seq < 2:
             yield f"--seq {self.seq} is too short: a sequence needs 2 tokens, one to predict from and one to predict."
-        for name in ("lr", "epochs"):
+        for name in ("lr", "epochs", "adam_epsilon"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 yield f"{option_name(name)} {getattr(self, name):g} must be more than 0."
         for name in ("weight_decay", "clip_norm", "warmup_steps"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 yield f"{option_name(name)} {getattr(self, name):g} must not be negative."
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                yield f"{option_name(name)} {getattr(self, name):g} must be at least 0 and below 1."
         if not 0 <= self.seed < 2**32:
             yield f"--seed {self.seed} must be a whole number from 0 to {2**32 - 1}."
         if not 0 < self.eval_fraction < 1:

@@ -50,13 +50,15 @@ def plain_training(
     weight_decay: float = 0.01,
     clip_norm: float | None = 1.0,
     autocast: bool = False,
+    betas: tuple[float, float] = (0.9, 0.999),
+    epsilon: float = 1e-8,
 ) -> Iterator[float]:
     """The whole batch at once, transformers' own loss, torch.optim.AdamW, fp32 (or plain bf16 autocast); yields the
     loss of each step. `batches`: (input_ids, labels), both [B, T], labels already shifted, -100 ignored."""
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, foreach=False, fused=False)
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=epsilon, foreach=False, fused=False)
     model.train()
     for (input_ids, labels), learning_rate in zip(batches, learning_rates, strict=True):
         for group in optimizer.param_groups:

@@ -18,7 +18,7 @@ from lowmem.core.step import TrainingStep
 def make_step(
     model: nn.Module, *, precision="fp32", optimizer="adamw", resident_units=99, clip_norm: float | None = 0.5,
     residual="fp32", fused_kernels=False, loss_scale: LossScale | None = None, dropout_seed=3, defer=True,
-    **layout,
+    beta1=0.9, beta2=0.999, epsilon=1e-8, **layout,
 ) -> tuple[TrainingStep, Store]:  # fmt: skip
     """The step that trains `model` from the fp32 weights that it has, and its store. The keywords that are not named
     here are Layout's; micro-batches of 2, if none are given. `defer`: whether updates may wait for the next step."""
@@ -32,8 +32,9 @@ def make_step(
     layout = Layout(**{"micro_batch": 2} | layout)
     scale = loss_scale or LossScale(precision == "fp16")
     step = (TrainingStep if defer else FlushedStep)(
-        decoder, store, rule, layout, clip_norm=clip_norm, weight_decay=0.01, seed=dropout_seed, loss_scale=scale
-    )
+        decoder, store, rule, layout, clip_norm=clip_norm, weight_decay=0.01, seed=dropout_seed, loss_scale=scale,
+        beta1=beta1, beta2=beta2, epsilon=epsilon,
+    )  # fmt: skip
     return step, store
 
 

@@ -28,12 +28,12 @@ class Updates:
     in the order of the pass, all of them where nothing waits."""
 
     def __init__(
-        self, store: Store, units: int, weight_decay: float, update: Callable[[Piece, State], None], beside: bool
+        self, store: Store, units: int, hyper: Hyperparameters, update: Callable[[Piece, State], None], beside: bool
     ):
         """`update`: updates one piece, whose state is on the device, with `hyper`, or changes nothing where memory runs
         out; `beside`: whether it may run beside what computes (offload.py)."""
         self.ring = StagingRing(store.device, store.pieces, beside)
-        self.hyper = Hyperparameters(learning_rate=0.0, weight_decay=weight_decay, update=0)
+        self.hyper = hyper
         self.units, self.units_done = units, units
         self._store, self._update = store, update
         self._pieces: Sequence[Piece] = ()

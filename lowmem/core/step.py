@@ -60,7 +60,7 @@ from lowmem.core.kernels import fused
 from lowmem.core.layout import IN_BACKWARD, TWO_PASS, Layout
 from lowmem.core.offload import StagingRing
 from lowmem.core.operations import Operations
-from lowmem.core.optimizers import Optimizer
+from lowmem.core.optimizers import Hyperparameters, Optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.recompute import Dropout, SavedSegment
@@ -109,6 +109,7 @@ class TrainingStep:
     def __init__(
         self, decoder: Decoder, store: Store, optimizer: Optimizer, layout: Layout, *, clip_norm: float | None,
         weight_decay: float, seed: int, loss_scale: LossScale, operations: Operations | None = None,
+        beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
     ):  # fmt: skip
         """`clip_norm`: the largest norm of all gradients, None for no limit; `seed`: of the dropout masks;
         `operations`: what the step runs, if not those of `decoder` on its device. Which states are on the device is
@@ -120,7 +121,8 @@ class TrainingStep:
         self._decoder, self._clip_norm, self._seed = decoder, clip_norm, seed
         self._set_layout(layout)
         beside = fused.may_run_beside(decoder.fused_kernels, optimizer)
-        self._updates = Updates(store, len(decoder.units), weight_decay, self._update_piece, beside)
+        hyper = Hyperparameters(0.0, weight_decay, update=0, beta1=beta1, beta2=beta2, epsilon=epsilon)
+        self._updates = Updates(store, len(decoder.units), hyper, self._update_piece, beside)
         self._accumulation = Accumulation(decoder, store)
         self._updating = False  # whether the updates of the step that is being made have begun
         self._saved: list[list[SavedSegment]] = []  # per micro-batch what its segments keep for their backward

@@ -47,7 +47,7 @@ from lowmem.files import (
     write,
     write_manifest,
 )
-from lowmem.settings import FIELD_NAMES, option_name
+from lowmem.settings import FIELD_NAMES, Settings, option_name
 from lowmem.units import MIB, format_size
 
 _MARGIN_BYTES = MIB  # headers, state.json, the manifest, and what a file system adds
@@ -322,6 +322,8 @@ def _refuse_differences(checkpoint: Path, state: dict, expected: dict) -> None:
 def _differences(saved: dict, wanted: dict) -> Iterator[str]:
     for key, value in wanted.items():
         name = "data or tokenizer" if key == "data" else option_name(key) if key in FIELD_NAMES else key
+        if key not in saved and key in FIELD_NAMES and value == getattr(Settings, key):
+            continue  # an option that is younger than the checkpoint had its default
         if key not in saved:
             yield f"{name} is missing there"
         elif isinstance(value, dict) and isinstance(saved[key], dict):

@@ -92,6 +92,9 @@ ALIASES = {  # of fields, with dashes, separated by spaces; the underscored form
     "clip_norm": "max-grad-norm grad-clip max-norm gradient-clip-val gradient-clipping clip-grad-norm",
     "seed": "random-seed",
     "optimizer": "optim",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "adam_epsilon": "adam-eps epsilon eps",
     "precision": "dtype mixed-precision",
     "gpu_limit_bytes": "gpu-limit-bytes gpu-memory-limit max-gpu-memory vram-limit",
     "ram_limit_bytes": "ram-limit-bytes cpu-memory-limit max-cpu-memory host-memory-limit",
@@ -162,6 +165,12 @@ REFUSED = {
             "every parameter is trained here, with fp32 master weights; to use less memory set --gpu-limit and "
             "--ram-limit, or take --optimizer adamw8bit"
         ),
+        "packing pack packed": "plain text is always packed, and examples with answers never: each has its own row",
+        "deepspeed fsdp fsdp-config accelerate-config zero-stage": "training is on one GPU, and the planner puts what "
+        "does not fit into RAM by itself: --gpu-limit and --ram-limit say how much there is",
+        "load-best-model-at-end metric-for-best-model": "the last weights are exported; --eval-every shows how the "
+        "held-out loss went, and --keep-last keeps earlier checkpoints",
+        "betas adam-betas": "use --adam-beta1 and --adam-beta2",
         "report-to wandb-log": "use --wandb online, offline or disabled; metrics.jsonl is always written",
         "wandb-project wandb-entity": "set the environment variable WANDB_PROJECT or WANDB_ENTITY",
         "dataset-config-name dataset-config": "write it behind the dataset's name: --data org/name:config",

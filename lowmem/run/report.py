@@ -35,7 +35,7 @@ def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: s
     """What must not differ between a checkpoint and the run that goes on from it, because it would change the bits."""
     names = (
         *("model", "init", "seq", "batch", "document_mask", "fixed_batch", "lr", "schedule", "warmup_steps"),
-        *("weight_decay", "clip_norm", "seed", "residual"),
+        *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "clip_norm", "seed", "residual"),
     )
     return {name: getattr(settings, name) for name in names} | {
         "optimizer": settings.optimizer,

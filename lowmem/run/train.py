@@ -118,6 +118,7 @@ def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: 
     store = Store(decoder, device, WORKING_DTYPES[plan.precision], optimizer, plan.layout.resident_units)
     return TrainingStep(
         decoder, store, optimizer, plan.layout, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
+        beta1=settings.adam_beta1, beta2=settings.adam_beta2, epsilon=settings.adam_epsilon,
         seed=settings.seed, loss_scale=LossScale(enabled=plan.precision == "fp16"),
     )  # fmt: skip
 

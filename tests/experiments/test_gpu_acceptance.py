@@ -286,7 +286,7 @@ def test_the_smallest_cap_is_found_and_compared(recorded, monkeypatch, real_mib,
         return taken if limit_bytes is None or limit_bytes >= real else None
 
     monkeypatch.setattr(plans, "measure", measure)
-    monkeypatch.setattr(plans, "smallest_cap_bytes", lambda *_: 1000 * MIB)
+    monkeypatch.setattr(plans.Simulations, "smallest_cap_bytes", lambda *_: 1000 * MIB)
     result = plans.smallest_cap(setting, layouts.DRY_GRID[0], torch.device("cpu"), cpu_target())
     values, checks = result.values, result.checks
     assert values["measured_fails_bytes"] < real <= values["measured_completes_bytes"]

@@ -135,13 +135,13 @@ def test_a_named_cap_that_is_not_the_smallest_is_found_out(simulations, monkeypa
 def test_every_frugal_layout_that_its_tensors_do_not_rule_out_is_run(simulations):
     """Segments of other lengths than a plan's, too."""
     layouts = planner.frugal_layouts(TINY, simulations)
-    sizes = sorted(simulations.allocated_bytes(*layout) for layout in layouts)
+    sizes = sorted(simulations.allocated_bytes(layout) for layout in layouts)
     (only,) = promise.most_frugal(TINY, simulations, 0)
-    assert simulations.allocated_bytes(*only) <= sizes[0]
+    assert simulations.allocated_bytes(only) <= sizes[0]
     everything = promise.most_frugal(TINY, simulations, 2**40)
     assert set(layouts) < set(everything)
     some = promise.most_frugal(TINY, simulations, sizes[2])
-    assert all(simulations.allocated_bytes(*layout) <= sizes[2] for layout in some) and 3 <= len(some) < len(everything)
+    assert all(simulations.allocated_bytes(layout) <= sizes[2] for layout in some) and 3 <= len(some) < len(everything)
 
 
 def test_the_smallest_cap_of_ram_is_read_from_the_sentence_that_names_it():

@@ -23,9 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def handlers_unchanged():
+    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     before = [signal.getsignal(number) for number in ALL]
     yield
     assert [signal.getsignal(number) for number in ALL] == before
+    signal.signal(signal.SIGHUP, hang_up)
 
 
 def in_a_child(work) -> int:
