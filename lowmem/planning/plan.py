@@ -134,10 +134,10 @@ class Plan:
         lines += _table("RAM", self.ram_breakdown, "total", settings.ram_limit_bytes)
         phases = ", ".join(f"{phase} {size / GIB:.2f}" for phase, size in self.ram_phases.items())
         lines.append(f"  RAM in GiB: {phases}")
+        total, each = (format_size(size) for size in (sum(self.disk.values()), self.checkpoint_bytes))
         every = settings.save_every if isinstance(settings.save_every, str) else f"{settings.save_every} steps"
         lines.append(
-            f"  disk: {format_size(sum(self.disk.values()))}, for a checkpoint of {format_size(self.checkpoint_bytes)} "
-            f"every {every}, {settings.keep_last} of them kept and one being written, and the model"
+            f"  disk {total}: {settings.keep_last} + 1 checkpoints of {each}, and the model; one every {every}"
         )
         if self.step_seconds is not None:
             rate = settings.batch * settings.seq / self.step_seconds

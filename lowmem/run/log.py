@@ -107,7 +107,7 @@ class RunLog:
         self._step_ms: deque[float] = deque(maxlen=_ETA_OVER)
         self._bar = tqdm(
             total=last_step, initial=first_step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True,
-            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
+            bar_format="{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt}{postfix}",
         )  # fmt: skip
         mode = self._settings.wandb or os.environ.get("WANDB_MODE") or "disabled"
         if mode != "disabled":
@@ -132,10 +132,16 @@ class RunLog:
         first_of_run = not self._step_ms
         self._step_ms.append(row["step_ms"])
         if not self._bar.disable:
-            self._bar.set_postfix_str(self._summary(row), refresh=False)
+            self._bar.set_postfix_str(
+                f"{self._left(row)}  {self._summary(row)}", refresh=False
+            )  # 80 columns cut it off
             self._bar.update()
         elif first_of_run or row["step"] % self._settings.log_every == 0 or row["step"] == self._last_step:
-            print(f"step {row['step']}/{self._last_step}  {self._summary(row)}", file=sys.stderr, flush=True)
+            print(
+                f"step {row['step']}/{self._last_step}  {self._summary(row)}  {self._left(row)}",
+                file=sys.stderr,
+                flush=True,
+            )
         if self._wandb is not None:
             values = _wandb_row(row, self._tokens)
             self._guarded("failed", lambda: self._wandb.log(values))
@@ -162,10 +168,13 @@ class RunLog:
                 predicted = self._predicted.get(key)
                 of_plan = f" ({100 * row[key] / predicted:.0f}% of the plan)" if predicted else ""
                 parts.append(f"{name} {format_size(row[key])}{of_plan}")
+        return "  ".join(parts)
+
+    def _left(self, row: dict) -> str:
+        """First in the bar, of which 80 columns cut off the end."""
         seconds_left = round(statistics.median(self._step_ms) / 1000 * (self._last_step - row["step"]))
         hours, rest = divmod(seconds_left, 3600)
-        parts.append(f"{hours}:{rest // 60:02d}:{rest % 60:02d} left")
-        return "  ".join(parts)
+        return f"{hours}:{rest // 60:02d}:{rest % 60:02d} left"
 
     def _guarded(self, failure: str, action):
         """The result of an action of wandb's; if it fails, says so and has no more to do with wandb."""

@@ -102,7 +102,7 @@ class StopRequest:
         if not self.requested:
             _say(f"{number.name}: finishing {self._finishing}; {again} {self._second}")
         else:
-            _say(f"{number.name}: as was said; {again} ends at once, with what was saved before")
+            _say(f"{number.name} again: it {self._second}; the next one ends at once")
         self.requests += 1
 
 

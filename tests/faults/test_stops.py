@@ -79,7 +79,7 @@ def test_two_signals_in_a_hurry_lose_no_more_than_what_is_under_way(
         at_call(patch, owner, name, twice, call)
         code = train(tmp_path / "out", *options)
     errors = capfd.readouterr().err
-    assert f"SIGINT: {said}" in errors and "SIGINT: as was said" in errors
+    assert f"SIGINT: {said}" in errors and "SIGINT again: it " in errors
     rows = loss_rows(tmp_path / "out")
     assert (code, len(rows)) == (0 if done == 3 else 75, done)
     if name == "_evaluate":
