@@ -12,6 +12,7 @@ none. A few hundred KiB each; they may be deleted at any time.
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -49,12 +50,14 @@ class Question:
     fused_kernels: bool | None = None
     process: Process | None = None
 
-    def answer(self, make: Callable[..., Plan], say: Callable[[str], None] = lambda sentence: None) -> Plan:
-        """The plan, which is made by `make(*arguments of make_plan)` unless it is known; `say` is told before that."""
+    def answer(self, make: Callable[..., Plan]) -> Plan:
+        """The plan, which is made by `make(*arguments of make_plan)` unless it is known; who waits for that at a
+        terminal is told."""
         plan = self._known()
         if plan is None:
-            if self.card is not None:
-                say(f"planning {self.settings.model} for {self.card.name}; a large model takes a minute or two, once")
+            if self.card is not None and sys.stderr is not None and sys.stderr.isatty():
+                said = f"planning {self.settings.model} for {self.card.name}; a large model takes a minute or two, once"
+                print(said, file=sys.stderr)
             plan = make(*(getattr(self, item.name) for item in fields(self)))
             self._keep(plan)
         return plan

@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from functools import partial
 
 from transformers import PretrainedConfig, logging
 
@@ -68,9 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_length(config, settings.seq)
         if options.gpus is not None:
             return _advice(options, settings, config, card)
-        plan = Question(settings, config, device, precision, card).answer(
-            make_plan, partial(print, file=sys.stderr, flush=True)
-        )
+        plan = Question(settings, config, device, precision, card).answer(make_plan)
     except LowmemError as error:
         print(f"lowmem.plan: {error}", file=sys.stderr)
         return error.exit_code

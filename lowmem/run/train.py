@@ -59,7 +59,7 @@ def run_planned(settings: Settings, stop: StopRequest, aside: Callable | None) -
     config = load_config(settings.model, settings.init)
     check_length(config, settings.seq)
     if settings.plan_only:
-        plan = Question(settings, config, kind, precision, card).answer(make_plan, _to_stderr)
+        plan = Question(settings, config, kind, precision, card).answer(make_plan)
         print(plan.describe())
         if (Path(settings.out) / "settings.json").exists():
             print(f"{settings.out} holds a run, so its plan.json is left alone", file=sys.stderr)
@@ -93,9 +93,6 @@ def plan_and_train(
         train(settings, config, decoder, device, plan, tokenizer, data, stop, log)
 
 
-_to_stderr = partial(print, file=sys.stderr, flush=True)
-
-
 def plan_for_here(
     settings: Settings, config: PretrainedConfig, device: torch.device, precision: str, card: Card | None,
     aside: Callable,
@@ -108,7 +105,7 @@ def plan_for_here(
         devices.forget_allocations(device)
     free, process = ram_available_bytes()[0], Process.here()
     question = Question(settings, config, device.type, precision, card, free, no_kernel is None, process)
-    plan = question.answer(partial(aside, make_plan), _to_stderr)
+    plan = question.answer(partial(aside, make_plan))
     return plan, no_kernel and f"without fused kernels, which takes more memory and time: {no_kernel}"
 
 
