@@ -43,7 +43,7 @@ setup:
 	mv .venv/installed.part .venv/installed.txt
 
 demo: setup
-	$(RUN) train_gpt2_large.py --demo
+	$(RUN) train_gpt2_large.py --demo --sample-prompt 'import '
 
 test: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal

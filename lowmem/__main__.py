@@ -21,7 +21,10 @@ def main(arguments: list[str] | None = None) -> int:
     if command in ("train", "demo"):
         from lowmem.run.main import main as train
 
-        return train(Settings(out="runs/lowmem"), ["--demo", *options] if command == "demo" else options)
+        return train(
+            Settings(out="runs/lowmem"),
+            ["--demo", "--sample-prompt", "import ", *options] if command == "demo" else options,
+        )
     if command in ("-h", "--help"):
         print(__doc__)
         return 0

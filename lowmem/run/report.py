@@ -122,15 +122,15 @@ def finish(
     plan: Plan,
     eval_first: float | None,
     recoveries: list[dict],
+    sample_before: str | None = None,
 ) -> None:
     """Writes model/, report.json, loss.png and memory.png into the run folder, and says how it went."""
     folder = Path(settings.out)
     budget.enter("export")
+    if sample_before is not None:
+        log.say(f"before training, {sample_before}")
     if settings.sample_prompt is not None:
-        try:
-            log.say(_sample(decoder, tokenizer, settings.sample_prompt))
-        except torch.OutOfMemoryError as error:
-            log.say(f"no sample: out of memory ({first_line(error)})")
+        log.say(sample(decoder, tokenizer, settings.sample_prompt))
     export_model(
         folder / "model", config, store.masters(), order=store.names(), tokenizer=tokenizer,
         readme=_model_readme(plan, log.rows),
@@ -157,19 +157,23 @@ def finish(
 
 
 @torch.no_grad()
-def _sample(decoder: Decoder, tokenizer, prompt: str) -> str:
+def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
+    """What the model makes of `prompt`, greedily, or why it does not, as a sentence."""
     inputs = tokenizer(prompt, return_tensors="pt").to(decoder.head_weight.device)
     prompt_tokens = inputs["input_ids"].shape[1]
     positions = getattr(decoder.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     if not 0 < prompt_tokens < positions:
         return f"no sample: --sample-prompt has {prompt_tokens} tokens, and the model goes on from 1 to {positions - 1}"
     decoder.model.eval()
-    tokens = decoder.model.generate(
-        **inputs,
-        max_new_tokens=min(SAMPLE_TOKENS, positions - prompt_tokens),
-        do_sample=False,
-        pad_token_id=tokenizer.eos_token_id,
-    )
+    try:
+        tokens = decoder.model.generate(
+            **inputs,
+            max_new_tokens=min(SAMPLE_TOKENS, positions - prompt_tokens),
+            do_sample=False,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+    except torch.OutOfMemoryError as error:
+        return f"no sample: out of memory ({first_line(error)})"
     return f"sample: {tokenizer.decode(tokens[0])}"
 
 

@@ -37,7 +37,7 @@ from lowmem.run.checkpoint import NotSaved, check_disk, find_checkpoints, load_n
 from lowmem.run.learning_rate import learning_rate, warmup_updates
 from lowmem.run.log import RunLog, step_row, write_json
 from lowmem.run.recovery import OutOfRoom, recovery_of, with_pageable_copies
-from lowmem.run.report import config_identity, draw_plan, finish, opening_remarks, run_identity
+from lowmem.run.report import config_identity, draw_plan, finish, opening_remarks, run_identity, sample
 from lowmem.run.signals import StopRequest
 from lowmem.settings import Settings
 from lowmem.simulate.gpus import Card
@@ -178,6 +178,7 @@ def train(
 
     for sentence in opening_remarks(settings, tokenizer, device):
         log.say(sentence)
+    sample_before = None
     loaded = load_newest(checkpoints, store, identity, log.say, required=settings.resume != "auto")
     if loaded is None:
         store.write(weights or initial_weights(settings, config, decoder))
@@ -187,6 +188,9 @@ def train(
         if (folder / "report.json").exists():
             log.say(f"report.json, the pictures and model/ in {folder} are an earlier run's until this one ends")
         first, skipped, eval_first = 0, 0, evaluate()
+        if settings.sample_prompt is not None:
+            with budget.phase("evaluate"):
+                sample_before = sample(decoder, tokenizer, settings.sample_prompt)
     else:
         checkpoint, state = loaded
         first, step.updates, eval_first = state["step"], state["updates"], state["eval_first"]
@@ -273,4 +277,4 @@ def train(
     if skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):
         raise LowmemError(f"the loss of the last step is {log.rows[-1]['loss']}: nothing was exported")
     stop.now("the export; all steps are done and saved", "changes nothing")
-    finish(settings, config, decoder, store, tokenizer, log, budget, plan, eval_first, recovery.measures)
+    finish(settings, config, decoder, store, tokenizer, log, budget, plan, eval_first, recovery.measures, sample_before)

@@ -301,9 +301,9 @@ def test_evaluations_and_checkpoints_come_as_often_as_asked_for(finished, train,
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_prompt_is_continued_at_the_end_and_changes_nothing(finished, train, tmp_path, precision):
+def test_a_prompt_is_continued_before_and_after_and_changes_nothing(finished, train, tmp_path, precision):
     assert train(tmp_path / "out", "--sample-prompt", "one 1: the", "--precision", precision) == 0
-    assert "sample: one 1: the" in (tmp_path / "out/log.txt").read_text()
+    assert (tmp_path / "out/log.txt").read_text().count("sample: one 1: the") == 2  # before training and after
     if precision == "fp32":
         assert_same_run(finished, tmp_path / "out")
 
