@@ -1,11 +1,11 @@
-"""Byte sizes, written and read one way everywhere: GiB and G are both 2**30, and nothing else is called GB. Intervals,
-as steps or as a time."""
+"""Byte sizes, written one way everywhere: GiB and G are both 2**30, GB is 10**9. Intervals, as steps or as a time."""
 
 import re
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 _FACTORS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 _FACTORS |= {"k": KIB, "kib": KIB, "m": MIB, "mib": MIB, "g": GIB, "gib": GIB, "t": TIB, "tib": TIB}
+_FACTORS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _INTERVAL = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]+)?)\s*((?:s|sec|m|min|h|hours?)?)\s*", re.IGNORECASE)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
@@ -14,7 +14,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 def parse_size(text: str) -> int:
     """Bytes in a size such as ``11GiB``, ``16G``, ``800MiB`` or ``1.5g``; raises ValueError for anything else.
 
-    ``GB`` and ``MB`` are refused: half of their users mean 10**9 and half mean 2**30.
+    ``GB`` and ``MB`` are powers of ten: half of their users mean powers of two, and for a cap the smaller one is safe.
     """
     match = _SIZE.fullmatch(text)
     if match is None:

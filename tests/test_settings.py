@@ -266,7 +266,7 @@ BAD_VALUES = [
     *itertools.product(["--warmup_ratio"], ["1", "-0.1", "nan"]),
     *itertools.product(["--seed"], ["-1", "0.5", str(2**32), "x"]),
     *itertools.product(
-        ["--gpu-limit", "--ram-limit"], ["0", "0GiB", "-5GiB", "-5", "11", "11GB", "x", "", "nan", "inf"]
+        ["--gpu-limit", "--ram-limit"], ["0", "0GiB", "-5GiB", "-5", "11", "11GBs", "x", "", "nan", "inf"]
     ),
     *itertools.product(["--document-mask", "--fixed-batch", "--plan-only", "--demo"], ["maybe", "2", ""]),
     *itertools.product(["--init", "--schedule", "--optimizer", "--precision", "--device", "--wandb"], ["best", ""]),
@@ -383,7 +383,7 @@ def test_typed_wins_over_the_file_and_the_file_over_defaults_and_demo(tmp_path):
         ({"steps": [5]}, "steps"),
         ({"steps": 5.5}, "steps"),
         ({"model": ["gpt2"]}, "--model"),
-        ({"gpu_limit": "11GB"}, "'11GB' is not a size"),
+        ({"gpu_limit": "11GBs"}, "'11GBs' is not a size"),
         ({"seq": None}, "--seq"),
         ('{"lr": NaN}', "lr"),
         ('{"lr": 1e999}', "lr"),
