@@ -109,6 +109,8 @@ class Settings:
                                      "the end")
     eval_batches: int = _option(8, "batches that an evaluation reads")  # half a million tokens at the defaults
     log_every: int = _option(1, "steps between printed lines; metrics.jsonl has every step")
+    export_dtype: Literal["fp32", "bf16", "fp16"] = _option("fp32", "of the exported model's weights; "
+                                                            "checkpoints are exact always")
     sample_prompt: str | None = _option(None, "text to continue before the first step and at the end", shown="none")
     wandb: Literal["disabled", "offline", "online"] | None = _option(None, "logging to Weights & Biases",
                                                                      shown="WANDB_MODE, or disabled")

@@ -121,6 +121,7 @@ OPTION_VALUES = [
     ("--eval-every 5", "eval_every", 5),
     ("--eval-batches 3", "eval_batches", 3),
     ("--log-every 10", "log_every", 10),
+    ("--export-dtype bf16", "export_dtype", "bf16"),
     ("--sample-prompt def", "sample_prompt", "def"),
     ("--wandb offline", "wandb", "offline"),
 ]

@@ -11,6 +11,7 @@ import torch
 
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
+from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.recompute import ALL, INPUT, PRODUCTS
 from lowmem.planning.ram import Ram, largest
 from lowmem.settings import Settings
@@ -65,9 +66,10 @@ class Plan:
     @property
     def disk(self) -> dict[str, int]:
         """The most that a run ever has on the disk, in bytes: the checkpoints that it keeps, the one that it writes
-        beside them, and the fp32 weights of the exported model."""
+        beside them, and the weights of the exported model."""
         kept = self.settings.keep_last * self.checkpoint_bytes
-        return {"checkpoints": kept, "one_being_written": self.checkpoint_bytes, "export": 4 * self.parameters}
+        exported = WORKING_DTYPES[self.settings.export_dtype].itemsize
+        return {"checkpoints": kept, "one_being_written": self.checkpoint_bytes, "export": exported * self.parameters}
 
     def to_dict(self) -> dict:
         """plan.json's content."""

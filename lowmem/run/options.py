@@ -92,6 +92,7 @@ ALIASES = {  # of fields, with dashes, separated by spaces; the underscored form
     "clip_norm": "max-grad-norm grad-clip max-norm gradient-clip-val gradient-clipping clip-grad-norm",
     "seed": "random-seed",
     "optimizer": "optim",
+    "export_dtype": "save-dtype export-precision",
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
     "adam_epsilon": "adam-eps epsilon eps",
@@ -110,9 +111,11 @@ ALIASES = {  # of fields, with dashes, separated by spaces; the underscored form
     "log_every": "logging-steps log-interval log-every-n-steps",
     "wandb": "wandb-mode",
 }
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 SYNONYMS = {  # of values, in lower case with underscores, by field
     "schedule": {"constant_with_warmup": "constant"},
-    "precision": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"},
+    "precision": _DTYPES,
+    "export_dtype": _DTYPES,
     "resume": {"true": "auto", "false": "never"},  # what Hugging Face's users type
     "optimizer": {
         **{"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},

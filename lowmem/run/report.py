@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.parameters import Store
+from lowmem.core.precision import WORKING_DTYPES
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import first_line
 from lowmem.limits import Budget
@@ -133,7 +134,7 @@ def finish(
         log.say(sample(decoder, tokenizer, settings.sample_prompt))
     export_model(
         folder / "model", config, store.masters(), order=store.names(), tokenizer=tokenizer,
-        readme=_model_readme(plan, log.rows),
+        readme=_model_readme(plan, log.rows), dtype=WORKING_DTYPES[settings.export_dtype],
     )  # fmt: skip
     budget.enter("report")
     budget.check("the export")

@@ -17,7 +17,7 @@ from lowmem.units import GIB, MIB
 
 CONFIG = GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=500, n_positions=64)
 SETTINGS = Settings(model="small", init="random", seq=64, batch=4, gpu_limit_bytes=GIB, ram_limit_bytes=4 * GIB)
-SHOWN = {"keep_last", "save_every"}  # in what a plan says, not in what it follows from
+SHOWN = {"keep_last", "save_every", "export_dtype"}  # in what a plan says, not in what it follows from
 
 
 @pytest.fixture(autouse=True)

@@ -81,7 +81,7 @@ CHANGED = {  # every setting, and a value that is not its default
         "keep_last": 1,
         "eval_every": 5,
     },
-    **{"eval_batches": 1, "log_every": 5, "sample_prompt": "x", "wandb": "offline"},
+    **{"eval_batches": 1, "log_every": 5, "sample_prompt": "x", "wandb": "offline", "export_dtype": "bf16"},
 }
 # What may be different when a run goes on: it changes no bit of weights and losses, or is known by another name in the
 # identity (the data's fingerprint, the number of steps, the precision and micro-batch that were planned).
@@ -99,7 +99,7 @@ FREE = {
         "plan_only",
     ),
     *("demo", "out", "run_name", "resume", "save_every", "keep_last", "eval_every", "eval_batches", "log_every"),
-    *("sample_prompt", "wandb"),
+    *("sample_prompt", "wandb", "export_dtype"),
 }
 
 

@@ -14,7 +14,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import CLOCK, SCRIPTS, SMALL, assert_same_run, at_call, last_line, loss_rows, measured_run, stored, weights
+from runs import (
+    CLOCK,
+    SCRIPTS,
+    SMALL,
+    assert_same_run,
+    at_call,
+    content,
+    last_line,
+    loss_rows,
+    measured_run,
+    stored,
+    weights,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn import functional as F
@@ -298,6 +310,19 @@ def test_evaluations_and_checkpoints_come_as_often_as_asked_for(finished, train,
     assert all("eval_loss" in row for row in loss_rows(out))
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
     assert weights(out) == weights(finished)  # looking changes nothing
+
+
+def test_an_export_in_16_bit_is_the_fp32_weights_rounded_and_checkpoints_are_as_ever(finished, train, tmp_path):
+    assert train(tmp_path / "out", "--export-dtype", "bfloat16") == 0
+    exact = load_file(finished / "model/model.safetensors")
+    rounded = load_file(tmp_path / "out/model/model.safetensors")
+    assert exact.keys() == rounded.keys()
+    assert all(torch.equal(rounded[name], weight.bfloat16()) for name, weight in exact.items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out/model", dtype="auto").dtype is torch.bfloat16
+    disk = [stored(out / "plan.json")["disk"] for out in (finished, tmp_path / "out")]
+    assert disk[0]["export"] == 2 * disk[1]["export"] and disk[0]["checkpoints"] == disk[1]["checkpoints"]
+    (one, other) = (content(out / "checkpoints/step-00000003") for out in (finished, tmp_path / "out"))
+    assert one == other
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
