@@ -17,6 +17,7 @@ import torch
 from lowmem.core import offload
 from lowmem.core.deferred_updates import Updates
 from lowmem.core.offload import AHEAD, StagingRing, host_tensor, page_lock
+from lowmem.core.optimizers import Hyperparameters
 from lowmem.simulate.recorder import Recorder
 
 CPU = torch.device("cpu")
@@ -456,7 +457,7 @@ def train_on_fake_device(seed: int, downwards: bool, copies=offload._CudaCopies)
         current[-1].enqueue(lambda: setattr(weight, "value", weight.value + gradient.value))
 
     store = SimpleNamespace(device=CPU, pieces=[], parts=parts)
-    updates = Updates(store, units, 0.0, update, True)
+    updates = Updates(store, units, Hyperparameters(0.0, 0.0, update=0), update, True)
     store.pieces, updates.ring._slots = pieces, [{"m": Cell()} for _ in range(AHEAD + 1)]
     updates.ring.copies = copies(CPU, beside=True)
     for number in range(3):
