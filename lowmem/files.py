@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 
-from lowmem.errors import InputError
+from lowmem.errors import InputError, LowmemError
 from lowmem.units import MIB
 
 try:
@@ -124,6 +124,12 @@ def to_json(content: dict) -> bytes:
     return json.dumps(content, indent=1).encode() + b"\n"
 
 
+def _not_read(path: Path, error: OSError) -> LowmemError:
+    """A file that is not there, or no file, is damage; a disk or network that does not answer now is none."""
+    kind = Damaged if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) else LowmemError
+    return kind(f"{path} cannot be read: {error.strerror}")
+
+
 class Manifest:
     """A folder's manifest. Raises Damaged where there is none that can be understood, InputError where the package that
     makes its hashes is missing."""
@@ -139,7 +145,7 @@ class Manifest:
                 for name, entry in self.entries.items()
             )
         except OSError as error:
-            raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+            raise _not_read(path, error) from None
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             sound = False
         if not sound:
@@ -171,7 +177,7 @@ class Manifest:
 
                 yield fill
         except OSError as error:
-            raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+            raise _not_read(path, error) from None
         if digest.hexdigest() != entry["hash"]:
             raise Damaged(f"{path} is damaged: its bytes are not those that were written")
 

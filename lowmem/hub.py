@@ -5,6 +5,7 @@ and then asks the hub once, within this limit: by `is_reachable`, where the clie
 """
 
 import functools
+import http.client
 import urllib.error
 import urllib.request
 
@@ -25,6 +26,6 @@ def is_reachable() -> bool:
         ).close()
     except urllib.error.HTTPError:
         return True  # it answered, if only to complain about the question
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return False
     return True

@@ -59,6 +59,7 @@ def test_a_printed_size_reads_back_within_half_a_percent(size_bytes):
     [
         ("500", 500, None), (" 7 ", 7, None), ("30min", "30min", 1800.0), ("2 h", "2h", 7200.0),
         ("1.5H", "1.5h", 5400.0), ("90s", "90s", 90.0), ("10m", "10m", 600.0), ("3hours", "3hours", 10800.0),
+        ("1 d", "1d", 86400.0), ("30 Minutes", "30minutes", 1800.0),
     ],
 )  # fmt: skip
 def test_an_interval_is_steps_or_a_time(text, interval, seconds):
@@ -67,7 +68,7 @@ def test_an_interval_is_steps_or_a_time(text, interval, seconds):
     assert parse_interval(str(interval)) == interval
 
 
-@pytest.mark.parametrize("text", ["", "0", "0min", "1.5", "-3", "min", "3 days", "1e3", "30min2h", "\u0663"])
+@pytest.mark.parametrize("text", ["", "0", "0min", "1.5", "-3", "min", "3 weeks", "1e3", "30min2h", "\u0663"])
 def test_what_is_no_interval_is_refused(text):
     with pytest.raises(ValueError, match="neither a number of steps nor a time"):
         parse_interval(text)

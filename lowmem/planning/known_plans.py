@@ -31,6 +31,7 @@ from lowmem.planning.ram import PROCESS_VARIES_BYTES, Process
 from lowmem.settings import Settings
 from lowmem.simulate.gpus import Card
 
+MOST_KEPT = 100  # the newest; another version of this package finds none of them
 PLANNED = (  # the settings that a plan for a GPU follows from
     *("model", "init", "seq", "batch", "document_mask", "clip_norm", "optimizer", "residual", "gpu", "gpu_limit_bytes"),
     *("ram_limit_bytes", "micro_batch", "group", "segment_blocks", "recompute", "states"),
@@ -94,8 +95,14 @@ class Question:
         with suppress(OSError):  # a plan that cannot be kept is made again
             path.parent.mkdir(parents=True, exist_ok=True)
             written = path.with_name(f".{path.name}.{os.getpid()}")
-            written.write_bytes(to_json({"plan": kept, "process_bytes": self.process and self.process.now_bytes}))
-            written.replace(path)
+            try:
+                written.write_bytes(to_json({"plan": kept, "process_bytes": self.process and self.process.now_bytes}))
+                written.replace(path)
+            finally:
+                written.unlink(missing_ok=True)
+            newest_first = sorted(path.parent.glob("*.json"), key=lambda plan: plan.stat().st_mtime, reverse=True)
+            for old in newest_first[MOST_KEPT:]:
+                old.unlink(missing_ok=True)
 
     def _path(self) -> Path | None:
         """The plan's file; None where none is kept."""
@@ -103,7 +110,10 @@ class Question:
         if folder == "off" or self.card is None:
             return None
         if not folder:
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowmem/plans"
+            home = os.path.expanduser("~/.cache")  # which stays as it is where nobody has a home
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or home) / "lowmem/plans"
+            if not folder.is_absolute():
+                return None
         asked = {
             "settings": {name: getattr(self.settings, name) for name in PLANNED},
             "config": self.config.to_dict(),
@@ -111,6 +121,7 @@ class Question:
             "card": asdict(self.card),
             "fused_kernels": self.fused_kernels,
             "measured": self.process is not None,
+            "gpu_here": [torch.cuda.is_available(), torch.cuda.is_initialized()],
             "expandable_segments": expandable_segments(),
             "workspaces": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
             "versions": [torch.__version__, version("transformers"), _sources()],

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lowmem import device as devices
 from lowmem.core.decoder import Decoder
+from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.step import TrainingStep
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError
@@ -65,9 +66,10 @@ def plan(settings: Settings) -> Plan:
 
 
 def train(settings: Settings) -> dict:
-    """A whole run, as the scripts make it; the content of its report.json. SIGTERM and SIGINT save and end it
-    (`Stopped`), where it is called in the main thread; a second one ends the process. LowmemError for what the scripts
-    say in a sentence; what the system refuses (OSError, OutOfMemoryError) comes as it is."""
+    """A whole run, as the scripts make it; the content of its report.json. A signal saves and ends it (`Stopped`) where
+    it is called in the main thread; a second one drops the step first, a third ends the process (signals.py).
+    LowmemError for what the scripts say in a sentence; what the system refuses (OSError, OutOfMemoryError) comes as it
+    is."""
     if settings.plan_only:
         raise InputError("plan_only=True plans and trains nothing: call lowmem.plan(settings).")
     main_thread = threading.current_thread() is threading.main_thread()
@@ -108,11 +110,12 @@ def load(settings: Settings) -> LoadedModel:
 
 
 def export(model: LoadedModel, folder: str | Path) -> None:
-    """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it: the fp32 master weights, the config and
-    the tokenizer."""
+    """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it: the master weights in
+    `settings.export_dtype`, the config and the tokenizer."""
     model.step.flush()
     store = model.step.store
     export_model(
         Path(folder), model.config, store.masters(), order=store.names(), tokenizer=model.tokenizer,
+        dtype=WORKING_DTYPES[model.settings.export_dtype],
         readme=f"# {model.plan.model}, every parameter trained with lowmem\n\n```\n{model.plan.describe()}\n```\n",
     )  # fmt: skip

@@ -54,6 +54,7 @@ _MARGIN_BYTES = MIB  # headers, state.json, the manifest, and what a file system
 _STATE = "state.json"
 _STATE_KEYS = ("step", "updates", "loss_scale", "skipped", "eval_first", "recoveries")
 _NAME = re.compile(r"step-([0-9]{8,})")
+_UNREADABLE = "unreadable-"
 _TEMPORARY, _ASIDE = ".tmp-", ".old-"  # before the name of a checkpoint that is not (yet, or any longer) one
 
 
@@ -87,25 +88,29 @@ def lock_run(folder: Path) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------------------- save
 
 
-def check_disk(folder: Path, disk: dict[str, int], keep_last: int) -> None:
-    """PlanError where the disk under `folder` has no room for what a run writes there, `disk` (Plan.disk). What is
-    there of an earlier run counts as room, for it is what is gone on from, or replaced."""
-    there = sum(
-        path.stat().st_size
-        for part in ("checkpoints", "model")
-        for path in (folder / part).rglob("*")
-        if path.is_file()
-    )
-    free_bytes = shutil.disk_usage(folder).free + there
-    needed_bytes = sum(disk.values()) + _MARGIN_BYTES
-    if needed_bytes > free_bytes:
-        each = disk["one_being_written"]
-        fewer = f", or --keep-last 1 for {format_size(needed_bytes - (keep_last - 1) * each)}" if keep_last > 1 else ""
-        raise PlanError(
-            f"{folder} is on a disk with room for {format_size(free_bytes)}, and this run writes up to "
-            f"{format_size(needed_bytes)}: checkpoints of {format_size(each)}, {keep_last} kept and one being written, "
-            f"and the model. Free some room, or give another --out{fewer}."
-        )
+def check_disk(folder: Path, disk: dict[str, int], keep_last: int, saves: int | None) -> None:
+    """PlanError where the disk under `folder` has no room for what a run writes there, `disk` (Plan.disk). `saves`: how
+    often it saves, None where that is not known; then one checkpoint and the next have to fit. What is there of an
+    earlier run counts as room, for it is what is gone on from, or replaced."""
+    each = disk["one_being_written"]
+    checkpoints = min(keep_last + 1, 2 if saves is None else max(saves, 1))
+    places = {"checkpoints": checkpoints * each, "model": disk["export"]}
+    free, needed = {}, {}
+    for part, size_bytes in places.items():
+        place = (folder / part).resolve()
+        disk_of = (place if place.exists() else folder).stat().st_dev
+        there = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+        free.setdefault(disk_of, shutil.disk_usage(place if place.exists() else folder).free)
+        free[disk_of] += there
+        needed[disk_of] = needed.get(disk_of, _MARGIN_BYTES) + size_bytes
+    for disk_of, needed_bytes in needed.items():
+        if needed_bytes > free[disk_of]:
+            fewer = f", or --keep-last 1, for {format_size(each)} less each" if checkpoints > 2 else ""
+            raise PlanError(
+                f"{folder} is on a disk with room for {format_size(free[disk_of])}, and this run writes "
+                f"{format_size(needed_bytes)}: {checkpoints} checkpoints of {format_size(each)}, the one that is being "
+                f"written among them, and the model. Free some room, or give another --out{fewer}."
+            )
 
 
 class NotSaved(LowmemError):
@@ -254,8 +259,8 @@ def load_newest(
     checkpoints: list[Path], store: Store, expected: dict, say: Callable[[str], None], required: bool = False
 ) -> tuple[Path, dict] | None:
     """load_checkpoint of the first of `checkpoints` that is whole, and its state; those that are incomplete or damaged
-    are skipped with a sentence to `say`. Where none is whole: None, with a store of zeros, as it was made; or, where
-    one is `required`, what is wrong with the last is raised."""
+    are skipped with a sentence to `say`. Where none is whole: None, with a store of zeros, as it was made, and they are
+    renamed; or, where one is `required`, what is wrong with the last is raised."""
     for checkpoint in checkpoints:
         try:
             return checkpoint, load_checkpoint(checkpoint, store, expected)
@@ -265,6 +270,11 @@ def load_newest(
             say(f"warning: skipped the checkpoint {checkpoint.name}: {problem}")
     if checkpoints:
         store.clear()
+        for checkpoint in checkpoints:  # else the next save would remove them
+            os.rename(checkpoint, checkpoint.with_name(f"{_UNREADABLE}{checkpoint.name}"))
+        say(
+            f"warning: training starts anew; those checkpoints are kept as {_UNREADABLE}step-... in {checkpoint.parent}"
+        )
     return None
 
 

@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from lowmem.errors import first_line
 from lowmem.limits import Peaks
+from lowmem.run.signals import output
 from lowmem.settings import Settings
 from lowmem.units import GIB, format_size
 
@@ -116,7 +117,8 @@ class RunLog:
 
     def say(self, sentence: str, at_length: str | None = None) -> None:
         """To stderr, above the progress bar, and to log.txt, which has room for it `at_length`."""
-        tqdm.write(sentence, file=sys.stderr)
+        with output():
+            tqdm.write(sentence, file=sys.stderr)
         if self._text is None:
             self._said.append(at_length or sentence)
         else:
@@ -131,17 +133,13 @@ class RunLog:
         self._tokens += row["tokens"]
         first_of_run = not self._step_ms
         self._step_ms.append(row["step_ms"])
-        if not self._bar.disable:
-            self._bar.set_postfix_str(
-                f"{self._left(row)}  {self._summary(row)}", refresh=False
-            )  # 80 columns cut it off
-            self._bar.update()
-        elif first_of_run or row["step"] % self._settings.log_every == 0 or row["step"] == self._last_step:
-            print(
-                f"step {row['step']}/{self._last_step}  {self._summary(row)}  {self._left(row)}",
-                file=sys.stderr,
-                flush=True,
-            )
+        with output():
+            if not self._bar.disable:
+                self._bar.set_postfix_str(f"{self._left(row)}  {self._summary(row)}", refresh=False)
+                self._bar.update()
+            elif first_of_run or row["step"] % self._settings.log_every == 0 or row["step"] == self._last_step:
+                line = f"step {row['step']}/{self._last_step}  {self._summary(row)}  {self._left(row)}"
+                print(line, file=sys.stderr, flush=True)
         if self._wandb is not None:
             values = _wandb_row(row, self._tokens)
             self._guarded("failed", lambda: self._wandb.log(values))
@@ -151,7 +149,8 @@ class RunLog:
         if self._file is None or self._file.closed:
             return
         if self._bar is not None:
-            self._bar.close()
+            with output():
+                self._bar.close()
         if self._wandb is not None:
             self._guarded("did not finish", self._wandb.finish)
             self._leave_wandb()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lowmem.errors import CapExceeded, LowmemError, first_line
 from lowmem.run.cli import parse_arguments
-from lowmem.run.signals import StopRequest, interrupt_ends_at_once
+from lowmem.run.signals import StopRequest, interrupt_ends_at_once, output
 from lowmem.settings import Settings
 
 
@@ -25,7 +25,7 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
     with interrupt_ends_at_once():
         from lowmem.run.train import run
     try:
-        with StopRequest() as stop:
+        with interrupt_ends_at_once() if settings.plan_only else StopRequest() as stop:
             run(settings, stop)
     except Exception as error:
         said = _in_a_sentence(error, settings)
@@ -36,7 +36,8 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
 
 
 def _fail(error: LowmemError) -> int:
-    print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+    with output():
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)
     return error.exit_code
 
 

@@ -160,7 +160,8 @@ def finish(
 @torch.no_grad()
 def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
     """What the model makes of `prompt`, greedily, or why it does not, as a sentence."""
-    inputs = tokenizer(prompt, return_tensors="pt").to(decoder.head_weight.device)
+    tokenized = tokenizer(prompt, return_tensors="pt").to(decoder.head_weight.device)
+    inputs = {name: tokenized[name] for name in ("input_ids", "attention_mask") if name in tokenized}
     prompt_tokens = inputs["input_ids"].shape[1]
     positions = getattr(decoder.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     if not 0 < prompt_tokens < positions:
@@ -175,6 +176,8 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
         )
     except torch.OutOfMemoryError as error:
         return f"no sample: out of memory ({first_line(error)})"
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:  # models generate each in their own way
+        return f"no sample: {first_line(error)}"
     return f"sample: {tokenizer.decode(tokens[0])}"
 
 

@@ -10,8 +10,8 @@ loop looks at the count where the state is whole.
 
 The count is kept, and the answer given, by a thread: Python's own handlers wait for the main thread, which may be
 waiting itself for seconds, for a GPU or a disk. A hang-up (the terminal went away) only ever counts once, since a shell
-and the system may both send it; what is written to that terminal goes nowhere from then on. Where it is ignored, as
-under nohup, it stays so.
+and the system may both send it; what is written to that terminal goes nowhere from then on. A signal that is ignored
+when the run begins, as under nohup or in the background of a script, stays ignored.
 """
 
 import os
@@ -30,7 +30,9 @@ _END = b"\0"  # no signal has this number
 def interrupt_ends_at_once() -> Iterator[None]:
     """Inside the block SIGINT ends the process as SIGTERM does, without a word (a shell reports 130). Python's own way,
     an exception at whatever instruction comes next, prints a traceback or is lost in somebody's `except`."""
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
@@ -66,8 +68,8 @@ class StopRequest:
         self._finishing, self._second = finishing, second
 
     def __enter__(self) -> "StopRequest":
-        ignored = {number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN and number == _HANG_UP}
-        self._before = {number: signal.signal(number, _nothing) for number in SIGNALS if number not in ignored}
+        caught = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, _nothing) for number in caught}
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._before_pipe = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
@@ -91,7 +93,6 @@ class StopRequest:
 
     def _note(self, number: signal.Signals) -> None:
         if number == _HANG_UP:
-            _let_go_of_the_terminal()
             if self.requested:
                 return
         self.name = self.name or number.name
@@ -110,28 +111,26 @@ def _nothing(number: int, frame) -> None:
     """Takes the place of a signal's default action; the number comes through the pipe."""
 
 
-def _let_go_of_the_terminal() -> None:
-    """Output to a terminal that went away would end the run with an error."""
+@contextmanager
+def output() -> Iterator[None]:
+    """Output inside the block may fail: where a terminal, or the program behind a pipe, went away, what is written from
+    then on goes nowhere, and the run goes on."""
+    try:
+        yield
+    except OSError:
+        send_output_nowhere()
+
+
+def send_output_nowhere() -> None:
+    """Whatever stdout and stderr were."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
-        if os.isatty(stream) or _gone(stream):
-            os.dup2(nowhere, stream)
+        os.dup2(nowhere, stream)
     os.close(nowhere)
-
-
-def _gone(stream: int) -> bool:
-    """Whether a terminal was there: writing nothing to one that has hung up is an error."""
-    try:
-        os.write(stream, b"")
-    except OSError:
-        return True
-    return False
 
 
 def _say(sentence: str) -> None:
     """Past Python's buffers, in the middle of which the main thread may be; on a line of its own beside a bar."""
     start = "\n" if sys.stderr is not None and os.isatty(2) else ""
-    try:
+    with output():
         os.write(2, f"{start}{sentence}\n".encode())
-    except OSError:
-        pass

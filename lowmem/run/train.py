@@ -84,7 +84,12 @@ def plan_and_train(
     tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
     data = load_data(settings, tokenizer, config.vocab_size)  # before anything slow: it may be refused
     plan, remark = plan_for_here(settings, config, device, precision, card, aside)
-    check_disk(Path(settings.out), plan.disk, settings.keep_last)
+    steps = settings.total_steps(data.train.steps_per_epoch)
+    seconds, every = interval_seconds(settings.save_every), settings.save_every
+    if seconds is not None and plan.step_seconds is not None:
+        every = max(int(seconds / plan.step_seconds), 1)
+    saves = math.ceil(steps / every) if isinstance(every, int) else None
+    check_disk(Path(settings.out), plan.disk, settings.keep_last, saves)
     with closing(RunLog(Path(settings.out), settings)) as log:
         log.say(plan.describe())
         if remark is not None:
@@ -207,25 +212,27 @@ def train(
     write_json(folder / "settings.json", asdict(settings))
     log.start(first, steps, plan.to_dict())
 
-    saved, saved_at, interval = first, time.monotonic(), interval_seconds(settings.save_every)
+    saved = None if loaded is None else first
+    saved_at, interval = time.monotonic(), interval_seconds(settings.save_every)
 
     def save(done: int, must: bool = True) -> None:
         """`must`: whether the run ends with what is saved here; else it goes on where the disk has no room."""
         nonlocal saved, saved_at
-        saved_at = time.monotonic()
         stop.now(f"the save of step {done}", "changes nothing")
         step.flush()
         state = {"step": done, "updates": step.updates, "loss_scale": loss_scale.state()}
         state |= {"skipped": skipped, "eval_first": eval_first, "recoveries": recovery.measures}
         try:
-            with budget.phase("save"):
-                save_checkpoint(folder, store, state | identity, keep_last=settings.keep_last)
+            if saved != done:
+                with budget.phase("save"):
+                    save_checkpoint(folder, store, state | identity, keep_last=settings.keep_last)
             saved = done
         except NotSaved as error:
             if must or (stop.requested and done < steps):
                 raise
             goes_on = "the model is exported" if done == steps else "training goes on, and it is tried again"
             log.say(f"warning: {error.reason}; what was saved before is still there, and {goes_on}")
+        saved_at = time.monotonic()
         if stop.requested and done < steps:
             raise Stopped(f"stopped by {stop.name} after step {done}; the same command goes on from there")
 
@@ -245,14 +252,15 @@ def train(
         )
         recovery.number = done
         about = "" if seconds is None else f", about {seconds:.2g} s"
-        stop.now(f"step {done}{about}, then saving", "drops this step and saves")
+        stop.now(f"step {done}{about}, then saving", "drops this step, unless it updates already, and saves")
         try:
             result = step(batch, done - 1, rate)
         except StepAbandoned:
             save(done - 1)
         except OutOfRoom:
-            if not step.halfway and saved < done - 1:
-                save(done - 1)
+            if not step.halfway:
+                with suppress(NotSaved, Stopped):  # that memory ran out is what has to be said
+                    save(done - 1)
             raise
         evaluating = len(data.evaluation) and (done == steps or done % (settings.eval_every or steps) == 0)
         due = done % settings.save_every == 0 if interval is None else time.monotonic() - saved_at >= interval

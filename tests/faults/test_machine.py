@@ -66,15 +66,24 @@ def test_a_disk_that_takes_no_rows_does_not_end_the_run_and_has_them_all_when_it
 
 
 def test_a_run_that_the_disk_has_no_room_for_is_refused_before_it_trains(train, tmp_path, capsys, monkeypatch):
-    usage = shutil._ntuple_diskusage
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 0, 30 * MIB))
-    assert train(tmp_path / "out") == 3
+    """It saves as often as that is known: a run of three steps once, unless it is asked for more."""
+
+    def room(size_bytes: int) -> None:
+        usage = shutil._ntuple_diskusage(2**40, 0, size_bytes)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+
+    room(30 * MIB)
+    every_step = ("--save-every", "1")
+    assert train(tmp_path / "out", *every_step) == 3
     sentence = last_line(capsys)
-    assert "room for 30.0 MiB, and this run writes up to" in sentence and "--keep-last 1" in sentence
+    assert "room for 30.0 MiB, and this run writes 33" in sentence and "--keep-last 1" in sentence
     assert not (tmp_path / "out").exists()
-    assert train(tmp_path / "out", "--keep-last", "1") == 0
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 0, 20 * MIB))
-    assert train(tmp_path / "out", "--keep-last", "1") == 0  # what it has written already counts as room
+    assert train(tmp_path / "out", *every_step, "--keep-last", "1") == 0
+    room(20 * MIB)
+    assert train(tmp_path / "out", *every_step, "--keep-last", "1") == 0  # what it has written counts as room
+    assert train(tmp_path / "once", "--save-every", "3", "--keep-last", "1000000") == 0
+    room(12 * MIB)
+    assert train(tmp_path / "little", "--save-every", "3") == 3
     plan = stored(tmp_path / "out/plan.json")["disk"]
     (checkpoint,) = (tmp_path / "out/checkpoints").iterdir()
     written = sum(path.stat().st_size for path in checkpoint.iterdir())

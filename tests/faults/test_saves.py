@@ -469,6 +469,22 @@ def test_with_nothing_valid_left_a_run_starts_anew_and_says_why(tmp_path):
     checkpoint, said = newest(tmp_path, store)
     assert checkpoint is None and differences(store, new) == []
     assert ["step-00000002" in said[0], "manifest.json" in said[0], part.name in said[1]] == [True] * 3
+    assert "are kept as unreadable-step-" in said[2]
+    save(tmp_path, make_store(fill=1), 1)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000001", "unreadable-step-00000001", "unreadable-step-00000002"]
+
+
+def test_a_disk_that_does_not_answer_is_no_damage(tmp_path, monkeypatch):
+    """Nothing is skipped, and nothing is put aside: the next attempt may read it."""
+    save(tmp_path, make_store(fill=1), 1)
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
+    )
+    with pytest.raises(LowmemError, match="manifest.json cannot be read: Input/output error") as error:
+        newest(tmp_path, make_store())
+    assert not isinstance(error.value, InputError)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
 
 def test_a_damaged_newest_checkpoint_is_replaced_when_its_step_comes_again(tmp_path):

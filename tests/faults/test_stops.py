@@ -116,6 +116,20 @@ def test_a_process_that_is_told_to_stop_saves_and_the_same_command_goes_on_bitwi
     assert len(wandb_runs) == 2 or "wandb could not start" in errors  # the package is optional
 
 
+def test_an_interrupt_that_ends_the_program_behind_a_pipe_too_loses_nothing(text, tmp_path):
+    """`train ... 2>&1 | tee log`: a terminal sends the signal to both, and what is said then goes nowhere."""
+    out = tmp_path / "out"
+    command = [sys.executable, "train_gpt2_large.py", *SMALL, "--data", str(text), "--steps", "40", "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, text=True) as process:
+        while not process.stdout.readline().startswith("step 3/"):
+            pass
+        process.stdout.close()
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 75
+    rows = loss_rows(out)
+    assert (out / f"checkpoints/step-{rows[-1]['step']:08d}/manifest.json").exists() and rows[-1]["step"] < 40
+
+
 def test_an_interrupt_while_pytorch_is_imported_ends_the_script_without_a_word(tmp_path):
     command = [sys.executable, "train_gpt2_large.py", "--demo", "--out", str(tmp_path / "out")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem.run.signals import StopRequest
+from lowmem.run.signals import StopRequest, interrupt_ends_at_once
 
 BOTH = (signal.SIGTERM, signal.SIGINT)
 ALL = (*BOTH, signal.SIGHUP)
@@ -110,23 +110,27 @@ def test_hang_ups_count_once_and_output_to_a_terminal_that_went_away_is_no_error
     assert in_a_child(work) == 11
 
 
-def test_a_hang_up_that_is_ignored_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts programs
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_is_ignored_stays_ignored(number):
+    """As nohup starts programs, and a script those in its background."""
+    before = signal.signal(number, signal.SIG_IGN)
     try:
+        with interrupt_ends_at_once():
+            os.kill(os.getpid(), number)
         with StopRequest() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), number)
             send(stop, signal.SIGTERM)
         assert stop.name == "SIGTERM" and stop.requests == 1
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
 
 
 def test_the_answer_does_not_wait_for_a_main_thread_that_is_busy():
     """It computes in C without a pause, as one that waits for a GPU does."""
     work = """
 import hashlib, sys
-from lowmem.run.signals import StopRequest
+from lowmem.run.signals import StopRequest, interrupt_ends_at_once
 
 with StopRequest():
     print("busy", flush=True)
@@ -153,7 +157,7 @@ def test_what_was_there_before_is_there_again_after(error):
     before = signal.signal(signal.SIGTERM, handler), signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with StopRequest() as stop:
-            send(stop, signal.SIGINT)
+            send(stop, signal.SIGTERM)
             if error:
                 raise KeyError
     except KeyError:
@@ -181,7 +185,7 @@ def test_it_works_in_the_main_thread_only():
 
 LOOP = """
 import sys, time
-from lowmem.run.signals import StopRequest
+from lowmem.run.signals import StopRequest, interrupt_ends_at_once
 
 with StopRequest() as stop:
     for step in range(1000):
