@@ -92,9 +92,8 @@ class StopRequest:
                 self._note(signal.Signals(received[0]))
 
     def _note(self, number: signal.Signals) -> None:
-        if number == _HANG_UP:
-            if self.requested:
-                return
+        if number == _HANG_UP and self.requested:
+            return
         self.name = self.name or number.name
         again = "Ctrl-C again" if number == signal.SIGINT else f"{number.name} again"
         if self.requests >= (1 if self._nothing_yet else 2):

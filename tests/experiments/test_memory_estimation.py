@@ -300,7 +300,7 @@ class InThisProcess:
     ("arguments", "said"),
     [
         (["--only", "gpt5"], "gpt5"),
-        (["--limit", "16GB"], "GB"),
+        (["--limit", "16GBs"], "GBs"),
         (["--gpu", "abacus"], "abacus"),
         (["--measure"], "GPU"),
         (["--seq", "0"], "whole number"),

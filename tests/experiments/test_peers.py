@@ -214,7 +214,7 @@ def test_the_command_writes_a_row_for_each_peer_and_a_missing_one_does_not_stop_
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--ram-limit", "16GB"], "--ram-limit"),
+        (["--ram-limit", "16GBs"], "--ram-limit"),
         (["--steps", "1"], "--steps 1 is too few"),
         (["--batch", "0"], "--batch"),
         (["--seq", "5000"], "--seq 5000"),

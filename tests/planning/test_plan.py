@@ -371,7 +371,7 @@ def test_without_json_it_prints_a_table(tmp_path, capsys):
     ("options", "code", "said"),
     [
         (["--model", "gpt2", "--batch", "4", "--gpu-limit", "200MiB"], 3, "--gpu-limit "),
-        (["--model", "gpt2-xl", "--gpu-limit", "11GB"], 2, "not a size"),
+        (["--model", "gpt2-xl", "--gpu-limit", "11GBs"], 2, "not a size"),
         (["--model", "gpt2-xl", "--gpu-limit", "0"], 2, "not a size"),
         (["--model", "gpt2-xl", "--seq", "1"], 2, "--seq 1 is too short"),
         (["--model", "gpt2-xl", "--batch", "-1"], 2, "--batch -1 is too small"),
