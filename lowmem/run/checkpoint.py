@@ -105,7 +105,7 @@ def check_disk(folder: Path, disk: dict[str, int], keep_last: int, saves: int | 
         needed[disk_of] = needed.get(disk_of, _MARGIN_BYTES) + size_bytes
     for disk_of, needed_bytes in needed.items():
         if needed_bytes > free[disk_of]:
-            fewer = f", or --keep-last 1, for {format_size(each)} less each" if checkpoints > 2 else ""
+            fewer = ", or --keep-last 1" if checkpoints > 2 else ""
             raise PlanError(
                 f"{folder} is on a disk with room for {format_size(free[disk_of])}, and this run writes "
                 f"{format_size(needed_bytes)}: {checkpoints} checkpoints of {format_size(each)}, the one that is being "
