@@ -108,10 +108,14 @@ class Settings:
     eval_every: int | None = _option(None, "steps between evaluations on held-out text", shown="at the start and at "
                                      "the end")
     eval_batches: int = _option(8, "batches that an evaluation reads")  # half a million tokens at the defaults
+    keep_best: bool = _option(False, "keep the checkpoint with the lowest held-out loss, too, and export that")
+    patience: int | None = _option(None, "end after so many evaluations in a row without a lower held-out loss", "N",
+                                   "never")
     log_every: int = _option(1, "steps between printed lines; metrics.jsonl has every step")
     export_dtype: Literal["fp32", "bf16", "fp16"] = _option("fp32", "of the exported model's weights; "
                                                             "checkpoints are exact always")
     sample_prompt: str | None = _option(None, "text to continue before the first step and at the end", shown="none")
+    sample_every: int | None = _option(None, "steps between samples on the way", "N", "none on the way")
     wandb: Literal["disabled", "offline", "online"] | None = _option(None, "logging to Weights & Biases",
                                                                      shown="WANDB_MODE, or disabled")
     # fmt: on
@@ -149,6 +153,11 @@ class Settings:
             yield "--steps and --epochs both say how long the run is: give one of them."
         if self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps):
             yield f"--warmup-steps {self.warmup_steps:g} must be whole; below 1 it is a share of the steps."
+        for name in ("patience", "keep_best"):
+            if getattr(self, name) and self.eval_every is None:
+                yield f"{option_name(name)} compares evaluations: say with --eval-every how often there is one."
+        if self.sample_every is not None and self.sample_prompt is None:
+            yield "--sample-every needs a text to continue: give --sample-prompt."
         if self.steps is not None and self.warmup_steps > self.steps:
             yield f"--warmup-steps {self.warmup_steps:g} is longer than the run of {self.steps} steps."
 
@@ -188,7 +197,7 @@ class Settings:
 FIELD_NAMES = tuple(item.name for item in fields(Settings))
 _AT_LEAST_ONE = (
     *("batch", "steps", "micro_batch", "group", "segment_blocks"),
-    *("keep_last", "eval_every", "eval_batches", "log_every"),
+    *("keep_last", "eval_every", "eval_batches", "log_every", "patience", "sample_every"),
 )
 _TEXTS = ("gpu", "model", "data", "eval_data", "text_field", "out", "run_name", "resume")
 

@@ -64,7 +64,10 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert content(one / "checkpoints" / newest) == content(other / "checkpoints" / newest)  # m, v, loss scale, ...
 
 
-NOT_PLANNED = ("out", "data", "steps", "lr", "schedule", "save_every", "keep_last", "eval_every", "resume")
+NOT_PLANNED = (
+    *("out", "data", "steps", "lr", "schedule", "save_every", "keep_last", "eval_every", "resume", "keep_best"),
+    *("patience", "sample_every", "sample_prompt"),
+)
 _PLANS: dict[tuple, Plan] = {}
 
 

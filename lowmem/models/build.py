@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    GenerationConfig,
     GPT2Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -158,6 +159,16 @@ def load_config(model: str, init: str) -> PretrainedConfig:
     if (config.model_type, config.n_layer, config.n_embd, config.n_head) != ("gpt2", *GPT2_SHAPES[name]):
         raise InputError(f"{path} is not the config of {name} (its shape differs); remove it from the hub's cache")
     return config
+
+
+def own_generation_config(model: str, init: str) -> GenerationConfig | None:
+    """How pretrained `model` (a folder or a hub name) wants to generate; None where its files do not say."""
+    if init == "random":
+        return None
+    try:
+        return GenerationConfig.from_pretrained(model_folder(model, "config"), local_files_only=True)
+    except (InputError, OSError, ValueError):
+        return None
 
 
 def _read_config(path: Path) -> PretrainedConfig:

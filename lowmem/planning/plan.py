@@ -67,7 +67,7 @@ class Plan:
     def disk(self) -> dict[str, int]:
         """The most that a run ever has on the disk, in bytes: the checkpoints that it keeps, the one that it writes
         beside them, and the weights of the exported model."""
-        kept = self.settings.keep_last * self.checkpoint_bytes
+        kept = (self.settings.keep_last + self.settings.keep_best) * self.checkpoint_bytes
         exported = WORKING_DTYPES[self.settings.export_dtype].itemsize
         return {"checkpoints": kept, "one_being_written": self.checkpoint_bytes, "export": exported * self.parameters}
 
@@ -138,9 +138,8 @@ class Plan:
         lines.append(f"  RAM in GiB: {phases}")
         total, each = (format_size(size) for size in (sum(self.disk.values()), self.checkpoint_bytes))
         every = settings.save_every if isinstance(settings.save_every, str) else f"{settings.save_every} steps"
-        lines.append(
-            f"  disk {total}: {settings.keep_last} + 1 checkpoints of {each}, and the model; one every {every}"
-        )
+        kept = settings.keep_last + settings.keep_best
+        lines.append(f"  disk {total}: {kept} + 1 checkpoints of {each}, and the model; one every {every}")
         if self.step_seconds is not None:
             rate = settings.batch * settings.seq / self.step_seconds
             lines.append(

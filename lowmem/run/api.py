@@ -25,7 +25,7 @@ from lowmem.core.step import TrainingStep
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError
 from lowmem.limits import Budget
-from lowmem.models.build import check_length, load_config, make_decoder
+from lowmem.models.build import check_length, load_config, make_decoder, own_generation_config
 from lowmem.models.compatibility import check_pieces
 from lowmem.models.export import export_model
 from lowmem.planning.known_plans import Question
@@ -117,5 +117,6 @@ def export(model: LoadedModel, folder: str | Path) -> None:
     export_model(
         Path(folder), model.config, store.masters(), order=store.names(), tokenizer=model.tokenizer,
         dtype=WORKING_DTYPES[model.settings.export_dtype],
+        generation_config=own_generation_config(model.settings.model, model.settings.init),
         readme=f"# {model.plan.model}, every parameter trained with lowmem\n\n```\n{model.plan.describe()}\n```\n",
     )  # fmt: skip

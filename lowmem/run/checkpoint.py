@@ -88,12 +88,12 @@ def lock_run(folder: Path) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------------------- save
 
 
-def check_disk(folder: Path, disk: dict[str, int], keep_last: int, saves: int | None) -> None:
+def check_disk(folder: Path, disk: dict[str, int], saves: int | None) -> None:
     """PlanError where the disk under `folder` has no room for what a run writes there, `disk` (Plan.disk). `saves`: how
     often it saves, None where that is not known; then one checkpoint and the next have to fit. What is there of an
     earlier run counts as room, for it is what is gone on from, or replaced."""
     each = disk["one_being_written"]
-    checkpoints = min(keep_last + 1, 2 if saves is None else max(saves, 1))
+    checkpoints = min(disk["checkpoints"] // each + 1, 2 if saves is None else max(saves, 1))
     places = {"checkpoints": checkpoints * each, "model": disk["export"]}
     free, needed = {}, {}
     for part, size_bytes in places.items():
@@ -121,16 +121,17 @@ class NotSaved(LowmemError):
         super().__init__(f"{reason}. What was saved before is still there: {advice} and run the same command again")
 
 
-def save_checkpoint(folder: Path, store: Store, state: dict, *, keep_last: int) -> Path:
+def save_checkpoint(folder: Path, store: Store, state: dict, *, keep_last: int, best: int | None = None) -> Path:
     """Writes `store` and `state` (JSON; "step" is the number of optimizer steps done) as folder/checkpoints/step-...
 
-    No update may be waiting (TrainingStep.flush). Of the older checkpoints keep_last - 1 stay; those with a higher
-    number were left behind by a run that went back to an earlier step, and go too. Raises NotSaved where the disk or a
+    No update may be waiting (TrainingStep.flush). Of the older checkpoints keep_last - 1 stay, and
+    that of step `best`; those with a higher number were left behind by a run that went back to an earlier step, and go
+    too. Raises NotSaved where the disk or a
     quota is full or the folder cannot be written: what was saved before is still there then."""
     if any(part.gradient is not None for part in store.parts):
         raise RuntimeError("updates are waiting: call TrainingStep.flush before saving")
-    root = folder / "checkpoints"
-    final = root / f"step-{state['step']:08d}"
+    final = checkpoint_of(folder, state["step"])
+    root = final.parent
     temporary = root / (_TEMPORARY + final.name)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -157,7 +158,7 @@ def save_checkpoint(folder: Path, store: Store, state: dict, *, keep_last: int) 
     with suppress(OSError):  # the new checkpoint is safe; what cannot be removed now is tried again at the next save
         older = [path for path in _checkpoints(root) if _step(path) < state["step"]]
         newer = [path for path in _checkpoints(root) if _step(path) > state["step"]]
-        for path in [*newer, *older[keep_last - 1 :]]:
+        for path in [*newer, *(path for path in older[keep_last - 1 :] if _step(path) != best)]:
             os.rename(path, root / (_TEMPORARY + path.name))  # half removed, it must not look like a checkpoint
         _sweep(root)
     return final
@@ -250,6 +251,11 @@ def _named_checkpoints(path: Path) -> list[Path]:
     if not found:
         raise InputError(f"--resume {path} is neither a checkpoint nor a run folder with one")
     return found
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    """Where the run in `folder` has the checkpoint of `step`, if it has one."""
+    return folder / "checkpoints" / f"step-{step:08d}"
 
 
 def newest_state(checkpoints: list[Path]) -> tuple[Path, dict] | None:

@@ -100,6 +100,7 @@ class RunLog:
         path = self._folder / "metrics.jsonl"
         self.rows = [row for row in read_metrics(path) if row["step"] <= first_step]
         _replace(path, "".join(map(_line, self.rows)))
+        self._samples = [row for row in read_metrics(self._folder / "samples.jsonl") if row["step"] <= first_step]
         self._file, self._text = _Lines(path), _Lines(self._folder / "log.txt")
         self._text.write("".join(f"{sentence}\n" for sentence in self._said))
         self._tokens = sum(row["tokens"] for row in self.rows)
@@ -143,6 +144,14 @@ class RunLog:
         if self._wandb is not None:
             values = _wandb_row(row, self._tokens)
             self._guarded("failed", lambda: self._wandb.log(values))
+
+    def sample(self, step: int, text: str, last: bool) -> None:
+        """What the model wrote after `step` steps: said, the last one beside what it wrote before; and kept."""
+        before = [row["text"] for row in self._samples if last and row["step"] == 0]
+        self.say("\n".join([*(f"before training, {text}" for text in before), text]))
+        row = {"step": step, "text": text}
+        self._samples = [*(kept for kept in self._samples if kept["step"] < step), row]
+        _replace(self._folder / "samples.jsonl", "".join(map(_line, self._samples)))
 
     def close(self) -> None:
         """Ends the bar and wandb's run; the files are complete. Does nothing before `start`, or a second time."""

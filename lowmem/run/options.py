@@ -108,6 +108,8 @@ ALIASES = {  # of fields, with dashes, separated by spaces; the underscored form
     "keep_last": "save-total-limit keep-last-n",
     "eval_every": "eval-steps eval-interval",
     "eval_batches": "eval-iters max-eval-batches",
+    "keep_best": "load-best-model-at-end save-best",
+    "patience": "early-stopping-patience",
     "log_every": "logging-steps log-interval log-every-n-steps",
     "wandb": "wandb-mode",
 }
@@ -171,8 +173,8 @@ REFUSED = {
         "packing pack packed": "plain text is always packed, and examples with answers never: each has its own row",
         "deepspeed fsdp fsdp-config accelerate-config zero-stage": "training is on one GPU, and the planner puts what "
         "does not fit into RAM by itself: --gpu-limit and --ram-limit say how much there is",
-        "load-best-model-at-end metric-for-best-model": "the last weights are exported; --eval-every shows how the "
-        "held-out loss went, and --keep-last keeps earlier checkpoints",
+        "metric-for-best-model greater-is-better": "--keep-best and --patience compare held-out losses",
+        "early-stopping early-stopping-threshold": "use --patience with a number of evaluations",
         "betas adam-betas": "use --adam-beta1 and --adam-beta2",
         "report-to wandb-log": "use --wandb online, offline or disabled; metrics.jsonl is always written",
         "wandb-project wandb-entity": "set the environment variable WANDB_PROJECT or WANDB_ENTITY",

@@ -1,12 +1,13 @@
 """What stands around a run: what is said before it, what identifies it, and what it leaves behind."""
 
 import json
+import math
 import platform
 import shlex
 import statistics
 import sys
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from lowmem.core.precision import WORKING_DTYPES
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import first_line
 from lowmem.limits import Budget
+from lowmem.models.build import own_generation_config
 from lowmem.models.export import export_model
 from lowmem.planning.plan import Plan
 from lowmem.run.log import RunLog, write_json
@@ -83,6 +85,7 @@ def build_report(
     step_ms = [row["step_ms"] for row in rows]
     seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if rows else None
     evaluated = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    best = best_evaluation(rows, eval_first)
     return {
         "plan": plan,
         "measured": peaks
@@ -92,11 +95,34 @@ def build_report(
             "last": rows[-1]["loss"] if rows else None,
             "eval_first": eval_first,
             "eval_last": evaluated[-1] if evaluated else eval_first,
+            "eval_best": best.loss,
+            "eval_best_step": best.step,
+            "diverged": bool(evaluated) and eval_first is not None and not evaluated[-1] <= eval_first,
         },
         "steps": len(rows),
         "device": device,
         "versions": versions(),
     }
+
+
+@dataclass(frozen=True)
+class Best:
+    """The evaluation with the lowest held-out loss: after which step (0: before the first), and how many came after."""
+
+    step: int
+    loss: float
+    since: int
+
+    def __str__(self) -> str:
+        return f"{self.loss:.4f} after step {self.step}"
+
+
+def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
+    """Of a run with these rows of metrics.jsonl, and that loss before the first step; the first of equals."""
+    losses = [(0, math.nan if eval_first is None else eval_first)]
+    losses += [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
+    index = min(range(len(losses)), key=lambda index: math.inf if math.isnan(losses[index][1]) else losses[index][1])
+    return Best(*losses[index], len(losses) - 1 - index)
 
 
 def versions() -> dict[str, str]:
@@ -127,18 +153,14 @@ def finish(
     plan: Plan,
     eval_first: float | None,
     recoveries: list[dict],
-    sample_before: str | None = None,
 ) -> None:
     """Writes model/, report.json, loss.png and memory.png into the run folder, and says how it went."""
     folder = Path(settings.out)
     budget.enter("export")
-    if sample_before is not None:
-        log.say(f"before training, {sample_before}")
-    if settings.sample_prompt is not None:
-        log.say(sample(decoder, tokenizer, settings.sample_prompt))
     export_model(
         folder / "model", config, store.masters(), order=store.names(), tokenizer=tokenizer,
         readme=_model_readme(plan, log.rows), dtype=WORKING_DTYPES[settings.export_dtype],
+        generation_config=own_generation_config(settings.model, settings.init),
     )  # fmt: skip
     budget.enter("report")
     budget.check("the export")
@@ -155,6 +177,12 @@ def finish(
     except ImportError:
         log.say("matplotlib is not installed, so loss.png and memory.png were not drawn")
     loss = report["loss"]
+    if loss["diverged"]:
+        log.say(
+            f"warning: this run made the model worse: its held-out loss was {loss['eval_first']:.4f} before and is "
+            f"{loss['eval_last']:.4f} now. A lower --lr, a longer --warmup-steps or fewer epochs may help; --keep-best "
+            "and --patience keep the best there was"
+        )
     held_out = "" if loss["eval_last"] is None else f"; held-out {loss['eval_first']:.4f} -> {loss['eval_last']:.4f}"
     trained = "" if loss["last"] is None else f": loss {loss['first']:.4f} -> {loss['last']:.4f}"
     log.say(f"done{trained}{held_out}; see {folder}/report.json and {folder}/model")
@@ -182,7 +210,9 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
         return f"no sample: out of memory ({first_line(error)})"
     except (ValueError, TypeError, IndexError, RuntimeError) as error:  # models generate each in their own way
         return f"no sample: {first_line(error)}"
-    return f"sample: {tokenizer.decode(tokens[0])}"
+    text = tokenizer.decode(tokens[0])
+    shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return f"sample: {shown}"  # a terminal would obey control characters
 
 
 def _model_readme(plan: Plan, rows: list[dict]) -> str:

@@ -36,7 +36,9 @@ from lowmem.planning.target import planning_target
 from lowmem.run.checkpoint import (
     NotSaved,
     check_disk,
+    checkpoint_of,
     find_checkpoints,
+    load_checkpoint,
     load_newest,
     lock_run,
     newest_state,
@@ -47,6 +49,7 @@ from lowmem.run.learning_rate import course_of, longer, say_longer
 from lowmem.run.log import RunLog, step_row, write_json
 from lowmem.run.recovery import OutOfRoom, recovery_of, with_pageable_copies
 from lowmem.run.report import (
+    best_evaluation,
     config_identity,
     draw_plan,
     finish,
@@ -110,15 +113,24 @@ def plan_and_train(
             devices.release_freed_memory()  # training does not hold what tokenizing took
             plan, remark = plan_for_here(settings, config, device, precision, card, aside)
             steps = settings.total_steps(data.train.steps_per_epoch)
-            seconds, every = interval_seconds(settings.save_every), settings.save_every
-            if seconds is not None and plan.step_seconds is not None:
-                every = max(int(seconds / plan.step_seconds), 1)
-            check_disk(folder, plan.disk, settings.keep_last, math.ceil(steps / every) if type(every) is int else None)
+            if not len(data.evaluation) and (settings.keep_best or settings.patience):
+                raise InputError("nothing is held out, so there is no best to find; give --eval-data, or more --data")
+            check_disk(folder, plan.disk, most_saves(settings, plan, steps))
             log.say(plan.describe())
             if remark is not None:
                 log.say(remark)
             decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
             train(settings, config, decoder, device, plan, tokenizer, data, checkpoints, stop, log)
+
+
+def most_saves(settings: Settings, plan: Plan, steps: int) -> int | None:
+    """How many checkpoints a run of so many steps writes; None where it saves by time and nobody knows a step's."""
+    seconds, every = interval_seconds(settings.save_every), settings.save_every
+    if seconds is not None and plan.step_seconds is None:
+        return None
+    if seconds is not None:
+        every = max(int(seconds / plan.step_seconds), 1)
+    return math.ceil(steps / every) + (steps // settings.eval_every if settings.keep_best else 0)
 
 
 def same_run(checkpoint: Path, state: dict, identity: dict) -> dict:
@@ -212,9 +224,15 @@ def train(
             return {"eval_loss": evaluate()}
         return {}
 
+    def take_sample(done: int, last: bool = False) -> None:
+        step.flush()
+        with budget.phase("evaluate"):
+            log.sample(done, sample(decoder, tokenizer, settings.sample_prompt), last)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what steps take lies where it lay
+
     for sentence in opening_remarks(settings, tokenizer, device):
         log.say(sentence)
-    sample_before = None
     loaded = load_newest(checkpoints, store, expected, log.say, required=settings.resume != "auto")
     if loaded is None:
         store.write(weights or initial_weights(settings, config, decoder))
@@ -224,9 +242,6 @@ def train(
         if (folder / "report.json").exists():
             log.say(f"report.json, the pictures and model/ in {folder} are an earlier run's until this one ends")
         first, skipped, eval_first, course = 0, 0, evaluate(), course_of(identity)
-        if settings.sample_prompt is not None:
-            with budget.phase("evaluate"):
-                sample_before = sample(decoder, tokenizer, settings.sample_prompt)
     else:
         checkpoint, state = loaded
         first, step.updates, eval_first = state["step"], state["updates"], state["eval_first"]
@@ -246,9 +261,16 @@ def train(
     write_json(folder / "settings.json", asdict(settings))
     data.keep()
     log.start(first, steps, plan.to_dict())
+    if first == 0 and settings.sample_prompt is not None:
+        take_sample(0)
 
     saved = None if loaded is None else first
     saved_at, interval = time.monotonic(), interval_seconds(settings.save_every)
+
+    def out_of_patience() -> bool:
+        return settings.patience is not None and best_evaluation(log.rows, eval_first).since >= settings.patience
+
+    done, ended = first, first == steps or out_of_patience()
 
     def save(done: int, must: bool = True) -> None:
         """`must`: whether the run ends with what is saved here; else it goes on where the disk has no room."""
@@ -261,15 +283,16 @@ def train(
         try:
             if saved != done:
                 with budget.phase("save"):
-                    save_checkpoint(folder, store, state, keep_last=settings.keep_last)
+                    best = best_evaluation(log.rows, eval_first).step if settings.keep_best else None
+                    save_checkpoint(folder, store, state, keep_last=settings.keep_last, best=best)
             saved = done
         except NotSaved as error:
-            if must or (stop.requested and done < steps):
+            if must or (stop.requested and not ended):
                 raise
-            goes_on = "the model is exported" if done == steps else "training goes on, and it is tried again"
+            goes_on = "the model is exported" if ended else "training goes on, and it is tried again"
             log.say(f"warning: {error.reason}; what was saved before is still there, and {goes_on}")
         saved_at = time.monotonic()
-        if stop.requested and done < steps:
+        if stop.requested and not ended:
             raise Stopped(f"stopped by {stop.name} after step {done}; the same command goes on from there")
 
     budget.enter("train")
@@ -277,7 +300,7 @@ def train(
         save(first)
     step.abandoned = lambda: stop.urgent
     seconds = plan.step_seconds
-    for done in range(first + 1, steps + 1):
+    for done in range(first + 1, first + 1 if ended else steps + 1):
         if skipped >= SKIPPED_IN_A_ROW:
             raise LowmemError(f"{skipped} steps in a row had no finite gradient; stopped at step {done - 1}")
         started = time.perf_counter()
@@ -307,15 +330,31 @@ def train(
         if evaluating:
             row |= evaluation_after(done)
         log.step(row)
+        ended = done == steps
+        if "eval_loss" in row:
+            saving |= settings.keep_best and best_evaluation(log.rows, eval_first).step == done
+            ended |= out_of_patience()
+        if settings.sample_every is not None and done % settings.sample_every == 0 and not ended:
+            take_sample(done)
         budget.check(f"step {done}")
         skipped = 0 if result.updated else skipped + 1
         if skipped:
             said = f"step {done}: the gradient's norm is {result.grad_norm}, so no update was made"
             texts = data.train.where(done - 1)
             log.say(f"{said}; its batch: {first_few(texts)} (all in log.txt)", f"{said}; its batch: {', '.join(texts)}")
-        if saving or stop.requested or skipped == SKIPPED_IN_A_ROW:
+        if saving or ended or stop.requested or skipped == SKIPPED_IN_A_ROW:
             save(done, must=False)
+        if ended:
+            break
     if skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):
         raise LowmemError(f"the loss of the last step is {log.rows[-1]['loss']}: nothing was exported")
     stop.now("the export; all steps are done and saved", "changes nothing")
-    finish(settings, config, decoder, store, tokenizer, log, budget, plan, eval_first, recovery.measures, sample_before)
+    best = best_evaluation(log.rows, eval_first)
+    if out_of_patience():
+        log.say(f"ended early, after {done} of {steps} steps: the last {best.since} held-out losses are above {best}")
+    if settings.keep_best and best.step not in (0, log.rows[-1]["step"]):
+        load_checkpoint(checkpoint_of(folder, best.step), store, expected)
+        log.say(f"the model is exported as it was at its best: held-out {best}")
+    if settings.sample_prompt is not None:
+        take_sample(done, last=True)
+    finish(settings, config, decoder, store, tokenizer, log, budget, plan, eval_first, recovery.measures)
