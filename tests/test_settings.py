@@ -74,6 +74,7 @@ OPTION_VALUES = [
     ("--eval-data held.jsonl", "eval_data", "held.jsonl"),
     ("--eval-fraction 0.1", "eval_fraction", 0.1),
     ("--text-field content", "text_field", "content"),
+    ("--chat-template-path chat.jinja", "chat_template", "chat.jinja"),
     ("--train-on all", "train_on", "all"),
     ("--seq 512", "seq", 512),
     ("--document-mask on", "document_mask", True),

@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem.core.batch import Batch
 from lowmem.core.loss import IGNORED as IGNORED_LABEL
+from lowmem.data.chat_templates import set_chat_template
 from lowmem.data.documents import Documents, hold_out, read_documents
 from lowmem.data.sources import open_source
 from lowmem.data.tokenizer import is_byte_level
@@ -146,6 +147,8 @@ def load_data(settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary
     Held out is what `eval_data` names, or the source's own validation split, or `eval_fraction` of the training source
     (by document). `steps` bounds what is read of a streamed source. Raises InputError with the place in the data.
     """
+    if settings.chat_template is not None:
+        set_chat_template(tokenizer, settings.chat_template)
     seq, batch, steps, eval_data = settings.seq, settings.batch, settings.steps, settings.eval_data
     load = functools.partial(
         read_documents,
