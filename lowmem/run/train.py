@@ -82,20 +82,22 @@ def plan_and_train(
     """A run that has its folder to itself; what is refused here leaves nothing in it."""
     device = devices.select_device(settings.device)
     tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
-    data = load_data(settings, tokenizer, config.vocab_size)  # before anything slow: it may be refused
-    plan, remark = plan_for_here(settings, config, device, precision, card, aside)
-    steps = settings.total_steps(data.train.steps_per_epoch)
-    seconds, every = interval_seconds(settings.save_every), settings.save_every
-    if seconds is not None and plan.step_seconds is not None:
-        every = max(int(seconds / plan.step_seconds), 1)
-    saves = math.ceil(steps / every) if isinstance(every, int) else None
-    check_disk(Path(settings.out), plan.disk, settings.keep_last, saves)
-    with closing(RunLog(Path(settings.out), settings)) as log:
-        log.say(plan.describe())
-        if remark is not None:
-            log.say(remark)
-        decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
-        train(settings, config, decoder, device, plan, tokenizer, data, stop, log)
+    # Before anything slow: data may be refused.
+    with closing(load_data(settings, tokenizer, config.vocab_size, Path(settings.out))) as data:
+        devices.release_freed_memory()  # training does not hold what tokenizing took
+        plan, remark = plan_for_here(settings, config, device, precision, card, aside)
+        steps = settings.total_steps(data.train.steps_per_epoch)
+        seconds, every = interval_seconds(settings.save_every), settings.save_every
+        if seconds is not None and plan.step_seconds is not None:
+            every = max(int(seconds / plan.step_seconds), 1)
+        saves = math.ceil(steps / every) if isinstance(every, int) else None
+        check_disk(Path(settings.out), plan.disk, settings.keep_last, saves)
+        with closing(RunLog(Path(settings.out), settings)) as log:
+            log.say(plan.describe())
+            if remark is not None:
+                log.say(remark)
+            decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
+            train(settings, config, decoder, device, plan, tokenizer, data, stop, log)
 
 
 def plan_for_here(
@@ -210,6 +212,7 @@ def train(
         log.say(remark)
     write_json(folder / "plan.json", plan.to_dict())
     write_json(folder / "settings.json", asdict(settings))
+    data.keep()
     log.start(first, steps, plan.to_dict())
 
     saved = None if loaded is None else first

@@ -258,7 +258,7 @@ def llama_like():
 
 
 def tokens_of(rows):
-    return rows.documents.tokens.tolist()
+    return rows.documents.tokens[:].tolist()
 
 
 def test_texts_and_examples_begin_as_the_tokenizer_begins_them(tmp_path):
@@ -267,6 +267,8 @@ def test_texts_and_examples_begin_as_the_tokenizer_begins_them(tmp_path):
     assert tokenizer("a")["input_ids"] == [start, ord("a")]
     texts = write_rows(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "<s>two is long enough"}])
     assert tokens_of(load(texts, tokenizer, 258).train) == [start, *b"one", end, start, *b"two is long enough", end]
+    (tmp_path / "long.txt").write_text("a line\n" * 2**18)  # read in pieces
+    assert tokens_of(load(tmp_path / "long.txt", tokenizer, 258).train).count(start) == 1
     pairs = write_rows(tmp_path / "b.jsonl", [{"prompt": "p", "completion": "c"}])
     batch = load(pairs, tokenizer, 258, batch=1).train.batch(0)
     assert batch.input_ids[0].tolist() == [start, ord("p"), ord("c")] and batch.labels[0].tolist() == [
@@ -292,6 +294,8 @@ def test_one_end_of_text_lies_between_packed_texts_where_it_begins_them_too(tmp_
     assert tokens_of(load(texts, tokenizer).train) == [*b"one", 256, *b"two is long enough", 256]
 
 
-def test_byte_level_and_gpt_2_texts_begin_with_nothing(tmp_path):
-    texts = write_rows(tmp_path / "a.jsonl", [{"text": json.dumps(CHAT)}])
-    assert tokens_of(load(texts).train) == [*json.dumps(CHAT).encode(), 256]
+def test_byte_level_and_gpt_2_texts_begin_with_nothing(tmp_path, gpt2_tokenizer):
+    text = json.dumps(CHAT)
+    texts = write_rows(tmp_path / "a.jsonl", [{"text": text}])
+    assert tokens_of(load(texts).train) == [*text.encode(), 256]
+    assert tokens_of(load(texts, gpt2_tokenizer, 50257).train) == [*gpt2_tokenizer(text)["input_ids"], 50256]

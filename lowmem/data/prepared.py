@@ -1,0 +1,148 @@
+"""What was tokenized when a run began lies in its folder, so that going on needs no tokenizing.
+
+    data/
+      0.uint16 ...     the arrays of the training and the held-out documents
+      data.json        which array is what, and the key: a hash of all that the tokens follow from
+      manifest.json    size and hash of each file; written last
+
+The key has the content of the files that are read, the tokenizer, the settings that matter and this package's code that
+reads data. A stream has no content that could be hashed: what was read of it is what the run trains on.
+
+While a run is being prepared the same files lie in `.data-partial/`; a run that is refused leaves nothing of it.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from lowmem.data.documents import Documents
+from lowmem.data.sources import Source
+from lowmem.data.stored import ArrayFolder, StoredArray
+from lowmem.data.tokenizer import is_byte_level
+from lowmem.errors import LowmemError
+from lowmem.files import CHUNK_BYTES, Manifest, flush_path, to_json, write, write_manifest
+from lowmem.settings import Settings
+
+FOLDER, _PARTIAL, _CONTENT = "data", ".data-partial", "data.json"
+_SETTINGS = ("data", "eval_data", "eval_fraction", "text_field", "train_on", "seq")
+_PARTS = ("train", "evaluation")
+
+
+class Preparation:
+    """A data set's documents as they lie in a run's folder, or, where `folder` is None, in files without a name."""
+
+    def __init__(self, folder: Path | None, key: str):
+        self._folder, self._key = folder, key
+        self._arrays: ArrayFolder | None = None
+
+    def find(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Documents, Documents, str] | None:
+        """(training, held out, what was said of that), if they were kept under this key and are whole; the tokenizer
+        gets the chat template that they were written with."""
+        if self._folder is None:
+            return None
+        folder = self._folder / FOLDER
+        try:
+            manifest = Manifest(folder)
+            content = json.loads(manifest.read(_CONTENT))
+            if content["key"] != self._key:
+                return None
+            for name in manifest.entries:
+                manifest.verify(name)
+            train, evaluation = (_documents(folder, content[part]) for part in _PARTS)
+        except (LowmemError, OSError, ValueError, KeyError, TypeError):  # there is none, or it is damaged: made again
+            return None
+        tokenizer.chat_template = content["chat_template"]
+        return train, evaluation, content["held_out"]
+
+    def make(self, prepare: Callable[[ArrayFolder], tuple[Documents, Documents, str]]):
+        """What `prepare` returns, its arrays in files that `keep` gives their place in the run's folder."""
+        if self._folder is None:
+            with tempfile.TemporaryDirectory() as place:  # open files outlive their names
+                return prepare(ArrayFolder(Path(place)))
+        partial = self._folder / _PARTIAL
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            self._arrays = ArrayFolder(partial)
+            return prepare(self._arrays)
+        except BaseException:
+            self.close()
+            raise
+
+    def keep(self, train: Documents, evaluation: Documents, held_out: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        """From here on the run's folder has them; nothing is done where it had them before."""
+        if self._arrays is None:
+            return
+        partial, folder = self._arrays.path, self._folder / FOLDER
+        content = {"key": self._key, "held_out": held_out, "chat_template": tokenizer.chat_template}
+        used = set()
+        for part, documents in zip(_PARTS, (train, evaluation), strict=True):
+            content[part] = {item.name: getattr(documents, item.name) for item in fields(documents)}
+            for name, value in content[part].items():
+                if isinstance(value, np.ndarray):
+                    value = self._arrays.write([value.reshape(-1)], value.dtype)
+                if isinstance(value, StoredArray):
+                    used.add(value.path.name)
+                    place = {"file": value.path.name, "dtype": value.dtype.name}
+                    content[part][name] = place | {"start": value.start, "stop": value.stop}
+        entries = {name: entry for name, entry in self._arrays.entries.items() if name in used}
+        for name in self._arrays.entries.keys() - used:
+            (partial / name).unlink()
+        entries[_CONTENT] = write(partial / _CONTENT, [to_json(content)])
+        write_manifest(partial, entries)
+        flush_path(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        self._arrays = None
+
+    def close(self) -> None:
+        """Removes what was not kept."""
+        if self._arrays is not None:
+            shutil.rmtree(self._arrays.path, ignore_errors=True)
+            self._arrays = None
+
+
+def content_key(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, rows_limit: int | None,
+    sources: list[Source],
+) -> str:  # fmt: skip
+    """A hash of all that the tokens of a data set follow from."""
+    digest = hashlib.blake2b(digest_size=16)
+    code = sorted(Path(__file__).parent.glob("*.py"))
+    for part in (*code, *(part for source in sources for part in (source.name, *source.content))):
+        digest.update(f"\0{part}\0".encode())
+        if isinstance(part, Path):
+            with open(part, "rb", buffering=0) as file:
+                while piece := file.read(CHUNK_BYTES):
+                    digest.update(piece)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    asked = {
+        "settings": {name: getattr(settings, name) for name in _SETTINGS},
+        "rows_limit": rows_limit,
+        "vocabulary_size": vocabulary_size,
+        "tokenizer": "bytes" if is_byte_level(tokenizer) else backend and backend.to_str(),
+        "vocabulary": None if backend else sorted(tokenizer.get_vocab().items()),
+        "special_tokens": tokenizer.special_tokens_map,
+        "chat_template": tokenizer.chat_template,
+        "versions": [version("transformers"), version("tokenizers")],
+    }
+    digest.update(json.dumps(asked, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def _documents(folder: Path, content: dict) -> Documents:
+    values = dict(content)
+    for name, place in content.items():
+        if isinstance(place, dict):
+            stored = StoredArray(folder / place["file"], place["dtype"], place["start"], place["stop"])
+            values[name] = stored if name in ("tokens", "trained") else stored[:]
+    values["places"] = values["places"].reshape(-1, 2)
+    return Documents(**values | {"files": tuple(values["files"]), "notes": tuple(values["notes"])})

@@ -1,0 +1,148 @@
+"""What was tokenized is found again by who goes on from a run, and only while it is what would be read again."""
+
+import json
+import subprocess
+import sys
+from contextlib import closing
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lowmem.data import documents, sources
+from lowmem.data.dataset import load_data
+from lowmem.data.documents import TOKENIZING_BYTES
+from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
+from lowmem.data.tokenizer import byte_level_tokenizer
+from lowmem.errors import InputError
+from lowmem.settings import Settings
+
+
+def prepare(folder, spec, tokenizer=None, **options):
+    chosen = {name: getattr(Settings(seq=16, batch=2), name) for name in Settings.__dataclass_fields__}
+    settings = SimpleNamespace(**chosen | {"data": str(spec), "eval_fraction": 0.2} | options)
+    return load_data(settings, tokenizer or byte_level_tokenizer(), 257, folder)
+
+
+@pytest.fixture
+def no_tokenizing(monkeypatch):
+    """From its call on, nothing may be tokenized."""
+    return lambda: monkeypatch.setattr(documents, "encode", lambda *_: pytest.fail("it was tokenized again"))
+
+
+def rows(path, count=40):
+    lines = [{"prompt": f"{n}?", "completion": f"the square of it is {n**2}"} for n in range(count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def book(path):
+    path.write_text("".join(f"line {n}, of which there are many\n" for n in range(60)))
+    return path
+
+
+def texts(path):
+    path.write_text("".join(json.dumps({"text": f"text {n} " * (n % 7 + 1)}) + "\n" for n in range(40)))
+    return path
+
+
+def the_same(one, other) -> bool:
+    return (one.fingerprint, one.description) == (other.fingerprint, other.description) and all(
+        getattr(one, part).batch(step).labels.equal(getattr(other, part).batch(step).labels)
+        and getattr(one, part).where(step) == getattr(other, part).where(step)
+        for part in ("train", "evaluation")
+        for step in range(2)
+    )
+
+
+@pytest.mark.parametrize(("write", "name"), [(rows, "a.jsonl"), (texts, "a.jsonl"), (book, "a.txt")])
+def test_who_goes_on_tokenizes_nothing_and_has_the_same_batches(tmp_path, no_tokenizing, write, name):
+    spec = write(tmp_path / name)
+    with closing(prepare(tmp_path / "out", spec)) as first:
+        assert not (tmp_path / "out/data").exists()
+        first.keep()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["data"]
+    assert the_same(first, prepare(None, spec))  # files without a name
+    no_tokenizing()
+    assert the_same(first, prepare(tmp_path / "out", spec))
+
+
+def test_what_follows_from_something_else_is_tokenized_again(tmp_path):
+    spec = rows(tmp_path / "a.jsonl")
+    prepare(tmp_path / "out", spec).keep()
+    assert prepare(tmp_path / "out", spec, train_on="all").train.batch(0).labels[0, 0] >= 0
+    assert prepare(tmp_path / "out", spec, seq=8).train.seq == 8
+    rows(spec, 50)
+    changed = prepare(tmp_path / "out", spec)
+    assert len(changed.train.documents.lengths) + len(changed.evaluation.documents.lengths) == 50
+    changed.keep()
+    kept = next((tmp_path / "out/data").glob("*.uint16"))
+    kept.write_bytes(kept.read_bytes()[::-1])  # damaged
+    assert the_same(prepare(None, spec), prepare(tmp_path / "out", spec))
+
+
+def test_the_chat_template_that_the_data_were_written_with_comes_back(tmp_path, no_tokenizing):
+    path = tmp_path / "a.jsonl"
+    turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]
+    path.write_text((json.dumps({"messages": turns}) + "\n") * 4)
+    prepare(tmp_path / "out", path, seq=64).keep()
+    no_tokenizing()
+    tokenizer = byte_level_tokenizer()
+    prepare(tmp_path / "out", path, tokenizer, seq=64)
+    assert tokenizer.chat_template == DEFAULT_CHAT_TEMPLATE
+
+
+def test_data_that_are_refused_leave_nothing(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": 7}\n')
+    with pytest.raises(InputError, match="a.jsonl:2"):
+        prepare(tmp_path / "out", tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text('{"text": "short"}\n')
+    with pytest.raises(InputError, match="do not fill one row"):
+        prepare(tmp_path / "out", tmp_path / "a.jsonl")
+    assert list((tmp_path / "out").iterdir()) == []
+    prepare(tmp_path / "out", book(tmp_path / "a.txt")).close()
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_a_long_text_is_read_in_pieces_and_is_one_document_all_the_same(tmp_path, monkeypatch, line_end):
+    text = "".join(f"{'  ' * (n % 3)}line {n}{line_end}" + line_end * (n % 4 == 0) for n in range(200))
+    for name in ("a.txt", "b.py"):
+        (tmp_path / name).write_text(text, newline="")
+    whole = prepare(None, tmp_path)
+    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 50)
+    pieces = [len(record.columns["text"]) for record in sources.open_source(str(tmp_path), "text", None).train]
+    assert len(pieces) > (4 if line_end == "\r\n" else 20) and sum(pieces) == 2 * len(text)
+    assert the_same(whole, prepare(None, tmp_path))
+
+
+def test_tokenizing_takes_no_more_ram_than_is_stated(tmp_path, gpt2_tokenizer):
+    """Of 12 MB in one text, in a process of its own."""
+    gpt2_tokenizer.save_pretrained(tmp_path / "model")
+    library = "".join(record.columns["text"] for record in sources.open_source("python-stdlib", "text", None).train)
+    (tmp_path / "long.txt").write_text(library[:12_000_000])
+    program = """
+import sys
+from transformers import AutoTokenizer
+from lowmem.data.dataset import load_data
+from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
+from lowmem.settings import Settings
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+before = ram_now_bytes()
+begin_ram_peak_anew()
+data = load_data(Settings(data=sys.argv[2], seq=128), tokenizer, 50257)
+print(ram_peak_bytes() - before, len(data.train.documents.tokens))
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "model"), str(tmp_path / "long.txt")]
+    grown, tokens = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    assert grown < TOKENIZING_BYTES and tokens > 3_000_000
+
+
+def test_an_array_in_a_file_is_read_by_slices(tmp_path):
+    from lowmem.data.stored import ArrayFolder
+
+    array = ArrayFolder(tmp_path).write(iter([np.arange(5), np.arange(5, 9)]), np.uint16)
+    assert array[:].tolist() == list(range(9)) and array[3:5].tolist() == [3, 4] and array[9:].tolist() == []
+    part = array.part(2, 7)
+    assert (len(part), part[1:3].tolist(), part[4:99].tolist()) == (5, [3, 4], [6])
+    assert ArrayFolder(tmp_path / "..").entries == {}
