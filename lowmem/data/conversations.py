@@ -28,6 +28,7 @@ _ROLES = {  # what ShareGPT's users call them
     **{"observation": "tool", "function_response": "tool", "function": "tool", "tool_response": "tool"},
 }
 _CALLS = ("function_call", "tool_call")  # roles whose text is a call of a function, or a list of them, in JSON
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
 
 
 class UntrainableRow(InputError):
@@ -52,6 +53,16 @@ class Conversation:
             for index, message in enumerate(self.messages)
             if message["role"] == "assistant" and index >= self.given and message.get("weight") != 0
         ]
+
+    @property
+    def last_reasoning(self) -> list[str]:
+        """What the assistant thought before the last answer, if the row says so: between <think> and </think>, or
+        apart."""
+        message = self.messages[self.answers[-1]] if self.answers else {}
+        thoughts = [message[name] for name in _REASONING if isinstance(message.get(name), str)]
+        within, ended, _ = message.get("content", "").rpartition("</think>")
+        thoughts += [within.rpartition("<think>")[2]] if ended else []
+        return [thought.strip() for thought in thoughts]
 
 
 def read_conversation(record: Record, column: str) -> Conversation:

@@ -24,7 +24,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem.data.chat_templates import ChatTemplate, Segments
+from lowmem.data.answers import Answers, Segments
 from lowmem.data.conversations import (
     UntrainableRow,
     encodable,
@@ -63,14 +63,12 @@ class Format:
     summary: str
     packed: bool
     segments: Callable[[Record], Segments]
-    template: ChatTemplate | None = None
+    answers: Answers | None = None
 
     @property
     def description(self) -> str:
-        """The summary, and what became of the rows that have been read."""
-        alone = self.template.last_turn_alone if self.template else 0
-        note = f"; {alone:,} of them on the last turn alone, since the chat template rewrites earlier ones"
-        return self.summary + (note if alone else "")
+        """The summary, and what has to be said of the rows that have been read."""
+        return "; ".join([self.summary, *(self.answers.notes if self.answers else ())])
 
 
 def find_format(record: Record, text_field: str, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Format:
@@ -113,7 +111,7 @@ def _conversations(column: str, everything: bool, tokenizer: PreTrainedTokenizer
     if not tokenizer.chat_template or tokenizer.chat_template in _DEFAULT_CHAT_TEMPLATES:
         tokenizer.chat_template = _DEFAULT_CHAT_TEMPLATES[bool(_beginning_of_text(tokenizer))]
         said = "the default chat template ('User: ...' and 'Assistant: ...', the tokenizer has none)"
-    template = ChatTemplate(tokenizer)
+    finder = Answers(tokenizer)
 
     def segments(row: Record) -> Segments:
         conversation = read_prompt_and_completion(row) if column == "prompt" else read_conversation(row, column)
@@ -126,11 +124,11 @@ def _conversations(column: str, everything: bool, tokenizer: PreTrainedTokenizer
                 f"{row.where}: the conversation has no answer of the assistant, so there is no token "
                 f"to train on; remove the row"
             )
-        return template.segments(conversation, everything)
+        return finder.segments(conversation, everything)
 
     names = "prompt + completion, as messages," if column == "prompt" else column
     trained = "trained on every token" if everything else "trained on the assistant's turns"
-    return Format(f"{names} through {said}{template.note}, {trained}", False, segments, template)
+    return Format(f"{names} through {said}{finder.template.note}, {trained}", False, segments, finder)
 
 
 def _beginning_of_text(tokenizer: PreTrainedTokenizerBase) -> str:

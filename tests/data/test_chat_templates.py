@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from lowmem.data.chat_templates import ChatTemplate
+from lowmem.data.answers import Answers
 from lowmem.data.conversations import Conversation
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
@@ -96,6 +96,8 @@ NO_TOOLS = {
     **dict.fromkeys("cohere idefics3 llava_next phi3 phi3_5 smolvlm".split(), "refuses the conversation .*content"),
 }
 
+PARTS = ("idefics3", "llava_next", "smolvlm")  # take content in lists of parts alone
+
 
 def tokenizer_of(template):
     """Bytes, and every special token that the template writes."""
@@ -107,15 +109,15 @@ def tokenizer_of(template):
 
 
 def trained_pieces(name, messages, tools=None):
-    template = ChatTemplate(tokenizer_of(TEMPLATES[name]))
-    segments = template.segments(Conversation("a.jsonl:1", messages, tools), everything=False)
-    assert template.last_turn_alone == 0
+    answers = Answers(tokenizer_of(TEMPLATES[name]))
+    segments = answers.segments(Conversation("a.jsonl:1", messages, tools), everything=False)
+    assert not answers.notes
     return [text for text, trained in segments if trained]
 
 
-def masked(tokenizer, messages):
+def masked(name, tokenizer, messages):
     """The ids of a conversation, and which of them transformers says that the assistant generated."""
-    if ChatTemplate(tokenizer).parts:
+    if name.removesuffix("_training") in PARTS:
         messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
     encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     return encoded["input_ids"], encoded["assistant_masks"]
@@ -153,7 +155,7 @@ def test_tool_calls_are_trained_and_what_tools_return_is_not_or_the_row_is_refus
 @pytest.mark.parametrize("name", TRAINING)
 def test_labels_are_those_of_trls_template_but_for_what_the_tables_say(tmp_path, name):
     tokenizer, training = tokenizer_of(TEMPLATES[name]), tokenizer_of(TEMPLATES[TRAINING[name]])
-    ids, mask = masked(training, CHAT)
+    ids, mask = masked(name, training, CHAT)
     if name in TRL_TRAINS:
         pieces = re.findall("1+", "".join(map(str, mask)))
         text = training.decode([token for token, generated in zip(ids, mask, strict=True) if generated])
@@ -173,7 +175,7 @@ def test_labels_are_those_of_trls_template_but_for_what_the_tables_say(tmp_path,
 @pytest.mark.parametrize("name", TRAINING.values())
 def test_generation_marks_in_a_template_are_the_labels(tmp_path, name):
     tokenizer = tokenizer_of(TEMPLATES[name])
-    ids, mask = masked(tokenizer, CHAT)
+    ids, mask = masked(name, tokenizer, CHAT)
     _, labels = labels_of(tmp_path, tokenizer, CHAT)
     assert [label >= 0 for label in labels[: len(ids) - 1]] == [bool(generated) for generated in mask[1:]]
     assert [label for label in labels[: len(ids) - 1] if label >= 0] == [
@@ -191,7 +193,23 @@ def test_a_template_that_rewrites_old_turns_trains_the_last_one_and_says_so(tmp_
     data = load(path, tokenizer, seq=128, eval_data=str(path))
     batch = data.evaluation.batch(0)
     assert [bytes(row[row >= 0].tolist()[:-1]) for row in batch.labels] == [b"Three.;", b"Two.;"]
-    assert "1 of them on the last turn alone, since the chat template rewrites earlier ones" in data.description
+    assert "1 of them on the last answer alone, since the chat template rewrites earlier ones" in data.description
+
+
+@pytest.mark.skipif(not TRL, reason="trl is not installed")
+@pytest.mark.parametrize(
+    ("name", "left_out"), [("deepseek_r1_distill", True), ("qwen2_5", False), ("qwen3", False), ("llama3", False)]
+)
+def test_reasoning_that_a_template_leaves_out_of_the_last_answer_is_counted(tmp_path, name, left_out):
+    tokenizer = tokenizer_of(TEMPLATES[name])
+    thoughtful = [CHAT[0], {"role": "assistant", "content": "<think>\nOne and one.\n</think>\n\nTwo."}]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": thoughtful}, {"messages": CHAT}])
+    data = load(path, tokenizer, len(tokenizer), seq=1024)
+    said = "leaves out the reasoning of the last answer in 1 of them; --chat-template FILE"
+    assert (said in data.description) == left_out
+    apart = [CHAT[0], {**CHAT[1], "reasoning_content": "One and one."}]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": apart}, {"messages": CHAT}])
+    assert (said in load(path, tokenizer, len(tokenizer), seq=1024).description) == (name != "qwen3")
 
 
 def test_a_template_that_asks_for_the_date_is_told_the_same_one_always(tmp_path):
