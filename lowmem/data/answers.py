@@ -34,6 +34,8 @@ class Answers:
         self.template = ChatTemplate(tokenizer)
         self._last_alone = self._without_reasoning = 0
         tokens = {*tokenizer.all_special_tokens, *(token.content for token in tokenizer.added_tokens_decoder.values())}
+        if self.template.end_of_turn and not any(token in self.template.end_of_turn for token in tokens):
+            tokens.add(self.template.end_of_turn)  # another model's template: its special tokens are plain text here
         longest_first = sorted(tokens, key=lambda token: (-len(token), token))
         self._special = re.compile("|".join(re.escape(token) for token in longest_first if not token.isspace()))
 
@@ -97,7 +99,7 @@ class Answers:
         end = len(after) if text.startswith(after) else self._end(text, start, after)
         if end is None or end < start:
             return None
-        if not self.template.ends_turns:
+        if self.template.end_of_turn == "":
             # GLM-4: what ends a turn in inference is the token that begins the next one.
             stop = self._special.search(text, end)
             end = stop.end() if stop and not text[end : stop.start()].strip() else end

@@ -50,8 +50,8 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
 
 
 class ChatTemplate:
-    """The chat template of `tokenizer`. `note` is said of it in the log. `ends_turns`: an answer has an end that the
-    template writes, as in all but few."""
+    """The chat template of `tokenizer`. `note` is said of it in the log. `end_of_turn`: what it writes after the last
+    answer, "" where it writes nothing, as few do; None where that is not known."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -64,7 +64,7 @@ class ChatTemplate:
                 text, _ = self.render(Conversation("", exchange))
             if _QUESTION in text and _ANSWER in text:
                 break
-        self.ends_turns = not text.rstrip().endswith(_ANSWER)
+        self.end_of_turn = text.rpartition(_ANSWER)[2].strip() if _ANSWER in text else None
 
     def render(self, conversation: Conversation, count: int | None = None, ask: bool = False) -> tuple[str, list[Span]]:
         """The first `count` messages (None: all) as text, with the prompt for an answer where the assistant is to

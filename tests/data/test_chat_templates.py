@@ -141,6 +141,16 @@ def test_the_template_of_a_real_model_trains_every_answer_and_its_end(name):
     assert trained_pieces(name, CHAT) == TRAINED[name]
 
 
+@pytest.mark.skipif(not TRL, reason="trl is not installed")
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "gemma"])
+def test_a_template_whose_special_tokens_are_plain_text_to_the_tokenizer_trains_the_same(name):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = TEMPLATES[name]
+    answers = Answers(tokenizer)
+    segments = answers.segments(Conversation("a.jsonl:1", CHAT), everything=False)
+    assert [text for text, trained in segments if trained] == TRAINED[name] and not answers.notes
+
+
 @pytest.mark.parametrize("name", ORIGINAL)
 def test_tool_calls_are_trained_and_what_tools_return_is_not_or_the_row_is_refused(name):
     if name in NO_TOOLS:
