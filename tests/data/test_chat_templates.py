@@ -128,10 +128,16 @@ def trained_pieces(name, messages, tools=None):
     return [text for text, trained in segments if trained]
 
 
-def masked(name, tokenizer, messages):
-    """The ids of a conversation, and which of them transformers says that the assistant generated."""
+def as_read(name, messages):
+    """`messages` as the template `name` reads them."""
     if name.removesuffix("_training") in PARTS:
         messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    return messages
+
+
+def masked(name, tokenizer, messages):
+    """The ids of a conversation, and which of them transformers says that the assistant generated."""
+    messages = as_read(name, messages)
     encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     return encoded["input_ids"], encoded["assistant_masks"]
 
@@ -152,6 +158,16 @@ def test_the_table_has_every_template():
 @pytest.mark.parametrize("name", ORIGINAL)
 def test_the_template_of_a_real_model_trains_every_answer_and_its_end(name):
     assert trained_pieces(name, CHAT) == TRAINED[name]
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if "strftime_now" not in TEMPLATES[name]])
+def test_the_whole_text_is_what_transformers_writes(name):
+    tokenizer = tokenizer_of(TEMPLATES[name])
+    for messages in (CHAT, CHAT[:3], [CHAT[0], {**CHAT[1], "reasoning_content": "One and one."}]):
+        for everything in (True, False):
+            segments = Answers(tokenizer).segments(Conversation("a.jsonl:1", messages), everything)
+            expected = tokenizer.apply_chat_template(as_read(name, messages), tokenize=False)
+            assert "".join(text for text, _ in segments) == expected
 
 
 @pytest.mark.skipif(not TRL, reason="trl is not installed")
