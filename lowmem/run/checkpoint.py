@@ -252,6 +252,14 @@ def _named_checkpoints(path: Path) -> list[Path]:
     return found
 
 
+def newest_state(checkpoints: list[Path]) -> tuple[Path, dict] | None:
+    """The first of `checkpoints` whose state can be read, and that state; None where there is none."""
+    for checkpoint in checkpoints:
+        with suppress(Damaged):  # which load_newest says
+            return checkpoint, _read_state(Manifest(checkpoint))
+    return None
+
+
 # ---------------------------------------------------------------------------------------------------------------- load
 
 
@@ -289,7 +297,7 @@ def load_checkpoint(checkpoint: Path, store: Store, expected: dict) -> dict:
     manifest = Manifest(checkpoint)
     parts = {_file_name(part): part for part in store.parts}
     state = _read_state(manifest)
-    _refuse_differences(checkpoint, state, expected)
+    refuse_differences(checkpoint, state, expected)
     odd = sorted(manifest.entries.keys() ^ {*parts, _STATE})
     if odd:
         raise InputError(
@@ -320,7 +328,8 @@ def _read_state(manifest: Manifest) -> dict:
     return state
 
 
-def _refuse_differences(checkpoint: Path, state: dict, expected: dict) -> None:
+def refuse_differences(checkpoint: Path, state: dict, expected: dict) -> None:
+    """InputError, with all of them, where `expected` is not a part of `state`, dicts within it included."""
     differences = list(_differences(state, json.loads(json.dumps(expected))))
     if differences:
         raise InputError(

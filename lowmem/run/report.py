@@ -32,14 +32,18 @@ _NOT_COMPUTED = {  # what a config.json holds beside the model: where it came fr
 }
 
 
-def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: str) -> dict:
-    """What must not differ between a checkpoint and the run that goes on from it, because it would change the bits."""
+def settings_identity(settings: Settings) -> dict:
+    """The part of `run_identity` that is known before data are read and anything is planned."""
     names = (
         *("model", "init", "seq", "batch", "document_mask", "fixed_batch", "lr", "schedule", "warmup_steps"),
-        *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "clip_norm", "seed", "residual"),
+        *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "clip_norm", "seed", "residual", "optimizer"),
     )
-    return {name: getattr(settings, name) for name in names} | {
-        "optimizer": settings.optimizer,
+    return {name: getattr(settings, name) for name in names}
+
+
+def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: str) -> dict:
+    """What must not differ between a checkpoint and the run that goes on from it, because it would change the bits."""
+    return settings_identity(settings) | {
         "steps": steps,
         "device": plan.device,
         "precision": plan.precision,

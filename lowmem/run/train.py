@@ -33,11 +33,28 @@ from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
 from lowmem.planning.ram import Process
 from lowmem.planning.target import planning_target
-from lowmem.run.checkpoint import NotSaved, check_disk, find_checkpoints, load_newest, lock_run, save_checkpoint
-from lowmem.run.learning_rate import learning_rate, warmup_updates
+from lowmem.run.checkpoint import (
+    NotSaved,
+    check_disk,
+    find_checkpoints,
+    load_newest,
+    lock_run,
+    newest_state,
+    refuse_differences,
+    save_checkpoint,
+)
+from lowmem.run.learning_rate import course_of, longer, say_longer
 from lowmem.run.log import RunLog, step_row, write_json
 from lowmem.run.recovery import OutOfRoom, recovery_of, with_pageable_copies
-from lowmem.run.report import config_identity, draw_plan, finish, opening_remarks, run_identity, sample
+from lowmem.run.report import (
+    config_identity,
+    draw_plan,
+    finish,
+    opening_remarks,
+    run_identity,
+    sample,
+    settings_identity,
+)
 from lowmem.run.signals import StopRequest
 from lowmem.settings import Settings
 from lowmem.simulate.gpus import Card
@@ -80,24 +97,36 @@ def plan_and_train(
     aside: Callable,
 ) -> None:  # fmt: skip
     """A run that has its folder to itself; what is refused here leaves nothing in it."""
-    device = devices.select_device(settings.device)
-    tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
-    # Before anything slow: data may be refused.
-    with closing(load_data(settings, tokenizer, config.vocab_size, Path(settings.out))) as data:
-        devices.release_freed_memory()  # training does not hold what tokenizing took
-        plan, remark = plan_for_here(settings, config, device, precision, card, aside)
-        steps = settings.total_steps(data.train.steps_per_epoch)
-        seconds, every = interval_seconds(settings.save_every), settings.save_every
-        if seconds is not None and plan.step_seconds is not None:
-            every = max(int(seconds / plan.step_seconds), 1)
-        saves = math.ceil(steps / every) if isinstance(every, int) else None
-        check_disk(Path(settings.out), plan.disk, settings.keep_last, saves)
-        with closing(RunLog(Path(settings.out), settings)) as log:
+    folder = Path(settings.out)
+    with closing(RunLog(folder, settings)) as log:
+        checkpoints = find_checkpoints(folder, settings.resume, log.say)
+        going_on = newest_state(checkpoints)
+        if going_on is not None:  # what is refused needs neither data nor a plan
+            known = settings_identity(settings) | ({} if settings.steps is None else {"steps": settings.steps})
+            same_run(*going_on, known | {"config": config_identity(config)})
+        device = devices.select_device(settings.device)
+        tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
+        with closing(load_data(settings, tokenizer, config.vocab_size, folder)) as data:
+            devices.release_freed_memory()  # training does not hold what tokenizing took
+            plan, remark = plan_for_here(settings, config, device, precision, card, aside)
+            steps = settings.total_steps(data.train.steps_per_epoch)
+            seconds, every = interval_seconds(settings.save_every), settings.save_every
+            if seconds is not None and plan.step_seconds is not None:
+                every = max(int(seconds / plan.step_seconds), 1)
+            check_disk(folder, plan.disk, settings.keep_last, math.ceil(steps / every) if type(every) is int else None)
             log.say(plan.describe())
             if remark is not None:
                 log.say(remark)
             decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
-            train(settings, config, decoder, device, plan, tokenizer, data, stop, log)
+            train(settings, config, decoder, device, plan, tokenizer, data, checkpoints, stop, log)
+
+
+def same_run(checkpoint: Path, state: dict, identity: dict) -> dict:
+    """What a checkpoint's state must have for a run of that identity, or as much of it as is known, to go on from it;
+    InputError where this one has not."""
+    expected = {"identity": identity | longer(state.get("identity", {}), identity)}
+    refuse_differences(checkpoint, state, expected)
+    return expected
 
 
 def plan_for_here(
@@ -148,20 +177,20 @@ def page_locked(store: Store, plan: Plan) -> tuple[Plan, str | None]:
 
 def train(
     settings: Settings, config: PretrainedConfig, decoder: Decoder, device: torch.device, plan: Plan, tokenizer,
-    data: Data, stop: StopRequest, log: RunLog,
+    data: Data, checkpoints: list[Path], stop: StopRequest, log: RunLog,
 ) -> None:  # fmt: skip
-    """One run, from its weights to its report."""
+    """One run, from its weights, or the newest of `checkpoints` that is whole, to its report."""
     folder = Path(settings.out)
     steps = settings.total_steps(data.train.steps_per_epoch)
-    identity = {"identity": run_identity(settings, plan, steps, data.fingerprint)}
-    identity["identity"]["config"] = config_identity(config)
+    identity = run_identity(settings, plan, steps, data.fingerprint) | {"config": config_identity(config)}
+    going_on = newest_state(checkpoints)
+    expected = {"identity": identity} if going_on is None else same_run(*going_on, identity)
     log.say(data.description)
 
     budget = Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes)
     budget.apply(plan.gpu_reserved_peak_bytes)
     budget.enter("load")
     devices.make_deterministic(device)
-    checkpoints = find_checkpoints(folder, settings.resume, log.say)
     # Before anything is allocated: what does not fit is refused here.
     weights = None if checkpoints else initial_weights(settings, config, decoder)
     step = make_step(settings, decoder, device, plan)
@@ -186,7 +215,7 @@ def train(
     for sentence in opening_remarks(settings, tokenizer, device):
         log.say(sentence)
     sample_before = None
-    loaded = load_newest(checkpoints, store, identity, log.say, required=settings.resume != "auto")
+    loaded = load_newest(checkpoints, store, expected, log.say, required=settings.resume != "auto")
     if loaded is None:
         store.write(weights or initial_weights(settings, config, decoder))
         check_pieces(decoder, config.vocab_size, settings.document_mask)
@@ -194,7 +223,7 @@ def train(
             torch.cuda.empty_cache()  # what only that needed
         if (folder / "report.json").exists():
             log.say(f"report.json, the pictures and model/ in {folder} are an earlier run's until this one ends")
-        first, skipped, eval_first = 0, 0, evaluate()
+        first, skipped, eval_first, course = 0, 0, evaluate(), course_of(identity)
         if settings.sample_prompt is not None:
             with budget.phase("evaluate"):
                 sample_before = sample(decoder, tokenizer, settings.sample_prompt)
@@ -205,6 +234,9 @@ def train(
         loss_scale.load(state["loss_scale"])
         recovery.resume(state["recoveries"])
         log.say(f"going on from {checkpoint}: {first} of {steps} steps are done")
+        course = course_of(identity, state)
+        if longer(state["identity"], identity):
+            say_longer(course, state, log.say)
     if device.type == "cuda":
         devices.release_freed_memory()  # before states take up their room
     plan, remark = page_locked(store, plan)
@@ -225,10 +257,11 @@ def train(
         step.flush()
         state = {"step": done, "updates": step.updates, "loss_scale": loss_scale.state()}
         state |= {"skipped": skipped, "eval_first": eval_first, "recoveries": recovery.measures}
+        state |= {"identity": identity, "course": asdict(course)}
         try:
             if saved != done:
                 with budget.phase("save"):
-                    save_checkpoint(folder, store, state | identity, keep_last=settings.keep_last)
+                    save_checkpoint(folder, store, state, keep_last=settings.keep_last)
             saved = done
         except NotSaved as error:
             if must or (stop.requested and done < steps):
@@ -244,15 +277,12 @@ def train(
         save(first)
     step.abandoned = lambda: stop.urgent
     seconds = plan.step_seconds
-    warmup = warmup_updates(settings.warmup_steps, steps)
     for done in range(first + 1, steps + 1):
         if skipped >= SKIPPED_IN_A_ROW:
             raise LowmemError(f"{skipped} steps in a row had no finite gradient; stopped at step {done - 1}")
         started = time.perf_counter()
         batch = data.train.batch(done - 1)
-        rate = learning_rate(
-            step.updates, peak=settings.lr, updates=steps, warmup_updates=warmup, schedule=settings.schedule
-        )
+        rate = course.rate(step.updates)
         recovery.number = done
         about = "" if seconds is None else f", about {seconds:.2g} s"
         stop.now(f"step {done}{about}, then saving", "drops this step, unless it updates already, and saves")

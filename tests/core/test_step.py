@@ -29,7 +29,7 @@ from lowmem.core.final_gradients import FinalGradients
 from lowmem.core.operations import Operations
 from lowmem.core.recompute import Dropout
 from lowmem.core.step import StepAbandoned, TrainingStep, mean_loss
-from lowmem.run.learning_rate import learning_rate
+from lowmem.run.learning_rate import Course
 
 SEQ, BATCH = 24, 4
 CPU = torch.device("cpu")
@@ -373,7 +373,7 @@ def test_evaluation_sees_the_last_update_and_leaves_training_alone():
 
 
 def _thirty_steps(seed: int) -> tuple[list[Batch], list[float]]:
-    rates = [learning_rate(k, peak=3e-3, updates=30, warmup_updates=3, schedule="cosine") for k in range(30)]
+    rates = [Course(3e-3, "cosine", 30, 3, 3).rate(k) for k in range(30)]
     return make_batches(30, batch=8, seq=32, seed=seed), rates
 
 

@@ -168,7 +168,8 @@ def test_resume_never_starts_anew(finished, train, tmp_path):
     [
         (["--batch", "8", "--micro-batch", "2"], "--batch 4 -> 8"),
         (["--seq", "16"], "--seq 32 -> 16"),
-        (["--steps", "5"], "--steps 3 -> 5"),
+        (["--steps", "2"], "--steps 3 -> 2"),
+        (["--steps", "5"], "the cosine schedule of that run was made for 3 steps"),
         (["--lr", "1e-4"], "--lr 0.001 -> 0.0001"),
         (["--schedule", "linear"], "--schedule cosine -> linear"),
         (["--optimizer", "sgd"], "--optimizer adamw -> sgd"),
@@ -185,6 +186,43 @@ def test_what_would_change_the_bits_is_refused_on_resume_and_the_difference_show
     assert train(finished, *options) == 2
     assert difference in last_line(capsys)
     assert content(finished) == before
+
+
+def test_a_refusal_to_go_on_needs_neither_data_nor_a_plan(finished, train, monkeypatch, capsys):
+    monkeypatch.setattr(lowmem.run.train, "load_data", lambda *_: pytest.fail("data were read"))
+    for option, value, said in (
+        ("--lr", "1e-4", "--lr 0.001 -> 0.0001"),
+        ("--steps", "5", "made for 3 steps"),
+        ("--resume", "nowhere", "no such folder"),
+    ):
+        assert train(finished, option, value) == 2
+        assert said in last_line(capsys)
+
+
+def test_a_run_is_made_longer(train, tmp_path, capsys):
+    """At a constant rate, it has the bits of a run that was that long from the beginning, warm-up in steps."""
+    options = ["--schedule", "constant", "--warmup-steps", "1"]
+    assert train(tmp_path / "whole", *options, "--steps", "5") == 0
+    out = tmp_path / "out"
+    assert train(out, *options, "--steps", "3") == 0
+    capsys.readouterr()
+    assert train(out, *options, "--steps", "5") == 0
+    assert "this run was to end after 3 steps and goes on to 5: its learning rate, 0.001" in capsys.readouterr().err
+    assert weights(out) == weights(tmp_path / "whole")
+    whole = loss_rows(tmp_path / "whole")
+    assert [row["loss"] for row in loss_rows(out)] == [row["loss"] for row in whole]
+    # Falling to the end from there; stopped on the way, it falls on.
+    assert train(out, "--schedule", "linear", "--warmup-steps", "1", "--steps", "9") == 0
+    rates = [row["learning_rate"] for row in loss_rows(out)[5:]]
+    assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+
+
+def test_a_cosine_that_had_ended_goes_on_at_a_constant_rate_where_that_is_asked_for(train, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert train(out) == 0
+    assert train(out, "--schedule", "constant", "--lr", "1e-4", "--steps", "5") == 0
+    assert [row["learning_rate"] for row in loss_rows(out)[3:]] == [1e-4, 1e-4]
+    assert "goes on to 5: its learning rate, 0 so far, is 0.0001 from here and stays there" in capsys.readouterr().err
 
 
 def test_a_config_that_was_edited_meanwhile_is_refused_and_the_field_named(train, tmp_path, capsys):

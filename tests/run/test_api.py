@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import lowmem
 from lowmem.data.dataset import load_data
-from lowmem.run.learning_rate import learning_rate, warmup_updates
+from lowmem.run.learning_rate import Course
 from lowmem.simulate.gpus import card_named
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,9 +68,7 @@ def test_a_loop_of_one_s_own_gives_the_bits_of_a_run(tmp_path):
     model = lowmem.load(settings)
     data = load_data(settings, model.tokenizer, model.config.vocab_size)
     for number in range(3):
-        warmup = warmup_updates(settings.warmup_steps, 3)
-        rate = learning_rate(number, peak=1e-3, updates=3, warmup_updates=warmup, schedule="cosine")
-        result = model.step(data.train.batch(number), number, rate)
+        result = model.step(data.train.batch(number), number, Course(1e-3, "cosine", 3, 1, 1).rate(number))
     assert result.loss == report["loss"]["last"]
     lowmem.export(model, tmp_path / "model")
     ours, run = weights(tmp_path / "model"), weights(tmp_path / "run" / "model")
