@@ -44,12 +44,14 @@ class Settings:
     demo: bool = _option(False, "train the small demonstration model; options that you type still hold")
 
     data: str = _option("python-stdlib", "python-stdlib, wikitext, codeparrot, a hub dataset org/name[:config], or a "
-                        "file or folder (.txt .py .jsonl .json .csv .parquet)", "SPEC")
+                        "file, folder or quoted pattern (.txt .md .py .jsonl .json .csv .parquet)", "SPEC")
     eval_data: str | None = _option(None, "held-out text, written like --data", "SPEC", "a share of --data is held out")
     eval_fraction: float = _option(0.01, "share of --data that is held out, between 0 and 1")
     text_field: str = _option("text", "the column that holds the text", "NAME")
     train_on: Literal["completion", "all"] = _option("completion", "for prompts with answers: learn the answers only, "
                                                      "or everything")
+    chat_template: str | None = _option(None, "Jinja file that writes conversations as text; it is exported with "
+                                        "the model", "FILE", "the tokenizer's own")
     seq: int = _option(1024, "tokens per sequence")
     # GPT-2 was pretrained with packed documents that see each other.
     document_mask: bool = _option(False, "whether attention stops at a packed document's end")
@@ -199,7 +201,7 @@ _AT_LEAST_ONE = (
     *("batch", "steps", "micro_batch", "group", "segment_blocks"),
     *("keep_last", "eval_every", "eval_batches", "log_every", "patience", "sample_every"),
 )
-_TEXTS = ("gpu", "model", "data", "eval_data", "text_field", "out", "run_name", "resume")
+_TEXTS = ("gpu", "model", "data", "eval_data", "text_field", "chat_template", "out", "run_name", "resume")
 
 # What --demo puts in place of a script's defaults: a small model from random weights, minutes on two CPU cores.
 DEMO = {

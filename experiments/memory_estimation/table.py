@@ -53,9 +53,9 @@ def _verdict(rows: list[dict]) -> str:
         if row["method"] == "accelerate" and row["answer"] is not None:
             answer = row["answer"]["float32"]["training_with_adam"]
             shares += [{r["batch"]: answer / r["allocated_peak_bytes"] - 1 for r in rows if _is_plain(r, row["model"])}]
-    if shares:
-        ones = [share[1] for share in shares if 1 in share]
-        last = [share[max(share)] for share in shares if share]
+    ones = [share[1] for share in shares if 1 in share]
+    last = [share[max(share)] for share in shares if share]
+    if ones:
         sentences.append(
             f"accelerate's fp32 answer lies {_span(ones)} from what plain fp32 training allocates at batch 1, and "
             f"{_span(last)} at the last batch of the rows: it knows weights, gradients and states, and no activations."

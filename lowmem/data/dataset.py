@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem.core.batch import Batch
 from lowmem.core.loss import IGNORED as IGNORED_LABEL
+from lowmem.data.chat_templates import set_chat_template
 from lowmem.data.documents import Documents, hold_out, read_documents
 from lowmem.data.prepared import Preparation, content_key
 from lowmem.data.sources import open_source
@@ -158,6 +159,8 @@ def load_data(
     Held out is what `eval_data` names, or the source's own validation split, or `eval_fraction` of the training source
     (by document). `steps` bounds what is read of a streamed source. Raises InputError with the place in the data.
     """
+    if settings.chat_template is not None:
+        set_chat_template(tokenizer, settings.chat_template)
     seq, batch, steps, eval_data = settings.seq, settings.batch, settings.steps, settings.eval_data
     source = open_source(settings.data, settings.text_field, steps)
     evaluated = source if eval_data is None else open_source(eval_data, settings.text_field, steps)

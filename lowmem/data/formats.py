@@ -5,13 +5,17 @@ Which columns are there decides (the `text` column's name is `--text-field`):
 | columns | trained text |
 |---|---|
 | `text` | all of it; documents are packed |
-| `messages` | the tokenizer's chat template, or `DEFAULT_CHAT_TEMPLATE` where it has none; the assistant's turns |
-| `prompt`, `completion` | the two joined as they are; the completion |
+| `messages`, or ShareGPT's `conversations` | the chat template, or `DEFAULT_CHAT_TEMPLATE`; the assistant's turns |
+| `prompt`, `completion` | the two joined as they are, the completion; where both are lists of messages, as above |
 | `instruction`, `input` (may be missing or empty), `output` | Alpaca's wording; the output |
+| `instruction`, `context` (may be missing or empty), `response` | Dolly's columns in Alpaca's wording; the response |
 
 `--train-on all` trains on the prompts too. A text is handed on in segments, (text, trained), and each is tokenized by
 itself: a generating model is given the prompt's tokens alone, so no token may straddle the place where its own words
 begin. An end-of-text token follows and is trained like the segment that it ends, or generation would never stop.
+
+Where the tokenizer begins every text with a beginning-of-text token (Llama's and Gemma's do, GPT-2's does not), texts
+begin with it here too. A chat template writes it itself, if its author wants it.
 """
 
 from collections.abc import Callable
@@ -20,10 +24,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem.data.answers import Answers, Segments
+from lowmem.data.conversations import (
+    UntrainableRow,
+    encodable,
+    read_conversation,
+    read_prompt_and_completion,
+)
 from lowmem.data.sources import Record
 from lowmem.errors import InputError
-
-Segments = list[tuple[str, bool]]
 
 # No space after the last colon: GPT-2's vocabulary joins a space with the word that follows it.
 DEFAULT_CHAT_TEMPLATE = (
@@ -33,15 +42,17 @@ DEFAULT_CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
+_DEFAULT_CHAT_TEMPLATES = (DEFAULT_CHAT_TEMPLATE, "{{ bos_token }}" + DEFAULT_CHAT_TEMPLATE)
 _ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
 )
 _ALPACA_WITH_INPUT = ", paired with an input that provides further context"
-_STRUCTURED = {"messages": ("messages",), "prompt": ("prompt", "completion"), "alpaca": ("instruction", "output")}
-
-
-class UntrainableRow(InputError):
-    """A row with nothing to learn from: an empty text or completion, a conversation without an answer."""
+_STRUCTURED = {
+    **{name: (name,) for name in ("messages", "conversations")},
+    "prompt": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "dolly": ("instruction", "response"),
+}
 
 
 @dataclass(frozen=True)
@@ -49,9 +60,15 @@ class Format:
     """How the rows of one source are read. `packed`: documents may be cut and joined; otherwise one row is one example.
     `segments` gives a row's text and raises InputError or UntrainableRow with the row's place."""
 
-    description: str
+    summary: str
     packed: bool
     segments: Callable[[Record], Segments]
+    answers: Answers | None = None
+
+    @property
+    def description(self) -> str:
+        """The summary, and what has to be said of the rows that have been read."""
+        return "; ".join([self.summary, *(self.answers.notes if self.answers else ())])
 
 
 def find_format(record: Record, text_field: str, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Format:
@@ -60,33 +77,72 @@ def find_format(record: Record, text_field: str, train_on: str, tokenizer: PreTr
     A tokenizer without a chat template is given the default one, so that the exported model carries what it learnt.
     """
     found = [name for name, columns in _STRUCTURED.items() if record.columns.keys() >= set(columns)]
+    begin = _beginning_of_text(tokenizer)
     if text_field in record.columns and (not found or text_field != "text"):
-        return Format("text", True, lambda row: [(_filled(row, text_field), True)])
+        begin = "" if begin == tokenizer.eos_token else begin  # the end of one document then begins the next
+        return Format("text", True, lambda row: _begun("" if row.begun else begin, [(_filled(row, text_field), True)]))
     ignored = ""
     if "text" in record.columns and found == ["alpaca"]:
         ignored = "; the column text beside them is not used"  # Alpaca's own files bring their rendering along
     elif len(found) != 1 or "text" in record.columns:
         _refuse(record, text_field, found)
     everything = train_on == "all"
+    if found[0] in ("messages", "conversations") or (
+        found == ["prompt"] and isinstance(record.columns["prompt"], list)
+    ):
+        return _conversations(found[0], everything, tokenizer)
     trained = "trained on every token" if everything else "trained on the completions"
     if found == ["prompt"]:
         return Format(
             f"prompt + completion, {trained}",
             False,
-            lambda row: [(_string(row, "prompt"), everything), (_filled(row, "completion"), True)],
+            lambda row: _begun(begin, [(_string(row, "prompt"), everything), (_filled(row, "completion"), True)]),
         )
-    if found == ["alpaca"]:
-        return Format(
-            f"instruction + output in Alpaca's wording{ignored}, {trained}",
-            False,
-            lambda row: [(_alpaca_prompt(row), everything), (_filled(row, "output"), True)],
-        )
-    template = "the tokenizer's chat template"
-    if not tokenizer.chat_template or tokenizer.chat_template == DEFAULT_CHAT_TEMPLATE:
-        tokenizer.chat_template = DEFAULT_CHAT_TEMPLATE
-        template = "the default chat template ('User: ...' and 'Assistant: ...', the tokenizer has none)"
+    given, answer = ("input", "output") if found == ["alpaca"] else ("context", "response")
+    return Format(
+        f"instruction + {answer} in Alpaca's wording{ignored}, {trained}",
+        False,
+        lambda row: _begun(begin, [(_alpaca_prompt(row, given), everything), (_filled(row, answer), True)]),
+    )
+
+
+def _conversations(column: str, everything: bool, tokenizer: PreTrainedTokenizerBase) -> Format:
+    said = "the tokenizer's chat template"
+    if not tokenizer.chat_template or tokenizer.chat_template in _DEFAULT_CHAT_TEMPLATES:
+        tokenizer.chat_template = _DEFAULT_CHAT_TEMPLATES[bool(_beginning_of_text(tokenizer))]
+        said = "the default chat template ('User: ...' and 'Assistant: ...', the tokenizer has none)"
+    finder = Answers(tokenizer)
+
+    def segments(row: Record) -> Segments:
+        conversation = read_prompt_and_completion(row) if column == "prompt" else read_conversation(row, column)
+        messages = conversation.messages
+        answers = [messages[index] for index in conversation.answers]
+        if not messages or not (
+            everything or any(message.get("content") or "tool_calls" in message for message in answers)
+        ):
+            raise UntrainableRow(
+                f"{row.where}: the conversation has no answer of the assistant, so there is no token "
+                f"to train on; remove the row"
+            )
+        return finder.segments(conversation, everything)
+
+    names = "prompt + completion, as messages," if column == "prompt" else column
     trained = "trained on every token" if everything else "trained on the assistant's turns"
-    return Format(f"messages through {template}, {trained}", False, lambda row: _messages(row, train_on, tokenizer))
+    return Format(f"{names} through {said}{finder.template.note}, {trained}", False, segments, finder)
+
+
+def _beginning_of_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The token that the tokenizer puts before a text, as text; "" where it puts none."""
+    with_special, without = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    begins = with_special[:1] == [tokenizer.bos_token_id] != without[:1]
+    return tokenizer.bos_token if begins else ""
+
+
+def _begun(begin: str, segments: Segments) -> Segments:
+    """`segments` after the token `begin`, unless they begin with it already."""
+    if not begin or "".join(text for text, _ in segments).startswith(begin):
+        return segments
+    return [(begin, segments[0][1]), *segments]
 
 
 def _refuse(record: Record, text_field: str, found: list[str]) -> None:
@@ -101,7 +157,8 @@ def _refuse(record: Record, text_field: str, found: list[str]) -> None:
         )
     raise InputError(
         f"{record.where}: nothing to train on in the columns ({columns}); name the text with --text-field "
-        f"(now {text_field}), or give messages, prompt + completion, or instruction + output"
+        f"(now {text_field}), or give messages, conversations, prompt + completion, instruction + input + output, or "
+        f"instruction + context + response"
     )
 
 
@@ -111,14 +168,7 @@ def _string(record: Record, column: str) -> str:
     value = record.columns[column]
     if not isinstance(value, str):
         raise InputError(f"{record.where}: {column} must be text, not {_kind(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{record.where}: {column} holds half a surrogate pair ({value[error.start]!r}), which is no "
-            f"character; write the character itself"
-        ) from error
-    return value
+    return encodable(value, record.where, column)
 
 
 def _filled(record: Record, column: str) -> str:
@@ -128,48 +178,11 @@ def _filled(record: Record, column: str) -> str:
     return text
 
 
-def _alpaca_prompt(record: Record) -> str:
+def _alpaca_prompt(record: Record, given: str) -> str:
     instruction = _string(record, "instruction")
-    context = _string(record, "input") if record.columns.get("input") is not None else ""
+    context = _string(record, given) if record.columns.get(given) is not None else ""
     prompt = _ALPACA.format(_ALPACA_WITH_INPUT if context else "") + f"### Instruction:\n{instruction}\n\n"
     return prompt + (f"### Input:\n{context}\n\n" if context else "") + "### Response:\n"
-
-
-def _messages(record: Record, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Segments:
-    messages = record.columns.get("messages")
-    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
-        raise InputError(f"{record.where}: messages must be a list of objects with the texts role and content")
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if not messages or (train_on == "completion" and not any(messages[index]["content"] for index in answers)):
-        raise UntrainableRow(
-            f"{record.where}: the conversation has no answer of the assistant, so there is no token "
-            f"to train on; remove the row"
-        )
-
-    def render(count: int, ask: bool) -> str:
-        try:
-            return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=ask)
-        except Exception as error:  # a template is a program of the model's author; it raises what it likes
-            raise InputError(f"{record.where}: the chat template refuses the conversation ({error})") from error
-
-    text = render(len(messages), ask=False)
-    if train_on == "all":
-        return [(text, True)]
-    segments, start = [], 0
-    for index in answers:
-        before, after = render(index, ask=True), render(index + 1, ask=False)
-        if not (text.startswith(before) and text.startswith(after)):
-            raise InputError(
-                f"{record.where}: the chat template rewrites earlier turns, so the assistant's tokens "
-                f"cannot be told from the others; use --train-on all"
-            )
-        segments += [(text[start : len(before)], False), (text[len(before) : len(after)], True)]
-        start = len(after)
-    return [segment for segment in [*segments, (text[start:], False)] if segment[0]]
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
 def _kind(value: Any) -> str:

@@ -7,13 +7,17 @@ piece; a `.json` list, one file): the size of a data set costs time and disk, no
 | spec | what is read |
 |---|---|
 | `python-stdlib` | the `.py` files of this interpreter's own library: real text that is always there, 12 MB |
-| a file or folder | `.txt` and `.py`: a document each; `.jsonl` `.json` `.csv` `.parquet`: a record per line or row |
+| a file, a folder, a pattern such as `texts/*.jsonl` | `.txt` `.md` `.py`: a document each; others: a record per row |
 | `wikitext` | Salesforce/wikitext, wikitext-2-raw-v1 (Parquet), its lines joined to articles again |
 | `codeparrot` | codeparrot/codeparrot-clean-train and -valid (gzipped JSON lines, 50 GB), streamed |
 | `org/name[:config]` | any hub data set that `datasets` can load without running a script; over 1 GiB it is streamed |
+
+Of tables, `.jsonl` has an object on each line, `.csv` names its columns in its first line, `.parquet` knows them; a
+`.json` file is a list of objects, an object with one such list in it ({"data": [...]}), one object, or JSON lines.
 """
 
 import csv
+import glob
 import hashlib
 import json
 import os
@@ -27,11 +31,15 @@ from typing import Any
 from lowmem import hub
 from lowmem.errors import InputError, first_line
 
-STRUCTURED_COLUMNS = ("messages", "prompt", "completion", "instruction", "input", "output")
+STRUCTURED_COLUMNS = (
+    *("messages", "conversations", "system", "tools", "prompt", "completion"),
+    *("instruction", "input", "output", "context", "response"),
+)
 STREAM_ABOVE_BYTES = 2**30
 PIECE_CHARACTERS = 2**20  # of a text file that are in memory at once
-_DOCUMENT_SUFFIXES = (".txt", ".py")
+_DOCUMENT_SUFFIXES = (".txt", ".md", ".py")
 _TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_KNOWN_SUFFIXES = _DOCUMENT_SUFFIXES + _TABLE_SUFFIXES
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 _ARTICLE_TITLE = re.compile(r" = [^=].*[^=] = \n?")
@@ -41,13 +49,14 @@ _ARTICLE_TITLE = re.compile(r" = [^=].*[^=] = \n?")
 class Record:
     """One row or file. `where` is said in errors; `key` decides on which side of a held-out share it falls (None: its
     content does); `whole_file` records may be empty (an `__init__.py`), rows may not; the text of one that `goes_on`
-    has its next piece in the next record."""
+    has its next piece in the next record, and that one is `begun`."""
 
     where: str
     columns: dict[str, Any]
     key: str | None = None
     whole_file: bool = False
     goes_on: bool = False
+    begun: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,8 @@ def open_source(spec: str, text_field: str, steps: int | None) -> Source:
         return Source("Python's standard library", records, lenient=True, content=tuple(files.values()))
     if Path(spec).exists():
         return _local(Path(spec), text_field)
+    if glob.has_magic(spec):
+        return _matching(spec, text_field)
     if spec == "wikitext":
         source = _hub("Salesforce/wikitext", "wikitext-2-raw-v1", "text", steps)
         train, evaluation = (rows and _articles(rows, text_field) for rows in (source.train, source.evaluation))
@@ -81,7 +92,7 @@ def open_source(spec: str, text_field: str, steps: int | None) -> Source:
         source, held_out = (_hub(name, None, "content", steps, streamed=True) for name in names)
         train, evaluation = (_renamed(rows, "content", text_field) for rows in (source.train, held_out.train))
         return replace(source, train=train, evaluation=evaluation)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", spec) and Path(spec).suffix not in _TABLE_SUFFIXES + (".txt", ".py"):
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", spec) and Path(spec).suffix not in _KNOWN_SUFFIXES:
         path, _, config = spec.partition(":")
         return _hub(path, config or None, text_field, steps)
     raise InputError(
@@ -123,11 +134,11 @@ def _standard_library(files: dict[str, Path], text_field: str) -> Iterator[Recor
 
 
 def _local(path: Path, text_field: str) -> Source:
-    known = _DOCUMENT_SUFFIXES + _TABLE_SUFFIXES
     if path.is_file():
-        if path.suffix.lower() not in known:
+        if path.suffix.lower() not in _KNOWN_SUFFIXES:
             raise InputError(
-                f"{path}: files of kind {path.suffix or '(none)'} are not read; convert it to one of {' '.join(known)}"
+                f"{path}: files of kind {path.suffix or '(none)'} are not read; convert it to one of "
+                f"{' '.join(_KNOWN_SUFFIXES)}"
             )
         if path.stat().st_size == 0:
             raise InputError(f"{path}: the file is empty")
@@ -138,14 +149,25 @@ def _local(path: Path, text_field: str) -> Source:
         if file.is_file()
         and not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(path).parts)
     )
-    readable = [file for file in files if file.suffix.lower() in known]
-    others = sorted({file.suffix or file.name for file in files} - {file.suffix for file in readable})
+    return _files(
+        str(path), "the folder holds", {file: file.relative_to(path).as_posix() for file in files}, text_field
+    )
+
+
+def _matching(pattern: str, text_field: str) -> Source:
+    files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+    return _files(pattern, "the pattern finds", {file: file.as_posix() for file in files if file.is_file()}, text_field)
+
+
+def _files(name: str, found: str, keys: dict[Path, str], text_field: str) -> Source:
+    """The records of all files that can be read, in the order of `keys`: what a whole file is held out by."""
+    readable = [file for file in keys if file.suffix.lower() in _KNOWN_SUFFIXES]
+    others = sorted({file.suffix or file.name for file in keys} - {file.suffix for file in readable})
     if not readable:
-        raise InputError(f"{path}: the folder holds no file of the kinds {' '.join(known)}")
-    name = f"{path}, {len(readable)} files" + (f" ({', '.join(others)} left out)" if others else "")
+        raise InputError(f"{name}: {found} no file of the kinds {' '.join(_KNOWN_SUFFIXES)}")
     return Source(
-        name,
-        (record for file in readable for record in _read_file(file, text_field, file.relative_to(path).as_posix())),
+        f"{name}, {len(readable)} files" + (f" ({', '.join(others)} left out)" if others else ""),
+        (record for file in readable for record in _read_file(file, text_field, keys[file])),
         content=tuple(readable),
     )
 
@@ -154,18 +176,19 @@ def _read_file(path: Path, text_field: str, key: str) -> Iterator[Record]:
     suffix = path.suffix.lower()
     try:
         if suffix in _DOCUMENT_SUFFIXES:
-            piece = ""
+            piece, begun = "", False
             for following in _pieces(_lines(path)):
                 if piece:
-                    yield Record(str(path), {text_field: piece}, key or None, bool(key), goes_on=True)
+                    yield Record(str(path), {text_field: piece}, key or None, bool(key), goes_on=True, begun=begun)
+                    begun = True
                 piece = following
-            yield Record(str(path), {text_field: piece}, key or None, bool(key))
+            yield Record(str(path), {text_field: piece}, key or None, bool(key), begun=begun)
         elif suffix == ".csv":
             yield from _csv_rows(path)
         elif suffix == ".parquet":
             yield from _parquet_rows(path, text_field)
-        elif suffix == ".json" and _first_character(path) == "[":
-            yield from _json_list(path)
+        elif suffix == ".json" and not _begins_with_a_row(path):
+            yield from _json_whole(path, text_field)
         else:
             yield from _json_lines(path)
     except OSError as error:
@@ -201,8 +224,13 @@ def _pieces(lines: Iterable[str]) -> Iterator[str]:
         yield "".join(piece)
 
 
-def _first_character(path: Path) -> str:
-    return next((line.lstrip()[0] for line in _lines(path) if line.strip()), "")
+def _begins_with_a_row(path: Path) -> bool:
+    """Whether the file's first line is a whole JSON object and others follow: JSON lines, whatever its name says."""
+    lines = (line for line in _lines(path) if line.strip())
+    try:
+        return isinstance(json.loads(next(lines, "{}")), dict) and next(lines, None) is not None
+    except (json.JSONDecodeError, RecursionError):
+        return False
 
 
 def _json_lines(path: Path) -> Iterator[Record]:
@@ -211,8 +239,16 @@ def _json_lines(path: Path) -> Iterator[Record]:
             yield _json_record(f"{path}:{number}", _parse_json(line.rstrip(), path, number))
 
 
-def _json_list(path: Path) -> Iterator[Record]:
-    for number, item in enumerate(_parse_json("".join(_lines(path)), path, 1), 1):
+def _json_whole(path: Path, text_field: str) -> Iterator[Record]:
+    """A file that is a list of rows, an object with exactly one list of rows in it, or one row."""
+    value = _parse_json("".join(_lines(path)), path, 1)
+    if isinstance(value, dict) and not value.keys() & {text_field, *STRUCTURED_COLUMNS}:
+        lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
+        value = lists[0] if len(lists) == 1 else value
+    if isinstance(value, dict):
+        yield _json_record(f"{path}:1", value)
+        return
+    for number, item in enumerate(value, 1):
         yield _json_record(f"{path}: item {number}", item)
 
 

@@ -81,6 +81,7 @@ ALIASES = {  # of fields, with dashes, separated by spaces; the underscored form
     "eval_data": "validation-file eval-file eval-dataset validation-data val-data",
     "eval_fraction": "val-fraction val-split-fraction test-size",
     "text_field": "dataset-text-field text-column text-column-name",
+    "chat_template": "chat-template-path",
     "seq": "block-size max-length max-seq-length max-seq-len seq-len seq-length sequence-length sequence-len "
     "context-length",
     "batch": "global-batch-size effective-batch-size",

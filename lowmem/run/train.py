@@ -352,7 +352,7 @@ def train(
     best = best_evaluation(log.rows, eval_first)
     if out_of_patience():
         log.say(f"ended early, after {done} of {steps} steps: the last {best.since} held-out losses are above {best}")
-    if settings.keep_best and best.step not in (0, log.rows[-1]["step"]):
+    if settings.keep_best and best.step not in (0, done):
         load_checkpoint(checkpoint_of(folder, best.step), store, expected)
         log.say(f"the model is exported as it was at its best: held-out {best}")
     if settings.sample_prompt is not None:

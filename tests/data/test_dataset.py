@@ -377,12 +377,12 @@ def test_a_folder_is_read_in_order_whole_files_and_rows_together(tmp_path):
     (tmp_path / "a.py").write_text("first = 1\r\n")
     (tmp_path / "__init__.py").write_text("")
     (tmp_path / ".git" / "c.txt").write_text("hidden")
-    (tmp_path / "notes.md").write_text("not read")
+    (tmp_path / "notes.rst").write_text("not read")
     write_rows(tmp_path / "z.jsonl", [{"body": "third"}])
     data = load(tmp_path, text_field="body")
     expected = [*b"first = 1\r\n", END, *b"second file ", END, *b"third", END]
     assert data.train.documents.tokens[:].tolist() == expected
-    assert ".md left out" in data.description and "1 empty ones skipped" in data.description
+    assert ".rst left out" in data.description and "1 empty ones skipped" in data.description
 
 
 BAD_FILES = {
@@ -406,7 +406,7 @@ BAD_FILES = {
     "short CSV row": ("a.csv", b"text,n\na,1\nb\n", r"a\.csv:3: the row does not have the 2 fields"),
     "open quote": ("a.csv", b'text\n"a\n', r"a\.csv:2: bad CSV"),
     "not Parquet": ("a.parquet", b"PAR1 no", r"a\.parquet: not a Parquet file"),
-    "unknown kind": ("a.md", b"# a", r"a\.md: files of kind \.md are not read"),
+    "unknown kind": ("a.rst", b"# a", r"a\.rst: files of kind \.rst are not read"),
     "too short": ("a.txt", b"a", r"do not fill one row of 16"),
 }
 

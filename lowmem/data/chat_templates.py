@@ -1,0 +1,129 @@
+"""Chat templates: from a conversation to one text, as the model is given it in inference.
+
+A chat template is a Jinja program that belongs to the tokenizer. Nothing is added to its text by the tokenizer. What
+differs from `tokenizer.apply_chat_template` are four things that files of conversations need:
+
+- Training again must read the same text on any day, so templates that ask for today's date are told the same one.
+- Where the author marked what the assistant generates, with {% generation %}, those spans come with the text.
+- Templates of models that see take content in lists of parts alone, and get it so.
+- DeepSeek's templates read tool calls in an older form, which they get if they fail at the usual one.
+"""
+
+import contextlib
+import datetime
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from lowmem.data.conversations import Conversation, Message, encodable
+from lowmem.errors import InputError, first_line
+
+Span = tuple[int, int]  # of characters
+
+TODAY = datetime.date(2024, 7, 26)  # the date that Llama's templates take where they cannot ask for one
+_ASKS_FOR_THE_DATE = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+_MARKS_GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
+_QUESTION, _ANSWER = "a question", "an answer"
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
+    """Give the tokenizer the template in `file`; it is exported with the model. Raises InputError."""
+    try:
+        template = Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"--chat-template {file}: cannot be read, since it is not UTF-8") from error
+    except OSError as error:
+        raise InputError(f"--chat-template {file}: cannot be read ({error.strerror or error})") from error
+    try:
+        render_jinja_template([[{"role": "user", "content": _QUESTION}]], chat_template=template)
+    except jinja2.TemplateSyntaxError as error:
+        raise InputError(f"--chat-template {file}:{error.lineno}: not a Jinja template ({error.message})") from error
+    except Exception:  # whether it suits the conversations is known when there are some
+        pass
+    tokenizer.chat_template = template
+
+
+class ChatTemplate:
+    """The chat template of `tokenizer`. `note` is said of it in the log. `end_of_turn`: what it writes after the last
+    answer, "" where it writes nothing, as few do; None where that is not known."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        dated = _ASKS_FOR_THE_DATE.search(str(tokenizer.chat_template))
+        self.note = f" (which is told that today is {TODAY})" if dated else ""
+        exchange = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+        text = ""
+        for self._parts in (False, True):
+            with contextlib.suppress(InputError):
+                text, _ = self.render(Conversation("", exchange))
+            if _QUESTION in text and _ANSWER in text:
+                break
+        self.end_of_turn = text.rpartition(_ANSWER)[2].strip() if _ANSWER in text else None
+
+    def render(self, conversation: Conversation, count: int | None = None, ask: bool = False) -> tuple[str, list[Span]]:
+        """The first `count` messages (None: all) as text, with the prompt for an answer where the assistant is to
+        `ask`ed for one, and the spans that are marked as generated. Raises InputError where the template does."""
+        messages = conversation.messages[:count]
+        try:
+            return self._write(messages, conversation.tools, ask)
+        except Exception as error:  # a template is a program of the model's author; it raises what it likes
+            if any("tool_calls" in message for message in messages):
+                with contextlib.suppress(Exception):
+                    return self._write(list(map(_with_older_tool_calls, messages)), conversation.tools, ask)
+            raise InputError(
+                f"{conversation.where}: the chat template refuses the conversation ({first_line(error).rstrip('.')}); "
+                f"mend the row, or use --chat-template FILE with one that takes it"
+            ) from error
+
+    def check(self, conversation: Conversation, text: str) -> None:
+        """Raises InputError where `text`, which was rendered, cannot be written as UTF-8 or lacks calls of tools or
+        what they returned: many templates know none."""
+        encodable(text, conversation.where, "the conversation")
+        calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
+        if calls and conversation.tools:  # a name may be in the text merely because the tools are listed
+            with contextlib.suppress(InputError):
+                text, _ = self.render(replace(conversation, tools=None))
+        parts = [call["function"]["name"] for call in calls]
+        parts += [message["content"].strip() for message in conversation.messages if message["role"] == "tool"]
+        if not all(part in text or json.dumps(part, ensure_ascii=False)[1:-1] in text for part in parts):
+            raise InputError(
+                f"{conversation.where}: the chat template leaves out tool calls or what the tools returned; use "
+                f"--chat-template FILE with one that writes them"
+            )
+
+    def _write(self, messages: list[Message], tools: Any, ask: bool) -> tuple[str, list[Span]]:
+        template = self._tokenizer.get_chat_template(tools=tools)
+        template = _ASKS_FOR_THE_DATE.sub(lambda match: repr(TODAY.strftime(match[2])), template)
+        marks = bool(_MARKS_GENERATION.search(template))
+        texts, spans = render_jinja_template(
+            [list(map(_in_parts, messages)) if self._parts else messages],
+            tools=tools,
+            chat_template=template,
+            return_assistant_tokens_mask=marks,
+            add_generation_prompt=ask,
+            **self._tokenizer.special_tokens_map,
+        )
+        return texts[0], spans[0] if marks else []
+
+
+def _in_parts(message: Message) -> Message:
+    if not message.get("content"):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _with_older_tool_calls(message: Message) -> Message:
+    """`message` with the arguments of its tool calls as text, and a content of None beside them."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {"content": None, **message, "tool_calls": calls}

@@ -1,0 +1,365 @@
+"""Chat templates: those of real models that travel inside the package trl, and small ones for what they do not do."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from lowmem.data.answers import Answers
+from lowmem.data.conversations import Conversation
+from lowmem.data.tokenizer import byte_level_tokenizer
+from lowmem.errors import InputError
+from tests.data.test_dataset import load, write_rows
+
+TRL = importlib.util.find_spec("trl")  # its folder, without importing it
+FOLDER = Path(TRL.submodule_search_locations[0]) / "chat_templates" if TRL else Path("none")
+TEMPLATES = {file.stem: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*.jinja"))}
+TRAINING = {name.removesuffix("_training"): name for name in TEMPLATES if name.endswith("_training")}
+ORIGINAL = [name for name in TEMPLATES if not name.endswith("_training")]
+
+CHAT = [
+    {"role": "user", "content": "What is 2?"},
+    {"role": "assistant", "content": "Two."},
+    {"role": "user", "content": "And 3?"},
+    {"role": "assistant", "content": "Three."},
+]
+ADD = {"name": "add", "arguments": {"a": 2, "b": 3}}
+WITH_TOOLS = [
+    {"role": "user", "content": "2 and 3?"},
+    {"role": "assistant", "tool_calls": [{"type": "function", "id": "call12345", "function": ADD}]},
+    {"role": "tool", "name": "add", "tool_call_id": "call12345", "content": "five"},
+    {"role": "assistant", "content": "They are 5."},
+]
+NUMBER = {"type": "integer", "description": "a number"}
+PARAMETERS = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a", "b"]}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}]
+
+# What is trained on of CHAT. Where both answers are the words and one end of turn, that end.
+ENDS = {
+    "<|im_end|>\n": "lfm2 lfm2_v2 lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl qwen2_5 qwen2_5_vl qwen3_instruct_2507 qwen3_vl "
+    "qwen3_5_nothink",
+    "<|END_OF_TURN_TOKEN|>": "cohere",
+    "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>": "cohere2",
+    "<｜end▁of▁sentence｜>": "deepseek_r1_distill deepseekv3",
+    "<turn|>\n": "diffusion_gemma gemma4 gemma4_v2 gemma4_v3 gemma4_v4 gemma4_v5",
+    "<end_of_turn>\n": "gemma gemma3",
+    "<|eot_id|>": "llama3 llama3_1 llama3_2",
+}
+TRAINED = {name: [f"Two.{end}", f"Three.{end}"] for end, names in ENDS.items() for name in names.split()} | {
+    # The end of the text follows the last end of turn.
+    **dict.fromkeys(("phi3", "phi3_5"), ["Two.<|end|>\n", "Three.<|end|>\n<|endoftext|>"]),
+    # The prompt for an answer has no space; with one, the space would be a token of its own.
+    **dict.fromkeys(("idefics3", "smolvlm"), [" Two.<end_of_utterance>\n", " Three.<end_of_utterance>\n"]),
+    "llava_next": [" Two.</s> ", " Three.</s> "],
+    # The model chooses where its message goes.
+    "gptoss": ["<|channel|>final<|message|>Two.<|end|>", "<|channel|>final<|message|>Three.<|return|>"],
+    "muse_glimmer": [" to=user<|message|>Two.<|eot|>", " to=user<|message|>Three.<|eot|>"],
+    # What begins the next turn ends this one; the last is ended by the end of the text, which packing adds.
+    "glm4moe": ["\n<think></think>\nTwo.<|user|>", "\n<think></think>\nThree."],
+    # Old turns are without reasoning. In the last one it is empty here, and the prompt may have begun it.
+    "qwen3": ["Two.<|im_end|>\n", "<think>\n\n</think>\n\nThree.<|im_end|>\n"],
+    **dict.fromkeys(("qwen3_5_think", "qwen3_6"), ["Two.<|im_end|>\n", "\n</think>\n\nThree.<|im_end|>\n"]),
+    "qwen3_8": ["\n</think>\n\nTwo.<|im_end|>\n", "\n</think>\n\nThree.<|im_end|>\n"],
+    **dict.fromkeys(
+        ("nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "nemotron_3_5_lightning"),
+        ["</think>Two.<|im_end|>\n", "</think>Three.<|im_end|>\n"],
+    ),
+}
+
+# TRL trains the end of what asks for an answer, too: in inference the model is given it and never writes it.
+TRL_TRAINS_OF_THE_PROMPT = {
+    **dict.fromkeys(("deepseek_r1_distill", "deepseekv3"), "<｜Assistant｜>"),
+    **dict.fromkeys(("gptoss", "muse_glimmer"), "<|start|>assistant"),
+    **dict.fromkeys([name for name in ORIGINAL if name.startswith("nemotron")], "<think>"),
+    "qwen2_5": "\n",
+    "qwen3_8": "<think>\n",
+}
+EMPTY_REASONING = ["<think>\n\n</think>\n\nTwo.<|im_end|>\n", "<think>\n\n</think>\n\nThree.<|im_end|>\n"]
+TRL_TRAINS = {
+    # TRL's variants write the reasoning, here an empty one, in old turns, too, where these models never see it.
+    **dict.fromkeys(("qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6"), EMPTY_REASONING),
+    # TRL leaves the space after </s> to the next turn.
+    "llava_next": [" Two.</s>", " Three.</s>"],
+    # TRL ends the last answer with what would begin a question.
+    "glm4moe": ["\n<think></think>\nTwo.<|user|>", "\n<think></think>\nThree.<|user|>"],
+    **{name: [extra + turn for turn in TRAINED[name]] for name, extra in TRL_TRAINS_OF_THE_PROMPT.items()},
+}
+
+# The same of WITH_TOOLS, where the model is given the beginning of a reasoning, or an empty one.
+TRL_TRAINS_OF_THE_PROMPT_WITH_TOOLS = TRL_TRAINS_OF_THE_PROMPT | {
+    **dict.fromkeys(("qwen3_5_think", "qwen3_6"), "<think>\n"),
+    "qwen3_5_nothink": "<think>\n\n</think>\n\n",
+    **dict.fromkeys(("lfm2_v2", "qwen3_instruct_2507", "qwen3_vl"), ""),
+}
+NOT_COMPARED_WITH_TOOLS = {
+    **dict.fromkeys(("deepseek_r1_distill", "deepseekv3"), "TRL's variants want a text beside the call"),
+    "diffusion_gemma": "TRL leaves out <|tool_response>, which ends a call; the prompt for an answer has no header",
+    "glm4moe": "TRL ends the last answer with what would begin a question",
+    "qwen3": "TRL's variant writes the reasoning of all turns",
+}
+
+# What the templates that train no tools say.
+LEFT_OUT = "leaves out tool calls"
+NO_TOOLS = {
+    **dict.fromkeys(("lfm2", "llama3", "qwen2_5_vl"), LEFT_OUT),
+    **dict.fromkeys(("cohere2", "gemma", "gemma3"), "refuses the conversation .*must alternate"),
+    **dict.fromkeys("cohere idefics3 llava_next phi3 phi3_5 smolvlm".split(), "refuses the conversation .*content"),
+}
+
+PARTS = ("idefics3", "llava_next", "smolvlm")  # take content in lists of parts alone
+
+
+def tokenizer_of(template):
+    """Bytes, and every special token that the template writes."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    tokenizer.add_tokens(sorted(set(re.findall(r"</?[|｜]?[A-Za-z][\w▁]*[|｜]?>", template))), special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def trained_pieces(name, messages, tools=None):
+    answers = Answers(tokenizer_of(TEMPLATES[name]))
+    segments = answers.segments(Conversation("a.jsonl:1", messages, tools), everything=False)
+    assert not answers.notes
+    return [text for text, trained in segments if trained]
+
+
+def as_read(name, messages):
+    """`messages` as the template `name` reads them."""
+    if name.removesuffix("_training") in PARTS:
+        messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    return messages
+
+
+def masked(name, tokenizer, messages):
+    """The ids of a conversation, and which of them transformers says that the assistant generated."""
+    messages = as_read(name, messages)
+    encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    return encoded["input_ids"], encoded["assistant_masks"]
+
+
+def labels_of(tmp_path, tokenizer, messages):
+    """The tokens of one conversation and their labels, -100 where not trained, as batches have them."""
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages}])
+    batch = load(path, tokenizer, len(tokenizer), seq=4096, batch=1).train.batch(0)
+    return batch.input_ids[0].tolist(), batch.labels[0].tolist()
+
+
+@pytest.mark.skipif(not TRL, reason="trl is not installed")
+def test_the_table_has_every_template():
+    assert sorted(TRAINED) == ORIGINAL and len(TEMPLATES) > 60
+    assert set(TRL_TRAINS) < set(TRAINING) < set(ORIGINAL)
+
+
+@pytest.mark.parametrize("name", ORIGINAL)
+def test_the_template_of_a_real_model_trains_every_answer_and_its_end(name):
+    assert trained_pieces(name, CHAT) == TRAINED[name]
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if "strftime_now" not in TEMPLATES[name]])
+def test_the_whole_text_is_what_transformers_writes(name):
+    tokenizer = tokenizer_of(TEMPLATES[name])
+    for messages in (CHAT, CHAT[:3], [CHAT[0], {**CHAT[1], "reasoning_content": "One and one."}]):
+        for everything in (True, False):
+            segments = Answers(tokenizer).segments(Conversation("a.jsonl:1", messages), everything)
+            expected = tokenizer.apply_chat_template(as_read(name, messages), tokenize=False)
+            assert "".join(text for text, _ in segments) == expected
+
+
+@pytest.mark.skipif(not TRL, reason="trl is not installed")
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "gemma"])
+def test_a_template_whose_special_tokens_are_plain_text_to_the_tokenizer_trains_the_same(name):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = TEMPLATES[name]
+    answers = Answers(tokenizer)
+    segments = answers.segments(Conversation("a.jsonl:1", CHAT), everything=False)
+    assert [text for text, trained in segments if trained] == TRAINED[name] and not answers.notes
+
+
+@pytest.mark.parametrize("name", ORIGINAL)
+def test_tool_calls_are_trained_and_what_tools_return_is_not_or_the_row_is_refused(name):
+    if name in NO_TOOLS:
+        with pytest.raises(InputError, match=f"a.jsonl:1: the chat template {NO_TOOLS[name]}.*--chat-template FILE"):
+            trained_pieces(name, WITH_TOOLS, TOOLS)
+        return
+    call, answer = trained_pieces(name, WITH_TOOLS, TOOLS)
+    assert "add" in call and "2" in call and "five" not in call + answer and "They are" not in call
+    assert "They are 5." in answer and "add" not in answer
+
+
+@pytest.mark.parametrize("name", sorted(TRAINING.keys() - NO_TOOLS.keys() - NOT_COMPARED_WITH_TOOLS.keys()))
+def test_tool_calls_are_trained_as_by_trl_but_for_the_end_of_the_prompt(name):
+    extra = TRL_TRAINS_OF_THE_PROMPT_WITH_TOOLS[name]
+    ours, trls = (trained_pieces(one, WITH_TOOLS, TOOLS) for one in (name, TRAINING[name]))
+    assert [extra + piece for piece in ours] == trls
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_labels_are_those_of_trls_template_but_for_what_the_tables_say(tmp_path, name):
+    tokenizer, training = tokenizer_of(TEMPLATES[name]), tokenizer_of(TEMPLATES[TRAINING[name]])
+    ids, mask = masked(name, training, CHAT)
+    if name in TRL_TRAINS:
+        pieces = re.findall("1+", "".join(map(str, mask)))
+        text = training.decode([token for token, generated in zip(ids, mask, strict=True) if generated])
+        assert text == "".join(TRL_TRAINS[name]) and len(pieces) == 2
+        return
+    inputs, labels = labels_of(tmp_path, tokenizer, CHAT)
+    text = training.decode(ids)
+    assert tokenizer.decode(inputs).startswith(text.removesuffix("<|endoftext|>"))
+    expected = [
+        token if generated else -100 for token, generated in zip(tokenizer(text)["input_ids"], mask, strict=True)
+    ]
+    assert labels[: len(expected) - 1] == expected[1:]
+    rest = labels[len(expected) - 1 :]
+    assert rest in ([], [tokenizer.eos_token_id])  # after the end of a turn the end of the text, where it is missing
+
+
+@pytest.mark.parametrize("name", TRAINING.values())
+def test_generation_marks_in_a_template_are_the_labels(tmp_path, name):
+    tokenizer = tokenizer_of(TEMPLATES[name])
+    ids, mask = masked(name, tokenizer, CHAT)
+    _, labels = labels_of(tmp_path, tokenizer, CHAT)
+    assert [label >= 0 for label in labels[: len(ids) - 1]] == [bool(generated) for generated in mask[1:]]
+    assert [label for label in labels[: len(ids) - 1] if label >= 0] == [
+        token for token, generated in zip(ids, mask, strict=True) if generated
+    ]
+
+
+def test_a_template_that_rewrites_old_turns_trains_the_last_one_and_says_so(tmp_path):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role[0] }}]{{ m.content if loop.last or m.role == 'user' else m.content[:2] }};"
+        "{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+    )
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": CHAT[:2]}])
+    data = load(path, tokenizer, seq=128, eval_data=str(path))
+    batch = data.evaluation.batch(0)
+    assert [bytes(row[row >= 0].tolist()[:-1]) for row in batch.labels] == [b"Three.;", b"Two.;"]
+    assert "1 of them on the last answer alone, since the chat template rewrites earlier ones" in data.description
+
+
+@pytest.mark.skipif(not TRL, reason="trl is not installed")
+@pytest.mark.parametrize(
+    ("name", "left_out"), [("deepseek_r1_distill", True), ("qwen2_5", False), ("qwen3", False), ("llama3", False)]
+)
+def test_reasoning_that_a_template_leaves_out_of_the_last_answer_is_counted(tmp_path, name, left_out):
+    tokenizer = tokenizer_of(TEMPLATES[name])
+    thoughtful = [CHAT[0], {"role": "assistant", "content": "<think>\nOne and one.\n</think>\n\nTwo."}]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": thoughtful}, {"messages": CHAT}])
+    data = load(path, tokenizer, len(tokenizer), seq=1024)
+    said = "leaves out the reasoning of the last answer in 1 of them; --chat-template FILE"
+    assert (said in data.description) == left_out
+    apart = [CHAT[0], {**CHAT[1], "reasoning_content": "One and one."}]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": apart}, {"messages": CHAT}])
+    assert (said in load(path, tokenizer, len(tokenizer), seq=1024).description) == (name != "qwen3")
+
+
+def test_a_template_that_asks_for_the_date_is_told_the_same_one_always(tmp_path):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = (
+        "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT[:2]}])
+    data = load(path, tokenizer, seq=128, batch=1)
+    assert bytes(data.train.batch(0).input_ids[0].tolist()).startswith(b"26 Jul 2024[user]")
+    assert "told that today is 2024-07-26" in data.description and "strftime_now" in tokenizer.chat_template
+
+
+def test_chat_template_file_is_used_and_left_on_the_tokenizer(tmp_path):
+    tokenizer, file = byte_level_tokenizer(), tmp_path / "chat.jinja"
+    file.write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}A{% generation %}{{ m.content }}.{% endgeneration %}"
+        "{% else %}U{{ m.content }}{% endif %}{% endfor %}"
+    )
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    data = load(path, tokenizer, seq=128, batch=1, chat_template=str(file))
+    labels = data.train.batch(0).labels[0]
+    assert bytes(labels[labels >= 0].tolist()[:-1]) == b"Two..Three.." and tokenizer.chat_template == file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"chat.jinja: cannot be read \(No such file"),
+        (b"one\n{% if %}", r"chat.jinja:2: not a Jinja template"),
+        (b"\xff", r"chat.jinja: cannot be read"),
+    ],
+)
+def test_a_missing_or_broken_chat_template_file_is_refused(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "chat.jinja").write_bytes(content)
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    with pytest.raises(InputError, match=message) as caught:
+        load(path, chat_template=str(tmp_path / "chat.jinja"))
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+def test_what_a_template_raises_is_said_with_the_row(tmp_path):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('Roles must alternate.') }}"
+    with pytest.raises(
+        InputError, match=r"a\.jsonl:1: the chat template refuses the conversation \(Roles must alternate\)"
+    ):
+        load(write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}]), tokenizer)
+
+
+# The beginning-of-text token
+
+
+def llama_like():
+    """Bytes, with <s> before every text that is tokenized with special tokens."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    first = ("<s>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[first])
+    return tokenizer
+
+
+def tokens_of(rows):
+    return rows.documents.tokens[:].tolist()
+
+
+def test_texts_and_examples_begin_as_the_tokenizer_begins_them(tmp_path):
+    tokenizer = llama_like()
+    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    assert tokenizer("a")["input_ids"] == [start, ord("a")]
+    texts = write_rows(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "<s>two is long enough"}])
+    assert tokens_of(load(texts, tokenizer, 258).train) == [start, *b"one", end, start, *b"two is long enough", end]
+    (tmp_path / "long.txt").write_text("a line\n" * 2**18)  # read in pieces
+    assert tokens_of(load(tmp_path / "long.txt", tokenizer, 258).train).count(start) == 1
+    pairs = write_rows(tmp_path / "b.jsonl", [{"prompt": "p", "completion": "c"}])
+    batch = load(pairs, tokenizer, 258, batch=1).train.batch(0)
+    assert batch.input_ids[0].tolist() == [start, ord("p"), ord("c")] and batch.labels[0].tolist() == [
+        -100,
+        ord("c"),
+        end,
+    ]
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    chats = write_rows(tmp_path / "c.jsonl", [{"messages": CHAT[:2]}])
+    assert tokens_of(load(chats, tokenizer, 258, seq=64).train).count(start) == 1
+    tokenizer.chat_template = None
+    assert tokens_of(load(chats, tokenizer, 258, seq=64).train)[:3] == [
+        start,
+        *b"Us",
+    ]  # the default template writes it, too
+
+
+def test_one_end_of_text_lies_between_packed_texts_where_it_begins_them_too(tmp_path):
+    tokenizer = byte_level_tokenizer()
+    first = ("<|endoftext|>", 256)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[first])
+    texts = write_rows(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two is long enough"}])
+    assert tokens_of(load(texts, tokenizer).train) == [*b"one", 256, *b"two is long enough", 256]
+
+
+def test_byte_level_and_gpt_2_texts_begin_with_nothing(tmp_path, gpt2_tokenizer):
+    text = json.dumps(CHAT)
+    texts = write_rows(tmp_path / "a.jsonl", [{"text": text}])
+    assert tokens_of(load(texts).train) == [*text.encode(), 256]
+    assert tokens_of(load(texts, gpt2_tokenizer, 50257).train) == [*gpt2_tokenizer(text)["input_ids"], 50256]
