@@ -19,6 +19,8 @@ from lowmem.files import flush_path, safetensors_header, write_at
 from lowmem.models.build import build_model, first_few
 from lowmem.units import MIB, format_size
 
+BESIDE_WEIGHTS_BYTES = 16 * MIB  # tokenizer, config, README of an exported model, about
+
 
 def export_model(
     folder: Path,
@@ -54,7 +56,7 @@ def export_model(
         shutil.rmtree(stale, ignore_errors=True)
     needed_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     free_bytes = shutil.disk_usage(folder.parent).free
-    if free_bytes < needed_bytes + 16 * MIB:
+    if free_bytes < needed_bytes + BESIDE_WEIGHTS_BYTES:
         raise LowmemError(
             f"the export to {folder} needs {format_size(needed_bytes)}, and {format_size(free_bytes)} are left on the "
             "disk: free some room; an older export is untouched"

@@ -22,6 +22,7 @@ from lowmem import device as devices
 from lowmem.core.decoder import Decoder
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.step import TrainingStep
+from lowmem.data.chat_templates import set_chat_template
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError
 from lowmem.limits import Budget
@@ -92,6 +93,8 @@ def load(settings: Settings) -> LoadedModel:
         check_length(config, settings.seq)
         device = devices.select_device(settings.device)
         tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
+        if settings.chat_template is not None:
+            set_chat_template(tokenizer, settings.chat_template)
         plan, no_kernels = plan_for_here(settings, config, device, precision, card, aside)
     Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes).apply(plan.gpu_reserved_peak_bytes)
     devices.make_deterministic(device)

@@ -47,6 +47,7 @@ from lowmem.files import (
     write,
     write_manifest,
 )
+from lowmem.models.export import BESIDE_WEIGHTS_BYTES
 from lowmem.settings import FIELD_NAMES, Settings, option_name
 from lowmem.units import MIB, format_size
 
@@ -94,7 +95,7 @@ def check_disk(folder: Path, disk: dict[str, int], saves: int | None) -> None:
     earlier run counts as room, for it is what is gone on from, or replaced."""
     each = disk["one_being_written"]
     checkpoints = min(disk["checkpoints"] // each + 1, 2 if saves is None else max(saves, 1))
-    places = {"checkpoints": checkpoints * each, "model": disk["export"]}
+    places = {"checkpoints": checkpoints * each, "model": disk["export"] + BESIDE_WEIGHTS_BYTES}
     free, needed = {}, {}
     for part, size_bytes in places.items():
         place = (folder / part).resolve()

@@ -1,4 +1,4 @@
-"""The rows that sigkill.py, fuzz.py and saving.py leave in results.jsonl, and the tables that README.md makes of them.
+"""The rows that sigkill.py, full_disk.py, fuzz.py and saving.py leave in results.jsonl, and the tables that README.md makes of them.
 
     python -m tests.faults.sigkill --kills 200 --record    adds a row
     python -m tests.faults.table                           puts the tables of the rows into README.md
@@ -22,6 +22,7 @@ RESULTS, README = FOLDER / "results.jsonl", FOLDER / "README.md"
 BEGIN = "<!-- made by python -m tests.faults.table -->"
 PROGRAMS = {
     "sigkill": "SIGKILL at random moments of training with `--save-every 1`, then the same command again",
+    "full_disk": "a run on a disk that fills up on the way, killed at random moments, then the same command again",
     "fuzz": "random command lines; random and damaged data, configs, weights, checkpoints, settings",
     "saving": "RAM and time of a save beside those of training and of the disk",
 }
@@ -77,6 +78,13 @@ def _result(row: dict) -> str:
             f"{row['kills']} kills in {row['runs']} runs of {row['steps_of_a_run']} steps ({row['while_saving']} of "
             f"them while saving, {row['of_the_script_itself']} of the script itself): {row['lost']} lost, "
             f"{row['wrong_exits']} wrong exit codes, {row['different_runs']} runs that differ from one left alone"
+        )
+    elif row["program"] == "full_disk":
+        said = (
+            f"{row['model']}, a disk of {format_size(row['disk_bytes'])}: {row['kills']} kills in {row['runs']} runs of "
+            f"{row['steps_of_a_run']} steps, the disk filled {row['disk_filled']} times, {row['saves_without_room']} "
+            f"saves and {row['refused_for_room']} starts without room: {row['lost']} lost, {row['wrong_exits']} wrong "
+            f"exit codes, {row['different_models']} exported models that differ from one of a run left alone"
         )
     else:
         said = (

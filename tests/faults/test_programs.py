@@ -1,6 +1,7 @@
 """Short runs of the programs that try at random, sigkill.py and fuzz.py; README.md's tables of the long ones."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -31,6 +32,14 @@ def test_a_run_that_is_killed_at_random_moments_loses_nothing(tmp_path):
     assert row["command"] == "python -m tests.faults.sigkill --kills 3 --real 1 --steps 4"
     assert row["kills"] == 3 and row["runs"] >= 1 and row["of_the_script_itself"] == 1
     assert (row["lost"], row["wrong_exits"], row["different_runs"]) == (0, 0, 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a disk of its own")
+def test_a_run_on_a_disk_that_fills_up_loses_nothing():
+    """A short one, of a model whose checkpoints are too small to find no room."""
+    (row,) = rows("tests.faults.full_disk", "--kills", "2", "--model", "gpt2-demo", "--steps", "3")
+    assert row["kills"] == 2 and row["disk_filled"] >= 1
+    assert (row["lost"], row["wrong_exits"], row["different_models"]) == (0, 0, 0)
 
 
 @pytest.mark.timeout(600)

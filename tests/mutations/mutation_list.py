@@ -147,15 +147,15 @@ MUTATIONS = (
     Mutation(
         "run/learning_rate.py",
         "the learning rate of the warm-up is one update late",
-        "peak * (update + 1) / warmup",
-        "peak * update / warmup",
+        "self.peak * (update + 1) / self.warmup_updates",
+        "self.peak * update / self.warmup_updates",
         tests=(SCHEDULE,),
     ),
     Mutation(
         "run/train.py",
         "the learning rate is that of the next update",
-        "            step.updates, peak=settings.lr",
-        "            step.updates + 1, peak=settings.lr",
+        "rate = course.rate(step.updates)",
+        "rate = course.rate(step.updates + 1)",
         tests=("run/test_scripts.py",),
     ),
     # the gradient
