@@ -1,4 +1,5 @@
-"""The rows that sigkill.py, full_disk.py, fuzz.py and saving.py leave in results.jsonl, and the tables that README.md makes of them.
+"""The rows that sigkill.py, full_disk.py, fuzz.py and saving.py leave in results.jsonl, and the tables that README.md
+makes of them.
 
     python -m tests.faults.sigkill --kills 200 --record    adds a row
     python -m tests.faults.table                           puts the tables of the rows into README.md
@@ -81,8 +82,8 @@ def _result(row: dict) -> str:
         )
     elif row["program"] == "full_disk":
         said = (
-            f"{row['model']}, a disk of {format_size(row['disk_bytes'])}: {row['kills']} kills in {row['runs']} runs of "
-            f"{row['steps_of_a_run']} steps, the disk filled {row['disk_filled']} times, {row['saves_without_room']} "
+            f"{row['model']}, a disk of {format_size(row['disk_bytes'])}: {row['kills']} kills in {row['runs']} runs "
+            f"of {row['steps_of_a_run']} steps, the disk filled {row['disk_filled']} times, {row['saves_without_room']} "
             f"saves and {row['refused_for_room']} starts without room: {row['lost']} lost, {row['wrong_exits']} wrong "
             f"exit codes, {row['different_models']} exported models that differ from one of a run left alone"
         )
