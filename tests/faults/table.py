@@ -83,9 +83,10 @@ def _result(row: dict) -> str:
     elif row["program"] == "full_disk":
         said = (
             f"{row['model']}, a disk of {format_size(row['disk_bytes'])}: {row['kills']} kills in {row['runs']} runs "
-            f"of {row['steps_of_a_run']} steps, the disk filled {row['disk_filled']} times, {row['saves_without_room']} "
-            f"saves and {row['refused_for_room']} starts without room: {row['lost']} lost, {row['wrong_exits']} wrong "
-            f"exit codes, {row['different_models']} exported models that differ from one of a run left alone"
+            f"of {row['steps_of_a_run']} steps, the disk filled {row['disk_filled']} times, "
+            f"{row['saves_without_room']} saves and {row['refused_for_room']} starts without room: {row['lost']} lost, "
+            f"{row['wrong_exits']} wrong exit codes, {row['different_models']} exported models that differ from one of "
+            "a run left alone"
         )
     else:
         said = (
