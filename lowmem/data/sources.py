@@ -33,6 +33,7 @@ _DOCUMENT_SUFFIXES = (".txt", ".py")
 _TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _ARTICLE_TITLE = re.compile(r" = [^=].*[^=] = \n?")
 
 
@@ -74,13 +75,21 @@ def open_source(spec: str, text_field: str, steps: int | None) -> Source:
         source, held_out = (_hub(name, None, "content", steps, streamed=True) for name in names)
         train, evaluation = (_renamed(rows, "content", text_field) for rows in (source.train, held_out.train))
         return replace(source, train=train, evaluation=evaluation)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", spec) and Path(spec).suffix not in _TABLE_SUFFIXES + (".txt", ".py"):
+    if is_on_hub(spec):
         path, _, config = spec.partition(":")
         return _hub(path, config or None, text_field, steps)
     raise InputError(
         f"{spec}: no such file or folder, and not a known name; use python-stdlib, wikitext, "
         f"codeparrot, a hub data set as org/name[:config], or a file or folder that exists"
     )
+
+
+def is_on_hub(spec: str) -> bool:
+    """Whether the records behind `spec` are looked for on the hub, by their name."""
+    if spec == "python-stdlib" or Path(spec).exists():
+        return False
+    a_file = Path(spec).suffix in _TABLE_SUFFIXES + _DOCUMENT_SUFFIXES
+    return spec in ("wikitext", "codeparrot") or (bool(_HUB_NAME.fullmatch(spec)) and not a_file)
 
 
 def stable_hash(text: str) -> int:

@@ -22,7 +22,7 @@ from lowmem.core.precision import WORKING_DTYPES, LossScale
 from lowmem.core.step import StepAbandoned, TrainingStep, mean_loss
 from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer
-from lowmem.errors import InputError, LowmemError, Stopped
+from lowmem.errors import LowmemError, Stopped
 from lowmem.limits import Budget, ram_available_bytes
 from lowmem.models.build import check_length, first_few, load_config, make_decoder
 from lowmem.models.compatibility import check_pieces
@@ -34,6 +34,7 @@ from lowmem.planning.process import process_aside
 from lowmem.planning.ram import Process
 from lowmem.planning.target import planning_target
 from lowmem.run.checkpoint import NotSaved, check_disk, find_checkpoints, load_newest, lock_run, save_checkpoint
+from lowmem.run.folder import not_writable
 from lowmem.run.learning_rate import learning_rate, warmup_updates
 from lowmem.run.log import RunLog, step_row, write_json
 from lowmem.run.recovery import OutOfRoom, recovery_of, with_pageable_copies
@@ -69,7 +70,7 @@ def run_planned(settings: Settings, stop: StopRequest, aside: Callable | None) -
             write_json(Path(settings.out) / "plan.json", plan.to_dict())
             draw_plan(plan, Path(settings.out))
         except OSError as error:
-            raise InputError(f"--out {settings.out} cannot be written: {error.strerror}; give another folder") from None
+            raise not_writable(settings.out, error.strerror) from None
         return
     with lock_run(Path(settings.out)):  # two runs with one --out: the second is told so at once
         plan_and_train(settings, config, kind, precision, card, stop, aside)

@@ -187,7 +187,7 @@ def test_a_run_without_a_gpu_is_not_for_a_card(tmp_path, monkeypatch):
 
 def test_a_card_that_is_here_is_planned_for_and_an_unknown_one_as_the_one_most_like_it(monkeypatch):
     class Properties:
-        name, total_memory, multi_processor_count = "NVIDIA GeForce RTX 3080", 10 * GIB, 68
+        name, total_memory, multi_processor_count = "NVIDIA RTX A4500", 20 * GIB, 56
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
@@ -196,8 +196,10 @@ def test_a_card_that_is_here_is_planned_for_and_an_unknown_one_as_the_one_most_l
     assert card_for(Settings()).name == "h200"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: Properties.name)
     card = card_for(Settings())
-    assert card.name == "NVIDIA GeForce RTX 3080 (taken for rtx3090)"
-    assert (card.multiprocessors, card.memory_bytes) == (68, 10 * GIB)
+    assert card.name == "NVIDIA RTX A4500 (taken for rtx3080ti-laptop)"
+    assert (card.multiprocessors, card.memory_bytes) == (56, 20 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 4060 Ti")
+    assert (card_for(Settings()).name, card_for(Settings()).memory_bytes) == ("rtx4060ti-16gb", 20 * GIB)
 
 
 # --- the CPU
@@ -380,7 +382,7 @@ def test_without_json_it_prints_a_table(tmp_path, capsys):
         (["--model", "gpt2", "--gpu-limit", ""], 2, "--gpu-limit: '' is not a size"),
         (["--model", "gpt2", "--ram-limit", "1"], 2, "--ram-limit is 1 byte"),
         (["--model", "/nowhere/config.json", "--gpu", "voodoo"], 2, "--gpu voodoo"),  # before the model is looked for
-        (["--model", "gpt2", "--gpu", "RTX 3080"], 2, "did you mean rtx3090?"),
+        (["--model", "gpt2", "--gpu", "RTX 3080 D"], 2, "did you mean one of rtx3080"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
