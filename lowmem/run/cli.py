@@ -133,7 +133,7 @@ def _explain_unknown(name: str) -> str:
     """One sentence for an option that is not one: what to use instead, or the nearest."""
     if _dashed(name) in REFUSED:
         return f"{name} is not an option here: {REFUSED[_dashed(name)]}."
-    near = get_close_matches(_dashed(name), [*NAMES, "config", *REFUSED], n=1, cutoff=0.5)
+    near = get_close_matches(_dashed(name), [*NAMES, "config", *REFUSED], n=1, cutoff=0.62)
     if not near:
         return f"Unknown option {name}; --help lists them all."
     if near[0] in REFUSED:
