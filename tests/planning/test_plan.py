@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import simulations_shared
+from runs import ROOT, simulations_shared
 from transformers import GPT2Config, LlamaConfig
 
 from lowmem.core.layout import Layout
@@ -74,6 +74,28 @@ def test_plan_json_says_what_was_planned_and_what_that_depends_on():
     assert (found["depends_on"]["card"], found["depends_on"]["torch"]) == ("rtx3090", torch.__version__)
     described = plan.describe()
     assert f"{PARAMETERS:,} parameters" in described and "cap 1.00 GiB" in described and "on rtx3090" in described
+
+
+def test_the_plans_table_fits_80_columns_and_the_readme_says_what_each_of_its_rows_is():
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("### The plan's table")[1].split("\n### ")[0]
+    explained = {
+        name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in re.findall(r"`(.+?)`", row)
+    }
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "lowmem").rglob("*.py"))
+    assert all(name in sources or name.replace(" ", "_") in sources for name in explained)
+    plans = [
+        plan_for(ram_limit_bytes=16 * GIB),
+        plan_for(gpu_limit_bytes=310 * MIB),
+        plan_for("cpu", "fp32", micro_batch=2),
+        plan_for("cpu", "fp32", optimizer="sgd", recompute="on"),
+    ]
+    for plan in plans:
+        lines = plan.describe().splitlines()
+        assert max(map(len, lines)) <= 80 and lines[-1] == "fits"
+        rows = {name.replace("_", " ") for held in (plan.gpu_breakdown, *plan.ram.values()) for name in held}
+        rows |= {found[1].strip() for line in lines if (found := re.match(r"  (?:GPU|RAM) ([a-z ]+)  ", line))}
+        assert len(rows) > 5 and rows <= explained, rows - explained
+    assert len(section.strip().splitlines()) <= 25
 
 
 @pytest.mark.parametrize(
