@@ -3,6 +3,14 @@
 The names below are loaded when they are asked for: `import lowmem` imports neither PyTorch nor transformers.
 """
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - said before anything that an older Python does not understand
+    sys.exit(
+        f"lowmem needs Python 3.11 or newer, and this is Python {sys.version_info[0]}.{sys.version_info[1]} "
+        f"({sys.executable}): run make setup, which looks for one, and then .venv/bin/python"
+    )
+
 from importlib import import_module
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""`python -m lowmem train|plan|demo [options]`, and the command `lowmem` where the package is installed.
+"""python -m lowmem train|plan|demo [options]; where it is installed, lowmem
 
 train    any model: the options of train_gpt2_large.py, --model among them
 plan     what it would take: the options of `python -m lowmem.plan`

@@ -160,6 +160,7 @@ ALIAS_VALUES = [
     *[(f"{name} 9", "steps", 9) for name in ("max_steps", "max_iters")],
     *[("num_train_epochs 3", "epochs", 3.0), ("learning_rate 1e-5", "lr", 1e-5)],
     *[("lr_scheduler_type constant_with_warmup", "schedule", "constant"), ("warmup_ratio 0.1", "warmup_steps", 0.1)],
+    *[("cutoff_len 256", "seq", 256), ("val_size 0.1", "eval_fraction", 0.1), ("prompt a", "sample_prompt", "a")],
     *[("max_grad_norm 2", "clip_norm", 2.0), ("grad_clip 0.0", "clip_norm", None)],
     *[("optim adamw_torch", "optimizer", "adamw"), ("optim adamw_bnb_8bit", "optimizer", "adamw8bit")],
     *[("dtype bfloat16", "precision", "bf16"), ("bf16", "precision", "bf16"), ("fp16 True", "precision", "fp16")],
@@ -176,6 +177,33 @@ def test_names_of_other_trainers_are_understood_with_dashes_and_underscores(line
     name, *values = line.split()
     for spelling in (f"--{name}", "--" + name.replace("_", "-")):
         assert parse(spelling, *values) == dataclasses.replace(LARGE, **{field: value})
+
+
+OTHERS_OPTIONS = {  # of trainers that people come from: what they type there
+    "Hugging Face": "adam_beta2 group_by_length neftune_noise_alpha ddp_find_unused_parameters torch_compile tf32 "
+    "label_smoothing_factor push_to_hub hub_model_id eval_strategy save_strategy logging_dir remove_unused_columns "
+    "dataloader_num_workers use_liger_kernel do_train do_eval overwrite_output_dir max_train_samples cache_dir "
+    "tokenizer_name config_name full_determinism data_seed auto_find_batch_size lr_scheduler_kwargs torch_dtype",
+    "TRL": "attn_implementation trust_remote_code assistant_only_loss completion_only_loss packing dataset_num_proc "
+    "lora_alpha model_revision",
+    "nanoGPT": "decay_lr min_lr lr_decay_iters compile dropout bias n_layer always_save_checkpoint init_from wandb_log",
+    "LLaMA-Factory": "stage template cutoff_len finetuning_type flash_attn val_size neat_packing max_samples",
+    "axolotl": "sequence_len val_set_size sample_packing train_on_inputs micro_batch_size adapter flash_attention",
+    "litgpt": "precision devices num_nodes global_batch_size micro_batch_size lr_warmup_steps max_norm",
+    "torchtune": "tokenizer enable_activation_checkpointing shuffle seed compile",
+}
+
+
+@pytest.mark.parametrize("trainer", OTHERS_OPTIONS)
+def test_what_is_typed_elsewhere_is_understood_or_refused_and_never_guessed(trainer):
+    names = {name.replace("_", "-") for name in OTHERS_OPTIONS[trainer].split()}
+    assert names - NAMES.keys() - REFUSED.keys() == set()
+    assert not NAMES.keys() & REFUSED.keys()
+
+
+@pytest.mark.parametrize("typed", ["--early_exit_loss", "--pad_to_multiple_of", "--logits_to_keep", "--ema", "--rl"])
+def test_what_is_far_from_any_option_is_not_guessed(typed):
+    assert "did you mean" not in refusal(typed) and "the nearest" not in refusal(typed)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

@@ -30,11 +30,11 @@ def time_limit(planned_seconds: float) -> float:
 
 def flops_per_second(device_name: str) -> float:
     """16-bit FLOP/s of large products on the card that reports this name; of a card that is not in the table, as slow
-    as the slowest one in it."""
+    as the slowest one that was measured."""
     card = card_of_name_reported(device_name)
     if card is not None:
         return _rate(card)
-    return min(_rate(card) for card in CARDS.values() if card.capability >= _OLDEST)
+    return min(_rate(card) for card in CARDS.values() if card.measured and card.capability >= _OLDEST)
 
 
 def _rate(card) -> float:

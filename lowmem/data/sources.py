@@ -42,6 +42,7 @@ _TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _KNOWN_SUFFIXES = _DOCUMENT_SUFFIXES + _TABLE_SUFFIXES
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _ARTICLE_TITLE = re.compile(r" = [^=].*[^=] = \n?")
 
 
@@ -92,7 +93,7 @@ def open_source(spec: str, text_field: str, steps: int | None) -> Source:
         source, held_out = (_hub(name, None, "content", steps, streamed=True) for name in names)
         train, evaluation = (_renamed(rows, "content", text_field) for rows in (source.train, held_out.train))
         return replace(source, train=train, evaluation=evaluation)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", spec) and Path(spec).suffix not in _KNOWN_SUFFIXES:
+    if is_on_hub(spec):
         path, _, config = spec.partition(":")
         return _hub(path, config or None, text_field, steps)
     raise InputError(
@@ -112,6 +113,14 @@ class StableHash:
 
     def value(self) -> int:
         return int.from_bytes(self._digest.digest(), "little")
+
+
+def is_on_hub(spec: str) -> bool:
+    """Whether the records behind `spec` are looked for on the hub, by their name."""
+    if spec == "python-stdlib" or Path(spec).exists():
+        return False
+    a_file = Path(spec).suffix in _KNOWN_SUFFIXES
+    return spec in ("wikitext", "codeparrot") or (bool(_HUB_NAME.fullmatch(spec)) and not a_file)
 
 
 def _library_files() -> dict[str, Path]:

@@ -29,6 +29,7 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import InputError, first_line
+from lowmem.models.recognize import config_fields, no_config, not_found
 
 GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
     "gpt2": (12, 768, 12),
@@ -77,9 +78,7 @@ def model_folder(model: str, part: str) -> Path:
         wanted = [name for name in files if any(fnmatch(name, pattern) for pattern in patterns)]
         return Path(snapshot_download(repository, allow_patterns=wanted, etag_timeout=hub.TIMEOUT_SECONDS))
     except (errors.HFValidationError, ValueError):
-        raise InputError(
-            f"{model!r} is neither a folder here nor a name on the Hugging Face hub; check the spelling"
-        ) from None
+        raise not_found(model) from None
     except errors.GatedRepoError:
         raise InputError(
             f"{model} is gated: accept its licence on {constants.ENDPOINT}/{repository} and run `hf auth login`"
@@ -145,7 +144,7 @@ def load_config(model: str, init: str) -> PretrainedConfig:
         return GPT2Config(**_DEMO, bos_token_id=256, eos_token_id=256)
     if name not in GPT2_SHAPES:
         if path.is_dir():
-            raise InputError(f"{model} holds no config.json; give the folder of a Hugging Face model")
+            raise no_config(model)
         return _read_config(model_folder(model, "config") / "config.json")
     n_layer, n_embd, n_head = GPT2_SHAPES[name]
     known = GPT2Config(n_layer=n_layer, n_embd=n_embd, n_head=n_head)
@@ -172,13 +171,8 @@ def own_generation_config(model: str, init: str) -> GenerationConfig | None:
 
 
 def _read_config(path: Path) -> PretrainedConfig:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read as a config.json: {error}") from None
-    kind = fields.get("model_type") if isinstance(fields, dict) else None
-    if kind is None:
-        raise InputError(f"{path} names no model_type, so it is no config of a Hugging Face model; give another file")
+    fields = config_fields(path)
+    kind = fields["model_type"]
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if "auto_map" in fields:
             reason = "needs Python code from its repository, which is not run here; choose a model of transformers' own"
@@ -189,12 +183,6 @@ def _read_config(path: Path) -> PretrainedConfig:
     for name in (own for common in _SIZES for own in (common, theirs.get(common))):
         if isinstance(size := fields.get(name), int) and size < 1:
             raise InputError(f"{path}: {name} is {size}, and it must be at least 1")
-    if quantised := fields.get("quantization_config"):
-        method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
-        raise InputError(
-            f"{path}: the weights are quantised ({method or 'quantization_config'}), and every parameter is trained "
-            "here, with fp32 master weights; choose the model in its original precision"
-        )
     try:
         config = CONFIG_MAPPING[kind].from_dict(fields)
         config.get_text_config()  # some have several

@@ -4,6 +4,7 @@ are shown, `plan.json` for programs and a table for people. planner.py makes pla
 A figure depends on the kind of card and on the versions of torch and transformers, so the plan names them.
 """
 
+import textwrap
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 
@@ -110,7 +111,7 @@ class Plan:
         }
 
     def describe(self) -> str:
-        """The plan as a table for people."""
+        """The plan as a table for people, in 80 columns; README.md says what each row is."""
         layout, settings = self.layout, self.settings
         masters = " with fp32 master weights" if self.precision != "fp32" else ""
         laid_out = f"batch {settings.batch} x {settings.seq} tokens as micro-batches of {layout.micro_batch}"
@@ -153,7 +154,8 @@ class Plan:
                 f"not compared with the whole model ({self.not_compared}); training does that before its first step"
             )
         lines.append("fits")
-        return "\n".join(lines)
+        broken = (textwrap.wrap(line, 80, subsequent_indent="    ", break_on_hyphens=False) for line in lines)
+        return "\n".join(line for parts in broken for line in parts)
 
 
 def kept_in_words(layout: Layout, blocks: int) -> str:

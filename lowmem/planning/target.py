@@ -1,7 +1,6 @@
 """What is planned for: the device, the precision and, for CUDA, the card."""
 
 from dataclasses import replace
-from difflib import get_close_matches
 
 import torch
 
@@ -46,20 +45,21 @@ def _possible(device: str, precision: str, card: Card | None) -> tuple[str, str,
 
 
 def card_for(settings: Settings) -> Card:
-    """The card that is planned for: the one asked for, the one that is here, or the smallest in the table that has
-    bf16 and as much memory as the cap."""
+    """The card that is planned for: the one asked for, the one that is here, or, of those that were measured, the
+    smallest that has bf16 and as much memory as the cap."""
     if settings.gpu is not None:
-        try:
-            return card_named(settings.gpu)
-        except InputError as error:
-            near = get_close_matches(settings.gpu.lower().replace(" ", ""), CARDS, n=1)
-            raise InputError(f"{error}; did you mean {near[0]}?" if near else str(error)) from None
+        return card_named(settings.gpu)
     if torch.cuda.is_available():
         name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-        return card_of_name_reported(name) or _nearest(capability, torch.cuda.get_device_properties(0))
+        here = torch.cuda.get_device_properties(0)
+        found = card_of_name_reported(name, here.total_memory)
+        if found is None:
+            return _nearest(capability, here)
+        return found if found.measured else replace(found, memory_bytes=here.total_memory)
     wanted = (settings.gpu_limit_bytes or 0) + CONTEXT_BYTES
-    enough = [card for card in CARDS.values() if "bf16" in card.rates and card.memory_bytes >= wanted]
-    return min(enough or CARDS.values(), key=lambda card: card.memory_bytes * (1 if enough else -1))
+    measured = [card for card in CARDS.values() if card.measured]
+    enough = [card for card in measured if "bf16" in card.rates and card.memory_bytes >= wanted]
+    return min(enough or measured, key=lambda card: card.memory_bytes * (1 if enough else -1))
 
 
 def _nearest(capability: tuple[int, int], properties) -> Card:

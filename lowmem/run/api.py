@@ -34,6 +34,7 @@ from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
 from lowmem.planning.target import planning_target
+from lowmem.run.early import with_recognized_model
 from lowmem.run.signals import StopRequest
 from lowmem.run.train import initial_weights, make_step, page_locked, plan_for_here, run
 from lowmem.settings import Settings
@@ -53,13 +54,17 @@ class LoadedModel:
     step: TrainingStep
 
 
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, stacklevel=3)
+
+
 def plan(settings: Settings) -> Plan:
     """What training would take: on the card that `settings.gpu` names, for which no GPU is needed, or else on the
     device that is here, which is the CPU where there is no GPU. (`python -m lowmem.plan` takes a card from its table
     then.) No weights are loaded. PlanError, with the smallest caps that would do, where nothing fits; InputError for a
     model that cannot be trained in pieces."""
     devices.set_environment()
-    settings = replace(settings, plan_only=settings.gpu is not None)
+    settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)
     kind, precision, card = planning_target(settings)
     config = load_config(settings.model, settings.init)
     check_length(config, settings.seq)
@@ -73,6 +78,7 @@ def train(settings: Settings) -> dict:
     is."""
     if settings.plan_only:
         raise InputError("plan_only=True plans and trains nothing: call lowmem.plan(settings).")
+    settings = with_recognized_model(settings, _warn)
     main_thread = threading.current_thread() is threading.main_thread()
     with StopRequest() if main_thread else nullcontext(StopRequest()) as stop:
         run(settings, stop)
@@ -86,7 +92,7 @@ def load(settings: Settings) -> LoadedModel:
     not checked whether the vocabulary has them. UserWarning where there are no fused kernels, or no page-locked memory
     for what is streamed: steps take longer then. LowmemError as in `train`."""
     devices.set_environment()
-    settings = replace(settings, plan_only=False)
+    settings = with_recognized_model(replace(settings, plan_only=False), _warn)
     with process_aside() as aside:
         _, precision, card = planning_target(settings)
         config = load_config(settings.model, settings.init)
@@ -108,7 +114,7 @@ def load(settings: Settings) -> LoadedModel:
     plan, slow_copies = page_locked(step.store, plan)
     for remark in (no_kernels, slow_copies):
         if remark is not None:
-            warnings.warn(remark, stacklevel=2)
+            _warn(remark)
     return LoadedModel(settings, config, tokenizer, plan, decoder, step)
 
 

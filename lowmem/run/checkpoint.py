@@ -48,6 +48,7 @@ from lowmem.files import (
     write_manifest,
 )
 from lowmem.models.export import BESIDE_WEIGHTS_BYTES
+from lowmem.run.folder import no_folder_to_resume, not_writable
 from lowmem.settings import FIELD_NAMES, Settings, option_name
 from lowmem.units import MIB, format_size
 
@@ -74,7 +75,7 @@ def lock_run(folder: Path) -> Iterator[None]:
     except Timeout:
         raise InputError(f"another run is writing to {folder}; wait for its end, or give another --out") from None
     except OSError as error:
-        raise InputError(f"--out {folder} cannot be written: {error.strerror}; give another folder") from None
+        raise not_writable(folder, error.strerror) from None
     try:
         yield
     finally:
@@ -245,7 +246,7 @@ def find_checkpoints(folder: Path, resume: str, say: Callable[[str], None]) -> l
 
 def _named_checkpoints(path: Path) -> list[Path]:
     if not path.is_dir():
-        raise InputError(f"--resume {path}: there is no such folder")
+        raise no_folder_to_resume(path)
     if _NAME.fullmatch(path.resolve().name) or (path / MANIFEST).exists():
         return [path]
     found = _checkpoints(path / "checkpoints") or _checkpoints(path)

@@ -8,6 +8,8 @@ nearest.
 
 import argparse
 import json
+import shutil
+import textwrap
 from dataclasses import Field, asdict, fields
 from difflib import get_close_matches
 
@@ -21,6 +23,16 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
         message = message.removeprefix("argument ").replace(": expected one argument", " needs a value")
         raise InputError(f"{message}.")
+
+
+class _Help(argparse.HelpFormatter):
+    """As wide as the terminal, but no wider than is easily read; names such as python-stdlib stay whole."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=28, width=min(shutil.get_terminal_size().columns, 110) - 2)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 class _Record(argparse.Action):
@@ -77,7 +89,7 @@ def _build_parser(defaults: Settings) -> argparse.ArgumentParser:
         description="Train every parameter of a decoder under hard caps of GPU memory and RAM.",
         epilog="Exit codes: 0 done, 2 bad usage or input, 3 no plan fits the caps, 4 a cap was exceeded, "
         "75 stopped by a signal with a checkpoint saved, 1 anything else.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
+        formatter_class=_Help,
         allow_abbrev=False,
     )
     for item in fields(Settings):
@@ -121,7 +133,7 @@ def _explain_unknown(name: str) -> str:
     """One sentence for an option that is not one: what to use instead, or the nearest."""
     if _dashed(name) in REFUSED:
         return f"{name} is not an option here: {REFUSED[_dashed(name)]}."
-    near = get_close_matches(_dashed(name), [*NAMES, "config", *REFUSED], n=1, cutoff=0.5)
+    near = get_close_matches(_dashed(name), [*NAMES, "config", *REFUSED], n=1, cutoff=0.62)
     if not near:
         return f"Unknown option {name}; --help lists them all."
     if near[0] in REFUSED:

@@ -1,8 +1,8 @@
 """A script's whole work, from what was typed to its exit code (errors.py).
 
 PyTorch and transformers take seconds to import, so that happens once it is known that there is something to run: a
-misspelt option and --help are answered at once. Whatever a user or a machine can cause ends in one sentence on stderr;
-a traceback means a mistake of this code.
+misspelt option, --help and a path that leads nowhere (early.py) are answered at once. Whatever a user or a machine can
+cause ends in one sentence on stderr; a traceback means a mistake of this code.
 """
 
 import sys
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lowmem.errors import CapExceeded, LowmemError, first_line
 from lowmem.run.cli import parse_arguments
+from lowmem.run.early import check_run, packages_needed
 from lowmem.run.signals import StopRequest, interrupt_ends_at_once, output
 from lowmem.settings import Settings
 
@@ -19,11 +20,12 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
 
     Until the run begins Ctrl-C ends it at once; from then on it is a request to save and stop (signals.py)."""
     try:
-        settings = parse_arguments(sys.argv[1:] if arguments is None else arguments, defaults)
+        with interrupt_ends_at_once(), packages_needed():
+            settings = parse_arguments(sys.argv[1:] if arguments is None else arguments, defaults)
+            settings = check_run(settings, _say)
+            from lowmem.run.train import run
     except LowmemError as error:
         return _fail(error)
-    with interrupt_ends_at_once():
-        from lowmem.run.train import run
     try:
         with interrupt_ends_at_once() if settings.plan_only else StopRequest() as stop:
             run(settings, stop)
@@ -36,18 +38,22 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
 
 
 def _fail(error: LowmemError) -> int:
-    with output():
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)
+    _say(f"{Path(sys.argv[0]).name}: {error}")
     return error.exit_code
+
+
+def _say(sentence: str) -> None:
+    with output():
+        print(sentence, file=sys.stderr, flush=True)
 
 
 def _in_a_sentence(error: Exception, settings: Settings) -> LowmemError | None:
     """What the user is told; None for what should not happen."""
+    if isinstance(error, LowmemError):
+        return error
     import torch
 
     reason = first_line(error)
-    if isinstance(error, LowmemError):
-        return error
     if isinstance(error, torch.OutOfMemoryError):
         return CapExceeded(f"out of GPU memory under --gpu-limit, before or after training: {reason}")
     if isinstance(error, OSError):  # a full disk or quota, a folder that went away

@@ -1,7 +1,7 @@
 """All options: every field of Settings is one, read as its type says; and which other names they answer to.
 
-Who comes from another trainer types what they know: nanoGPT's, litgpt's,
-torchtune's, Hugging Face's and TRL's names are hidden aliases. Names that mean something else here, such as
+Who comes from another trainer types what they know: nanoGPT's, litgpt's, torchtune's, Hugging Face's, TRL's, axolotl's
+and LLaMA-Factory's names are hidden aliases where they mean the same. Names that mean something else here, such as
 ``--batch_size``, are refused with the reason: training on another batch than intended costs more than an error.
 
 Names stand here with dashes; the command line takes them with underscores too (lowmem/run/cli.py).
@@ -79,11 +79,11 @@ ALIASES = {  # of fields, with dashes, separated by spaces; the underscored form
     "model": "model-name-or-path model-name pretrained-model-name-or-path base-model",
     "data": "dataset-name dataset dataset-path data-path train-file train-data",
     "eval_data": "validation-file eval-file eval-dataset validation-data val-data",
-    "eval_fraction": "val-fraction val-split-fraction test-size",
+    "eval_fraction": "val-fraction val-split-fraction test-size val-size val-set-size",
     "text_field": "dataset-text-field text-column text-column-name",
     "chat_template": "chat-template-path",
     "seq": "block-size max-length max-seq-length max-seq-len seq-len seq-length sequence-length sequence-len "
-    "context-length",
+    "context-length cutoff-len",
     "batch": "global-batch-size effective-batch-size",
     "steps": "max-steps max-iters num-steps num-iterations train-steps max-train-steps",
     "epochs": "num-train-epochs num-epochs max-epochs",
@@ -97,7 +97,7 @@ ALIASES = {  # of fields, with dashes, separated by spaces; the underscored form
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
     "adam_epsilon": "adam-eps epsilon eps",
-    "precision": "dtype mixed-precision",
+    "precision": "dtype torch-dtype mixed-precision",
     "gpu_limit_bytes": "gpu-limit-bytes gpu-memory-limit max-gpu-memory vram-limit",
     "ram_limit_bytes": "ram-limit-bytes cpu-memory-limit max-cpu-memory host-memory-limit",
     "plan_only": "dry-run",
@@ -112,6 +112,7 @@ ALIASES = {  # of fields, with dashes, separated by spaces; the underscored form
     "keep_best": "load-best-model-at-end save-best",
     "patience": "early-stopping-patience",
     "log_every": "logging-steps log-interval log-every-n-steps",
+    "sample_prompt": "prompt",
     "wandb": "wandb-mode",
 }
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
@@ -165,15 +166,18 @@ REFUSED = {
         "gradient-accumulation-steps gradient-accumulation-iters grad-accum-steps accumulate-grad-batches": (
             "it follows from --batch, the sequences per optimizer step, and --micro-batch, those that run at once"
         ),
-        "gradient-checkpointing activation-checkpointing enable-activation-checkpointing": "the planner recomputes "
+        "gradient-checkpointing activation-checkpointing enable-activation-checkpointing "
+        "gradient-checkpointing-kwargs": "the planner recomputes "
         "where the caps ask for it; --recompute on, products or off overrules it",
-        "load-in-4bit load-in-8bit quantize quantization use-lora lora use-peft lora-r lora-rank lora-alpha qlora": (
+        "load-in-4bit load-in-8bit quantize quantization use-lora lora use-peft lora-r lora-rank lora-alpha qlora "
+        "lora-dropout lora-target-modules finetuning-type adapter galore-rank optim-target-modules freeze-layers": (
             "every parameter is trained here, with fp32 master weights; to use less memory set --gpu-limit and "
             "--ram-limit, or take --optimizer adamw8bit"
         ),
-        "packing pack packed": "plain text is always packed, and examples with answers never: each has its own row",
-        "deepspeed fsdp fsdp-config accelerate-config zero-stage": "training is on one GPU, and the planner puts what "
-        "does not fit into RAM by itself: --gpu-limit and --ram-limit say how much there is",
+        "packing pack packed sample-packing neat-packing": "plain text is always packed, and examples with answers "
+        "never: each has its own row",
+        "deepspeed fsdp fsdp-config accelerate-config zero-stage strategy": "training is on one GPU, and the planner "
+        "puts what does not fit into RAM by itself: --gpu-limit and --ram-limit say how much there is",
         "metric-for-best-model greater-is-better": "--keep-best and --patience compare held-out losses",
         "early-stopping early-stopping-threshold": "use --patience with a number of evaluations",
         "betas adam-betas": "use --adam-beta1 and --adam-beta2",
@@ -181,9 +185,56 @@ REFUSED = {
         "wandb-project wandb-entity": "set the environment variable WANDB_PROJECT or WANDB_ENTITY",
         "dataset-config-name dataset-config": "write it behind the dataset's name: --data org/name:config",
         "validation-split-percentage": "use --eval-fraction with a share: 0.05 is 5 percent",
-        "gpus num-gpus n-gpus nproc-per-node": "training is on one GPU; python -m lowmem.plan --gpus N says which of "
-        "PyTorch's ways suits several",
+        "gpus num-gpus n-gpus nproc-per-node num-nodes nnodes num-processes world-size local-rank devices ddp-backend "
+        "ddp-timeout ddp-find-unused-parameters": "training is on one GPU; python -m lowmem.plan --gpus N says which "
+        "of PyTorch's ways suits several",
         "init-from": "use --model for the weights to start from, --init random for none, --resume to go on",
+        "eval-strategy evaluation-strategy eval-on-start": "--eval-every says how often; there is an evaluation before "
+        "the first step and after the last one always",
+        "save-strategy always-save-checkpoint save-only-model save-safetensors": "--save-every takes steps or a time, "
+        "and the last step is always saved; the model is exported as .safetensors at the end",
+        "logging-strategy logging-first-step": "metrics.jsonl has every step; --log-every says which are printed",
+        "logging-dir log-dir": "log.txt and metrics.jsonl lie in --out, beside the rest of the run",
+        "overwrite-output-dir": "a run in --out that was stopped is gone on with; --resume never begins anew",
+        "push-to-hub hub-model-id hub-token": "nothing is uploaded; the model lies in the run's folder, and "
+        "hf upload NAME FOLDER puts it on the hub",
+        "torch-compile compile compile-model": "blocks run eagerly but for fused kernels, which need no option: what "
+        "compiled ones keep for backward cannot be planned",
+        "use-liger-kernel use-liger liger-kernel": "there are fused kernels for the loss and the updates, which are "
+        "used where the GPU has them; no option is needed",
+        "attn-implementation flash-attention flash-attn use-flash-attn use-flash-attention-2 sdp-attention sdpa "
+        "xformers-attention": "attention is PyTorch's own, which takes a fused kernel where the model allows one",
+        "tf32": "TF32 is always off; --precision says what computes",
+        "min-lr min-lr-ratio decay-lr lr-decay-iters lr-decay-steps lr-scheduler-kwargs": "--schedule cosine and "
+        "linear fall to 0 behind the last step, and constant stays where it is",
+        "label-smoothing label-smoothing-factor": "the loss is plain cross-entropy",
+        "use-cache": "training keeps no cache of keys and values",
+        "neftune-noise-alpha": "no noise is added to embeddings",
+        "group-by-length length-column-name": "the order is a permutation by --seed; text is packed into full rows, "
+        "and examples are padded to the longest of their batch only",
+        "shuffle data-seed shuffle-seed": "data are always shuffled, by --seed",
+        "assistant-only-loss completion-only-loss train-on-inputs train-on-input train-on-prompt train-on-source "
+        "mask-prompt response-template instruction-template": "use --train-on completion for the answers alone, "
+        "or --train-on all",
+        "template prompt-template prompt-style": "conversations are written by the chat template of the model's own "
+        "tokenizer, or by that of --chat-template FILE",
+        "remove-unused-columns": "only the columns that are trained on are read; --text-field names that of plain text",
+        "dataloader-num-workers num-workers dataset-num-proc preprocessing-num-workers dataloader-pin-memory": "texts "
+        "are tokenized once, before the first step, and no worker processes are needed",
+        "max-samples max-train-samples max-eval-samples": "give smaller files, or fewer --steps and --eval-batches",
+        "streaming": "a hub data set of more than 1 GiB is streamed by itself",
+        "tokenizer-name tokenizer tokenizer-path": "the tokenizer is the model's own, in its folder or hub repository",
+        "config-name n-layer n-head n-embd bias dropout attention-dropout": "shape and dropout are those of the "
+        "model's config.json: change them there, and give its folder as --model",
+        "trust-remote-code": "code from the hub is never run; choose a model that is part of transformers",
+        "revision model-revision": "fetch it with hf download NAME --revision REVISION --local-dir DIR, and give "
+        "--model DIR",
+        "cache-dir": "set the environment variable HF_HOME",
+        "full-determinism deterministic": "the same command always gives the same bits; --seed gives others",
+        "auto-find-batch-size": "the planner finds how many sequences go through at once; --batch stays what it is",
+        "total-batch-size tokens-per-step": "--batch counts sequences: the tokens per step, divided by --seq",
+        "stage do-train do-eval do-predict": "there is one kind of training, on the next token; --train-on says of "
+        "which text, and --eval-every how often it is evaluated",
     }.items()
     for name in names.split()
 }

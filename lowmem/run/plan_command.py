@@ -3,27 +3,50 @@
 import argparse
 import json
 import sys
+import textwrap
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
-from transformers import PretrainedConfig, logging
-
-from lowmem.core.precision import WORKING_DTYPES
-from lowmem.device import set_environment
 from lowmem.errors import InputError, LowmemError, PlanError
-from lowmem.limits import CONTEXT_BYTES
-from lowmem.models.build import check_length, load_config
-from lowmem.models.compatibility import architecture_blamed
-from lowmem.planning.known_plans import Question
-from lowmem.planning.planner import make_plan
-from lowmem.planning.target import planning_target
+from lowmem.run.early import check_target, packages_needed
+from lowmem.run.signals import interrupt_ends_at_once
 from lowmem.settings import Settings
 from lowmem.simulate.gpus import CARDS, Card
-from lowmem.simulate.step import gpu_target
 from lowmem.units import parse_size
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
-def _advice(options: argparse.Namespace, settings: Settings, config: PretrainedConfig, card: Card) -> int:
+_PRECISIONS = get_args(get_type_hints(Settings)["precision"])
+
+
+def _answer(options: argparse.Namespace, settings: Settings) -> int:
+    """Prints the plan, or with --gpus advice; returns the exit code. Imports what takes seconds to import."""
+    from transformers import logging
+
+    from lowmem.device import set_environment
+    from lowmem.models.build import check_length, load_config
+    from lowmem.planning.known_plans import Question
+    from lowmem.planning.planner import make_plan
+    from lowmem.planning.target import planning_target
+
+    logging.set_verbosity_error()
+    set_environment()
+    device, precision, card = planning_target(settings)
+    config = load_config(settings.model, settings.init)
+    check_length(config, settings.seq)
+    if options.gpus is not None:
+        return _advise(options, settings, config, card)
+    plan = Question(settings, config, device, precision, card).answer(make_plan)
+    print(json.dumps(plan.to_dict(), indent=2) if options.json else plan.describe())
+    return 0
+
+
+def _advise(options: argparse.Namespace, settings: Settings, config: "PretrainedConfig", card: Card) -> int:
     """What --gpus prints: peaks per rank and advice for PyTorch's own ways to use several cards."""
     from lowmem.distributed.methods import advise, describe, to_dict  # torch.distributed costs a second
+    from lowmem.limits import CONTEXT_BYTES
+    from lowmem.models.compatibility import architecture_blamed
+    from lowmem.simulate.step import gpu_target
 
     limit = settings.gpu_limit_bytes
     memory = card.memory_bytes if limit is None else min(limit + CONTEXT_BYTES, card.memory_bytes)
@@ -40,21 +63,9 @@ def _advice(options: argparse.Namespace, settings: Settings, config: PretrainedC
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`python -m lowmem.plan`: the plan of any Hugging Face decoder, without a GPU and without weights."""
-    parser = argparse.ArgumentParser(prog="python -m lowmem.plan", description=main.__doc__, allow_abbrev=False)
-    parser.add_argument("--model", required=True, help="hub name, folder or config.json")
-    parser.add_argument("--seq", type=int, default=Settings.seq, help="tokens per sequence (%(default)s)")
-    parser.add_argument("--batch", type=int, default=Settings.batch, help="sequences per optimizer step (%(default)s)")
-    parser.add_argument("--gpu-limit", help="cap of GPU memory, or none (11GiB; with --gpu: what the card has)")
-    parser.add_argument("--ram-limit", default="none", help="cap of RAM (%(default)s)")
-    parser.add_argument("--gpu", metavar="CARD", help=f"plan for this card: {', '.join(CARDS)}")
-    parser.add_argument("--precision", default="auto", choices=("auto", *WORKING_DTYPES), help="(%(default)s)")
-    parser.add_argument("--gpus", type=int, metavar="N", help="advice for N of these cards: which method, which batch")
-    parser.add_argument("--json", action="store_true", help="print plan.json's content alone")
-    options = parser.parse_args(arguments)
-    logging.set_verbosity_error()
+    """The plan of any Hugging Face decoder, without a GPU and without weights."""
+    options = _parser().parse_args(arguments)
     try:
-        set_environment()
         of_card = "none" if options.gpu else "11GiB"
         settings = Settings(
             model=options.model, init="random", seq=options.seq, batch=options.batch, gpu=options.gpu, plan_only=True,
@@ -62,17 +73,32 @@ def main(arguments: list[str] | None = None) -> int:
             gpu_limit_bytes=_size("--gpu-limit", of_card if options.gpu_limit is None else options.gpu_limit),
             ram_limit_bytes=_size("--ram-limit", options.ram_limit),
         )  # fmt: skip
-        device, precision, card = planning_target(settings)
-        config = load_config(options.model, "random")
-        check_length(config, settings.seq)
-        if options.gpus is not None:
-            return _advice(options, settings, config, card)
-        plan = Question(settings, config, device, precision, card).answer(make_plan)
+        with interrupt_ends_at_once(), packages_needed():
+            return _answer(options, check_target(settings, lambda sentence: print(sentence, file=sys.stderr)))
     except LowmemError as error:
         print(f"lowmem.plan: {error}", file=sys.stderr)
         return error.exit_code
-    print(json.dumps(plan.to_dict(), indent=2) if options.json else plan.describe())
-    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    cards = textwrap.fill(
+        ", ".join(sorted(CARDS)), 76, break_on_hyphens=False, initial_indent="  ", subsequent_indent="  "
+    )
+    parser = argparse.ArgumentParser(
+        prog="python -m lowmem.plan", description=main.__doc__, epilog=f"cards of --gpu:\n{cards}", allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--model", required=True, metavar="NAME|DIR|FILE", help="hub name, folder or config.json")
+    add("--seq", type=int, metavar="N", default=Settings.seq, help="tokens per sequence (%(default)s)")
+    add("--batch", type=int, metavar="N", default=Settings.batch, help="sequences per optimizer step (%(default)s)")
+    add("--gpu-limit", metavar="SIZE", help="cap of GPU memory, or none (11GiB; with --gpu: what the card has)")
+    add("--ram-limit", metavar="SIZE", default="none", help="cap of RAM (%(default)s)")
+    add("--gpu", metavar="CARD", help="plan for this card, one of those below")
+    add("--precision", default="auto", choices=_PRECISIONS, help="what computes (auto: bf16 where the card has it)")
+    add("--gpus", type=int, metavar="N", help="advice for N of these cards: which method, which batch")
+    add("--json", action="store_true", help="print plan.json's content alone")
+    return parser
 
 
 def _size(option: str, text: str) -> int | None:

@@ -45,6 +45,7 @@ from lowmem.run.checkpoint import (
     refuse_differences,
     save_checkpoint,
 )
+from lowmem.run.folder import not_writable
 from lowmem.run.learning_rate import course_of, longer, say_longer
 from lowmem.run.log import RunLog, step_row, write_json
 from lowmem.run.recovery import OutOfRoom, recovery_of, with_pageable_copies
@@ -89,7 +90,7 @@ def run_planned(settings: Settings, stop: StopRequest, aside: Callable | None) -
             write_json(Path(settings.out) / "plan.json", plan.to_dict())
             draw_plan(plan, Path(settings.out))
         except OSError as error:
-            raise InputError(f"--out {settings.out} cannot be written: {error.strerror}; give another folder") from None
+            raise not_writable(settings.out, error.strerror) from None
         return
     with lock_run(Path(settings.out)):  # two runs with one --out: the second is told so at once
         plan_and_train(settings, config, kind, precision, card, stop, aside)

@@ -10,15 +10,18 @@ in fp16 only (tensorflow#15585 explains it). bf16 where the hardware has none is
 is off, as lowmem.device leaves it.
 
 Every figure here is assumed until a row of experiments measures it. What an operation takes on a card stands in
-roofline.py. This file needs no PyTorch: the stand-in reads it before that can be imported.
+roofline.py. This file needs no PyTorch: the stand-in reads it before that can be imported. GeForce RTX cards that were
+not measured stand in geforce.py; their `share`s are those of a measured card of their generation.
 """
 
 import re
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, NamedTuple
 
 from lowmem.errors import InputError
-from lowmem.units import MIB
+from lowmem.simulate.geforce import GEFORCE, TENSOR_PER_CLOCK, GeForce, Generation
+from lowmem.units import GIB, MIB
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +33,10 @@ DUPLEX_SHARE = (
 )
 
 GEN3, GEN4, GEN5 = 12e9, 25e9, 55e9  # bytes/s of a page-locked copy over 16 lanes, alone: 12.4, 25 to 26, 55 to 57 seen
+PCIE = {3: GEN3, 4: GEN4, 5: GEN5}
+# What CUDA does not report of a board's memory: 245 MiB of the RTX 3060 and 2080 Ti below, 1.3 and 1.5% of the 3090 and
+# the 4090.
+KEPT_BYTES, KEPT_SHARE = 245 * MIB, 0.02
 MEASURED = "github.com/zzc0721/torch-performance-test-data: database.md and the issues named"
 
 
@@ -51,7 +58,7 @@ class Card:
     `memory_bytes`: the total that CUDA reports. `rates`: by working precision; "bf16" is absent where the hardware has
     none. `memory_bytes_per_second`: the datasheet's, of which `memory_share` is reached. `bus_bytes_per_second`: what a
     page-locked copy reaches in one direction alone. `reported_names`: what torch.cuda.get_device_name says, without
-    "NVIDIA". `source`: of the figures, beside MEASURED.
+    "NVIDIA". `source`: of the figures, beside MEASURED. `measured`: whether its shares are its own.
     """
 
     name: str
@@ -64,6 +71,7 @@ class Card:
     reported_names: tuple[str, ...]
     source: str
     memory_share: float = MEMORY_SHARE
+    measured: bool = True
 
     @property
     def copy_bytes_per_second(self) -> float:
@@ -157,16 +165,47 @@ CARDS = {
 }  # fmt: skip
 
 
+def _card_of(data: GeForce, generation: Generation) -> Card:
+    clocks = data.multiprocessors * data.megahertz * 1e6
+    shares = {precision: rate.share for precision, rate in CARDS[generation.like].rates.items()}
+    memory_bytes = data.gigabytes * GIB
+    return Card(
+        data.name,
+        memory_bytes - max(KEPT_BYTES, int(memory_bytes * KEPT_SHARE)),
+        generation.capability,
+        data.multiprocessors,
+        {
+            precision: Rate(clocks * (generation.fp32_per_clock if precision == "fp32" else TENSOR_PER_CLOCK), share)
+            for precision, share in shares.items()
+        },
+        data.gigabytes_per_second * 1e9,
+        PCIE[generation.pcie] * data.lanes / 16,
+        (f"GeForce RTX {data.reported_name}",),
+        f"techpowerup.com/gpu-specs; shares of the {generation.like}",
+        measured=False,
+    )
+
+
+CARDS |= {data.name: _card_of(data, generation) for generation, listed in GEFORCE.items() for data in listed}
+_BY_SHORT_NAME = {name.replace("-", ""): card for name, card in CARDS.items()}
+
+
 def card_named(name: str) -> Card:
-    """The card of a name like ``rtx3090``, ``RTX 3090`` or ``Tesla T4``; InputError for one that is not in CARDS."""
-    short = re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
-    if short not in CARDS:
-        raise InputError(f"--gpu {name}: there is no such card in the table; it has {', '.join(CARDS)}")
-    return CARDS[short]
+    """The card of a name like ``rtx3090``, ``RTX 4070 Ti SUPER``, ``GeForce RTX 4060 Laptop GPU`` or ``Tesla T4``;
+    InputError for one that is not in CARDS."""
+    short = re.sub(r"nvidia|geforce|tesla|gpu|with|design|[^a-z0-9]", "", name.lower())
+    if short not in _BY_SHORT_NAME:
+        near = ", ".join(_BY_SHORT_NAME[known].name for known in get_close_matches(short, _BY_SHORT_NAME, n=3))
+        meant = f"did you mean one of {near}? " if near else ""
+        raise InputError(
+            f"--gpu {name}: there is no such card in the table; {meant}python -m lowmem.plan --help names all of them"
+        )
+    return _BY_SHORT_NAME[short]
 
 
-def card_of_name_reported(name: str) -> Card | None:
-    """The card that torch.cuda.get_device_name calls `name`; None for any that is not exactly one of CARDS (a Ti, a
-    laptop's, a slice of one)."""
-    name = name.strip().removeprefix("NVIDIA ")
-    return next((card for card in CARDS.values() if name in card.reported_names), None)
+def card_of_name_reported(name: str, memory_bytes: int | None = None) -> Card | None:
+    """The card that torch.cuda.get_device_name calls `name`; None for any that is not exactly one of CARDS (a slice of
+    one, a card for servers). Of several with one name that whose memory is nearest to `memory_bytes`, or the first."""
+    name = name.strip().removeprefix("NVIDIA ").lower()
+    found = [card for card in CARDS.values() if name in map(str.lower, card.reported_names)]
+    return min(found, key=lambda card: abs(card.memory_bytes - (memory_bytes or card.memory_bytes)), default=None)

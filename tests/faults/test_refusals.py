@@ -1,12 +1,15 @@
 """Bad usage and bad input: one sentence, exit code 2 (3 or 4 for caps), and nothing written."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
-from runs import SCRIPTS, content, last_line, loss_rows, measured_run
+from runs import ROOT, SCRIPTS, content, last_line, loss_rows, measured_run
 
 import lowmem.limits
 import lowmem.run.train
@@ -165,6 +168,15 @@ def test_help_exits_with_0(capsys, script):
         main(SCRIPTS[script].SETTINGS, ["--help"])
     assert stopped.value.code == 0
     assert "--gpu-limit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("program", ["train_gpt2_large.py", "train_gpt2_xl.py", "-m lowmem", "-m lowmem.plan"])
+def test_help_fits_80_columns(program):
+    run = subprocess.run(
+        [sys.executable, *program.split(), "--help"],
+        cwd=ROOT, env=os.environ | {"COLUMNS": "80"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0 and max(map(len, run.stdout.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

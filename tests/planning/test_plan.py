@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import simulations_shared
+from runs import ROOT, simulations_shared
 from transformers import GPT2Config, LlamaConfig
 
 from lowmem.core.layout import Layout
@@ -74,6 +74,28 @@ def test_plan_json_says_what_was_planned_and_what_that_depends_on():
     assert (found["depends_on"]["card"], found["depends_on"]["torch"]) == ("rtx3090", torch.__version__)
     described = plan.describe()
     assert f"{PARAMETERS:,} parameters" in described and "cap 1.00 GiB" in described and "on rtx3090" in described
+
+
+def test_the_plans_table_fits_80_columns_and_the_readme_says_what_each_of_its_rows_is():
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("### The plan's table")[1].split("\n### ")[0]
+    explained = {
+        name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in re.findall(r"`(.+?)`", row)
+    }
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "lowmem").rglob("*.py"))
+    assert all(name in sources or name.replace(" ", "_") in sources for name in explained)
+    plans = [
+        plan_for(ram_limit_bytes=16 * GIB),
+        plan_for(gpu_limit_bytes=310 * MIB),
+        plan_for("cpu", "fp32", micro_batch=2),
+        plan_for("cpu", "fp32", optimizer="sgd", recompute="on"),
+    ]
+    for plan in plans:
+        lines = plan.describe().splitlines()
+        assert max(map(len, lines)) <= 80 and lines[-1] == "fits"
+        rows = {name.replace("_", " ") for held in (plan.gpu_breakdown, *plan.ram.values()) for name in held}
+        rows |= {found[1].strip() for line in lines if (found := re.match(r"  (?:GPU|RAM) ([a-z ]+)  ", line))}
+        assert len(rows) > 5 and rows <= explained, rows - explained
+    assert len(section.strip().splitlines()) <= 25
 
 
 @pytest.mark.parametrize(
@@ -187,7 +209,7 @@ def test_a_run_without_a_gpu_is_not_for_a_card(tmp_path, monkeypatch):
 
 def test_a_card_that_is_here_is_planned_for_and_an_unknown_one_as_the_one_most_like_it(monkeypatch):
     class Properties:
-        name, total_memory, multi_processor_count = "NVIDIA GeForce RTX 3080", 10 * GIB, 68
+        name, total_memory, multi_processor_count = "NVIDIA RTX A4500", 20 * GIB, 56
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
@@ -196,8 +218,10 @@ def test_a_card_that_is_here_is_planned_for_and_an_unknown_one_as_the_one_most_l
     assert card_for(Settings()).name == "h200"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: Properties.name)
     card = card_for(Settings())
-    assert card.name == "NVIDIA GeForce RTX 3080 (taken for rtx3090)"
-    assert (card.multiprocessors, card.memory_bytes) == (68, 10 * GIB)
+    assert card.name == "NVIDIA RTX A4500 (taken for rtx3080ti-laptop)"
+    assert (card.multiprocessors, card.memory_bytes) == (56, 20 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 4060 Ti")
+    assert (card_for(Settings()).name, card_for(Settings()).memory_bytes) == ("rtx4060ti-16gb", 20 * GIB)
 
 
 # --- the CPU
@@ -380,7 +404,7 @@ def test_without_json_it_prints_a_table(tmp_path, capsys):
         (["--model", "gpt2", "--gpu-limit", ""], 2, "--gpu-limit: '' is not a size"),
         (["--model", "gpt2", "--ram-limit", "1"], 2, "--ram-limit is 1 byte"),
         (["--model", "/nowhere/config.json", "--gpu", "voodoo"], 2, "--gpu voodoo"),  # before the model is looked for
-        (["--model", "gpt2", "--gpu", "RTX 3080"], 2, "did you mean rtx3090?"),
+        (["--model", "gpt2", "--gpu", "RTX 3080 D"], 2, "did you mean one of rtx3080"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

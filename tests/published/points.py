@@ -12,7 +12,7 @@ from typing import Any
 from lowmem.simulate.gpus import CARDS, Card, Rate
 
 MEASUREMENTS = Path(__file__).parent / "measurements.json"
-OTHER_CARDS = {  # that no plan is made for: their data sheets, and the shares of the card that is like them
+OTHER_CARDS = {  # that are not in the table, or by other shares: here those of the card that is most like them
     "a100-80gb": replace(CARDS["a100"], name="a100-80gb", memory_bytes_per_second=2039e9),
     "rtx3090ti": replace(
         CARDS["rtx3090"], name="rtx3090ti", multiprocessors=84, memory_bytes_per_second=1008e9,

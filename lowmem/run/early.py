@@ -1,0 +1,93 @@
+"""What can be refused before PyTorch and transformers are imported, which takes seconds: a path that leads nowhere, a
+folder that is no model, a card that is not in the table, a machine without what a run needs.
+
+The sentences themselves belong to whoever reads the path, the table or the folder later; here they are only asked
+earlier. Nothing is written, and no network is asked.
+"""
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from lowmem.data.sources import is_on_hub, open_source
+from lowmem.errors import InputError, first_line
+from lowmem.models.recognize import recognize
+from lowmem.run.folder import no_folder_to_resume, not_writable
+from lowmem.settings import Settings
+from lowmem.simulate.gpus import card_named
+
+
+def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
+    """`settings` of a run, with the model's own folder where another run's was named, which `say` gets; InputError for
+    what is known to be wrong without PyTorch."""
+    settings = check_target(settings, say)
+    with _paths_refused_in_a_sentence():
+        if not settings.plan_only:
+            for spec in (settings.data, settings.eval_data):
+                if spec is not None and not is_on_hub(spec):
+                    open_source(spec, settings.text_field, settings.steps)
+            if settings.resume not in ("auto", "never") and not Path(settings.resume).is_dir():
+                raise no_folder_to_resume(settings.resume)
+        if not settings.plan_only or not (Path(settings.out) / "settings.json").exists():
+            _check_writable(Path(settings.out))
+    return settings
+
+
+def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
+    """As check_run, of what a plan alone depends on: the machine, the card, the model."""
+    if sys.platform == "win32":
+        raise InputError(
+            "Windows has no limits and signals of the kind that a run needs; use WSL 2 there (wsl --install), where "
+            "this runs as on Linux"
+        )
+    if settings.gpu is not None:
+        card_named(settings.gpu)
+    return with_recognized_model(settings, say)
+
+
+def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Settings:
+    """`settings` with what is to be taken for `settings.model`; `say` gets what has to be said of it. InputError as
+    recognize's."""
+    with _paths_refused_in_a_sentence():
+        found = recognize(settings.model, settings.init == "pretrained" and not settings.plan_only)
+    if found.remark is not None:
+        say(found.remark)
+    return replace(settings, model=found.model)
+
+
+def _check_writable(out: Path) -> None:
+    """InputError where `out` is no folder and cannot become one, or nothing can be made in it."""
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise not_writable(out, os.strerror(errno.ENOTDIR))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise not_writable(out, os.strerror(errno.EACCES))
+
+
+@contextmanager
+def _paths_refused_in_a_sentence() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise InputError(f"{error.filename}: {error.strerror}; give another path") from None
+
+
+@contextmanager
+def packages_needed() -> Iterator[None]:
+    """For imports: makes an InputError of a package that is not there or cannot be loaded."""
+    try:
+        yield
+    except ImportError as error:
+        package = (error.name or "").split(".")[0]
+        if package in ("", "lowmem"):
+            raise
+        missing = isinstance(error, ModuleNotFoundError)
+        said = "is not installed" if missing else f"cannot be imported ({first_line(error)})"
+        raise InputError(
+            f"the package {package} {said} for {sys.executable}: run make setup and then .venv/bin/python, or "
+            f"{Path(sys.executable).name} -m pip install -r requirements.txt"
+        ) from None

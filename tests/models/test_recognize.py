@@ -1,0 +1,136 @@
+"""What people give as --model beside models, each answered with what it is and the way out."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from runs import ROOT, SCRIPTS
+
+import lowmem
+from lowmem.errors import InputError
+from lowmem.models.recognize import Recognized, is_hub_name, recognize
+from lowmem.run.main import main
+
+GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 8, "n_head": 1}
+MADE_UP = {  # file names and what is in them: a model that is none, what is said of it, and the way out
+    "adapter": (
+        {"adapter_config.json": {"base_model_name_or_path": "org/base"}, "adapter_model.safetensors": ""},
+        ["LoRA or PEFT adapter of org/base", "merge_and_unload"],
+    ),
+    "adapter of nothing": ({"adapter_config.json": [], "config.json": GPT2}, ["PEFT adapter, and", "merge"]),
+    "gguf": ({"tiny-q4.gguf": ""}, ["GGUF file", "llama.cpp", "that it was made from"]),
+    "nanogpt": ({"ckpt.pt": ""}, ["checkpoint of nanoGPT", "transposed"]),
+    "trainer output": (
+        {f"checkpoint-{step}/config.json": GPT2 for step in (500, 1000, 90)} | {"checkpoint-best/x": ""},
+        ["Hugging Face's Trainer", "checkpoint-1000, the newest"],
+    ),
+    "t5": ({"config.json": {"model_type": "t5", "is_encoder_decoder": True}}, ["t5 is an encoder-decoder"]),
+    "bart": (
+        {
+            "config.json": {
+                "model_type": "bart",
+                "architectures": ["BartForConditionalGeneration"],
+                "is_encoder_decoder": True,
+            }
+        },
+        ["BartForConditionalGeneration is an encoder-decoder", "only decoders"],
+    ),
+    "bert": ({"config.json": {"model_type": "bert"}}, ["bert is an encoder", "attends to later tokens", "a decoder"]),
+    **{
+        method: (
+            {"config.json": GPT2 | {"quantization_config": {"quant_method": method}}},
+            [f"quantised ({method})", "original precision"],
+        )
+        for method in ("bitsandbytes", "gptq", "awq", "fp8")
+    },
+    "run without model": ({"settings.json": {}, "metrics.jsonl": ""}, ["has not exported its model yet"]),
+    "checkpoint": (
+        {"x/checkpoints/step-00000003/manifest.json": {}, "x/checkpoints/step-00000003/state.json": {}},
+        ["checkpoint of a run of lowmem", "--resume", "x/model"],
+    ),
+    "sentence-transformers": ({"modules.json": [], "0_Transformer/config.json": GPT2}, ["sentence-transformers"]),
+    "diffusers": ({"model_index.json": {}}, ["diffusers pipeline"]),
+    "tensorflow": ({"config.json": GPT2, "tf_model.h5": ""}, ["TensorFlow only", "from_tf=True"]),
+    "flax": ({"config.json": GPT2, "flax_model.msgpack": ""}, ["Flax only", "from_flax=True"]),
+    "no config": ({"model.safetensors": ""}, ["weights and no config.json", "copy config.json"]),
+    "nothing": ({"notes.txt": ""}, ["holds no config.json"]),
+}
+FILES = {
+    "model.safetensors": ["file of weights alone", "give the folder"],
+    "tiny.gguf": ["GGUF file"],
+    "ckpt.pt": ["checkpoint of nanoGPT"],
+    "last.ckpt": ["checkpoint of another trainer"],
+    "config.json": ["config without weights", "--init random"],
+}
+
+
+def made(folder, files: dict):
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(("files", "said"), MADE_UP.values(), ids=MADE_UP)
+def test_a_folder_that_is_no_model_is_named_for_what_it_is(tmp_path, capsys, files, said):
+    model = made(tmp_path / "model", files)
+    for deepest in model.glob("x/checkpoints/*"):
+        model = deepest
+    assert main(SCRIPTS["large"].SETTINGS, ["--model", str(model), "--out", str(tmp_path / "out")]) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and all(words in errors for words in said), errors
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "said"), FILES.items(), ids=FILES)
+def test_a_file_in_the_place_of_a_folder_is_named_for_what_it_is(tmp_path, name, said):
+    (tmp_path / name).write_text(json.dumps(GPT2))
+    with pytest.raises(InputError) as refusal:
+        recognize(str(tmp_path / name), with_weights=True)
+    assert all(words in str(refusal.value) for words in said)
+
+
+def test_a_runs_folder_stands_for_the_model_that_it_exported_and_that_is_said(tmp_path):
+    made(tmp_path, {"settings.json": {}, "model/config.json": GPT2, "model/model.safetensors": ""})
+    exported = str(tmp_path / "model")
+    model, remark = recognize(str(tmp_path), with_weights=True)
+    assert model == exported and exported in remark
+    assert recognize(exported, with_weights=True) == Recognized(exported)
+    with pytest.warns(UserWarning, match="its exported model"), pytest.raises(InputError, match="--seq 4096"):
+        lowmem.plan(lowmem.Settings(model=str(tmp_path), init="random", seq=4096, gpu="rtx3060"))
+
+
+def test_of_a_trainers_checkpoint_the_weights_are_taken_and_that_is_said(tmp_path):
+    made(tmp_path, {"config.json": GPT2, "model.safetensors": "", "trainer_state.json": {}, "optimizer.pt": ""})
+    model, remark = recognize(str(tmp_path), with_weights=True)
+    assert model == str(tmp_path) and "neither its optimizer's" in remark
+    assert recognize(str(tmp_path), with_weights=False).remark is None
+
+
+def test_what_is_a_model_stays_what_it_is(tmp_path):
+    for name, config in {
+        "decoder": GPT2,
+        "bert": {"model_type": "bert", "is_decoder": True},
+        "bart": {"model_type": "bart", "architectures": ["BartForCausalLM"], "is_encoder_decoder": True},
+    }.items():
+        folder = str(made(tmp_path / name, {"config.json": config, "model.safetensors": ""}))
+        assert recognize(folder, with_weights=True) == Recognized(folder)
+    for name in ("gpt2", "EleutherAI/pythia-410m", "Qwen/Qwen2.5-0.5B", "gpt2-demo"):
+        assert recognize(name, with_weights=True) == Recognized(name)
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", "./here", "/nowhere", "org/", "a--b", "org/.name", "é/é/é"])
+def test_a_path_that_leads_nowhere_is_no_name_on_the_hub(name):
+    assert not is_hub_name(name)
+    with pytest.raises(InputError, match="neither a folder here nor a name on the Hugging Face hub"):
+        recognize(name, with_weights=False)
+
+
+@pytest.mark.parametrize("program", [["train_gpt2_large.py"], ["-m", "lowmem.plan"]], ids=" ".join)
+def test_it_is_said_in_a_real_process(tmp_path, program):
+    run = subprocess.run(
+        [sys.executable, *program, "--model", str(made(tmp_path, {"x.gguf": ""}))],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1) and "GGUF" in run.stderr
