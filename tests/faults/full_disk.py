@@ -12,6 +12,7 @@ exit code 1 if anything was lost.
 """
 
 import argparse
+import contextlib
 import hashlib
 import os
 import random
@@ -60,12 +61,16 @@ class Ballast:
         self.filled = 0
 
     def fill(self) -> None:
-        """Takes all but the room for an export."""
-        size_bytes = shutil.disk_usage(self.path.parent).free - self.left_bytes
-        if size_bytes > 0 and not self.path.exists():
-            with open(self.path, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, size_bytes)
-            self.filled += 1
+        """Takes all but the room for an export. What the run takes meanwhile is not there for it."""
+        if self.path.exists():
+            return
+        with open(self.path, "wb") as file:
+            size_bytes, piece = 0, 4 * MIB
+            while shutil.disk_usage(self.path.parent).free > self.left_bytes + piece:
+                with contextlib.suppress(OSError):
+                    os.posix_fallocate(file.fileno(), size_bytes, piece)
+                    size_bytes += piece
+        self.filled += size_bytes > 0
 
     def clear(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -121,7 +126,7 @@ def kill_often(folder: Path, model: str, kills: int, steps: int, seed: int) -> d
             ballast.clear()
             shutil.rmtree(out)
     finally:
-        subprocess.run(["umount", disk], check=True)
+        subprocess.run(["umount", "--lazy", disk], check=True)  # a run may still end
     sizes = {"disk_bytes": size_bytes, "disk_filled": ballast.filled, "life_seconds": round(life_seconds, 1)}
     logs = "".join(path.read_text() for path in folder.glob("run-*.log"))
     row["saves_without_room"] = logs.count("what was saved before is still there")
