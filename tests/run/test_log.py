@@ -354,6 +354,20 @@ def survived(folder: Path, result: subprocess.CompletedProcess, reason: str) -> 
     )
 
 
+def test_a_terminal_gets_lines_that_end_between_words_and_log_txt_the_sentence(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        isatty = lambda self: True  # noqa: E731
+
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    log, sentence = started(tmp_path), "a sentence of more than forty columns, which a terminal would cut"
+    log.say(f"{sentence}\n  a table's row    1 MiB")
+    log.close()
+    shown = ["a sentence of more than forty columns,", "  which a terminal would cut", "  a table's row    1 MiB"]
+    assert "\n".join(shown) in sys.stderr.getvalue()
+    assert sentence in (tmp_path / "log.txt").read_text()
+
+
 def test_wandb_without_a_key_asks_for_none_even_on_a_terminal(tmp_path):
     pytest.importorskip("wandb")
     outer, inner = pty.openpty()
