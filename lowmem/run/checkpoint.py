@@ -271,15 +271,18 @@ def newest_state(checkpoints: list[Path]) -> tuple[Path, dict] | None:
 # ---------------------------------------------------------------------------------------------------------------- load
 
 
+Check = Callable[[Path, dict], object]  # of a checkpoint and its state; InputError where a run cannot go on from it
+
+
 def load_newest(
-    checkpoints: list[Path], store: Store, expected: dict, say: Callable[[str], None], required: bool = False
+    checkpoints: list[Path], store: Store, check: Check, say: Callable[[str], None], required: bool = False
 ) -> tuple[Path, dict] | None:
     """load_checkpoint of the first of `checkpoints` that is whole, and its state; those that are incomplete or damaged
     are skipped with a sentence to `say`. Where none is whole: None, with a store of zeros, as it was made, and they are
     renamed; or, where one is `required`, what is wrong with the last is raised."""
     for checkpoint in checkpoints:
         try:
-            return checkpoint, load_checkpoint(checkpoint, store, expected)
+            return checkpoint, load_checkpoint(checkpoint, store, check)
         except Damaged as problem:
             if required and checkpoint == checkpoints[-1]:
                 raise
@@ -294,18 +297,17 @@ def load_newest(
     return None
 
 
-def load_checkpoint(checkpoint: Path, store: Store, expected: dict) -> dict:
+def load_checkpoint(checkpoint: Path, store: Store, check: Check) -> dict:
     """Reads every tensor straight into its place in `store`, each file once; returns what was given as `state`.
 
-    `expected` is a part of that state, dicts within it included, that must be what it was when saved. Raises InputError
-    if it is not (all differences listed), if the state or a tensor is missing, or if the tensors are another model's,
+    Raises what `check` does, and InputError if the state or a tensor is missing, or if the tensors are another model's,
     optimizer's or precision's: all of that before `store` is touched. Bytes that are not what was written are
     refused as they are read; `store` is then of no use.
     """
     manifest = Manifest(checkpoint)
     parts = {_file_name(part): part for part in store.parts}
     state = _read_state(manifest)
-    refuse_differences(checkpoint, state, expected)
+    check(checkpoint, state)
     odd = sorted(manifest.entries.keys() ^ {*parts, _STATE})
     if odd:
         raise InputError(
@@ -323,6 +325,13 @@ def load_checkpoint(checkpoint: Path, store: Store, expected: dict) -> dict:
                     if host is not chunk:
                         chunk.copy_(host)
     return state
+
+
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Reads all of it; Damaged where it is not what was written."""
+    manifest = Manifest(checkpoint)
+    for name in manifest.entries:
+        manifest.verify(name)
 
 
 def _read_state(manifest: Manifest) -> dict:

@@ -44,6 +44,7 @@ from lowmem.run.checkpoint import (
     newest_state,
     refuse_differences,
     save_checkpoint,
+    verify_checkpoint,
 )
 from lowmem.run.folder import not_writable
 from lowmem.run.learning_rate import course_of, longer, say_longer
@@ -107,7 +108,7 @@ def plan_and_train(
         going_on = newest_state(checkpoints)
         if going_on is not None:  # what is refused needs neither data nor a plan
             known = settings_identity(settings) | ({} if settings.steps is None else {"steps": settings.steps})
-            same_run(*going_on, known | {"config": config_identity(config)})
+            check_same_run(*going_on, known | {"config": config_identity(config)})
         device = devices.select_device(settings.device)
         tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
         with closing(load_data(settings, tokenizer, config.vocab_size, folder)) as data:
@@ -134,12 +135,10 @@ def most_saves(settings: Settings, plan: Plan, steps: int) -> int | None:
     return math.ceil(steps / every) + (steps // settings.eval_every if settings.keep_best else 0)
 
 
-def same_run(checkpoint: Path, state: dict, identity: dict) -> dict:
-    """What a checkpoint's state must have for a run of that identity, or as much of it as is known, to go on from it;
-    InputError where this one has not."""
-    expected = {"identity": identity | longer(state.get("identity", {}), identity)}
-    refuse_differences(checkpoint, state, expected)
-    return expected
+def check_same_run(checkpoint: Path, state: dict, identity: dict) -> None:
+    """InputError where a run of that identity, or as much of it as is known, cannot go on from a checkpoint of that
+    state."""
+    refuse_differences(checkpoint, state, {"identity": identity | longer(state.get("identity", {}), identity)})
 
 
 def plan_for_here(
@@ -197,7 +196,9 @@ def train(
     steps = settings.total_steps(data.train.steps_per_epoch)
     identity = run_identity(settings, plan, steps, data.fingerprint) | {"config": config_identity(config)}
     going_on = newest_state(checkpoints)
-    expected = {"identity": identity} if going_on is None else same_run(*going_on, identity)
+    same_run = partial(check_same_run, identity=identity)
+    if going_on is not None:
+        same_run(*going_on)
     log.say(data.description)
 
     budget = Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes)
@@ -234,7 +235,7 @@ def train(
 
     for sentence in opening_remarks(settings, tokenizer, device):
         log.say(sentence)
-    loaded = load_newest(checkpoints, store, expected, log.say, required=settings.resume != "auto")
+    loaded = load_newest(checkpoints, store, same_run, log.say, required=settings.resume != "auto")
     if loaded is None:
         store.write(weights or initial_weights(settings, config, decoder))
         check_pieces(decoder, config.vocab_size, settings.document_mask)
@@ -354,8 +355,13 @@ def train(
     if out_of_patience():
         log.say(f"ended early, after {done} of {steps} steps: the last {best.since} held-out losses are above {best}")
     if settings.keep_best and best.step not in (0, done):
-        load_checkpoint(checkpoint_of(folder, best.step), store, expected)
-        log.say(f"the model is exported as it was at its best: held-out {best}")
+        checkpoint = checkpoint_of(folder, best.step)
+        try:
+            verify_checkpoint(checkpoint)  # before the last weights make room for it
+            load_checkpoint(checkpoint, store, same_run)
+            log.say(f"the model is exported as it was at its best: held-out {best}")
+        except LowmemError as problem:
+            log.say(f"warning: the best, held-out {best}, cannot be exported, and the last is: {problem}")
     if settings.sample_prompt is not None:
         take_sample(done, last=True)
     finish(settings, config, decoder, store, tokenizer, log, budget, plan, eval_first, recovery.measures)

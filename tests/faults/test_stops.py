@@ -217,6 +217,17 @@ def test_a_run_is_made_longer(train, tmp_path, capsys):
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
 
 
+def test_a_longer_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(train, tmp_path, capsys):
+    options, out = ["--schedule", "constant", "--warmup-steps", "1"], tmp_path / "out"
+    assert train(out, *options, "--steps", "3") == 0
+    assert train(out, *options, "--steps", "5") == 0
+    whole = weights(out)
+    part = next((out / "checkpoints/step-00000005").glob("block*"))
+    part.write_bytes(part.read_bytes()[::-1])
+    assert train(out, *options, "--steps", "5") == 0
+    assert "3 of 5 steps are done" in capsys.readouterr().err and weights(out) == whole
+
+
 def test_a_cosine_that_had_ended_goes_on_at_a_constant_rate_where_that_is_asked_for(train, tmp_path, capsys):
     out = tmp_path / "out"
     assert train(out) == 0

@@ -46,6 +46,20 @@ def test_the_best_checkpoint_is_kept_and_exported(train, tmp_path, held_out, cap
     assert weights(out) == weights(tmp_path / "two") and checkpoints(out) == ["step-00000002", "step-00000006"]
 
 
+def test_a_best_that_is_lost_leaves_the_last(train, tmp_path, held_out, capsys):
+    held_out(5.0, 4.0, 3.0, 3.5)
+    out = tmp_path / "out"
+    options = ["--eval-every", "1", "--keep-best", "--steps", "3"]
+    assert train(out, *options) == 0
+    best = weights(out)
+    part = next((out / "checkpoints/step-00000002").glob("block*"))
+    part.write_bytes(part.read_bytes()[:-1])
+    assert train(out, *options) == 0
+    said = capsys.readouterr().err
+    assert "warning: the best, held-out 3.0000 after step 2, cannot be exported, and the last is" in said
+    assert weights(out) != best
+
+
 def test_a_run_ends_when_the_held_out_loss_no_longer_falls(train, tmp_path, held_out, capsys):
     held_out(5.0, 4.0, 4.5, 4.4, 3.0, 3.1, 3.2)
     out = tmp_path / "out"
