@@ -21,6 +21,7 @@ keep_last times, and once more while saving. Time: the disk's own.
 """
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -101,7 +102,9 @@ def check_disk(folder: Path, disk: dict[str, int], saves: int | None) -> None:
     for part, size_bytes in places.items():
         place = (folder / part).resolve()
         disk_of = (place if place.exists() else folder).stat().st_dev
-        there = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+        half_made = folder.glob(f".{part}.*")  # by an export that was killed
+        written = itertools.chain(place.rglob("*"), *(path.rglob("*") for path in half_made))
+        there = sum(path.stat().st_size for path in written if path.is_file())
         free.setdefault(disk_of, shutil.disk_usage(place if place.exists() else folder).free)
         free[disk_of] += there
         needed[disk_of] = needed.get(disk_of, _MARGIN_BYTES) + size_bytes

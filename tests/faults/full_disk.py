@@ -108,7 +108,7 @@ def kill_often(folder: Path, model: str, kills: int, steps: int, seed: int) -> d
                     ballast.fill()
                 limit_seconds = 1200 if last else generator.uniform(0, life_seconds)
                 code = wait(process, limit_seconds) if code is None else code
-                if code == 3:  # no room for checkpoints
+                if code == 3 and ballast.path.exists():  # no room for checkpoints
                     row["refused_for_room"] += 1
                     ballast.clear()
                     code = None
