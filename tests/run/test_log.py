@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lowmem.run import log as log_module
+from lowmem.run import trackers
 from lowmem.run.log import RunLog, read_metrics, write_json
 from lowmem.run.report import build_report
 from lowmem.settings import Settings
@@ -390,8 +390,8 @@ def test_wandb_whose_process_no_longer_answers_does_not_hold_up_the_end_nor_pyth
     pytest.importorskip("wandb")
     freeze = (
         "core.suspend()\n"
-        "from lowmem.run import log as module\n"
-        "module._WANDB_LIMIT_SECONDS = module._WANDB_TEARDOWN_SECONDS = 1\n"
+        "from lowmem.run import trackers\n"
+        "trackers._LIMIT_SECONDS = trackers._WANDB_TEARDOWN_SECONDS = 1\n"
     )
     result = run_with_wandb(tmp_path, "offline", {}, in_the_middle=FIND_WANDBS_PROCESS + freeze, timeout=60)
     assert survived(tmp_path, result, "(no answer in 1 s)"), result.stderr
@@ -473,8 +473,8 @@ def test_waiting_for_wandb_is_bounded(tmp_path, guest):
 
 
 def test_wandb_that_does_not_answer_or_calls_exit_is_left_alone(tmp_path, monkeypatch, capsys, guest):
-    monkeypatch.setattr(log_module, "_WANDB_LIMIT_SECONDS", 0.1)
-    monkeypatch.setattr(log_module, "_WANDB_TEARDOWN_SECONDS", 0.1)
+    monkeypatch.setattr(trackers, "_LIMIT_SECONDS", 0.1)
+    monkeypatch.setattr(trackers, "_WANDB_TEARDOWN_SECONDS", 0.1)
     forever = threading.Event().wait
     guest.teardown = forever
     guest.log = lambda values: forever()
@@ -517,9 +517,9 @@ def test_tokens_seen_go_on_where_a_resumed_run_left_off(tmp_path, guest):
 
 
 def test_gpu_peaks_go_to_wandb_in_gib_and_a_loss_too_large_for_its_perplexity_is_infinite():
-    values = log_module._wandb_row(
+    values = trackers.charts(
         row(1, gpu_allocated_peak_bytes=10 * GIB, gpu_reserved_peak_bytes=11 * GIB, eval_loss=1e4), 100
     )
     assert (values["memory/gpu_allocated_peak_gib"], values["memory/gpu_reserved_peak_gib"]) == (10.0, 11.0)
     assert values["eval/perplexity"] == math.inf
-    assert math.isnan(log_module._wandb_row(row(1, eval_loss=math.nan), 1)["eval/loss"])
+    assert math.isnan(trackers.charts(row(1, eval_loss=math.nan), 1)["eval/loss"])
