@@ -6,7 +6,17 @@ from lowmem.run.log import RunLog
 from lowmem.settings import Settings
 from lowmem.units import GIB
 
-PLAN = {"fits": True, "choice": {"micro_batch": 2}, "predicted": {"ram_peak_bytes": 5 * GIB, "step_seconds": None}}
+PLAN = {
+    "fits": True,
+    "choice": {"micro_batch": 2},
+    "limits": {"gpu_bytes": 11 * GIB, "ram_bytes": 6 * GIB},
+    "predicted": {
+        "gpu_allocated_peak_bytes": None,
+        "gpu_reserved_peak_bytes": None,
+        "ram_peak_bytes": 5 * GIB,
+        "step_seconds": 2.0,
+    },
+}
 
 
 def row(step: int, **changed) -> dict:
@@ -25,7 +35,9 @@ def row(step: int, **changed) -> dict:
     } | changed
 
 
-def started(folder: Path, first_step: int = 0, last_step: int = 10, **settings) -> RunLog:
+def started(
+    folder: Path, first_step: int = 0, last_step: int = 10, eval_first: float | None = None, **settings
+) -> RunLog:
     log = RunLog(folder, Settings(**settings))
-    log.start(first_step, last_step, PLAN)
+    log.start(first_step, last_step, PLAN, eval_first)
     return log

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from lowmem.limits import Peaks
 from lowmem.run.signals import output
-from lowmem.run.trackers import Trackers, charts
+from lowmem.run.trackers import Trackers, charts, evaluated, planned
 from lowmem.settings import Settings
 from lowmem.units import format_size
 
@@ -72,8 +72,7 @@ def step_row(
 class RunLog:
     """One run's output in `folder`, which exists; `start` when the steps begin, `close` at the end, however it comes.
 
-    wandb's mode is `settings.wandb`, or where that is None what WANDB_MODE says (disabled without it); its other
-    WANDB_* variables hold too. `rows` is every row so far, those of earlier runs in the same folder included.
+    `rows` is every row so far, those of earlier runs in the same folder included.
     """
 
     def __init__(self, folder: Path, settings: Settings):
@@ -83,9 +82,10 @@ class RunLog:
         self._file = self._text = self._bar = None
         self._trackers = Trackers(folder, settings, self.say)
 
-    def start(self, first_step: int, last_step: int, plan: dict) -> None:
+    def start(self, first_step: int, last_step: int, plan: dict, eval_first: float | None = None) -> None:
         """`first_step` of `last_step` steps are done already: rows of later ones are dropped, to be computed again.
-        `plan` (plan.json's content) and the settings go to trackers as constants."""
+        `plan` (plan.json's content) and the settings go to trackers as constants, what it predicts with every row;
+        `eval_first`, the held-out loss before the first step, as that of step 0."""
         path = self._folder / "metrics.jsonl"
         self.rows = [row for row in read_metrics(path) if row["step"] <= first_step]
         _replace(path, "".join(map(_line, self.rows)))
@@ -94,13 +94,15 @@ class RunLog:
         self._text.write("".join(f"{sentence}\n" for sentence in self._said))
         self._tokens = sum(row["tokens"] for row in self.rows)
         self._last_step = last_step
-        self._predicted = plan.get("predicted", {})
+        self._predicted, self._planned = plan["predicted"], planned(plan)
         self._step_ms: deque[float] = deque(maxlen=_ETA_OVER)
         self._bar = tqdm(
             total=last_step, initial=first_step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True,
             bar_format="{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt}{postfix}",
         )  # fmt: skip
         self._trackers.start(first_step, asdict(self._settings) | _flat("plan", plan))
+        if first_step == 0 and eval_first is not None:
+            self._trackers.row(evaluated(eval_first), 0)
 
     def say(self, sentence: str, at_length: str | None = None) -> None:
         """To stderr, above the progress bar, and to log.txt, which has room for it `at_length`."""
@@ -127,7 +129,7 @@ class RunLog:
             elif first_of_run or row["step"] % self._settings.log_every == 0 or row["step"] == self._last_step:
                 line = f"step {row['step']}/{self._last_step}  {self._summary(row)}  {self._left(row)}"
                 print(line, file=sys.stderr, flush=True)
-        self._trackers.row(charts(row, self._tokens), row["step"])
+        self._trackers.row(charts(row, self._tokens) | self._planned, row["step"])
 
     def sample(self, step: int, text: str, last: bool) -> None:
         """What the model wrote after `step` steps: said, the last one beside what it wrote before; and kept."""
@@ -136,6 +138,11 @@ class RunLog:
         row = {"step": step, "text": text}
         self._samples = [*(kept for kept in self._samples if kept["step"] < step), row]
         _replace(self._folder / "samples.jsonl", "".join(map(_line, self._samples)))
+        self._trackers.sample(self._samples)
+
+    def pictures(self, *paths: Path) -> None:
+        """Shows the pictures of the run, which are drawn when it has ended, where there are trackers."""
+        self._trackers.pictures(list(paths), self.rows[-1]["step"] if self.rows else self._last_step)
 
     def close(self) -> None:
         """Ends the bar and the trackers; the files are complete. Does nothing before `start`, or a second time."""

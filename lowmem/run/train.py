@@ -260,7 +260,7 @@ def train(
     write_json(folder / "plan.json", plan.to_dict())
     write_json(folder / "settings.json", asdict(settings))
     data.keep()
-    log.start(first, steps, plan.to_dict())
+    log.start(first, steps, plan.to_dict(), eval_first)
     if first == 0 and settings.sample_prompt is not None:
         take_sample(0)
 
