@@ -28,6 +28,7 @@ def row(step: int, **changed) -> dict:
         "grad_norm": 0.5,
         "tokens": 100,
         "tokens_per_second": 2000.0,
+        "computed_tokens_per_second": 2000.0,
         "step_ms": 1000.0,
         "gpu_allocated_peak_bytes": None,
         "gpu_reserved_peak_bytes": None,

@@ -3,9 +3,10 @@
 metrics.jsonl is the record; everything else is drawn from it. A row is handed to the system as one line when its step
 is done, so a killed run keeps every finished row, and a resumed run first drops the rows that it will compute again.
 Where the disk takes no line, the run goes on: lines are kept, and written with the next one that it takes.
-What depends on the clock stands in `step_ms`, `tokens_per_second` and the memory figures alone: the other values of a
-row are bitwise the same whenever the same command runs on the same machine. A number that JSON cannot write (NaN, inf:
-a diverged loss, a skipped fp16 step) is null in the file, so that every program can read it, and NaN when read back.
+What depends on the clock stands in `step_ms`, the tokens per second and the memory figures alone: the other values of
+a row are bitwise the same whenever the same command runs on the same machine. A number that JSON cannot write (NaN,
+inf: a diverged loss, a skipped fp16 step) is null in the file, so that every program can read it, and NaN when read
+back.
 """
 
 import json
@@ -27,7 +28,8 @@ from lowmem.run.trackers import Trackers, charts, evaluated, planned
 from lowmem.settings import Settings
 from lowmem.units import format_size
 
-if TYPE_CHECKING:  # a name alone is not worth four seconds of importing transformers
+if TYPE_CHECKING:  # names alone are not worth four seconds of importing transformers
+    from lowmem.core.batch import Batch
     from lowmem.core.step import StepResult
 
 _ETA_OVER = 101  # steps whose median time says how long the rest takes: what is slow once (compiling) drops out
@@ -53,9 +55,11 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def step_row(
-    step: int, epoch: float, tokens: int, learning_rate: float, seconds: float, result: "StepResult", peaks: Peaks
+    step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: Peaks
 ) -> dict:
-    """One row of metrics.jsonl, but for `eval_loss`."""
+    """One row of metrics.jsonl, but for `eval_loss`. `tokens` are those that are trained, which have labels; computed
+    are all that go through the model, prompts and padding too."""
+    tokens = batch.trained_tokens
     return {
         "step": step,
         "epoch": epoch,
@@ -64,6 +68,7 @@ def step_row(
         "grad_norm": result.grad_norm,
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,
+        "computed_tokens_per_second": batch.input_ids.numel() / seconds,
         "step_ms": seconds * 1000,
         **asdict(peaks),
     }
@@ -159,7 +164,7 @@ class RunLog:
         parts = [f"loss {row['loss']:.4f}"]
         if "eval_loss" in row:
             parts.append(f"held-out {row['eval_loss']:.4f}")
-        parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+        parts.append(_speed(row["tokens_per_second"], row["computed_tokens_per_second"]))
         for name, key in (("GPU", "gpu_reserved_peak_bytes"), ("RAM", "ram_peak_bytes")):
             if row[key] is not None:
                 predicted = self._predicted.get(key)
@@ -172,6 +177,12 @@ class RunLog:
         seconds_left = round(statistics.median(self._step_ms) / 1000 * (self._last_step - row["step"]))
         hours, rest = divmod(seconds_left, 3600)
         return f"{hours}:{rest // 60:02d}:{rest % 60:02d} left"
+
+
+def _speed(trained: float, computed: float) -> str:
+    """Tokens per second; both numbers where they differ by more than 1%: prompts and padding have no labels."""
+    of_computed = f" trained of {computed:,.0f}" if computed - trained > 0.01 * computed else ""
+    return f"{trained:,.0f}{of_computed} tokens/s"
 
 
 def _flat(name: str, content: dict) -> dict:

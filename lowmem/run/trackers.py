@@ -119,6 +119,7 @@ def charts(row: dict, tokens: int) -> dict[str, float]:
         "train/learning_rate": row["learning_rate"],
         "train/num_input_tokens_seen": tokens,
         "perf/tokens_per_second": row["tokens_per_second"],
+        "perf/computed_tokens_per_second": row["computed_tokens_per_second"],
         "perf/step_ms": row["step_ms"],
     }
     for key in ("gpu_allocated_peak", "gpu_reserved_peak", "ram_peak"):

@@ -324,9 +324,7 @@ def train(
         if evaluating or saving:
             step.flush()  # the update belongs to this step's time
         seconds = time.perf_counter() - started
-        row = step_row(
-            done, done / data.train.steps_per_epoch, batch.trained_tokens, rate, seconds, result, budget.peaks()
-        )
+        row = step_row(done, done / data.train.steps_per_epoch, batch, rate, seconds, result, budget.peaks())
         if evaluating:
             row |= evaluation_after(done)
         log.step(row)

@@ -9,9 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from logs import PLAN, row, started
 
-from lowmem.run.log import RunLog, read_metrics, write_json
+from lowmem.core.batch import Batch
+from lowmem.core.step import StepResult
+from lowmem.limits import Peaks
+from lowmem.run.log import RunLog, read_metrics, step_row, write_json
 from lowmem.run.report import build_report
 from lowmem.settings import Settings
 from lowmem.units import GIB
@@ -180,6 +184,23 @@ def test_a_line_names_loss_speed_peaks_and_time_left(tmp_path, capsys):
         "step 1/3601  loss 4.9000  held-out 4.2500  2,000 tokens/s  GPU 11.0 GiB  RAM 3.00 GiB (60% of the plan)  1:00"
     )
     assert capsys.readouterr().err == f"{line}:00 left\n"
+
+
+@pytest.mark.parametrize(
+    ("trained", "said"),
+    [(2000.0, "2,000 tokens/s"), (1980.0, "1,980 tokens/s"), (1979.0, "1,979 trained of 2,000 tokens/s")],
+)
+def test_a_line_tells_trained_tokens_from_computed_ones_where_they_differ(tmp_path, capsys, trained, said):
+    log = started(tmp_path, last_step=1)
+    log.step(row(1, tokens_per_second=trained))
+    log.close()
+    assert f"  {said}  " in capsys.readouterr().err
+
+
+def test_a_row_counts_labels_as_trained_and_every_position_as_computed():
+    batch = Batch(torch.zeros(2, 4, dtype=torch.int64), torch.tensor([[-100, -100, 5, 6], [-100, 7, -100, -100]]))
+    made = step_row(1, 0.1, batch, 1e-3, 0.5, StepResult(2.0, 1.0, True), Peaks(None, None, 1))
+    assert (made["tokens"], made["tokens_per_second"], made["computed_tokens_per_second"]) == (3, 6.0, 16.0)
 
 
 def test_time_left_is_counted_by_the_median_step_of_this_run(tmp_path, capsys):

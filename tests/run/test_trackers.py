@@ -107,6 +107,7 @@ def test_the_wandb_package_writes_a_run_with_our_names_and_values(tmp_path):
         "train/learning_rate": 1e-3,
         "train/num_input_tokens_seen": 100,
         "perf/tokens_per_second": 2000.0,
+        "perf/computed_tokens_per_second": 2000.0,
         "perf/step_ms": 1000.0,
         "memory/ram_peak_gib": 3.0,
         "memory/ram_predicted_gib": 5.0,
