@@ -6,7 +6,7 @@ option of the command line too (lowmem/run/options.py): its type says what may b
 says. Scripts fill it in themselves: ``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)``.
 
 ``None`` always means that nobody chose: the planner does (``micro_batch``, ``group``, ``segment_blocks``), the
-environment does (``wandb``), or the thing is left out (``clip_norm``, a memory cap).
+environment does (``wandb``, ``report_to``), or the thing is left out (``clip_norm``, a memory cap).
 """
 
 import json
@@ -21,6 +21,8 @@ from lowmem.errors import InputError
 from lowmem.units import GIB, MIB, format_size, parse_interval
 
 SAVE_EVERY = "30min"
+TRACKERS = ("tensorboard", "wandb")  # what a run can report to
+_ALONE = ("none", "all")  # of them: words that stand alone
 DEFAULT_EPOCHS = 1.0  # the length of a run that was given neither steps nor epochs
 MOST_TOKENS = 2**26  # of a step; four times Llama 3's largest. Planning takes longer the more there are
 AUTO = "auto, the planner chooses"  # where "auto" stands for None
@@ -118,8 +120,10 @@ class Settings:
                                                             "checkpoints are exact always")
     sample_prompt: str | None = _option(None, "text to continue before the first step and at the end", shown="none")
     sample_every: int | None = _option(None, "steps between samples on the way", "N", "none on the way")
-    wandb: Literal["disabled", "offline", "online"] | None = _option(None, "logging to Weights & Biases",
-                                                                     shown="WANDB_MODE, or disabled")
+    report_to: str | None = _option(None, "trackers beside metrics.jsonl, separated by commas",
+                                    "none|tensorboard|wandb|all", "none, but as WANDB_MODE says")
+    wandb: Literal["disabled", "offline", "online"] | None = _option(
+        None, "logging to Weights & Biases", shown="WANDB_MODE, or online where --report-to names it, or disabled")
     # fmt: on
 
     def __post_init__(self):
@@ -179,9 +183,23 @@ class Settings:
                 yield f"{option_name(name)} is {format_size(getattr(self, name))}: write a unit, as in 11GiB, or none."
         if self.gpu is not None and self.device == "cpu":
             yield f"--gpu {self.gpu} plans for a GPU and --device cpu asks for none: give one of them."
+        named = self._reported_to()
+        for name in named:
+            if name not in TRACKERS and name not in _ALONE:
+                yield f"--report-to {self.report_to}: {name!r} is not one of none, {', '.join(TRACKERS)}, all."
+        if len(named) > 1 and not named.isdisjoint(_ALONE):
+            yield f"--report-to {self.report_to}: none and all stand alone."
         for name in _TEXTS:
             if getattr(self, name) is not None and ("\0" in getattr(self, name) or not getattr(self, name).strip()):
                 yield f"{option_name(name)} must not be empty."
+
+    def _reported_to(self) -> set[str]:
+        """What was typed for `report_to`, name by name."""
+        return set() if self.report_to is None else {name.strip().lower() for name in self.report_to.split(",")}
+
+    def reports_to(self, tracker: str) -> bool:
+        """Whether `report_to` names that one of TRACKERS."""
+        return not self._reported_to().isdisjoint({tracker, "all"})
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole run: `steps`, or `epochs` (default 1) passes, the last step rounded up.

@@ -17,7 +17,7 @@ ROOMS = (FOUNDATION, "core", "models", "data", "simulate", "planning", "distribu
 # Neighbours in that order that know nothing of each other all the same.
 STRANGERS = {("data", "models"), ("simulate", "data"), ("planning", "data"), ("distributed", "planning"),
              ("distributed", "data")}  # fmt: skip
-OPTIONAL_PACKAGES = {"wandb", "bitsandbytes", "datasets", "matplotlib", "pyarrow"}
+OPTIONAL_PACKAGES = {"wandb", "bitsandbytes", "datasets", "matplotlib", "pyarrow", "tensorboard"}
 
 
 def imported_modules(path: Path, root: Path, module_level_only: bool = False) -> set[str]:

@@ -38,7 +38,8 @@ SMALL = (
     *("--demo", "--steps", "3", "--seq", "32", "--batch", "4", "--micro-batch", "2", "--eval-batches", "1"),
     *("--device", "cpu"),
 )
-CLOCK = ("step_ms", "tokens_per_second", "ram_peak_bytes")  # of a row: what may differ between equal runs
+# Of a row: what may differ between equal runs.
+CLOCK = ("step_ms", "tokens_per_second", "computed_tokens_per_second", "ram_peak_bytes")
 
 
 def stored(path: Path) -> dict:

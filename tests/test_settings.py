@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lowmem.errors import InputError
 from lowmem.run.cli import parse_arguments
 from lowmem.run.options import ALIASES, FLAGS, NAMES, REFUSED, SPECIAL_ALIASES, SYNONYMS, TITLES
-from lowmem.settings import DEMO, FIELD_NAMES, Settings, option_name
+from lowmem.settings import DEMO, FIELD_NAMES, TRACKERS, Settings, option_name
 from lowmem.units import GIB, MIB
 
 LARGE = Settings(model="gpt2-large", out="runs/gpt2-large")
@@ -127,6 +127,7 @@ OPTION_VALUES = [
     ("--sample-every 5", "sample_every", 5),
     ("--keep-best", "keep_best", True),
     ("--patience 3", "patience", 3),
+    ("--report-to tensorboard,wandb", "report_to", "tensorboard,wandb"),
     ("--wandb offline", "wandb", "offline"),
 ]
 
@@ -168,6 +169,7 @@ ALIAS_VALUES = [
     *[("output_dir o", "out", "o"), ("out_dir o", "out", "o"), ("wandb_run_name r", "run_name", "r")],
     *[("resume_from_checkpoint d", "resume", "d"), ("resume_from_checkpoint True", "resume", "auto")],
     *[("save_steps 5", "save_every", 5), ("eval_steps 5", "eval_every", 5), ("save_total_limit 1", "keep_last", 1)],
+    *[("wandb_log", "report_to", "wandb"), ("log_with all", "report_to", "all")],
     *[("logging_steps 5", "log_every", 5), ("eval_iters 5", "eval_batches", 5), ("dry_run", "plan_only", True)],
 ]
 
@@ -219,7 +221,7 @@ def test_names_that_mean_something_else_are_refused_with_the_reason(name):
     [
         *[("batch_size", "--batch "), ("gradient_accumulation_steps", "--micro-batch")],
         *[("gradient_checkpointing", "--recompute"), ("load_in_4bit", "adamw8bit"), ("load_in_8bit", "adamw8bit")],
-        *[("use_lora", "--gpu-limit"), ("lora", "--gpu-limit"), ("report_to", "--wandb")],
+        *[("use_lora", "--gpu-limit"), ("lora", "--gpu-limit")],
     ],
 )
 def test_the_reason_names_what_to_use_instead(name, advice):
@@ -306,6 +308,7 @@ BAD_VALUES = [
     *itertools.product(["--init", "--schedule", "--optimizer", "--precision", "--device", "--wandb"], ["best", ""]),
     *itertools.product(["--train-on", "--recompute", "--states", "--bf16"], ["best", "none", ""]),
     *itertools.product(["--precision"], ["bf32", "int8", "fp8"]),
+    *itertools.product(["--report-to"], ["mlflow", "", "wandb,", "none,wandb", "all,tensorboard", "\0"]),
     *itertools.product(["--model", "--data", "--eval-data", "--out", "--run-name", "--resume"], ["", " "]),
 ]
 
@@ -345,6 +348,15 @@ def test_two_dashes_are_no_value(name):
 def test_settings_made_in_code_are_checked_too(values):
     with pytest.raises(InputError, match=option_name(next(iter(values)))):
         Settings(**values)
+
+
+@pytest.mark.parametrize(
+    ("typed", "named"),
+    [(None, ""), ("none", ""), ("wandb", "wandb"), ("WandB , tensorboard", "tensorboard wandb")]
+    + [("all", "tensorboard wandb")],
+)
+def test_what_a_run_reports_to(typed, named):
+    assert [name for name in TRACKERS if Settings(report_to=typed).reports_to(name)] == named.split()
 
 
 def test_settings_cannot_be_changed():

@@ -1,18 +1,12 @@
-"""What a run says while it runs: a progress bar, one JSON row per step, and wandb if asked for.
+"""What a run says while it runs: a progress bar, one JSON row per step, and trackers if asked for (trackers.py).
 
 metrics.jsonl is the record; everything else is drawn from it. A row is handed to the system as one line when its step
 is done, so a killed run keeps every finished row, and a resumed run first drops the rows that it will compute again.
 Where the disk takes no line, the run goes on: lines are kept, and written with the next one that it takes.
-What depends on the clock stands in `step_ms`, `tokens_per_second` and the memory figures alone: the other values of a
-row are bitwise the same whenever the same command runs on the same machine. A number that JSON cannot write (NaN, inf:
-a diverged loss, a skipped fp16 step) is null in the file, so that every program can read it, and NaN when read back.
-
-wandb is a guest: whatever it does (not installed, not logged in, unreachable, its process killed or frozen), the run
-says so once and goes on. It is never allowed to ask for a key, and every call to it runs in a thread that is left
-behind after 30 s, since its own limits do not hold everywhere: 0.31 waits for its service process without one, also
-when Python exits, and now and then that process does not end when the server cannot be reached; it is killed then. It
-costs the training process about 20 MiB of RAM and has a process of its own, which the RAM cap does not count. What was
-not uploaded stays in the run folder for `wandb sync`.
+What depends on the clock stands in `step_ms`, the tokens per second and the memory figures alone: the other values of
+a row are bitwise the same whenever the same command runs on the same machine. A number that JSON cannot write (NaN,
+inf: a diverged loss, a skipped fp16 step) is null in the file, so that every program can read it, and NaN when read
+back.
 """
 
 import json
@@ -22,29 +16,25 @@ import shutil
 import statistics
 import sys
 import textwrap
-import threading
 from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from lowmem.errors import first_line
 from lowmem.limits import Peaks
 from lowmem.run.signals import output
+from lowmem.run.trackers import Trackers, charts, evaluated, planned
 from lowmem.settings import Settings
-from lowmem.units import GIB, format_size
+from lowmem.units import format_size
 
-if TYPE_CHECKING:  # a name alone is not worth four seconds of importing transformers
+if TYPE_CHECKING:  # names alone are not worth four seconds of importing transformers
+    from lowmem.core.batch import Batch
     from lowmem.core.step import StepResult
 
-_WANDB_LIMIT_SECONDS = 30  # for one call
-_WANDB_OWN_LIMIT_SECONDS = 20  # what wandb is told: so that it mostly ends by itself, and says why
-_WANDB_TEARDOWN_SECONDS = 10
 _ETA_OVER = 101  # steps whose median time says how long the rest takes: what is slow once (compiling) drops out
 _NULL_IS_NAN = ("loss", "grad_norm", "eval_loss")
 
@@ -68,9 +58,11 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def step_row(
-    step: int, epoch: float, tokens: int, learning_rate: float, seconds: float, result: "StepResult", peaks: Peaks
+    step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: Peaks
 ) -> dict:
-    """One row of metrics.jsonl, but for `eval_loss`."""
+    """One row of metrics.jsonl, but for `eval_loss`. `tokens` are those that are trained, which have labels; computed
+    are all that go through the model, prompts and padding too."""
+    tokens = batch.trained_tokens
     return {
         "step": step,
         "epoch": epoch,
@@ -79,6 +71,7 @@ def step_row(
         "grad_norm": result.grad_norm,
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,
+        "computed_tokens_per_second": batch.input_ids.numel() / seconds,
         "step_ms": seconds * 1000,
         **asdict(peaks),
     }
@@ -87,19 +80,20 @@ def step_row(
 class RunLog:
     """One run's output in `folder`, which exists; `start` when the steps begin, `close` at the end, however it comes.
 
-    wandb's mode is `settings.wandb`, or where that is None what WANDB_MODE says (disabled without it); its other
-    WANDB_* variables hold too. `rows` is every row so far, those of earlier runs in the same folder included.
+    `rows` is every row so far, those of earlier runs in the same folder included.
     """
 
     def __init__(self, folder: Path, settings: Settings):
         self.rows: list[dict] = []
         self._folder, self._settings = folder, settings
         self._said: list[str] = []  # until `start`: a run that is refused leaves no file behind
-        self._file = self._text = self._bar = self._wandb = None
+        self._file = self._text = self._bar = None
+        self._trackers = Trackers(folder, settings, self.say)
 
-    def start(self, first_step: int, last_step: int, plan: dict) -> None:
+    def start(self, first_step: int, last_step: int, plan: dict, eval_first: float | None = None) -> None:
         """`first_step` of `last_step` steps are done already: rows of later ones are dropped, to be computed again.
-        `plan` (plan.json's content) and the settings go to wandb as constants."""
+        `plan` (plan.json's content) and the settings go to trackers as constants, what it predicts with every row;
+        `eval_first`, the held-out loss before the first step, as that of step 0."""
         path = self._folder / "metrics.jsonl"
         self.rows = [row for row in read_metrics(path) if row["step"] <= first_step]
         _replace(path, "".join(map(_line, self.rows)))
@@ -108,16 +102,15 @@ class RunLog:
         self._text.write("".join(f"{sentence}\n" for sentence in self._said))
         self._tokens = sum(row["tokens"] for row in self.rows)
         self._last_step = last_step
-        self._predicted = plan.get("predicted", {})
+        self._predicted, self._planned = plan["predicted"], planned(plan)
         self._step_ms: deque[float] = deque(maxlen=_ETA_OVER)
         self._bar = tqdm(
             total=last_step, initial=first_step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True,
             bar_format="{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt}{postfix}",
         )  # fmt: skip
-        mode = self._settings.wandb or os.environ.get("WANDB_MODE") or "disabled"
-        if mode != "disabled":
-            constants = asdict(self._settings) | _flat("plan", plan)
-            self._wandb = self._guarded("could not start", lambda: self._start_wandb(mode, constants))
+        self._trackers.start(first_step, asdict(self._settings) | _flat("plan", plan))
+        if first_step == 0 and eval_first is not None:
+            self._trackers.row(evaluated(eval_first), 0)
 
     def say(self, sentence: str, at_length: str | None = None) -> None:
         """To stderr, above the progress bar, and to log.txt, which has room for it `at_length`."""
@@ -144,9 +137,7 @@ class RunLog:
             elif first_of_run or row["step"] % self._settings.log_every == 0 or row["step"] == self._last_step:
                 line = f"step {row['step']}/{self._last_step}  {self._summary(row)}  {self._left(row)}"
                 print(line, file=sys.stderr, flush=True)
-        if self._wandb is not None:
-            values = _wandb_row(row, self._tokens)
-            self._guarded("failed", lambda: self._wandb.log(values))
+        self._trackers.row(charts(row, self._tokens) | self._planned, row["step"])
 
     def sample(self, step: int, text: str, last: bool) -> None:
         """What the model wrote after `step` steps: said, the last one beside what it wrote before; and kept."""
@@ -155,17 +146,20 @@ class RunLog:
         row = {"step": step, "text": text}
         self._samples = [*(kept for kept in self._samples if kept["step"] < step), row]
         _replace(self._folder / "samples.jsonl", "".join(map(_line, self._samples)))
+        self._trackers.sample(self._samples)
+
+    def pictures(self, *paths: Path) -> None:
+        """Shows the pictures of the run, which are drawn when it has ended, where there are trackers."""
+        self._trackers.pictures(list(paths), self.rows[-1]["step"] if self.rows else self._last_step)
 
     def close(self) -> None:
-        """Ends the bar and wandb's run; the files are complete. Does nothing before `start`, or a second time."""
+        """Ends the bar and the trackers; the files are complete. Does nothing before `start`, or a second time."""
         if self._file is None or self._file.closed:
             return
         if self._bar is not None:
             with output():
                 self._bar.close()
-        if self._wandb is not None:
-            self._guarded("did not finish", self._wandb.finish)
-            self._leave_wandb()
+        self._trackers.close()
         self._file.close()
         self._text.close()
 
@@ -173,7 +167,7 @@ class RunLog:
         parts = [f"loss {row['loss']:.4f}"]
         if "eval_loss" in row:
             parts.append(f"held-out {row['eval_loss']:.4f}")
-        parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+        parts.append(_speed(row["tokens_per_second"], row["computed_tokens_per_second"]))
         for name, key in (("GPU", "gpu_reserved_peak_bytes"), ("RAM", "ram_peak_bytes")):
             if row[key] is not None:
                 predicted = self._predicted.get(key)
@@ -187,103 +181,11 @@ class RunLog:
         hours, rest = divmod(seconds_left, 3600)
         return f"{hours}:{rest // 60:02d}:{rest % 60:02d} left"
 
-    def _guarded(self, failure: str, action):
-        """The result of an action of wandb's; if it fails, says so and has no more to do with wandb."""
-        try:
-            return _in_time(action, _WANDB_LIMIT_SECONDS)
-        except Exception as error:  # a logging service must never end a training run
-            self._leave_wandb()
-            self.say(
-                f"wandb {failure} ({first_line(error)}); the run goes on without it, its rows are in metrics.jsonl"
-            )
 
-    def _leave_wandb(self) -> None:
-        """Ends what there is of wandb, which would otherwise be done, without a limit, when Python exits."""
-        self._wandb = None
-        teardown = getattr(sys.modules.get("wandb"), "teardown", None)
-        if teardown is None:
-            return
-        try:
-            _in_time(teardown, _WANDB_TEARDOWN_SECONDS)
-        except TimeoutError:
-            _kill_wandbs_process()
-        except Exception:  # what failed has been said already
-            pass
-
-    def _start_wandb(self, mode: str, constants: dict):
-        import wandb
-
-        wandb.setup(settings=wandb.Settings(silent=True))
-        if mode == "online" and not wandb.login(prompt=False):
-            raise RuntimeError("not logged in: set WANDB_API_KEY, or run `wandb login` before the next run")
-        run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "lowmem"),
-            name=self._settings.run_name or os.environ.get("WANDB_NAME") or self._folder.resolve().name,
-            dir=os.environ.get("WANDB_DIR", str(self._folder)),
-            mode=mode,
-            config=constants,
-            settings=wandb.Settings(
-                silent=True,
-                console="off",  # what it would wrap is the stderr that the progress bar writes to
-                init_timeout=_WANDB_OWN_LIMIT_SECONDS,
-                finish_timeout=_WANDB_OWN_LIMIT_SECONDS,
-                finish_timeout_raises=True,
-            ),
-        )
-        run.define_metric("train/global_step")
-        run.define_metric("*", step_metric="train/global_step")
-        return run
-
-
-def _in_time(action, limit_seconds: float):
-    """What `action` returns. Raises what it raises, or TimeoutError after `limit_seconds`, when it goes on alone, in a
-    thread that does not keep Python from exiting."""
-    outcome: SimpleQueue = SimpleQueue()
-
-    def work() -> None:
-        try:
-            outcome.put((action(), None))
-        except BaseException as error:  # wandb calls sys.exit if its service process has failed
-            outcome.put((None, error))
-
-    threading.Thread(target=work, daemon=True).start()
-    try:
-        result, error = outcome.get(timeout=limit_seconds)
-    except Empty:
-        raise TimeoutError(f"no answer in {limit_seconds} s") from None
-    if error is not None:
-        raise error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
-    return result
-
-
-def _kill_wandbs_process() -> None:
-    """Left alone it would outlive the run and hold on to its output: `train ... | tee` would not end."""
-    import psutil
-
-    for child in psutil.Process().children():
-        with suppress(psutil.Error):
-            if child.name().startswith("wandb"):
-                child.kill()
-
-
-def _wandb_row(row: dict, tokens: int) -> dict:
-    values = {
-        "train/global_step": row["step"],
-        "train/epoch": row["epoch"],
-        "train/loss": row["loss"],
-        "train/grad_norm": row["grad_norm"],
-        "train/learning_rate": row["learning_rate"],
-        "train/num_input_tokens_seen": tokens,
-        "perf/tokens_per_second": row["tokens_per_second"],
-        "perf/step_ms": row["step_ms"],
-    }
-    for key in ("gpu_allocated_peak", "gpu_reserved_peak", "ram_peak"):
-        if row[f"{key}_bytes"] is not None:
-            values[f"memory/{key}_gib"] = row[f"{key}_bytes"] / GIB
-    if "eval_loss" in row:
-        values["eval/loss"] = row["eval_loss"]
-        values["eval/perplexity"] = math.exp(row["eval_loss"]) if row["eval_loss"] < 700 else math.inf
-    return values
+def _speed(trained: float, computed: float) -> str:
+    """Tokens per second; both numbers where they differ by more than 1%: prompts and padding have no labels."""
+    of_computed = f" trained of {computed:,.0f}" if computed - trained > 0.01 * computed else ""
+    return f"{trained:,.0f}{of_computed} tokens/s"
 
 
 def _flat(name: str, content: dict) -> dict:

@@ -113,6 +113,7 @@ ALIASES = {  # of fields, with dashes, separated by spaces; the underscored form
     "patience": "early-stopping-patience",
     "log_every": "logging-steps log-interval log-every-n-steps",
     "sample_prompt": "prompt",
+    "report_to": "log-with logger-name",
     "wandb": "wandb-mode",
 }
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
@@ -149,7 +150,7 @@ OPTIONS = {item.name: _typed(item) for item in fields(Settings)}
 
 # Aliases whose values are read in another way than the option's own: flags, and shares.
 FLAGS = {"bf16": ("precision", "bf16"), "fp16": ("precision", "fp16")}
-FLAGS.update({"use-cpu": ("device", "cpu"), "no-cuda": ("device", "cpu")})
+FLAGS.update({"use-cpu": ("device", "cpu"), "no-cuda": ("device", "cpu"), "wandb-log": ("report_to", "wandb")})
 SPECIAL_ALIASES: dict[str, tuple[str, Parse]] = {
     **dict.fromkeys(("warmup-ratio", "warmup-fraction", "lr-warmup-fraction"), ("warmup_steps", share)),
     **{flag: (field, flag_for(value)) for flag, (field, value) in FLAGS.items()},
@@ -181,7 +182,6 @@ REFUSED = {
         "metric-for-best-model greater-is-better": "--keep-best and --patience compare held-out losses",
         "early-stopping early-stopping-threshold": "use --patience with a number of evaluations",
         "betas adam-betas": "use --adam-beta1 and --adam-beta2",
-        "report-to wandb-log": "use --wandb online, offline or disabled; metrics.jsonl is always written",
         "wandb-project wandb-entity": "set the environment variable WANDB_PROJECT or WANDB_ENTITY",
         "dataset-config-name dataset-config": "write it behind the dataset's name: --data org/name:config",
         "validation-split-percentage": "use --eval-fraction with a share: 0.05 is 5 percent",

@@ -174,6 +174,7 @@ def finish(
     try:
         draw_loss(log.rows, folder / "loss.png", eval_first)
         draw_memory(plan.to_dict(), peaks, folder / "memory.png", plan.timeline, budget.ram_phases)
+        log.pictures(folder / "loss.png", folder / "memory.png")
     except ImportError:
         log.say("matplotlib is not installed, so loss.png and memory.png were not drawn")
     loss = report["loss"]

@@ -262,7 +262,7 @@ def train(
     write_json(folder / "plan.json", plan.to_dict())
     write_json(folder / "settings.json", asdict(settings))
     data.keep()
-    log.start(first, steps, plan.to_dict())
+    log.start(first, steps, plan.to_dict(), eval_first)
     if first == 0 and settings.sample_prompt is not None:
         take_sample(0)
 
@@ -326,9 +326,7 @@ def train(
         if evaluating or saving:
             step.flush()  # the update belongs to this step's time
         seconds = time.perf_counter() - started
-        row = step_row(
-            done, done / data.train.steps_per_epoch, batch.trained_tokens, rate, seconds, result, budget.peaks()
-        )
+        row = step_row(done, done / data.train.steps_per_epoch, batch, rate, seconds, result, budget.peaks())
         if evaluating:
             row |= evaluation_after(done)
         log.step(row)

@@ -1,63 +1,24 @@
-"""What a run says and keeps: rows that survive a kill, a bar or lines, and wandb as a guest that may fail.
-
-The wandb package itself writes the runs that are read here; each gets a process of its own, since wandb starts another
-one and keeps hold of it until Python exits.
-"""
+"""What a run says and keeps: rows that survive a kill, a bar or lines, and a report."""
 
 import io
 import json
 import math
 import os
-import pty
 import re
-import socket
-import struct
-import subprocess
 import sys
-import threading
-import types
 from pathlib import Path
 
-import psutil
 import pytest
+import torch
+from logs import PLAN, row, started
 
-from lowmem.run import log as log_module
-from lowmem.run.log import RunLog, read_metrics, write_json
+from lowmem.core.batch import Batch
+from lowmem.core.step import StepResult
+from lowmem.limits import Peaks
+from lowmem.run.log import RunLog, read_metrics, step_row, write_json
 from lowmem.run.report import build_report
 from lowmem.settings import Settings
 from lowmem.units import GIB
-
-ROOT = Path(__file__).resolve().parents[2]
-PLAN = {"fits": True, "choice": {"micro_batch": 2}, "predicted": {"ram_peak_bytes": 5 * GIB, "step_seconds": None}}
-
-
-@pytest.fixture(autouse=True)
-def no_wandb_in_the_environment(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-
-
-def row(step: int, **changed) -> dict:
-    return {
-        "step": step,
-        "epoch": step / 10,
-        "loss": 5.0 - step / 10,
-        "learning_rate": 1e-3,
-        "grad_norm": 0.5,
-        "tokens": 100,
-        "tokens_per_second": 2000.0,
-        "step_ms": 1000.0,
-        "gpu_allocated_peak_bytes": None,
-        "gpu_reserved_peak_bytes": None,
-        "ram_peak_bytes": 3 * GIB,
-    } | changed
-
-
-def started(folder: Path, first_step: int = 0, last_step: int = 10, **settings) -> RunLog:
-    log = RunLog(folder, Settings(**settings))
-    log.start(first_step, last_step, PLAN)
-    return log
-
 
 # --- files
 
@@ -225,6 +186,23 @@ def test_a_line_names_loss_speed_peaks_and_time_left(tmp_path, capsys):
     assert capsys.readouterr().err == f"{line}:00 left\n"
 
 
+@pytest.mark.parametrize(
+    ("trained", "said"),
+    [(2000.0, "2,000 tokens/s"), (1980.0, "1,980 tokens/s"), (1979.0, "1,979 trained of 2,000 tokens/s")],
+)
+def test_a_line_tells_trained_tokens_from_computed_ones_where_they_differ(tmp_path, capsys, trained, said):
+    log = started(tmp_path, last_step=1)
+    log.step(row(1, tokens_per_second=trained))
+    log.close()
+    assert f"  {said}  " in capsys.readouterr().err
+
+
+def test_a_row_counts_labels_as_trained_and_every_position_as_computed():
+    batch = Batch(torch.zeros(2, 4, dtype=torch.int64), torch.tensor([[-100, -100, 5, 6], [-100, 7, -100, -100]]))
+    made = step_row(1, 0.1, batch, 1e-3, 0.5, StepResult(2.0, 1.0, True), Peaks(None, None, 1))
+    assert (made["tokens"], made["tokens_per_second"], made["computed_tokens_per_second"]) == (3, 6.0, 16.0)
+
+
 def test_time_left_is_counted_by_the_median_step_of_this_run(tmp_path, capsys):
     """Not by the slow first step, nor by the steps of the run before, as if all 100 had been done since the start."""
     log = started(tmp_path, first_step=100, last_step=113)
@@ -248,112 +226,6 @@ def test_on_a_terminal_there_is_one_bar_and_sentences_stand_on_lines_of_their_ow
     assert "step 1/" not in terminal.getvalue()
 
 
-# --- wandb
-
-
-def run_with_wandb(
-    folder: Path, mode: str | None, environment: dict[str, str], in_the_middle: str = "", **options
-) -> subprocess.CompletedProcess:
-    """Three steps in a process of their own. `in_the_middle`: code before the second."""
-    folder.mkdir(exist_ok=True)
-    program = (
-        "from pathlib import Path\n"
-        "from lowmem.run.log import RunLog\n"
-        "from lowmem.settings import Settings\n"
-        f"log = RunLog(Path({str(folder)!r}), Settings(wandb={mode!r}, seq=32))\n"
-        f"log.start(0, 3, {PLAN!r})\n"
-        f"log.step({row(1)!r})\n"
-        f"{in_the_middle}\n"
-        f"log.step({row(2)!r})\n"
-        f"log.step({row(3, eval_loss=2.0)!r})\n"
-        "log.close()\n"
-    )
-    home = {"HOME": str(folder), "NETRC": str(folder / "netrc"), "WANDB_HTTP_TIMEOUT": "1"}  # no key of the user's
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        **{"cwd": ROOT, "env": os.environ | home | environment, "capture_output": True, "text": True, "timeout": 100}
-        | options,
-    )
-
-
-def wandb_records(path: Path):
-    """The records of a .wandb file: after 7 bytes of header, LevelDB's log format, blocks of 32 KiB whose entries are
-    crc32, length, kind (1 whole, 2 first, 3 middle, 4 last), bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    content, position, parts, records = path.read_bytes(), 7, b"", []
-    while position + 7 <= len(content):
-        left = 2**15 - position % 2**15
-        if left < 7:
-            position += left
-            continue
-        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
-        parts += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):
-            records.append(Record.FromString(parts))
-            parts = b""
-    return records
-
-
-def items(pairs) -> dict:
-    return {"/".join(pair.nested_key) or pair.key: json.loads(pair.value_json) for pair in pairs}
-
-
-def test_the_wandb_package_writes_a_run_with_our_names_and_values(tmp_path):
-    pytest.importorskip("wandb")
-    folder = tmp_path / "fine-tune"
-    result = run_with_wandb(folder, "offline", {})
-    assert result.returncode == 0 and "wandb" not in result.stderr
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    records = wandb_records(path)
-
-    (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
-    assert (run.project, run.display_name) == ("lowmem", "fine-tune")
-    config = items(run.config.update)
-    assert config["seq"] == 32 and config["optimizer"] == "adamw"
-    plan = {name: value for name, value in config.items() if name.startswith("plan/")}
-    assert plan == {
-        "plan/fits": True,
-        "plan/choice/micro_batch": 2,
-        "plan/predicted/ram_peak_bytes": 5 * GIB,
-        "plan/predicted/step_seconds": None,
-    }
-
-    metrics = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
-    assert any(metric.glob_name == "*" and metric.step_metric == "train/global_step" for metric in metrics)
-
-    history = [items(record.history.item) for record in records if record.WhichOneof("record_type") == "history"]
-    ours = [{name: value for name, value in logged.items() if not name.startswith("_")} for logged in history]
-    first = {
-        "train/global_step": 1,
-        "train/epoch": 0.1,
-        "train/loss": 4.9,
-        "train/grad_norm": 0.5,
-        "train/learning_rate": 1e-3,
-        "train/num_input_tokens_seen": 100,
-        "perf/tokens_per_second": 2000.0,
-        "perf/step_ms": 1000.0,
-        "memory/ram_peak_gib": 3.0,
-    }
-    changed = {"train/global_step": 3, "train/epoch": 0.3, "train/loss": 4.7, "train/num_input_tokens_seen": 300}
-    assert ours[0] == first
-    assert ours[2] == first | changed | {"eval/loss": 2.0, "eval/perplexity": math.exp(2.0)}
-    assert len(ours) == 3
-
-
-def survived(folder: Path, result: subprocess.CompletedProcess, reason: str) -> bool:
-    """Every row was kept and one sentence on wandb said, with no traceback."""
-    said = [line for line in result.stderr.splitlines() if "wandb" in line]
-    return (
-        result.returncode == 0
-        and len(read_metrics(folder / "metrics.jsonl")) == 3
-        and len(said) == 1
-        and reason in said[0]
-        and "Traceback" not in result.stderr
-    )
-
-
 def test_a_terminal_gets_lines_that_end_between_words_and_log_txt_the_sentence(tmp_path, monkeypatch):
     class Terminal(io.StringIO):
         isatty = lambda self: True  # noqa: E731
@@ -366,174 +238,3 @@ def test_a_terminal_gets_lines_that_end_between_words_and_log_txt_the_sentence(t
     shown = ["a sentence of more than forty columns,", "  which a terminal would cut", "  a table's row    1 MiB"]
     assert "\n".join(shown) in sys.stderr.getvalue()
     assert sentence in (tmp_path / "log.txt").read_text()
-
-
-def test_wandb_without_a_key_asks_for_none_even_on_a_terminal(tmp_path):
-    pytest.importorskip("wandb")
-    outer, inner = pty.openpty()
-    result = run_with_wandb(tmp_path, "online", {}, stdin=inner)
-    os.close(outer)
-    os.close(inner)
-    assert survived(tmp_path, result, "could not start (not logged in: set WANDB_API_KEY"), result.stderr
-
-
-def test_wandb_that_cannot_be_reached_is_given_up(tmp_path):
-    pytest.importorskip("wandb")
-    with socket.socket() as nobody_listens:
-        nobody_listens.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{nobody_listens.getsockname()[1]}"
-        result = run_with_wandb(tmp_path, "online", {"WANDB_BASE_URL": address, "WANDB_API_KEY": "a" * 40})
-    assert survived(tmp_path, result, "could not start (Failed to authenticate"), result.stderr
-
-
-FIND_WANDBS_PROCESS = (
-    "import psutil, time\n"
-    "(core,) = [child for child in psutil.Process().children(recursive=True) if 'wandb-core' in child.name()]\n"
-    "print(core.pid, flush=True)\n"
-)
-
-
-def test_wandb_whose_process_is_killed_in_the_middle_is_given_up(tmp_path):
-    pytest.importorskip("wandb")
-    kill = "core.kill()\ncore.wait()\ntime.sleep(0.5)\n"  # until wandb's thread has seen the broken connection
-    result = run_with_wandb(tmp_path, "offline", {}, in_the_middle=FIND_WANDBS_PROCESS + kill)
-    assert survived(tmp_path, result, "failed ("), result.stderr
-
-
-def test_wandb_whose_process_no_longer_answers_does_not_hold_up_the_end_nor_pythons_exit(tmp_path):
-    pytest.importorskip("wandb")
-    freeze = (
-        "core.suspend()\n"
-        "from lowmem.run import log as module\n"
-        "module._WANDB_LIMIT_SECONDS = module._WANDB_TEARDOWN_SECONDS = 1\n"
-    )
-    result = run_with_wandb(tmp_path, "offline", {}, in_the_middle=FIND_WANDBS_PROCESS + freeze, timeout=60)
-    assert survived(tmp_path, result, "(no answer in 1 s)"), result.stderr
-    assert not psutil.pid_exists(int(result.stdout))
-
-
-def test_without_the_package_wandb_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    log = started(tmp_path, wandb="offline")
-    log.step(row(1))
-    log.close()
-    said = [line for line in capsys.readouterr().err.splitlines() if "wandb" in line]
-    assert len(said) == 1 and said[0].startswith("wandb could not start (")
-    assert said[0] in (tmp_path / "log.txt").read_text()
-
-
-class Guest(types.ModuleType):
-    """Stands in for wandb: takes what it is told, and its run raises once it has been broken."""
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.Settings = lambda **settings: settings
-        self.setup = lambda settings: None
-        self.login = lambda **how: True
-        self.begun, self.logged, self.broken, self.ended, self.torn_down = [], [], False, 0, 0
-
-    def init(self, **arguments):
-        self.begun.append(arguments)
-        return self
-
-    def define_metric(self, *names, **how):
-        pass
-
-    def log(self, values):
-        if self.broken:
-            raise RuntimeError("disk full\nand more of it")
-        self.logged.append(values)
-
-    def finish(self):
-        self.ended += 1
-
-    def teardown(self):
-        self.torn_down += 1
-
-
-@pytest.fixture
-def guest(monkeypatch):
-    module = Guest()
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    return module
-
-
-def test_a_typed_mode_holds_over_the_environment_which_holds_over_disabled(tmp_path, monkeypatch, guest):
-    started(tmp_path).close()
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    started(tmp_path, wandb="disabled").close()
-    assert guest.begun == []
-    started(tmp_path).close()
-    started(tmp_path, wandb="online").close()
-    assert [arguments["mode"] for arguments in guest.begun] == ["offline", "online"]
-    assert guest.ended == 2
-
-
-def test_project_name_and_folder_come_from_the_environment_where_nothing_was_typed(tmp_path, monkeypatch, guest):
-    monkeypatch.setenv("WANDB_PROJECT", "theirs")
-    monkeypatch.setenv("WANDB_NAME", "from-environment")
-    monkeypatch.setenv("WANDB_DIR", "/elsewhere")
-    started(tmp_path, wandb="offline").close()
-    started(tmp_path, wandb="offline", run_name="typed").close()
-    names = [(arguments["project"], arguments["name"], arguments["dir"]) for arguments in guest.begun]
-    assert names == [("theirs", "from-environment", "/elsewhere"), ("theirs", "typed", "/elsewhere")]
-
-
-def test_waiting_for_wandb_is_bounded(tmp_path, guest):
-    started(tmp_path, wandb="online").close()
-    settings = guest.begun[0]["settings"]
-    assert 0 < settings["init_timeout"] <= 30 and 0 < settings["finish_timeout"] <= 30
-    assert guest.torn_down == 1  # here and within a limit, not when Python exits
-
-
-def test_wandb_that_does_not_answer_or_calls_exit_is_left_alone(tmp_path, monkeypatch, capsys, guest):
-    monkeypatch.setattr(log_module, "_WANDB_LIMIT_SECONDS", 0.1)
-    monkeypatch.setattr(log_module, "_WANDB_TEARDOWN_SECONDS", 0.1)
-    forever = threading.Event().wait
-    guest.teardown = forever
-    guest.log = lambda values: forever()
-    log = started(tmp_path, wandb="offline")
-    log.step(row(1))
-    log.step(row(2))
-    log.close()
-    guest.init = lambda **arguments: sys.exit(3)
-    started(tmp_path, wandb="offline").close()
-    said = [line for line in capsys.readouterr().err.splitlines() if "wandb" in line]
-    assert [line.split(";")[0] for line in said] == [
-        "wandb failed (no answer in 0.1 s)",
-        "wandb could not start (SystemExit: 3)",
-    ]
-
-
-def test_wandb_that_raises_in_the_middle_is_left_alone_from_then_on(tmp_path, capsys, guest):
-    log = started(tmp_path, wandb="offline")
-    log.step(row(1))
-    guest.broken = True
-    log.step(row(2))
-    guest.broken = False
-    log.step(row(3))
-    log.close()
-    assert len(guest.logged) == 1 and guest.ended == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if "wandb" in line]
-    assert said == ["wandb failed (disk full); the run goes on without it, its rows are in metrics.jsonl"]
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
-
-
-def test_tokens_seen_go_on_where_a_resumed_run_left_off(tmp_path, guest):
-    first = started(tmp_path)
-    first.step(row(1))
-    first.step(row(2))
-    first.close()
-    log = started(tmp_path, first_step=1, wandb="offline")
-    log.step(row(2, tokens=7))
-    log.close()
-    assert guest.logged[0]["train/num_input_tokens_seen"] == 107
-
-
-def test_gpu_peaks_go_to_wandb_in_gib_and_a_loss_too_large_for_its_perplexity_is_infinite():
-    values = log_module._wandb_row(
-        row(1, gpu_allocated_peak_bytes=10 * GIB, gpu_reserved_peak_bytes=11 * GIB, eval_loss=1e4), 100
-    )
-    assert (values["memory/gpu_allocated_peak_gib"], values["memory/gpu_reserved_peak_gib"]) == (10.0, 11.0)
-    assert values["eval/perplexity"] == math.inf
-    assert math.isnan(log_module._wandb_row(row(1, eval_loss=math.nan), 1)["eval/loss"])

@@ -84,7 +84,7 @@ CHANGED = {  # every setting, and a value that is not its default
         "eval_every": 5,
     },
     **{"eval_batches": 1, "log_every": 5, "sample_prompt": "x", "wandb": "offline", "export_dtype": "bf16"},
-    **{"keep_best": True, "patience": 3, "sample_every": 5},
+    **{"keep_best": True, "patience": 3, "sample_every": 5, "report_to": "tensorboard"},
 }
 # What may be different when a run goes on: it changes no bit of weights and losses, or is known by another name in the
 # identity (the data's fingerprint, the number of steps, the precision and micro-batch that were planned).
@@ -102,7 +102,8 @@ FREE = {
         "plan_only",
     ),
     *("demo", "out", "run_name", "resume", "save_every", "keep_last", "eval_every", "eval_batches", "log_every"),
-    *("sample_prompt", "sample_every", "keep_best", "patience", "wandb", "export_dtype", "chat_template"),
+    *("sample_prompt", "sample_every", "keep_best", "patience", "report_to", "wandb", "export_dtype"),
+    "chat_template",
 }
 
 

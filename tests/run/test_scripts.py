@@ -48,6 +48,7 @@ from lowmem.units import GIB, MIB
 PARAMETERS = {"large": 774_030_080, "xl": 1_557_611_200}
 ROW = {
     *("step", "epoch", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "step_ms"),
+    "computed_tokens_per_second",
     *("gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes", "ram_peak_bytes"),
 }
 PLAN = {"fits", "model", "parameters", "tokens_per_step", "limits", "choice", "predicted", "breakdown"}
@@ -98,6 +99,7 @@ def test_metrics_has_a_row_per_step_with_the_contracts_keys(finished):
         assert all(math.isfinite(row[key]) and row[key] > 0 for key in ("loss", "grad_norm", *CLOCK))
         assert row["tokens"] == 4 * 32
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / (row["step_ms"] / 1000))
+        assert row["computed_tokens_per_second"] == row["tokens_per_second"]  # packed: every position has a label
         assert row["gpu_allocated_peak_bytes"] is row["gpu_reserved_peak_bytes"] is None
     assert ["eval_loss" in row for row in rows] == [False, False, True]
     assert rows[2]["epoch"] == pytest.approx(3 * rows[0]["epoch"])

@@ -1,0 +1,469 @@
+"""Trackers as guests that may fail.
+
+The wandb package itself writes the runs that are read here; each gets a process of its own, since wandb starts another
+one and keeps hold of it until Python exits.
+"""
+
+import json
+import math
+import os
+import pty
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import types
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+from logs import PLAN, row, started
+from runs import ROOT, assert_same_run, last_line
+
+from lowmem.run import trackers
+from lowmem.run.log import read_metrics
+from lowmem.run.plots import draw_loss
+from lowmem.settings import Settings
+from lowmem.units import GIB
+
+
+def run_with_wandb(
+    folder: Path, mode: str | None, environment: dict[str, str], in_the_middle: str = "", first_step: int = 0, **options
+) -> subprocess.CompletedProcess:
+    """The rest of three steps in a process of their own. `in_the_middle`: code before the second."""
+    folder.mkdir(exist_ok=True)
+    program = (
+        "from pathlib import Path\n"
+        "from lowmem.run.log import RunLog\n"
+        "from lowmem.settings import Settings\n"
+        f"log = RunLog(Path({str(folder)!r}), Settings(wandb={mode!r}, seq=32))\n"
+        f"log.start({first_step}, 3, {PLAN!r}, 6.0)\n"
+        f"if {first_step} < 1:\n"
+        f"    log.step({row(1)!r})\n"
+        f"{in_the_middle}\n"
+        f"log.step({row(2)!r})\n"
+        f"log.step({row(3, eval_loss=2.0)!r})\n"
+        "log.close()\n"
+    )
+    home = {"HOME": str(folder), "NETRC": str(folder / "netrc"), "WANDB_HTTP_TIMEOUT": "1"}  # no key of the user's
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        **{"cwd": ROOT, "env": os.environ | home | environment, "capture_output": True, "text": True, "timeout": 100}
+        | options,
+    )
+
+
+def wandb_records(path: Path):
+    """The records of a .wandb file: after 7 bytes of header, LevelDB's log format, blocks of 32 KiB whose entries are
+    crc32, length, kind (1 whole, 2 first, 3 middle, 4 last), bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, position, parts, records = path.read_bytes(), 7, b"", []
+    while position + 7 <= len(content):
+        left = 2**15 - position % 2**15
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
+        parts += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):
+            records.append(Record.FromString(parts))
+            parts = b""
+    return records
+
+
+def items(pairs) -> dict:
+    return {"/".join(pair.nested_key) or pair.key: json.loads(pair.value_json) for pair in pairs}
+
+
+def test_the_wandb_package_writes_a_run_with_our_names_and_values(tmp_path):
+    pytest.importorskip("wandb")
+    folder = tmp_path / "fine-tune"
+    result = run_with_wandb(folder, "offline", {})
+    assert result.returncode == 0 and "wandb" not in result.stderr
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    records = wandb_records(path)
+
+    (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert (run.project, run.display_name) == ("lowmem", "fine-tune")
+    config = items(run.config.update)
+    assert config["seq"] == 32 and config["optimizer"] == "adamw"
+    assert (config["plan/fits"], config["plan/choice/micro_batch"]) == (True, 2)
+    assert (config["plan/predicted/ram_peak_bytes"], config["plan/limits/gpu_bytes"]) == (5 * GIB, 11 * GIB)
+
+    metrics = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
+    assert any(metric.glob_name == "*" and metric.step_metric == "train/global_step" for metric in metrics)
+
+    history = [items(record.history.item) for record in records if record.WhichOneof("record_type") == "history"]
+    ours = [{name: value for name, value in logged.items() if not name.startswith("_")} for logged in history]
+    first = {
+        "train/global_step": 1,
+        "train/epoch": 0.1,
+        "train/loss": 4.9,
+        "train/grad_norm": 0.5,
+        "train/learning_rate": 1e-3,
+        "train/num_input_tokens_seen": 100,
+        "perf/tokens_per_second": 2000.0,
+        "perf/computed_tokens_per_second": 2000.0,
+        "perf/step_ms": 1000.0,
+        "memory/ram_peak_gib": 3.0,
+        "memory/ram_predicted_gib": 5.0,
+        "memory/ram_cap_gib": 6.0,
+        "perf/step_ms_predicted": 2000.0,
+    }
+    changed = {"train/global_step": 3, "train/epoch": 0.3, "train/loss": 4.7, "train/num_input_tokens_seen": 300}
+    assert ours[0] == {"train/global_step": 0, "eval/loss": 6.0, "eval/perplexity": math.exp(6.0)}
+    assert ours[1] == first
+    assert ours[3] == first | changed | {"eval/loss": 2.0, "eval/perplexity": math.exp(2.0)}
+    assert len(ours) == 4
+
+
+def survived(folder: Path, result: subprocess.CompletedProcess, reason: str) -> bool:
+    """Every row was kept and one sentence on wandb said, with no traceback."""
+    said = [line for line in result.stderr.splitlines() if "wandb" in line]
+    return (
+        result.returncode == 0
+        and len(read_metrics(folder / "metrics.jsonl")) == 3
+        and len(said) == 1
+        and reason in said[0]
+        and "Traceback" not in result.stderr
+    )
+
+
+def test_wandb_without_a_key_asks_for_none_even_on_a_terminal(tmp_path):
+    pytest.importorskip("wandb")
+    outer, inner = pty.openpty()
+    result = run_with_wandb(tmp_path, "online", {}, stdin=inner)
+    os.close(outer)
+    os.close(inner)
+    assert survived(tmp_path, result, "could not start (not logged in: set WANDB_API_KEY"), result.stderr
+
+
+def test_wandb_that_cannot_be_reached_is_given_up(tmp_path):
+    pytest.importorskip("wandb")
+    with socket.socket() as nobody_listens:
+        nobody_listens.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{nobody_listens.getsockname()[1]}"
+        result = run_with_wandb(tmp_path, "online", {"WANDB_BASE_URL": address, "WANDB_API_KEY": "a" * 40})
+    assert survived(tmp_path, result, "could not start (Failed to authenticate"), result.stderr
+
+
+FIND_WANDBS_PROCESS = (
+    "import psutil, time\n"
+    "(core,) = [child for child in psutil.Process().children(recursive=True) if 'wandb-core' in child.name()]\n"
+    "print(core.pid, flush=True)\n"
+)
+
+
+def test_wandb_whose_process_is_killed_in_the_middle_is_given_up(tmp_path):
+    pytest.importorskip("wandb")
+    kill = "core.kill()\ncore.wait()\ntime.sleep(0.5)\n"  # until wandb's thread has seen the broken connection
+    result = run_with_wandb(tmp_path, "offline", {}, in_the_middle=FIND_WANDBS_PROCESS + kill)
+    assert survived(tmp_path, result, "failed ("), result.stderr
+
+
+def test_wandb_whose_process_no_longer_answers_does_not_hold_up_the_end_nor_pythons_exit(tmp_path):
+    pytest.importorskip("wandb")
+    freeze = (
+        "core.suspend()\n"
+        "from lowmem.run import trackers\n"
+        "trackers._LIMIT_SECONDS = trackers._WANDB_TEARDOWN_SECONDS = 1\n"
+    )
+    result = run_with_wandb(tmp_path, "offline", {}, in_the_middle=FIND_WANDBS_PROCESS + freeze, timeout=60)
+    assert survived(tmp_path, result, "(no answer in 1 s)"), result.stderr
+    assert not psutil.pid_exists(int(result.stdout))
+
+
+def test_without_the_package_wandb_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    log = started(tmp_path, wandb="offline")
+    log.step(row(1))
+    log.close()
+    said = [line for line in capsys.readouterr().err.splitlines() if "wandb" in line]
+    assert len(said) == 1 and said[0].startswith("wandb could not start (")
+    assert said[0] in (tmp_path / "log.txt").read_text()
+
+
+class Guest(types.ModuleType):
+    """Stands in for wandb: takes what it is told, and its run raises once it has been broken."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.Settings = lambda **settings: settings
+        self.setup = lambda settings: None
+        self.login = lambda **how: True
+        self.id = "an-id"
+        self.begun, self.logged, self.broken, self.ended, self.torn_down = [], [], False, 0, 0
+
+    def init(self, **arguments):
+        self.begun.append(arguments)
+        return self
+
+    def define_metric(self, *names, **how):
+        pass
+
+    def log(self, values):
+        if self.broken:
+            raise RuntimeError("disk full\nand more of it")
+        self.logged.append(values)
+
+    def finish(self):
+        self.ended += 1
+
+    def teardown(self):
+        self.torn_down += 1
+
+
+@pytest.fixture
+def guest(monkeypatch):
+    module = Guest()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_a_typed_mode_holds_over_the_environment_which_holds_over_disabled(tmp_path, monkeypatch, guest):
+    started(tmp_path).close()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    started(tmp_path, wandb="disabled").close()
+    assert guest.begun == []
+    started(tmp_path).close()
+    started(tmp_path, wandb="online").close()
+    assert [arguments["mode"] for arguments in guest.begun] == ["offline", "online"]
+    assert guest.ended == 2
+
+
+def test_project_name_and_folder_come_from_the_environment_where_nothing_was_typed(tmp_path, monkeypatch, guest):
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    monkeypatch.setenv("WANDB_NAME", "from-environment")
+    monkeypatch.setenv("WANDB_DIR", "/elsewhere")
+    started(tmp_path, wandb="offline").close()
+    started(tmp_path, wandb="offline", run_name="typed").close()
+    names = [(arguments["project"], arguments["name"], arguments["dir"]) for arguments in guest.begun]
+    assert names == [("theirs", "from-environment", "/elsewhere"), ("theirs", "typed", "/elsewhere")]
+
+
+def test_waiting_for_wandb_is_bounded(tmp_path, guest):
+    started(tmp_path, wandb="online").close()
+    settings = guest.begun[0]["settings"]
+    assert 0 < settings["init_timeout"] <= 30 and 0 < settings["finish_timeout"] <= 30
+    assert guest.torn_down == 1  # here and within a limit, not when Python exits
+
+
+def test_wandb_that_does_not_answer_or_calls_exit_is_left_alone(tmp_path, monkeypatch, capsys, guest):
+    monkeypatch.setattr(trackers, "_LIMIT_SECONDS", 0.1)
+    monkeypatch.setattr(trackers, "_WANDB_TEARDOWN_SECONDS", 0.1)
+    forever = threading.Event().wait
+    guest.teardown = forever
+    guest.log = lambda values: forever()
+    log = started(tmp_path, wandb="offline")
+    log.step(row(1))
+    log.step(row(2))
+    log.close()
+    guest.init = lambda **arguments: sys.exit(3)
+    started(tmp_path, wandb="offline").close()
+    said = [line for line in capsys.readouterr().err.splitlines() if "wandb" in line]
+    assert [line.split(";")[0] for line in said] == [
+        "wandb failed (no answer in 0.1 s)",
+        "wandb could not start (SystemExit: 3)",
+    ]
+
+
+def test_wandb_that_raises_in_the_middle_is_left_alone_from_then_on(tmp_path, capsys, guest):
+    log = started(tmp_path, wandb="offline")
+    log.step(row(1))
+    guest.broken = True
+    log.step(row(2))
+    guest.broken = False
+    log.step(row(3))
+    log.close()
+    assert len(guest.logged) == 1 and guest.ended == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "wandb" in line]
+    assert said == ["wandb failed (disk full); the run goes on without it, its rows are in metrics.jsonl"]
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+
+
+def test_tokens_seen_go_on_where_a_resumed_run_left_off(tmp_path, guest):
+    first = started(tmp_path)
+    first.step(row(1))
+    first.step(row(2))
+    first.close()
+    log = started(tmp_path, first_step=1, wandb="offline")
+    log.step(row(2, tokens=7))
+    log.close()
+    assert guest.logged[0]["train/num_input_tokens_seen"] == 107
+
+
+def test_gpu_peaks_go_to_wandb_in_gib_and_a_loss_too_large_for_its_perplexity_is_infinite():
+    values = trackers.charts(
+        row(1, gpu_allocated_peak_bytes=10 * GIB, gpu_reserved_peak_bytes=11 * GIB, eval_loss=1e4), 100
+    )
+    assert (values["memory/gpu_allocated_peak_gib"], values["memory/gpu_reserved_peak_gib"]) == (10.0, 11.0)
+    assert values["eval/perplexity"] == math.inf
+    assert math.isnan(trackers.charts(row(1, eval_loss=math.nan), 1)["eval/loss"])
+
+
+def test_a_run_that_goes_on_has_the_same_id_in_wandb_and_a_new_one_in_its_folder_another(tmp_path):
+    pytest.importorskip("wandb")
+    ids = []
+    for first_step in (0, 1, 0):
+        result = run_with_wandb(tmp_path, "offline", {}, first_step=first_step)
+        assert result.returncode == 0 and "wandb" not in result.stderr
+        newest = max(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+        (run,) = [record.run for record in wandb_records(newest) if record.WhichOneof("record_type") == "run"]
+        assert (tmp_path / "wandb-run-id").read_text() == f"{run.run_id}\n"
+        ids.append(run.run_id)
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_an_id_and_a_way_to_resume_that_the_environment_says_hold(tmp_path, monkeypatch, guest):
+    started(tmp_path, wandb="offline").close()
+    started(tmp_path, wandb="offline", first_step=1).close()
+    monkeypatch.setenv("WANDB_RUN_ID", "theirs")
+    monkeypatch.setenv("WANDB_RESUME", "must")
+    started(tmp_path, wandb="offline", first_step=1).close()
+    how = [(arguments["id"], arguments["resume"]) for arguments in guest.begun]
+    assert how == [(None, "allow"), ("an-id", "allow"), ("theirs", "must")]
+
+
+def test_samples_and_pictures_are_in_wandbs_run(tmp_path):
+    pytest.importorskip("wandb")
+    shown = (
+        "from lowmem.run.plots import draw_loss\n"
+        f"picture = Path({str(tmp_path / 'loss.png')!r})\n"
+        "draw_loss(log.rows, picture)\n"
+        "log.sample(0, 'sample: before', last=False)\n"
+        "log.sample(1, 'sample: after', last=False)\n"
+        "log.pictures(picture)\n"
+    )
+    result = run_with_wandb(tmp_path, "offline", {}, in_the_middle=shown)
+    assert result.returncode == 0 and "wandb" not in result.stderr, result.stderr
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    records = wandb_records(path)
+    history = [items(record.history.item) for record in records if record.WhichOneof("record_type") == "history"]
+    shown = {name: value for logged in history for name, value in logged.items()}  # of each the last
+    assert json.loads((path.parent / "files" / shown["samples/path"]).read_text())["data"] == [
+        [0, "sample: before"],
+        [1, "sample: after"],
+    ]
+    picture = path.parent / "files" / shown["pictures/loss/path"]
+    assert picture.read_bytes() == (tmp_path / "loss.png").read_bytes()
+
+
+# --- what is reported to
+
+
+@pytest.mark.parametrize(
+    ("typed", "environment", "mode"),
+    [
+        ({}, None, "disabled"),
+        ({}, "offline", "offline"),
+        ({"report_to": "wandb"}, None, "online"),
+        ({"report_to": "all"}, "offline", "offline"),
+        ({"report_to": "wandb", "wandb": "offline"}, "disabled", "offline"),
+        ({"report_to": "tensorboard"}, "online", "disabled"),
+        ({"report_to": "none"}, "online", "disabled"),
+        ({"report_to": "none", "wandb": "offline"}, None, "offline"),
+    ],
+)
+def test_wandbs_mode_is_what_was_typed_or_the_environment_says(monkeypatch, typed, environment, mode):
+    if environment is not None:
+        monkeypatch.setenv("WANDB_MODE", environment)
+    assert trackers.wandb_mode(Settings(**typed)) == mode
+
+
+def test_plans_for_a_gpu_draw_its_lines_and_those_for_the_cpu_none_of_a_gpu():
+    on_gpu = PLAN["predicted"] | {"gpu_allocated_peak_bytes": 9 * GIB, "gpu_reserved_peak_bytes": 10 * GIB}
+    lines = trackers.planned(PLAN | {"predicted": on_gpu})
+    assert lines.pop("memory/gpu_allocated_predicted_gib") == 9.0
+    assert (lines.pop("memory/gpu_reserved_predicted_gib"), lines.pop("memory/gpu_cap_gib")) == (10.0, 11.0)
+    assert lines == trackers.planned(PLAN)
+    none = {"gpu_bytes": None, "ram_bytes": None}
+    unknown = dict.fromkeys(PLAN["predicted"])
+    assert trackers.planned({"limits": none, "predicted": unknown}) == {}
+
+
+# --- TensorBoard
+
+
+def read_events(folder: Path):
+    """What TensorBoard makes of a folder of event files."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    return accumulator.EventAccumulator(str(folder / "tensorboard"), size_guidance={"images": 0}).Reload()
+
+
+def scalars(events) -> dict[str, list[tuple[int, float]]]:
+    names = events.Tags()["scalars"]
+    return {name: [(event.step, pytest.approx(event.value)) for event in events.Scalars(name)] for name in names}
+
+
+def test_tensorboard_shows_what_wandb_does_under_the_same_names(tmp_path):
+    pytest.importorskip("tensorboard")
+    log = started(tmp_path, report_to="tensorboard", eval_first=6.0)
+    log.step(row(1))
+    shown = scalars(read_events(tmp_path))  # while the run goes on
+    assert shown.pop("eval/loss") == [(0, 6.0)] and shown.pop("eval/perplexity") == [(0, math.exp(6.0))]
+    expected = trackers.charts(row(1), 100) | trackers.planned(PLAN)
+    assert shown == {name: [(1, value)] for name, value in expected.items()}
+
+    log.step(row(2, eval_loss=2.0))
+    log.sample(2, "sample: *not* Markdown\n  <b>", last=True)
+    draw_loss(log.rows, tmp_path / "loss.png")
+    log.pictures(tmp_path / "loss.png")
+    log.close()
+    events = read_events(tmp_path)
+    assert scalars(events)["eval/loss"] == [(0, 6.0), (2, 2.0)]
+    assert scalars(events)["train/num_input_tokens_seen"] == [(1, 100), (2, 200)]
+    (text,) = events.Tensors("samples/text_summary")
+    assert (text.step, text.tensor_proto.string_val[0].decode()) == (2, "    sample: *not* Markdown\n      <b>")
+    (picture,) = events.Images("pictures/loss")
+    assert (picture.step, picture.width, picture.height) == (2, 960, 540)
+    assert "custom_scalars__config__" in events.Tags()["tensors"]
+
+
+def test_a_run_that_goes_on_purges_what_it_computes_again_and_a_new_one_everything(tmp_path):
+    pytest.importorskip("tensorboard")
+    log = started(tmp_path, report_to="tensorboard", eval_first=6.0)
+    for step in (1, 2, 3):
+        log.step(row(step))
+    log.close()
+    log = started(tmp_path, report_to="tensorboard", first_step=1, eval_first=6.0)
+    log.step(row(2, loss=9.0))
+    log.close()
+    shown = scalars(read_events(tmp_path))
+    assert shown["train/loss"] == [(1, 4.9), (2, 9.0)] and shown["eval/loss"] == [(0, 6.0)]
+    started(tmp_path, report_to="tensorboard").close()
+    assert not any(scalars(read_events(tmp_path)).values())
+
+
+def test_without_the_package_tensorboard_is_refused_before_anything_is_written(train, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert train(tmp_path / "out", "--report-to", "tensorboard") == 2
+    assert "pip install tensorboard" in last_line(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensorboard_that_fails_is_left_alone(tmp_path, capsys):
+    pytest.importorskip("tensorboard")
+    (tmp_path / "tensorboard").write_text("in the way")
+    log = started(tmp_path, report_to="tensorboard")
+    log.step(row(1))
+    log.close()
+    said = [line for line in capsys.readouterr().err.splitlines() if "tensorboard" in line]
+    assert len(said) == 1 and said[0].startswith("tensorboard could not start (")
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_a_whole_run_with_every_tracker_has_the_same_bits(train, finished, tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    out = tmp_path / "out"
+    assert train(out, "--report-to", "all", "--sample-prompt", "one") == 0
+    assert_same_run(finished, out)
+    events = read_events(out)
+    assert {event.step for event in events.Scalars("eval/loss")} == {0, 3}
+    assert [event.step for event in events.Tensors("samples/text_summary")] == [0, 3]
+    assert {"pictures/loss", "pictures/memory"} == set(events.Tags()["images"])
+    assert (out / "wandb-run-id").exists() or not find_spec("wandb")
