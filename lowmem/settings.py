@@ -121,7 +121,7 @@ class Settings:
     sample_prompt: str | None = _option(None, "text to continue before the first step and at the end", shown="none")
     sample_every: int | None = _option(None, "steps between samples on the way", "N", "none on the way")
     report_to: str | None = _option(None, "trackers beside metrics.jsonl, separated by commas",
-                                    "none|tensorboard|wandb|all", "none, but as WANDB_MODE says")
+                                    "none|tensorboard|wandb|all", "wandb where WANDB_MODE says so, or none")
     wandb: Literal["disabled", "offline", "online"] | None = _option(
         None, "logging to Weights & Biases", shown="WANDB_MODE, or online where --report-to names it, or disabled")
     # fmt: on
@@ -244,6 +244,25 @@ def read_json_object(text: str, source: str) -> dict[str, object]:
     if not isinstance(values, dict):
         raise InputError(f'{source}: settings are one JSON object, such as {{"steps": 100}}.')
     return values
+
+
+def read_yaml_object(text: str, source: str) -> dict[str, object]:
+    """The same of a YAML mapping. Its keys are made text, for YAML 1.1 takes some words for true and false."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(text)
+    except yaml.reader.ReaderError as error:  # a control character
+        line = text.count("\n", 0, error.position) + 1
+        raise InputError(f"{source}:{line}: not valid YAML: {error.reason}.") from None
+    except yaml.MarkedYAMLError as error:
+        raise InputError(f"{source}:{error.problem_mark.line + 1}: not valid YAML: {error.problem}.") from None
+    except (ValueError, KeyError, AttributeError, RecursionError):  # 2026-13-01, !!bool maybe, !!timestamp now
+        said = "a value is too long or not what it seems, or the nesting too deep"
+        raise InputError(f"{source}: not settings: {said}.") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{source}: settings are one YAML mapping, with lines such as `steps: 100`.")
+    return {str(key): value for key, value in values.items()}
 
 
 def kind_of(hint: Any) -> tuple[Any, bool]:

@@ -386,8 +386,8 @@ def test_another_length_or_batch_replaces_what_hangs_on_it():
 # --config and settings.json
 
 
-def config(tmp_path, content: object) -> tuple[str, str]:
-    path = tmp_path / "config.json"
+def config(tmp_path, content: object, name: str = "config.json") -> tuple[str, str]:
+    path = tmp_path / name
     path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
     return "--config", str(path)
 
@@ -426,7 +426,8 @@ def test_typed_wins_over_the_file_and_the_file_over_defaults_and_demo(tmp_path):
         ({"": 1}, "Unknown option"),
         ({"steps": 5, "max_steps": 6}, "max_steps"),
         ({"steps": "five"}, "steps: 'five'"),
-        ({"steps": [5]}, "steps"),
+        ({"steps": [5]}, "steps: a list is no value of --steps"),
+        ({"steps": {"most": 5}}, "steps: a mapping is no value of --steps"),
         ({"steps": 5.5}, "steps"),
         ({"model": ["gpt2"]}, "--model"),
         ({"gpu_limit": "11GBs"}, "'11GBs' is not a size"),
@@ -443,6 +444,62 @@ def test_typed_wins_over_the_file_and_the_file_over_defaults_and_demo(tmp_path):
 )
 def test_a_bad_config_is_one_sentence_that_says_where(tmp_path, content, says):
     assert says in refusal(*config(tmp_path, content))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "config.YML"])
+def test_a_config_in_yaml_says_the_same(tmp_path, name):
+    content = """
+# a comment
+learning_rate: 1e-4  # text in YAML 1.1
+max_steps: 5
+gpu-limit: 8GiB
+ram_limit_bytes: 2147483648
+warmup_ratio: .5
+plan_only: yes
+recompute: off  # false in YAML 1.1
+resume: never
+eval_data:
+run_name: "7"
+report_to: all
+"""
+    chosen = dict(lr=1e-4, steps=5, gpu_limit_bytes=8 * GIB, ram_limit_bytes=2 * GIB, warmup_steps=0.5, plan_only=True)
+    chosen |= dict(recompute="off", resume="never", eval_data=None, run_name="7", report_to="all")
+    file = config(tmp_path, content, name)
+    assert parse(*file) == dataclasses.replace(LARGE, **chosen)
+    assert parse(*file, "--lr", "1").lr == 1.0
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("steps: 5\nstepz: 6\n", "config.yaml: Unknown option stepz: did you mean --steps?"),
+        ("steps: five", "steps: 'five' is not a whole number"),
+        ("lr: fast", "lr: 'fast' is not a number"),
+        ("steps: [5]", "steps: a list is no value of --steps"),
+        ("seq: 8\nlearning_rate:\n  top: 1e-4\n", "learning_rate: a mapping is no value of --lr"),
+        ("model: [gpt2]", "model: a list is no value of --model"),
+        ("steps: 2026-01-01", "steps: a date is no value of --steps"),
+        ("run_name: 2026-01-01", "run_name: a date is no value of --run-name"),
+        ("run_name: 7", "--run-name: 7 is not text"),
+        ("on: 5", "Unknown option True"),
+        ("lr: .nan", "lr"),
+        ("steps: 5\nmax_steps: 6", "max_steps is given twice"),
+        ("steps: 5\nseq: [8\n", "config.yaml:3: not valid YAML: "),
+        ("steps: 5\n\tseq: 8\n", "config.yaml:2: not valid YAML: "),
+        ("steps: 5\nmodel: \0\n", "config.yaml:2: not valid YAML: "),
+        ("steps: !!python/object:os.system 5", "config.yaml:1: not valid YAML: "),
+        ("steps: 5\n---\nsteps: 6\n", "config.yaml:2: not valid YAML: "),
+        ("? [steps]\n: 5\n", "config.yaml:1: not valid YAML: "),
+        ("steps: " + "9" * 5000, "too long"),
+        *[(f"steps: {value}", "not what it seems") for value in ("2026-13-01", "!!bool maybe", "!!timestamp now")],
+        ("[" * 10_000, "too deep"),
+        ("", "one YAML mapping"),
+        ("- steps", "one YAML mapping"),
+    ],
+)
+def test_a_bad_config_in_yaml_is_one_sentence_that_says_where(tmp_path, content, says):
+    message = refusal(*config(tmp_path, content, "config.yaml"))
+    assert says in message and "\n" not in message
 
 
 def test_a_config_that_cannot_be_read_is_named(tmp_path):
@@ -521,12 +578,13 @@ def test_any_command_line_gives_settings_or_one_sentence_or_help(words):
     )
 )
 def test_any_config_gives_settings_or_one_sentence(tmp_path_factory, content):
-    path = tmp_path_factory.getbasetemp() / "any.json"
-    path.write_text(json.dumps(content))
-    try:
-        assert isinstance(parse("--config", str(path)), Settings)
-    except InputError as error:
-        assert str(error)
+    for name in ("any.json", "any.yaml"):  # for JSON is YAML
+        path = tmp_path_factory.getbasetemp() / name
+        path.write_text(json.dumps(content))
+        try:
+            assert isinstance(parse("--config", str(path)), Settings)
+        except InputError as error:
+            assert str(error)
 
 
 def test_nothing_is_written(tmp_path, monkeypatch):

@@ -12,10 +12,12 @@ import shutil
 import textwrap
 from dataclasses import Field, asdict, fields
 from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType
 
 from lowmem.errors import InputError
 from lowmem.run.options import FLAGS, NAMES, OPTIONS, REFUSED, TITLES, switch
-from lowmem.settings import DEMO, Settings, option_name, read_json_object
+from lowmem.settings import DEMO, Settings, option_name, read_json_object, read_yaml_object
 from lowmem.units import format_size
 
 
@@ -97,7 +99,7 @@ def _build_parser(defaults: Settings) -> argparse.ArgumentParser:
             section = parser.add_argument_group(TITLES[item.name])
         name, metavar = option_name(item.name), item.metadata["metavar"] or OPTIONS[item.name][0]
         section.add_argument(name, metavar=metavar, help=_help(item, defaults), **_keywords(name[2:]))
-    config_help = "settings.json of another run, or any JSON object of options; what is typed wins over it"
+    config_help = "settings.json of another run, or options in JSON or YAML (.yaml, .yml); what is typed wins over it"
     section.add_argument("--config", metavar="FILE", help=f"{config_help} (default: none)")
 
     visible = {option_name(field) for field in OPTIONS}
@@ -108,17 +110,22 @@ def _build_parser(defaults: Settings) -> argparse.ArgumentParser:
 
 
 def _read_config(path: str) -> dict[str, object]:
-    """The settings in a file, by field; its keys are names of fields or options, sizes may be text."""
+    """The settings in a file, by field: YAML where its name ends so, else JSON. Its keys are names of fields or
+    options, sizes may be text."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             content = file.read()
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that cannot be
         raise InputError(f"--config {path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     chosen: dict[str, object] = {}
-    for key, value in read_json_object(content, path).items():
+    read = read_yaml_object if Path(path).suffix.lower() in (".yaml", ".yml") else read_json_object
+    for key, value in read(content, path).items():
         if _dashed(key) not in NAMES:
             raise InputError(f"{path}: {_explain_unknown(key)}")
         field, parse = NAMES[_dashed(key)]
+        if not isinstance(value, str | int | float | NoneType):  # what JSON and YAML have for text, numbers, switches
+            kind = {list: "a list", dict: "a mapping"}.get(type(value), f"a {type(value).__name__}")
+            raise InputError(f"{path}: {key}: {kind} is no value of {option_name(field)}.")
         if value is not None and parse is not str:
             try:
                 value = parse(value if isinstance(value, str) else json.dumps(value))
