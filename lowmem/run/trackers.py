@@ -104,10 +104,13 @@ class Trackers:
 
 
 def wandb_mode(settings: Settings) -> str:
-    """What was typed for it; else what WANDB_MODE says, unless what was typed to report to leaves wandb out."""
+    """What was typed for it; else WANDB_MODE, unless the trackers were typed and wandb is not among them."""
     named = settings.reports_to("wandb")
-    unless = settings.report_to is None or named
-    return settings.wandb or (unless and os.environ.get("WANDB_MODE")) or ("online" if named else "disabled")
+    if settings.wandb is not None:
+        return settings.wandb
+    if settings.report_to is not None and not named:
+        return "disabled"
+    return os.environ.get("WANDB_MODE") or ("online" if named else "disabled")
 
 
 def charts(row: dict, tokens: int) -> dict[str, float]:
