@@ -14,8 +14,8 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from types import NoneType
-from typing import Any, Literal, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from lowmem.errors import InputError
 from lowmem.units import GIB, MIB, format_size, parse_interval
@@ -26,6 +26,14 @@ _ALONE = ("none", "all")  # of them: words that stand alone
 DEFAULT_EPOCHS = 1.0  # the length of a run that was given neither steps nor epochs
 MOST_TOKENS = 2**26  # of a step; four times Llama 3's largest. Planning takes longer the more there are
 AUTO = "auto, the planner chooses"  # where "auto" stands for None
+
+
+Specs = str | tuple[str, ...]  # names of texts; one is no tuple
+
+
+def each(specs: Specs | None) -> tuple[str, ...]:
+    """Those names, one by one."""
+    return (specs,) if isinstance(specs, str) else specs or ()
 
 
 def _option(default: Any, help: str, metavar: str = "", shown: str = "") -> Any:
@@ -45,9 +53,11 @@ class Settings:
                                                     "download")
     demo: bool = _option(False, "train the small demonstration model; options that you type still hold")
 
-    data: str = _option("python-stdlib", "python-stdlib, wikitext, codeparrot, a hub dataset org/name[:config], or a "
-                        "file, folder or quoted pattern (.txt .md .py .jsonl .json .csv .parquet)", "SPEC")
-    eval_data: str | None = _option(None, "held-out text, written like --data", "SPEC", "a share of --data is held out")
+    data: Specs = _option("python-stdlib", "python-stdlib, wikitext, codeparrot, a hub dataset org/name[:config], or a "
+                        "file, folder or quoted pattern (.txt .md .py .jsonl .json .csv .parquet); several times for "
+                        "several, each with its weight", "SPEC[=X]")
+    eval_data: Specs | None = _option(None, "held-out text, written like --data, without a weight", "SPEC",
+                                      "a share of --data is held out")
     eval_fraction: float = _option(0.01, "share of --data that is held out, between 0 and 1")
     text_field: str = _option("text", "the column that holds the text", "NAME")
     train_on: Literal["completion", "all"] = _option("completion", "for prompts with answers: learn the answers only, "
@@ -190,7 +200,7 @@ class Settings:
         if len(named) > 1 and not named.isdisjoint(_ALONE):
             yield f"--report-to {self.report_to}: none and all stand alone."
         for name in _TEXTS:
-            if getattr(self, name) is not None and ("\0" in getattr(self, name) or not getattr(self, name).strip()):
+            if any("\0" in text or not text.strip() for text in each(getattr(self, name))):
                 yield f"{option_name(name)} must not be empty."
 
     def _reported_to(self) -> set[str]:
@@ -267,8 +277,13 @@ def read_yaml_object(text: str, source: str) -> dict[str, object]:
 
 def kind_of(hint: Any) -> tuple[Any, bool]:
     """What a field of type `hint` holds (int, float, str, bool or a Literal), and whether it may be None."""
-    kinds = get_args(hint) if NoneType in get_args(hint) else (hint,)
-    return kinds[0], len(kinds) > 1
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return kinds[0], NoneType in kinds
+
+
+def may_be_several(hint: Any) -> bool:
+    """Whether a field of type `hint` holds Specs."""
+    return tuple[str, ...] in get_args(hint)
 
 
 def _checked(name: str, hint: Any, value: object) -> object:
@@ -278,6 +293,8 @@ def _checked(name: str, hint: Any, value: object) -> object:
             return parse_interval(SAVE_EVERY if value is None else str(value))
         except ValueError as error:
             raise InputError(f"{option_name(name)}: {error}.") from None
+    if may_be_several(hint) and type(value) in (list, tuple) and value and all(type(spec) is str for spec in value):
+        return tuple(value) if len(value) > 1 else value[0]
     kind, optional = kind_of(hint)
     choices = get_args(kind)
     if value is None and optional or type(value) is kind is not float or type(value) is str and value in choices:

@@ -41,7 +41,8 @@ def gpt2_tokenizer():
 
 @pytest.fixture(scope="session")
 def train(text):
-    """Runs the Large script on `text`; returns its exit code. What was planned before is not planned again."""
+    """Runs the Large script on `text`, or the --data that is given; returns its exit code. What was planned before is
+    not planned again."""
     from unittest.mock import patch
 
     from runs import SCRIPTS, SMALL, remembering
@@ -49,8 +50,9 @@ def train(text):
     from lowmem.run.main import main
 
     def run(out: Path, *options: str) -> int:
+        data = [] if "--data" in options else ["--data", str(text)]
         with patch("lowmem.run.train.process_aside", remembering):
-            return main(SCRIPTS["large"].SETTINGS, [*SMALL, "--data", str(text), "--out", str(out), *options])
+            return main(SCRIPTS["large"].SETTINGS, [*SMALL, *data, "--out", str(out), *options])
 
     return run
 

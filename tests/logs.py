@@ -40,5 +40,5 @@ def started(
     folder: Path, first_step: int = 0, last_step: int = 10, eval_first: float | None = None, **settings
 ) -> RunLog:
     log = RunLog(folder, Settings(**settings))
-    log.start(first_step, last_step, PLAN, eval_first)
+    log.start(first_step, last_step, PLAN, None if eval_first is None else {"eval_loss": eval_first})
     return log

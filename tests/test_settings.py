@@ -71,7 +71,10 @@ OPTION_VALUES = [
     ("--model gpt2", "model", "gpt2"),
     ("--init random", "init", "random"),
     ("--data org/name:config", "data", "org/name:config"),
+    ("--data a.txt --data b.txt=2 --data a.txt", "data", ("a.txt", "b.txt=2", "a.txt")),
+    ("--train-file a.txt --train_file b.txt", "data", ("a.txt", "b.txt")),
     ("--eval-data held.jsonl", "eval_data", "held.jsonl"),
+    ("--eval-data held.jsonl --eval-data wikitext", "eval_data", ("held.jsonl", "wikitext")),
     ("--eval-fraction 0.1", "eval_fraction", 0.1),
     ("--text-field content", "text_field", "content"),
     ("--chat-template-path chat.jinja", "chat_template", "chat.jinja"),
@@ -142,7 +145,7 @@ def test_an_option_sets_its_field_and_nothing_else(line, field, value):
     underscored = "--" + name[2:].replace("-", "_")
     assert parse(name, *values, defaults=defaults) == expected
     assert parse(underscored, *values, defaults=defaults) == expected
-    if values:
+    if len(values) == 1:
         assert parse(f"{underscored}={values[0]}", defaults=defaults) == expected
 
 
@@ -407,6 +410,15 @@ def test_a_config_takes_fields_options_and_aliases_and_sizes_as_text(tmp_path):
     assert parse(*config(tmp_path, content)) == dataclasses.replace(LARGE, **chosen)
 
 
+def test_a_config_may_name_several_texts(tmp_path):
+    names = ["a.txt", "b.txt=2"]
+    assert parse(*config(tmp_path, {"data": names, "eval_data": ["c.txt"]})) == dataclasses.replace(
+        LARGE, data=tuple(names), eval_data="c.txt"
+    )
+    assert parse(*config(tmp_path, "data: [a.txt, b.txt=2]\n", "config.yaml")).data == tuple(names)
+    assert parse(*config(tmp_path, {"data": names}), "--data", "d.txt").data == "d.txt"
+
+
 def test_typed_wins_over_the_file_and_the_file_over_defaults_and_demo(tmp_path):
     file = config(tmp_path, {"seq": 128, "steps": 7, "demo": True})
     assert (parse(*file).seq, parse(*file).steps, parse(*file).batch) == (128, 7, DEMO["batch"])
@@ -430,6 +442,9 @@ def test_typed_wins_over_the_file_and_the_file_over_defaults_and_demo(tmp_path):
         ({"steps": {"most": 5}}, "steps: a mapping is no value of --steps"),
         ({"steps": 5.5}, "steps"),
         ({"model": ["gpt2"]}, "--model"),
+        ({"data": []}, "--data: [] is not text"),
+        ({"data": ["a.txt", 5]}, "--data: ['a.txt', 5] is not text"),
+        ({"data": ["a.txt", " "]}, "--data must not be empty"),
         ({"gpu_limit": "11GBs"}, "'11GBs' is not a size"),
         ({"seq": None}, "--seq"),
         ('{"lr": NaN}', "lr"),

@@ -8,14 +8,18 @@
     load                  a saved model into its places, against safetensors' own reading into as many tensors
     draw                  random weights, against as many numbers drawn by torch
     save                  a checkpoint with AdamW's states, against the same bytes in one file and one fsync
+    tokenize              TEXT_BYTES of text in one file, from its bytes to the tokens of a run, with GPT-2's vocabulary
+                          and all cores (tokenize.py), against the tokenizer alone; then as a run that goes on
 
 Work and plain code take turns; of each the least of REPEATS counts, which is what other processes disturb least.
+Tokenizing takes half a minute and is done once a round.
 """
 
 import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +31,7 @@ MODEL, SEQ, BATCH, MICRO_BATCH = "gpt2", 64, 4, 2
 VOCABULARY = 50257
 CARD = "rtx3060"
 REPEATS = 3
+TEXT_BYTES = 200_000_000
 PLANS = {"plan large": "train_gpt2_large.py", "plan xl": "train_gpt2_xl.py"}
 
 
@@ -56,6 +61,30 @@ def planned(case: str, tree: Path) -> dict:
             raise RuntimeError(f"{' '.join(command)} ended with exit code {process.returncode}")
     times = Times(usage.ru_utime + usage.ru_stime, time.perf_counter() - began)
     return vars(times) | {"ram_peak_bytes": usage.ru_maxrss * 1024}
+
+
+def tokenized(tree: Path) -> dict:
+    """Of a run in `tree` that begins on a long text, and of one that goes on; its RAM is what it grew by meanwhile."""
+    program = ROOT / "experiments" / "bench" / "tokenize.py"
+    with tempfile.TemporaryDirectory() as folder:
+        make_text(Path(folder) / "text.txt", TEXT_BYTES)
+        # A file's path would put its folder, and so this tree's code, before `tree`.
+        command = [sys.executable, "-c", program.read_text(), folder]
+        result = subprocess.run(command, cwd=tree, stdout=subprocess.PIPE, text=True, check=True)
+        *_, last = result.stdout.splitlines()
+    return json.loads(last)
+
+
+def make_text(path: Path, size_bytes: int) -> None:
+    """Python sources that are installed here, as UTF-8, in an order that does not change."""
+    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")]
+    with open(path, "wb") as file:
+        for source in (source for folder in folders for source in sorted(Path(folder).rglob("*.py"))):
+            content = source.read_bytes().decode(errors="ignore").encode()
+            file.write(content[: size_bytes - file.tell()])
+            if file.tell() == size_bytes:
+                return
+    raise RuntimeError(f"there are only {path.stat().st_size:,} bytes of text here, and not {size_bytes:,}")
 
 
 def step(folder: Path) -> tuple[Work, Work, float, str]:
@@ -145,7 +174,7 @@ def save(folder: Path) -> tuple[Work, Work, float, str]:
 
 
 IN_PROCESS = {"step": step, "load": load, "draw": draw, "save": save}
-CASES = (*PLANS, *IN_PROCESS)
+CASES = (*PLANS, *IN_PROCESS, "tokenize")
 
 
 def _made():

@@ -15,6 +15,7 @@ WHAT = {
     "load": "load GPT-2 / safetensors' own reading",
     "draw": "random weights of GPT-2 / torch's numbers",
     "save": "a checkpoint of GPT-2 / its bytes in one file",
+    "tokenize": "tokens of 200 MB in one text / the tokenizer alone",
 }
 
 

@@ -1,7 +1,7 @@
 """What is the same for every peer: the weights to begin with, the batches, how far the weights got from the reference.
 
 Weights lie in folders that `from_pretrained` loads, for that is how the peers' documentation begins; without dropout,
-whose masks no two systems draw alike. Batches are lowmem's own (lowmem/data/dataset.py), the learning rate is constant;
+whose masks no two systems draw alike. Batches are lowmem's own (lowmem/data/batches.py), the learning rate is constant;
 clipping and weight decay (of matrices only) are as in every run of lowmem.
 """
 
@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from experiments.peers.case import Case
 from lowmem.core.batch import Batch
-from lowmem.data.dataset import Rows, load_data
+from lowmem.data.batches import Batches
+from lowmem.data.dataset import load_data
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.models.build import build_model, load_config
 from lowmem.models.export import export_model
@@ -84,7 +85,7 @@ def _square(difference: Tensor) -> float:
     return torch.linalg.vector_norm(difference, dtype=torch.float64).item() ** 2
 
 
-def batches(case: Case) -> Rows:
+def batches(case: Case) -> Batches:
     """The training's batches: `batches(case).batch(step)`, steps counted from 0."""
     config = load_config(str(case.initial), "pretrained")
     tokenizer = load_tokenizer(str(case.initial), "pretrained", config.vocab_size)

@@ -360,9 +360,7 @@ class TrainingStep:
                 part.gradient = None
 
 
-def mean_loss(step: TrainingStep, rows, batches: int) -> float | None:
-    """Loss per token of `rows` (dataset.Rows), in nats, over at most `batches` of its batches; None if it has none."""
-    if len(rows) == 0:
-        return None
-    sums = [step.evaluate(rows.batch(index)) for index in range(min(batches, len(rows)))]
-    return math.fsum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
+def summed_loss(step: TrainingStep, batches, limit: int) -> tuple[float, int]:
+    """(loss in nats, tokens) of at most `limit` of `batches` (lowmem/data/batches.py)."""
+    sums = [step.evaluate(batches.batch(index)) for index in range(min(limit, len(batches)))]
+    return math.fsum(loss for loss, _ in sums), sum(tokens for _, tokens in sums)

@@ -1,149 +1,40 @@
-"""From documents to batches: rows without hidden state, labels that say what is trained.
-
-Text is **packed**: every document is followed by an end-of-text token, all are laid end to end and cut into rows of
-T inputs; row r reads tokens rT .. rT + T, so neighbouring rows share one token (the last label of one is the first
-input of the next) and no prediction is lost. Attention crosses document ends inside a row, as when GPT-2 was trained,
-unless a document mask is asked for: then positions restart after each end-of-text token, and nobody is asked to predict
-the first token of a document from the end of the one before.
-
-**Examples** (conversations, prompts with completions) are never joined: one per row, padded on the right to the longest
-of the batch. Right padding needs no attention mask: attention is causal, so no real token sees what stands after it,
-and the outputs at padding are not trained (label -100, set by position: the padding id may be the end-of-text id, and
-the true end-of-text is trained all the same).
-
-A batch is a pure function of (seed, step). Epoch e is a permutation drawn from a generator seeded with (seed, e);
-nothing remembers a position, so a resumed run reads exactly what the uninterrupted one would have read.
-"""
+"""A run's data: what the settings name, read, tokenized, held out in part, and cut into batches."""
 
 import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lowmem.core.batch import Batch
-from lowmem.core.loss import IGNORED as IGNORED_LABEL
+from lowmem.data.batches import Batches, Rows
 from lowmem.data.chat_templates import set_chat_template
 from lowmem.data.documents import Documents, hold_out, read_documents
-from lowmem.data.prepared import Preparation, content_key
-from lowmem.data.sources import open_source
+from lowmem.data.prepared import Part, Preparation, content_key
+from lowmem.data.sources import Record, Source, open_source
 from lowmem.data.stored import ArrayFolder
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import InputError
-from lowmem.settings import Settings
+from lowmem.settings import Settings, each
 
 STREAMED_EVALUATION_ROWS = 1024
 
 
-class Rows:
-    """A deterministic sequence of batches of `batch_rows` rows over `documents`.
-
-    With a `seed` it is endless, every epoch in another order, and a batch may straddle two epochs. With `seed` None
-    (for evaluation) rows come in their order, the last batch may be smaller, and batch i is batch i modulo `len()`.
-    `fixed` makes every batch the first one, which is then a whole epoch.
-    """
-
-    def __init__(
-        self,
-        documents: Documents,
-        seq: int,
-        batch_rows: int,
-        seed: int | None,
-        end_of_text: int,
-        document_mask: bool = False,
-        fixed: bool = False,
-    ):
-        self.documents, self.seq, self.batch_rows, self.seed = documents, seq, batch_rows, seed
-        self.end_of_text, self.document_mask, self.fixed = end_of_text, document_mask, fixed
-        self.offsets = np.concatenate([[0], np.cumsum(documents.lengths)])
-        self.rows = max(len(documents.tokens) - 1, 0) // seq if documents.packed else len(documents.lengths)
-        self._order = functools.lru_cache(maxsize=2)(self._permutation)  # what is cached can always be made again
-
-    def __len__(self) -> int:
-        """Batches that hold every row once."""
-        return math.ceil(self.rows / self.batch_rows)
-
-    @property
-    def steps_per_epoch(self) -> float:
-        return 1.0 if self.fixed else self.rows / self.batch_rows
-
-    def batch(self, step: int) -> Batch:
-        """The batch of optimizer step `step`, counted from 0."""
-        rows = self._rows_of(step)
-        return self._packed(rows) if self.documents.packed else self._padded(rows)
-
-    def where(self, step: int) -> list[str]:
-        """Where the texts of training batch `step` were read, in its order: ["a.jsonl:17-23", "book.txt at 41.20%"]."""
-        found = []
-        for row in self._rows_of(step).tolist():
-            if not self.documents.packed:
-                found += self.documents.where(slice(row, row + 1))
-                continue
-            start = row * self.seq
-            first, last = np.searchsorted(self.offsets, [start, start + self.seq], side="right") - 1
-            names = self.documents.where(slice(first, last + 1))
-            if first == last:  # a piece of a long document
-                names = [f"{names[0]} at {(start - self.offsets[first]) / self.documents.lengths[first]:.2%}"]
-            found += names
-        return list(dict.fromkeys(found))
-
-    def _rows_of(self, step: int) -> np.ndarray:
-        step = 0 if self.fixed else step
-        if self.seed is None:
-            start = step % len(self) * self.batch_rows
-            return np.arange(start, min(start + self.batch_rows, self.rows))
-        places = np.arange(step * self.batch_rows, (step + 1) * self.batch_rows)
-        return np.array([self._order(int(place) // self.rows)[place % self.rows] for place in places])
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        # RandomState and not default_rng: numpy promises that its stream never changes, so old runs can be resumed.
-        generator = np.random.MT19937(np.random.SeedSequence([self.seed, epoch]))
-        return np.random.RandomState(generator).permutation(self.rows)
-
-    def _packed(self, rows: np.ndarray) -> Batch:
-        starts = rows * self.seq
-        tokens = np.stack([self.documents.tokens[start : start + self.seq + 1] for start in starts]).astype(np.int64)
-        input_ids, labels = tokens[:, :-1], tokens[:, 1:]
-        if not self.document_mask:
-            return Batch(_tensor(input_ids), _tensor(labels))
-        ends = input_ids == self.end_of_text
-        starts = np.concatenate([np.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)  # the first position after an end
-        places = np.arange(self.seq)
-        return Batch(
-            _tensor(input_ids),
-            _tensor(np.where(ends, IGNORED_LABEL, labels)),
-            _tensor(places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)),
-            _tensor(np.cumsum(starts, axis=1, dtype=np.int32)),
-        )
-
-    def _padded(self, rows: np.ndarray) -> Batch:
-        lengths = self.documents.lengths[rows] - 1  # the last token is only a label
-        input_ids = np.full((len(rows), lengths.max()), self.end_of_text, np.int64)
-        labels = np.full_like(input_ids, IGNORED_LABEL)
-        for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            span = slice(self.offsets[row], self.offsets[row + 1])
-            tokens = self.documents.tokens[span].astype(np.int64)
-            input_ids[index, :length] = tokens[:-1]
-            labels[index, :length] = np.where(self.documents.trained[span], tokens, IGNORED_LABEL)[1:]
-        return Batch(_tensor(input_ids), _tensor(labels))
-
-
 @dataclass(frozen=True)
 class Data:
-    """A run's batches. `evaluation` has no rows (and length 0) where nothing could or should be held out. `fingerprint`
-    changes with any token, the vocabulary, or how rows are cut; `description` is to be said in the log. `keep` gives
-    the tokens their place in the run's folder, for who goes on from there; `close` removes them if it was not called.
+    """A run's batches. `evaluations`: of each text that is held out, none where nothing could or should be.
+    `fingerprint` changes with any token, the vocabulary, or how rows are cut; `description` is to be said in the log.
+    `keep` gives the tokens their place in the run's folder, for who goes on from there; `close` removes them if it was
+    not called.
     """
 
-    train: Rows
-    evaluation: Rows
+    train: Batches
+    evaluations: tuple[Batches, ...]
     fingerprint: str
     description: str
     keep: Callable[[], None]
@@ -156,53 +47,81 @@ def load_data(
     """Read, tokenize, hold out and cut into rows, as the settings say; `vocabulary_size`: ids that the model embeds;
     `folder`: the run's, where the tokens are looked for first and, once `Data.keep` is called, kept.
 
-    Held out is what `eval_data` names, or the source's own validation split, or `eval_fraction` of the training source
-    (by document). `steps` bounds what is read of a streamed source. Raises InputError with the place in the data.
+    Held out is what `eval_data` names, or of each source its own validation split, or `eval_fraction` of it (by
+    document). `steps` bounds what is read of a streamed source. Raises InputError with the place in the data.
     """
     if settings.chat_template is not None:
         set_chat_template(tokenizer, settings.chat_template)
-    seq, batch, steps, eval_data = settings.seq, settings.batch, settings.steps, settings.eval_data
-    source = open_source(settings.data, settings.text_field, steps)
-    evaluated = source if eval_data is None else open_source(eval_data, settings.text_field, steps)
+    seq, batch, steps = settings.seq, settings.batch, settings.steps
+    sources, evaluated = (
+        [open_source(spec, settings.text_field, steps) for spec in each(specs)]
+        for specs in (settings.data, settings.eval_data)
+    )
+    for source in evaluated:
+        if source.weight != 1:
+            raise InputError(f"--eval-data {source.name}: held-out texts have no weight; each is read once")
     needed_rows = batch if settings.fixed_batch else math.ceil((steps or 0) * batch / (1 - settings.eval_fraction)) + 1
-    rows_limit = needed_rows if source.streamed else None
 
-    def read(folder: ArrayFolder) -> tuple[Documents, Documents, str]:
-        load = functools.partial(
-            read_documents,
-            text_field=settings.text_field,
-            train_on=settings.train_on,
-            tokenizer=tokenizer,
-            seq=seq,
-            vocabulary_size=vocabulary_size,
-            folder=folder,
-        )
-        train = load(source, source.train, rows_limit=rows_limit)
-        if eval_data is None and source.evaluation is None:
-            return hold_out(train, settings.eval_fraction, seq, folder)
-        records = evaluated.train if evaluated.evaluation is None else evaluated.evaluation
-        evaluation = load(evaluated, records, rows_limit=STREAMED_EVALUATION_ROWS if evaluated.streamed else None)
-        return train, evaluation, f"evaluated on {evaluated.name}" + "".join(f", {note}" for note in evaluation.notes)
+    def read(folder: ArrayFolder) -> list[Part]:
+        def load(source: Source, records: Iterable[Record], rows_limit: int) -> Documents:
+            return read_documents(
+                source,
+                records,
+                text_field=settings.text_field,
+                train_on=settings.train_on,
+                rows_limit=rows_limit if source.streamed else None,
+                tokenizer=tokenizer,
+                seq=seq,
+                vocabulary_size=vocabulary_size,
+                folder=folder,
+            )
 
-    key = content_key(settings, tokenizer, vocabulary_size, rows_limit, [source, evaluated])
+        def held_out_of(source: Source) -> Part:
+            records = source.train if source.evaluation is None else source.evaluation
+            documents = load(source, records, STREAMED_EVALUATION_ROWS)
+            return Part(None, documents, ", ".join([f"evaluated on {source.name}", *documents.notes]))
+
+        parts = []
+        for source in sources:
+            train = load(source, source.train, needed_rows)
+            if evaluated:
+                parts.append(Part(train, None, ""))
+            elif source.evaluation is not None:
+                parts.append(held_out_of(source)._replace(train=train))
+            else:
+                parts.append(Part(*hold_out(train, settings.eval_fraction, seq, folder)))
+        return [*_apart(parts, folder), *map(held_out_of, evaluated)]
+
+    key = content_key(settings, tokenizer, vocabulary_size, needed_rows, sources, evaluated)
     preparation = Preparation(folder, key)
-    train, evaluation, held_out = preparation.find(tokenizer) or preparation.make(read)
+    parts = preparation.find(tokenizer) or preparation.make(read)
     try:
-        end_of_text = tokenizer.eos_token_id
-        train_rows = Rows(train, seq, batch, settings.seed, end_of_text, settings.document_mask, settings.fixed_batch)
-        evaluation_rows = Rows(evaluation, seq, batch, None, end_of_text, settings.document_mask)
-        for name, rows in ((source.name, train_rows), *([(eval_data, evaluation_rows)] if eval_data else [])):
-            if rows.rows == 0:
+        rows_of = [
+            _Rows(
+                source.name,
+                part.train and Rows(source.spec, part.train, seq, source.weight),
+                part.evaluation and Rows(source.spec, part.evaluation, seq),
+                part.held_out,
+            )
+            for source, part in zip([*sources, *evaluated], parts, strict=True)
+        ]
+        trained = [rows.train for rows in rows_of if rows.train is not None]
+        held_out = [rows.evaluation for rows in rows_of if rows.evaluation is not None]
+        for rows in (*trained, *(held_out if evaluated else [])):
+            if rows.count == 0:
                 raise InputError(
-                    f"{name}: its {len(rows.documents.tokens)} tokens do not fill one row of {seq} (+ 1); "
+                    f"{rows.name}: its {len(rows.documents.tokens)} tokens do not fill one row of {seq} (+ 1); "
                     f"give more text or a smaller --seq"
                 )
+        end_of_text, mask = tokenizer.eos_token_id, settings.document_mask
+        train = Batches(trained, batch, settings.seed, end_of_text, mask, settings.fixed_batch)
+        evaluations = [Batches([rows], batch, None, end_of_text, mask) for rows in held_out]
         return Data(
-            train_rows,
-            evaluation_rows,
-            _fingerprint(tokenizer, train_rows, evaluation_rows),
-            _describe(source.name, train_rows, tokenizer) + f"; {held_out}: {evaluation_rows.rows:,} rows.",
-            keep=functools.partial(preparation.keep, train, evaluation, held_out, tokenizer),
+            train,
+            tuple(batches for batches in evaluations if len(batches)),
+            _fingerprint(tokenizer, train, *evaluations),
+            _describe(rows_of, train, tokenizer),
+            keep=functools.partial(preparation.keep, parts, tokenizer),
             close=preparation.close,
         )
     except BaseException:
@@ -210,37 +129,69 @@ def load_data(
         raise
 
 
-def _fingerprint(tokenizer: PreTrainedTokenizerBase, *all_rows: Rows) -> str:
+class _Rows(NamedTuple):
+    """A source's Part, cut into rows."""
+
+    source: str
+    train: Rows | None
+    evaluation: Rows | None
+    held_out: str
+
+
+def _apart(parts: list[Part], folder: ArrayFolder) -> list[Part]:
+    """`parts` without training documents that are held out of another of them."""
+    found = []
+    for part in parts:
+        others = [other.evaluation.keys for other in parts if other is not part and other.evaluation is not None]
+        elsewhere = np.isin(part.train.keys, np.concatenate([*others, np.empty(0, np.uint64)]))
+        if elsewhere.any():
+            notes = (*part.train.notes, f"{elsewhere.sum():,} of its documents left out, as other --data hold them out")
+            part = part._replace(train=replace(part.train.select(~elsewhere, folder), notes=notes))
+        found.append(part)
+    return found
+
+
+def _fingerprint(tokenizer: PreTrainedTokenizerBase, train: Batches, *evaluations: Batches) -> str:
     digest = hashlib.blake2b(json.dumps(sorted(tokenizer.get_vocab().items())).encode(), digest_size=16)
-    for rows in all_rows:
-        documents = rows.documents
-        settings = (rows.seq, rows.document_mask, rows.fixed, documents.packed, str(documents.tokens.dtype))
-        digest.update(repr(settings).encode())
-        for chunk in documents.tokens.chunks():
-            digest.update(chunk)
-        if documents.trained is not None:
-            digest.update(documents.lengths)
-            for chunk in documents.trained.chunks():
+    for batches in (train, *evaluations):
+        for rows in batches.parts:
+            documents = rows.documents
+            settings = (rows.seq, batches.document_mask, batches.fixed, documents.packed, str(documents.tokens.dtype))
+            digest.update(repr(settings if rows.weight == 1 else (*settings, rows.weight)).encode())
+            for chunk in documents.tokens.chunks():
                 digest.update(chunk)
+            if documents.trained is not None:
+                digest.update(documents.lengths)
+                for chunk in documents.trained.chunks():
+                    digest.update(chunk)
     return digest.hexdigest()
 
 
-def _describe(name: str, rows: Rows, tokenizer: PreTrainedTokenizerBase) -> str:
+def _describe(rows_of: list[_Rows], train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A line for each text, and one for what they are mixed to; one line in all for one text that is trained on."""
+    lines = []
+    for rows in rows_of:
+        said = [] if rows.train is None else [_describe_rows(rows.source, rows.train, train.document_mask, tokenizer)]
+        said += [] if rows.evaluation is None else [f"{rows.held_out}: {rows.evaluation.count:,} rows."]
+        lines.append("; ".join(said))
+    if len(train.parts) == 1 and train.parts[0].weight == 1:
+        return "; ".join(lines)
+    shares = (f"{rows.in_epoch:,} of {rows.name} ({rows.in_epoch / train.rows:.1%})" for rows in train.parts)
+    return "\n".join([*lines, f"an epoch has {train.rows:,} rows: {', '.join(shares)}"])
+
+
+def _describe_rows(source: str, rows: Rows, document_mask: bool, tokenizer: PreTrainedTokenizerBase) -> str:
     documents = rows.documents
     unit = "tokens, one per byte (no tokenizer came with the model)" if is_byte_level(tokenizer) else "tokens"
     if documents.packed:
         kind = "documents"
-        unused = len(documents.tokens) - 1 - rows.rows * rows.seq
-        rest = f"packed into {rows.rows:,} rows of {rows.seq:,} ({unused:,} unused); " + (
+        unused = len(documents.tokens) - 1 - rows.count * rows.seq
+        rest = f"packed into {rows.count:,} rows of {rows.seq:,} ({unused:,} unused); " + (
             "attention stops at a document's end, which is not asked to predict the next document"
-            if rows.document_mask
+            if document_mask
             else "attention crosses document ends (--document-mask off)"
         )
     else:
         kind, rest = "examples", f"one per row; {documents.description}"
-    text = f"{name}: {len(documents.lengths):,} {kind}, {len(documents.tokens):,} {unit}, {rest}"
+    text = f"{source}: {len(documents.lengths):,} {kind}, {len(documents.tokens):,} {unit}, {rest}"
     return "; ".join([text, *documents.notes])
-
-
-def _tensor(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array))

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -32,8 +33,15 @@ from lowmem.files import CHUNK_BYTES, Manifest, flush_path, to_json, write, writ
 from lowmem.settings import Settings
 
 FOLDER, _PARTIAL, _CONTENT = "data", ".data-partial", "data.json"
-_SETTINGS = ("data", "eval_data", "eval_fraction", "text_field", "train_on", "seq")
-_PARTS = ("train", "evaluation")
+_SETTINGS = ("eval_fraction", "text_field", "train_on", "seq")
+
+
+class Part(NamedTuple):
+    """What one source gives: documents to train on or none, held-out ones or none, and what is said of the latter."""
+
+    train: Documents | None
+    evaluation: Documents | None
+    held_out: str
 
 
 class Preparation:
@@ -43,9 +51,9 @@ class Preparation:
         self._folder, self._key = folder, key
         self._arrays: ArrayFolder | None = None
 
-    def find(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Documents, Documents, str] | None:
-        """(training, held out, what was said of that), if they were kept under this key and are whole; the tokenizer
-        gets the chat template that they were written with."""
+    def find(self, tokenizer: PreTrainedTokenizerBase) -> list[Part] | None:
+        """The parts that were kept under this key, if they are whole; the tokenizer gets the chat template that they
+        were written with."""
         if self._folder is None:
             return None
         folder = self._folder / FOLDER
@@ -56,13 +64,16 @@ class Preparation:
                 return None
             for name in manifest.entries:
                 manifest.verify(name)
-            train, evaluation = (_documents(folder, content[part]) for part in _PARTS)
+            parts = [
+                Part(_documents(folder, part["train"]), _documents(folder, part["evaluation"]), part["held_out"])
+                for part in content["parts"]
+            ]
         except (LowmemError, OSError, ValueError, KeyError, TypeError):  # there is none, or it is damaged: made again
             return None
         tokenizer.chat_template = content["chat_template"]
-        return train, evaluation, content["held_out"]
+        return parts
 
-    def make(self, prepare: Callable[[ArrayFolder], tuple[Documents, Documents, str]]):
+    def make(self, prepare: Callable[[ArrayFolder], list[Part]]) -> list[Part]:
         """What `prepare` returns, its arrays in files that `keep` gives their place in the run's folder."""
         if self._folder is None:
             with tempfile.TemporaryDirectory() as place:  # open files outlive their names
@@ -77,22 +88,17 @@ class Preparation:
             self.close()
             raise
 
-    def keep(self, train: Documents, evaluation: Documents, held_out: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    def keep(self, parts: list[Part], tokenizer: PreTrainedTokenizerBase) -> None:
         """From here on the run's folder has them; nothing is done where it had them before."""
         if self._arrays is None:
             return
         partial, folder = self._arrays.path, self._folder / FOLDER
-        content = {"key": self._key, "held_out": held_out, "chat_template": tokenizer.chat_template}
-        used = set()
-        for part, documents in zip(_PARTS, (train, evaluation), strict=True):
-            content[part] = {item.name: getattr(documents, item.name) for item in fields(documents)}
-            for name, value in content[part].items():
-                if isinstance(value, np.ndarray):
-                    value = self._arrays.write([value.reshape(-1)], value.dtype)
-                if isinstance(value, StoredArray):
-                    used.add(value.path.name)
-                    place = {"file": value.path.name, "dtype": value.dtype.name}
-                    content[part][name] = place | {"start": value.start, "stop": value.stop}
+        used: set[str] = set()
+        kept = [
+            part._replace(train=self._kept(part.train, used), evaluation=self._kept(part.evaluation, used))._asdict()
+            for part in parts
+        ]
+        content = {"key": self._key, "chat_template": tokenizer.chat_template, "parts": kept}
         entries = {name: entry for name, entry in self._arrays.entries.items() if name in used}
         for name in self._arrays.entries.keys() - used:
             (partial / name).unlink()
@@ -103,6 +109,20 @@ class Preparation:
         partial.rename(folder)
         self._arrays = None
 
+    def _kept(self, documents: Documents | None, used: set[str]) -> dict | None:
+        """`documents` for the file that tells of them, their arrays in files whose names `used` gets."""
+        if documents is None:
+            return None
+        content = {item.name: getattr(documents, item.name) for item in fields(documents)}
+        for name, value in content.items():
+            if isinstance(value, np.ndarray):
+                value = self._arrays.write([value.reshape(-1)], value.dtype)
+            if isinstance(value, StoredArray):
+                used.add(value.path.name)
+                place = {"file": value.path.name, "dtype": value.dtype.name}
+                content[name] = place | {"start": value.start, "stop": value.stop}
+        return content
+
     def close(self) -> None:
         """Removes what was not kept."""
         if self._arrays is not None:
@@ -111,13 +131,13 @@ class Preparation:
 
 
 def content_key(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, rows_limit: int | None,
-    sources: list[Source],
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, rows_limit: int,
+    sources: list[Source], evaluated: list[Source],
 ) -> str:  # fmt: skip
-    """A hash of all that the tokens of a data set follow from."""
+    """A hash of all that the tokens of a data set follow from; `rows_limit` matters where a source is streamed."""
     digest = hashlib.blake2b(digest_size=16)
     code = sorted(Path(__file__).parent.glob("*.py"))
-    for part in (*code, *(part for source in sources for part in (source.name, *source.content))):
+    for part in (*code, *(part for source in (*sources, *evaluated) for part in (source.name, *source.content))):
         digest.update(f"\0{part}\0".encode())
         if isinstance(part, Path):
             with open(part, "rb", buffering=0) as file:
@@ -126,7 +146,8 @@ def content_key(
     backend = getattr(tokenizer, "backend_tokenizer", None)
     asked = {
         "settings": {name: getattr(settings, name) for name in _SETTINGS},
-        "rows_limit": rows_limit,
+        "evaluated": len(evaluated),
+        "rows_limit": rows_limit if any(source.streamed for source in sources) else None,
         "vocabulary_size": vocabulary_size,
         "tokenizer": "bytes" if is_byte_level(tokenizer) else backend and backend.to_str(),
         "vocabulary": None if backend else sorted(tokenizer.get_vocab().items()),
@@ -138,7 +159,9 @@ def content_key(
     return digest.hexdigest()
 
 
-def _documents(folder: Path, content: dict) -> Documents:
+def _documents(folder: Path, content: dict | None) -> Documents | None:
+    if content is None:
+        return None
     values = dict(content)
     for name, place in content.items():
         if isinstance(place, dict):

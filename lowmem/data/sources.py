@@ -12,6 +12,8 @@ piece; a `.json` list, one file): the size of a data set costs time and disk, no
 | `codeparrot` | codeparrot/codeparrot-clean-train and -valid (gzipped JSON lines, 50 GB), streamed |
 | `org/name[:config]` | any hub data set that `datasets` can load without running a script; over 1 GiB it is streamed |
 
+`=2` behind any of them (`chat.jsonl=2`) is its weight among others: how often each of its rows is in an epoch.
+
 Of tables, `.jsonl` has an object on each line, `.csv` names its columns in its first line, `.parquet` knows them; a
 `.json` file is a list of objects, an object with one such list in it ({"data": [...]}), one object, or JSON lines.
 """
@@ -36,6 +38,7 @@ STRUCTURED_COLUMNS = (
     *("instruction", "input", "output", "context", "response"),
 )
 STREAM_ABOVE_BYTES = 2**30
+MOST_WEIGHT = 1000
 PIECE_CHARACTERS = 2**20  # of a text file that are in memory at once
 _DOCUMENT_SUFFIXES = (".txt", ".md", ".py")
 _TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -43,6 +46,7 @@ _KNOWN_SUFFIXES = _DOCUMENT_SUFFIXES + _TABLE_SUFFIXES
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?|-?\.[0-9]+")
 _ARTICLE_TITLE = re.compile(r" = [^=].*[^=] = \n?")
 
 
@@ -64,7 +68,8 @@ class Record:
 class Source:
     """`evaluation` is the publisher's own held-out split, where there is one; a `streamed` source is read no further
     than needed; blank rows are `lenient`ly skipped where the user cannot mend them. `content`: the files that it is
-    read from, or what the hub's client calls this version of it; empty for a stream, of which nothing is known."""
+    read from, or what the hub's client calls this version of it; empty for a stream, of which nothing is known.
+    `spec`: what was typed for it, without its `weight`: how often each of its rows is in an epoch."""
 
     name: str
     train: Iterable[Record]
@@ -72,10 +77,17 @@ class Source:
     streamed: bool = False
     lenient: bool = False
     content: tuple[Path | str, ...] = ()
+    spec: str = ""
+    weight: float = 1.0
 
 
 def open_source(spec: str, text_field: str, steps: int | None) -> Source:
     """The records behind a `--data` spec; `steps` None means that all of it will be read. Raises InputError."""
+    spec, weight = _split_weight(spec)
+    return replace(_open(spec, text_field, steps), spec=spec, weight=weight)
+
+
+def _open(spec: str, text_field: str, steps: int | None) -> Source:
     if spec == "python-stdlib":
         files = _library_files()
         records = _standard_library(files, text_field)
@@ -115,8 +127,20 @@ class StableHash:
         return int.from_bytes(self._digest.digest(), "little")
 
 
+def _split_weight(spec: str) -> tuple[str, float]:
+    """`spec` without the weight behind its last "=", and that. A path with such a name is a path (year=2024)."""
+    name, _, typed = spec.rpartition("=")
+    if not name or Path(spec).exists() or not _NUMBER.fullmatch(typed):
+        return spec, 1.0
+    weight = float(typed)
+    if not 0 < weight <= MOST_WEIGHT:
+        raise InputError(f"{spec}: a weight must be more than 0 and at most {MOST_WEIGHT}")
+    return name, weight
+
+
 def is_on_hub(spec: str) -> bool:
     """Whether the records behind `spec` are looked for on the hub, by their name."""
+    spec, _ = _split_weight(spec)
     if spec == "python-stdlib" or Path(spec).exists():
         return False
     a_file = Path(spec).suffix in _KNOWN_SUFFIXES

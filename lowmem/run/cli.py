@@ -16,8 +16,8 @@ from pathlib import Path
 from types import NoneType
 
 from lowmem.errors import InputError
-from lowmem.run.options import FLAGS, NAMES, OPTIONS, REFUSED, TITLES, switch
-from lowmem.settings import DEMO, Settings, option_name, read_json_object, read_yaml_object
+from lowmem.run.options import FLAGS, NAMES, OPTIONS, REFUSED, SEVERAL, TITLES, switch
+from lowmem.settings import DEMO, Settings, each, option_name, read_json_object, read_yaml_object
 from lowmem.units import format_size
 
 
@@ -38,8 +38,8 @@ class _Help(argparse.HelpFormatter):
 
 
 class _Record(argparse.Action):
-    """Keeps (spelling, value) by field. The same option typed again overrules itself, as command lines do; two
-    spellings that disagree are an error, since neither is known to be meant."""
+    """Keeps (spelling, value) by field. The same option typed again overrules itself, as command lines do, or is one
+    more where there may be several; two spellings that disagree are an error, since neither is known to be meant."""
 
     def __call__(self, parser, namespace, typed, spelling=None):
         field, parse = NAMES[_dashed(spelling)]
@@ -50,6 +50,8 @@ class _Record(argparse.Action):
         earlier, earlier_value = namespace.typed.get(field, (spelling, value))
         if _dashed(earlier) != _dashed(spelling) and earlier_value != value:
             raise InputError(f"{earlier} and {spelling} set the same thing to different values: give one of them.")
+        if field in SEVERAL and field in namespace.typed and _dashed(earlier) == _dashed(spelling):
+            value = (*each(earlier_value), value)
         namespace.typed[field] = (spelling, value)
 
 
@@ -123,7 +125,9 @@ def _read_config(path: str) -> dict[str, object]:
         if _dashed(key) not in NAMES:
             raise InputError(f"{path}: {_explain_unknown(key)}")
         field, parse = NAMES[_dashed(key)]
-        if not isinstance(value, str | int | float | NoneType):  # what JSON and YAML have for text, numbers, switches
+        if field in SEVERAL and isinstance(value, list):
+            parse = str  # Settings look at what is in it
+        elif not isinstance(value, str | int | float | NoneType):  # what JSON and YAML have for text, numbers, switches
             kind = {list: "a list", dict: "a mapping"}.get(type(value), f"a {type(value).__name__}")
             raise InputError(f"{path}: {key}: {kind} is no value of {option_name(field)}.")
         if value is not None and parse is not str:

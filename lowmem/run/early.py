@@ -17,7 +17,7 @@ from lowmem.data.sources import is_on_hub, open_source
 from lowmem.errors import InputError, first_line
 from lowmem.models.recognize import recognize
 from lowmem.run.folder import no_folder_to_resume, not_writable
-from lowmem.settings import Settings
+from lowmem.settings import Settings, each
 from lowmem.simulate.gpus import card_named
 
 
@@ -27,8 +27,8 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
     settings = check_target(settings, say)
     with _paths_refused_in_a_sentence():
         if not settings.plan_only:
-            for spec in (settings.data, settings.eval_data):
-                if spec is not None and not is_on_hub(spec):
+            for spec in (*each(settings.data), *each(settings.eval_data)):
+                if not is_on_hub(spec):
                     open_source(spec, settings.text_field, settings.steps)
             if settings.resume not in ("auto", "never") and not Path(settings.resume).is_dir():
                 raise no_folder_to_resume(settings.resume)

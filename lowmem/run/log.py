@@ -60,8 +60,8 @@ def write_json(path: Path, content: dict) -> None:
 def step_row(
     step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: Peaks
 ) -> dict:
-    """One row of metrics.jsonl, but for `eval_loss`. `tokens` are those that are trained, which have labels; computed
-    are all that go through the model, prompts and padding too."""
+    """One row of metrics.jsonl, but for held-out losses. `tokens` are those that are trained, which have labels;
+    computed are all that go through the model, prompts and padding too."""
     tokens = batch.trained_tokens
     return {
         "step": step,
@@ -90,10 +90,10 @@ class RunLog:
         self._file = self._text = self._bar = None
         self._trackers = Trackers(folder, settings, self.say)
 
-    def start(self, first_step: int, last_step: int, plan: dict, eval_first: float | None = None) -> None:
+    def start(self, first_step: int, last_step: int, plan: dict, held_out: dict | None = None) -> None:
         """`first_step` of `last_step` steps are done already: rows of later ones are dropped, to be computed again.
         `plan` (plan.json's content) and the settings go to trackers as constants, what it predicts with every row;
-        `eval_first`, the held-out loss before the first step, as that of step 0."""
+        `held_out`, what a row would say of held-out texts before the first step, as that of step 0."""
         path = self._folder / "metrics.jsonl"
         self.rows = [row for row in read_metrics(path) if row["step"] <= first_step]
         _replace(path, "".join(map(_line, self.rows)))
@@ -109,8 +109,9 @@ class RunLog:
             bar_format="{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt}{postfix}",
         )  # fmt: skip
         self._trackers.start(first_step, asdict(self._settings) | _flat("plan", plan))
-        if first_step == 0 and eval_first is not None:
-            self._trackers.row(evaluated(eval_first), 0)
+        if held_out:
+            self._trackers.row(evaluated(held_out), 0)
+            self.say(f"before training: {_held_out(held_out)}")
 
     def say(self, sentence: str, at_length: str | None = None) -> None:
         """To stderr, above the progress bar, and to log.txt, which has room for it `at_length`."""
@@ -122,7 +123,7 @@ class RunLog:
             self._text.write(f"{at_length or sentence}\n")
 
     def step(self, row: dict) -> None:
-        """Takes one step's row (the keys of contract.md's metrics.jsonl; `eval_loss` only where there was one)."""
+        """Takes one step's row (the keys of contract.md's metrics.jsonl; held-out losses only where there were any)."""
         self.rows.append(row)
         refused = self._file.write(_line(row))
         if refused is not None:
@@ -166,7 +167,7 @@ class RunLog:
     def _summary(self, row: dict) -> str:
         parts = [f"loss {row['loss']:.4f}"]
         if "eval_loss" in row:
-            parts.append(f"held-out {row['eval_loss']:.4f}")
+            parts.append(_held_out(row))
         parts.append(_speed(row["tokens_per_second"], row["computed_tokens_per_second"]))
         for name, key in (("GPU", "gpu_reserved_peak_bytes"), ("RAM", "ram_peak_bytes")):
             if row[key] is not None:
@@ -180,6 +181,11 @@ class RunLog:
         seconds_left = round(statistics.median(self._step_ms) / 1000 * (self._last_step - row["step"]))
         hours, rest = divmod(seconds_left, 3600)
         return f"{hours}:{rest // 60:02d}:{rest % 60:02d} left"
+
+
+def _held_out(row: dict) -> str:
+    each = ", ".join(f"{Path(name).name} {loss:.4f}" for name, loss in row.get("eval_losses", {}).items())
+    return f"held-out {row['eval_loss']:.4f}" + (f" ({each})" if each else "")
 
 
 def _speed(trained: float, computed: float) -> str:

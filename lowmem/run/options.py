@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from typing import get_args
 
-from lowmem.settings import AUTO, Settings, kind_of, option_name
+from lowmem.settings import AUTO, Settings, kind_of, may_be_several, option_name
 from lowmem.units import parse_interval, parse_size
 
 Parse = Callable[[str], object]  # from what was typed to the value; ValueError says what is wrong
@@ -148,6 +148,7 @@ def _typed(item: Field) -> tuple[str, Parse]:
 
 
 OPTIONS = {item.name: _typed(item) for item in fields(Settings)}
+SEVERAL = {item.name for item in fields(Settings) if may_be_several(item.type)}  # may be typed more than once
 
 # Aliases whose values are read in another way than the option's own: flags, and shares.
 FLAGS = {"bf16": ("precision", "bf16"), "fp16": ("precision", "fp16")}

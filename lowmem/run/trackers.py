@@ -128,12 +128,14 @@ def charts(row: dict, tokens: int) -> dict[str, float]:
     for key in ("gpu_allocated_peak", "gpu_reserved_peak", "ram_peak"):
         if row[f"{key}_bytes"] is not None:
             values[f"memory/{key}_gib"] = row[f"{key}_bytes"] / GIB
-    return values | (evaluated(row["eval_loss"]) if "eval_loss" in row else {})
+    return values | (evaluated(row) if "eval_loss" in row else {})
 
 
-def evaluated(loss: float) -> dict[str, float]:
-    """What trackers show of a held-out loss."""
-    return {"eval/loss": loss, "eval/perplexity": math.exp(loss) if loss < 700 else math.inf}
+def evaluated(row: dict) -> dict[str, float]:
+    """What trackers show of the held-out losses in a row."""
+    loss = row["eval_loss"]
+    values = {"eval/loss": loss, "eval/perplexity": math.exp(loss) if loss < 700 else math.inf}
+    return values | {f"eval/loss of {name}": loss for name, loss in row.get("eval_losses", {}).items()}
 
 
 def planned(plan: dict) -> dict[str, float]:

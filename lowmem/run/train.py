@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
@@ -19,7 +19,8 @@ from lowmem.core.kernels import fused
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
-from lowmem.core.step import StepAbandoned, TrainingStep, mean_loss
+from lowmem.core.step import StepAbandoned, TrainingStep, summed_loss
+from lowmem.data.batches import Batches
 from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError, LowmemError, Stopped
@@ -115,7 +116,7 @@ def plan_and_train(
             devices.release_freed_memory()  # training does not hold what tokenizing took
             plan, remark = plan_for_here(settings, config, device, precision, card, aside)
             steps = settings.total_steps(data.train.steps_per_epoch)
-            if not len(data.evaluation) and (settings.keep_best or settings.patience):
+            if not data.evaluations and (settings.keep_best or settings.patience):
                 raise InputError("nothing is held out, so there is no best to find; give --eval-data, or more --data")
             check_disk(folder, plan.disk, most_saves(settings, plan, steps))
             log.say(plan.describe())
@@ -123,6 +124,19 @@ def plan_and_train(
                 log.say(remark)
             decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
             train(settings, config, decoder, device, plan, tokenizer, data, checkpoints, stop, log)
+
+
+def evaluated(step: TrainingStep, evaluations: Sequence[Batches], limit: int) -> dict:
+    """What a row of metrics.jsonl says of held-out texts, at most `limit` batches of each: loss per token in nats, and
+    that of each by name where they are several; nothing where there is none."""
+    sums = {batches.parts[0].name: summed_loss(step, batches, limit) for batches in evaluations}
+    if not sums:
+        return {}
+    losses, tokens = zip(*sums.values(), strict=True)
+    row = {"eval_loss": math.fsum(losses) / sum(tokens)}
+    if len(sums) > 1:
+        row["eval_losses"] = {name: loss / tokens for name, (loss, tokens) in sums.items()}
+    return row
 
 
 def most_saves(settings: Settings, plan: Plan, steps: int) -> int | None:
@@ -199,7 +213,8 @@ def train(
     same_run = partial(check_same_run, identity=identity)
     if going_on is not None:
         same_run(*going_on)
-    log.say(data.description)
+    for line in data.description.splitlines():
+        log.say(line)
 
     budget = Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes)
     budget.apply(plan.gpu_reserved_peak_bytes)
@@ -211,9 +226,9 @@ def train(
     store, loss_scale = step.store, step.loss_scale
     recovery = recovery_of(step, store, decoder.head_weight.shape[1], plan, log.say)
 
-    def evaluate() -> float | None:
+    def evaluate() -> dict:
         with budget.phase("evaluate"):
-            return mean_loss(step, data.evaluation, settings.eval_batches)
+            return evaluated(step, data.evaluations, settings.eval_batches)
 
     def evaluation_after(done: int) -> dict:
         """What it adds to the step's row: nothing where it was abandoned, which the last one is not."""
@@ -223,7 +238,7 @@ def train(
         else:
             stop.now(f"the evaluation after step {done}, then saving", "drops it and saves")
         with suppress(StepAbandoned):
-            return {"eval_loss": evaluate()}
+            return evaluate()
         return {}
 
     def take_sample(done: int, last: bool = False) -> None:
@@ -243,11 +258,12 @@ def train(
             torch.cuda.empty_cache()  # what only that needed
         if (folder / "report.json").exists():
             log.say(f"report.json, the pictures and model/ in {folder} are an earlier run's until this one ends")
-        first, skipped, eval_first, course = 0, 0, evaluate(), course_of(identity)
+        first, skipped, held_out, course = 0, 0, evaluate(), course_of(identity)
+        eval_first = held_out.get("eval_loss")
     else:
         checkpoint, state = loaded
         first, step.updates, eval_first = state["step"], state["updates"], state["eval_first"]
-        skipped = state["skipped"]
+        skipped, held_out = state["skipped"], {}
         loss_scale.load(state["loss_scale"])
         recovery.resume(state["recoveries"])
         log.say(f"going on from {checkpoint}: {first} of {steps} steps are done")
@@ -262,7 +278,7 @@ def train(
     write_json(folder / "plan.json", plan.to_dict())
     write_json(folder / "settings.json", asdict(settings))
     data.keep()
-    log.start(first, steps, plan.to_dict(), eval_first)
+    log.start(first, steps, plan.to_dict(), held_out)
     if first == 0 and settings.sample_prompt is not None:
         take_sample(0)
 
@@ -320,7 +336,7 @@ def train(
                 with suppress(NotSaved, Stopped):  # that memory ran out is what has to be said
                     save(done - 1)
             raise
-        evaluating = len(data.evaluation) and (done == steps or done % (settings.eval_every or steps) == 0)
+        evaluating = data.evaluations and (done == steps or done % (settings.eval_every or steps) == 0)
         due = done % settings.save_every == 0 if interval is None else time.monotonic() - saved_at >= interval
         saving = due or done == steps
         if evaluating or saving:

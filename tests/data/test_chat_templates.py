@@ -237,7 +237,7 @@ def test_a_template_that_rewrites_old_turns_trains_the_last_one_and_says_so(tmp_
     )
     path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": CHAT[:2]}])
     data = load(path, tokenizer, seq=128, eval_data=str(path))
-    batch = data.evaluation.batch(0)
+    batch = data.evaluations[0].batch(0)
     assert [bytes(row[row >= 0].tolist()[:-1]) for row in batch.labels] == [b"Three.;", b"Two.;"]
     assert "1 of them on the last answer alone, since the chat template rewrites earlier ones" in data.description
 
@@ -322,7 +322,7 @@ def llama_like():
 
 
 def tokens_of(rows):
-    return rows.documents.tokens[:].tolist()
+    return rows.parts[0].documents.tokens[:].tolist()
 
 
 def test_texts_and_examples_begin_as_the_tokenizer_begins_them(tmp_path):

@@ -23,7 +23,7 @@ def read(tmp_path, *rows, tokenizer=None, **options):
     """(text, trained text) of each row as a batch has it, without the ends of text."""
     path = write_rows(tmp_path / "rows.jsonl", rows)
     data = load(path, tokenizer, seq=512, batch=len(rows), eval_data=str(path), **options)
-    batch = data.evaluation.batch(0)
+    batch = data.evaluations[0].batch(0)
     texts = ["".join(token for token, _ in shown(batch, row)).rstrip("$") for row in range(len(rows))]
     return [(text, trained_text(batch, row).rstrip("$")) for row, text in enumerate(texts)]
 
@@ -157,7 +157,12 @@ def test_a_bad_row_is_refused_with_its_place(tmp_path, case):
 @pytest.mark.parametrize("indent", [None, 1])
 def test_a_json_object_with_one_list_of_rows_is_that_list(tmp_path, content, indent):
     (tmp_path / "a.json").write_text(json.dumps(content, indent=indent))
-    assert load(tmp_path / "a.json").train.documents.tokens[:].tolist() == [*b"one", END, *b"and the second one", END]
+    assert load(tmp_path / "a.json").train.parts[0].documents.tokens[:].tolist() == [
+        *b"one",
+        END,
+        *b"and the second one",
+        END,
+    ]
 
 
 def test_a_json_file_may_be_one_row_or_json_lines(tmp_path):
@@ -178,8 +183,8 @@ def test_a_pattern_reads_what_it_finds_in_order(tmp_path):
     for name, text in (("b.md", "# second\n"), ("a.md", "# first one\n"), ("sub/c.md", "# third\n"), ("d.rst", "no")):
         (tmp_path / name).write_text(text)
     data = load(f"{tmp_path}/*.md")
-    assert data.train.documents.tokens[:].tolist() == [*b"# first one\n", END, *b"# second\n", END]
-    assert load(f"{tmp_path}/**/*.md").train.documents.tokens[:].tolist()[-9:] == [*b"# third\n", END]
+    assert data.train.parts[0].documents.tokens[:].tolist() == [*b"# first one\n", END, *b"# second\n", END]
+    assert load(f"{tmp_path}/**/*.md").train.parts[0].documents.tokens[:].tolist()[-9:] == [*b"# third\n", END]
     assert "2 files (.rst left out)" in load(f"{tmp_path}/?.*").description.replace("3 files", "2 files")
     for pattern in ("*.rst", "*.txt"):
         with pytest.raises(InputError, match="the pattern finds no file of the kinds"):

@@ -60,7 +60,7 @@ def trained_text(batch, row=0) -> str:
 def test_packed_rows_are_the_documents_end_to_end_with_nothing_lost_but_the_tail(tmp_path):
     texts = [f"document {index} " * (index + 1) for index in range(9)]
     rows = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    evaluation = load(rows, eval_data=str(rows)).evaluation  # the same rows in their order
+    evaluation = load(rows, eval_data=str(rows)).evaluations[0]  # the same rows in their order
     expected = [token for text in texts for token in [*text.encode(), END]]
     tokens = all_tokens(evaluation)
     assert tokens == expected[: len(tokens)] and len(expected) - len(tokens) < 16
@@ -71,7 +71,7 @@ def test_packed_rows_are_the_documents_end_to_end_with_nothing_lost_but_the_tail
 
 def test_document_mask_restarts_positions_and_trains_no_first_token_of_a_document(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"text": "abc"}, {"text": "d"}, {"text": "efghijk"}])
-    batch = load(path, seq=10, batch=1, document_mask=True, eval_data=str(path)).evaluation.batch(0)
+    batch = load(path, seq=10, batch=1, document_mask=True, eval_data=str(path)).evaluations[0].batch(0)
     assert "".join(token for token, _ in shown(batch, 0)) == "abc$d$efgh"
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3]]
     assert batch.document_ids.tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 2, 2]]
@@ -90,7 +90,7 @@ def test_description_says_whether_attention_crosses_documents_and_what_was_unuse
 def test_tokens_take_two_bytes_where_the_vocabulary_allows(tmp_path, vocabulary_size, dtype):
     (tmp_path / "a.txt").write_text("x" * 40)
     data = load(tmp_path / "a.txt", vocabulary_size=vocabulary_size)
-    assert data.train.documents.tokens.dtype == dtype and data.train.batch(0).input_ids.dtype == torch.int64
+    assert data.train.parts[0].documents.tokens.dtype == dtype and data.train.batch(0).input_ids.dtype == torch.int64
 
 
 # Batches
@@ -145,7 +145,7 @@ def test_a_batch_larger_than_the_data_repeats_it(tmp_path):
 
 def test_evaluation_keeps_its_order_ends_with_a_smaller_batch_and_cycles(tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"{index:07d}\n" for index in range(10)))
-    rows = load(tmp_path / "a.txt", eval_data=str(tmp_path / "a.txt")).evaluation
+    rows = load(tmp_path / "a.txt", eval_data=str(tmp_path / "a.txt")).evaluations[0]
     assert (rows.rows, len(rows)) == (5, 3) and rows.batch(2).input_ids.shape == (1, 16)
     firsts = [bytes(rows.batch(index).input_ids[0, :7].tolist()) for index in (0, 1, 2)]
     assert firsts == [b"0000000", b"0000004", b"0000008"]
@@ -170,11 +170,11 @@ def test_prompt_and_completion_train_the_completion_and_the_true_end_of_text(tmp
     path = write_rows(
         tmp_path / "a.jsonl", [{"prompt": "Q:", "completion": " yes"}, {"prompt": "Say", "completion": " a"}]
     )
-    batch = load(path, eval_data=str(path)).evaluation.batch(0)
+    batch = load(path, eval_data=str(path)).evaluations[0].batch(0)
     assert batch.input_ids.shape == (2, 6)  # padded to the longest of the batch, not to seq
     assert shown(batch, 0) == [("Q", ""), (":", " "), (" ", "y"), ("y", "e"), ("e", "s"), ("s", "$")]
     assert shown(batch, 1) == [("S", ""), ("a", ""), ("y", " "), (" ", "a"), ("a", "$"), ("$", "")]
-    everything = load(path, train_on="all", eval_data=str(path)).evaluation.batch(0)
+    everything = load(path, train_on="all", eval_data=str(path)).evaluations[0].batch(0)
     assert trained_text(everything, 0) == ": yes$"
     assert load(path, document_mask=True).train.batch(0).document_ids is None
 
@@ -188,7 +188,7 @@ def test_alpaca_columns_use_alpacas_wording_with_and_without_input(tmp_path):
         ],
     )
     data = load(path, seq=512, eval_data=str(path))
-    batch = data.evaluation.batch(0)
+    batch = data.evaluations[0].batch(0)
     prompts = ["".join(token for token, _ in shown(batch, row)) for row in (0, 1)]
     assert "request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3" in prompts[0]
     assert "request.\n\n### Instruction:\nGreet.\n\n### Response:\nHi" in prompts[1] and "Input" not in prompts[1]
@@ -224,7 +224,7 @@ def test_a_tokenizers_own_template_is_used_and_its_end_is_not_doubled(tmp_path):
     )
     path = write_rows(tmp_path / "a.jsonl", [{"messages": CONVERSATION[:2]}, {"messages": CONVERSATION[:3]}])
     data = load(path, tokenizer, seq=128, eval_data=str(path))
-    batch = data.evaluation.batch(0)
+    batch = data.evaluations[0].batch(0)
     assert trained_text(batch, 0) == "Hello$\n"
     assert trained_text(batch, 1) == "Hello$\n"  # the open question after it is not trained, nor its end
     assert "the tokenizer's chat template" in data.description
@@ -250,8 +250,8 @@ def test_long_examples_are_cut_and_counted_and_dropped_when_no_trained_token_is_
         ],
     )
     data = load(path, eval_data=str(path))
-    batches = [data.evaluation.batch(0), data.evaluation.batch(1)]
-    assert data.evaluation.rows == 3 and batches[0].input_ids.shape == (2, 16)
+    batches = [data.evaluations[0].batch(0), data.evaluations[0].batch(1)]
+    assert data.evaluations[0].rows == 3 and batches[0].input_ids.shape == (2, 16)
     assert trained_text(batches[0], 0) == "c" * 16  # cut off: no end-of-text is taught
     assert trained_text(batches[1]) == "cc$"  # exactly seq + 1 tokens: whole
     assert "2 cut off at 16 tokens; 1 of these dropped" in data.description
@@ -267,13 +267,18 @@ def test_held_out_documents_are_never_trained_on_and_are_the_same_every_time(tmp
     path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     data = load(path, eval_fraction=0.1)
     documents = [
-        bytes(rows.documents.tokens[:][rows.documents.tokens[:] != END].astype(np.uint8)).split(b"[")[1:]
-        for rows in (data.train, data.evaluation)
+        bytes(tokens[tokens != END].astype(np.uint8)).split(b"[")[1:]
+        for tokens in (batches.parts[0].documents.tokens[:] for batches in (data.train, data.evaluations[0]))
     ]
     assert not set(documents[0]) & set(documents[1])
     assert len(documents[0]) + len(documents[1]) == 150 and 15 <= len(documents[1]) <= 18
-    assert load(path, eval_fraction=0.1, seed=5).evaluation.batch(0).input_ids.equal(data.evaluation.batch(0).input_ids)
-    assert load(path, eval_fraction=0).evaluation.rows == 0 == len(load(path, eval_fraction=0).evaluation)
+    assert (
+        load(path, eval_fraction=0.1, seed=5)
+        .evaluations[0]
+        .batch(0)
+        .input_ids.equal(data.evaluations[0].batch(0).input_ids)
+    )
+    assert load(path, eval_fraction=0).evaluations == ()
 
 
 def test_one_long_text_has_its_end_held_out(tmp_path):
@@ -281,27 +286,28 @@ def test_one_long_text_has_its_end_held_out(tmp_path):
     (tmp_path / "a.txt").write_text(text)
     data = load(tmp_path / "a.txt", eval_fraction=0.1)
     tokens = [*text.encode(), END]
-    assert data.train.documents.tokens[:].tolist() == tokens[:-81]
-    assert data.evaluation.documents.tokens[:].tolist() == tokens[-81:]
+    assert data.train.parts[0].documents.tokens[:].tolist() == tokens[:-81]
+    assert data.evaluations[0].parts[0].documents.tokens[:].tolist() == tokens[-81:]
     assert "its last 81 tokens" in data.description
 
 
 def test_examples_are_held_out_whole_and_too_few_are_not(tmp_path):
     rows = [{"prompt": "p", "completion": f"{index:03d}"} for index in range(100)]
     data = load(write_rows(tmp_path / "a.jsonl", rows), eval_fraction=0.01)
-    assert (data.train.rows, data.evaluation.rows) == (99, 1)
-    held_out = trained_text(data.evaluation.batch(0))
+    assert (data.train.rows, data.evaluations[0].rows) == (99, 1)
+    held_out = trained_text(data.evaluations[0].batch(0))
     assert held_out not in {trained_text(data.train.batch(step), row) for step in range(49) for row in (0, 1)}
     data = load(write_rows(tmp_path / "b.jsonl", rows[:1]), eval_fraction=0.01)
-    assert (data.train.rows, data.evaluation.rows) == (1, 0) and "nothing held out" in data.description
+    assert (data.train.rows, data.evaluations) == (1, ()) and "nothing held out" in data.description
 
 
 def test_standard_library_is_split_by_files_and_ready_in_seconds():
     data = load("python-stdlib", eval_fraction=0.01, seq=256, batch=16)
-    sizes = [len(rows.documents.tokens) for rows in (data.train, data.evaluation)]
+    parts = [batches.parts[0].documents for batches in (data.train, data.evaluations[0])]
+    sizes = [len(documents.tokens) for documents in parts]
     assert sizes[0] > 3_000_000 and 0.01 <= sizes[1] / sum(sizes) <= 0.02
-    assert not set(data.train.documents.keys) & set(data.evaluation.documents.keys)
-    assert len(data.evaluation.documents.keys) >= 2
+    assert not set(parts[0].keys) & set(parts[1].keys)
+    assert len(parts[1].keys) >= 2
     names = [record.where for record in open_source("python-stdlib", "text", None).train]
     assert not [name for name in names if "test" in name.split("/") or "site-packages" in name] and "os.py" in names
 
@@ -314,10 +320,10 @@ def test_a_batch_names_the_lines_that_its_text_is_from(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     lines = [line for line, text in enumerate(texts, 1) for _ in f"{text}$"]
     data = load(path, eval_data=str(path), batch=1)
-    for row in range(data.evaluation.rows):  # in their order
+    for row in range(data.evaluations[0].rows):  # in their order
         first, last = lines[16 * row], lines[16 * row + 16]
         at = f" at {(16 * row - lines.index(first)) / lines.count(first):.2%}"
-        assert data.evaluation.where(row) == [f"{path}:{first}-{last}" if last > first else f"{path}:{first}{at}"]
+        assert data.evaluations[0].where(row) == [f"{path}:{first}-{last}" if last > first else f"{path}:{first}{at}"]
     train = load(path, eval_fraction=0.1, batch=3).train  # in any order, with lines held out in between
     for step in range(30):
         named = [re.match(r".*a\.jsonl:(\d+)-?(\d*)", name).groups() for name in train.where(step)]
@@ -336,7 +342,7 @@ def test_a_batch_names_files_examples_and_places_in_a_long_text(tmp_path):
     for name in ("m", "n"):
         (folder / f"{name}.txt").write_text(name)
     write_rows(folder / "z.jsonl", [{"text": "row"}, {"text": "and the next row, at the end"}])
-    rows = load(folder, eval_data=str(folder), batch=1).evaluation
+    rows = load(folder, eval_data=str(folder), batch=1).evaluations[0]
     assert rows.where(0) == [f"{folder}/long.txt at 0.00%"] and rows.where(25) == [f"{folder}/long.txt at 50.00%"]
     assert rows.where(50) == [f"{folder}/{name}" for name in ("m.txt", "n.txt", "z.jsonl:1-2")]
     path = write_rows(tmp_path / "pairs.jsonl", [{"prompt": "p" * index, "completion": "c"} for index in range(1, 12)])
@@ -364,7 +370,8 @@ def test_every_file_format_gives_the_same_rows(tmp_path):
     )
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     tokens = [
-        load(tmp_path / f"a.{kind}").train.documents.tokens[:].tolist() for kind in ("jsonl", "json", "csv", "parquet")
+        load(tmp_path / f"a.{kind}").train.parts[0].documents.tokens[:].tolist()
+        for kind in ("jsonl", "json", "csv", "parquet")
     ]
     assert tokens[0] == [token for row in rows for token in [*row["text"].encode(), END]]
     assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
@@ -381,7 +388,7 @@ def test_a_folder_is_read_in_order_whole_files_and_rows_together(tmp_path):
     write_rows(tmp_path / "z.jsonl", [{"body": "third"}])
     data = load(tmp_path, text_field="body")
     expected = [*b"first = 1\r\n", END, *b"second file ", END, *b"third", END]
-    assert data.train.documents.tokens[:].tolist() == expected
+    assert data.train.parts[0].documents.tokens[:].tolist() == expected
     assert ".rst left out" in data.description and "1 empty ones skipped" in data.description
 
 
@@ -512,8 +519,8 @@ def test_wikitext_lines_are_joined_to_articles_and_its_validation_split_is_used(
     )
     data = load("wikitext", steps=4)
     expected = ("".join(lines[:6]).encode(), "".join(lines[6:]).encode())
-    assert data.train.documents.tokens[:].tolist() == [*expected[0], END, *expected[1], END]
-    assert bytes(data.evaluation.batch(0).input_ids[0].tolist()).startswith(b" = Held out = ")
+    assert data.train.parts[0].documents.tokens[:].tolist() == [*expected[0], END, *expected[1], END]
+    assert bytes(data.evaluations[0].batch(0).input_ids[0].tolist()).startswith(b" = Held out = ")
     assert ("Salesforce/wikitext", "wikitext-2-raw-v1", False) in asked
 
 
@@ -524,8 +531,8 @@ def test_codeparrot_is_streamed_as_far_as_needed(hub):
     )
     hub("codeparrot/codeparrot-clean-valid", train=[{"content": "held out " * 9}])
     data = load("codeparrot", steps=3)
-    assert len(data.train.documents.lengths) < 12 and data.train.rows >= 6
-    assert bytes(data.evaluation.batch(0).input_ids[0].tolist()) == b"held out held ou"
+    assert len(data.train.parts[0].documents.lengths) < 12 and data.train.rows >= 6
+    assert bytes(data.evaluations[0].batch(0).input_ids[0].tolist()) == b"held out held ou"
     assert asked[0] == ("codeparrot/codeparrot-clean-train", None, True) and "streamed" in data.description
     with pytest.raises(InputError, match="give --steps"):
         load("codeparrot", steps=None)

@@ -20,7 +20,8 @@ from lowmem.settings import Settings
 
 def prepare(folder, spec, tokenizer=None, **options):
     chosen = {name: getattr(Settings(seq=16, batch=2), name) for name in Settings.__dataclass_fields__}
-    settings = SimpleNamespace(**chosen | {"data": str(spec), "eval_fraction": 0.2} | options)
+    data = [str(one) for one in spec] if isinstance(spec, list) else str(spec)
+    settings = SimpleNamespace(**chosen | {"data": data, "eval_fraction": 0.2} | options)
     return load_data(settings, tokenizer or byte_level_tokenizer(), 257, folder)
 
 
@@ -47,10 +48,10 @@ def texts(path):
 
 
 def the_same(one, other) -> bool:
+    pairs = zip((one.train, *one.evaluations), (other.train, *other.evaluations), strict=True)
     return (one.fingerprint, one.description) == (other.fingerprint, other.description) and all(
-        getattr(one, part).batch(step).labels.equal(getattr(other, part).batch(step).labels)
-        and getattr(one, part).where(step) == getattr(other, part).where(step)
-        for part in ("train", "evaluation")
+        ours.batch(step).labels.equal(theirs.batch(step).labels) and ours.where(step) == theirs.where(step)
+        for ours, theirs in pairs
         for step in range(2)
     )
 
@@ -67,14 +68,26 @@ def test_who_goes_on_tokenizes_nothing_and_has_the_same_batches(tmp_path, no_tok
     assert the_same(first, prepare(tmp_path / "out", spec))
 
 
+def test_several_texts_come_back_and_with_other_weights_too(tmp_path, no_tokenizing):
+    specs = [rows(tmp_path / "a.jsonl"), texts(tmp_path / "b.jsonl"), book(tmp_path / "c.txt")]
+    held_out = {"eval_data": (str(texts(tmp_path / "d.jsonl")), str(specs[0]))}
+    prepare(tmp_path / "out", specs).keep()
+    prepare(tmp_path / "other", specs, **held_out).keep()
+    fresh = prepare(None, specs), prepare(None, specs, **held_out), prepare(None, [specs[0], f"{specs[1]}=2", specs[2]])
+    no_tokenizing()
+    assert the_same(fresh[0], prepare(tmp_path / "out", specs))
+    assert the_same(fresh[1], prepare(tmp_path / "other", specs, **held_out))
+    assert the_same(fresh[2], prepare(tmp_path / "out", [specs[0], f"{specs[1]}=2", specs[2]]))
+
+
 def test_what_follows_from_something_else_is_tokenized_again(tmp_path):
     spec = rows(tmp_path / "a.jsonl")
     prepare(tmp_path / "out", spec).keep()
     assert prepare(tmp_path / "out", spec, train_on="all").train.batch(0).labels[0, 0] >= 0
-    assert prepare(tmp_path / "out", spec, seq=8).train.seq == 8
+    assert prepare(tmp_path / "out", spec, seq=8).train.parts[0].seq == 8
     rows(spec, 50)
     changed = prepare(tmp_path / "out", spec)
-    assert len(changed.train.documents.lengths) + len(changed.evaluation.documents.lengths) == 50
+    assert len(changed.train.parts[0].documents.lengths) + len(changed.evaluations[0].parts[0].documents.lengths) == 50
     changed.keep()
     kept = next((tmp_path / "out/data").glob("*.uint16"))
     kept.write_bytes(kept.read_bytes()[::-1])  # damaged
@@ -131,7 +144,7 @@ tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 before = ram_now_bytes()
 begin_ram_peak_anew()
 data = load_data(Settings(data=sys.argv[2], seq=128), tokenizer, 50257)
-print(ram_peak_bytes() - before, len(data.train.documents.tokens))
+print(ram_peak_bytes() - before, len(data.train.parts[0].documents.tokens))
 """
     command = [sys.executable, "-c", program, str(tmp_path / "model"), str(tmp_path / "long.txt")]
     grown, tokens = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())

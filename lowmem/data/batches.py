@@ -1,0 +1,163 @@
+"""From tokens to batches: rows without hidden state, labels that say what is trained.
+
+Text is **packed**: every document is followed by an end-of-text token, all are laid end to end and cut into rows of
+T inputs; row r reads tokens rT .. rT + T, so neighbouring rows share one token (the last label of one is the first
+input of the next) and no prediction is lost. Attention crosses document ends inside a row, as when GPT-2 was trained,
+unless a document mask is asked for: then positions restart after each end-of-text token, and nobody is asked to predict
+the first token of a document from the end of the one before.
+
+**Examples** (conversations, prompts with completions) are never joined: one per row, padded on the right to the longest
+of the batch. Right padding needs no attention mask: attention is causal, so no real token sees what stands after it,
+and the outputs at padding are not trained (label -100, set by position: the padding id may be the end-of-text id, and
+the true end-of-text is trained all the same).
+
+A batch is a pure function of (seed, step). Epoch e is a permutation drawn from a generator seeded with (seed, e);
+nothing remembers a position, so a resumed run reads exactly what the uninterrupted one would have read. Several texts
+are mixed within an epoch, each as often as its weight says: a weight of 2 is every row twice, one of 0.5 every other
+row, and the other half in the epoch after.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowmem.core.batch import Batch
+from lowmem.core.loss import IGNORED as IGNORED_LABEL
+from lowmem.data.documents import Documents
+
+
+class Rows:
+    """`documents` cut into rows of at most `seq` inputs. `name`: what a user calls them; `weight`: how often each row
+    is in an epoch."""
+
+    def __init__(self, name: str, documents: Documents, seq: int, weight: float = 1.0):
+        self.name, self.documents, self.seq, self.weight = name, documents, seq, weight
+        self.offsets = np.concatenate([[0], np.cumsum(documents.lengths)])
+        self.count = max(len(documents.tokens) - 1, 0) // seq if documents.packed else len(documents.lengths)
+        self.in_epoch = max(round(weight * self.count), min(self.count, 1))
+
+    def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens (int64) and which of them are trained (bool): a row's inputs and, one further, its labels."""
+        if self.documents.packed:
+            tokens = self.documents.tokens[row * self.seq : (row + 1) * self.seq + 1]
+            return tokens.astype(np.int64), np.ones(self.seq + 1, bool)
+        span = slice(self.offsets[row], self.offsets[row + 1])
+        return self.documents.tokens[span].astype(np.int64), self.documents.trained[span]
+
+    def where(self, row: int) -> list[str]:
+        """Where the texts of a row were read: ["a.jsonl:17-23", "book.txt at 41.20%"]."""
+        if not self.documents.packed:
+            return self.documents.where(slice(row, row + 1))
+        start = row * self.seq
+        first, last = np.searchsorted(self.offsets, [start, start + self.seq], side="right") - 1
+        names = self.documents.where(slice(first, last + 1))
+        if first == last:  # a piece of a long document
+            names = [f"{names[0]} at {(start - self.offsets[first]) / self.documents.lengths[first]:.2%}"]
+        return names
+
+    def of_epoch(self, epoch: int, seed: int, part: int) -> np.ndarray:
+        """The rows that are in that epoch, in no particular order: the next `in_epoch` of all rows, passed through
+        again and again. A pass that epochs share is shuffled, by (seed, pass, which `part` of the mixture this is)."""
+        found = []
+        place, end = epoch * self.in_epoch, (epoch + 1) * self.in_epoch
+        while place < end:
+            number, first = divmod(place, self.count)
+            taken = min(end - place, self.count - first)
+            whole = taken == self.count
+            rows = np.arange(self.count) if whole else _permutation(self.count, seed, number, part + 1)
+            found.append(rows[first : first + taken])
+            place += taken
+        return np.concatenate(found)
+
+
+class Batches:
+    """A deterministic sequence of batches of `batch_rows` rows of `parts`.
+
+    With a `seed` it is endless, every epoch in another order, and a batch may straddle two epochs. With `seed` None
+    (for evaluation) rows come in their order, the last batch may be smaller, and batch i is batch i modulo `len()`.
+    `fixed` makes every batch the first one, which is then a whole epoch. `document_mask` holds for packed text.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Rows],
+        batch_rows: int,
+        seed: int | None,
+        end_of_text: int,
+        document_mask: bool = False,
+        fixed: bool = False,
+    ):
+        self.parts, self.batch_rows, self.seed, self.end_of_text = tuple(parts), batch_rows, seed, end_of_text
+        self.document_mask, self.fixed = document_mask, fixed
+        self._starts = np.cumsum([0, *(part.count for part in parts)])  # a row's number counts those of parts before
+        self.rows = int(self._starts[-1]) if seed is None else sum(part.in_epoch for part in parts)
+        self._order = functools.lru_cache(maxsize=2)(self._epoch)  # what is cached can always be made again
+
+    def __len__(self) -> int:
+        """Batches that hold every row of an epoch."""
+        return math.ceil(self.rows / self.batch_rows)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return 1.0 if self.fixed else self.rows / self.batch_rows
+
+    def batch(self, step: int) -> Batch:
+        """The batch of optimizer step `step`, counted from 0."""
+        chosen = self._rows_of(step)
+        rows = [part.read(row) for part, row in chosen]
+        longest = max(len(tokens) for tokens, _ in rows) - 1  # the last token is only a label
+        input_ids = np.full((len(rows), longest), self.end_of_text, np.int64)
+        labels = np.full_like(input_ids, IGNORED_LABEL)
+        for index, (tokens, trained) in enumerate(rows):
+            length = len(tokens) - 1
+            input_ids[index, :length] = tokens[:-1]
+            labels[index, :length] = np.where(trained, tokens, IGNORED_LABEL)[1:]
+        packed = np.array([part.documents.packed for part, _ in chosen])
+        if not self.document_mask or not any(part.documents.packed for part in self.parts):
+            return Batch(_tensor(input_ids), _tensor(labels))
+        ends = (input_ids == self.end_of_text) & packed[:, None]  # an example is one document, whatever is in it
+        starts = np.concatenate([np.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)  # the first position after an end
+        places = np.arange(longest)
+        return Batch(
+            _tensor(input_ids),
+            _tensor(np.where(ends, IGNORED_LABEL, labels)),
+            _tensor(places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)),
+            _tensor(np.cumsum(starts, axis=1, dtype=np.int32)),
+        )
+
+    def where(self, step: int) -> list[str]:
+        """Where the texts of training batch `step` were read, in its order."""
+        return list(dict.fromkeys(name for part, row in self._rows_of(step) for name in part.where(row)))
+
+    def _rows_of(self, step: int) -> list[tuple[Rows, int]]:
+        step = 0 if self.fixed else step
+        if self.seed is None:
+            start = step % len(self) * self.batch_rows
+            numbers = np.arange(start, min(start + self.batch_rows, self.rows))
+        else:
+            places = range(step * self.batch_rows, (step + 1) * self.batch_rows)
+            numbers = np.array([self._order(place // self.rows)[place % self.rows] for place in places])
+        parts = np.searchsorted(self._starts, numbers, side="right") - 1
+        return [
+            (self.parts[part], int(number - self._starts[part])) for part, number in zip(parts, numbers, strict=True)
+        ]
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        rows = [
+            start + part.of_epoch(epoch, self.seed, index)
+            for index, (part, start) in enumerate(zip(self.parts, self._starts, strict=False))
+        ]
+        return np.concatenate(rows)[_permutation(self.rows, self.seed, epoch)]
+
+
+def _permutation(count: int, *seeds: int) -> np.ndarray:
+    # RandomState and not default_rng: numpy promises that its stream never changes, so old runs can be resumed.
+    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds))).permutation(count)
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))
