@@ -40,6 +40,24 @@ def gpt2_tokenizer():
 
 
 @pytest.fixture(scope="session")
+def bpe_tokenizer():
+    """A small GPT-2-like tokenizer: byte-level BPE with merges, trained on this file."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator([Path(__file__).read_text()], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
+@pytest.fixture(scope="session")
 def train(text):
     """Runs the Large script on `text`, or the --data that is given; returns its exit code. What was planned before is
     not planned again."""

