@@ -30,7 +30,8 @@ class FastBPE:
         self._encoding = tiktoken.Encoding("fast", pat_str=words, mergeable_ranks=ranks, special_tokens={})
         self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
         self._composed = composed
-        self._threads = int(os.environ.get("RAYON_NUM_THREADS") or 0) or os.cpu_count() or 1
+        asked = os.environ.get("RAYON_NUM_THREADS", "")
+        self._threads = (int(asked) if asked.isdecimal() else 0) or os.cpu_count() or 1
 
     @classmethod
     def like(cls, tokenizer: Tokenizer, texts: list[str]) -> "FastBPE | None":
@@ -44,7 +45,10 @@ class FastBPE:
         composed = (content["normalizer"] or {}).get("type")
         if words is None or ranks is None or composed not in (None, "NFC"):
             return None
-        fast = cls(words, ranks, (token["content"] for token in content["added_tokens"]), composed is not None)
+        try:
+            fast = cls(words, ranks, (token["content"] for token in content["added_tokens"]), composed is not None)
+        except ValueError:  # a pattern that its regular expressions do not know
+            return None
         texts = [text for text in (*texts, *_readable(ranks)) if fast.takes(text)]
         expected = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         same = all(fast._ids(text).tolist() == one.ids for text, one in zip(texts, expected, strict=True))

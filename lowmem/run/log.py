@@ -12,21 +12,18 @@ back.
 import json
 import math
 import os
-import shutil
 import statistics
 import sys
-import textwrap
 from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from lowmem.limits import Peaks
-from lowmem.run.signals import output
+from lowmem.run.terminal import for_terminal, output
 from lowmem.run.trackers import Trackers, charts, evaluated, planned
 from lowmem.settings import Settings
 from lowmem.units import format_size
@@ -116,7 +113,7 @@ class RunLog:
     def say(self, sentence: str, at_length: str | None = None) -> None:
         """To stderr, above the progress bar, and to log.txt, which has room for it `at_length`."""
         with output():
-            tqdm.write(_for_terminal(sentence), file=sys.stderr)
+            tqdm.write(for_terminal(sentence), file=sys.stderr)
         if self._text is None:
             self._said.append(at_length or sentence)
         else:
@@ -200,17 +197,6 @@ def _flat(name: str, content: dict) -> dict:
     for key, value in content.items():
         flat |= _flat(f"{name}/{key}", value) if isinstance(value, dict) else {f"{name}/{key}": value}
     return flat
-
-
-def _for_terminal(sentence: str) -> str:
-    """`sentence` as it is shown: at a terminal, in lines that end between words."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        return sentence
-    fill = partial(
-        textwrap.fill, width=shutil.get_terminal_size().columns, subsequent_indent="  ", break_long_words=False,
-        break_on_hyphens=False, replace_whitespace=False,
-    )  # fmt: skip
-    return "\n".join(map(fill, sentence.split("\n")))
 
 
 class _Lines:

@@ -11,7 +11,8 @@ from pathlib import Path
 from lowmem.errors import CapExceeded, LowmemError, first_line
 from lowmem.run.cli import parse_arguments
 from lowmem.run.early import check_run, packages_needed
-from lowmem.run.signals import StopRequest, interrupt_ends_at_once, output
+from lowmem.run.signals import StopRequest, interrupt_ends_at_once
+from lowmem.run.terminal import say
 from lowmem.settings import Settings
 
 
@@ -22,7 +23,7 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
     try:
         with interrupt_ends_at_once(), packages_needed():
             settings = parse_arguments(sys.argv[1:] if arguments is None else arguments, defaults)
-            settings = check_run(settings, _say)
+            settings = check_run(settings, say)
             from lowmem.run.train import run
     except LowmemError as error:
         return _fail(error)
@@ -38,13 +39,8 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
 
 
 def _fail(error: LowmemError) -> int:
-    _say(f"{Path(sys.argv[0]).name}: {error}")
+    say(f"{Path(sys.argv[0]).name}: {error}")
     return error.exit_code
-
-
-def _say(sentence: str) -> None:
-    with output():
-        print(sentence, file=sys.stderr, flush=True)
 
 
 def _in_a_sentence(error: Exception, settings: Settings) -> LowmemError | None:

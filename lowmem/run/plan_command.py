@@ -2,13 +2,13 @@
 
 import argparse
 import json
-import sys
 import textwrap
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.run.early import check_target, packages_needed
 from lowmem.run.signals import interrupt_ends_at_once
+from lowmem.run.terminal import say
 from lowmem.settings import Settings
 from lowmem.simulate.gpus import CARDS, Card
 from lowmem.units import parse_size
@@ -58,7 +58,7 @@ def _advise(options: argparse.Namespace, settings: Settings, config: "Pretrained
         print(describe(rows, sentence))
     if any(row.peak is not None for row in rows):
         return 0
-    print(f"lowmem.plan: {sentence}", file=sys.stderr)
+    say(f"lowmem.plan: {sentence}")
     return PlanError.exit_code
 
 
@@ -74,9 +74,9 @@ def main(arguments: list[str] | None = None) -> int:
             ram_limit_bytes=_size("--ram-limit", options.ram_limit),
         )  # fmt: skip
         with interrupt_ends_at_once(), packages_needed():
-            return _answer(options, check_target(settings, lambda sentence: print(sentence, file=sys.stderr)))
+            return _answer(options, check_target(settings, say))
     except LowmemError as error:
-        print(f"lowmem.plan: {error}", file=sys.stderr)
+        say(f"lowmem.plan: {error}")
         return error.exit_code
 
 

@@ -21,6 +21,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lowmem.run.terminal import for_terminal, output
+
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 _HANG_UP = getattr(signal, "SIGHUP", None)
 _END = b"\0"  # no signal has this number
@@ -110,26 +112,8 @@ def _nothing(number: int, frame) -> None:
     """Takes the place of a signal's default action; the number comes through the pipe."""
 
 
-@contextmanager
-def output() -> Iterator[None]:
-    """Output inside the block may fail: where a terminal, or the program behind a pipe, went away, what is written from
-    then on goes nowhere, and the run goes on."""
-    try:
-        yield
-    except OSError:
-        send_output_nowhere()
-
-
-def send_output_nowhere() -> None:
-    """Whatever stdout and stderr were."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(nowhere, stream)
-    os.close(nowhere)
-
-
 def _say(sentence: str) -> None:
     """Past Python's buffers, in the middle of which the main thread may be; on a line of its own beside a bar."""
     start = "\n" if sys.stderr is not None and os.isatty(2) else ""
     with output():
-        os.write(2, f"{start}{sentence}\n".encode())
+        os.write(2, f"{start}{for_terminal(sentence)}\n".encode())

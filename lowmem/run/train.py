@@ -1,7 +1,6 @@
 """The training loop, once: plan, load, step, log, save, report. Both scripts and every experiment run this one."""
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
@@ -62,6 +61,7 @@ from lowmem.run.report import (
     settings_identity,
 )
 from lowmem.run.signals import StopRequest
+from lowmem.run.terminal import say
 from lowmem.settings import Settings
 from lowmem.simulate.gpus import Card
 from lowmem.units import interval_seconds
@@ -85,7 +85,7 @@ def run_planned(settings: Settings, stop: StopRequest, aside: Callable | None) -
         plan = Question(settings, config, kind, precision, card).answer(make_plan)
         print(plan.describe())
         if (Path(settings.out) / "settings.json").exists():
-            print(f"{settings.out} holds a run, so its plan.json is left alone", file=sys.stderr)
+            say(f"{settings.out} holds a run, so its plan.json is left alone")
             return
         try:
             Path(settings.out).mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from lowmem.core.batch import Batch
 from lowmem.core.step import StepResult
 from lowmem.limits import Peaks
 from lowmem.run.log import RunLog, read_metrics, step_row, write_json
+from lowmem.run.main import main
 from lowmem.run.report import build_report
 from lowmem.settings import Settings
 from lowmem.units import GIB
@@ -238,3 +239,6 @@ def test_a_terminal_gets_lines_that_end_between_words_and_log_txt_the_sentence(t
     shown = ["a sentence of more than forty columns,", "  which a terminal would cut", "  a table's row    1 MiB"]
     assert "\n".join(shown) in sys.stderr.getvalue()
     assert sentence in (tmp_path / "log.txt").read_text()
+    assert main(Settings(), ["--seqq", "5"]) == 2
+    *_, begins, goes_on = sys.stderr.getvalue().splitlines()
+    assert goes_on.startswith("  ") and len(begins) <= 40 and len(goes_on) <= 40
