@@ -81,8 +81,8 @@ class Settings:
     # Not 0: Adam's second moments start from nothing.
     warmup_steps: float = _option(0.03, "steps until the learning rate is reached; below 1 a share of all steps", "N")
     weight_decay: float = _option(0.01, "decoupled weight decay")  # AdamW's usual value; pretraining takes 0.1
-    adam_beta1: float = _option(0.9, "of AdamW's running mean of gradients")
-    adam_beta2: float = _option(0.999, "of AdamW's running mean of their squares; pretraining often takes 0.95")
+    adam_beta1: float = _option(0.9, "how much AdamW's mean of gradients keeps at a step")
+    adam_beta2: float = _option(0.999, "the same of their squares; pretraining often takes 0.95")
     adam_epsilon: float = _option(1e-8, "what AdamW adds to the root of that")
     clip_norm: float | None = _option(1.0, "largest global norm of the gradient; 0 switches clipping off", shown="0")
     seed: int = _option(0, "of the order of the data, dropout and random weights")

@@ -107,7 +107,7 @@ def find_format(record: Record, text_field: str, train_on: str, tokenizer: PreTr
 
 
 def _conversations(column: str, everything: bool, tokenizer: PreTrainedTokenizerBase) -> Format:
-    said = "the tokenizer's chat template"
+    said = "the chat template"
     if not tokenizer.chat_template or tokenizer.chat_template in _DEFAULT_CHAT_TEMPLATES:
         tokenizer.chat_template = _DEFAULT_CHAT_TEMPLATES[bool(_beginning_of_text(tokenizer))]
         said = "the default chat template ('User: ...' and 'Assistant: ...', the tokenizer has none)"

@@ -227,7 +227,7 @@ def test_a_tokenizers_own_template_is_used_and_its_end_is_not_doubled(tmp_path):
     batch = data.evaluations[0].batch(0)
     assert trained_text(batch, 0) == "Hello$\n"
     assert trained_text(batch, 1) == "Hello$\n"  # the open question after it is not trained, nor its end
-    assert "the tokenizer's chat template" in data.description
+    assert "through the chat template" in data.description
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_unless_everything_is_trained(tmp_path):
