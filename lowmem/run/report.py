@@ -181,8 +181,8 @@ def finish(
     if loss["diverged"]:
         log.say(
             f"warning: this run made the model worse: its held-out loss was {loss['eval_first']:.4f} before and is "
-            f"{loss['eval_last']:.4f} now. A lower --lr, a longer --warmup-steps or fewer epochs may help; --keep-best "
-            "and --patience keep the best there was"
+            f"{loss['eval_last']:.4f} now. A lower --lr, a longer --warmup-steps or fewer epochs may help"
+            + ("" if settings.keep_best else "; --keep-best and --patience keep the best there was")
         )
     held_out = "" if loss["eval_last"] is None else f"; held-out {loss['eval_first']:.4f} -> {loss['eval_last']:.4f}"
     trained = "" if loss["last"] is None else f": loss {loss['first']:.4f} -> {loss['last']:.4f}"
