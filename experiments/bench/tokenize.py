@@ -39,13 +39,8 @@ def main() -> None:
         data = load_data(Settings(data=str(path)), tokenizer, 50257, **({"folder": folder} if keeps else {}))
         if keeps:
             data.keep()
-        tokens = sum(len(rows.documents.tokens) for rows in (data.train, data.evaluation))
-        return {
-            "cpu_seconds": time.process_time() - cpu,
-            "wall_seconds": time.perf_counter() - wall,
-            "amount": tokens,
-            "unit": "tokens",
-        }
+        times = {"cpu_seconds": time.process_time() - cpu, "wall_seconds": time.perf_counter() - wall}
+        return times | {"fingerprint": data.fingerprint}
 
     ram_before = ram_now_bytes()
     begin_ram_peak_anew()
@@ -53,7 +48,7 @@ def main() -> None:
     found["ram_peak_bytes"] = ram_peak_bytes() - ram_before
     if keeps:
         again = prepare()
-        assert again["amount"] == found["amount"]
+        assert again["fingerprint"] == found["fingerprint"]
         found |= {f"again_{key}": again[key] for key in ("cpu_seconds", "wall_seconds")}
     text = path.read_text(encoding="utf-8")
     pieces = [text[start : start + PIECE_CHARACTERS] for start in range(0, len(text), PIECE_CHARACTERS)]
@@ -61,7 +56,7 @@ def main() -> None:
     for start in range(0, len(pieces), PIECES):
         tokenizer.backend_tokenizer.encode_batch_fast(pieces[start : start + PIECES], add_special_tokens=False)
     found |= {"plain_cpu_seconds": time.process_time() - cpu, "plain_wall_seconds": time.perf_counter() - wall}
-    print(json.dumps(found))
+    print(json.dumps(found | {"amount": path.stat().st_size / 1e6, "unit": "MB"}))
 
 
 main()
