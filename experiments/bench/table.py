@@ -54,7 +54,8 @@ def _ratios(what: str, row: dict) -> list[str]:
 def _machine(row: dict) -> str:
     versions = row["versions"]
     return (
-        f"On {row['machine']}, one thread each; torch {versions['torch']}, transformers {versions['transformers']}, "
+        f"On {row['machine']}, one thread each but for tokenizing; torch {versions['torch']}, "
+        f"transformers {versions['transformers']}, "
         f"Python {versions['python']}; processes per case and tree: {row['rounds']}."
     )
 
