@@ -9,7 +9,7 @@ from runs import content, last_line, simulated
 from safetensors.torch import load_file
 
 import lowmem.core.operations
-from lowmem.data.dataset import Rows
+from lowmem.data.batches import Batches
 from lowmem.run.log import read_metrics
 
 
@@ -58,11 +58,11 @@ def test_where_the_texts_of_a_bad_batch_were_read_is_said(train, text, tmp_path,
     spoil(monkeypatch, range(2, 3))
     seen = []
 
-    def at_the_second_step(rows, step, real=Rows.where):
-        seen.append((step, real(rows, step)))
+    def at_the_second_step(batches, step, real=Batches.where):
+        seen.append((step, real(batches, step)))
         return seen[-1][1]
 
-    monkeypatch.setattr(Rows, "where", at_the_second_step)
+    monkeypatch.setattr(Batches, "where", at_the_second_step)
     assert train(tmp_path / "out", "--data", str(data)) == 0
     ((step, texts),) = seen
     assert step == 1 and len(texts) == 4 and all(re.fullmatch(rf"{data}:\d+", text) for text in texts)
