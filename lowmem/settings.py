@@ -302,4 +302,6 @@ def _checked(name: str, hint: Any, value: object) -> object:
     if kind is float and type(value) in (int, float) and abs(value) < sys.float_info.max:
         return float(value)  # neither nan nor inf, nor an int that is too large for a float
     wanted = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
+    if may_be_several(hint):
+        wanted[str] = "text, nor a list of texts"
     raise InputError(f"{option_name(name)}: {value!r} is not {wanted.get(kind) or ' or '.join(choices)}.")

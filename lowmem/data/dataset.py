@@ -60,6 +60,8 @@ def load_data(
     for source in evaluated:
         if source.weight != 1:
             raise InputError(f"--eval-data {source.name}: held-out texts have no weight; each is read once")
+        if sum(other.spec == source.spec for other in evaluated) > 1:
+            raise InputError(f"--eval-data {source.spec} is given twice; give each held-out text once")
     needed_rows = batch if settings.fixed_batch else math.ceil((steps or 0) * batch / (1 - settings.eval_fraction)) + 1
 
     def read(folder: ArrayFolder) -> list[Part]:
@@ -98,6 +100,7 @@ def load_data(
     try:
         rows_of = [
             _Rows(
+                source.spec,
                 source.name,
                 part.train and Rows(source.spec, part.train, seq, source.weight),
                 part.evaluation and Rows(source.spec, part.evaluation, seq),
@@ -106,8 +109,11 @@ def load_data(
             for source, part in zip([*sources, *evaluated], parts, strict=True)
         ]
         trained = [rows.train for rows in rows_of if rows.train is not None]
-        held_out = [rows.evaluation for rows in rows_of if rows.evaluation is not None]
+        # A text that is trained on twice is held out of twice, and evaluated once.
+        held_out = list({rows.spec: rows.evaluation for rows in rows_of if rows.evaluation is not None}.values())
         for rows in (*trained, *(held_out if evaluated else [])):
+            if rows.count == 0 and len(rows.documents.lengths) == 0:
+                raise InputError(f"{rows.name}: all of its documents are held out of other --data; give each text once")
             if rows.count == 0:
                 raise InputError(
                     f"{rows.name}: its {len(rows.documents.tokens)} tokens do not fill one row of {seq} (+ 1); "
@@ -132,6 +138,7 @@ def load_data(
 class _Rows(NamedTuple):
     """A source's Part, cut into rows."""
 
+    spec: str
     source: str
     train: Rows | None
     evaluation: Rows | None

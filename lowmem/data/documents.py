@@ -72,6 +72,19 @@ class Documents:
             places=self.places[chosen],
         )
 
+    def between(self, start: int, stop: int) -> "Documents":
+        """Tokens `start` to `stop` of packed text, of its first and last document perhaps a part."""
+        ends = np.cumsum(self.lengths)
+        starts = ends - self.lengths
+        there = (ends > start) & (starts < stop)
+        return dataclasses.replace(
+            self,
+            tokens=self.tokens.part(start, stop),
+            lengths=np.minimum(ends, stop)[there] - np.maximum(starts, start)[there],
+            keys=self.keys[there],
+            places=self.places[there],
+        )
+
     def where(self, chosen: slice) -> list[str]:
         """The places that neighbouring documents were read from, one per file: ["a.jsonl:17-23", "b.txt"]."""
         found = []
@@ -151,9 +164,7 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
         return nothing(" (its examples are too few or all the same)")
     total = len(documents.tokens)
     cut = total - math.ceil(target)
-    train, tail = (
-        dataclasses.replace(documents, tokens=documents.tokens.part(*span)) for span in ((0, cut), (cut, total))
-    )
+    train, tail = documents.between(0, cut), documents.between(cut, total)
     return train, tail, f"held out: its last {len(tail.tokens):,} tokens, since its documents are few and long"
 
 

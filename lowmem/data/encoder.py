@@ -17,7 +17,7 @@ BATCH_CHARACTERS = 2**21
 _THREADS_PIECE_CHARACTERS = 2**16
 _FAST_FROM_CHARACTERS = 2**23  # making FastBPE takes as long as encoding some MiB without it
 _LINE_END = re.compile(r"(?<=\S\n)(?=\S)")  # not within a run of spaces and line ends, which may be one token
-_PROBE = "".join(f"{before}\n{after}" for before in "a1.)é中\u0301🙂" for after in "b2(#'ü文🙂")  # around a line end
+_PROBE = "".join(f"{before}\n{after}" for before in "a1.)é中\u0301🙂" for after in "b2(#/'ü文🙂")  # around a line end
 
 
 class Encoder:
@@ -64,12 +64,15 @@ class Encoder:
             self._fast = FastBPE.like(self._backend, texts)
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
-        fast = [index for index, text in enumerate(texts) if self._fast is not None and self._fast.takes(text)]
-        rest = sorted(set(range(len(texts))).difference(fast))
-        ids = dict(zip(rest, self._encode_slowly([texts[index] for index in rest]), strict=True))
-        if fast:
-            ids |= zip(fast, self._fast.encode([texts[index] for index in fast]), strict=True)
-        return [ids[index] for index in range(len(texts))]
+        ids: list[np.ndarray | None] = [None] * len(texts)
+        if self._fast is not None:
+            taken = [index for index, text in enumerate(texts) if self._fast.takes(text)]
+            for index, found in zip(taken, self._fast.encode([texts[index] for index in taken]), strict=True):
+                ids[index] = found
+        rest = [index for index, found in enumerate(ids) if found is None]
+        for index, found in zip(rest, self._encode_slowly([texts[index] for index in rest]), strict=True):
+            ids[index] = found
+        return ids
 
     def _encode_slowly(self, texts: list[str]) -> Iterator[np.ndarray]:
         if self._backend is None:

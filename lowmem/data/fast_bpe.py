@@ -51,20 +51,24 @@ class FastBPE:
             return None
         texts = [text for text in (*texts, *_readable(ranks)) if fast.takes(text)]
         expected = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        same = all(fast._ids(text).tolist() == one.ids for text, one in zip(texts, expected, strict=True))
-        return fast if same else None
+        found = zip(map(fast._ids, texts), expected, strict=True)
+        return fast if all(ids is None or ids.tolist() == one.ids for ids, one in found) else None
 
     def takes(self, text: str) -> bool:
         """Whether its ids are those of the words in it: no added token is written out, and nothing is normalized."""
         return not self._added.search(text) and (not self._composed or unicodedata.is_normalized("NFC", text))
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text, int32 [tokens]; each is encoded by one thread."""
+    def encode(self, texts: list[str]) -> list[np.ndarray | None]:
+        """The ids of each text, int32 [tokens]; None for one that is too much for its regular expressions, as a million
+        spaces in a row are. Each is encoded by one thread."""
         with ThreadPoolExecutor(self._threads) as threads:
             return list(threads.map(self._ids, texts))
 
-    def _ids(self, text: str) -> np.ndarray:
-        return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int32)
+    def _ids(self, text: str) -> np.ndarray | None:
+        try:
+            return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int32)
+        except ValueError:
+            return None
 
 
 def _words(pre_tokenizer: dict | None) -> str | None:

@@ -108,6 +108,9 @@ def _open(spec: str, text_field: str, steps: int | None) -> Source:
     if is_on_hub(spec):
         path, _, config = spec.partition(":")
         return _hub(path, config or None, text_field, steps)
+    path, equals, typed = spec.rpartition("=")
+    if equals and Path(path).exists():
+        raise InputError(f"{spec}: {typed!r} is no weight for {path}; write a number such as 2 or 0.5")
     raise InputError(
         f"{spec}: no such file or folder, and not a known name; use python-stdlib, wikitext, "
         f"codeparrot, a hub data set as org/name[:config], or a file or folder that exists"
@@ -175,47 +178,49 @@ def _local(path: Path, text_field: str) -> Source:
             )
         if path.stat().st_size == 0:
             raise InputError(f"{path}: the file is empty")
-        return Source(str(path), _read_file(path, text_field, ""), content=(path,))
+        return Source(str(path), _read_file(path, text_field), content=(path,))
     files = sorted(
         file
         for file in path.rglob("*")
         if file.is_file()
         and not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(path).parts)
     )
-    return _files(
-        str(path), "the folder holds", {file: file.relative_to(path).as_posix() for file in files}, text_field
-    )
+    return _files(str(path), "the folder holds", files, text_field)
 
 
 def _matching(pattern: str, text_field: str) -> Source:
     files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
-    return _files(pattern, "the pattern finds", {file: file.as_posix() for file in files if file.is_file()}, text_field)
+    return _files(pattern, "the pattern finds", [file for file in files if file.is_file()], text_field)
 
 
-def _files(name: str, found: str, keys: dict[Path, str], text_field: str) -> Source:
-    """The records of all files that can be read, in the order of `keys`: what a whole file is held out by."""
-    readable = [file for file in keys if file.suffix.lower() in _KNOWN_SUFFIXES]
-    others = sorted({file.suffix or file.name for file in keys} - {file.suffix for file in readable})
+def _files(name: str, found: str, files: list[Path], text_field: str) -> Source:
+    """The records of all files that can be read, in their order."""
+    readable = [file for file in files if file.suffix.lower() in _KNOWN_SUFFIXES]
+    others = sorted({file.suffix or file.name for file in files} - {file.suffix for file in readable})
+    for file in readable:
+        if "\ufffd" in (shown := os.fsencode(file).decode(errors="replace")):
+            raise InputError(f"{shown}: this file's name is not UTF-8; rename it")
     if not readable:
         raise InputError(f"{name}: {found} no file of the kinds {' '.join(_KNOWN_SUFFIXES)}")
     return Source(
         f"{name}, {len(readable)} files" + (f" ({', '.join(others)} left out)" if others else ""),
-        (record for file in readable for record in _read_file(file, text_field, keys[file])),
+        (record for file in readable for record in _read_file(file, text_field, whole=True)),
         content=tuple(readable),
     )
 
 
-def _read_file(path: Path, text_field: str, key: str) -> Iterator[Record]:
+def _read_file(path: Path, text_field: str, whole: bool = False) -> Iterator[Record]:
+    """`whole`: whether a file of text may be empty, as one of many may."""
     suffix = path.suffix.lower()
     try:
         if suffix in _DOCUMENT_SUFFIXES:
             piece, begun = "", False
             for following in _pieces(_lines(path)):
                 if piece:
-                    yield Record(str(path), {text_field: piece}, key or None, bool(key), goes_on=True, begun=begun)
+                    yield Record(str(path), {text_field: piece}, None, whole, goes_on=True, begun=begun)
                     begun = True
                 piece = following
-            yield Record(str(path), {text_field: piece}, key or None, bool(key), begun=begun)
+            yield Record(str(path), {text_field: piece}, None, whole, begun=begun)
         elif suffix == ".csv":
             yield from _csv_rows(path)
         elif suffix == ".parquet":

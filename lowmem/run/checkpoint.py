@@ -360,7 +360,7 @@ def refuse_differences(checkpoint: Path, state: dict, expected: dict) -> None:
 
 def _differences(saved: dict, wanted: dict) -> Iterator[str]:
     for key, value in wanted.items():
-        name = "data or tokenizer" if key == "data" else option_name(key) if key in FIELD_NAMES else key
+        name = option_name(key) if key in FIELD_NAMES else key
         if key not in saved and key in FIELD_NAMES and value == getattr(Settings, key):
             continue  # an option that is younger than the checkpoint had its default
         if key not in saved:
@@ -371,6 +371,8 @@ def _differences(saved: dict, wanted: dict) -> Iterator[str]:
                 yield from (f"config.json's {difference}" for difference in _differences(saved[key], known))
             else:
                 yield from _differences(saved[key], value)
+        elif key == "data" and saved[key] != value:
+            yield "the data, their weights or the tokenizer are not what they were"
         elif saved[key] != value:
             old, new = (item if isinstance(item, str) else json.dumps(item) for item in (saved[key], value))
             yield f"{name} {old} -> {new}"

@@ -181,7 +181,11 @@ class RunLog:
 
 
 def _held_out(row: dict) -> str:
-    each = ", ".join(f"{Path(name).name} {loss:.4f}" for name, loss in row.get("eval_losses", {}).items())
+    losses = row.get("eval_losses", {})
+    short = {name: Path(name).name or name for name in losses}
+    if len(set(short.values())) < len(short):
+        short = {name: name for name in losses}
+    each = ", ".join(f"{short[name]} {loss:.4f}" for name, loss in losses.items())
     return f"held-out {row['eval_loss']:.4f}" + (f" ({each})" if each else "")
 
 

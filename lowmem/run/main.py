@@ -12,7 +12,7 @@ from lowmem.errors import CapExceeded, LowmemError, first_line
 from lowmem.run.cli import parse_arguments
 from lowmem.run.early import check_run, packages_needed
 from lowmem.run.signals import StopRequest, interrupt_ends_at_once
-from lowmem.run.terminal import say
+from lowmem.run.terminal import escape_what_stdout_lacks, say
 from lowmem.settings import Settings
 
 
@@ -20,6 +20,7 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
     """Runs what `arguments` (the command line's, if None) ask for, over a script's `defaults`; returns the exit code.
 
     Until the run begins Ctrl-C ends it at once; from then on it is a request to save and stop (signals.py)."""
+    escape_what_stdout_lacks()
     try:
         with interrupt_ends_at_once(), packages_needed():
             settings = parse_arguments(sys.argv[1:] if arguments is None else arguments, defaults)

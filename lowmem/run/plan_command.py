@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.run.early import check_target, packages_needed
 from lowmem.run.signals import interrupt_ends_at_once
-from lowmem.run.terminal import say
+from lowmem.run.terminal import escape_what_stdout_lacks, say
 from lowmem.settings import Settings
 from lowmem.simulate.gpus import CARDS, Card
 from lowmem.units import parse_size
@@ -64,6 +64,7 @@ def _advise(options: argparse.Namespace, settings: Settings, config: "Pretrained
 
 def main(arguments: list[str] | None = None) -> int:
     """The plan of any Hugging Face decoder, without a GPU and without weights."""
+    escape_what_stdout_lacks()
     options = _parser().parse_args(arguments)
     try:
         of_card = "none" if options.gpu else "11GiB"

@@ -79,12 +79,17 @@ def device_name(device: torch.device) -> str:
 
 
 def build_report(
-    plan: dict, rows: list[dict], peaks: dict, device: str, sequences_per_step: int, eval_first: float | None
-) -> dict:
-    """report.json's content; a step's time is the median without the first, which also warms up."""
+    plan: dict, rows: list[dict], peaks: dict, device: str, sequences_per_step: int, eval_first: float | None,
+    exported_step: int | None = None,
+) -> dict:  # fmt: skip
+    """report.json's content; a step's time is the median without the first, which also warms up. `exported_step`: after
+    which the model in model/ is as it is, None for the last; `diverged` says whether that one is worse than at first.
+    """
     step_ms = [row["step_ms"] for row in rows]
     seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if rows else None
-    evaluated = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    evaluated = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+    last = list(evaluated.values())[-1] if evaluated else eval_first
+    exported = evaluated.get(exported_step, last)
     best = best_evaluation(rows, eval_first)
     return {
         "plan": plan,
@@ -94,10 +99,12 @@ def build_report(
             "first": rows[0]["loss"] if rows else None,
             "last": rows[-1]["loss"] if rows else None,
             "eval_first": eval_first,
-            "eval_last": evaluated[-1] if evaluated else eval_first,
+            "eval_last": last,
             "eval_best": best.loss,
             "eval_best_step": best.step,
-            "diverged": bool(evaluated) and eval_first is not None and not evaluated[-1] <= eval_first,
+            "eval_exported": exported,
+            "exported_step": exported_step if exported_step is not None or not rows else rows[-1]["step"],
+            "diverged": bool(evaluated) and eval_first is not None and not exported <= eval_first,
         },
         "steps": len(rows),
         "device": device,
@@ -153,19 +160,22 @@ def finish(
     plan: Plan,
     eval_first: float | None,
     recoveries: list[dict],
+    exported_step: int,
 ) -> None:
-    """Writes model/, report.json, loss.png and memory.png into the run folder, and says how it went."""
+    """Writes model/, with the weights that are in `store`, which are those after `exported_step`, report.json, loss.png
+    and memory.png into the run folder, and says how it went."""
     folder = Path(settings.out)
     budget.enter("export")
     export_model(
         folder / "model", config, store.masters(), order=store.names(), tokenizer=tokenizer,
-        readme=_model_readme(plan, log.rows), dtype=WORKING_DTYPES[settings.export_dtype],
+        readme=_model_readme(plan, log.rows, exported_step), dtype=WORKING_DTYPES[settings.export_dtype],
         generation_config=own_generation_config(settings.model, settings.init),
     )  # fmt: skip
     budget.enter("report")
     budget.check("the export")
     peaks = asdict(budget.peaks())
-    report = build_report(plan.to_dict(), log.rows, peaks, device_name(store.device), settings.batch, eval_first)
+    device = device_name(store.device)
+    report = build_report(plan.to_dict(), log.rows, peaks, device, settings.batch, eval_first, exported_step)
     report["ram_phases"] = {
         phase: {"predicted": plan.ram_phases.get(phase), "measured": size} for phase, size in budget.ram_phases.items()
     }  # bytes
@@ -181,7 +191,7 @@ def finish(
     if loss["diverged"]:
         log.say(
             f"warning: this run made the model worse: its held-out loss was {loss['eval_first']:.4f} before and is "
-            f"{loss['eval_last']:.4f} now. A lower --lr, a longer --warmup-steps or fewer epochs may help"
+            f"{loss['eval_exported']:.4f} now. A lower --lr, a longer --warmup-steps or fewer epochs may help"
             + ("" if settings.keep_best else "; --keep-best and --patience keep the best there was")
         )
     held_out = "" if loss["eval_last"] is None else f"; held-out {loss['eval_first']:.4f} -> {loss['eval_last']:.4f}"
@@ -216,9 +226,10 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
     return f"sample: {shown}"  # a terminal would obey control characters
 
 
-def _model_readme(plan: Plan, rows: list[dict]) -> str:
+def _model_readme(plan: Plan, rows: list[dict], exported_step: int) -> str:
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    last = f"{rows[-1]['loss']:.4f} after {rows[-1]['step']} steps" if rows else "not trained"
+    losses = [f"{row['loss']:.4f} after {exported_step} steps" for row in rows if row["step"] == exported_step]
+    last = losses[-1] if losses else "not trained"
     return (
         f"# {plan.model}, every parameter trained with lowmem\n\n"
         f"Training loss: {last}. Command:\n\n    {command}\n\nPlan:\n\n```\n{plan.describe()}\n```\n"

@@ -25,6 +25,12 @@ def say(sentence: str) -> None:
         print(for_terminal(sentence), file=sys.stderr, flush=True)
 
 
+def escape_what_stdout_lacks() -> None:
+    """Characters that stdout's encoding does not have are written as escapes from here on, as stderr writes them."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def for_terminal(sentence: str) -> str:
     """`sentence` as it is shown: at a terminal, in lines that end between words."""
     if sys.stderr is None or not sys.stderr.isatty():

@@ -301,7 +301,7 @@ def train(
         try:
             if saved != done:
                 with budget.phase("save"):
-                    best = best_evaluation(log.rows, eval_first).step if settings.keep_best else None
+                    best = best_evaluation(log.rows, None).step if settings.keep_best else None
                     save_checkpoint(folder, store, state, keep_last=settings.keep_last, best=best)
             saved = done
         except NotSaved as error:
@@ -348,7 +348,7 @@ def train(
         log.step(row)
         ended = done == steps
         if "eval_loss" in row:
-            saving |= settings.keep_best and best_evaluation(log.rows, eval_first).step == done
+            saving |= settings.keep_best and best_evaluation(log.rows, None).step == done
             ended |= out_of_patience()
         if settings.sample_every is not None and done % settings.sample_every == 0 and not ended:
             take_sample(done)
@@ -365,17 +365,21 @@ def train(
     if skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):
         raise LowmemError(f"the loss of the last step is {log.rows[-1]['loss']}: nothing was exported")
     stop.now("the export; all steps are done and saved", "changes nothing")
-    best = best_evaluation(log.rows, eval_first)
     if out_of_patience():
-        log.say(f"ended early, after {done} of {steps} steps: the last {best.since} held-out losses are above {best}")
+        best = best_evaluation(log.rows, eval_first)
+        log.say(
+            f"ended early, after {done} of {steps} steps: the last {best.since} held-out losses are not below {best}"
+        )
+    exported, best = done, best_evaluation(log.rows, None)
     if settings.keep_best and best.step not in (0, done):
         checkpoint = checkpoint_of(folder, best.step)
         try:
             verify_checkpoint(checkpoint)  # before the last weights make room for it
             load_checkpoint(checkpoint, store, same_run)
+            exported = best.step
             log.say(f"the model is exported as it was at its best: held-out {best}")
         except LowmemError as problem:
             log.say(f"warning: the best, held-out {best}, cannot be exported, and the last is: {problem}")
     if settings.sample_prompt is not None:
         take_sample(done, last=True)
-    finish(settings, config, decoder, store, tokenizer, log, budget, plan, eval_first, recovery.measures)
+    finish(settings, config, decoder, store, tokenizer, log, budget, plan, eval_first, recovery.measures, exported)

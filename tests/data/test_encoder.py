@@ -171,6 +171,18 @@ def test_one_that_gives_other_ids_is_not_used(gpt2_tokenizer, monkeypatch):
     assert FastBPE.like(backend, []) is None
 
 
+def test_a_text_that_is_too_much_for_tiktoken_is_left_to_the_tokenizer(gpt2_tokenizer, monkeypatch):
+    """Its regular expressions give up at a million spaces in a row."""
+    text = "a" + " " * 2**20 + "b"
+    expected = ids(gpt2_tokenizer.backend_tokenizer, text)
+    fast = FastBPE.like(gpt2_tokenizer.backend_tokenizer, [text])
+    assert fast.encode([text, "a b"])[0] is None and fast.encode(["a b"])[0] is not None
+    monkeypatch.setattr(module, "_FAST_FROM_CHARACTERS", 1000)
+    encoder = Encoder(gpt2_tokenizer)
+    assert [found.tolist() for found in encoder([text, text, "a b"])] == [expected, expected, [64, 275]]
+    assert encoder._fast is not None
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_long_texts_are_encoded_by_tiktoken_where_it_is_there(gpt2_tokenizer, monkeypatch, there):
     """And special tokens that are written out are theirs all the same."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections import Counter
 from types import SimpleNamespace
 
@@ -159,3 +160,63 @@ def test_what_else_is_refused_names_the_text(tmp_path):
         load(path, eval_data=[f"{path}=2"])
     with pytest.raises(InputError, match="nowhere.txt=x: no such file"):
         load(path, "nowhere.txt=x")
+
+
+def test_the_held_out_end_of_a_long_document_is_not_trained_on_when_another_text_holds_out_a_short_one(tmp_path):
+    """The first text loses a document that the second holds out, after it has been cut itself."""
+    long = "".join(f"{number:05d} " for number in range(2000))
+    short = [f"short {number}" for number in range(300)]
+    others = texts_of(tmp_path / "short.jsonl", short)
+    held_out = load(others, eval_fraction=0.02).evaluations[0].parts[0].documents
+    first = bytes(held_out.tokens[: held_out.lengths[0] - 1].astype(np.uint8)).decode()
+    data = load(texts_of(tmp_path / "long.jsonl", [long, first]), others, eval_fraction=0.02)
+    trained, evaluated = (batches.parts[0].documents for batches in (data.train, data.evaluations[0]))
+    for documents in (trained, evaluated):
+        assert documents.lengths.sum() == len(documents.tokens)
+    (tail,) = evaluated.lengths[:1]
+    assert trained.lengths.tolist() == [len(long) + 1 - tail] and 100 < tail < 400
+    assert bytes(trained.tokens[:].astype(np.uint8)).decode() == long[: len(trained.tokens)]
+
+
+def test_one_book_given_twice_is_refused_for_what_it_is(tmp_path):
+    (tmp_path / "book.txt").write_text("".join(f"{number:05d} " for number in range(2000)))
+    with pytest.raises(InputError, match=r"book\.txt: all of its documents are held out of other --data; give each"):
+        load(tmp_path / "book.txt", tmp_path / "book.txt", eval_fraction=0.02)
+
+
+def texts_of(path, documents):
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    return path
+
+
+def test_a_file_is_held_out_by_its_content_however_it_was_found(tmp_path):
+    """In a folder, by a pattern, or among others."""
+    for number in range(60):
+        (tmp_path / f"{number:02d}.txt").write_text(f"file {number:04d} and what is in it")
+    data = load(tmp_path, tmp_path / "*.txt", tmp_path / "0*.txt", eval_fraction=0.1)
+    trained = {int(key) for part in data.train.parts for key in part.documents.keys}
+    held_out = {int(key) for batches in data.evaluations for key in batches.parts[0].documents.keys}
+    assert len(held_out) >= 6 and trained.isdisjoint(held_out) and len(trained | held_out) == 60
+
+
+def test_a_file_name_that_is_no_text_is_a_sentence(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with open(os.fsencode(tmp_path / "folder") + b"/caf\xe9.txt", "w") as file:
+        file.write("text")
+    with pytest.raises(InputError, match="caf\ufffd.txt: this file's name is not UTF-8; rename it"):
+        load(tmp_path / "folder")
+
+
+def test_a_text_given_twice_is_evaluated_once(tmp_path):
+    a, b = texts(tmp_path / "a.jsonl", "a", 50), texts(tmp_path / "b.jsonl", "b", 50)
+    data = load(a, a, b, eval_fraction=0.1)
+    assert [batches.parts[0].name for batches in data.evaluations] == [str(a), str(b)]
+    assert [part.name for part in data.train.parts] == [str(a), str(a), str(b)]
+    with pytest.raises(InputError, match=r"--eval-data .*a\.jsonl is given twice"):
+        load(b, eval_data=(a, a))
+
+
+@pytest.mark.parametrize("weight", ["", "two", "1e-1", "1,5"])
+def test_what_is_no_weight_is_said_to_be_none(tmp_path, weight):
+    with pytest.raises(InputError, match=f"'{weight}' is no weight for .*a.jsonl; write a number such as 2 or 0.5"):
+        load(f"{texts(tmp_path / 'a.jsonl', 'a', 5)}={weight}")

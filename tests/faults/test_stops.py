@@ -175,7 +175,7 @@ def test_resume_never_starts_anew(finished, train, tmp_path):
         (["--optimizer", "sgd"], "--optimizer adamw -> sgd"),
         (["--precision", "bf16"], "--precision fp32 -> bf16"),
         (["--micro-batch", "4"], "--micro-batch 2 -> 4"),
-        (["--data", "python-stdlib"], "data or tokenizer "),
+        (["--data", "python-stdlib"], "the data, their weights or the tokenizer are not what they were"),
     ],
     ids=" ".join,
 )

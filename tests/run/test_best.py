@@ -46,6 +46,27 @@ def test_the_best_checkpoint_is_kept_and_exported(train, tmp_path, held_out, cap
     assert weights(out) == weights(tmp_path / "two") and checkpoints(out) == ["step-00000002", "step-00000006"]
 
 
+def test_where_no_step_was_better_than_the_start_the_best_of_the_steps_is_exported(train, tmp_path, held_out, capsys):
+    assert train(tmp_path / "two", "--steps", "2", "--schedule", "constant") == 0
+    held_out(2.0, 4.0, 3.0, 3.5)
+    options = ["--steps", "3", "--schedule", "constant", "--eval-every", "1", "--keep-last", "1", "--keep-best"]
+    out = tmp_path / "out"
+    assert train(out, *options) == 0
+    assert weights(out) == weights(tmp_path / "two") and checkpoints(out) == ["step-00000002", "step-00000003"]
+    report = stored(out / "report.json")["loss"]
+    assert (report["eval_best_step"], report["exported_step"], report["eval_exported"]) == (0, 2, 3.0)
+    assert report["diverged"] is True and "was 2.0000 before and is 3.0000 now" in capsys.readouterr().err
+    assert " after 2 steps. Command:" in (out / "model/README.md").read_text()
+
+
+def test_a_run_that_got_worse_and_exports_its_best_has_not_diverged(train, tmp_path, held_out, capsys):
+    held_out(3.0, 2.5, 4.0)
+    assert train(tmp_path / "out", "--steps", "2", "--eval-every", "1", "--keep-best") == 0
+    report = stored(tmp_path / "out/report.json")["loss"]
+    assert (report["diverged"], report["eval_last"], report["exported_step"]) == (False, 4.0, 1)
+    assert "warning: this run" not in capsys.readouterr().err
+
+
 def test_a_best_that_is_lost_leaves_the_last(train, tmp_path, held_out, capsys):
     held_out(5.0, 4.0, 3.0, 3.5)
     out = tmp_path / "out"
@@ -66,7 +87,7 @@ def test_a_run_ends_when_the_held_out_loss_no_longer_falls(train, tmp_path, held
     options = ["--steps", "6", "--schedule", "constant", "--eval-every", "1"]
     assert train(out, *options, "--patience", "2") == 0
     said = capsys.readouterr().err
-    assert "ended early, after 3 of 6 steps: the last 2 held-out losses are above 4.0000 after step 1" in said
+    assert "ended early, after 3 of 6 steps: the last 2 held-out losses are not below 4.0000 after step 1" in said
     assert len(loss_rows(out)) == 3 and checkpoints(out) == ["step-00000003"] and (out / "model").exists()
     assert train(out, *options, "--patience", "2") == 0  # nothing is computed anew
     assert len(loss_rows(out)) == 3

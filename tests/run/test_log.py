@@ -146,6 +146,8 @@ def test_the_report_has_the_contracts_names_and_a_steps_time_leaves_out_the_firs
             "eval_last": 4.0,
             "eval_best": 4.0,
             "eval_best_step": 3,
+            "eval_exported": 4.0,
+            "exported_step": 3,
             "diverged": False,
         },
         "steps": 3,
