@@ -67,6 +67,13 @@ def test_a_tokenizer_that_marks_where_a_text_begins_is_not_given_small_pieces():
         assert Encoder(tokenizer)(["a\na\na"])[0].tolist() == tokenizer("a\na\na")["input_ids"]
 
 
+def test_a_tokenizer_whose_words_go_over_a_line_end_is_not_given_small_pieces():
+    """As those of o200k do: a slash behind a line end belongs to the punctuation before it."""
+    merged = models.BPE(vocab={"a": 0, "\n": 1, "/": 2, "\n/": 3}, merges=[("\n", "/")], unk_token="a")
+    assert not module._cuts_freely(Tokenizer(merged))
+    assert module._cuts_freely(Tokenizer(models.BPE(vocab={"a": 0, "\n": 1, "/": 2}, merges=[], unk_token="a")))
+
+
 # tiktoken
 
 
