@@ -92,14 +92,15 @@ def load_data(
                 parts.append(held_out_of(source)._replace(train=train))
             else:
                 parts.append(Part(*hold_out(train, settings.eval_fraction, seq, folder)))
-        return [*_apart(parts, folder), *map(held_out_of, evaluated)]
+        named = [held_out_of(source) for source in evaluated]
+        return [*(_with_a_word_on(part, named) for part in _apart(parts, folder)), *named]
 
     key = content_key(settings, tokenizer, vocabulary_size, needed_rows, sources, evaluated)
     preparation = Preparation(folder, key)
     parts = preparation.find(tokenizer) or preparation.make(read)
     try:
         rows_of = [
-            _Rows(
+            _CutPart(
                 source.spec,
                 source.name,
                 part.train and Rows(source.spec, part.train, seq, source.weight),
@@ -135,7 +136,7 @@ def load_data(
         raise
 
 
-class _Rows(NamedTuple):
+class _CutPart(NamedTuple):
     """A source's Part, cut into rows."""
 
     spec: str
@@ -158,6 +159,15 @@ def _apart(parts: list[Part], folder: ArrayFolder) -> list[Part]:
     return found
 
 
+def _with_a_word_on(part: Part, evaluated: list[Part]) -> Part:
+    """`part`, whose training documents stay as they are, with a note on those that are among `evaluated`, too."""
+    both = sum(int(np.isin(part.train.keys, other.evaluation.keys).sum()) for other in evaluated)
+    if not both:
+        return part
+    notes = (*part.train.notes, f"{both:,} of its documents are trained on though they are in --eval-data, too")
+    return part._replace(train=replace(part.train, notes=notes))
+
+
 def _fingerprint(tokenizer: PreTrainedTokenizerBase, train: Batches, *evaluations: Batches) -> str:
     digest = hashlib.blake2b(json.dumps(sorted(tokenizer.get_vocab().items())).encode(), digest_size=16)
     for batches in (train, *evaluations):
@@ -174,7 +184,7 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase, train: Batches, *evaluation
     return digest.hexdigest()
 
 
-def _describe(rows_of: list[_Rows], train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
+def _describe(rows_of: list[_CutPart], train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
     """A line for each text, and one for what they are mixed to; one line in all for one text that is trained on."""
     lines = []
     for rows in rows_of:

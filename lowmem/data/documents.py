@@ -1,6 +1,6 @@
 """From the documents of a source to token ids end to end, and the share of them that is held out.
 
-Token ids lie in files, 2 bytes each up to 65,536 ids, else 4; examples one more for what is trained. RAM holds 28 bytes
+Token ids lie in files, 2 bytes each up to 65,536 ids, else 4; examples one more for what is trained. RAM holds 32 bytes
 per document, the name of each file, and what is being tokenized: TOKENIZING_BYTES at most, however long a text is. (A
 `.json` list and a row of a table are read whole.) While the held-out share is taken out, the disk holds twice the data.
 """
@@ -36,7 +36,7 @@ class Documents:
 
     tokens  uint16 or uint32 [N], an end-of-text token after each document
     lengths int64 [n], in tokens
-    keys    uint64 [n], what decides on which side of a held-out share a document falls
+    keys    uint64 [n], of the content: what decides on which side of a held-out share a document falls
     trained bool [N], which tokens are trained; None for packed text: all
     places  int32 [n, 2], where each was read: which of `files`, and the line or row in it, 0 for a whole file
 
@@ -258,15 +258,12 @@ class _Writer:
         self.tokens.append(ids)
         self.token_count += len(ids)
         self.begun_tokens += len(ids)
-        if record.key is None:
-            for text, _ in segments:
-                self.begun_hash.update(text)
+        for text, _ in segments:
+            self.begun_hash.update(text)
         if not record.goes_on:
             self._end_document(record)
 
     def _end_document(self, record: Record) -> None:
-        if record.key is not None:
-            self.begun_hash.update(record.key)
         self.lengths.append(self.begun_tokens)
         self.keys.append(self.begun_hash.value())
         file, number = _PLACE.fullmatch(record.where).groups(default="0")

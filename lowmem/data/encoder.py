@@ -16,7 +16,8 @@ from lowmem.data.tokenizer import BYTE_LEVEL_IDS, END_OF_TEXT, is_byte_level
 BATCH_CHARACTERS = 2**21
 _THREADS_PIECE_CHARACTERS = 2**16
 _FAST_FROM_CHARACTERS = 2**23  # making FastBPE takes as long as encoding some MiB without it
-_LINE_END = re.compile(r"(?<=\S\n)(?=\S)")  # not within a run of spaces and line ends, which may be one token
+# Not within a run of spaces and line ends, which may be one token; a slash may belong to the line end (o200k's words).
+_LINE_END = re.compile(r"(?<=\S\n)(?=[^\s/])")
 _PROBE = "".join(f"{before}\n{after}" for before in "a1.)é中\u0301🙂" for after in "b2(#/'ü文🙂")  # around a line end
 
 
@@ -96,7 +97,7 @@ def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
 
 def _cuts_freely(backend: Tokenizer) -> bool:
     """Whether a text of every kind of neighbours of a line end has the same ids when it is cut at the line ends."""
-    lines = [backend.encode(line, add_special_tokens=False).ids for line in _PROBE.splitlines(keepends=True)]
+    lines = [backend.encode(line, add_special_tokens=False).ids for line in _LINE_END.split(_PROBE)]
     return [token for line in lines for token in line] == backend.encode(_PROBE, add_special_tokens=False).ids
 
 

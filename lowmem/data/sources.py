@@ -52,13 +52,11 @@ _ARTICLE_TITLE = re.compile(r" = [^=].*[^=] = \n?")
 
 @dataclass(frozen=True)
 class Record:
-    """One row or file. `where` is said in errors; `key` decides on which side of a held-out share it falls (None: its
-    content does); `whole_file` records may be empty (an `__init__.py`), rows may not; the text of one that `goes_on`
-    has its next piece in the next record, and that one is `begun`."""
+    """One row or file. `where` is said in errors; `whole_file` records may be empty (an `__init__.py`), rows may not.
+    The text of one that `goes_on` has its next piece in the next record, and that one is `begun`."""
 
     where: str
     columns: dict[str, Any]
-    key: str | None = None
     whole_file: bool = False
     goes_on: bool = False
     begun: bool = False
@@ -166,7 +164,7 @@ def _standard_library(files: dict[str, Path], text_field: str) -> Iterator[Recor
             text = path.read_bytes().decode()
         except (OSError, UnicodeDecodeError):  # a few sources say that they are in Latin-1
             continue
-        yield Record(name, {text_field: text}, key=name, whole_file=True)
+        yield Record(name, {text_field: text}, whole_file=True)
 
 
 def _local(path: Path, text_field: str) -> Source:
@@ -176,6 +174,7 @@ def _local(path: Path, text_field: str) -> Source:
                 f"{path}: files of kind {path.suffix or '(none)'} are not read; convert it to one of "
                 f"{' '.join(_KNOWN_SUFFIXES)}"
             )
+        _refuse_odd_names([path])
         if path.stat().st_size == 0:
             raise InputError(f"{path}: the file is empty")
         return Source(str(path), _read_file(path, text_field), content=(path,))
@@ -197,9 +196,7 @@ def _files(name: str, found: str, files: list[Path], text_field: str) -> Source:
     """The records of all files that can be read, in their order."""
     readable = [file for file in files if file.suffix.lower() in _KNOWN_SUFFIXES]
     others = sorted({file.suffix or file.name for file in files} - {file.suffix for file in readable})
-    for file in readable:
-        if "\ufffd" in (shown := os.fsencode(file).decode(errors="replace")):
-            raise InputError(f"{shown}: this file's name is not UTF-8; rename it")
+    _refuse_odd_names(readable)
     if not readable:
         raise InputError(f"{name}: {found} no file of the kinds {' '.join(_KNOWN_SUFFIXES)}")
     return Source(
@@ -207,6 +204,12 @@ def _files(name: str, found: str, files: list[Path], text_field: str) -> Source:
         (record for file in readable for record in _read_file(file, text_field, whole=True)),
         content=tuple(readable),
     )
+
+
+def _refuse_odd_names(files: list[Path]) -> None:
+    for file in files:
+        if "\ufffd" in (shown := os.fsencode(file).decode(errors="replace")):
+            raise InputError(f"{shown}: this file's name is not UTF-8; rename it")
 
 
 def _read_file(path: Path, text_field: str, whole: bool = False) -> Iterator[Record]:
@@ -217,10 +220,10 @@ def _read_file(path: Path, text_field: str, whole: bool = False) -> Iterator[Rec
             piece, begun = "", False
             for following in _pieces(_lines(path)):
                 if piece:
-                    yield Record(str(path), {text_field: piece}, None, whole, goes_on=True, begun=begun)
+                    yield Record(str(path), {text_field: piece}, whole, goes_on=True, begun=begun)
                     begun = True
                 piece = following
-            yield Record(str(path), {text_field: piece}, None, whole, begun=begun)
+            yield Record(str(path), {text_field: piece}, whole, begun=begun)
         elif suffix == ".csv":
             yield from _csv_rows(path)
         elif suffix == ".parquet":
@@ -248,11 +251,11 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _pieces(lines: Iterable[str]) -> Iterator[str]:
     """A text's `lines` in pieces of PIECE_CHARACTERS or more, cut where a token ends: between two lines, at a line end
-    with no other white space beside it. Where there is none for long (lines that end in CR LF), any line end will do,
-    so that what is in memory stays bounded."""
+    with no other white space beside it, nor a slash behind it (encoder.py). Where there is none for long (lines that
+    end in CR LF), any line end will do, so that what is in memory stays bounded."""
     piece, characters = [], 0
     for line in lines:
-        clean = piece and not line[0].isspace() and piece[-1][-2:-1].strip()
+        clean = piece and not line[0].isspace() and line[0] != "/" and piece[-1][-2:-1].strip()
         if characters >= PIECE_CHARACTERS and clean or characters >= 16 * PIECE_CHARACTERS:
             yield "".join(piece)
             piece, characters = [], 0

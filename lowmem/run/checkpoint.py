@@ -129,10 +129,10 @@ class NotSaved(LowmemError):
 def save_checkpoint(folder: Path, store: Store, state: dict, *, keep_last: int, best: int | None = None) -> Path:
     """Writes `store` and `state` (JSON; "step" is the number of optimizer steps done) as folder/checkpoints/step-...
 
-    No update may be waiting (TrainingStep.flush). Of the older checkpoints keep_last - 1 stay, and
-    that of step `best`; those with a higher number were left behind by a run that went back to an earlier step, and go
-    too. Raises NotSaved where the disk or a
-    quota is full or the folder cannot be written: what was saved before is still there then."""
+    No update may be waiting (TrainingStep.flush). Of the older checkpoints keep_last - 1 stay, and that of
+    step `best`; those with a higher number were left behind by a run that went back to an earlier step, and go too.
+    Raises NotSaved where the disk or a quota is full or the folder cannot be written: what was saved before is still
+    there then."""
     if any(part.gradient is not None for part in store.parts):
         raise RuntimeError("updates are waiting: call TrainingStep.flush before saving")
     final = checkpoint_of(folder, state["step"])

@@ -120,7 +120,7 @@ class RunLog:
             self._text.write(f"{at_length or sentence}\n")
 
     def step(self, row: dict) -> None:
-        """Takes one step's row (the keys of contract.md's metrics.jsonl; held-out losses only where there were any)."""
+        """Takes one step's row (`step_row`'s keys; held-out losses only where there were any)."""
         self.rows.append(row)
         refused = self._file.write(_line(row))
         if refused is not None:

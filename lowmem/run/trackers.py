@@ -151,6 +151,13 @@ def planned(plan: dict) -> dict[str, float]:
     return values
 
 
+def _but_not_of_tensorboard(hook: Callable, problem: threading.ExceptHookArgs) -> None:
+    """Gives `hook` what ended a thread, unless it is the one that writes for TensorBoard: the next call of its writer
+    raises the same, which is said in a sentence."""
+    if not type(problem.thread).__module__.startswith("tensorboard"):
+        hook(problem)
+
+
 class _TensorBoard:
     """Event files that `tensorboard --logdir <out>` reads, this run's and those of every other folder below."""
 
@@ -162,6 +169,7 @@ class _TensorBoard:
         except ImportError:
             raise InputError("--report-to tensorboard needs that package: pip install tensorboard") from None
         self._open = partial(SummaryWriter, str(folder / "tensorboard"))
+        threading.excepthook = partial(_but_not_of_tensorboard, threading.excepthook)
 
     def start(self, first_step: int, constants: dict) -> None:
         # What was measured before the first step is that of a run which goes on, too, and not of a new one.

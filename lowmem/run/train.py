@@ -367,9 +367,8 @@ def train(
     stop.now("the export; all steps are done and saved", "changes nothing")
     if out_of_patience():
         best = best_evaluation(log.rows, eval_first)
-        log.say(
-            f"ended early, after {done} of {steps} steps: the last {best.since} held-out losses are not below {best}"
-        )
+        said = f"the last {best.since} held-out losses are not below {best}; a higher --patience goes on"
+        log.say(f"ended early, after {done} of {steps} steps: {said}")
     exported, best = done, best_evaluation(log.rows, None)
     if settings.keep_best and best.step not in (0, done):
         checkpoint = checkpoint_of(folder, best.step)

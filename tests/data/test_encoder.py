@@ -67,11 +67,16 @@ def test_a_tokenizer_that_marks_where_a_text_begins_is_not_given_small_pieces():
         assert Encoder(tokenizer)(["a\na\na"])[0].tolist() == tokenizer("a\na\na")["input_ids"]
 
 
-def test_a_tokenizer_whose_words_go_over_a_line_end_is_not_given_small_pieces():
-    """As those of o200k do: a slash behind a line end belongs to the punctuation before it."""
-    merged = models.BPE(vocab={"a": 0, "\n": 1, "/": 2, "\n/": 3}, merges=[("\n", "/")], unk_token="a")
-    assert not module._cuts_freely(Tokenizer(merged))
-    assert module._cuts_freely(Tokenizer(models.BPE(vocab={"a": 0, "\n": 1, "/": 2}, merges=[], unk_token="a")))
+def test_words_that_go_over_a_line_end_are_not_cut(monkeypatch):
+    """As those of o200k do: a slash behind a line end belongs to the punctuation before it. Other words that do are
+    noticed."""
+    for after in "/b":
+        vocabulary = {"a": 0, "\n": 1, after: 2, f"\n{after}": 3}
+        backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("\n", after)], unk_token="a"))
+        assert module._cuts_freely(backend) == (after == "/")
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="a")
+        monkeypatch.setattr(module, "_THREADS_PIECE_CHARACTERS", 1)
+        assert Encoder(tokenizer)([f"a\na\n{after}a\na"])[0].tolist() == [0, 1, 0, 3, 0, 1, 0]
 
 
 # tiktoken

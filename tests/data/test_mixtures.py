@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import os
+import sysconfig
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -220,3 +222,18 @@ def test_a_text_given_twice_is_evaluated_once(tmp_path):
 def test_what_is_no_weight_is_said_to_be_none(tmp_path, weight):
     with pytest.raises(InputError, match=f"'{weight}' is no weight for .*a.jsonl; write a number such as 2 or 0.5"):
         load(f"{texts(tmp_path / 'a.jsonl', 'a', 5)}={weight}")
+
+
+def test_a_text_of_the_library_is_held_out_wherever_it_is_found(tmp_path):
+    for name in ("abc.py", "argparse.py", "ast.py", "bdb.py", "calendar.py", "cmd.py", "csv.py", "dis.py"):
+        (tmp_path / name).write_bytes((Path(sysconfig.get_path("stdlib")) / name).read_bytes())
+    data = load("python-stdlib", tmp_path, eval_fraction=0.3)
+    trained = {int(key) for part in data.train.parts for key in part.documents.keys}
+    held_out = {int(key) for batches in data.evaluations for key in batches.parts[0].documents.keys}
+    assert trained.isdisjoint(held_out) and len(held_out) > 30
+
+
+def test_training_on_what_is_evaluated_is_said(tmp_path):
+    a, b = texts(tmp_path / "a.jsonl", "a", 50), texts(tmp_path / "b.jsonl", "a", 30)
+    said = load(a, eval_data=(b,)).description
+    assert "31 of its documents are trained on though they are in --eval-data, too" in said
