@@ -68,6 +68,10 @@ class Settings:
     # GPT-2 was pretrained with packed documents that see each other.
     document_mask: bool = _option(False, "whether attention stops at a packed document's end")
 
+    pack: Literal["padded", "sorted", "packed"] = _option(
+        "sorted", "what becomes of the room behind short examples: computed; little of it, by micro-batches of like "
+        "lengths; or filled with other examples, which attention keeps apart")
+
     batch: int = _option(64, "sequences per optimizer step; how they are cut up is the planner's matter")
     steps: int | None = _option(None, "optimizer steps", shown="as --epochs says")
     epochs: float | None = _option(None, "passes over the data, instead of --steps", shown="1, where --steps says "
@@ -202,6 +206,11 @@ class Settings:
         for name in _TEXTS:
             if any("\0" in text or not text.strip() for text in each(getattr(self, name))):
                 yield f"{option_name(name)} must not be empty."
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether attention may be told which document a position belongs to."""
+        return self.document_mask or self.pack == "packed"
 
     def _reported_to(self) -> set[str]:
         """What was typed for `report_to`, name by name."""

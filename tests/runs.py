@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import train_gpt2_large
 import train_gpt2_xl
 from lowmem.planning.plan import Plan
+from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
 from lowmem.planning.simulations import Simulations
 from lowmem.run.log import read_metrics
@@ -79,7 +80,10 @@ def remembering() -> Iterator[Callable]:
     is short."""
     with process_aside() as aside:
 
-        def plan(function: Callable, settings: Settings, config, kind: str, precision: str, card, free: int, *more):
+        def plan(function: Callable, *arguments):
+            if function is not make_plan:
+                return aside(function, *arguments)
+            settings, config, kind, precision, card, free, *more = arguments
             asked = replace(settings, **{name: getattr(Settings, name) for name in NOT_PLANNED})
             key = (asked, config.to_json_string(), precision, min(free, 2 * GIB))
             if kind != "cpu" or settings.ram_limit_bytes is not None or key not in _PLANS:

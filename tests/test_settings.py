@@ -80,6 +80,7 @@ OPTION_VALUES = [
     ("--chat-template-path chat.jinja", "chat_template", "chat.jinja"),
     ("--train-on all", "train_on", "all"),
     ("--seq 512", "seq", 512),
+    ("--pack packed", "pack", "packed"),
     ("--document-mask on", "document_mask", True),
     ("--document-mask off", "document_mask", False),
     ("--batch 8", "batch", 8),

@@ -1,8 +1,9 @@
 """How a step is laid out: its micro-batches, groups and segments, what blocks keep, which states are on the device.
 
-No layout changes a bit of the result but for the size of its micro-batches.
+No layout changes a bit of the result but for how it cuts micro-batches, by `micro_batch` and `least_positions`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,6 +12,11 @@ from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Segment
 # When a unit is updated: just before the next forward pass needs it; as soon as its gradient is final; the same in a
 # second pass of forward and backward, after a first one for the norm alone.
 DEFERRED, IN_BACKWARD, TWO_PASS = "deferred", "in_backward", "two_pass"
+
+# Positions of a micro-batch below which it takes hardly less time, by device. On a GPU because weights and accumulators
+# are read for it (as long as 120 positions of a large model take on an RTX 3060, 260 on an H100) and kernels are
+# launched (200 for GPT-2-Large on an RTX 4090, 400 for GPT-2); on the CPU, kernels alone.
+LEAST_POSITIONS = {"cuda": 512, "cpu": 64}
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,8 @@ class Layout:
     finds room: the inputs that it keeps grow as held gradients are spent, and go as new ones come to be. 0: as the
     others.
     `resident_units`: the first units, whose optimizer states are on the device. `evaluation_rows`: sequences in a
-    micro-batch of an evaluation, where that is fewer than `micro_batch`.
+    micro-batch of an evaluation, where that is fewer than `micro_batch`. `least_positions`: of a micro-batch, below
+    which it takes no less time (batch.py).
     """
 
     micro_batch: int
@@ -39,20 +46,27 @@ class Layout:
     first_group: int = 0
     resident_units: int = 0
     evaluation_rows: int | None = None
+    least_positions: int = 1
 
-    def groups(self, micro_batches: int) -> list[slice]:
-        """A step's micro-batches, cut into groups."""
-        starts = [0, *range(self.first_group or self.group, micro_batches, self.group)]
-        return [slice(*ends) for ends in pairwise([*starts, micro_batches])]
+    def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
+        """A step's micro-batches, which have so many `positions` each, cut into groups: each takes what fits into
+        `group` full ones, of `micro_batch` x `seq` positions."""
+        full = self.micro_batch * seq
+        starts, room = [], 0
+        for index, size in enumerate(positions):
+            if not starts or size > room:
+                room = full * (self.group if starts else self.first_group or self.group)
+                starts.append(index)
+            room -= size
+        return [slice(*ends) for ends in pairwise([*starts, len(positions)])]
 
-    def update(self, micro_batches: int, clips: bool, scales_loss: bool) -> str:
-        """DEFERRED, IN_BACKWARD or TWO_PASS, for a step of so many micro-batches. A unit is updated as soon as its
+    def update(self, groups: int, clips: bool, scales_loss: bool) -> str:
+        """DEFERRED, IN_BACKWARD or TWO_PASS, for a step of so many groups. A unit is updated as soon as its
         gradient is final if nothing has to be known of all gradients first: neither their norm, by which they are
         clipped, nor, where the loss is scaled, that they are finite. ValueError for two passes over several groups."""
-        one_group = len(self.groups(micro_batches)) == 1
-        if self.norm_first and not one_group:
+        if self.norm_first and groups > 1:
             raise ValueError("the norm comes first only where the whole batch is one group")
-        if one_group and not clips and not scales_loss:
+        if groups == 1 and not clips and not scales_loss:
             return IN_BACKWARD
         return TWO_PASS if self.norm_first else DEFERRED
 

@@ -72,21 +72,24 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class StepResult:
-    """`loss`: mean over the step's tokens, in nats; `grad_norm`: before clipping; `updated`: was that finite."""
+    """`loss`: mean over the step's tokens, in nats; `grad_norm`: before clipping; `updated`: was that finite;
+    `positions`: that went through the model, padding too."""
 
     loss: float
     grad_norm: float
     updated: bool
+    positions: int
 
 
 @dataclass(frozen=True)
 class _Work:
     """A step's micro-batches, each with the seeds of its dropout masks; gradients are those of `scale` times the sum of
-    all tokens' losses."""
+    all tokens' losses. `groups`: where the step is cut."""
 
     micro_batches: Sequence[Batch]
     dropouts: Sequence[Dropout]
     scale: float
+    groups: Sequence[slice] = ()
 
     def group(self, places: slice) -> "_Work":
         return _Work(self.micro_batches[places], self.dropouts[places], self.scale)
@@ -143,13 +146,15 @@ class TrainingStep:
             raise
 
     def _attempt(self, batch: Batch, step: int, learning_rate: float) -> StepResult:
-        micro_batches = [piece.to(self.store.device) for piece in batch.micro_batches(self.layout.micro_batch)]
+        micro_batches = [piece.to(self.store.device) for piece in self._cut(batch, self.layout.micro_batch)]
         dropouts = [Dropout(self._seed, step, index) for index in range(len(micro_batches))]
         tokens = batch.trained_tokens
-        work = _Work(micro_batches, dropouts, self.loss_scale.scale / tokens)
+        positions = [piece.labels.numel() for piece in micro_batches]
+        groups = self.layout.groups(positions, batch.labels.shape[1])
+        work = _Work(micro_batches, dropouts, self.loss_scale.scale / tokens, groups)
         self._decoder.model.train()
 
-        update = self.layout.update(len(micro_batches), self._clip_norm is not None, self.loss_scale.enabled)
+        update = self.layout.update(len(groups), self._clip_norm is not None, self.loss_scale.enabled)
         if update == IN_BACKWARD:
             gradients = self._applied(1.0, learning_rate)
         elif update == TWO_PASS:
@@ -172,13 +177,13 @@ class TrainingStep:
             for part in self.store.parts:
                 part.gradient = None
         self.loss_scale.update(updated)
-        return StepResult(loss, norm, updated)
+        return StepResult(loss, norm, updated, sum(positions))
 
     def _forward_and_backward(self, work: _Work, gradients: FinalGradients) -> tuple[float, float]:
         """The sum of the losses of all tokens, and the norm of the gradients. `gradients`: what becomes of these."""
         losses: list[Tensor] = []
         input_gradients: list[Tensor] = []  # for the first block's input, per micro-batch
-        for places in self.layout.groups(len(work.micro_batches)):
+        for places in work.groups:
             of_group = self._group(work.group(places), gradients)
             losses += of_group[0]
             input_gradients += of_group[1]
@@ -290,10 +295,13 @@ class TrainingStep:
     def _evaluate(self, batch: Batch) -> float:
         total = 0.0
         rows = min(self.layout.evaluation_rows or self.layout.micro_batch, self.layout.micro_batch)
-        for micro_batch in batch.micro_batches(rows):
+        for micro_batch in self._cut(batch, rows):
             self._unless_abandoned()
             total += self.operations.evaluate(micro_batch.to(self.store.device)).item()
         return total
+
+    def _cut(self, batch: Batch, rows: int) -> list[Batch]:
+        return batch.micro_batches(rows, self.layout.least_positions)
 
     def _unless_abandoned(self) -> None:
         if self.abandoned is not None and not self.halfway and self.abandoned():

@@ -6,10 +6,18 @@ input of the next) and no prediction is lost. Attention crosses document ends in
 unless a document mask is asked for: then positions restart after each end-of-text token, and nobody is asked to predict
 the first token of a document from the end of the one before.
 
-**Examples** (conversations, prompts with completions) are never joined: one per row, padded on the right to the longest
-of the batch. Right padding needs no attention mask: attention is causal, so no real token sees what stands after it,
-and the outputs at padding are not trained (label -100, set by position: the padding id may be the end-of-text id, and
-the true end-of-text is trained all the same).
+**Examples** (conversations, prompts with completions) are one per row, padded on the right. Right padding needs no
+attention mask: attention is causal, so no real token sees what stands after it, and the outputs at padding are not
+trained (label -100, set by position: the padding id may be the end-of-text id, and the true end-of-text is trained all
+the same). How much of the padding is computed is `pack`'s to say:
+
+    padded   all of it, up to the longest row of the batch
+    sorted   little: micro-batches are rows of about the same length (core/batch.py)
+    packed   little: the examples of a batch are laid into as few rows as may be, longest first, each into the first row
+             that has room; attention does not leave an example, and positions restart with it
+
+A batch has the same examples in all three, and a loss that is the mean over the same tokens, so the gradients are equal
+but for rounding.
 
 A batch is a pure function of (seed, step). Epoch e is a permutation drawn from a generator seeded with (seed, e);
 nothing remembers a position, so a resumed run reads exactly what the uninterrupted one would have read. Several texts
@@ -39,6 +47,12 @@ class Rows:
         self.offsets = np.concatenate([[0], np.cumsum(documents.lengths)])
         self.count = max(len(documents.tokens) - 1, 0) // seq if documents.packed else len(documents.lengths)
         self.in_epoch = max(round(weight * self.count), min(self.count, 1))
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """The inputs of each row."""
+        documents = self.documents
+        return np.full(self.count, self.seq) if documents.packed else np.asarray(documents.lengths) - 1
 
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens (int64) and which of them are trained (bool): a row's inputs and, one further, its labels."""
@@ -74,12 +88,16 @@ class Rows:
         return np.concatenate(found)
 
 
+PADDED, SORTED, PACKED = "padded", "sorted", "packed"
+
+
 class Batches:
-    """A deterministic sequence of batches of `batch_rows` rows of `parts`.
+    """A deterministic sequence of batches of `batch_rows` rows of `parts`, all cut to the same length.
 
     With a `seed` it is endless, every epoch in another order, and a batch may straddle two epochs. With `seed` None
     (for evaluation) rows come in their order, the last batch may be smaller, and batch i is batch i modulo `len()`.
-    `fixed` makes every batch the first one, which is then a whole epoch. `document_mask` holds for packed text.
+    `fixed` makes every batch the first one, which is then a whole epoch. `document_mask` holds for packed text, `pack`
+    (PADDED, SORTED or PACKED) for examples.
     """
 
     def __init__(
@@ -90,9 +108,10 @@ class Batches:
         end_of_text: int,
         document_mask: bool = False,
         fixed: bool = False,
+        pack: str = SORTED,
     ):
         self.parts, self.batch_rows, self.seed, self.end_of_text = tuple(parts), batch_rows, seed, end_of_text
-        self.document_mask, self.fixed = document_mask, fixed
+        self.document_mask, self.fixed, self.pack = document_mask, fixed, pack
         self._starts = np.cumsum([0, *(part.count for part in parts)])  # a row's number counts those of parts before
         self.rows = int(self._starts[-1]) if seed is None else sum(part.in_epoch for part in parts)
         self._order = functools.lru_cache(maxsize=2)(self._epoch)  # what is cached can always be made again
@@ -108,26 +127,50 @@ class Batches:
     def batch(self, step: int) -> Batch:
         """The batch of optimizer step `step`, counted from 0."""
         chosen = self._rows_of(step)
-        rows = [part.read(row) for part, row in chosen]
-        longest = max(len(tokens) for tokens, _ in rows) - 1  # the last token is only a label
-        input_ids = np.full((len(rows), longest), self.end_of_text, np.int64)
+        contents = [part.read(row) for part, row in chosen]  # of each, its last token is only a label
+        sizes = [len(tokens) - 1 for tokens, _ in contents]
+        seq = self.parts[0].seq
+        ragged = self.pack != PADDED and not all(part.documents.packed for part, _ in chosen)
+        masked = self.document_mask and any(part.documents.packed for part in self.parts)
+        places, lengths = [(row, 0) for row in range(len(sizes))], sizes
+        if ragged and self.pack == PACKED:
+            places, lengths = _laid_into_rows(sizes, seq)
+            masked = True
+        input_ids = np.full((len(lengths), seq if ragged else max(lengths)), self.end_of_text, np.int64)
         labels = np.full_like(input_ids, IGNORED_LABEL)
-        for index, (tokens, trained) in enumerate(rows):
-            length = len(tokens) - 1
-            input_ids[index, :length] = tokens[:-1]
-            labels[index, :length] = np.where(trained, tokens, IGNORED_LABEL)[1:]
-        packed = np.array([part.documents.packed for part, _ in chosen])
-        if not self.document_mask or not any(part.documents.packed for part in self.parts):
-            return Batch(_tensor(input_ids), _tensor(labels))
-        ends = (input_ids == self.end_of_text) & packed[:, None]  # an example is one document, whatever is in it
-        starts = np.concatenate([np.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)  # the first position after an end
-        places = np.arange(longest)
+        starts = np.zeros(input_ids.shape, bool)  # the first positions of documents, but for those that begin a row
+        for (part, _), (tokens, trained), (row, first) in zip(chosen, contents, places, strict=True):
+            span = slice(first, first + len(tokens) - 1)
+            input_ids[row, span] = tokens[:-1]
+            labels[row, span] = np.where(trained, tokens, IGNORED_LABEL)[1:]
+            starts[row, first] = first > 0
+            if part.documents.packed and self.document_mask:  # an example is one document, whatever is in it
+                ends = tokens[:-1] == self.end_of_text
+                labels[row, span][ends] = IGNORED_LABEL
+                starts[row, span][1:] = ends[:-1]
+        real = _tensor(np.array(lengths)) if ragged else None
+        if not masked:
+            return Batch(_tensor(input_ids), _tensor(labels), lengths=real)
+        positions = np.arange(input_ids.shape[1])
         return Batch(
             _tensor(input_ids),
-            _tensor(np.where(ends, IGNORED_LABEL, labels)),
-            _tensor(places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)),
+            _tensor(labels),
+            _tensor(positions - np.maximum.accumulate(np.where(starts, positions, 0), axis=1)),
             _tensor(np.cumsum(starts, axis=1, dtype=np.int32)),
+            real,
         )
+
+    def typical_lengths(self) -> list[int] | None:
+        """Of the rows of a batch that is like all of them together, longest first: of an epoch's rows every so manieth,
+        by length. None where all rows are full, or computed as if they were."""
+        if self.pack == PADDED or all(part.documents.packed for part in self.parts):
+            return None
+        if self.fixed:
+            return sorted(self.batch(0).lengths.tolist(), reverse=True)
+        sizes = [np.resize(part.sizes, part.in_epoch if self.seed is not None else part.count) for part in self.parts]
+        ranked = np.sort(np.concatenate(sizes))[::-1]
+        lengths = ranked[((np.arange(self.batch_rows) + 0.5) / self.batch_rows * len(ranked)).astype(int)].tolist()
+        return sorted(_laid_into_rows(lengths, self.parts[0].seq)[1], reverse=True) if self.pack == PACKED else lengths
 
     def where(self, step: int) -> list[str]:
         """Where the texts of training batch `step` were read, in its order."""
@@ -152,6 +195,19 @@ class Batches:
             for index, (part, start) in enumerate(zip(self.parts, self._starts, strict=False))
         ]
         return np.concatenate(rows)[_permutation(self.rows, self.seed, epoch)]
+
+
+def _laid_into_rows(sizes: Sequence[int], seq: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """Where pieces of these sizes go, as (row, first position), in rows of `seq`, and how full each row is: the longest
+    first, each into the first row that has room (first-fit decreasing; at most 11/9 of the fewest rows, and one)."""
+    places, filled = [(0, 0)] * len(sizes), []
+    for piece in np.argsort([-size for size in sizes], kind="stable"):
+        row = next((row for row, used in enumerate(filled) if used + sizes[piece] <= seq), len(filled))
+        if row == len(filled):
+            filled.append(0)
+        places[piece] = row, filled[row]
+        filled[row] += sizes[piece]
+    return places, filled
 
 
 def _permutation(count: int, *seeds: int) -> np.ndarray:

@@ -121,8 +121,8 @@ def load_data(
                     f"give more text or a smaller --seq"
                 )
         end_of_text, mask = tokenizer.eos_token_id, settings.document_mask
-        train = Batches(trained, batch, settings.seed, end_of_text, mask, settings.fixed_batch)
-        evaluations = [Batches([rows], batch, None, end_of_text, mask) for rows in held_out]
+        train = Batches(trained, batch, settings.seed, end_of_text, mask, settings.fixed_batch, settings.pack)
+        evaluations = [Batches([rows], batch, None, end_of_text, mask, pack=settings.pack) for rows in held_out]
         return Data(
             train,
             tuple(batches for batches in evaluations if len(batches)),

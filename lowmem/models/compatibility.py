@@ -90,7 +90,7 @@ def _difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> 
         positions = torch.arange(8, device=device).repeat(2).view(1, 16)
         packed = decoder.logits(input_ids.view(1, 16), positions, positions.new_tensor([[0] * 8 + [1] * 8]))
         if not _close(whole.view(1, 16, -1), packed):
-            return f"{name} does not honour a document mask; use --document-mask off"
+            return f"{name} does not honour a document mask; use --document-mask off, and not --pack packed"
     return None
 
 

@@ -103,6 +103,7 @@ class Columns:
         layout = Layout(
             family.micro_batch, family.group, column.segment, norm_first=choices.norm_first,
             first_group=family.first_group, resident_units=choices.resident_units[resident],
+            least_positions=self.simulations.base.layout.least_positions,
         )  # fmt: skip
         return self.simulations.keeping(layout, choices.kept[kept])
 

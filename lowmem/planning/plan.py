@@ -26,7 +26,8 @@ class Plan:
     `ram`: bytes by phase of the run and by name (ram.py). `fused_kernels`: whether operators.py's are counted on.
     `not_compared`: why a small copy of the model was not compared with its pieces (compatibility.py); None where it
     was. `seconds_with_more_ram`: what a step takes if RAM's cap is 1 GiB higher, or less; None where RAM does not
-    decide. `checkpoint_bytes`: of one checkpoint."""
+    decide. `checkpoint_bytes`: of one checkpoint. `typical_tokens`: of a step whose rows are as long as the data's,
+    where the seconds are that step's; None where they are those of full rows."""
 
     model: str
     parameters: int
@@ -49,6 +50,7 @@ class Plan:
     not_compared: str | None = None
     seconds_with_more_ram: float | None = None
     checkpoint_bytes: int = 0
+    typical_tokens: int | None = None
 
     @property
     def ram_breakdown(self) -> dict[str, int]:
@@ -79,6 +81,7 @@ class Plan:
             "model": self.model,
             "parameters": self.parameters,
             "tokens_per_step": self.settings.batch * self.settings.seq,
+            "typical_tokens_per_step": self.typical_tokens,
             "limits": {"gpu_bytes": self.gpu_limit_bytes, "ram_bytes": self.settings.ram_limit_bytes},
             "choice": asdict(self.layout)
             | {
@@ -142,9 +145,11 @@ class Plan:
         kept = settings.keep_last + settings.keep_best
         lines.append(f"  disk {total}: {kept} + 1 checkpoints of {each}, and the model; one every {every}")
         if self.step_seconds is not None:
-            rate = settings.batch * settings.seq / self.step_seconds
+            tokens = self.typical_tokens or settings.batch * settings.seq
+            of_data = "" if self.typical_tokens is None else f" with the data's {tokens:,} tokens"
             lines.append(
-                f"a step takes about {self.step_seconds:.3g} s on {self.card.name} ({rate:,.0f} tokens/s), "
+                f"a step{of_data} takes about {self.step_seconds:.3g} s on {self.card.name} "
+                f"({tokens / self.step_seconds:,.0f} tokens/s), "
                 f"{round(self.waiting_seconds, 4):.2g} s of it waiting for copies"
             )
         if self.seconds_with_more_ram is not None:

@@ -20,7 +20,7 @@ same command on the same machine takes the same one.
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lowmem.core.decoder import Decoder
-from lowmem.core.layout import Layout
+from lowmem.core.layout import LEAST_POSITIONS, Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import PlanError
@@ -93,7 +93,7 @@ def make_plan(
     where that is not this one."""
     if process is None and (device == "cpu" or torch.cuda.is_initialized()):
         process = Process(ram_now_bytes(), 0)
-    not_compared = compare_small_copy(config, settings.document_mask, precision, settings.residual)
+    not_compared = compare_small_copy(config, settings.masks_documents, precision, settings.residual)
     decoder = partial(make_decoder, config, precision, settings.residual)
     with architecture_blamed(settings.model, precision), _what_is_there_left_to_itself():
         if device == "cpu":
@@ -238,11 +238,25 @@ def frugal_layouts(settings: Settings, simulations: Simulations) -> list[Layout]
     return [layout for which in both for layout in frugal(simulations, which, MemoryLimits(None, None))]
 
 
-def step_case(settings: Settings, precision: str) -> StepCase:
+def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> Plan:
+    """`plan` with the seconds of a step whose rows have these lengths, which takes no more memory than full rows do;
+    where nobody knows seconds, on the CPU, with its tokens alone."""
+    settings = plan.settings
+    plan = replace(plan, typical_tokens=sum(lengths))
+    if plan.card is None:
+        return plan
+    decoder = partial(make_decoder, config, plan.precision, settings.residual, plan.fused_kernels)
+    case = replace(step_case(settings, plan.precision), lengths=tuple(lengths))
+    recording = Simulations(decoder, case, gpu_target(plan.card, plan.fused_kernels)).record(plan.layout)
+    return replace(plan, step_seconds=recording.seconds, waiting_seconds=recording.waiting_seconds)
+
+
+def step_case(settings: Settings, precision: str, device: str = "cuda") -> StepCase:
     """What all layouts of these settings share, in one of them."""
+    layout = Layout(micro_batch=1, least_positions=LEAST_POSITIONS[device])
     return StepCase(
-        settings.seq, settings.batch, Layout(micro_batch=1), WORKING_DTYPES[precision],
-        OPTIMIZERS[settings.optimizer], settings.clip_norm, settings.document_mask,
+        settings.seq, settings.batch, layout, WORKING_DTYPES[precision],
+        OPTIMIZERS[settings.optimizer], settings.clip_norm, settings.masks_documents,
     )  # fmt: skip
 
 
@@ -308,7 +322,8 @@ def _one_step(recording: Recording, timeline: list[tuple[float, int, int]]) -> l
 def _cpu_plan(
     settings: Settings, decoder: Callable[[], Decoder], precision: str, ram_free_bytes: int | None, process: Process
 ) -> Plan:
-    simulations = Simulations(decoder, step_case(settings, precision), cpu_target())
+    case = step_case(settings, precision, "cpu")
+    simulations = Simulations(decoder, case, cpu_target())
     choices = _choices(settings, simulations)
 
     def plan_of(layout: Layout) -> Plan:
@@ -336,7 +351,7 @@ def _cpu_plan(
     layouts = [
         Layout(
             size, choices.groups_of(settings.batch, size)[0], choices.segments[0],
-            resident_units=choices.resident_units[-1],
+            resident_units=choices.resident_units[-1], least_positions=case.layout.least_positions,
         )
         for size in reversed(sizes)
     ]  # fmt: skip

@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 @contextmanager
 def process_aside() -> Iterator[Callable[..., Result]]:
     """Forks a process, and gives a function that calls another one there: `aside(function, *arguments)` returns what
-    `function(*arguments)` returns, or raises what it raises; both have to be picklable. For one call."""
+    `function(*arguments)` returns, or raises what it raises; both have to be picklable."""
     if sys.platform != "linux" or torch.cuda.is_initialized() or _autograd_has_threads():
         yield lambda function, *arguments: function(*arguments)
         return
@@ -71,7 +71,7 @@ def _autograd_has_threads() -> bool:
 
 
 def _serve(ours: connection.Connection, theirs: connection.Connection) -> None:
-    """The other process: one call, and its outcome."""
+    """The other process: calls, and their outcomes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a terminal or job: the
         signal.signal(number, signal.SIG_IGN)  # parent answers them
     threading.Thread(target=_end_with, args=(parent_process().sentinel,), daemon=True).start()
@@ -79,14 +79,15 @@ def _serve(ours: connection.Connection, theirs: connection.Connection) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or autograd would look for devices
     torch.set_num_threads(1)  # OpenMP's threads are not forked
     with suppress(EOFError, ConnectionError):
-        function, arguments = theirs.recv()
-        try:
-            outcome = None, function(*arguments)
-        except Exception as error:
-            if not isinstance(error, LowmemError):
-                error.add_note(f"In the process that plans:\n{traceback.format_exc()}")
-            outcome = error, None
-        theirs.send(outcome)
+        while True:
+            function, arguments = theirs.recv()
+            try:
+                outcome = None, function(*arguments)
+            except Exception as error:
+                if not isinstance(error, LowmemError):
+                    error.add_note(f"In the process that plans:\n{traceback.format_exc()}")
+                outcome = error, None
+            theirs.send(outcome)
 
 
 def _end_with(sentinel: int) -> None:

@@ -108,7 +108,7 @@ def load(settings: Settings) -> LoadedModel:
     weights = initial_weights(settings, config, decoder)
     step = make_step(settings, decoder, device, plan)
     step.store.write(weights)
-    check_pieces(decoder, config.vocab_size, settings.document_mask)
+    check_pieces(decoder, config.vocab_size, settings.masks_documents)
     if device.type == "cuda":
         devices.release_freed_memory()
     plan, slow_copies = page_locked(step.store, plan)

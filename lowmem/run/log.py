@@ -68,7 +68,7 @@ def step_row(
         "grad_norm": result.grad_norm,
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,
-        "computed_tokens_per_second": batch.input_ids.numel() / seconds,
+        "computed_tokens_per_second": result.positions / seconds,
         "step_ms": seconds * 1000,
         **asdict(peaks),
     }

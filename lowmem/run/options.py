@@ -153,6 +153,7 @@ SEVERAL = {item.name for item in fields(Settings) if may_be_several(item.type)} 
 # Aliases whose values are read in another way than the option's own: flags, and shares.
 FLAGS = {"bf16": ("precision", "bf16"), "fp16": ("precision", "fp16")}
 FLAGS.update({"use-cpu": ("device", "cpu"), "no-cuda": ("device", "cpu"), "wandb-log": ("report_to", "wandb")})
+FLAGS.update(dict.fromkeys(("packing", "packed", "sample-packing", "neat-packing"), ("pack", "packed")))
 SPECIAL_ALIASES: dict[str, tuple[str, Parse]] = {
     **dict.fromkeys(("warmup-ratio", "warmup-fraction", "lr-warmup-fraction"), ("warmup_steps", share)),
     **{flag: (field, flag_for(value)) for flag, (field, value) in FLAGS.items()},
@@ -177,8 +178,6 @@ REFUSED = {
             "every parameter is trained here, with fp32 master weights; to use less memory set --gpu-limit and "
             "--ram-limit, or take --optimizer adamw8bit"
         ),
-        "packing pack packed sample-packing neat-packing": "plain text is always packed, and examples with answers "
-        "never: each has its own row",
         "deepspeed fsdp fsdp-config accelerate-config zero-stage strategy": "training is on one GPU, and the planner "
         "puts what does not fit into RAM by itself: --gpu-limit and --ram-limit say how much there is",
         "metric-for-best-model greater-is-better": "--keep-best and --patience compare held-out losses",
@@ -213,7 +212,7 @@ REFUSED = {
         "use-cache": "training keeps no cache of keys and values",
         "neftune-noise-alpha": "no noise is added to embeddings",
         "group-by-length length-column-name": "the order is a permutation by --seed; text is packed into full rows, "
-        "and examples are padded to the longest of their batch only",
+        "and the examples of a step run among others of about their length (--pack)",
         "shuffle data-seed shuffle-seed": "data are always shuffled, by --seed",
         "assistant-only-loss completion-only-loss train-on-inputs train-on-input train-on-prompt train-on-source "
         "mask-prompt response-template instruction-template": "use --train-on completion for the answers alone, "

@@ -37,8 +37,9 @@ _NOT_COMPUTED = {  # what a config.json holds beside the model: where it came fr
 def settings_identity(settings: Settings) -> dict:
     """The part of `run_identity` that is known before data are read and anything is planned."""
     names = (
-        *("model", "init", "seq", "batch", "document_mask", "fixed_batch", "lr", "schedule", "warmup_steps"),
-        *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "clip_norm", "seed", "residual", "optimizer"),
+        *("model", "init", "seq", "batch", "document_mask", "pack", "fixed_batch", "lr", "schedule"),
+        *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "clip_norm", "seed", "residual"),
+        "optimizer",
     )
     return {name: getattr(settings, name) for name in names}
 
@@ -50,6 +51,7 @@ def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: s
         "device": plan.device,
         "precision": plan.precision,
         "micro_batch": plan.layout.micro_batch,
+        "least_positions": plan.layout.least_positions,
         "fused_kernels": plan.fused_kernels,
         "data": data_fingerprint,
     }

@@ -13,13 +13,14 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from lowmem import device as devices
+from lowmem.core.batch import micro_batch_shapes
 from lowmem.core.decoder import Decoder
 from lowmem.core.kernels import fused
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
 from lowmem.core.step import StepAbandoned, TrainingStep, summed_loss
-from lowmem.data.batches import Batches
+from lowmem.data.batches import PACKED, Batches
 from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError, LowmemError, Stopped
@@ -29,7 +30,7 @@ from lowmem.models.compatibility import check_pieces
 from lowmem.models.load import random_weights, read_weights
 from lowmem.planning.known_plans import Question
 from lowmem.planning.plan import Plan
-from lowmem.planning.planner import make_plan
+from lowmem.planning.planner import make_plan, timed_with
 from lowmem.planning.process import process_aside
 from lowmem.planning.ram import Process
 from lowmem.planning.target import planning_target
@@ -115,6 +116,8 @@ def plan_and_train(
         with closing(load_data(settings, tokenizer, config.vocab_size, folder)) as data:
             devices.release_freed_memory()  # training does not hold what tokenizing took
             plan, remark = plan_for_here(settings, config, device, precision, card, aside)
+            if (lengths := data.train.typical_lengths()) is not None:
+                plan = aside(timed_with, plan, config, lengths)
             steps = settings.total_steps(data.train.steps_per_epoch)
             if not data.evaluations and (settings.keep_best or settings.patience):
                 raise InputError("nothing is held out, so there is no best to find; give --eval-data, or more --data")
@@ -147,6 +150,21 @@ def most_saves(settings: Settings, plan: Plan, steps: int) -> int | None:
     if seconds is not None:
         every = max(int(seconds / plan.step_seconds), 1)
     return math.ceil(steps / every) + (steps // settings.eval_every if settings.keep_best else 0)
+
+
+def computed_share(train: Batches, plan: Plan) -> list[str]:
+    """A sentence on how much of what is computed is no padding, where rows are not full."""
+    lengths = train.typical_lengths()
+    if lengths is None:
+        return []
+    seq = train.parts[0].seq
+    shapes = micro_batch_shapes(lengths, seq, plan.layout.micro_batch, plan.layout.least_positions)
+    positions = sum(rows * width for rows, width in shapes)
+    rows = "examples are laid into rows, which" if train.pack == PACKED else "rows of like lengths run together, which"
+    return [
+        f"{rows} computes {positions / (train.batch_rows * seq):.0%} of {train.batch_rows} x {seq} positions a step; "
+        f"{sum(lengths) / positions:.0%} of that are tokens"
+    ]
 
 
 def check_same_run(checkpoint: Path, state: dict, identity: dict) -> None:
@@ -213,7 +231,7 @@ def train(
     same_run = partial(check_same_run, identity=identity)
     if going_on is not None:
         same_run(*going_on)
-    for line in data.description.splitlines():
+    for line in [*data.description.splitlines(), *computed_share(data.train, plan)]:
         log.say(line)
 
     budget = Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes)
@@ -253,7 +271,7 @@ def train(
     loaded = load_newest(checkpoints, store, same_run, log.say, required=settings.resume != "auto")
     if loaded is None:
         store.write(weights or initial_weights(settings, config, decoder))
-        check_pieces(decoder, config.vocab_size, settings.document_mask)
+        check_pieces(decoder, config.vocab_size, settings.masks_documents)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what only that needed
         if (folder / "report.json").exists():

@@ -92,7 +92,8 @@ class ReplayedOperations:
         self._kinds_in_group = {}
         if not self_contained:  # its updates are in the ring, whose state is not the recorder's
             return run()
-        key = ("group", len(micro_batches), micro_batches[0].input_ids.shape, tuple(segments))
+        shapes = tuple(micro_batch.input_ids.shape for micro_batch in micro_batches)
+        key = ("group", shapes, tuple(segments))
         arguments = [t for micro_batch in micro_batches for t in vars(micro_batch).values() if t is not None]
         return self._once(key, "group", run, self._operations.store.parts, arguments=arguments)
 

@@ -17,7 +17,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -127,7 +127,8 @@ def cpu_target() -> Target:
 
 @dataclass(frozen=True)
 class StepCase:
-    """One way to lay out a step, on a decoder whose precision is set already. `dtype`: of the working matrices."""
+    """One way to lay out a step, on a decoder whose precision is set already. `dtype`: of the working matrices;
+    `lengths`: of the second step's rows, where they are not full (Batch.lengths)."""
 
     seq: int
     batch: int
@@ -136,6 +137,7 @@ class StepCase:
     optimizer: Optimizer
     clip_norm: float | None = 1.0
     document_mask: bool = False
+    lengths: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -209,11 +211,14 @@ def record_step(
             )
         layout = case.layout
         step.evaluate(_batch(case, layout.micro_batch))  # as a run does before its first step
-        update = layout.update(case.batch // layout.micro_batch, case.clip_norm is not None, step.loss_scale.enabled)
+        full = [layout.micro_batch * case.seq] * (case.batch // layout.micro_batch)
+        update = layout.update(len(layout.groups(full, case.seq)), case.clip_norm is not None, step.loss_scale.enabled)
         if update == DEFERRED or whole_first_step:
             two_groups = layout.micro_batch * ((layout.first_group or layout.group) + layout.group)
             step(_batch(case, case.batch if whole_first_step else min(case.batch, two_groups)), 0, 1e-4)
         batch = _batch(case, case.batch)
+        if case.lengths is not None:
+            batch = replace(_batch(case, len(case.lengths)), lengths=torch.tensor(case.lengths))
         began, waited = recorder.clock.host, copies.exposed_seconds if copies else 0.0
         step(batch, 1, 1e-4)
         seconds = recorder.clock.host - began
@@ -297,7 +302,7 @@ def _by_name(tape: Tape, peak_chunk: int, peak_bytes: int) -> dict[str, int]:
 
 
 def _batch(case: StepCase, rows: int) -> Batch:
-    """A batch as dataset.py makes it, of zeros."""
+    """A batch as batches.py makes it, of zeros."""
     zeros = torch.zeros((rows, case.seq), dtype=torch.int64)
     packed = (zeros, zeros.int()) if case.document_mask else (None, None)
     return Batch(zeros, zeros, *packed)

@@ -24,8 +24,9 @@ END = 256
 
 
 def load(spec, tokenizer=None, vocabulary_size=257, **options):
-    """load_data; its settings may hold what Settings refuse (--eval-fraction 0)."""
-    chosen = dataclasses.asdict(Settings(seq=16, batch=2)) | {"data": str(spec), "eval_fraction": 0} | options
+    """load_data; its settings may hold what Settings refuse (--eval-fraction 0). Examples are padded as they lie."""
+    chosen = dataclasses.asdict(Settings(seq=16, batch=2, pack="padded"))
+    chosen |= {"data": str(spec), "eval_fraction": 0} | options
     return load_data(SimpleNamespace(**chosen), tokenizer or byte_level_tokenizer(), vocabulary_size)
 
 

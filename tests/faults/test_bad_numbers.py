@@ -55,7 +55,7 @@ def test_where_the_texts_of_a_bad_batch_were_read_is_said(train, text, tmp_path,
     rows = [{"prompt": "?", "completion": f"answer {number}"} for number in range(60)]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    spoil(monkeypatch, range(2, 3))
+    spoil(monkeypatch, range(1, 2))  # four rows as short as these are one micro-batch
     seen = []
 
     def at_the_second_step(batches, step, real=Batches.where):

@@ -31,6 +31,7 @@ CLIPPED = f"{STEP}::test_gradients_are_clipped_by_their_norm_and_1e_minus_6_as_t
 UNSCALED = f"{STEP}::test_an_update_in_fp16_is_that_of_fp32_but_for_rounding"
 EMBEDDINGS = f"{STEP}::test_gradients_of_embeddings_that_were_dropped_out_are_those_of_plain_autograd"
 DOCUMENTS = f"{STEP}::test_packed_documents_train_as_in_rows_of_their_own"
+RAGGED, PACKING = "core/test_ragged.py", "data/test_packing.py"
 MEAN = f"{STEP}::test_the_loss_of_an_evaluation_is_a_mean_over_tokens_and_not_over_batches"
 
 RUN_AGAIN = "output = _run_again(decoder, segment, products, boundary, extras, dropout, skippable, kind)"
@@ -162,8 +163,8 @@ MUTATIONS = (
     Mutation(
         "core/step.py",
         "gradients are not divided by the trained tokens",
-        "self.loss_scale.scale / tokens)",
-        "self.loss_scale.scale)",
+        "self.loss_scale.scale / tokens, groups)",
+        "self.loss_scale.scale, groups)",
         tests=(LIKE_TRANSFORMERS,),
     ),
     Mutation(
@@ -173,6 +174,20 @@ MUTATIONS = (
         "work.dropouts[index], self.loss_scale.scale / len(work.micro_batches) / "
         "max(work.micro_batches[index].trained_tokens, 1)",
         tests=(LIKE_TRANSFORMERS,),
+    ),
+    Mutation(
+        "core/batch.py",
+        "a micro-batch is as wide as its shortest row",
+        "shapes.append((rows_at[first], widths[first]))",
+        "shapes.append((rows_at[first], widths[first + rows_at[first] - 1]))",
+        tests=(RAGGED,),
+    ),
+    Mutation(
+        "data/batches.py",
+        "examples in one row see each other",
+        "starts[row, first] = first > 0",
+        "starts[row, first] = False",
+        tests=(PACKING,),
     ),
     Mutation(
         "core/batch.py",

@@ -70,7 +70,7 @@ def test_versions_are_those_of_the_packages_that_a_result_depends_on():
 CHANGED = {  # every setting, and a value that is not its default
     **{"model": "gpt2-xl", "init": "random", "data": "wikitext", "eval_data": "wikitext", "eval_fraction": 0.5},
     **{"text_field": "content", "train_on": "all", "chat_template": "chat.jinja", "seq": 512, "document_mask": True},
-    **{"batch": 32, "steps": 7},
+    **{"pack": "packed", "batch": 32, "steps": 7},
     **{"epochs": 3.0, "fixed_batch": True, "lr": 1e-4, "schedule": "linear", "warmup_steps": 5.0},
     **{"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6},
     **{"weight_decay": 0.1, "clip_norm": None, "seed": 1, "optimizer": "sgd", "precision": "fp16"},

@@ -142,7 +142,7 @@ def _train(
         results.append(one_step(index, batch))
         if index in arrangement.evaluated:
             loss, _ = step.evaluate(batch)
-            results.append(StepResult(loss, 0.0, False))
+            results.append(StepResult(loss, 0.0, False, batch.labels.numel()))
         if index in arrangement.saved:
             step.flush()
             outcomes.append(Outcome.of(results, store, page_locked=True))
