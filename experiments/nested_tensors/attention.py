@@ -1,0 +1,153 @@
+"""Causal attention within each document of a ragged batch, as two implementations of transformers' attention interface.
+
+A ragged batch is one row [1, N] of documents laid end to end, so that embeddings, norms and products, which know
+nothing of neighbours, compute N = the sum of all lengths and nothing else. Attention alone has to know where documents
+end. Models are asked for one of these by name, `AutoModelForCausalLM.from_config(config, attn_implementation=PACKED)`,
+and called with `documents=Documents(lengths)`, which transformers hands down to every layer.
+
+    PACKED   the values as they lie, with offsets. On CUDA in 16 bit `varlen_attn`, FlashAttention's kernel for that.
+             Elsewhere documents of like widths are attended to together, as rows of one causal product per class of
+             widths: a block-diagonal mask whose blocks outside of the diagonal are never computed
+    NESTED   PyTorch's jagged layout over the same values and offsets (`torch.nested`). On CUDA
+             `scaled_dot_product_attention` takes it as it is. On the CPU it has no causal kernel (torch 2.13: "Nested
+             tensors for query / key are not supported when is_causal=True"), so there values are padded to the longest
+             for attention alone
+
+No loop goes over documents: classes of widths are at most a few dozen, whatever the batch.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from lowmem.core.batch import micro_batch_shapes
+
+PACKED, NESTED = "lowmem_packed", "lowmem_nested"
+LEAST_POSITIONS = 256  # of a class, below which its attention takes no less time: some ten operations are called for it
+
+
+@dataclass(frozen=True)
+class WidthClass:
+    """Documents of about one length. `rows` int64 [C, W]: where in the batch their tokens lie, one document a row, with
+    any valid place behind its end; `real` int64 [n]: where in the flat C x W the tokens are; `places` int64 [n]: where
+    in the batch these lie."""
+
+    rows: Tensor
+    real: Tensor
+    places: Tensor
+
+
+class Documents:
+    """Those of a ragged batch: their `lengths` [B], in the order in which they lie. ValueError for an empty one."""
+
+    def __init__(self, lengths: Sequence[int]):
+        if not len(lengths) or min(lengths) < 1:
+            raise ValueError("every document of a ragged batch must have one token at least")
+        self.lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        self.longest, self.device = int(self.lengths.max()), torch.device("cpu")
+        ends = self.lengths.cumsum(0)
+        self.offsets = F.pad(ends, (1, 0))
+        self._starts = ends - self.lengths
+
+    @property
+    def position_ids(self) -> Tensor:
+        """int64 [1, N], from 0 in every document."""
+        return (torch.arange(int(self.lengths.sum())) - self._starts.repeat_interleave(self.lengths))[None]
+
+    def to(self, device: torch.device) -> "Documents":
+        """The same for a batch on `device`: attention's indices will be there."""
+        other = Documents(self.lengths)
+        other.device, other.offsets = torch.device(device), self.offsets.to(device)
+        return other
+
+    @functools.cached_property
+    def classes(self) -> list[WidthClass]:
+        """Of widths chosen as a training step chooses its micro-batches' (lowmem/core/batch.py)."""
+        lengths, order = self.lengths.sort(descending=True, stable=True)
+        shapes = micro_batch_shapes(lengths.tolist(), self.longest, len(lengths), LEAST_POSITIONS)
+        return [self._class(chosen) for chosen in order.split([rows for rows, _ in shapes])]
+
+    @functools.cached_property
+    def padded(self) -> WidthClass:
+        """All documents in one class, as wide as the longest."""
+        return self._class(torch.arange(len(self.lengths)))
+
+    def _class(self, chosen: Tensor) -> WidthClass:
+        starts, lengths = self._starts[chosen, None], self.lengths[chosen, None]
+        within = torch.arange(int(lengths.max()))
+        rows = starts + within.minimum(lengths - 1)
+        real = (within < lengths).flatten().nonzero()[:, 0]
+        return WidthClass(*(tensor.to(self.device) for tensor in (rows, real, rows.flatten()[real])))
+
+
+def packed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    documents: Documents, scaling: float | None = None, dropout: float = 0.0, **_,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """`query` [1, H, N, d], `key` and `value` [1, G, N, d] with G a divisor of H -> [1, N, H, d]."""
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, heads, d]
+    grouped = query.shape[1] != key.shape[1]
+    if query.is_cuda and query.dtype is not torch.float32 and dropout == 0:
+        from torch.nn.attention.varlen import varlen_attn
+
+        offsets, longest = documents.offsets.int(), documents.longest
+        more = {"enable_gqa": True} if grouped else {}
+        return varlen_attn(
+            query.contiguous(), key.contiguous(), value.contiguous(), offsets, offsets, longest, longest,
+            scale=scaling, window_size=(-1, 0), **more,
+        )[None], None  # fmt: skip
+    outputs = [_of_class(one, query, key, value, scaling, dropout) for one in documents.classes]
+    if len(outputs) == 1:
+        return outputs[0][documents.classes[0].places.argsort()][None], None
+    order = torch.cat([one.places for one in documents.classes]).argsort()
+    return torch.cat(outputs)[order][None], None
+
+
+def _of_class(
+    one: WidthClass, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float
+) -> Tensor:
+    """The outputs [n, H, d] of a class's tokens, in the order of its `places`."""
+    rows = [tensor[one.rows].transpose(1, 2) for tensor in (query, key, value)]  # [C, heads, W, d]
+    output = F.scaled_dot_product_attention(
+        *rows, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return output.transpose(1, 2).flatten(0, 1)[one.real]
+
+
+def nested_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    documents: Documents, scaling: float | None = None, dropout: float = 0.0, **_,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The same through `torch.nested` tensors [B, heads, j, d] of the jagged layout."""
+    heads = query.shape[1]
+    jagged = [
+        torch.nested.nested_tensor_from_jagged(
+            tensor[0].transpose(0, 1).contiguous(), documents.offsets, min_seqlen=1, max_seqlen=documents.longest
+        ).transpose(1, 2)
+        for tensor in (query, key, value)
+    ]
+    if query.is_cuda:
+        if key.shape[1] != heads:
+            raise ValueError("scaled_dot_product_attention takes no grouped keys in nested tensors")
+        output = F.scaled_dot_product_attention(*jagged, dropout_p=dropout, is_causal=True, scale=scaling)
+        return output.transpose(1, 2).values()[None], None
+    padded = [tensor.transpose(1, 2).to_padded_tensor(0.0).transpose(1, 2) for tensor in jagged]
+    output = F.scaled_dot_product_attention(
+        *padded, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != heads
+    )
+    return output.transpose(1, 2).flatten(0, 1)[documents.padded.real][None], None
+
+
+def _no_mask(*_, **__) -> None:
+    """What a model computes as its mask: attention knows documents, and needs none."""
+
+
+for _name, _attention in ((PACKED, packed_attention), (NESTED, nested_attention)):
+    AttentionInterface.register(_name, _attention)
+    AttentionMaskInterface.register(_name, _no_mask)

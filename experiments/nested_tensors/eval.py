@@ -1,0 +1,127 @@
+"""Whether each mode computes what it should: `python -m experiments.nested_tensors.eval`.
+
+The truth is the stock model with its own attention, one sample at a time, in fp32: the logits of every token, and the
+gradients of all parameters of the sum of all losses. Each mode gets the same samples as one batch. What is reported:
+
+    output    the largest distance of a token's logits from the truth, relative to their norm
+    gradient  the largest distance of a parameter's gradient, relative to its norm, or to a thousandth of the norm of
+              all gradients where that is more: some are nothing but rounding (of queries, where a sample has one token)
+
+Both have to be below 1e-5. fp32 rounds to 6e-8; sums of up to a thousand terms in another order, in a few dozen layers
+one after the other, make a few 1e-7 of it, and a wrong mask or position makes 1e-2 and more.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from experiments.harness import rows as row_file
+from experiments.nested_tensors.ragged import (
+    LONGEST,
+    MODES,
+    PADDED,
+    SHAPES,
+    VOCABULARY,
+    Inputs,
+    collate,
+    forward,
+    make_model,
+)
+
+PROGRAM = "experiments.nested_tensors.eval"
+RESULTS = Path(__file__).parent / "results" / "eval.jsonl"
+TOLERANCE = 1e-5
+VANISHING = 1e-3  # of the norm of all gradients
+LAST_LABEL = 0  # so that a sample of one token has a loss, too
+LENGTHS = {  # of the samples in one batch
+    "many": [1, 2, 3, 17, 64, 65, 200, 300, LONGEST],
+    "equal": [40] * 6,
+    "one token": [1],
+    "tokens": [1] * 9,
+    "one": [500],
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--model", choices=SHAPES, action="append", help="default: all of them")
+    parser.add_argument("--mode", choices=MODES, action="append", help="default: all of them")
+    parser.add_argument("--lengths", choices=LENGTHS, action="append", help="default: all of them")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rows", type=Path, default=RESULTS, metavar="ROWS.jsonl", help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    common = {"sources": row_file.sources(PROGRAM)} | row_file.made_by(PROGRAM, arguments)
+    worst = 0.0
+    for shape in options.model or SHAPES:
+        for kind in options.lengths or LENGTHS:
+            samples = drawn_samples(LENGTHS[kind])
+            expected = truth(shape, samples, torch.device(options.device))
+            for mode in options.mode or MODES:
+                began = time.perf_counter()
+                found = distances(shape, mode, samples, expected, torch.device(options.device))
+                seconds = time.perf_counter() - began
+                worst = max(worst, *found.values())
+                row = common | {"model": shape, "mode": mode, "lengths": kind, "seconds": seconds} | found
+                row_file.append(options.rows, row)
+                print(f"{shape:6} {mode:9} {kind:10} output {found['output']:.1e}  gradient {found['gradient']:.1e}")
+    if worst > TOLERANCE:
+        print(f"a distance of {worst:.1e} is above {TOLERANCE:.0e}", file=sys.stderr)
+    return int(worst > TOLERANCE)
+
+
+def drawn_samples(lengths: list[int], vocabulary: int = VOCABULARY, seed: int = 0) -> list[list[int]]:
+    """Samples of these lengths, of random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+Results = tuple[list[Tensor], dict[str, Tensor]]  # logits [tokens, V] of each sample, gradients by name
+
+
+def truth(shape: str, samples: list[list[int]], device: torch.device) -> Results:
+    """Of the stock model, a sample at a time."""
+    model = make_model(shape, PADDED, device)
+    outputs = []
+    for sample in samples:
+        loss, logits = forward(model, collate(PADDED, [sample], LAST_LABEL).to(device))
+        loss.backward()
+        outputs.append(logits[0].detach())
+    return outputs, _gradients(model)
+
+
+def distances(shape: str, mode: str, samples: list[list[int]], expected: Results, device: torch.device) -> dict:
+    """The largest relative distances of a mode's results, all samples as one batch, from what is expected."""
+    model = make_model(shape, mode, device)
+    inputs = collate(mode, samples, LAST_LABEL).to(device)
+    loss, logits = forward(model, inputs)
+    loss.backward()
+    outputs, gradients = expected
+    pairs = zip(_of_samples(logits.detach(), inputs, [len(sample) for sample in samples]), outputs, strict=True)
+    output = max(float(((found - true).norm(dim=1) / true.norm(dim=1)).max()) for found, true in pairs)
+    least = VANISHING * float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+    gradient = max(
+        float((found - gradients[name]).norm()) / max(float(gradients[name].norm()), least)
+        for name, found in _gradients(model).items()
+    )
+    return {"output": output, "gradient": gradient}
+
+
+def _of_samples(logits: Tensor, inputs: Inputs, lengths: list[int]) -> list[Tensor]:
+    if "documents" in inputs.keywords:
+        return list(logits[0].split(lengths))
+    return [row[:length] for row, length in zip(logits, lengths, strict=True)]
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,179 @@
+"""Forward, and backward where asked, of ragged text in one mode: `python -m experiments.nested_tensors.main`.
+
+    python -m experiments.nested_tensors.main --mode packed --num_samples 256 --batch_size 16 --backward --use_warmup
+
+Prints and keeps real tokens per second, the share of positions that are real, and the peak of memory beside what was
+held before the first batch (weights, and gradients with --backward): on CUDA the allocator's, on the CPU the growth of
+the process's resident set, which is exact to a few MiB where MALLOC_MMAP_THRESHOLD_=65536 is set. Under --out:
+
+    data/<model>-<mode>.json        the figures, and seconds, tokens and positions of every batch
+    log/<model>-<mode>/             with --use_torch_profiler a trace of two batches, which TensorBoard opens
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from experiments.nested_tensors.ragged import (
+    MODES,
+    SHAPES,
+    Inputs,
+    batches_of,
+    collate,
+    forward,
+    make_model,
+    read_samples,
+)
+from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
+from lowmem.units import MIB
+
+PROGRAM = "experiments.nested_tensors.main"
+KINDS = ("lines", "functions", "files")
+PROFILED_BATCHES = 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
+    parser.add_argument("--model", choices=SHAPES, default="llama", help="shape, with random weights (%(default)s)")
+    parser.add_argument("--mode", choices=MODES, help="default: padded")
+    parser.add_argument("--use_nested", action="store_true", help="the same as --mode nested")
+    parser.add_argument("--data", choices=KINDS, default="lines", help="of Python's library (%(default)s)")
+    parser.add_argument("--num_samples", type=_positive, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--batch_size", type=_positive, default=16, metavar="N", help="default: %(default)s")
+    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    parser.add_argument("--num_workers", type=int, default=0, metavar="N", help="processes that make batches")
+    parser.add_argument("--use_warmup", action="store_true", help="one batch before those that count")
+    parser.add_argument("--use_torch_profiler", action="store_true", help="a trace of two batches in log/")
+    parser.add_argument("--backward", action="store_true", help="gradients of all parameters, too")
+    parser.add_argument("--out", type=Path, default=Path("runs/nested_tensors"), metavar="DIR", help="%(default)s")
+    options = parser.parse_args(arguments)
+    if options.use_nested and options.mode not in (None, "nested"):
+        parser.error(f"--use_nested and --mode {options.mode} name two modes")
+    mode = "nested" if options.use_nested else options.mode or "padded"
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU here")
+    try:
+        samples = read_samples(options.data, options.num_samples)
+    except ValueError as error:
+        parser.error(f"--num_samples {options.num_samples}: {error}")
+    batches = DataLoader(
+        samples,
+        batch_sampler=batches_of(mode, [len(sample) for sample in samples], options.batch_size),
+        collate_fn=_Collate(mode),
+        num_workers=options.num_workers,
+    )
+    model = make_model(options.model, mode, device)
+    found = measured(model, batches, device, options.backward, options.use_warmup)
+    name = f"{options.model}-{mode}"
+    if options.use_torch_profiler:
+        profile(model, batches, device, options.backward, options.out / "log" / name)
+    found = {"model": options.model, "mode": mode, "data": options.data, "backward": options.backward} | found
+    path = options.out / "data" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=2) + "\n")
+    print(
+        f"{options.model} {mode}: {found['tokens_per_second']:,.1f} real tokens/s, "
+        f"{found['tokens'] / found['positions']:.0%} of positions real, "
+        f"peak {found['peak_bytes'] / MIB:,.0f} MiB beside {found['held_bytes'] / MIB:,.0f} MiB; see {path}"
+    )
+    return 0
+
+
+class _Collate:
+    """collate() of one mode; an object, since workers are given it by pickle."""
+
+    def __init__(self, mode: str):
+        self.mode = mode
+
+    def __call__(self, samples: list[list[int]]) -> Inputs:
+        return collate(self.mode, samples)
+
+
+def measured(model: nn.Module, batches: DataLoader, device: torch.device, backward: bool, warmup: bool) -> dict:
+    """Times and the peak of memory over all `batches`, the loss summed over all tokens."""
+    if backward:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    if warmup:
+        compute(model, next(iter(batches)), device, backward)
+    model.zero_grad(set_to_none=False)
+    held = begin_peak(device)
+    rows, loss = [], 0.0
+    for inputs in batches:
+        _wait(device)
+        began = time.perf_counter()
+        loss += compute(model, inputs, device, backward)
+        _wait(device)
+        seconds = time.perf_counter() - began
+        rows.append({"seconds": seconds, "tokens": inputs.tokens, "positions": inputs.positions})
+    sums = {key: sum(row[key] for row in rows) for key in rows[0]}
+    return {
+        **sums,
+        "tokens_per_second": sums["tokens"] / sums["seconds"],
+        "loss": loss,
+        "held_bytes": held,
+        "peak_bytes": max(peak_bytes(device) - held, 0),
+        "batches": rows,
+    }
+
+
+def compute(model: nn.Module, inputs: Inputs, device: torch.device, backward: bool) -> float:
+    """One batch; gradients are added to those that are there."""
+    with torch.set_grad_enabled(backward):
+        loss, _ = forward(model, inputs.to(device))
+    if backward:
+        loss.backward()
+    return loss.item()
+
+
+def begin_peak(device: torch.device) -> int:
+    """What is held now, beside which the peak counts from here on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    begin_ram_peak_anew()
+    return ram_now_bytes()
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Since `begin_peak`, what was held before it included."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else ram_peak_bytes()
+
+
+def profile(model: nn.Module, batches: DataLoader, device: torch.device, backward: bool, folder: Path) -> None:
+    """A trace of the first batches, with the memory of every operator."""
+    from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
+
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with profile(
+        activities=activities, profile_memory=True, record_shapes=True,
+        on_trace_ready=tensorboard_trace_handler(str(folder)),
+    ):  # fmt: skip
+        for _, inputs in zip(range(PROFILED_BATCHES), batches, strict=False):
+            compute(model, inputs, device, backward)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _positive(typed: str) -> int:
+    number = int(typed)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+_positive.__name__ = "whole number of at least 1"  # argparse says "invalid ... value"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""What is computed of a list of samples in each mode: real text of real lengths, batches of it, forward and backward.
+
+    padded    batches of samples as they come, each padded on the right to its longest
+    bucketed  batches of samples of like lengths (all are sorted once), each padded to its longest
+    nested    batches as they come, as one ragged row; attention through nested tensors (attention.py)
+    packed    the same; attention over the values as they lie
+
+The loss of a batch is the sum over its tokens' predictions, so that all modes have the same sum over all samples.
+"""
+
+import ast
+import copy
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from experiments.harness.vocabulary import gpt2_tokenizer
+from experiments.nested_tensors.attention import NESTED, PACKED, Documents
+
+PADDED, BUCKETED = "padded", "bucketed"
+MODES = (PADDED, BUCKETED, "nested", "packed")
+ATTENTION = {PADDED: "sdpa", BUCKETED: "sdpa", "nested": NESTED, "packed": PACKED}
+LONGEST = 1024  # tokens; longer samples are cut off
+IGNORED = -100
+VOCABULARY = 50257
+
+SHAPES = {  # without dropout, whose masks would differ from mode to mode
+    "gpt2": GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "llama": LlamaConfig(  # the shape of SmolLM-135M, with GPT-2's vocabulary
+        num_hidden_layers=30, hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=VOCABULARY, max_position_embeddings=LONGEST, tie_word_embeddings=True, bos_token_id=0,
+        eos_token_id=0,
+    ),
+}  # fmt: skip
+
+
+def make_model(shape: str, mode: str, device: torch.device, seed: int = 0) -> nn.Module:
+    """One of SHAPES with random weights in fp32, the same for every mode."""
+    torch.manual_seed(seed)
+    return (
+        AutoModelForCausalLM.from_config(copy.deepcopy(SHAPES[shape]), attn_implementation=ATTENTION[mode])
+        .float()
+        .to(device)
+    )
+
+
+def read_samples(kind: str, count: int, seed: int = 0) -> list[list[int]]:
+    """Token ids of `count` samples of Python's standard library, drawn without replacement: "lines" that are not blank,
+    whole "functions", or whole "files"; of each at most LONGEST tokens."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    sources = [path.read_bytes().decode(errors="ignore") for path in sorted(folder.glob("*.py"))]
+    if kind == "lines":
+        texts = [line for source in sources for line in source.splitlines(keepends=True) if line.strip()]
+    elif kind == "functions":
+        texts = [text for source in sources for text in _functions(source)]
+    else:
+        texts = [source for source in sources if source.strip()]
+    if count > len(texts):
+        raise ValueError(f"there are {len(texts):,} {kind} in the standard library, and not {count:,}")
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))[:count]
+    return [ids[:LONGEST] for ids in gpt2_tokenizer()([texts[index] for index in order])["input_ids"]]
+
+
+def _functions(source: str) -> Iterator[str]:
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            yield "".join(lines[node.lineno - 1 : node.end_lineno])
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A batch: what the model is called with, `labels` of the shape of its token ids (already shifted), and how many
+    tokens are real."""
+
+    keywords: dict[str, Any]
+    labels: Tensor
+    tokens: int
+
+    @property
+    def positions(self) -> int:
+        """Tokens and padding."""
+        return self.labels.numel()
+
+    def to(self, device: torch.device) -> "Inputs":
+        """The same on `device`."""
+        return Inputs(
+            {key: value.to(device) for key, value in self.keywords.items()}, self.labels.to(device), self.tokens
+        )
+
+
+def collate(mode: str, samples: Sequence[Sequence[int]], last_label: int = IGNORED) -> Inputs:
+    """One batch of `samples`, on the CPU; ValueError where one is empty. `last_label`: what the last token of each has
+    to predict."""
+    documents = Documents([len(sample) for sample in samples])
+    tokens = int(documents.lengths.sum())
+    rows = [torch.tensor(sample) for sample in samples]
+    shifted = [F.pad(row[1:], (0, 1), value=last_label) for row in rows]
+    if mode in (PADDED, BUCKETED):
+        input_ids, labels = (
+            nn.utils.rnn.pad_sequence(each, batch_first=True, padding_value=value)
+            for each, value in ((rows, 0), (shifted, IGNORED))
+        )
+        return Inputs({"input_ids": input_ids}, labels, tokens)
+    input_ids, labels = (torch.cat(each)[None] for each in (rows, shifted))
+    more = {"position_ids": documents.position_ids, "documents": documents}
+    return Inputs({"input_ids": input_ids} | more, labels, tokens)
+
+
+def batches_of(mode: str, lengths: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Places of the samples of each batch; every sample is in one."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__) if mode == BUCKETED else list(range(len(lengths)))
+    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+
+def forward(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The sum of the losses of all predictions, and the logits [.., .., V]."""
+    logits = model(use_cache=False, **inputs.keywords).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), inputs.labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return loss, logits

@@ -1,0 +1,149 @@
+"""Ragged batches of stock models: small models here, the real shapes in experiments/nested_tensors/eval.py."""
+
+import json
+
+import pytest
+import torch
+from transformers import GPT2Config, LlamaConfig
+
+from experiments.nested_tensors import eval, main, ragged
+from experiments.nested_tensors.attention import Documents
+
+VOCABULARY = 97
+SHAPES = {
+    "gpt2": GPT2Config(
+        n_layer=2, n_embd=48, n_head=4, vocab_size=VOCABULARY, n_positions=ragged.LONGEST,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    ),
+    "llama": LlamaConfig(
+        num_hidden_layers=2, hidden_size=48, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, max_position_embeddings=ragged.LONGEST, bos_token_id=0, eos_token_id=0,
+    ),
+}  # fmt: skip
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(ragged, "SHAPES", SHAPES)
+
+
+@pytest.mark.parametrize("lengths", eval.LENGTHS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_outputs_and_gradients_are_those_of_each_sample_by_itself(shape, lengths):
+    samples = eval.drawn_samples(eval.LENGTHS[lengths], VOCABULARY)
+    expected = eval.truth(shape, samples, CPU)
+    assert min(float(gradient.norm()) for name, gradient in expected[1].items() if "attn" not in name) > 0
+    for mode in ragged.MODES:
+        found = eval.distances(shape, mode, samples, expected, CPU)
+        assert max(found.values()) < eval.TOLERANCE, (mode, found)
+
+
+@pytest.mark.parametrize("mode", ["nested", "packed"])
+@pytest.mark.parametrize("mistake", ["positions", "documents"])
+def test_a_wrong_position_or_a_document_that_sees_another_is_far_above_the_tolerance(monkeypatch, mode, mistake):
+    samples = eval.drawn_samples([9, 30, 4], VOCABULARY)
+    expected = eval.truth("gpt2", samples, CPU)
+
+    def mistaken(*arguments, real=ragged.collate):
+        inputs = real(*arguments)
+        keywords = dict(inputs.keywords)
+        if mistake == "positions":
+            keywords["position_ids"] = torch.arange(43)[None]
+        else:
+            keywords["documents"] = Documents([39, 4])
+        return ragged.Inputs(keywords, inputs.labels, inputs.tokens)
+
+    monkeypatch.setattr(eval, "collate", mistaken)
+    found = eval.distances("gpt2", mode, samples, expected, CPU)
+    assert min(found.values()) > 100 * eval.TOLERANCE
+
+
+def test_an_empty_sample_is_refused():
+    for mode in ragged.MODES:
+        with pytest.raises(ValueError, match="one token at least"):
+            ragged.collate(mode, [[1, 2], []])
+    with pytest.raises(ValueError, match="one token at least"):
+        ragged.collate("packed", [])
+
+
+def test_only_real_tokens_are_computed_where_batches_are_ragged():
+    samples = eval.drawn_samples([5, 1, 7], VOCABULARY)
+    assert [ragged.collate(mode, samples).positions for mode in ragged.MODES] == [21, 21, 13, 13]
+    assert {ragged.collate(mode, samples).tokens for mode in ragged.MODES} == {13}
+
+
+def test_every_sample_is_in_one_batch_and_buckets_hold_like_lengths():
+    lengths = [5, 900, 1, 30, 6, 800, 2, 29]
+    for mode in ragged.MODES:
+        batches = ragged.batches_of(mode, lengths, 3)
+        assert sorted(place for batch in batches for place in batch) == list(range(8))
+    assert ragged.batches_of("bucketed", lengths, 2) == [[2, 6], [0, 4], [7, 3], [5, 1]]
+    assert ragged.batches_of("packed", lengths, 5) == [[0, 1, 2, 3, 4], [5, 6, 7]]
+
+
+def test_all_lengths_are_in_a_class_as_wide_as_its_longest_and_each_token_once():
+    lengths = [1, 1000, 3, 70, 64, 9, 512]
+    documents = Documents(lengths)
+    places = torch.cat([one.places for one in documents.classes])
+    assert sorted(places.tolist()) == list(range(sum(lengths)))
+    assert sum(one.rows.numel() for one in documents.classes) < 1.2 * sum(lengths)
+    assert len(Documents([3, 9, 20, 1]).classes) == 1  # not worth more
+
+
+@pytest.mark.parametrize("kind", main.KINDS)
+def test_samples_are_real_text_of_real_lengths(kind):
+    samples = ragged.read_samples(kind, 40)
+    assert (
+        len(samples) == 40 and samples == ragged.read_samples(kind, 40) and samples != ragged.read_samples(kind, 40, 1)
+    )
+    assert 1 <= min(map(len, samples)) < max(map(len, samples)) <= ragged.LONGEST
+    with pytest.raises(ValueError, match=f"{kind} in the standard library"):
+        ragged.read_samples(kind, 10**7)
+
+
+SEED_COMMAND = "--num_samples 6 --batch_size 4 --device cpu --num_workers 0 --use_warmup"
+
+
+@pytest.mark.parametrize("mode", ["", "--use_nested", "--mode packed", "--mode bucketed"])
+def test_the_seeds_command_runs_in_every_mode(monkeypatch, tmp_path, capsys, mode):
+    monkeypatch.setattr(ragged, "SHAPES", {name: _whole_vocabulary(config) for name, config in SHAPES.items()})
+    options = [*SEED_COMMAND.split(), *mode.split(), "--backward", "--use_torch_profiler", "--out", str(tmp_path)]
+    assert main.main(options) == 0
+    name = f"llama-{(mode.split() or ['padded'])[-1].removeprefix('--use_')}"
+    found = json.loads((tmp_path / f"data/{name}.json").read_text())
+    assert sum(row["tokens"] for row in found["batches"]) == found["tokens"] <= found["positions"]
+    assert len(found["batches"]) == 2 and found["loss"] > 0
+    assert list((tmp_path / "log" / name).glob("*.pt.trace.json"))
+    assert "real tokens/s" in capsys.readouterr().out
+
+
+def test_all_modes_have_the_same_loss_over_all_samples(monkeypatch, tmp_path):
+    monkeypatch.setattr(ragged, "SHAPES", {name: _whole_vocabulary(config) for name, config in SHAPES.items()})
+    losses = []
+    for mode in ragged.MODES:
+        assert main.main(["--mode", mode, "--num_samples", "9", "--batch_size", "4", "--out", str(tmp_path)]) == 0
+        losses.append(json.loads((tmp_path / f"data/llama-{mode}.json").read_text())["loss"])
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--use_nested", "--mode", "packed"], "--use_nested and --mode packed name two modes"),
+        (["--num_samples", "0"], "invalid whole number of at least 1 value: '0'"),
+        (["--num_samples", "99999999"], "lines in the standard library, and not 99,999,999"),
+        (["--batch_size", "x"], "invalid whole number of at least 1 value: 'x'"),
+        (["--device", "cuda"], "there is no GPU here"),
+    ],
+)
+def test_what_cannot_run_is_a_sentence_and_exit_code_2(options, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.main(options)
+    assert ended.value.code == 2 and said in " ".join(capsys.readouterr().err.split())
+
+
+def _whole_vocabulary(config):
+    changed = type(config)(**config.to_dict())
+    changed.vocab_size = ragged.VOCABULARY
+    return changed
