@@ -51,7 +51,6 @@ def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: s
         "device": plan.device,
         "precision": plan.precision,
         "micro_batch": plan.layout.micro_batch,
-        "least_positions": plan.layout.least_positions,
         "fused_kernels": plan.fused_kernels,
         "data": data_fingerprint,
     }
