@@ -33,14 +33,14 @@ LEAST_POSITIONS = 256  # of a class, below which its attention takes no less tim
 
 
 @dataclass(frozen=True)
-class WidthClass:
-    """Documents of about one length. `rows` int64 [C, W]: where in the batch their tokens lie, one document a row, with
-    any valid place behind its end; `real` int64 [n]: where in the flat C x W the tokens are; `places` int64 [n]: where
-    in the batch these lie."""
+class Rows:
+    """The documents of a batch as rows of a few classes of widths, `shapes` (rows, width), one class behind the other.
+    `there` int64 [M]: the token of the batch that stands in each of the M places of all rows, any at all behind a
+    document's end; `back` int64 [N]: the place of each token of the batch."""
 
-    rows: Tensor
-    real: Tensor
-    places: Tensor
+    shapes: list[tuple[int, int]]
+    there: Tensor
+    back: Tensor
 
 
 class Documents:
@@ -67,23 +67,29 @@ class Documents:
         return other
 
     @functools.cached_property
-    def classes(self) -> list[WidthClass]:
+    def classes(self) -> Rows:
         """Of widths chosen as a training step chooses its micro-batches' (lowmem/core/batch.py)."""
         lengths, order = self.lengths.sort(descending=True, stable=True)
         shapes = micro_batch_shapes(lengths.tolist(), self.longest, len(lengths), LEAST_POSITIONS)
-        return [self._class(chosen) for chosen in order.split([rows for rows, _ in shapes])]
+        return self._rows(order.split([rows for rows, _ in shapes]))
 
     @functools.cached_property
-    def padded(self) -> WidthClass:
-        """All documents in one class, as wide as the longest."""
-        return self._class(torch.arange(len(self.lengths)))
+    def padded(self) -> Rows:
+        """All documents in one class, in their order."""
+        return self._rows([torch.arange(len(self.lengths))])
 
-    def _class(self, chosen: Tensor) -> WidthClass:
-        starts, lengths = self._starts[chosen, None], self.lengths[chosen, None]
-        within = torch.arange(int(lengths.max()))
-        rows = starts + within.minimum(lengths - 1)
-        real = (within < lengths).flatten().nonzero()[:, 0]
-        return WidthClass(*(tensor.to(self.device) for tensor in (rows, real, rows.flatten()[real])))
+    def _rows(self, classes: Sequence[Tensor]) -> Rows:
+        shapes, there, back = [], [], torch.empty(int(self.lengths.sum()), dtype=torch.int64)
+        places = 0
+        for chosen in classes:
+            starts, lengths = self._starts[chosen, None], self.lengths[chosen, None]
+            within = torch.arange(int(lengths.max()))
+            rows, is_real = starts + within.minimum(lengths - 1), within < lengths
+            back[rows[is_real]] = places + is_real.flatten().nonzero()[:, 0]
+            places += rows.numel()
+            shapes.append(tuple(rows.shape))
+            there.append(rows.flatten())
+        return Rows(shapes, torch.cat(there).to(self.device), back.to(self.device))
 
 
 def packed_attention(
@@ -102,22 +108,18 @@ def packed_attention(
             query.contiguous(), key.contiguous(), value.contiguous(), offsets, offsets, longest, longest,
             scale=scaling, window_size=(-1, 0), **more,
         )[None], None  # fmt: skip
-    outputs = [_of_class(one, query, key, value, scaling, dropout) for one in documents.classes]
-    if len(outputs) == 1:
-        return outputs[0][documents.classes[0].places.argsort()][None], None
-    order = torch.cat([one.places for one in documents.classes]).argsort()
-    return torch.cat(outputs)[order][None], None
-
-
-def _of_class(
-    one: WidthClass, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float
-) -> Tensor:
-    """The outputs [n, H, d] of a class's tokens, in the order of its `places`."""
-    rows = [tensor[one.rows].transpose(1, 2) for tensor in (query, key, value)]  # [C, heads, W, d]
-    output = F.scaled_dot_product_attention(
-        *rows, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return output.transpose(1, 2).flatten(0, 1)[one.real]
+    rows = documents.classes
+    sizes = [count * width for count, width in rows.shapes]
+    # Indexing by a tensor would do the same: its backward, which may add, takes ten times as long (torch 2.13, CPU).
+    classes = zip(*(tensor.index_select(0, rows.there).split(sizes) for tensor in (query, key, value)), strict=True)
+    outputs = [
+        F.scaled_dot_product_attention(
+            *(tensor.unflatten(0, shape).transpose(1, 2) for tensor in one),  # [rows, heads, width, d]
+            dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped,
+        ).transpose(1, 2).flatten(0, 1)
+        for shape, one in zip(rows.shapes, classes, strict=True)
+    ]  # fmt: skip
+    return torch.cat(outputs).index_select(0, rows.back)[None], None
 
 
 def nested_attention(
@@ -141,7 +143,7 @@ def nested_attention(
     output = F.scaled_dot_product_attention(
         *padded, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != heads
     )
-    return output.transpose(1, 2).flatten(0, 1)[documents.padded.real][None], None
+    return output.transpose(1, 2).flatten(0, 1).index_select(0, documents.padded.back)[None], None
 
 
 def _no_mask(*_, **__) -> None:

@@ -84,11 +84,13 @@ def test_every_sample_is_in_one_batch_and_buckets_hold_like_lengths():
 
 def test_all_lengths_are_in_a_class_as_wide_as_its_longest_and_each_token_once():
     lengths = [1, 1000, 3, 70, 64, 9, 512]
-    documents = Documents(lengths)
-    places = torch.cat([one.places for one in documents.classes])
-    assert sorted(places.tolist()) == list(range(sum(lengths)))
-    assert sum(one.rows.numel() for one in documents.classes) < 1.2 * sum(lengths)
-    assert len(Documents([3, 9, 20, 1]).classes) == 1  # not worth more
+    for rows in (Documents(lengths).classes, Documents(lengths).padded):
+        assert rows.there[rows.back].tolist() == list(range(sum(lengths)))
+        assert sum(count * width for count, width in rows.shapes) == len(rows.there)
+        assert sum(count for count, _ in rows.shapes) == len(lengths)
+    assert Documents(lengths).padded.shapes == [(7, 1000)]
+    assert len(Documents(lengths).classes.there) < 1.2 * sum(lengths)
+    assert Documents([3, 9, 20, 1]).classes.shapes == [(4, 20)]  # not worth more
 
 
 @pytest.mark.parametrize("kind", main.KINDS)

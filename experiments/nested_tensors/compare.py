@@ -1,0 +1,69 @@
+"""Times and memory of the modes, forward and backward, by turns: `python -m experiments.nested_tensors.compare`.
+
+    python -m experiments.nested_tensors.compare --rounds 3
+    python -m experiments.nested_tensors.compare --data functions --num_samples 16 --batch_size 8 --rounds 1
+
+Every mode of a round is a process of its own (main.py), so that no peak is another mode's; a row is one of these
+processes. Rounds of all modes take turns, since other work on a machine comes and goes. What the processes free goes
+back to the system at once (MALLOC_MMAP_THRESHOLD_), without which a peak of the resident set has old memory in it.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from experiments.harness import rows as row_file
+from experiments.nested_tensors.main import KINDS
+from experiments.nested_tensors.ragged import MODES, SHAPES
+from experiments.nested_tensors.table import MODE_ROWS, modes_table
+
+PROGRAM = "experiments.nested_tensors.compare"
+CHILD = "experiments.nested_tensors.main"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
+    parser.add_argument("--model", choices=SHAPES, action="append", help="default: all of them")
+    parser.add_argument("--data", choices=KINDS, default="lines", help="of Python's library (%(default)s)")
+    parser.add_argument("--num_samples", type=int, default=128, metavar="N", help="default: %(default)s")
+    parser.add_argument("--batch_size", type=int, default=16, metavar="N", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=MODE_ROWS, metavar="ROWS.jsonl", help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    common = {"sources": row_file.sources(PROGRAM), "threads": options.threads} | row_file.made_by(PROGRAM, arguments)
+    common |= {"num_samples": options.num_samples, "batch_size": options.batch_size}
+    made = []
+    for number in range(options.rounds):
+        for model in options.model or SHAPES:
+            for mode in MODES:
+                found = in_process(model, mode, options)
+                made.append(common | {"round": number} | found)
+                row_file.append(options.out, made[-1])
+    print(modes_table(made))
+    return 0
+
+
+def in_process(model: str, mode: str, options: argparse.Namespace) -> dict:
+    """What main.py finds in a process of its own. RuntimeError where it fails."""
+    with tempfile.TemporaryDirectory() as out:
+        words = [
+            *("--model", model, "--mode", mode, "--data", options.data, "--backward", "--use_warmup", "--out", out),
+            *("--num_samples", str(options.num_samples), "--batch_size", str(options.batch_size)),
+        ]
+        environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(options.threads)}
+        result = subprocess.run([sys.executable, "-m", CHILD, *words], cwd=row_file.ROOT, env=os.environ | environment)
+        if result.returncode:
+            raise RuntimeError(f"{CHILD} {' '.join(words)} ended with exit code {result.returncode}")
+        found = json.loads((Path(out) / "data" / f"{model}-{mode}.json").read_text())
+    del found["batches"]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

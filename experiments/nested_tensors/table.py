@@ -1,0 +1,98 @@
+"""The README's tables, made from rows: `python -m experiments.nested_tensors.table` puts them between its marks."""
+
+import statistics
+from pathlib import Path
+
+from experiments.harness import rows as row_file
+from experiments.harness.tables import markdown, put
+from lowmem.units import MIB
+
+FOLDER = Path(__file__).resolve().parent
+README = FOLDER / "README.md"
+MODE_ROWS, EVAL_ROWS = FOLDER / "results" / "modes.jsonl", FOLDER / "results" / "eval.jsonl"
+BEGIN = "<!-- made by python -m experiments.nested_tensors.table -->"
+ALLOWED_MEMORY = 1.15  # of the share of positions that are real, times the peak of padded
+SEED = [  # its own figures, of one batch of random words, forward only
+    *("a Llama, random words, forward only", "the seed: nested", "", "", "0.07 to 0.10", "1,314", "0.55", ""),
+]
+
+
+def modes_table(rows: list[dict]) -> str:
+    """Of each model and kind of samples the newest run: medians over its rounds, and ratios to padded of the same
+    round."""
+    newest: dict[tuple[str, str], str] = {}
+    for row in rows:
+        newest[row["model"], row["data"]] = max(row["date"], newest.get((row["model"], row["data"]), ""))
+    lines = []
+    for (model, data), date in newest.items():
+        run = [row for row in rows if (row["model"], row["data"], row["date"]) == (model, data, date)]
+        lines += _modes_of(run)
+    header = (
+        *("", "mode", "real / all positions", "real tokens/s", "times padded"),
+        *("peak, MiB", "of padded", f"real share x {ALLOWED_MEMORY}"),
+    )
+    return markdown(header, [*lines, SEED])
+
+
+def _modes_of(run: list[dict]) -> list[list[str]]:
+    padded = {row["round"]: row for row in run if row["mode"] == "padded"}
+    lines = []
+    for mode in dict.fromkeys(row["mode"] for row in run):
+        of_mode = [row for row in run if row["mode"] == mode]
+
+        def ratio(key: str, of_mode: list[dict] = of_mode) -> float:
+            return statistics.median(row[key] / padded[row["round"]][key] for row in of_mode)
+
+        first = of_mode[0]
+        what = f"{first['model']}, {first['num_samples']} {first['data']}, batches of {first['batch_size']}"
+        allowed = ALLOWED_MEMORY * padded[first["round"]]["tokens"] / padded[first["round"]]["positions"]
+        lines.append(
+            [
+                what if mode == "padded" else "",
+                mode,
+                f"{first['tokens'] / first['positions']:.2f}",
+                f"{statistics.median(row['tokens_per_second'] for row in of_mode):.1f}",
+                f"{ratio('tokens_per_second'):.2f}",
+                f"{statistics.median(row['peak_bytes'] for row in of_mode) / MIB:,.0f}",
+                f"{ratio('peak_bytes'):.2f}",
+                "" if mode in ("padded", "bucketed") else f"{allowed:.2f}",
+            ]
+        )
+    return lines
+
+
+def eval_table(rows: list[dict]) -> str:
+    """The newest row of each model, mode and list of lengths; the largest over the lists."""
+    newest = {(row["model"], row["mode"], row["lengths"]): row for row in rows}
+    lines = []
+    for model, mode in dict.fromkeys((row["model"], row["mode"]) for row in newest.values()):
+        of_mode = [row for key, row in newest.items() if key[:2] == (model, mode)]
+        worst = {key: max(row[key] for row in of_mode) for key in ("output", "gradient")}
+        lines.append([model, mode, str(len(of_mode)), f"{worst['output']:.1e}", f"{worst['gradient']:.1e}"])
+    return markdown(("model", "mode", "batches", "tokens' logits", "parameters' gradients"), lines)
+
+
+def sections() -> str:
+    """All tables of the README."""
+    of_modes = row_file.read(MODE_ROWS)
+    last, versions = of_modes[-1], of_modes[-1]["versions"]
+    return "\n\n".join(
+        (
+            "**Distance from one sample at a time in fp32**, relative, the largest of all batches; 1e-5 is allowed",
+            eval_table(row_file.read(EVAL_ROWS)),
+            "**Time and memory**, forward and backward, fp32; medians of the rounds of one run, the peak beside "
+            "weights and gradients",
+            modes_table(of_modes),
+            f"On {last['machine']}, {last['threads']} threads; torch {versions['torch']}, transformers "
+            f"{versions['transformers']}.",
+        )
+    )
+
+
+def main() -> int:
+    put(README, BEGIN, sections())
+    return 0
+
+
+if __name__ == "__main__":
+    main()
