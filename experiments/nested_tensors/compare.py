@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.nested_tensors.main import KINDS
+from experiments.nested_tensors.main import add_sample_options, positive
 from experiments.nested_tensors.ragged import MODES, SHAPES
 from experiments.nested_tensors.table import MODE_ROWS, modes_table
 
@@ -29,11 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
     parser.add_argument("--model", choices=SHAPES, action="append", help="default: all of them")
-    parser.add_argument("--data", choices=KINDS, default="lines", help="of Python's library (%(default)s)")
-    parser.add_argument("--num_samples", type=int, default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument("--batch_size", type=int, default=16, metavar="N", help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="default: %(default)s")
+    add_sample_options(parser)
+    parser.set_defaults(num_samples=128)
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="default: %(default)s")
+    parser.add_argument("--threads", type=positive, default=2, metavar="N", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=MODE_ROWS, metavar="ROWS.jsonl", help="default: %(default)s")
     options = parser.parse_args(arguments)
     common = {"sources": row_file.sources(PROGRAM), "threads": options.threads} | row_file.made_by(PROGRAM, arguments)
@@ -55,6 +54,7 @@ def in_process(model: str, mode: str, options: argparse.Namespace) -> dict:
         words = [
             *("--model", model, "--mode", mode, "--data", options.data, "--backward", "--use_warmup", "--out", out),
             *("--num_samples", str(options.num_samples), "--batch_size", str(options.batch_size)),
+            *("--device", options.device),
         ]
         environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(options.threads)}
         result = subprocess.run([sys.executable, "-m", CHILD, *words], cwd=row_file.ROOT, env=os.environ | environment)

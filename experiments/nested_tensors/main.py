@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from experiments.nested_tensors.ragged import (
+    KINDS,
     MODES,
     SHAPES,
     Inputs,
@@ -30,11 +31,12 @@ from experiments.nested_tensors.ragged import (
     make_model,
     read_samples,
 )
+from lowmem.errors import InputError
 from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
 from lowmem.units import MIB
 
 PROGRAM = "experiments.nested_tensors.main"
-KINDS = ("lines", "functions", "files")
+OUT = Path("runs/nested_tensors")
 PROFILED_BATCHES = 2
 
 
@@ -43,26 +45,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=SHAPES, default="llama", help="shape, with random weights (%(default)s)")
     parser.add_argument("--mode", choices=MODES, help="default: padded")
     parser.add_argument("--use_nested", action="store_true", help="the same as --mode nested")
-    parser.add_argument("--data", choices=KINDS, default="lines", help="of Python's library (%(default)s)")
-    parser.add_argument("--num_samples", type=_positive, default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument("--batch_size", type=_positive, default=16, metavar="N", help="default: %(default)s")
-    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    add_sample_options(parser)
     parser.add_argument("--num_workers", type=int, default=0, metavar="N", help="processes that make batches")
     parser.add_argument("--use_warmup", action="store_true", help="one batch before those that count")
     parser.add_argument("--use_torch_profiler", action="store_true", help="a trace of two batches in log/")
     parser.add_argument("--backward", action="store_true", help="gradients of all parameters, too")
-    parser.add_argument("--out", type=Path, default=Path("runs/nested_tensors"), metavar="DIR", help="%(default)s")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="default: %(default)s")
     options = parser.parse_args(arguments)
     if options.use_nested and options.mode not in (None, "nested"):
         parser.error(f"--use_nested and --mode {options.mode} name two modes")
     mode = "nested" if options.use_nested else options.mode or "padded"
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no GPU here")
-    try:
-        samples = read_samples(options.data, options.num_samples)
-    except ValueError as error:
-        parser.error(f"--num_samples {options.num_samples}: {error}")
+    device, samples = chosen_device(parser, options), chosen_samples(parser, options)
     batches = DataLoader(
         samples,
         batch_sampler=batches_of(mode, [len(sample) for sample in samples], options.batch_size),
@@ -86,6 +79,36 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def add_sample_options(parser: argparse.ArgumentParser) -> None:
+    """Those that name samples, batches and where they are computed."""
+    parser.add_argument(
+        "--data", default="lines", metavar="SPEC",
+        help=f"{', '.join(KINDS)} of Python's library, or what --data of the training scripts takes (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--num_samples", type=positive, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--batch_size", type=positive, default=16, metavar="N", help="default: %(default)s")
+    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+
+
+def chosen_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
+    """The one that is asked for; ends the process with a sentence where there is none."""
+    try:
+        device = torch.device(options.device)
+    except RuntimeError:
+        parser.error(f"--device {options.device}: neither cpu nor cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: there is no GPU here")
+    return device
+
+
+def chosen_samples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[list[int]]:
+    """Token ids of the samples that are asked for; ends the process with a sentence where they are not to be had."""
+    try:
+        return read_samples(options.data, options.num_samples)
+    except (InputError, ValueError) as error:
+        parser.error(str(error))
+
+
 class _Collate:
     """collate() of one mode; an object, since workers are given it by pickle."""
 
@@ -107,10 +130,10 @@ def measured(model: nn.Module, batches: DataLoader, device: torch.device, backwa
     held = begin_peak(device)
     rows, loss = [], 0.0
     for inputs in batches:
-        _wait(device)
+        wait(device)
         began = time.perf_counter()
         loss += compute(model, inputs, device, backward)
-        _wait(device)
+        wait(device)
         seconds = time.perf_counter() - began
         rows.append({"seconds": seconds, "tokens": inputs.tokens, "positions": inputs.positions})
     sums = {key: sum(row[key] for row in rows) for key in rows[0]}
@@ -160,19 +183,21 @@ def profile(model: nn.Module, batches: DataLoader, device: torch.device, backwar
             compute(model, inputs, device, backward)
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Until a GPU has done all it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _positive(typed: str) -> int:
+def positive(typed: str) -> int:
+    """An option's number; ValueError where it is none or less than 1."""
     number = int(typed)
     if number < 1:
         raise ValueError
     return number
 
 
-_positive.__name__ = "whole number of at least 1"  # argparse says "invalid ... value"
+positive.__name__ = "whole number of at least 1"  # argparse says "invalid ... value"
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from experiments.nested_tensors.attention import NESTED, PACKED, Documents
 PADDED, BUCKETED = "padded", "bucketed"
 MODES = (PADDED, BUCKETED, "nested", "packed")
 ATTENTION = {PADDED: "sdpa", BUCKETED: "sdpa", "nested": NESTED, "packed": PACKED}
+KINDS = ("lines", "functions", "files")  # of samples of Python's standard library
 LONGEST = 1024  # tokens; longer samples are cut off
 IGNORED = -100
 VOCABULARY = 50257
@@ -51,21 +52,35 @@ def make_model(shape: str, mode: str, device: torch.device, seed: int = 0) -> nn
     )
 
 
-def read_samples(kind: str, count: int, seed: int = 0) -> list[list[int]]:
-    """Token ids of `count` samples of Python's standard library, drawn without replacement: "lines" that are not blank,
-    whole "functions", or whole "files"; of each at most LONGEST tokens."""
+def read_samples(data: str, count: int, seed: int = 0) -> list[list[int]]:
+    """Token ids of `count` samples, drawn without replacement, of each at most LONGEST tokens. `data`: one of KINDS of
+    Python's standard library (lines that are not blank, whole functions, whole files), or what the training scripts
+    take as --data, of which each row or file is a sample; "wikitext" is its rows, which are headings and paragraphs.
+    InputError where that is not to be had, ValueError where there are fewer."""
+    texts = _library_texts(data) if data in KINDS else _texts(data)
+    if count > len(texts):
+        name = f"{data} in the standard library" if data in KINDS else f"samples in {data}"
+        raise ValueError(f"there are {len(texts):,} {name}, and not {count:,}")
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))[:count]
+    return [ids[:LONGEST] for ids in gpt2_tokenizer()([texts[index] for index in order])["input_ids"]]
+
+
+def _library_texts(kind: str) -> list[str]:
     folder = Path(sysconfig.get_path("stdlib"))
     sources = [path.read_bytes().decode(errors="ignore") for path in sorted(folder.glob("*.py"))]
     if kind == "lines":
-        texts = [line for source in sources for line in source.splitlines(keepends=True) if line.strip()]
-    elif kind == "functions":
-        texts = [text for source in sources for text in _functions(source)]
-    else:
-        texts = [source for source in sources if source.strip()]
-    if count > len(texts):
-        raise ValueError(f"there are {len(texts):,} {kind} in the standard library, and not {count:,}")
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))[:count]
-    return [ids[:LONGEST] for ids in gpt2_tokenizer()([texts[index] for index in order])["input_ids"]]
+        return [line for source in sources for line in source.splitlines(keepends=True) if line.strip()]
+    if kind == "functions":
+        return [text for source in sources for text in _functions(source)]
+    return [source for source in sources if source.strip()]
+
+
+def _texts(spec: str) -> list[str]:
+    from lowmem.data.sources import open_source
+
+    source = open_source("Salesforce/wikitext:wikitext-2-raw-v1" if spec == "wikitext" else spec, "text", None)
+    texts = (record.columns.get("text") for record in source.train)
+    return [text for text in texts if isinstance(text, str) and text.strip()]
 
 
 def _functions(source: str) -> Iterator[str]:

@@ -8,10 +8,12 @@ from experiments.harness.tables import markdown, put
 from lowmem.units import MIB
 
 FOLDER = Path(__file__).resolve().parent
-README = FOLDER / "README.md"
-MODE_ROWS, EVAL_ROWS = FOLDER / "results" / "modes.jsonl", FOLDER / "results" / "eval.jsonl"
+RESULTS, README = FOLDER / "results", FOLDER / "README.md"
+EVAL_ROWS, MODE_ROWS, STAGE_ROWS = (RESULTS / f"{name}.jsonl" for name in ("eval", "modes", "stages"))
 BEGIN = "<!-- made by python -m experiments.nested_tensors.table -->"
 ALLOWED_MEMORY = 1.15  # of the share of positions that are real, times the peak of padded
+BETWEEN, BACKWARD = "norms, sums", "backward"
+STAGES = ("embedding", "attention", "MLP", BETWEEN, "head, loss", BACKWARD)  # in the order of the picture
 SEED = [  # its own figures, of one batch of random words, forward only
     *("a Llama, random words, forward only", "the seed: nested", "", "", "0.07 to 0.10", "1,314", "0.55", ""),
 ]
@@ -72,6 +74,45 @@ def eval_table(rows: list[dict]) -> str:
     return markdown(("model", "mode", "batches", "tokens' logits", "parameters' gradients"), lines)
 
 
+def draw_stages(rows: list[dict], path: Path) -> None:
+    """A panel for each model of the newest run, a bar for each mode: milliseconds a real token by stage, as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    run = [row for row in rows if row["date"] == rows[-1]["date"]]
+    models, modes = (list(dict.fromkeys(row[key] for row in run)) for key in ("model", "mode"))
+    figure = Figure(figsize=(8, 1.2 + 0.9 * len(models) + 0.3 * len(modes)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
+    for axes, model in zip(panels, models, strict=True):
+        ends = [0.0] * len(modes)
+        for number, stage in enumerate(STAGES):
+            widths = [
+                statistics.median(
+                    1e3 * row["seconds"][stage] / row["tokens"]
+                    for row in run
+                    if (row["model"], row["mode"]) == (model, mode)
+                )
+                for mode in modes
+            ]
+            colour = "0.8" if stage == BACKWARD else f"C{number}"
+            axes.barh(modes, widths, left=ends, color=colour, label=stage, height=0.7)
+            ends = [end + width for end, width in zip(ends, widths, strict=True)]
+        for place, end in enumerate(ends):
+            axes.annotate(f"{end:.1f}", (end, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.set_title(model, fontsize=10)
+        axes.set_xlim(0, 1.12 * max(ends))
+        axes.set_xlabel("ms a real token")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].invert_yaxis()  # which they share
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(STAGES), frameon=False,
+                  fontsize=8)  # fmt: skip
+    first = run[0]
+    figure.suptitle(f"{first['num_samples']} {first['data']}, batches of {first['batch_size']}", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
 def sections() -> str:
     """All tables of the README."""
     of_modes = row_file.read(MODE_ROWS)
@@ -85,12 +126,15 @@ def sections() -> str:
             modes_table(of_modes),
             f"On {last['machine']}, {last['threads']} threads; torch {versions['torch']}, transformers "
             f"{versions['transformers']}.",
+            "**Where the time goes**",
+            "![Time a real token by stage and mode](results/stages.png)",
         )
     )
 
 
 def main() -> int:
     put(README, BEGIN, sections())
+    draw_stages(row_file.read(STAGE_ROWS), RESULTS / "stages.png")
     return 0
 
 

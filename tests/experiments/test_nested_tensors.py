@@ -1,12 +1,14 @@
 """Ragged batches of stock models: small models here, the real shapes in experiments/nested_tensors/eval.py."""
 
 import json
+import time
 
 import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig
 
-from experiments.nested_tensors import eval, main, ragged
+from experiments.harness import rows as row_file
+from experiments.nested_tensors import compare, eval, main, ragged, table, time_profiling
 from experiments.nested_tensors.attention import Documents
 
 VOCABULARY = 97
@@ -93,7 +95,7 @@ def test_all_lengths_are_in_a_class_as_wide_as_its_longest_and_each_token_once()
     assert Documents([3, 9, 20, 1]).classes.shapes == [(4, 20)]  # not worth more
 
 
-@pytest.mark.parametrize("kind", main.KINDS)
+@pytest.mark.parametrize("kind", ragged.KINDS)
 def test_samples_are_real_text_of_real_lengths(kind):
     samples = ragged.read_samples(kind, 40)
     assert (
@@ -102,6 +104,13 @@ def test_samples_are_real_text_of_real_lengths(kind):
     assert 1 <= min(map(len, samples)) < max(map(len, samples)) <= ragged.LONGEST
     with pytest.raises(ValueError, match=f"{kind} in the standard library"):
         ragged.read_samples(kind, 10**7)
+
+
+def test_samples_are_the_rows_of_a_file(tmp_path):
+    rows = ["import os", "x = 1 + 2", "def f(): pass"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    found = ragged.read_samples(str(tmp_path / "rows.jsonl"), 3)
+    assert sorted(map(ragged.gpt2_tokenizer().decode, found)) == sorted(rows)
 
 
 SEED_COMMAND = "--num_samples 6 --batch_size 4 --device cpu --num_workers 0 --use_warmup"
@@ -118,6 +127,69 @@ def test_the_seeds_command_runs_in_every_mode(monkeypatch, tmp_path, capsys, mod
     assert len(found["batches"]) == 2 and found["loss"] > 0
     assert list((tmp_path / "log" / name).glob("*.pt.trace.json"))
     assert "real tokens/s" in capsys.readouterr().out
+
+
+FEW = ["--num_samples", "6", "--batch_size", "4", "--rounds", "2"]
+
+
+def test_stages_are_timed_drawn_and_add_up_to_the_whole(monkeypatch, tmp_path):
+    monkeypatch.setattr(ragged, "SHAPES", {name: _whole_vocabulary(config) for name, config in SHAPES.items()})
+    rows = tmp_path / "rows.jsonl"
+    began = time.perf_counter()
+    assert time_profiling.main([*FEW, "--rows", str(rows), "--out", str(tmp_path)]) == 0
+    took = time.perf_counter() - began
+    made = row_file.read(rows)
+    assert len(made) == 2 * 2 * len(ragged.MODES)
+    for row in made:
+        assert set(row["seconds"]) == set(table.STAGES) and min(row["seconds"].values()) > 0
+    assert sum(sum(row["seconds"].values()) for row in made) < took
+    assert (tmp_path / "plots/stages-lines.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_stage_has_the_time_of_its_modules(monkeypatch):
+    now = iter(range(1000))
+    monkeypatch.setattr(time_profiling.StageClock, "_now", lambda clock: float(next(now)))
+    clock = time_profiling.StageClock(ragged.make_model("gpt2", "padded", CPU), CPU)
+    seconds = clock.seconds_of(ragged.collate("padded", eval.drawn_samples([5, 3], VOCABULARY)))
+    # The clock is read at the begin and at the end: of wte and wpe, of attention and MLP of two blocks, of the head.
+    assert seconds == {"embedding": 2, "attention": 2, "MLP": 2, "head, loss": 2, "norms, sums": 7, "backward": 1}
+
+
+def test_modes_are_compared_in_processes_of_their_own(monkeypatch, tmp_path, capsys):
+    """The real command once, the rest of its rows from that: the shapes are real in a process of its own."""
+    found = None
+
+    def once(model, mode, options, real=compare.in_process):
+        nonlocal found
+        if found is None:
+            found = real("gpt2", "packed", options)
+        return found | {"model": model, "mode": mode}
+
+    monkeypatch.setattr(compare, "in_process", once)
+    assert compare.main(["--num_samples", "1", "--batch_size", "1", "--out", str(tmp_path / "rows.jsonl")]) == 0
+    rows = row_file.read(tmp_path / "rows.jsonl")
+    assert [(row["round"], row["model"], row["mode"]) for row in rows] == [
+        (number, model, mode) for number in range(3) for model in SHAPES for mode in ragged.MODES
+    ]
+    assert found["tokens_per_second"] > 0 and found["held_bytes"] > 2 * 4 * 124e6 and found["peak_bytes"] > 0
+    assert "| gpt2, 1 lines, batches of 1 | padded | 1.00 |" in capsys.readouterr().out
+
+
+def test_the_table_has_medians_and_ratios_of_the_same_round():
+    def row(mode, number, speed, peak, date="2"):
+        values = {"tokens_per_second": speed, "peak_bytes": peak * 2**20, "tokens": 50, "positions": 100}
+        return values | {
+            "model": "gpt2", "data": "lines", "num_samples": 9, "batch_size": 3, "date": date, "mode": mode,
+            "round": number,
+        }  # fmt: skip
+
+    old = [row("padded", 0, 1.0, 1, date="1"), row("packed", 0, 99.0, 1, date="1")]
+    padded = [row("padded", 0, 10.0, 100), row("padded", 1, 20.0, 100), row("padded", 2, 10.0, 100)]
+    packed = [row("packed", 0, 20.0, 50), row("packed", 1, 22.0, 50), row("packed", 2, 30.0, 60)]
+    lines = table.modes_table(old + padded + packed).splitlines()
+    assert lines[2] == "| gpt2, 9 lines, batches of 3 | padded | 0.50 | 10.0 | 1.00 | 100 | 1.00 |  |"
+    assert lines[3] == "|  | packed | 0.50 | 22.0 | 2.00 | 50 | 0.50 | 0.57 |"
+    assert len(lines) == 5 and "the seed" in lines[4]
 
 
 def test_all_modes_have_the_same_loss_over_all_samples(monkeypatch, tmp_path):
@@ -137,6 +209,9 @@ def test_all_modes_have_the_same_loss_over_all_samples(monkeypatch, tmp_path):
         (["--num_samples", "99999999"], "lines in the standard library, and not 99,999,999"),
         (["--batch_size", "x"], "invalid whole number of at least 1 value: 'x'"),
         (["--device", "cuda"], "there is no GPU here"),
+        (["--device", "gpu"], "--device gpu: neither cpu nor cuda"),
+        (["--data", "no/such"], "no/such is neither in the cache nor to be had from the hub"),
+        (["--data", "wikitext"], "wikitext-2-raw-v1 is neither in the cache nor to be had from the hub"),
     ],
 )
 def test_what_cannot_run_is_a_sentence_and_exit_code_2(options, said, capsys):
