@@ -9,7 +9,7 @@ from lowmem.units import MIB
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS, README = FOLDER / "results", FOLDER / "README.md"
-EVAL_ROWS, MODE_ROWS, STAGE_ROWS = (RESULTS / f"{name}.jsonl" for name in ("eval", "modes", "stages"))
+EVAL_ROWS, PEAK_ROWS, STAGE_ROWS = (RESULTS / f"{name}.jsonl" for name in ("eval", "peaks", "stages"))
 BEGIN = "<!-- made by python -m experiments.nested_tensors.table -->"
 ALLOWED_MEMORY = 1.15  # of the share of positions that are real, times the peak of padded
 BETWEEN, BACKWARD = "norms, sums", "backward"
@@ -19,16 +19,15 @@ SEED = [  # its own figures, of one batch of random words, forward only
 ]
 
 
-def modes_table(rows: list[dict]) -> str:
-    """Of each model and kind of samples the newest run: medians over its rounds, and ratios to padded of the same
-    round."""
-    newest: dict[tuple[str, str], str] = {}
-    for row in rows:
-        newest[row["model"], row["data"]] = max(row["date"], newest.get((row["model"], row["data"]), ""))
+def modes_table(peaks: list[dict], stages: list[dict]) -> str:
+    """Of each model and set of samples that there are peaks of: those, and the speed in the newest run of the stages,
+    where there is one: medians over its rounds, ratios to padded of the same round."""
+    newest = {(*_what(row), row["mode"]): row for row in peaks}
     lines = []
-    for (model, data), date in newest.items():
-        run = [row for row in rows if (row["model"], row["data"], row["date"]) == (model, data, date)]
-        lines += _modes_of(run)
+    for what in dict.fromkeys(key[:-1] for key in newest):
+        of_modes = {key[-1]: row for key, row in newest.items() if key[:-1] == what}
+        timed = [row for row in stages if _what(row) == what]
+        lines += _modes_of(of_modes, [row for row in timed if row["date"] == timed[-1]["date"]])
     header = (
         *("", "mode", "real / all positions", "real tokens/s", "times padded"),
         *("peak, MiB", "of padded", f"real share x {ALLOWED_MEMORY}"),
@@ -36,31 +35,42 @@ def modes_table(rows: list[dict]) -> str:
     return markdown(header, [*lines, SEED])
 
 
-def _modes_of(run: list[dict]) -> list[list[str]]:
-    padded = {row["round"]: row for row in run if row["mode"] == "padded"}
+def _what(row: dict) -> tuple:
+    return tuple(row[key] for key in ("model", "data", "num_samples", "batch_size"))
+
+
+def _modes_of(peaks: dict[str, dict], timed: list[dict]) -> list[list[str]]:
+    padded = peaks["padded"]
+    model, data, count, batch_size = _what(padded)
     lines = []
-    for mode in dict.fromkeys(row["mode"] for row in run):
-        of_mode = [row for row in run if row["mode"] == mode]
-
-        def ratio(key: str, of_mode: list[dict] = of_mode) -> float:
-            return statistics.median(row[key] / padded[row["round"]][key] for row in of_mode)
-
-        first = of_mode[0]
-        what = f"{first['model']}, {first['num_samples']} {first['data']}, batches of {first['batch_size']}"
-        allowed = ALLOWED_MEMORY * padded[first["round"]]["tokens"] / padded[first["round"]]["positions"]
+    for mode, row in peaks.items():
+        speeds = {one["round"]: _speed(one) for one in timed if one["mode"] == mode}
+        ratios = [
+            speeds[one["round"]] / _speed(one) for one in timed if one["mode"] == "padded" and one["round"] in speeds
+        ]
+        speed, times = (
+            (f"{statistics.median(speeds.values()):.1f}", f"{statistics.median(ratios):.2f}") if ratios else ("", "")
+        )
         lines.append(
             [
-                what if mode == "padded" else "",
+                f"{model}, {count} {data}, batches of {batch_size}" if mode == "padded" else "",
                 mode,
-                f"{first['tokens'] / first['positions']:.2f}",
-                f"{statistics.median(row['tokens_per_second'] for row in of_mode):.1f}",
-                f"{ratio('tokens_per_second'):.2f}",
-                f"{statistics.median(row['peak_bytes'] for row in of_mode) / MIB:,.0f}",
-                f"{ratio('peak_bytes'):.2f}",
-                "" if mode in ("padded", "bucketed") else f"{allowed:.2f}",
+                f"{row['tokens'] / row['positions']:.2f}",
+                speed,
+                times,
+                f"{row['peak_bytes'] / MIB:,.0f}",
+                f"{row['peak_bytes'] / padded['peak_bytes']:.2f}",
+                ""
+                if mode in ("padded", "bucketed")
+                else f"{ALLOWED_MEMORY * padded['tokens'] / padded['positions']:.2f}",
             ]
         )
     return lines
+
+
+def _speed(row: dict) -> float:
+    """Real tokens a second."""
+    return row["tokens"] / sum(row["seconds"].values())
 
 
 def eval_table(rows: list[dict]) -> str:
@@ -115,26 +125,32 @@ def draw_stages(rows: list[dict], path: Path) -> None:
 
 def sections() -> str:
     """All tables of the README."""
-    of_modes = row_file.read(MODE_ROWS)
-    last, versions = of_modes[-1], of_modes[-1]["versions"]
+    stages = row_file.read(STAGE_ROWS)
+    last, versions = stages[-1], stages[-1]["versions"]
     return "\n\n".join(
         (
             "**Distance from one sample at a time in fp32**, relative, the largest of all batches; 1e-5 is allowed",
             eval_table(row_file.read(EVAL_ROWS)),
-            "**Time and memory**, forward and backward, fp32; medians of the rounds of one run, the peak beside "
-            "weights and gradients",
-            modes_table(of_modes),
+            "**Time and memory**, forward and backward, fp32: modes by turns, batch after batch, medians of the "
+            "rounds; the peak of a process of its own, beside weights and gradients",
+            modes_table(row_file.read(PEAK_ROWS), stages),
             f"On {last['machine']}, {last['threads']} threads; torch {versions['torch']}, transformers "
             f"{versions['transformers']}.",
             "**Where the time goes**",
-            "![Time a real token by stage and mode](results/stages.png)",
+            *(f"![Time a real token by stage and mode, {kind}](results/{kind}.png)" for kind in _kinds(stages)),
         )
     )
 
 
+def _kinds(stages: list[dict]) -> list[str]:
+    return list(dict.fromkeys(row["data"] for row in stages))
+
+
 def main() -> int:
     put(README, BEGIN, sections())
-    draw_stages(row_file.read(STAGE_ROWS), RESULTS / "stages.png")
+    stages = row_file.read(STAGE_ROWS)
+    for kind in _kinds(stages):
+        draw_stages([row for row in stages if row["data"] == kind], RESULTS / f"{kind}.png")
     return 0
 
 

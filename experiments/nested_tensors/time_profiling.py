@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from experiments.harness import rows as row_file
-from experiments.nested_tensors.main import OUT, add_sample_options, chosen_device, chosen_samples, wait
+from experiments.nested_tensors.main import OUT, add_sample_options, chosen_device, chosen_samples, positive, wait
 from experiments.nested_tensors.ragged import MODES, SHAPES, Inputs, batches_of, collate, forward, make_model
 from experiments.nested_tensors.table import BACKWARD, BETWEEN, STAGE_ROWS, draw_stages
 
@@ -39,7 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=SHAPES, action="append", help="default: all of them")
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all of them")
     add_sample_options(parser)
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times all batches, the median counts")
+    parser.set_defaults(num_samples=128)
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="times all batches, the median counts")
     parser.add_argument("--rows", type=Path, default=STAGE_ROWS, metavar="ROWS.jsonl", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="default: %(default)s")
     options = parser.parse_args(arguments)

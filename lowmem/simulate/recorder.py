@@ -131,11 +131,12 @@ class _Open:
 @dataclass(frozen=True)
 class DeviceModel:
     """What a device adds to what the operations say themselves. Of an operation (func, args, kwargs, result):
-    `hidden_bytes` are its temporaries, `seconds` its time on the GPU. `workspace_bytes`: what a thread's first matrix
-    product (`products`) takes for good. `host_seconds`: to launch an operation, in forward and in backward;
-    `more_host_seconds`: what some take beside that."""
+    `hidden_bytes` are its temporaries, which come to be after its results, but `copied_first` before them; `seconds`
+    its time on the GPU. `workspace_bytes`: what a thread's first matrix product (`products`) takes for good.
+    `host_seconds`: to launch an operation, in forward and in backward; `more_host_seconds`: what some take beside."""
 
     hidden_bytes: Callable = lambda *_: ()
+    copied_first: frozenset = frozenset()
     products: frozenset = frozenset()
     workspace_bytes: int = 0
     allocated: Callable = lambda func, args, kwargs, results: results
@@ -321,6 +322,8 @@ class Recorder(TorchDispatchMode):
                 opened.region.threads.add(thread)
             self._need_workspace(thread)
         self._settle()
+        copied_first = func in self.machine.copied_first
+        temporaries = self._temporaries(outcome) if copied_first else []
         if func is _aten.add.Tensor and thread == BACKWARD and not args[0]._is_view() and _called_by_the_engine():
             self._sum = result.untyped_storage(), self.number_of(args[0]), args[0].untyped_storage().nbytes()
         else:
@@ -330,10 +333,14 @@ class Recorder(TorchDispatchMode):
             for tensor in results if len(outcome.allocated) < len(results) else ():
                 if tensor.untyped_storage()._cdata not in self._numbers:
                     self._bind(tensor.untyped_storage(), None)  # not on the device
-        temporaries = [self._born(size, "inside_operations") for size in outcome.temporaries]
+        if not copied_first:
+            temporaries = self._temporaries(outcome)
         for number in reversed(temporaries):  # as C++ destroys what a function holds
             self._freed(number)
         self._advance(outcome.spans[thread])
+
+    def _temporaries(self, outcome: Outcome) -> list[int]:
+        return [self._born(size, "inside_operations") for size in outcome.temporaries]
 
     def _advance(self, span: Span) -> None:
         self.clock.advance(span)

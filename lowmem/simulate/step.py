@@ -49,7 +49,7 @@ from lowmem.simulate.roofline import (
     HOST_SECONDS_PER_PYTHON_BACKWARD,
     operation_seconds,
 )
-from lowmem.simulate.temporaries import Gpu, hidden_bytes
+from lowmem.simulate.temporaries import COPIED_FIRST, Gpu, hidden_bytes
 
 _NAMES = {  # of what is born in these functions, or in what they call, outside of the parts that are replayed
     Batch.to.__code__: "batch",
@@ -107,6 +107,7 @@ def gpu_target(card: Card, fused_kernels: bool | None = None) -> Target:
     gpu = Gpu(card.capability, card.multiprocessors)
     machine = DeviceModel(
         hidden_bytes=lambda *operation: hidden_bytes(*operation, gpu),
+        copied_first=COPIED_FIRST,
         products=PRODUCTS,
         workspace_bytes=workspace + blaslt_workspace_bytes(version),
         allocated=allocated,

@@ -45,7 +45,8 @@ class Gpu:
 
 def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int, ...]:
     """Sizes of the temporaries that `func`, an aten overload with these arguments and this result, has on CUDA: alive
-    together, and beside its results. Nothing for most, and for tensors on the CPU."""
+    together, and beside its results, which are there first (but see COPIED_FIRST). Nothing for most, and for tensors on
+    the CPU."""
     if func not in TEMPORARIES or (args[0].is_cpu and not isinstance(args[0], FakeTensor)):
         return ()
     return tuple(size for size in TEMPORARIES[func](gpu, result, *args, **kwargs) if size)
@@ -287,6 +288,8 @@ def _log_sum_exp(gpu: Gpu, result, tensor, dims, *_, **__):
     return *_bytes(result), *_bytes(copy), *_reduced(gpu, copy, dims, result.itemsize, vector=_WIDE)
 
 
+# Whose temporaries are copies of operands, made before there is a result.
+COPIED_FIRST = frozenset({_aten.index.Tensor})
 TEMPORARIES: dict[torch._ops.OpOverload, Callable] = {
     _aten._scaled_dot_product_flash_attention.default: _flash_forward,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,

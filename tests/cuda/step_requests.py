@@ -8,6 +8,7 @@ Small models; sizes up to LEFT_OUT_BYTES are left out (random numbers' states, a
 
 import difflib
 import json
+from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 
@@ -39,12 +40,15 @@ MODELS = {
     ),
 }  # fmt: skip
 SEQ, BATCH = 256, 4
-CASES = {  # the layout and the clipping
-    "kept": (Layout(2, recompute=False, resident_units=1), 1.0),
-    "recomputed": (Layout(2, 1, 2), 1.0),
-    "products kept": (Layout(2, product_blocks=2, whole_blocks=1, resident_units=9), 1.0),
-    "updated in backward": (Layout(2, 2), None),
-    "two passes": (Layout(2, 2, norm_first=True), 1.0),
+LENGTHS = (30, 250, 9, 100)
+CASES = {  # the layout, and what else differs from a plain step
+    "kept": (Layout(2, recompute=False, resident_units=1), {}),
+    "recomputed": (Layout(2, 1, 2), {}),
+    "products kept": (Layout(2, product_blocks=2, whole_blocks=1, resident_units=9), {}),
+    "updated in backward": (Layout(2, 2), {"clip_norm": None}),
+    "two passes": (Layout(2, 2, norm_first=True), {}),
+    "many lengths": (Layout(2, 1), {"lengths": LENGTHS}),
+    "many lengths, packed": (Layout(2, 2, recompute=False), {"lengths": LENGTHS, "document_mask": True}),
 }
 
 
@@ -57,14 +61,20 @@ def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
         decoder, store, case.optimizer, case.layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
         loss_scale=LossScale(enabled=case.dtype is torch.float16),
     )  # fmt: skip
-    tokens = torch.zeros((case.batch, case.seq), dtype=torch.int64)
-    step.evaluate(Batch(tokens[: case.layout.micro_batch], tokens[: case.layout.micro_batch], None, None))
-    for number in range(2):
-        step(Batch(tokens, tokens, None, None), number, 1e-4)
+    full = _batch(case, case.batch)
+    step.evaluate(_batch(case, case.layout.micro_batch))
+    ragged = full if case.lengths is None else replace(full, lengths=torch.tensor(case.lengths))
+    for number, batch in enumerate((full, ragged)):
+        step(batch, number, 1e-4)
     step.flush()
     events = events_of(torch.cuda.memory._snapshot())
     torch.cuda.memory._record_memory_history(enabled=None)
     return events
+
+
+def _batch(case: StepCase, rows: int) -> Batch:
+    tokens = torch.zeros((rows, case.seq), dtype=torch.int64)
+    return Batch(tokens, tokens, *((tokens, tokens.int()) if case.document_mask else (None, None)))
 
 
 def simulated(case: StepCase, decoder, device: torch.device) -> list[Event]:
@@ -98,9 +108,9 @@ def main() -> None:
     precisions = ["fp16", *(["bf16"] if torch.cuda.get_device_capability(device) >= (8, 0) else [])]
     assert fused.why_not(device) is None
     for family, name in ((family, name) for family in MODELS for name in CASES):
-        layout, clip = CASES[name]
+        layout, more = CASES[name]
         for precision in precisions:
-            case = StepCase(SEQ, BATCH, layout, WORKING_DTYPES[precision], OPTIMIZERS["adamw"], clip_norm=clip)
+            case = StepCase(SEQ, BATCH, layout, WORKING_DTYPES[precision], OPTIMIZERS["adamw"], **more)
             torch._C._cuda_clearCublasWorkspaces()
             found = requested(case, make_decoder(MODELS[family], precision, "fp32", True), device)
             planned = simulated(case, make_decoder(MODELS[family], precision, "fp32", True), device)

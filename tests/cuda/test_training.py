@@ -6,6 +6,7 @@ Triton's interpreter, and the two differ by roundings.
 """
 
 import gc
+import json
 import math
 import os
 import signal
@@ -18,6 +19,7 @@ from transformers import GPT2Config
 from experiments.gpu_acceptance import bitwise
 from experiments.gpu_acceptance.bitwise import CASES, PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Shape
 from lowmem.core.kernels import fused
+from lowmem.core.layout import LEAST_POSITIONS
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.step import TrainingStep
@@ -123,6 +125,21 @@ def test_a_whole_run_on_the_card_is_that_of_the_cpu(finished, train, tmp_path, p
     mine, cpus = content(newest), content(finished / "checkpoints" / newest.name)
     same = [name for name in cpus if name.endswith(".bin") or name.endswith(".safetensors")]
     assert same and all(mine[name] == cpus[name] for name in same)
+
+
+@pytest.mark.parametrize("pack", ("sorted", "packed"))
+def test_examples_of_many_lengths_train_on_the_card_as_on_the_cpu(train, tmp_path, monkeypatch, plain_lines, pack):
+    """Cut as the CPU cuts them: a GPU's own least micro-batch is larger, and sums would have another order."""
+    monkeypatch.setitem(LEAST_POSITIONS, "cuda", LEAST_POSITIONS["cpu"])
+    examples = [{"prompt": f"{n}:", "completion": "x" * (n * n % 29 + 1)} for n in range(40)]
+    (tmp_path / "examples.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
+    options = ("--data", str(tmp_path / "examples.jsonl"), "--pack", pack, "--precision", "fp32")
+    for device in ("cpu", "cuda"):
+        assert train(tmp_path / device, *options, "--device", device) == 0
+    assert losses(tmp_path / "cuda") == losses(tmp_path / "cpu")
+    assert weights(tmp_path / "cuda") == weights(tmp_path / "cpu")
+    report = stored(tmp_path / "cuda/report.json")
+    assert 0 < report["measured"]["gpu_allocated_peak_bytes"] <= report["plan"]["predicted"]["gpu_allocated_peak_bytes"]
 
 
 def test_a_run_that_is_stopped_on_the_card_goes_on_there_bit_for_bit(finished, train, tmp_path, plain_lines):

@@ -8,7 +8,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig
 
 from experiments.harness import rows as row_file
-from experiments.nested_tensors import compare, eval, main, ragged, table, time_profiling
+from experiments.nested_tensors import eval, main, memory, ragged, table, time_profiling
 from experiments.nested_tensors.attention import Documents
 
 VOCABULARY = 97
@@ -155,41 +155,47 @@ def test_a_stage_has_the_time_of_its_modules(monkeypatch):
     assert seconds == {"embedding": 2, "attention": 2, "MLP": 2, "head, loss": 2, "norms, sums": 7, "backward": 1}
 
 
-def test_modes_are_compared_in_processes_of_their_own(monkeypatch, tmp_path, capsys):
+def test_the_peak_of_each_mode_is_that_of_a_process_of_its_own(monkeypatch, tmp_path, capsys):
     """The real command once, the rest of its rows from that: the shapes are real in a process of its own."""
     found = None
 
-    def once(model, mode, options, real=compare.in_process):
+    def once(model, mode, options, real=memory.in_process):
         nonlocal found
         if found is None:
             found = real("gpt2", "packed", options)
         return found | {"model": model, "mode": mode}
 
-    monkeypatch.setattr(compare, "in_process", once)
-    assert compare.main(["--num_samples", "1", "--batch_size", "1", "--out", str(tmp_path / "rows.jsonl")]) == 0
+    monkeypatch.setattr(memory, "in_process", once)
+    assert memory.main(["--num_samples", "1", "--batch_size", "1", "--out", str(tmp_path / "rows.jsonl")]) == 0
     rows = row_file.read(tmp_path / "rows.jsonl")
-    assert [(row["round"], row["model"], row["mode"]) for row in rows] == [
-        (number, model, mode) for number in range(3) for model in SHAPES for mode in ragged.MODES
-    ]
-    assert found["tokens_per_second"] > 0 and found["held_bytes"] > 2 * 4 * 124e6 and found["peak_bytes"] > 0
+    assert [(row["model"], row["mode"]) for row in rows] == [(model, mode) for model in SHAPES for mode in ragged.MODES]
+    assert found["held_bytes"] > 2 * 4 * 124e6 and found["peak_bytes"] > 0
     assert "| gpt2, 1 lines, batches of 1 | padded | 1.00 |" in capsys.readouterr().out
 
 
 def test_the_table_has_medians_and_ratios_of_the_same_round():
-    def row(mode, number, speed, peak, date="2"):
-        values = {"tokens_per_second": speed, "peak_bytes": peak * 2**20, "tokens": 50, "positions": 100}
-        return values | {
-            "model": "gpt2", "data": "lines", "num_samples": 9, "batch_size": 3, "date": date, "mode": mode,
-            "round": number,
-        }  # fmt: skip
+    what = {"model": "gpt2", "data": "lines", "num_samples": 9, "batch_size": 3}
 
-    old = [row("padded", 0, 1.0, 1, date="1"), row("packed", 0, 99.0, 1, date="1")]
-    padded = [row("padded", 0, 10.0, 100), row("padded", 1, 20.0, 100), row("padded", 2, 10.0, 100)]
-    packed = [row("packed", 0, 20.0, 50), row("packed", 1, 22.0, 50), row("packed", 2, 30.0, 60)]
-    lines = table.modes_table(old + padded + packed).splitlines()
+    def peak(mode, mib):
+        return what | {
+            "mode": mode,
+            "peak_bytes": mib * 2**20,
+            "tokens": 50,
+            "positions": 50 if mode == "packed" else 100,
+        }
+
+    def stages(mode, number, seconds, date="2"):
+        return what | {"mode": mode, "round": number, "tokens": 50, "seconds": {"a": seconds - 1, "b": 1}, "date": date}
+
+    peaks = [peak("padded", 1), peak("padded", 100), peak("packed", 50)]  # of each, the newest counts
+    rounds = [stages("padded", 0, 999.0, date="1")]
+    rounds += [stages("padded", 0, 5.0), stages("padded", 1, 2.5), stages("padded", 2, 5.0)]
+    rounds += [stages("packed", 0, 2.5), stages("packed", 1, 2.0), stages("packed", 2, 2.0)]
+    lines = table.modes_table(peaks, rounds).splitlines()
     assert lines[2] == "| gpt2, 9 lines, batches of 3 | padded | 0.50 | 10.0 | 1.00 | 100 | 1.00 |  |"
-    assert lines[3] == "|  | packed | 0.50 | 22.0 | 2.00 | 50 | 0.50 | 0.57 |"
+    assert lines[3] == "|  | packed | 1.00 | 25.0 | 2.00 | 50 | 0.50 | 0.57 |"
     assert len(lines) == 5 and "the seed" in lines[4]
+    assert table.modes_table(peaks, []).splitlines()[3] == "|  | packed | 1.00 |  |  | 50 | 0.50 | 0.57 |"
 
 
 def test_all_modes_have_the_same_loss_over_all_samples(monkeypatch, tmp_path):

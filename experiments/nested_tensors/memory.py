@@ -1,11 +1,11 @@
-"""Times and memory of the modes, forward and backward, by turns: `python -m experiments.nested_tensors.compare`.
+"""Peaks of memory of the modes, forward and backward: `python -m experiments.nested_tensors.memory`.
 
-    python -m experiments.nested_tensors.compare --rounds 3
-    python -m experiments.nested_tensors.compare --data functions --num_samples 16 --batch_size 8 --rounds 1
+    python -m experiments.nested_tensors.memory --data functions --num_samples 16 --batch_size 8
 
-Every mode of a round is a process of its own (main.py), so that no peak is another mode's; a row is one of these
-processes. Rounds of all modes take turns, since other work on a machine comes and goes. What the processes free goes
-back to the system at once (MALLOC_MMAP_THRESHOLD_), without which a peak of the resident set has old memory in it.
+Every mode is a process of its own (main.py), so that no peak is another mode's; a row is one of these processes. What
+they free goes back to the system at once (MALLOC_MMAP_THRESHOLD_), without which a peak of the resident set has old
+memory in it. How long they take is time_profiling's: processes come one after the other, and a shared machine is not
+equally fast all the time.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from pathlib import Path
 from experiments.harness import rows as row_file
 from experiments.nested_tensors.main import add_sample_options, positive
 from experiments.nested_tensors.ragged import MODES, SHAPES
-from experiments.nested_tensors.table import MODE_ROWS, modes_table
+from experiments.nested_tensors.table import PEAK_ROWS, STAGE_ROWS, modes_table
 
-PROGRAM = "experiments.nested_tensors.compare"
+PROGRAM = "experiments.nested_tensors.memory"
 CHILD = "experiments.nested_tensors.main"
 
 
@@ -31,20 +31,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=SHAPES, action="append", help="default: all of them")
     add_sample_options(parser)
     parser.set_defaults(num_samples=128)
-    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="default: %(default)s")
     parser.add_argument("--threads", type=positive, default=2, metavar="N", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=MODE_ROWS, metavar="ROWS.jsonl", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=PEAK_ROWS, metavar="ROWS.jsonl", help="default: %(default)s")
     options = parser.parse_args(arguments)
     common = {"sources": row_file.sources(PROGRAM), "threads": options.threads} | row_file.made_by(PROGRAM, arguments)
     common |= {"num_samples": options.num_samples, "batch_size": options.batch_size}
     made = []
-    for number in range(options.rounds):
-        for model in options.model or SHAPES:
-            for mode in MODES:
-                found = in_process(model, mode, options)
-                made.append(common | {"round": number} | found)
-                row_file.append(options.out, made[-1])
-    print(modes_table(made))
+    for model in options.model or SHAPES:
+        for mode in MODES:
+            made.append(common | in_process(model, mode, options))
+            row_file.append(options.out, made[-1])
+    print(modes_table(made, row_file.read(STAGE_ROWS)))
     return 0
 
 
@@ -61,8 +58,8 @@ def in_process(model: str, mode: str, options: argparse.Namespace) -> dict:
         if result.returncode:
             raise RuntimeError(f"{CHILD} {' '.join(words)} ended with exit code {result.returncode}")
         found = json.loads((Path(out) / "data" / f"{model}-{mode}.json").read_text())
-    del found["batches"]
-    return found
+    kept = ("model", "mode", "data", "backward", "tokens", "positions", "held_bytes", "peak_bytes")
+    return {key: found[key] for key in kept}
 
 
 if __name__ == "__main__":
