@@ -30,7 +30,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
     parser.add_argument("--model", choices=SHAPES, action="append", help="default: all of them")
     add_sample_options(parser)
-    parser.set_defaults(num_samples=128)
     parser.add_argument("--threads", type=positive, default=2, metavar="N", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=PEAK_ROWS, metavar="ROWS.jsonl", help="default: %(default)s")
     options = parser.parse_args(arguments)

@@ -39,7 +39,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=SHAPES, action="append", help="default: all of them")
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all of them")
     add_sample_options(parser)
-    parser.set_defaults(num_samples=128)
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="times all batches, the median counts")
     parser.add_argument("--rows", type=Path, default=STAGE_ROWS, metavar="ROWS.jsonl", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="default: %(default)s")
