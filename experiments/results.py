@@ -10,6 +10,7 @@ from pathlib import Path
 from experiments.gpu_acceptance import table as speed
 from experiments.harness.tables import put
 from experiments.memory_estimation import table as memory
+from experiments.nested_tensors import table as nested_tensors
 from experiments.peers import table as peers
 from experiments.plan_accuracy import table as plan_accuracy
 
@@ -47,6 +48,7 @@ def sections() -> str:
 def main() -> int:
     put(README, BEGIN, sections())
     memory.main()
+    nested_tensors.main()
     peers.main()
     plan_accuracy.main()
     rows = memory.committed_rows()

@@ -1,0 +1,265 @@
+"""Proves of a schedule that it computes what it should and cannot deadlock, and says what it costs.
+
+`check` runs through the lists of all ranks with a clock and no tensors. Whatever the lists are, one of these happens:
+every rank comes to the end of its list, and then a runtime does, too, since it waits for nothing else; or a ValueError
+says what is wrong. It runs twice: once with sends that return at once, as they do where the network has room for what
+is sent, and once with sends that wait until the other end has begun to receive. A schedule has to end in both.
+
+What has to hold:
+    every stage has one forward and one backward of every micro-batch, whole or in its two parts;
+    an action's input is there: of this rank's own earlier actions, or received;
+    what is sent is received, between two ranks in the order in which it is sent, for a network like NCCL's has no names
+    on its messages;
+    the weights of a forward's version are there, and each stage has the updates that it should.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from experiments.pipeline_parallel.schedules import (
+    BACKWARD,
+    COMPUTED,
+    FORWARD,
+    INPUT_GRADIENT,
+    KINDS,
+    RECEIVE_ACTIVATION,
+    RECEIVE_GRADIENT,
+    SEND_ACTIVATION,
+    SEND_GRADIENT,
+    TIMES,
+    UPDATE,
+    WEIGHT_GRADIENT,
+    Action,
+    matching,
+    needed,
+)
+
+Span = tuple[float, float, Action]  # begin, end
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A schedule that holds. `actions`: of each rank; `spans`: when it computes what; `bubble`: the share of all ranks'
+    time, from the first forward to the last backward, in which they wait; `peak_in_flight`: the most activations (of a
+    stage and a micro-batch) that a rank holds from their forward to the end of their backward; `weight_versions`: the
+    most versions of its weights that a rank has to hold for a stage; `in_order`: whether every stage sums its gradients
+    in the order of the micro-batches."""
+
+    actions: list[list[Action]]
+    stages: int
+    micro_batches: int
+    spans: list[list[Span]]
+    bubble: float
+    peak_in_flight: list[int]
+    weight_versions: list[int]
+    in_order: bool
+
+
+def check(
+    actions: Sequence[Sequence[Action]], stages: int, micro_batches: int, updates: int = 1, times: dict | None = None
+) -> Checked:
+    """`updates`: of each stage; `times`: how long each kind of what is computed takes. ValueError where it fails."""
+    ranks = len(actions)
+    if ranks < 1 or stages % ranks:
+        raise ValueError(f"{stages} stages do not lie evenly on {ranks} ranks")
+    lists = [list(of_rank) for of_rank in actions]
+    _check_contents(lists, stages, micro_batches, updates)
+    _walk(lists, stages, TIMES, sends_wait=True)
+    spans = _walk(lists, stages, times or TIMES, sends_wait=False)
+    return Checked(
+        lists,
+        stages,
+        micro_batches,
+        spans,
+        bubble_of(spans),
+        [_peak_in_flight(of_rank) for of_rank in lists],
+        [_weight_versions(of_rank) for of_rank in lists],
+        all(_in_order(of_rank) for of_rank in lists),
+    )
+
+
+def bubble_of(spans: Iterable[Iterable[Span]]) -> float:
+    """The share of the ranks' time, from the first span's begin to the last one's end, that has no span."""
+    spans = [list(of_rank) for of_rank in spans]
+    times = [(begin, end) for of_rank in spans for begin, end, _ in of_rank]
+    whole = max(end for _, end in times) - min(begin for begin, _ in times)
+    return 1 - sum(end - begin for begin, end in times) / (len(spans) * whole)
+
+
+def _check_contents(lists: list[list[Action]], stages: int, micro_batches: int, updates: int) -> None:
+    """What can be said of each rank's list without the others': all that is to be done is done, once and in an order in
+    which each action's input is there."""
+    ranks = len(lists)
+    for rank, actions in enumerate(lists):
+        done: set[Action] = set()
+        versions: Counter[int] = Counter()
+        for action in actions:
+            action_of_all = action._replace(version=0)
+            if action.kind not in KINDS or not 0 <= action.stage < stages or action.stage % ranks != rank:
+                raise ValueError(f"rank {rank} has no such action: {action}")
+            if action.kind == UPDATE:
+                versions[action.stage] += 1
+                continue
+            if not 0 <= action.micro_batch < micro_batches:
+                raise ValueError(f"rank {rank}: there is no micro-batch {action.micro_batch}: {action}")
+            if action_of_all in done:
+                raise ValueError(f"rank {rank} does this twice: {action}")
+            for other in _before(action, ranks, stages):
+                if other not in done:
+                    raise ValueError(f"rank {rank}: {action} comes before {other}")
+            of = (action.stage, action.micro_batch)
+            if action.kind == SEND_GRADIENT and done.isdisjoint((Action(BACKWARD, *of), Action(INPUT_GRADIENT, *of))):
+                raise ValueError(f"rank {rank}: {action} comes before it is computed")
+            if action.kind == FORWARD and not 0 <= action.version <= versions[action.stage]:
+                raise ValueError(
+                    f"rank {rank}: {action} uses weights of {action.version} updates, after {versions[action.stage]}"
+                )
+            done.add(action_of_all)
+        for stage in range(rank, stages, ranks):
+            if versions[stage] != updates:
+                raise ValueError(f"rank {rank}: stage {stage} has {versions[stage]} updates, and not {updates}")
+            for micro_batch in range(micro_batches):
+                of = (stage, micro_batch)
+                if Action(FORWARD, *of) not in done:
+                    raise ValueError(f"rank {rank} lacks {Action(FORWARD, *of)}")
+                parts = [Action(kind, *of) in done for kind in (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)]
+                if parts not in ([True, False, False], [False, True, True]):
+                    raise ValueError(f"rank {rank} lacks a backward, or has more than one: {Action(BACKWARD, *of)}")
+        _check_updates(rank, actions)
+
+
+def _check_updates(rank: int, actions: list[Action]) -> None:
+    """The last update of a stage comes after the last of its gradients, or these would be lost."""
+    last_gradient = {action.stage: action for action in actions if action.kind in (BACKWARD, WEIGHT_GRADIENT)}
+    last = {action.stage: action for action in actions if action.kind in (BACKWARD, WEIGHT_GRADIENT, UPDATE)}
+    for stage, action in last.items():
+        if action.kind != UPDATE:
+            raise ValueError(f"rank {rank}: {last_gradient[stage]} comes after the last update of its stage")
+
+
+def _before(action: Action, ranks: int, stages: int) -> list[Action]:
+    """What the rank itself has to have done before an action."""
+    stage, micro_batch = action.stage, action.micro_batch
+    inputs = []
+    for receive in needed(action, stages):
+        of_activation = receive.kind == RECEIVE_ACTIVATION
+        neighbour = stage - 1 if of_activation else stage + 1
+        if ranks > 1:
+            inputs.append(receive)
+        elif of_activation:
+            inputs.append(Action(FORWARD, neighbour, micro_batch))
+    if action.kind in (BACKWARD, INPUT_GRADIENT):
+        inputs.append(Action(FORWARD, stage, micro_batch))
+    if action.kind == WEIGHT_GRADIENT:
+        inputs.append(Action(INPUT_GRADIENT, stage, micro_batch))
+    if action.kind == SEND_ACTIVATION:
+        inputs.append(Action(FORWARD, stage, micro_batch))
+    return inputs
+
+
+def _walk(lists: list[list[Action]], stages: int, times: dict[str, float], sends_wait: bool) -> list[list[Span]]:
+    """When each rank computes what. ValueError where all that are not at their end wait for another, where messages
+    arrive in another order than they are expected in, and where one is sent that nobody receives."""
+    ranks = len(lists)
+    place, clock = [0] * ranks, [0.0] * ranks
+    spans: list[list[Span]] = [[] for _ in range(ranks)]
+    there: dict[Action, float] = {}  # by receive, when what it receives has been sent
+    posted: dict[tuple[str, int, int], list[Action]] = {}  # by kind, from rank and to rank: receives begun
+    arrived: Counter[tuple[str, int, int]] = Counter()
+
+    def advance(rank: int) -> bool:
+        """One action of a rank, or False where it has to wait."""
+        action = lists[rank][place[rank]]
+        if action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
+            source = (action.stage + (-1 if action.kind == RECEIVE_ACTIVATION else 1)) % ranks
+            posted.setdefault((action.kind, source, rank), []).append(action)
+        elif action.kind in (SEND_ACTIVATION, SEND_GRADIENT):
+            receive = matching(action)
+            key = (receive.kind, rank, receive.stage % ranks)
+            number = arrived[key]
+            expected = posted.get(key, [])
+            if number < len(expected) and expected[number] != receive:
+                raise ValueError(f"rank {rank}: {action} meets {expected[number]}")
+            if sends_wait and number >= len(expected):
+                return False
+            arrived[key] += 1
+            there[receive] = clock[rank]
+            sent_in_order.setdefault(key, []).append(receive)
+        elif action.kind in COMPUTED:
+            inputs = needed(action, stages) if ranks > 1 else []
+            if any(receive not in there for receive in inputs):
+                return False
+            begin = max([clock[rank], *(there[receive] for receive in inputs)])
+            clock[rank] = begin + times[action.kind]
+            spans[rank].append((begin, clock[rank], action))
+        place[rank] += 1
+        return True
+
+    sent_in_order: dict[tuple[str, int, int], list[Action]] = {}
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(ranks):
+            while place[rank] < len(lists[rank]) and advance(rank):
+                moved = True
+    waiting = [f"rank {rank} at {lists[rank][place[rank]]}" for rank in range(ranks) if place[rank] < len(lists[rank])]
+    if waiting:
+        raise ValueError(f"a deadlock{' where sends wait' if sends_wait else ''}: {'; '.join(waiting)}")
+    for key in posted.keys() | sent_in_order.keys():
+        sends, receives = sent_in_order.get(key, []), posted.get(key, [])
+        if sends != receives:
+            kind, source, to = key
+            raise ValueError(f"from rank {source} to rank {to}: what is sent is not what is received ({kind})")
+    return spans
+
+
+def _peak_in_flight(actions: list[Action]) -> int:
+    count = most = 0
+    for action in actions:
+        count += (action.kind == FORWARD) - (action.kind in (BACKWARD, WEIGHT_GRADIENT))
+        most = max(most, count)
+    return most
+
+
+def _weight_versions(actions: list[Action]) -> int:
+    """The most versions of one stage's weights: the newest, those of micro-batches in flight, and older ones that a
+    forward will still use."""
+    last_use: dict[tuple[int, int], int] = {}
+    version_of: dict[tuple[int, int], int] = {}
+    for place, action in enumerate(actions):
+        of = (action.stage, action.micro_batch)
+        if action.kind == FORWARD:
+            version_of[of] = action.version
+        if action.kind in COMPUTED:
+            last_use[action.stage, version_of[of]] = place
+    ends: dict[int, list[tuple[int, int]]] = {}
+    for (stage, version), place in last_use.items():
+        ends.setdefault(place, []).append((stage, version))
+    held: dict[int, set[int]] = {}
+    updates: Counter[int] = Counter()
+    most = 1
+    for place, action in enumerate(actions):
+        stage = action.stage
+        held.setdefault(stage, {0})
+        if action.kind == UPDATE:
+            newest = updates[stage]
+            if last_use.get((stage, newest), -1) < place:
+                held[stage].discard(newest)
+            updates[stage] += 1
+            held[stage].add(updates[stage])
+        most = max(most, len(held[stage]))
+        for stage, version in ends.get(place, []):
+            if version != updates[stage]:
+                held[stage].discard(version)
+    return most
+
+
+def _in_order(actions: list[Action]) -> bool:
+    last: dict[int, int] = {}
+    for action in actions:
+        if action.kind in (BACKWARD, WEIGHT_GRADIENT):
+            if action.micro_batch < last.get(action.stage, 0):
+                return False
+            last[action.stage] = action.micro_batch
+    return True

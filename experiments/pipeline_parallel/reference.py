@@ -1,0 +1,90 @@
+"""What a pipeline has to compute, by one process and plain autograd: no stages' code, no schedule, no messages.
+
+`synchronous`: every micro-batch through all layers, gradients summed in their order, the two gradients of a tied
+embedding summed apart and joined once (each stage has its own sum; one after the other would be another order of
+additions), clipped, one update a step.
+
+`asynchronous`: PipeDream as a recurrence. Micro-batch i meets in stage s of p the weights of max(0, i - (p - 1 - s))
+updates, with vertical sync those of max(0, i - (p - 1)) in all stages, forward and backward, and its gradient updates
+the newest.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from experiments.pipeline_parallel.stage import Layers
+from experiments.pipeline_parallel.worker import Job, clip_scale, squares_of
+
+Outcome = tuple[list[float], dict[str, Tensor]]  # losses, weights by their names in the whole model
+
+
+def synchronous(job: Job, steps: int | None = None) -> Outcome:
+    """Of a job with a synchronous schedule."""
+    task = job.make_task()
+    layers = Layers(task.layers, 0, job.seed)
+    names, parameters = zip(*layers.named_parameters(), strict=True)
+    optimizer = job.optimizer_of(list(parameters))
+    losses = []
+    for step in range(job.steps if steps is None else steps):
+        batch = job.micro_batches_of(task, step, torch.device("cpu"))
+        found = []
+        for m, (inputs, loss_of) in enumerate(zip(batch.inputs, batch.loss_of, strict=True)):
+            loss = loss_of(layers(inputs, step, m))
+            loss.backward()
+            found.append(loss.item())
+        gradients = {name: parameter.grad for name, parameter in layers.named_parameters()}
+        if task.tied:
+            first, last = f"layers.0.{task.tied[0]}", f"layers.{len(task.layers) - 1}.{task.tied[1]}"
+            total = gradients[first] + gradients[last]
+            gradients[first].copy_(total)
+            gradients[last].copy_(total)
+            del gradients[last]
+        if job.clip_norm is not None:
+            scale = clip_scale(squares_of(list(gradients.values()), list(gradients)).values(), job.clip_norm)
+            for parameter in parameters:
+                parameter.grad.mul_(scale)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(math.fsum(found))
+    return losses, _weights(layers)
+
+
+def asynchronous(job: Job) -> Outcome:
+    """Of a job with a schedule of PipeDream's."""
+    task = job.make_task()
+    layers = Layers(task.layers, 0, job.seed)
+    names = [name for name, _ in layers.named_parameters()]
+    parameters = list(layers.parameters())
+    stage_of = {}
+    first = 0
+    for stage, size in enumerate(job.sizes):
+        stage_of |= {f"layers.{place}": stage for place in range(first, first + size)}
+        first += size
+    behind = [job.stages - 1 if job.schedule == "pipedream-vs" else job.stages - 1 - s for s in range(job.stages)]
+    optimizer = job.optimizer_of(parameters)
+    history = [_copies(parameters)]  # after each update
+    batch = job.micro_batches_of(task, 0, torch.device("cpu"))
+    losses = []
+    for i, (inputs, loss_of) in enumerate(zip(batch.inputs, batch.loss_of, strict=True)):
+        used = [
+            history[max(0, i - behind[stage_of[".".join(name.split(".")[:2])]]) - (i + 1)][place]
+            for place, name in enumerate(names)
+        ]
+        loss = loss_of(functional_call(layers, dict(zip(names, used, strict=True)), (inputs, 0, i)))
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, used, allow_unused=True), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        history = [*history[-job.stages :], _copies(parameters)]
+        losses.append(loss.item())
+    return losses, _weights(layers)
+
+
+def _copies(parameters: list[Tensor]) -> list[Tensor]:
+    return [parameter.detach().clone().requires_grad_() for parameter in parameters]
+
+
+def _weights(layers: Layers) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in layers.state_dict().items()}

@@ -1,0 +1,188 @@
+"""Runs what a checked schedule says of one rank. It knows nothing of schedules: it does one action after the other.
+
+What is sent is held until the network has taken it, but never more than PENDING of a kind: then the oldest is waited
+for, which the checker has proved to end. What is received has a buffer from the moment the receive is begun until a
+stage has used it. So what a rank holds depends on what is in flight, not on the number of micro-batches.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from experiments.pipeline_parallel import schedules
+from experiments.pipeline_parallel.schedules import Action, matching
+from experiments.pipeline_parallel.stage import Stage
+
+PENDING = 2
+
+
+class TransferError(RuntimeError):
+    """Another rank is gone, or does not answer."""
+
+
+class Transfers(Protocol):
+    """How tensors get to neighbours: messages of a kind between two ranks arrive in the order of the sends."""
+
+    def begin(self, receive: Action, rows: int) -> None:
+        """A receive of `rows` rows, which `wait` ends."""
+
+    def wait(self, receive: Action) -> Tensor: ...
+
+    def send(self, send: Action, tensor: Tensor) -> None: ...
+
+    def finish(self) -> None:
+        """Until all that was sent has been taken."""
+
+
+class ProcessTransfers:
+    """Over `torch.distributed`. `shapes`: of stage s the shape of a row of its output, and its dtype. Each direction of
+    each kind has a group of its own, since a group of NCCL does one thing after the other."""
+
+    def __init__(self, rank: int, ranks: int, shapes: Sequence[tuple[torch.Size, torch.dtype]], device: torch.device):
+        self._rank, self._ranks, self._shapes, self._device = rank, ranks, shapes, device
+        self._groups = {}
+        for source in range(ranks if ranks > 1 else 0):
+            for kind, step in ((schedules.RECEIVE_ACTIVATION, 1), (schedules.RECEIVE_GRADIENT, -1)):
+                to = (source + step) % ranks
+                self._groups[kind, source, to] = dist.new_group([source, to])
+        self._begun: dict[Action, tuple[dist.Work, Tensor]] = {}
+        self._pending: dict[str, deque[tuple[dist.Work, Tensor]]] = {}
+
+    def begin(self, receive: Action, rows: int) -> None:
+        of_activation = receive.kind == schedules.RECEIVE_ACTIVATION
+        shape, dtype = self._shapes[receive.stage - of_activation]
+        source = (receive.stage + (-1 if of_activation else 1)) % self._ranks
+        buffer = torch.empty((rows, *shape), dtype=dtype, device=self._device)
+        with _known_errors():
+            work = dist.irecv(buffer, source, group=self._groups[receive.kind, source, self._rank])
+        self._begun[receive] = (work, buffer)
+
+    def wait(self, receive: Action) -> Tensor:
+        work, buffer = self._begun.pop(receive)
+        with _known_errors():
+            work.wait()
+        return buffer
+
+    def send(self, send: Action, tensor: Tensor) -> None:
+        receive = matching(send)
+        to = receive.stage % self._ranks
+        pending = self._pending.setdefault(send.kind, deque())
+        tensor = tensor.contiguous()
+        with _known_errors():
+            pending.append((dist.isend(tensor, to, group=self._groups[receive.kind, self._rank, to]), tensor))
+            while len(pending) > PENDING:
+                pending.popleft()[0].wait()
+
+    def finish(self) -> None:
+        with _known_errors():
+            for pending in self._pending.values():
+                while pending:
+                    pending.popleft()[0].wait()
+
+
+class _known_errors:
+    """What a backend raises where the other end is gone becomes a TransferError."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, RuntimeError):
+            raise TransferError(str(error).splitlines()[0]) from error
+
+
+@dataclass
+class MicroBatches:
+    """Of one step: `inputs` for the first stage, `loss_of` for the last, which makes its outputs losses that add up to
+    that of the step; by micro-batch. `rows`: how many rows each has."""
+
+    inputs: Sequence[Tensor] | None
+    loss_of: Sequence[Callable[[Tensor], Tensor]] | None
+    rows: Sequence[int]
+
+
+@dataclass
+class Done:
+    """Of a rank: the losses of the micro-batches, where it has the last stage, and when it computed what."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    spans: list[tuple[float, float, Action]] = field(default_factory=list)
+
+
+class Rank:
+    """`stages`: those of this rank; `before_updates` is called once, before the first update of a step, with all
+    gradients complete. `padded_to`: seconds that each kind of action takes at least, the rest being slept."""
+
+    def __init__(
+        self,
+        stages: dict[int, Stage],
+        stage_count: int,
+        transfers: Transfers,
+        before_updates: Callable[[], None] = lambda: None,
+        padded_to: dict[str, float] | None = None,
+    ):
+        self._stages, self._last, self._transfers = stages, stage_count - 1, transfers
+        self._before_updates, self._padded_to = before_updates, padded_to or {}
+        self._split = False
+        self._results: dict[tuple[str, int, int], Tensor] = {}  # what a send, or a stage of the same rank, will take
+
+    def run(self, actions: Iterable[Action], batch: MicroBatches, step: int, record: bool = True) -> Done:
+        """Every action in its order; `actions` is gone through twice."""
+        done, updated = Done(), False
+        self._split = any(action.kind == schedules.WEIGHT_GRADIENT for action in actions)
+        for number, stage in self._stages.items():
+            stage.begin(Counter(a.version for a in actions if a.kind == schedules.FORWARD and a.stage == number))
+        for action in actions:
+            kind = action.kind
+            if kind in (schedules.RECEIVE_ACTIVATION, schedules.RECEIVE_GRADIENT):
+                self._transfers.begin(action, batch.rows[action.micro_batch])
+            elif kind in (schedules.SEND_ACTIVATION, schedules.SEND_GRADIENT):
+                receive = matching(action)
+                self._transfers.send(action, self._results.pop(receive[:3]))
+            elif kind == schedules.UPDATE:
+                if not updated:
+                    self._before_updates()
+                updated = True
+                self._stages[action.stage].update()
+            else:
+                given = self._input(action)
+                began = time.monotonic()
+                self._compute(action, given, batch, step, done)
+                if kind in self._padded_to:
+                    time.sleep(max(0.0, began + self._padded_to[kind] - time.monotonic()))
+                if record:
+                    done.spans.append((began, time.monotonic(), action))
+        self._transfers.finish()
+        return done
+
+    def _input(self, action: Action) -> Tensor | None:
+        """What an action needs of another stage."""
+        for receive in schedules.needed(action, self._last + 1):
+            local = self._results.pop(receive[:3], None)
+            return self._transfers.wait(receive) if local is None else local
+        return None
+
+    def _compute(self, action: Action, given: Tensor | None, batch: MicroBatches, step: int, done: Done) -> None:
+        stage, m = self._stages[action.stage], action.micro_batch
+        is_last = action.stage == self._last
+        loss_of = batch.loss_of[m] if is_last else None
+        if action.kind == schedules.FORWARD:
+            x = batch.inputs[m] if action.stage == 0 else given
+            output = stage.forward(m, x, step, action.version, loss_of, self._split)
+            if is_last:
+                done.losses[m] = float(output)
+            else:
+                self._results[schedules.RECEIVE_ACTIVATION, action.stage + 1, m] = output
+        elif action.kind == schedules.WEIGHT_GRADIENT:
+            stage.weight_gradient(m)
+        else:
+            whole = action.kind == schedules.BACKWARD
+            gradient = (stage.backward if whole else stage.input_gradient)(m, given, loss_of)
+            if action.stage > 0:
+                self._results[schedules.RECEIVE_GRADIENT, action.stage - 1, m] = gradient

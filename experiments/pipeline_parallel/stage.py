@@ -1,0 +1,211 @@
+"""One stage of a pipeline: its layers, their weights and gradients, and what it holds of micro-batches in flight.
+
+Gradients are asked of autograd by name (`torch.autograd.grad`) and summed here, so that a backward may be cut in two:
+
+    whole             d loss / d input and d loss / d weights
+    input gradient    d loss / d input, and on the way d loss / d output of every module that has weights of its own
+    weight gradient   d loss / d weights of these modules, each from the gradient of its output: autograd goes no
+                      further back than to the weights, so no product is computed twice
+
+Both ways call the same kernels with the same operands and leave the same bits.
+
+Weights have versions. A synchronous schedule updates them in place once nothing is in flight. An asynchronous one
+(`stashing`) updates a copy and publishes it as a version of its own; the graphs of what is in flight keep the weights
+that they were made with, and `versions` those that a forward still may name.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+_MASK = 2**63 - 1
+
+
+def seed_of(*numbers: int) -> int:
+    """One seed of (seed, step, micro-batch, layer): dropout depends on these, not on where and when a layer runs."""
+    mixed = 0
+    for number in numbers:  # the multiplier and the shifts of splitmix64
+        mixed = (mixed + number + 1) * 0x9E3779B97F4A7C15 & (2**64 - 1)
+        mixed ^= mixed >> 29
+    return mixed & _MASK
+
+
+class Layers(nn.Module):
+    """Layers `first`, `first` + 1, ... of a model, each with random numbers of its own."""
+
+    def __init__(self, layers: Iterable[nn.Module], first: int, seed: int):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.first, self.seed = first, seed
+
+    def forward(self, x: Tensor, step: int, micro_batch: int) -> Tensor:
+        """[rows, ...] -> [rows, ...]"""
+        for place, layer in enumerate(self.layers):
+            torch.manual_seed(seed_of(self.seed, step, micro_batch, self.first + place))
+            x = layer(x)
+        return x
+
+
+@dataclass
+class _InFlight:
+    """`graph` is None between a forward that keeps its input alone and its backward."""
+
+    x: Tensor
+    version: int
+    step: int
+    graph: Tensor | None = None
+    parameters: list[Tensor] = field(default_factory=list)
+    outputs: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)  # of modules, with their own parameters
+    gradients: list[Tensor | None] = field(default_factory=list)  # of these outputs
+
+
+class Stage:
+    """`optimizer_of(parameters)` makes its optimizer. `recompute`: a forward keeps its input alone, and
+    backward runs it again. `stashing`: weights are updated while micro-batches are in flight."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        optimizer_of: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        recompute: bool = False,
+        stashing: bool = False,
+    ):
+        self.layers, self.recompute, self.stashing = layers, recompute, stashing
+        self.names = [name for name, _ in layers.named_parameters()]
+        self.parameters = list(layers.parameters())
+        self.optimizer = optimizer_of(self.parameters) if self.parameters else None
+        self.gradients: list[Tensor | None] = [None] * len(self.parameters)
+        self.updates = 0
+        self.versions: dict[int, list[Tensor]] = {0: self._published()}
+        self.most_versions = 1  # that were held at once
+        self._begun_at = 0  # updates, when the actions began whose versions are counted from 0
+        self._still_named: Counter[int] = Counter()  # by version, the forwards to come
+        self._in_flight: dict[int, _InFlight] = {}
+        self._owners = {
+            module: [name for name, _ in module.named_parameters(prefix, recurse=False)]
+            for prefix, module in layers.named_modules()
+            if any(True for _ in module.parameters(recurse=False))
+        }
+
+    def begin(self, named: Counter[int]) -> None:
+        """Before the actions of a schedule: of each version how many forwards will name it."""
+        self._begun_at = self.updates
+        self._still_named = Counter({self.updates + version: count for version, count in named.items()})
+
+    def forward(
+        self, micro_batch: int, x: Tensor, step: int, version: int, loss_of=None, split: bool = False
+    ) -> Tensor:
+        """The stage's output, or the loss where `loss_of` makes one of it; without a graph."""
+        version += self._begun_at
+        held = _InFlight(x, version, step)
+        if self.recompute:
+            with torch.no_grad():
+                output = self._run(held, micro_batch, loss_of)
+        else:
+            output = held.graph = self._graph(held, micro_batch, loss_of, split)
+        self._in_flight[micro_batch] = held
+        self._still_named[version] -= 1
+        self._forget()
+        return output.detach()
+
+    def backward(self, micro_batch: int, gradient: Tensor | None, loss_of=None) -> Tensor | None:
+        """The gradient of the input, None where that is not floating; those of the weights are added to the sums."""
+        held = self._ready(micro_batch, loss_of, split=False)
+        del self._in_flight[micro_batch]
+        wanted = [held.x] * held.x.requires_grad + held.parameters
+        found = list(torch.autograd.grad(held.graph, wanted, gradient, allow_unused=True))
+        of_input = found.pop(0) if held.x.requires_grad else None
+        self._add(dict(enumerate(found)))
+        return of_input
+
+    def input_gradient(self, micro_batch: int, gradient: Tensor | None, loss_of=None) -> Tensor | None:
+        """As backward, but what the weights' gradients need is kept until `weight_gradient`."""
+        held = self._ready(micro_batch, loss_of, split=True)
+        wanted = [held.x] * held.x.requires_grad + [output for output, _ in held.outputs]
+        found = list(torch.autograd.grad(held.graph, wanted, gradient, retain_graph=True, allow_unused=True))
+        of_input = found.pop(0) if held.x.requires_grad else None
+        held.gradients = found
+        return of_input
+
+    def weight_gradient(self, micro_batch: int) -> None:
+        """Adds the gradients of the weights to their sums."""
+        held = self._in_flight.pop(micro_batch)
+        place_of = {id(parameter): place for place, parameter in enumerate(held.parameters)}
+        sums: dict[int, Tensor] = {}
+        for (output, owned), gradient in zip(held.outputs, held.gradients, strict=True):
+            if gradient is None:
+                continue
+            found = torch.autograd.grad(output, owned, gradient, retain_graph=True, allow_unused=True)
+            for parameter, one in zip(owned, found, strict=True):
+                if one is not None:
+                    place = place_of[id(parameter)]
+                    sums[place] = sums[place] + one if place in sums else one
+        self._add(sums)
+
+    def update(self) -> None:
+        """Lets the optimizer use the sums, which begin anew, and makes the weights a new version."""
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self.gradients = [None] * len(self.parameters)
+        previous = self.updates
+        self.updates += 1
+        self.versions[self.updates] = self._published() if self.stashing else self.versions.pop(previous)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Lets go of versions that no forward will name; graphs hold what they were made with."""
+        for version in [version for version in self.versions if version != self.updates]:
+            if not self._still_named[version]:
+                del self.versions[version]
+        held = self.versions.keys() | {held.version for held in self._in_flight.values()}
+        self.most_versions = max(self.most_versions, len(held))
+
+    def _published(self) -> list[Tensor]:
+        if not self.stashing:
+            return self.parameters
+        return [parameter.detach().clone().requires_grad_() for parameter in self.parameters]
+
+    def _ready(self, micro_batch: int, loss_of, split: bool) -> _InFlight:
+        held = self._in_flight[micro_batch]
+        if held.graph is None:
+            held.graph = self._graph(held, micro_batch, loss_of, split, again=True)
+        return held
+
+    def _graph(self, held: _InFlight, micro_batch: int, loss_of, split: bool, again: bool = False) -> Tensor:
+        if held.x.is_floating_point():
+            held.x.requires_grad_()
+        hooks = []
+        if split:
+            for module in self._owners:
+                hooks.append(module.register_forward_hook(lambda module, _, output: self._keep(held, module, output)))
+        try:
+            return self._run(held, micro_batch, loss_of, again)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _keep(self, held: _InFlight, module: nn.Module, output: Tensor) -> None:
+        held.outputs.append((output, [getattr(module, name) for name, _ in module.named_parameters(recurse=False)]))
+
+    def _run(self, held: _InFlight, micro_batch: int, loss_of, again: bool = False) -> Tensor:
+        """`again`: running statistics, as of batch norm, have seen this micro-batch already."""
+        if not again:
+            held.parameters = self.versions[held.version]
+        state = dict(zip(self.names, held.parameters, strict=True))
+        if again:
+            state |= {name: buffer.clone() for name, buffer in self.layers.named_buffers()}
+        output = functional_call(self.layers, state, (held.x, held.step, micro_batch))
+        return output if loss_of is None else loss_of(output)
+
+    def _add(self, found: dict[int, Tensor | None]) -> None:
+        for place, gradient in found.items():
+            if gradient is not None:
+                known = self.gradients[place]
+                self.gradients[place] = gradient if known is None else known.add_(gradient)

@@ -1,0 +1,151 @@
+"""What is trained: a model as a list of layers, batches of real data, and the loss of a micro-batch.
+
+    digits    8 x 8 images of scikit-learn's bundled digits, by convolutions
+    cifar10   32 x 32 colour images through `datasets`, from its cache or the hub, by the same convolutions
+    gpt2      a small GPT-2 (stock blocks, dropout 0.1) on the bytes of Python's standard library
+
+Every process makes the whole model from the seed and keeps its own layers, so that nothing about the weights depends on
+where the cuts are.
+"""
+
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowmem.errors import InputError, first_line
+
+CONVOLUTIONS = 9  # with the classifier ten layers
+CHANNELS = 16
+GROUP, BATCH = "group", "batch"
+SEQ, WIDTH, HEADS, BLOCKS, BYTES = 64, 64, 4, 8, 256
+
+
+@dataclass(frozen=True)
+class Task:
+    """`layers`: of the whole model, in its order. `tied`: the name of a parameter of the first layer that is, in the
+    model, the same as one of the last layer, whose name is the second. `inputs` and `targets` are all samples [N, ..];
+    `loss_of(output, target)` is the sum over the micro-batch's predictions, `predictions` how many a sample has."""
+
+    layers: list[nn.Module]
+    inputs: Tensor
+    targets: Tensor
+    loss_of: Callable[[Tensor, Tensor], Tensor]
+    predictions: int = 1
+    tied: tuple[str, str] | None = None
+
+    def batch(self, number: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
+        """`size` samples drawn for step `number`: the same in every process."""
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        chosen = torch.randint(0, len(self.inputs), (size,), generator=generator)
+        return self.inputs[chosen], self.targets[chosen]
+
+
+def make_task(name: str, seed: int, norm: str = GROUP, tied: bool = True) -> Task:
+    """One of TASKS. `norm`: of the convolutions; `tied`: of GPT-2, whether input and output embedding are the same.
+    InputError where its data are not to be had."""
+    torch.manual_seed(seed)
+    return TASKS[name](norm, tied)
+
+
+def _digits(norm: str, tied: bool) -> Task:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise InputError("the digits come with scikit-learn; install it with: pip install scikit-learn") from error
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
+    return _classifier(images, torch.tensor(data.target, dtype=torch.int64), norm)
+
+
+def _cifar10(norm: str, tied: bool) -> Task:
+    try:
+        import datasets
+
+        data = datasets.load_dataset("uoft-cs/cifar10", split="train").with_format("torch")
+        images, labels = data["img"][:], data["label"][:]
+    except Exception as error:  # datasets, the hub's client and its transport each have their own family of errors
+        raise InputError(
+            f"CIFAR-10 is neither in the cache nor to be had from the hub ({first_line(error).rstrip('.')}); use "
+            f"--task digits, which needs no network"
+        ) from error
+    return _classifier(torch.stack(list(images)).float() / 127.5 - 1, torch.as_tensor(labels), norm)
+
+
+def _classifier(images: Tensor, labels: Tensor, norm: str) -> Task:
+    channels = [images.shape[1]] + [CHANNELS] * CONVOLUTIONS
+    normed = {GROUP: lambda: nn.GroupNorm(4, CHANNELS), BATCH: lambda: nn.BatchNorm2d(CHANNELS)}[norm]
+    layers: list[nn.Module] = [
+        nn.Sequential(nn.Conv2d(before, after, 3, padding=1, stride=1 + (place % 4 == 3)), normed(), nn.ReLU())
+        for place, (before, after) in enumerate(zip(channels, channels[1:], strict=False))
+    ]
+    layers.append(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(CHANNELS, 10)))
+    return Task(layers, images, labels, lambda output, target: F.cross_entropy(output, target, reduction="sum"))
+
+
+class _Embedding(nn.Module):
+    """Token ids [B, T] -> [B, T, D]"""
+
+    def __init__(self, wte: nn.Embedding, wpe: nn.Embedding, drop: nn.Dropout):
+        super().__init__()
+        self.wte, self.wpe, self.drop = wte, wpe, drop
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.drop(self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device)))
+
+
+class _Head(nn.Module):
+    """[B, T, D] -> logits [B, T, V], with weights of its own that are updated as the embedding's are."""
+
+    def __init__(self, norm: nn.LayerNorm, weight: Tensor):
+        super().__init__()
+        self.norm = norm
+        self.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        self.lm_head.weight = nn.Parameter(weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lm_head(self.norm(x))
+
+
+def _gpt2(norm: str, tied: bool) -> Task:
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    config = GPT2Config(n_layer=BLOCKS, n_embd=WIDTH, n_head=HEADS, n_positions=SEQ, vocab_size=BYTES)
+    model = AutoModelForCausalLM.from_config(config).train().float()
+    body = model.transformer
+    layers = [_Embedding(body.wte, body.wpe, body.drop), *body.h, _Head(body.ln_f, model.lm_head.weight)]
+    text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    rows = len(text) // (SEQ + 1)
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: rows * (SEQ + 1)].long().view(rows, SEQ + 1)
+    return Task(
+        layers, tokens[:, :-1], tokens[:, 1:],
+        lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"),
+        SEQ, ("wte.weight", "lm_head.weight") if tied else None,
+    )  # fmt: skip
+
+
+TASKS: dict[str, Callable[[str, bool], Task]] = {"digits": _digits, "cifar10": _cifar10, "gpt2": _gpt2}
+
+
+def cut(costs: Sequence[float], stages: int) -> list[int]:
+    """How many layers each stage gets, one at least, so that the most expensive stage is as cheap as can be; of equal
+    cuts the one with the least sum of squares."""
+    count = len(costs)
+    if stages > count:
+        raise InputError(f"the model has {count} layers, which make no {stages} stages")
+    # best[k][n]: of the first n layers in k stages, the most expensive one, the squares, the sizes
+    best = {(0, 0): (0.0, 0.0, [])}
+    for k in range(1, stages + 1):
+        for n in range(k, count + 1):
+            best[k, n] = min(
+                (max(most, cost), squares + cost**2, [*sizes, n - before])
+                for before in range(k - 1, n)
+                if (k - 1, before) in best
+                for most, squares, sizes in [best[k - 1, before]]
+                for cost in [sum(costs[before:n])]
+            )
+    return best[stages, count][2]

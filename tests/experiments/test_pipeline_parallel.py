@@ -1,0 +1,443 @@
+"""Pipelines: schedules are legal and cost what papers say, illegal ones are refused, and what runs is one process's
+training, bit for bit. Most runs have their ranks in threads; a few have real processes."""
+
+import json
+import os
+import queue
+import random
+import signal
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from experiments.pipeline_parallel import reference, run, worker
+from experiments.pipeline_parallel.checker import Checked, check
+from experiments.pipeline_parallel.runtime import Rank
+from experiments.pipeline_parallel.schedules import (
+    ASYNCHRONOUS,
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    RECEIVE_ACTIVATION,
+    RECEIVE_GRADIENT,
+    SCHEDULES,
+    UPDATE,
+    WEIGHT_GRADIENT,
+    WITH_CHUNKS,
+    Action,
+    matching,
+    needed,
+    schedule,
+    with_transfers,
+)
+from experiments.pipeline_parallel.stage import seed_of
+from experiments.pipeline_parallel.tasks import Task, cut
+from experiments.pipeline_parallel.worker import Actions, Job
+from lowmem.errors import InputError
+
+CPU = torch.device("cpu")
+
+
+def checked(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Checked:
+    actions = schedule(name, ranks, micro_batches, chunks)
+    return check(actions, ranks * chunks, micro_batches, micro_batches if name in ASYNCHRONOUS else 1)
+
+
+# --- what schedules cost
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("times", [1, 2, 5])
+@pytest.mark.parametrize(
+    "name, chunks", [(name, 1) for name in SCHEDULES] + [("gpipe", 2), ("interleaved", 2), ("interleaved", 3)]
+)
+def test_bubbles_are_those_of_the_papers(name, chunks, ranks, times):
+    """Where a forward takes 1, a backward 2, each of its parts 1, and there are `times` x ranks micro-batches."""
+    m = times * ranks
+    found = checked(name, ranks, m, chunks)
+    total = 3 * m if name == "zb-h1" else chunks * m  # of zb-h1 (p-1)(F+I-W) beside m(F+I+W)
+    assert found.bubble == pytest.approx((ranks - 1) / (total + ranks - 1), abs=1e-12)
+    assert found.in_order
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+def test_activations_in_flight_and_versions_of_weights_are_those_of_the_papers(p):
+    m = 3 * p
+    ranks = range(p)
+    assert checked("gpipe", p, m).peak_in_flight == [m] * p
+    assert checked("1f1b", p, m).peak_in_flight == [p - r for r in ranks]
+    assert checked("zb-h1", p, m).peak_in_flight == [p] * p
+    for v in (1, 2, 3):
+        assert checked("interleaved", p, m, v).peak_in_flight == [2 * (p - r - 1) + (v - 1) * p + 1 for r in ranks]
+    assert checked("pipedream", p, m).weight_versions == [p - r for r in ranks]
+    assert checked("pipedream-vs", p, m).weight_versions == [p] * p
+    assert checked("1f1b", p, m).weight_versions == [1] * p
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 7, 50])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_every_number_of_micro_batches_makes_a_legal_schedule(name, ranks, micro_batches):
+    for chunks in (1, 2) if name in WITH_CHUNKS else (1,):
+        checked(name, ranks, micro_batches, chunks)
+
+
+def test_sizes_that_a_schedule_does_not_have_are_refused():
+    with pytest.raises(ValueError, match="1f1b has one stage per rank, and not 2 chunks; gpipe and interleaved have"):
+        schedule("1f1b", 2, 4, 2)
+    with pytest.raises(ValueError, match="at least 1"):
+        schedule("1f1b", 2, 0)
+
+
+# --- what the checker refuses
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda a: a[1].remove(Action(FORWARD, 1, 2)), "comes before forward of micro-batch 2"),
+        (lambda a: a[1].remove(Action(RECEIVE_ACTIVATION, 1, 2)), "comes before receive activation"),
+        (lambda a: a[1].remove(Action(BACKWARD, 1, 3)), "comes before|lacks a backward"),
+        (lambda a: a[0].remove(Action(UPDATE, 0)), "stage 0 has 0 updates, and not 1"),
+        (lambda a: a[0].insert(0, Action(UPDATE, 0)), "stage 0 has 2 updates"),
+        (lambda a: a[0].append(Action(FORWARD, 0, 0)), "does this twice"),
+        (lambda a: a[1].insert(3, a[1].pop(a[1].index(Action("send gradient", 1, 3)))), "before it is computed"),
+        (lambda a: a[0].append(Action(FORWARD, 1, 0)), "rank 0 has no such action"),
+        (lambda a: a[0].append(Action(FORWARD, 0, 4)), "no micro-batch 4"),
+        (lambda a: a[0].insert(0, a[0].pop(a[0].index(Action(BACKWARD, 0, 0)))), "comes before"),
+        (lambda a: a[1].append(a[1].pop(a[1].index(Action(BACKWARD, 1, 3)))), "comes before|last update"),
+    ],
+)
+def test_what_is_wrong_is_said(change, said):
+    actions = schedule("1f1b", 2, 4)
+    change(actions)
+    with pytest.raises(ValueError, match=said):
+        check(actions, 2, 4)
+
+
+def test_two_ranks_that_wait_for_each_other_are_a_deadlock():
+    """Each is legal by itself; rank 0 wants a gradient before it sends what rank 1 needs for it."""
+    actions = schedule("gpipe", 2, 2)
+    first = actions[0]
+    sent = next(a for a in first if a.kind == "send activation" and a.micro_batch == 1)
+    first.remove(sent)
+    first.insert(first.index(Action(BACKWARD, 0, 1)) + 1, sent)
+    with pytest.raises(ValueError, match="a deadlock"):
+        check(actions, 2, 2)
+
+
+def test_a_schedule_that_needs_room_in_the_network_is_refused():
+    """Both ranks send before either has begun to receive: it ends only where sends return at once."""
+    actions = schedule("1f1b", 2, 3)
+    users = (Action(BACKWARD, 0, 1), Action(FORWARD, 1, 1))
+    for rank, kind in enumerate((RECEIVE_GRADIENT, RECEIVE_ACTIVATION)):
+        late = Action(kind, rank, 1)
+        actions[rank].remove(late)
+        actions[rank].insert(actions[rank].index(users[rank]), late)
+    with pytest.raises(ValueError, match="deadlock where sends wait"):
+        check(actions, 2, 3)
+
+
+def test_stages_that_lie_unevenly_are_refused():
+    with pytest.raises(ValueError, match="3 stages do not lie evenly on 2 ranks"):
+        check(schedule("1f1b", 2, 1), 3, 1)
+
+
+def test_messages_that_come_in_another_order_are_refused():
+    actions = schedule("gpipe", 2, 3)
+    receives = [place for place, action in enumerate(actions[1]) if action.kind == RECEIVE_ACTIVATION]
+    one, other = receives[:2]
+    # Begun at once and in the wrong order: both are there before either is used.
+    first, second = actions[1][one], actions[1][other]
+    actions[1].remove(second)
+    actions[1].insert(one, second)
+    assert actions[1].index(second) < actions[1].index(first)
+    with pytest.raises(ValueError, match="meets receive activation|what is sent is not what is received"):
+        check(actions, 2, 3)
+
+
+# --- running
+
+WIDTH, ROWS = 6, 3
+
+
+class Ends:
+    """Transfers between threads: a queue for each kind and pair of ranks."""
+
+    def __init__(self, rank: int, ranks: int, queues: dict):
+        self.rank, self.ranks, self.queues = rank, ranks, queues
+        self.begun: dict = {}  # of each queue the receives to come, in the order in which they were begun
+        self.arrived: dict = {}
+
+    def _queue(self, kind, source, to):
+        return self.queues.setdefault((kind, source, to), queue.Queue())
+
+    def _key(self, receive):
+        source = (receive.stage + (-1 if receive.kind == RECEIVE_ACTIVATION else 1)) % self.ranks
+        return receive.kind, source, self.rank
+
+    def begin(self, receive, rows):
+        self.begun.setdefault(self._key(receive), []).append(receive)
+
+    def wait(self, receive):
+        key = self._key(receive)
+        while receive not in self.arrived:
+            sent, tensor = self._queue(*key).get(timeout=20)
+            expected = self.begun[key].pop(0)
+            assert sent == expected
+            self.arrived[expected] = tensor
+        return self.arrived.pop(receive)
+
+    def send(self, send, tensor):
+        receive = matching(send)
+        self._queue(receive.kind, self.rank, receive.stage % self.ranks).put((receive, tensor.clone()))
+
+    def finish(self):
+        pass
+
+
+class Small(Job):
+    """A task of a few products; its layers are the same in every rank, since they come of the seed."""
+
+    def make_task(self):
+        torch.manual_seed(self.seed)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)) for _ in range(8)]
+        generator = torch.Generator().manual_seed(1)
+        samples = torch.randn((64, WIDTH), generator=generator)
+        return Task(layers, samples, samples.roll(1, 0), lambda output, target: (output - target).square().sum())
+
+
+def job(name: str, ranks: int, micro_batches: int, chunks: int = 1, steps: int = 2, **more) -> Small:
+    sizes = tuple(cut([1.0] * 8, ranks * chunks))
+    common = {"task": "small", "norm": "group", "seed": 0, "learning_rate": 1e-2, "clip_norm": None, "recompute": False}
+    return Small(name, ranks, chunks, micro_batches, steps, micro_batches * ROWS - 1, **common | more, sizes=sizes)
+
+
+lock = threading.Lock()
+
+
+def run_in_threads(job: Job, actions: list[list[Action]]) -> dict[str, torch.Tensor]:
+    """Its weights, by their names in the whole model."""
+    queues: dict = {}
+    task_lock = [job.make_task() for _ in range(job.ranks)]  # made here: threads share the random numbers
+    ranks = [
+        Rank(worker.stages_of(job, task_lock[rank], rank, CPU), job.stages, Ends(rank, job.ranks, queues))
+        for rank in range(job.ranks)
+    ]
+    failures = []
+
+    def one(rank: int) -> None:
+        try:
+            for step in range(1 if job.asynchronous else job.steps):
+                ranks[rank].run(actions[rank], job.micro_batches_of(task_lock[rank], step, CPU), step)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(job.ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "a rank hangs"
+    if failures:
+        raise failures[0]
+    weights = {number: worker.weights_of(stage) for rank in ranks for number, stage in rank._stages.items()}
+    return run.in_the_whole(job, weights)
+
+
+def assert_equal_to_one_process(job: Job, found: dict[str, torch.Tensor]) -> None:
+    expected = (reference.asynchronous if job.asynchronous else reference.synchronous)(job)[1]
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name, ranks, chunks", [
+    *((name, ranks, 1) for name in SCHEDULES for ranks in (1, 2, 4)), ("interleaved", 4, 2), ("gpipe", 2, 3),
+])  # fmt: skip
+def test_weights_are_those_of_one_process(name, ranks, chunks, recompute):
+    """A batch that does not divide evenly, AdamW, two steps."""
+    it = job(name, ranks, 5, chunks, recompute=recompute)
+    count = 5 * (it.steps if it.asynchronous else 1)
+    assert_equal_to_one_process(it, run_in_threads(it, schedule(name, ranks, count, chunks)))
+
+
+def test_a_weight_that_differs_is_found():
+    it = job("1f1b", 2, 5)
+    found = run_in_threads(it, schedule("1f1b", 2, 5))
+    found["layers.3.0.weight"] = found["layers.3.0.weight"] * (1 + 2**-22)
+    with pytest.raises(AssertionError, match="layers.3.0.weight"):
+        assert_equal_to_one_process(it, found)
+
+
+def test_weights_are_not_those_of_another_delay():
+    """PipeDream's recurrence is not the one with vertical sync, nor training without stale weights."""
+    one = reference.asynchronous(job("pipedream", 4, 6))[1]
+    for other in (job("pipedream-vs", 4, 6), job("pipedream", 1, 6)):
+        weights = reference.asynchronous(other)[1]
+        assert not any(torch.equal(one[name], weights[name]) for name in ("layers.0.0.weight", "layers.5.0.weight"))
+
+
+def random_schedule(draw: random.Random, ranks: int, chunks: int, micro_batches: int) -> list[list[Action]]:
+    """Any order in which inputs are there and each stage takes micro-batches in their order."""
+    stages = ranks * chunks
+    split = draw.random() < 0.5
+    kinds = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) if split else (FORWARD, BACKWARD)
+    done: set[Action] = set()
+    progress = Counter()
+    computed: list[list[Action]] = [[] for _ in range(ranks)]
+    while True:
+        ready = []
+        for stage in range(stages):
+            for kind in kinds:
+                action = Action(kind, stage, progress[kind, stage])
+                if action.micro_batch == micro_batches:
+                    continue
+                before = [Action(FORWARD, stage, action.micro_batch)] * (kind in (BACKWARD, INPUT_GRADIENT))
+                before += [Action(INPUT_GRADIENT, stage, action.micro_batch)] * (kind == WEIGHT_GRADIENT)
+                for receive in needed(action, stages):
+                    of_forward = receive.kind == RECEIVE_ACTIVATION
+                    before.append(Action(kind, stage + (-1 if of_forward else 1), action.micro_batch))
+                if done.issuperset(before):
+                    ready.append(action)
+        if not ready:
+            break
+        action = draw.choice(ready)
+        done.add(action)
+        progress[action.kind, action.stage] += 1
+        computed[action.stage % ranks].append(action)
+    for stage in range(stages):
+        computed[stage % ranks].append(Action(UPDATE, stage))
+    return with_transfers(computed, stages)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**9), st.integers(1, 4), st.integers(1, 2), st.integers(1, 6))
+def test_any_legal_schedule_runs_and_leaves_the_same_bits(seed, ranks, chunks, micro_batches):
+    actions = random_schedule(random.Random(seed), ranks, chunks, micro_batches)
+    assert check(actions, ranks * chunks, micro_batches).in_order
+    it = job("gpipe", ranks, micro_batches, chunks)
+    assert_equal_to_one_process(it, run_in_threads(it, actions))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(list(SCHEDULES)), st.integers(0, 10**9), st.booleans())
+def test_a_schedule_with_an_action_removed_or_swapped_is_refused_or_still_right(name, seed, remove):
+    """Two actions that do not depend on each other may be swapped: then it has to run, and to be right."""
+    draw = random.Random(seed)
+    chunks = 2 if name in WITH_CHUNKS else 1
+    it = job(name, 3, 4, chunks, steps=1)
+    actions = schedule(name, 3, 4, chunks)
+    of_rank = actions[draw.randrange(3)]
+    place = draw.randrange(len(of_rank))
+    if remove:
+        del of_rank[place]
+    else:
+        other = draw.randrange(len(of_rank))
+        of_rank[place], of_rank[other] = of_rank[other], of_rank[place]
+    try:
+        found = check(actions, it.stages, 4, 4 if it.asynchronous else 1)
+    except ValueError:
+        return
+    assert not remove
+    weights = run_in_threads(it, actions)
+    if found.in_order and not it.asynchronous:
+        assert_equal_to_one_process(it, weights)
+
+
+def test_random_numbers_depend_on_step_micro_batch_and_layer_alone():
+    seeds = {seed_of(0, step, m, layer) for step in range(20) for m in range(20) for layer in range(20)}
+    assert len(seeds) == 20**3 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_stages_are_cut_where_they_cost_most_nearly_the_same():
+    assert sorted(cut([1.0] * 10, 4)) == [2, 2, 3, 3]
+    assert cut([5, 1, 1, 1, 1, 1], 2) == [1, 5]
+    assert cut([1, 1, 1, 9, 1], 3) == [3, 1, 1]
+    with pytest.raises(InputError, match="the model has 3 layers, which make no 4 stages"):
+        cut([1, 1, 1], 4)
+
+
+def test_a_list_in_an_array_is_the_list():
+    for of_rank in schedule("pipedream-vs", 3, 5):
+        assert list(Actions.of(of_rank)) == of_rank
+
+
+# --- the command, with real processes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--schedule zb-h1 --stages 2 --task gpt2 --clip 0.5 --batch 7",
+        "--schedule interleaved --stages 2 --chunks 2 --norm batch --recompute",
+        "--schedule pipedream-vs --stages 2",
+    ],
+)
+def test_real_processes_leave_the_bits_of_one(options, tmp_path, capsys):
+    """Tied embeddings, clipping, dropout; batch norm; stale weights."""
+    words = [*options.split(), "--micro-batches", "3", "--steps", "2", "--compare", "--out", str(tmp_path)]
+    assert run.main(words) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["weights_bitwise_equal"] is True and report["max_abs_loss_difference"] == 0.0
+    assert len(report["peak_bytes_per_rank"]) == len(report["weight_versions"]) == 2
+    assert 0 < report["bubble_measured"] < 1
+    for name in ("timeline.png", "curves.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert "bit for bit equal" in capsys.readouterr().out
+
+
+def test_a_process_that_is_killed_ends_all_and_is_named(tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(run, "_started", lambda *a, real=run._started: started.append(real(*a)) or started[-1])
+    watch = run._watch
+
+    def kill_one(processes, folder):
+        threading.Timer(8.0, lambda: os.kill(processes[1].pid, signal.SIGKILL)).start()
+        watch(processes, folder)
+
+    monkeypatch.setattr(run, "_watch", kill_one)
+    assert run.main(["--stages", "2", "--steps", "100000", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "error: the process of rank 1 was ended by signal 9\n"
+    assert all(process.returncode is not None for process in started) and not (tmp_path / "report.json").exists()
+
+
+def test_an_error_in_a_stage_is_said_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run.worker, "saved", lambda job: json.dumps({**vars(job), "task": "no such task"}))
+    assert run.main(["--stages", "2", "--steps", "2", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.count("no such task") == 1
+
+
+def test_a_plan_starts_no_process(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "train", lambda *_: pytest.fail("a process"))
+    assert run.main(["--schedule", "zb-h1", "--plan-only", "--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["bubble_planned"] == pytest.approx(1 / 9) and report["bubble_measured"] is None
+    assert (tmp_path / "timeline.png").exists() and not (tmp_path / "curves.png").exists()
+    assert "11.1% planned" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ("--chunks 2", "1f1b has one stage per rank, and not 2 chunks"),
+        ("--stages 11", "the model has 10 layers, which make no 11 stages"),
+        ("--stages 0", "invalid whole number of at least 1 value: '0'"),
+        ("--batch 3", "--batch 3 has no sample for each of 8 micro-batches"),
+        ("--schedule pipedream --clip 1", "--clip needs the gradients of all stages at once"),
+        ("--task cifar10", "CIFAR-10 is neither in the cache nor to be had from the hub"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_any_process_starts(options, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run.subprocess, "Popen", lambda *_, **__: pytest.fail("a process"))
+    try:
+        code = run.main([*options.split(), "--out", str(tmp_path / "out")])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
