@@ -5,6 +5,8 @@
     plan large, plan xl   `train_gpt2_*.py --plan-only --gpu rtx3060`, the whole process: imports and the search
     step                  a training step of GPT-2's shape on the CPU, its update included, against forward and backward
                           of the stock transformers model over the same tokens
+    sorted, packed        a step of examples (signatures and docstrings, as bytes) with --pack sorted
+                          and packed, against --pack padded
     load                  a saved model into its places, against safetensors' own reading into as many tensors
     draw                  random weights, against as many numbers drawn by torch
     save                  a checkpoint with AdamW's states, against the same bytes in one file and one fsync
@@ -15,6 +17,8 @@ Work and plain code take turns; of each the least of REPEATS counts, which is wh
 Tokenizing takes half a minute and is done once a round.
 """
 
+import ast
+import dataclasses
 import json
 import os
 import subprocess
@@ -31,6 +35,7 @@ MODEL, SEQ, BATCH, MICRO_BATCH = "gpt2", 64, 4, 2
 VOCABULARY = 50257
 CARD = "rtx3060"
 REPEATS = 3
+EXAMPLES, LONGEST_EXAMPLE = 12, 256  # in bytes, which are the tokens
 TEXT_BYTES = 200_000_000
 PLANS = {"plan large": "train_gpt2_large.py", "plan xl": "train_gpt2_xl.py"}
 
@@ -47,6 +52,7 @@ class Times:
 
 
 Work = Callable[[], object]
+Case = Callable[[Path], tuple[Work, Work, float, str]]  # in a folder: work, plain work, an amount and its unit
 
 
 def planned(case: str, tree: Path) -> dict:
@@ -106,6 +112,48 @@ def step(folder: Path) -> tuple[Work, Work, float, str]:
 
     steps = iter(range(10**6))
     return lambda: training(batch, next(steps), 1e-5), plain, BATCH * SEQ, "tokens"
+
+
+def ragged(pack: str) -> Case:
+    """A step of examples laid as `pack` says, against the same examples padded."""
+
+    def case(folder: Path) -> tuple[Work, Work, float, str]:
+        from lowmem.data.dataset import load_data
+        from lowmem.data.tokenizer import byte_level_tokenizer
+        from lowmem.settings import Settings
+
+        first, *others = (json.dumps(example) + "\n" for example in _signatures(EXAMPLES + 1))
+        path, held_out = folder / "examples.jsonl", folder / "held-out.jsonl"
+        path.write_text("".join(others))
+        held_out.write_text(first)
+        settings = Settings(
+            data=str(path), eval_data=str(held_out), train_on="completion", seq=LONGEST_EXAMPLE, batch=EXAMPLES, steps=1
+        )
+        training, _ = _made()
+        batches = []
+        for kind in (pack, "padded"):
+            tokenizer = byte_level_tokenizer()
+            data = load_data(dataclasses.replace(settings, pack=kind), tokenizer, VOCABULARY)
+            batches.append(data.train.batch(0))
+            data.close()
+        steps = iter(range(10**6))
+        ours, padded = (lambda batch=batch: training(batch, next(steps), 1e-5) for batch in batches)
+        return ours, padded, int(batches[0].lengths.sum()), "tokens"
+
+    return case
+
+
+def _signatures(count: int) -> list[dict[str, str]]:
+    """The first functions of the standard library that have a docstring, in the order of its modules' names."""
+    found = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        source = path.read_text(encoding="utf-8", errors="ignore")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and (docstring := ast.get_docstring(node)):
+                found.append({"prompt": f"def {node.name}({ast.unparse(node.args)}):\n", "completion": docstring})
+                if len(found) == count:
+                    return found
+    raise RuntimeError(f"Python's standard library has fewer than {count} functions with a docstring here")
 
 
 def load(folder: Path) -> tuple[Work, Work, float, str]:
@@ -173,7 +221,9 @@ def save(folder: Path) -> tuple[Work, Work, float, str]:
     return work, plain, sum(tensor.nbytes for tensor in tensors) / GIB, "GiB"
 
 
-IN_PROCESS = {"step": step, "load": load, "draw": draw, "save": save}
+IN_PROCESS: dict[str, Case] = {
+    "step": step, "sorted": ragged("sorted"), "packed": ragged("packed"), "load": load, "draw": draw, "save": save,
+}  # fmt: skip
 CASES = (*PLANS, *IN_PROCESS, "tokenize")
 
 

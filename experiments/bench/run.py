@@ -5,7 +5,7 @@
 
 Each case (cases.py) is a process of its own with one thread (but for the tokenizer, which has its own), in each tree
 the least of `--rounds`; a plan of XL takes minutes. A row of two trees has both and is a ratio of one run, which
-another day's row is not. A commit older than this program has its plans and its tokenizing timed alone.
+another day's row is not. A case that the other commit does not know is timed in this tree alone.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         for case in CASES:
             if options.only not in case:
                 continue
-            in_both = trees if case not in IN_PROCESS or _has_cases(trees.get("before", ROOT)) else {"after": ROOT}
+            in_both = trees if case not in IN_PROCESS or _has(case, trees.get("before", ROOT)) else {"after": ROOT}
             found = least_of_rounds(case, in_both, options.rounds)
             made.append(common | {"case": case} | found)
             row_file.append(options.out, made[-1])
@@ -83,8 +83,9 @@ def named(commit: str) -> str:
     return result.stdout.strip()
 
 
-def _has_cases(tree: Path) -> bool:
-    return (tree / "experiments" / "bench" / "cases.py").exists()
+def _has(case: str, tree: Path) -> bool:
+    path = tree / "experiments" / "bench" / "cases.py"
+    return path.exists() and f'"{case}":' in path.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

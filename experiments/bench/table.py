@@ -12,6 +12,8 @@ WHAT = {
     "plan large": "plan GPT-2-Large for an rtx3060",
     "plan xl": "plan GPT-2-XL for an rtx3060",
     "step": "a step of GPT-2 on the CPU / stock forward and backward",
+    "sorted": "a step of examples of many lengths, --pack sorted / padded",
+    "packed": "the same, --pack packed / padded",
     "load": "load GPT-2 / safetensors' own reading",
     "draw": "random weights of GPT-2 / torch's numbers",
     "save": "a checkpoint of GPT-2 / its bytes in one file",

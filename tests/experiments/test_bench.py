@@ -34,7 +34,7 @@ def test_two_trees_are_timed_by_turns_and_the_least_counts(tmp_path, monkeypatch
     assert (row["after"]["cpu_seconds"], row["before"]["cpu_seconds"]) == (3.0, 4.0)
     assert row["before_commit"] == "<old>" and row["command"].endswith(f"--out {out}")
     assert "| plan GPT-2-Large for an rtx3060 | 0.75 | 1.00 | <old> |" in capsys.readouterr().out
-    # a tree that is older than the cases has plans alone
+    # a tree without the case is not asked for it
     assert run.main(["--only", "load", "--before", "old", "--rounds", "2", "--out", str(out)]) == 0
     assert "before" not in row_file.read(out)[1] and asked[4:] == [("load", run.ROOT)] * 2
 
@@ -58,6 +58,20 @@ def test_a_case_does_its_work_and_the_plain_work(case, tmp_path, monkeypatch, ca
         *("cpu_seconds", "wall_seconds", "plain_cpu_seconds", "plain_wall_seconds", "amount", "unit")
     }  # fmt: skip
     assert found["amount"] > 0 and min(value for key, value in found.items() if key.endswith("seconds")) > 0
+
+
+@pytest.mark.parametrize("pack, rows", [("sorted", cases.EXAMPLES), ("packed", cases.EXAMPLES * 3 // 4)])
+def test_examples_of_many_lengths_are_laid_as_asked(pack, rows, tmp_path, monkeypatch):
+    """Padded beside them, and all with the same labels to train."""
+    asked = []
+    monkeypatch.setattr(cases, "_made", lambda: (lambda batch, step, rate: asked.append(batch), None))
+    ours, padded, tokens, unit = cases.IN_PROCESS[pack](tmp_path)
+    ours(), padded()
+    laid, plain = asked
+    assert len(plain.labels) == cases.EXAMPLES and plain.lengths is None
+    assert cases.EXAMPLES // 8 < len(laid.labels) <= rows
+    assert int(laid.lengths.sum()) == tokens < 0.8 * plain.labels.numel() and unit == "tokens"
+    assert laid.trained_tokens == plain.trained_tokens > 0
 
 
 def test_a_script_that_cannot_plan_is_an_error(tmp_path):

@@ -8,6 +8,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig
 
 from experiments.harness import rows as row_file
+from experiments.harness.tables import written
 from experiments.nested_tensors import eval, main, memory, ragged, table, time_profiling
 from experiments.nested_tensors.attention import Documents
 
@@ -144,6 +145,10 @@ def test_stages_are_timed_drawn_and_add_up_to_the_whole(monkeypatch, tmp_path):
         assert set(row["seconds"]) == set(table.STAGES) and min(row["seconds"].values()) > 0
     assert sum(sum(row["seconds"].values()) for row in made) < took
     assert (tmp_path / "plots/stages-lines.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readme_says_what_the_rows_say():
+    assert written(table.README, table.BEGIN) == table.sections()
 
 
 def test_a_stage_has_the_time_of_its_modules(monkeypatch):
