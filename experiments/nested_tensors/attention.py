@@ -7,15 +7,17 @@ and called with `documents=Documents(lengths)`, which transformers hands down to
 
     PACKED   the values as they lie, with offsets. On CUDA in 16 bit `varlen_attn`, FlashAttention's kernel for that.
              Elsewhere documents of like widths are attended to together, as rows of one causal product per class of
-             widths: a block-diagonal mask whose blocks outside of the diagonal are never computed
+             widths: what a block-diagonal mask would leave, and no mask is made
     NESTED   PyTorch's jagged layout over the same values and offsets (`torch.nested`). On CUDA
              `scaled_dot_product_attention` takes it as it is. On the CPU it has no causal kernel (torch 2.13: "Nested
              tensors for query / key are not supported when is_causal=True"), so there values are padded to the longest
              for attention alone
 
-No loop goes over documents: classes of widths are at most a few dozen, whatever the batch.
+No loop of the model goes over documents. Where they are cut into classes of widths, which is once for a batch and no
+layer's work, one does; there are at most a class for every 8 tokens of the longest.
 """
 
+import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +44,10 @@ class Rows:
     there: Tensor
     back: Tensor
 
+    def to(self, device: torch.device) -> "Rows":
+        """The same on `device`."""
+        return Rows(self.shapes, self.there.to(device), self.back.to(device))
+
 
 class Documents:
     """Those of a ragged batch: their `lengths` [B], in the order in which they lie. ValueError for an empty one."""
@@ -50,7 +56,7 @@ class Documents:
         if not len(lengths) or min(lengths) < 1:
             raise ValueError("every document of a ragged batch must have one token at least")
         self.lengths = torch.as_tensor(lengths, dtype=torch.int64)
-        self.longest, self.device = int(self.lengths.max()), torch.device("cpu")
+        self.longest, self.tokens, self.device = int(self.lengths.max()), int(self.lengths.sum()), torch.device("cpu")
         ends = self.lengths.cumsum(0)
         self.offsets = F.pad(ends, (1, 0))
         self._starts = ends - self.lengths
@@ -58,12 +64,14 @@ class Documents:
     @property
     def position_ids(self) -> Tensor:
         """int64 [1, N], from 0 in every document."""
-        return (torch.arange(int(self.lengths.sum())) - self._starts.repeat_interleave(self.lengths))[None]
+        return (torch.arange(self.tokens) - self._starts.repeat_interleave(self.lengths))[None]
 
     def to(self, device: torch.device) -> "Documents":
         """The same for a batch on `device`: attention's indices will be there."""
-        other = Documents(self.lengths)
+        other = copy.copy(self)
         other.device, other.offsets = torch.device(device), self.offsets.to(device)
+        for name in self.__dict__.keys() & {"classes", "padded"}:
+            setattr(other, name, getattr(self, name).to(device))
         return other
 
     @functools.cached_property
@@ -79,7 +87,7 @@ class Documents:
         return self._rows([torch.arange(len(self.lengths))])
 
     def _rows(self, classes: Sequence[Tensor]) -> Rows:
-        shapes, there, back = [], [], torch.empty(int(self.lengths.sum()), dtype=torch.int64)
+        shapes, there, back = [], [], torch.empty(self.tokens, dtype=torch.int64)
         places = 0
         for chosen in classes:
             starts, lengths = self._starts[chosen, None], self.lengths[chosen, None]
@@ -94,19 +102,21 @@ class Documents:
 
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    documents: Documents, scaling: float | None = None, dropout: float = 0.0, **_,
+    documents: Documents, scaling: float | None = None, dropout: float = 0.0, **more,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """`query` [1, H, N, d], `key` and `value` [1, G, N, d] with G a divisor of H -> [1, N, H, d]."""
+    """`query` [1, H, N, d], `key` and `value` [1, G, N, d] with G a divisor of H -> [1, N, H, d]. ValueError for other
+    shapes, and for attention that is more than causal."""
+    _check(query, key, documents, more)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, heads, d]
     grouped = query.shape[1] != key.shape[1]
     if query.is_cuda and query.dtype is not torch.float32 and dropout == 0:
         from torch.nn.attention.varlen import varlen_attn
 
         offsets, longest = documents.offsets.int(), documents.longest
-        more = {"enable_gqa": True} if grouped else {}
+        groups = {"enable_gqa": True} if grouped else {}
         return varlen_attn(
             query.contiguous(), key.contiguous(), value.contiguous(), offsets, offsets, longest, longest,
-            scale=scaling, window_size=(-1, 0), **more,
+            scale=scaling, window_size=(-1, 0), **groups,
         )[None], None  # fmt: skip
     rows = documents.classes
     sizes = [count * width for count, width in rows.shapes]
@@ -124,10 +134,13 @@ def packed_attention(
 
 def nested_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    documents: Documents, scaling: float | None = None, dropout: float = 0.0, **_,
+    documents: Documents, scaling: float | None = None, dropout: float = 0.0, **more,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The same through `torch.nested` tensors [B, heads, j, d] of the jagged layout."""
+    _check(query, key, documents, more)
     heads = query.shape[1]
+    if query.is_cuda:  # whose kernel takes no grouped keys
+        key, value = (tensor.repeat_interleave(heads // key.shape[1], dim=1) for tensor in (key, value))
     jagged = [
         torch.nested.nested_tensor_from_jagged(
             tensor[0].transpose(0, 1).contiguous(), documents.offsets, min_seqlen=1, max_seqlen=documents.longest
@@ -135,8 +148,6 @@ def nested_attention(
         for tensor in (query, key, value)
     ]
     if query.is_cuda:
-        if key.shape[1] != heads:
-            raise ValueError("scaled_dot_product_attention takes no grouped keys in nested tensors")
         output = F.scaled_dot_product_attention(*jagged, dropout_p=dropout, is_causal=True, scale=scaling)
         return output.transpose(1, 2).values()[None], None
     padded = [tensor.transpose(1, 2).to_padded_tensor(0.0).transpose(1, 2) for tensor in jagged]
@@ -144,6 +155,16 @@ def nested_attention(
         *padded, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != heads
     )
     return output.transpose(1, 2).flatten(0, 1).index_select(0, documents.padded.back)[None], None
+
+
+def _check(query: Tensor, key: Tensor, documents: Documents, more: dict) -> None:
+    if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == documents.tokens:
+        raise ValueError(
+            f"a ragged batch is one row of its {documents.tokens} tokens, and not {query.shape[0]} of {query.shape[2]}"
+        )
+    unknown = [name for name in ("sliding_window", "softcap", "s_aux") if more.get(name) is not None]
+    if unknown:
+        raise ValueError(f"ragged attention is causal and no more: this model asks for {', '.join(unknown)}")
 
 
 def _no_mask(*_, **__) -> None:

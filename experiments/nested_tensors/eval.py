@@ -8,7 +8,9 @@ gradients of all parameters of the sum of all losses. Each mode gets the same sa
               all gradients where that is more: some are nothing but rounding (of queries, where a sample has one token)
 
 Both have to be below 1e-5. fp32 rounds to 6e-8; sums of up to a thousand terms in another order, in a few dozen layers
-one after the other, make a few 1e-7 of it, and a wrong mask or position makes 1e-2 and more.
+one after the other, make a few 1e-7 of it, and a document that sees another makes 0.3. With --dtype bf16, in which a
+GPU has kernels of its own, the truth is still in fp32; there a rounding is 4e-3, small gradients keep few digits (7e-2
+was seen), and 0.1 is allowed.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.harness import rows as row_file
+from experiments.nested_tensors.main import add_device_options, chosen_device, on_device
 from experiments.nested_tensors.ragged import (
     LONGEST,
     MODES,
@@ -34,7 +37,7 @@ from experiments.nested_tensors.ragged import (
 
 PROGRAM = "experiments.nested_tensors.eval"
 RESULTS = Path(__file__).parent / "results" / "eval.jsonl"
-TOLERANCE = 1e-5
+TOLERANCES = {"fp32": 1e-5, "bf16": 0.1}
 VANISHING = 1e-3  # of the norm of all gradients
 LAST_LABEL = 0  # so that a sample of one token has a loss, too
 LENGTHS = {  # of the samples in one batch
@@ -54,26 +57,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=SHAPES, action="append", help="default: all of them")
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all of them")
     parser.add_argument("--lengths", choices=LENGTHS, action="append", help="default: all of them")
-    parser.add_argument("--device", default="cpu")
+    add_device_options(parser)
     parser.add_argument("--rows", type=Path, default=RESULTS, metavar="ROWS.jsonl", help="default: %(default)s")
     options = parser.parse_args(arguments)
+    device, allowed = chosen_device(parser, options), TOLERANCES[options.dtype]
     common = {"sources": row_file.sources(PROGRAM)} | row_file.made_by(PROGRAM, arguments)
+    common |= on_device(device, options.dtype)
     worst = 0.0
     for shape in options.model or SHAPES:
         for kind in options.lengths or LENGTHS:
             samples = drawn_samples(LENGTHS[kind])
-            expected = truth(shape, samples, torch.device(options.device))
+            expected = truth(shape, samples, device)
             for mode in options.mode or MODES:
                 began = time.perf_counter()
-                found = distances(shape, mode, samples, expected, torch.device(options.device))
+                found = distances(shape, mode, samples, expected, device, options.dtype)
                 seconds = time.perf_counter() - began
                 worst = max(worst, *found.values())
                 row = common | {"model": shape, "mode": mode, "lengths": kind, "seconds": seconds} | found
                 row_file.append(options.rows, row)
                 print(f"{shape:6} {mode:9} {kind:10} output {found['output']:.1e}  gradient {found['gradient']:.1e}")
-    if worst > TOLERANCE:
-        print(f"a distance of {worst:.1e} is above {TOLERANCE:.0e}", file=sys.stderr)
-    return int(worst > TOLERANCE)
+    if worst > allowed:
+        print(f"a distance of {worst:.1e} is above {allowed:.0e}", file=sys.stderr)
+    return int(worst > allowed)
 
 
 def drawn_samples(lengths: list[int], vocabulary: int = VOCABULARY, seed: int = 0) -> list[list[int]]:
@@ -96,14 +101,16 @@ def truth(shape: str, samples: list[list[int]], device: torch.device) -> Results
     return outputs, _gradients(model)
 
 
-def distances(shape: str, mode: str, samples: list[list[int]], expected: Results, device: torch.device) -> dict:
+def distances(
+    shape: str, mode: str, samples: list[list[int]], expected: Results, device: torch.device, dtype: str = "fp32"
+) -> dict:
     """The largest relative distances of a mode's results, all samples as one batch, from what is expected."""
-    model = make_model(shape, mode, device)
+    model = make_model(shape, mode, device, dtype)
     inputs = collate(mode, samples, LAST_LABEL).to(device)
     loss, logits = forward(model, inputs)
     loss.backward()
     outputs, gradients = expected
-    pairs = zip(_of_samples(logits.detach(), inputs, [len(sample) for sample in samples]), outputs, strict=True)
+    pairs = zip(_of_samples(logits.detach().float(), inputs, [len(sample) for sample in samples]), outputs, strict=True)
     output = max(float(((found - true).norm(dim=1) / true.norm(dim=1)).max()) for found, true in pairs)
     least = VANISHING * float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
     gradient = max(
@@ -120,7 +127,7 @@ def _of_samples(logits: Tensor, inputs: Inputs, lengths: list[int]) -> list[Tens
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.float() for name, p in model.named_parameters()}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from experiments.nested_tensors.ragged import (
+    DTYPES,
     KINDS,
     MODES,
     SHAPES,
@@ -46,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--mode", choices=MODES, help="default: padded")
     parser.add_argument("--use_nested", action="store_true", help="the same as --mode nested")
     add_sample_options(parser)
-    parser.add_argument("--num_workers", type=int, default=0, metavar="N", help="processes that make batches")
+    parser.add_argument("--num_workers", type=whole(0), default=0, metavar="N", help="processes that make batches")
     parser.add_argument("--use_warmup", action="store_true", help="one batch before those that count")
     parser.add_argument("--use_torch_profiler", action="store_true", help="a trace of two batches in log/")
     parser.add_argument("--backward", action="store_true", help="gradients of all parameters, too")
@@ -56,20 +58,20 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--use_nested and --mode {options.mode} name two modes")
     mode = "nested" if options.use_nested else options.mode or "padded"
     device, samples = chosen_device(parser, options), chosen_samples(parser, options)
+    name = f"{options.model}-{mode}"
+    path = options.out / "data" / f"{name}.json"
+    make_folder(parser, path.parent)
     batches = DataLoader(
         samples,
         batch_sampler=batches_of(mode, [len(sample) for sample in samples], options.batch_size),
         collate_fn=_Collate(mode),
         num_workers=options.num_workers,
     )
-    model = make_model(options.model, mode, device)
+    model = make_model(options.model, mode, device, options.dtype)
     found = measured(model, batches, device, options.backward, options.use_warmup)
-    name = f"{options.model}-{mode}"
     if options.use_torch_profiler:
-        profile(model, batches, device, options.backward, options.out / "log" / name)
+        write_trace(model, batches, device, options.backward, options.out / "log" / name)
     found = {"model": options.model, "mode": mode, "data": options.data, "backward": options.backward} | found
-    path = options.out / "data" / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=2) + "\n")
     print(
         f"{options.model} {mode}: {found['tokens_per_second']:,.1f} real tokens/s, "
@@ -85,9 +87,15 @@ def add_sample_options(parser: argparse.ArgumentParser) -> None:
         "--data", default="lines", metavar="SPEC",
         help=f"{', '.join(KINDS)} of Python's library, or what --data of the training scripts takes (%(default)s)",
     )  # fmt: skip
-    parser.add_argument("--num_samples", type=positive, default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument("--batch_size", type=positive, default=16, metavar="N", help="default: %(default)s")
+    parser.add_argument("--num_samples", type=whole(1), default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--batch_size", type=whole(1), default=16, metavar="N", help="default: %(default)s")
+    add_device_options(parser)
+
+
+def add_device_options(parser: argparse.ArgumentParser) -> None:
+    """Those that say where and in which precision."""
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: %(default)s")
 
 
 def chosen_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
@@ -95,9 +103,11 @@ def chosen_device(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     try:
         device = torch.device(options.device)
     except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
         parser.error(f"--device {options.device}: neither cpu nor cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device {options.device}: there is no GPU here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        parser.error(f"--device {options.device}: there is no such GPU here")
     return device
 
 
@@ -107,6 +117,20 @@ def chosen_samples(parser: argparse.ArgumentParser, options: argparse.Namespace)
         return read_samples(options.data, options.num_samples)
     except (InputError, ValueError) as error:
         parser.error(str(error))
+
+
+def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """Before anything is measured that will be written there; ends the process with a sentence where it cannot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"{folder} cannot be made ({error.strerror})")
+
+
+def on_device(device: torch.device, dtype: str) -> dict:
+    """What rows say of where they were measured."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {"device": name, "dtype": dtype}
 
 
 class _Collate:
@@ -170,7 +194,7 @@ def peak_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else ram_peak_bytes()
 
 
-def profile(model: nn.Module, batches: DataLoader, device: torch.device, backward: bool, folder: Path) -> None:
+def write_trace(model: nn.Module, batches: DataLoader, device: torch.device, backward: bool, folder: Path) -> None:
     """A trace of the first batches, with the memory of every operator."""
     from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
@@ -189,15 +213,16 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def positive(typed: str) -> int:
-    """An option's number; ValueError where it is none or less than 1."""
-    number = int(typed)
-    if number < 1:
-        raise ValueError
+def whole(least: int) -> Callable[[str], int]:
+    """The type of an option: a whole number of at least `least`."""
+
+    def number(typed: str) -> int:
+        if int(typed) < least:
+            raise ValueError
+        return int(typed)
+
+    number.__name__ = f"whole number of at least {least}"  # argparse says "invalid ... value"
     return number
-
-
-positive.__name__ = "whole number of at least 1"  # argparse says "invalid ... value"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.nested_tensors.main import add_sample_options, positive
+from experiments.nested_tensors.main import add_sample_options, chosen_device, on_device, whole
 from experiments.nested_tensors.ragged import MODES, SHAPES
 from experiments.nested_tensors.table import PEAK_ROWS, STAGE_ROWS, modes_table
 
@@ -30,10 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
     parser.add_argument("--model", choices=SHAPES, action="append", help="default: all of them")
     add_sample_options(parser)
-    parser.add_argument("--threads", type=positive, default=2, metavar="N", help="default: %(default)s")
+    parser.add_argument("--threads", type=whole(1), default=2, metavar="N", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=PEAK_ROWS, metavar="ROWS.jsonl", help="default: %(default)s")
     options = parser.parse_args(arguments)
     common = {"sources": row_file.sources(PROGRAM), "threads": options.threads} | row_file.made_by(PROGRAM, arguments)
+    common |= on_device(chosen_device(parser, options), options.dtype)
     common |= {"num_samples": options.num_samples, "batch_size": options.batch_size}
     made = []
     for model in options.model or SHAPES:
@@ -50,7 +51,7 @@ def in_process(model: str, mode: str, options: argparse.Namespace) -> dict:
         words = [
             *("--model", model, "--mode", mode, "--data", options.data, "--backward", "--use_warmup", "--out", out),
             *("--num_samples", str(options.num_samples), "--batch_size", str(options.batch_size)),
-            *("--device", options.device),
+            *("--device", options.device, "--dtype", options.dtype),
         ]
         environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(options.threads)}
         result = subprocess.run([sys.executable, "-m", CHILD, *words], cwd=row_file.ROOT, env=os.environ | environment)

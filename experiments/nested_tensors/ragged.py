@@ -28,6 +28,7 @@ PADDED, BUCKETED = "padded", "bucketed"
 MODES = (PADDED, BUCKETED, "nested", "packed")
 ATTENTION = {PADDED: "sdpa", BUCKETED: "sdpa", "nested": NESTED, "packed": PACKED}
 KINDS = ("lines", "functions", "files")  # of samples of Python's standard library
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LONGEST = 1024  # tokens; longer samples are cut off
 IGNORED = -100
 VOCABULARY = 50257
@@ -42,13 +43,11 @@ SHAPES = {  # without dropout, whose masks would differ from mode to mode
 }  # fmt: skip
 
 
-def make_model(shape: str, mode: str, device: torch.device, seed: int = 0) -> nn.Module:
-    """One of SHAPES with random weights in fp32, the same for every mode."""
+def make_model(shape: str, mode: str, device: torch.device, dtype: str = "fp32", seed: int = 0) -> nn.Module:
+    """One of SHAPES with random weights in one of DTYPES, the same for every mode."""
     torch.manual_seed(seed)
-    return (
-        AutoModelForCausalLM.from_config(copy.deepcopy(SHAPES[shape]), attn_implementation=ATTENTION[mode])
-        .float()
-        .to(device)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(SHAPES[shape]), attn_implementation=ATTENTION[mode]).to(
+        device, DTYPES[dtype]
     )
 
 
@@ -79,8 +78,12 @@ def _texts(spec: str) -> list[str]:
     from lowmem.data.sources import open_source
 
     source = open_source("Salesforce/wikitext:wikitext-2-raw-v1" if spec == "wikitext" else spec, "text", None)
-    texts = (record.columns.get("text") for record in source.train)
-    return [text for text in texts if isinstance(text, str) and text.strip()]
+    # Of a long file the first piece is more than LONGEST tokens.
+    texts = [record.columns.get("text") for record in source.train if not record.begun]
+    found = [text for text in texts if isinstance(text, str) and text.strip()]
+    if texts and not found:
+        raise ValueError(f"no row of {spec} has text in a column named text")
+    return found
 
 
 def _functions(source: str) -> Iterator[str]:
@@ -115,7 +118,6 @@ def collate(mode: str, samples: Sequence[Sequence[int]], last_label: int = IGNOR
     """One batch of `samples`, on the CPU; ValueError where one is empty. `last_label`: what the last token of each has
     to predict."""
     documents = Documents([len(sample) for sample in samples])
-    tokens = int(documents.lengths.sum())
     rows = [torch.tensor(sample) for sample in samples]
     shifted = [F.pad(row[1:], (0, 1), value=last_label) for row in rows]
     if mode in (PADDED, BUCKETED):
@@ -123,10 +125,12 @@ def collate(mode: str, samples: Sequence[Sequence[int]], last_label: int = IGNOR
             nn.utils.rnn.pad_sequence(each, batch_first=True, padding_value=value)
             for each, value in ((rows, 0), (shifted, IGNORED))
         )
-        return Inputs({"input_ids": input_ids}, labels, tokens)
+        return Inputs({"input_ids": input_ids}, labels, documents.tokens)
     input_ids, labels = (torch.cat(each)[None] for each in (rows, shifted))
+    if mode == "packed":
+        documents.classes  # noqa: B018  made here, where batches are, and not in the first layer
     more = {"position_ids": documents.position_ids, "documents": documents}
-    return Inputs({"input_ids": input_ids} | more, labels, tokens)
+    return Inputs({"input_ids": input_ids} | more, labels, documents.tokens)
 
 
 def batches_of(mode: str, lengths: Sequence[int], batch_size: int) -> list[list[int]]:

@@ -1,5 +1,6 @@
 """The README's tables, made from rows: `python -m experiments.nested_tensors.table` puts them between its marks."""
 
+import re
 import statistics
 from pathlib import Path
 
@@ -20,8 +21,8 @@ SEED = [  # its own figures, of one batch of random words, forward only
 
 
 def modes_table(peaks: list[dict], stages: list[dict]) -> str:
-    """Of each model and set of samples that there are peaks of: those, and the speed in the newest run of the stages,
-    where there is one: medians over its rounds, ratios to padded of the same round."""
+    """Of each device, model and set of samples that there are peaks of: those, and the speed in the newest run of the
+    stages, where there is one: medians over its rounds, ratios to padded of the same round."""
     newest = {(*_what(row), row["mode"]): row for row in peaks}
     lines = []
     for what in dict.fromkeys(key[:-1] for key in newest):
@@ -36,12 +37,18 @@ def modes_table(peaks: list[dict], stages: list[dict]) -> str:
 
 
 def _what(row: dict) -> tuple:
-    return tuple(row[key] for key in ("model", "data", "num_samples", "batch_size"))
+    return (*_where(row), *(row[key] for key in ("model", "data", "num_samples", "batch_size")))
+
+
+def _where(row: dict) -> tuple[str, str]:
+    """Device and dtype; rows that do not name them are older than these options."""
+    return row.get("device", "cpu"), row.get("dtype", "fp32")
 
 
 def _modes_of(peaks: dict[str, dict], timed: list[dict]) -> list[list[str]]:
     padded = peaks["padded"]
-    model, data, count, batch_size = _what(padded)
+    device, dtype, model, data, count, batch_size = _what(padded)
+    where = "" if (device, dtype) == ("cpu", "fp32") else f", {dtype} on {device}"
     lines = []
     for mode, row in peaks.items():
         speeds = {one["round"]: _speed(one) for one in timed if one["mode"] == mode}
@@ -53,7 +60,7 @@ def _modes_of(peaks: dict[str, dict], timed: list[dict]) -> list[list[str]]:
         )
         lines.append(
             [
-                f"{model}, {count} {data}, batches of {batch_size}" if mode == "padded" else "",
+                f"{model}, {count} {data}, batches of {batch_size}{where}" if mode == "padded" else "",
                 mode,
                 f"{row['tokens'] / row['positions']:.2f}",
                 speed,
@@ -74,13 +81,16 @@ def _speed(row: dict) -> float:
 
 
 def eval_table(rows: list[dict]) -> str:
-    """The newest row of each model, mode and list of lengths; the largest over the lists."""
-    newest = {(row["model"], row["mode"], row["lengths"]): row for row in rows}
+    """The newest row of each device, model, mode and list of lengths; the largest over the lists."""
+    newest = {(*_where(row), row["model"], row["mode"], row["lengths"]): row for row in rows}
     lines = []
-    for model, mode in dict.fromkeys((row["model"], row["mode"]) for row in newest.values()):
-        of_mode = [row for key, row in newest.items() if key[:2] == (model, mode)]
+    for kind in dict.fromkeys(key[:-1] for key in newest):
+        of_mode = [row for key, row in newest.items() if key[:-1] == kind]
+        *where, model, mode = kind
         worst = {key: max(row[key] for row in of_mode) for key in ("output", "gradient")}
-        lines.append([model, mode, str(len(of_mode)), f"{worst['output']:.1e}", f"{worst['gradient']:.1e}"])
+        lines.append(
+            [", ".join([model, *where]), mode, str(len(of_mode)), f"{worst['output']:.1e}", f"{worst['gradient']:.1e}"]
+        )
     return markdown(("model", "mode", "batches", "tokens' logits", "parameters' gradients"), lines)
 
 
@@ -123,6 +133,11 @@ def draw_stages(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def picture_name(data: str) -> str:
+    """The file of the picture for samples of `data`, which may be a path or a name on the hub."""
+    return f"stages-{re.sub('[^A-Za-z0-9.-]+', '-', data).strip('-')}.png"
+
+
 def sections() -> str:
     """All tables of the README."""
     stages = row_file.read(STAGE_ROWS)
@@ -137,7 +152,7 @@ def sections() -> str:
             f"On {last['machine']}, {last['threads']} threads; torch {versions['torch']}, transformers "
             f"{versions['transformers']}.",
             "**Where the time goes**",
-            *(f"![Time a real token by stage and mode, {kind}](results/{kind}.png)" for kind in _kinds(stages)),
+            *(f"![Time a real token by stage, {kind}](results/{picture_name(kind)})" for kind in _kinds(stages)),
         )
     )
 
@@ -150,7 +165,7 @@ def main() -> int:
     put(README, BEGIN, sections())
     stages = row_file.read(STAGE_ROWS)
     for kind in _kinds(stages):
-        draw_stages([row for row in stages if row["data"] == kind], RESULTS / f"{kind}.png")
+        draw_stages([row for row in stages if row["data"] == kind], RESULTS / picture_name(kind))
     return 0
 
 

@@ -11,16 +11,25 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from experiments.harness import rows as row_file
-from experiments.nested_tensors.main import OUT, add_sample_options, chosen_device, chosen_samples, positive, wait
+from experiments.nested_tensors.main import (
+    OUT,
+    add_sample_options,
+    chosen_device,
+    chosen_samples,
+    make_folder,
+    on_device,
+    wait,
+    whole,
+)
 from experiments.nested_tensors.ragged import MODES, SHAPES, Inputs, batches_of, collate, forward, make_model
-from experiments.nested_tensors.table import BACKWARD, BETWEEN, STAGE_ROWS, draw_stages
+from experiments.nested_tensors.table import BACKWARD, BETWEEN, STAGE_ROWS, draw_stages, picture_name
 
 PROGRAM = "experiments.nested_tensors.time_profiling"
 STAGE_OF = {  # by the last part of a module's name
@@ -39,34 +48,37 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=SHAPES, action="append", help="default: all of them")
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all of them")
     add_sample_options(parser)
-    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="times all batches, the median counts")
+    parser.add_argument("--rounds", type=whole(1), default=3, metavar="N", help="times all batches, the median counts")
     parser.add_argument("--rows", type=Path, default=STAGE_ROWS, metavar="ROWS.jsonl", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="default: %(default)s")
     options = parser.parse_args(arguments)
     device, samples = chosen_device(parser, options), chosen_samples(parser, options)
+    path = options.out / "plots" / picture_name(options.data)
+    make_folder(parser, path.parent)
     common = {"sources": row_file.sources(PROGRAM), "threads": torch.get_num_threads()}
+    common |= on_device(device, options.dtype)
     common |= row_file.made_by(PROGRAM, arguments)
     common |= {key: getattr(options, key) for key in ("data", "num_samples", "batch_size")}
     made = []
     for model in options.model or SHAPES:
-        for found in rounds_of(model, options.mode or MODES, samples, options.batch_size, device, options.rounds):
+        modes = options.mode or MODES
+        clocks = {mode: StageClock(make_model(model, mode, device, options.dtype), device) for mode in modes}
+        for found in rounds_of(clocks, samples, options.batch_size, options.rounds):
             made.append(common | {"model": model} | found)
             row_file.append(options.rows, made[-1])
-    path = options.out / "plots" / f"stages-{Path(options.data).name}.png"
     draw_stages(made, path)
     print(f"see {path}")
     return 0
 
 
 def rounds_of(
-    shape: str, modes: Iterable[str], samples: list[list[int]], batch_size: int, device: torch.device, rounds: int
-) -> Iterable[dict]:
+    clocks: dict[str, "StageClock"], samples: list[list[int]], batch_size: int, rounds: int
+) -> Iterator[dict]:
     """Of each round and mode the sums over all batches: tokens, positions, and seconds by stage."""
-    clocks = {mode: StageClock(make_model(shape, mode, device), device) for mode in modes}
     lengths = [len(sample) for sample in samples]
     batches = {
         mode: [collate(mode, [samples[place] for place in places]) for places in batches_of(mode, lengths, batch_size)]
-        for mode in modes
+        for mode in clocks
     }
     for mode, clock in clocks.items():
         clock.seconds_of(batches[mode][0])  # gradients, handles and workspaces come to be
@@ -100,7 +112,7 @@ class StageClock:
         began = self._now()
         loss, _ = forward(self._model, inputs)
         ended = self._now()
-        self._seconds["head, loss"] += ended - self._began - self._seconds["head, loss"]
+        self._seconds["head, loss"] = ended - self._began  # the head was the last to begin
         self._seconds[BETWEEN] = ended - began - sum(self._seconds.values())
         loss.backward()
         self._seconds[BACKWARD] = self._now() - ended

@@ -17,7 +17,7 @@ the same). How much of the padding is computed is `pack`'s to say:
              that has room; attention does not leave an example, and positions restart with it
 
 A batch has the same examples in all three, and a loss that is the mean over the same tokens, so the gradients are equal
-but for rounding.
+but for rounding, and for dropout, whose numbers are drawn in a micro-batch's shape.
 
 A batch is a pure function of (seed, step). Epoch e is a permutation drawn from a generator seeded with (seed, e);
 nothing remembers a position, so a resumed run reads exactly what the uninterrupted one would have read. Several texts
@@ -161,15 +161,16 @@ class Batches:
         )
 
     def typical_lengths(self) -> list[int] | None:
-        """Of the rows of a batch that is like all of them together, longest first: of an epoch's rows every so manieth,
-        by length. None where all rows are full, or computed as if they were."""
+        """Of the rows of a batch that is like all of an epoch's rows together, longest first. None where all rows are
+        full, or computed as if they were."""
         if self.pack == PADDED or all(part.documents.packed for part in self.parts):
             return None
         if self.fixed:
-            return sorted(self.batch(0).lengths.tolist(), reverse=True)
-        sizes = [np.resize(part.sizes, part.in_epoch if self.seed is not None else part.count) for part in self.parts]
-        ranked = np.sort(np.concatenate(sizes))[::-1]
-        lengths = ranked[((np.arange(self.batch_rows) + 0.5) / self.batch_rows * len(ranked)).astype(int)].tolist()
+            lengths = self.batch(0).lengths
+            return None if lengths is None else sorted(lengths.tolist(), reverse=True)
+        in_epoch = [part.count if self.seed is None else part.in_epoch for part in self.parts]
+        of_parts = [_spread_alike(part.sizes, count) for part, count in zip(self.parts, in_epoch, strict=True)]
+        lengths = _spread_alike(np.concatenate(of_parts), self.batch_rows)[::-1].tolist()
         return sorted(_laid_into_rows(lengths, self.parts[0].seq)[1], reverse=True) if self.pack == PACKED else lengths
 
     def where(self, step: int) -> list[str]:
@@ -197,17 +198,21 @@ class Batches:
         return np.concatenate(rows)[_permutation(self.rows, self.seed, epoch)]
 
 
+def _spread_alike(sizes: np.ndarray, count: int) -> np.ndarray:
+    """`count` sizes that are spread as all are, the smallest first: their quantiles."""
+    return np.sort(sizes)[((np.arange(count) + 0.5) / count * len(sizes)).astype(int)]
+
+
 def _laid_into_rows(sizes: Sequence[int], seq: int) -> tuple[list[tuple[int, int]], list[int]]:
     """Where pieces of these sizes go, as (row, first position), in rows of `seq`, and how full each row is: the longest
-    first, each into the first row that has room (first-fit decreasing; at most 11/9 of the fewest rows, and one)."""
-    places, filled = [(0, 0)] * len(sizes), []
+    first, each into the first row that has room (first-fit decreasing; at most 11/9 of the fewest rows plus one)."""
+    places, filled, rows = [(0, 0)] * len(sizes), np.zeros(len(sizes), np.int64), 0
     for piece in np.argsort([-size for size in sizes], kind="stable"):
-        row = next((row for row, used in enumerate(filled) if used + sizes[piece] <= seq), len(filled))
-        if row == len(filled):
-            filled.append(0)
-        places[piece] = row, filled[row]
+        row = int(np.argmax(filled[: rows + 1] <= seq - sizes[piece]))  # the first that is true; a new row is empty
+        places[piece] = row, int(filled[row])
         filled[row] += sizes[piece]
-    return places, filled
+        rows = max(rows, row + 1)
+    return places, filled[:rows].tolist()
 
 
 def _permutation(count: int, *seeds: int) -> np.ndarray:

@@ -134,6 +134,12 @@ def test_a_batch_like_the_others_has_as_many_tokens_as_they_have_on_average():
     assert sum(length == SEQ for length in mixed) == pytest.approx(16 * 2 / 3, abs=1)
     assert Batches([rows], 16, 0, END, pack=PADDED).typical_lengths() is None
     assert Batches([text(9)], 4, 0, END).typical_lengths() is None
+    half = examples(np.sort(rows.sizes))  # by length, of which an epoch has every other row, not the first ones
+    half = Batches([Rows("half", half.documents, SEQ, 0.5)], 16, 0, END).typical_lengths()
+    assert sum(half) == pytest.approx(sum(lengths), rel=0.02)
+    for pack in (SORTED, PACKED):  # a fixed batch of full rows
+        mixture = Batches([text(400), examples([3])], 1, 0, END, fixed=True, pack=pack)
+        assert mixture.batch(0).lengths is None and mixture.typical_lengths() is None
     fixed = Batches([rows], 16, 0, END, fixed=True)
     assert fixed.typical_lengths() == sorted(fixed.batch(3).lengths.tolist(), reverse=True)
 
