@@ -64,8 +64,8 @@ class _InFlight:
 
 
 class Stage:
-    """`optimizer_of(parameters)` makes its optimizer. `recompute`: a forward keeps its input alone, and
-    backward runs it again. `stashing`: weights are updated while micro-batches are in flight."""
+    """`optimizer_of(parameters)` makes its optimizer. `recompute`: a forward keeps its input alone, and backward runs
+    it again. `stashing`: weights are updated while micro-batches are in flight."""
 
     def __init__(
         self,
@@ -85,11 +85,7 @@ class Stage:
         self._begun_at = 0  # updates, when the actions began whose versions are counted from 0
         self._still_named: Counter[int] = Counter()  # by version, the forwards to come
         self._in_flight: dict[int, _InFlight] = {}
-        self._owners = {
-            module: [name for name, _ in module.named_parameters(prefix, recurse=False)]
-            for prefix, module in layers.named_modules()
-            if any(True for _ in module.parameters(recurse=False))
-        }
+        self._owners = [module for module in layers.modules() if any(True for _ in module.parameters(recurse=False))]
 
     def begin(self, named: Counter[int]) -> None:
         """Before the actions of a schedule: of each version how many forwards will name it."""
@@ -192,7 +188,8 @@ class Stage:
                 hook.remove()
 
     def _keep(self, held: _InFlight, module: nn.Module, output: Tensor) -> None:
-        held.outputs.append((output, [getattr(module, name) for name, _ in module.named_parameters(recurse=False)]))
+        """`module`'s parameters are, while it runs, those of the version that it runs with."""
+        held.outputs.append((output, list(module.parameters(recurse=False))))
 
     def _run(self, held: _InFlight, micro_batch: int, loss_of, again: bool = False) -> Tensor:
         """`again`: running statistics, as of batch norm, have seen this micro-batch already."""
