@@ -87,6 +87,17 @@ def bubble_of(spans: Iterable[Iterable[Span]]) -> float:
     return 1 - sum(end - begin for begin, end in times) / (len(spans) * whole)
 
 
+def steady_bubble_of(spans: Sequence[Sequence[Span]]) -> float | None:
+    """The same of the time in which no rank starts up or runs empty: from the last rank's first backward to the first
+    rank's last forward. None where there is no such time."""
+    begin = max(next(b for b, _, action in of_rank if action.kind != FORWARD) for of_rank in spans)
+    end = min(max(e for _, e, action in of_rank if action.kind == FORWARD) for of_rank in spans)
+    if end <= begin:
+        return None
+    busy = sum(max(0.0, min(e, end) - max(b, begin)) for of_rank in spans for b, e, _ in of_rank)
+    return 1 - busy / (len(spans) * (end - begin))
+
+
 def _check_contents(lists: list[list[Action]], stages: int, micro_batches: int, updates: int) -> None:
     """What can be said of each rank's list without the others': all that is to be done is done, once and in an order in
     which each action's input is there."""

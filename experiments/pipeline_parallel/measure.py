@@ -6,18 +6,22 @@ equal    30 steps of each schedule beside one process that does the same
 memory   the peak of each process by the number of micro-batches
 bubble   actions padded to equal sleeps: on a machine with fewer cores than processes, stages that compute measure
          how the processes share the cores
+killed   how long it takes until nothing runs any more, once a process or the command itself is killed
 """
 
 import argparse
-import json
+import os
 import shlex
+import signal
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from experiments.harness import rows as row_file
 from experiments.pipeline_parallel import run
-from experiments.pipeline_parallel.table import RESULTS, sections
+from experiments.pipeline_parallel.table import ROWS, sections
 
 PROGRAM = "experiments.pipeline_parallel.measure"
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved --chunks 2")
@@ -30,6 +34,7 @@ CASES = {
             "--task digits --norm batch --batch 19": SCHEDULES,
             "--task gpt2 --clip 1": SCHEDULES,
             "--task gpt2 --clip 1 --recompute": ("1f1b",),
+            "--task gpt2": STALE,
         }.items()
         for stages in (2, 4)
         for schedule in schedules
@@ -38,39 +43,82 @@ CASES = {
         f"--stages 4 --schedule {schedule} --steps 1 --task gpt2 --micro-batches {count} --batch {count}"
         for schedule, counts in {
             "1f1b": (8, 64, 1000, 4000),
+            "zb-h1": (8, 64, 1000, 4000),
+            "interleaved --chunks 2": (8, 64, 1000, 4000),
             "gpipe": (8, 64, 1000),
             "gpipe --recompute": (8, 64, 1000, 4000),
         }.items()
         for count in counts
     ],
     "bubble": [
-        f"--stages 4 --schedule {schedule} --steps {steps} --pad 0.1 --balance layers"
-        for schedule, steps in [*((name, 2) for name in SCHEDULES), ("pipedream", 4)]
+        f"--stages 4 --schedule {schedule} --steps {steps} --pad 0.3 --balance layers"
+        for schedule, steps in [*((name, 2) for name in SCHEDULES), *((name, 4) for name in STALE)]
     ],
+    "killed": ["rank 0", "rank 2", "the command"],
 }
 KEPT = (
     *("schedule", "stages", "chunks", "micro_batches", "steps", "task", "max_abs_loss_difference"),
     *("weights_bitwise_equal", "max_abs_weight_difference", "bubble_planned", "bubble_measured", "peak_in_flight"),
-    *("peak_bytes_per_rank", "weight_versions"),
+    *("peak_bytes_per_rank", "bytes_before_per_rank", "weight_versions", "layers_per_stage"),
 )
+SECONDS_TO_START = 15.0
 
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
     parser.add_argument("--only", choices=CASES, action="append", help="default: all of them")
-    parser.add_argument("--rows", type=Path, default=RESULTS / "rows.jsonl", metavar="ROWS.jsonl")
+    parser.add_argument("--rows", type=Path, default=ROWS, metavar="ROWS.jsonl")
     options = parser.parse_args(arguments)
     common = {"sources": row_file.sources(PROGRAM)} | row_file.made_by(PROGRAM, arguments)
     for section in options.only or CASES:
         for words in CASES[section]:
-            with tempfile.TemporaryDirectory() as out:
-                code = run.main([*shlex.split(words), "--out", out])
-                report = json.loads((Path(out) / "report.json").read_text())
-            row = common | {"section": section, "options": words, "exit_code": code}
-            row_file.append(options.rows, row | {key: report[key] for key in KEPT})
+            print(section, words, flush=True)
+            found = killed(words) if section == "killed" else trained(section, words)
+            row_file.append(options.rows, common | {"section": section, "options": words} | found)
     print(sections(row_file.read(options.rows)))
     return 0
+
+
+def trained(section: str, words: str) -> dict:
+    """What a row keeps of a run with these options. Of stale weights the curves, of bubbles when each rank computes."""
+    options = run.parser().parse_args(shlex.split(words))
+    job, checked = run.planned(options)
+    outcome = run.train(job, checked)
+    report = run.report_of(job, checked, outcome, options)
+    found = {key: report[key] for key in KEPT}
+    if section == "equal" and job.asynchronous:
+        found["losses"] = {name: [round(loss, 4) for loss in losses] for name, losses in report["losses"].items()}
+    if section == "bubble":
+        start = min(of_rank[0][0] for of_rank in outcome.spans)
+        found["times"] = [
+            [round(moment - start, 4) for begin, end, _ in of_rank for moment in (begin, end)]
+            for of_rank in outcome.spans
+        ]
+    return found
+
+
+def killed(who: str) -> dict:
+    """Seconds from the kill of a process of a running command until it and all its processes are gone."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "-m", run.PROGRAM, "--steps", "1000000", "--out", out]
+        process = subprocess.Popen(command, cwd=row_file.ROOT, stderr=subprocess.PIPE, text=True)
+        time.sleep(SECONDS_TO_START)
+        children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        began = time.monotonic()
+        os.kill(process.pid if who == "the command" else children[int(who.split()[1])], signal.SIGKILL)
+        said = process.communicate()[1]
+        while any(_runs(pid) for pid in children):
+            time.sleep(0.01)
+        return {"seconds": round(time.monotonic() - began, 2), "said": said.strip(), "exit_code": process.returncode}
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process, and it is not one that merely nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 if __name__ == "__main__":

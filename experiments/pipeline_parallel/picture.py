@@ -5,9 +5,10 @@ from pathlib import Path
 from experiments.pipeline_parallel.checker import Span, bubble_of
 from experiments.pipeline_parallel.schedules import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 
-COLOURS = {FORWARD: "C0", BACKWARD: "C1", INPUT_GRADIENT: "C1", WEIGHT_GRADIENT: "C2"}
+COLOURS = {FORWARD: "C0", BACKWARD: "C1", INPUT_GRADIENT: "C3", WEIGHT_GRADIENT: "C2"}
 SHOWN = 600  # spans of a rank; more are no picture
 NUMBERED = 80
+POINTS = 30
 
 
 def draw_timelines(timelines: dict[str, list[list[Span]]], path: Path) -> None:
@@ -32,23 +33,23 @@ def draw_timelines(timelines: dict[str, list[list[Span]]], path: Path) -> None:
         axes.set_title(f"{name}: bubble {bubble_of(spans):.1%}", fontsize=9, loc="left")
         axes.set_xlabel("unit times" if name == "planned" else "seconds", fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    shown = {action.kind for of_rank in next(iter(timelines.values())) for _, _, action in of_rank}
+    shown = {action.kind for spans in timelines.values() for of_rank in spans for _, _, action in of_rank}
     from matplotlib.patches import Patch
 
     figure.legend(handles=[Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in shown],
-                  loc="outside lower center", ncols=3, frameon=False, fontsize=8)  # fmt: skip
+                  loc="outside lower center", ncols=4, frameon=False, fontsize=8)  # fmt: skip
     _save(figure, path)
 
 
 def draw_curves(curves: dict[str, list[float]], path: Path) -> None:
-    """The loss by step, of an asynchronous schedule by micro-batch."""
+    """The loss by update, which an asynchronous schedule makes of each micro-batch. Many are drawn as running means."""
     figure, (axes,) = _panels(1, height=3.2)
     for number, (name, losses) in enumerate(curves.items()):
-        axes.plot(
-            losses, color=f"C{number}", linewidth=2.2 - number, linestyle="-" if number == 0 else "--", label=name
-        )
+        over = max(1, len(losses) // POINTS)
+        means = [sum(losses[end - over : end]) / over for end in range(over, len(losses) + 1)]
+        axes.plot(range(over, len(losses) + 1), means, color=f"C{number}", linewidth=3.0 / (1 + number), label=name)
     axes.set_xlabel("update")
-    axes.set_ylabel("loss")
+    axes.set_ylabel("loss" if over == 1 else f"loss, mean of {over} updates")
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     _save(figure, path)

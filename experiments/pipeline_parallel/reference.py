@@ -21,18 +21,18 @@ from experiments.pipeline_parallel.worker import Job, clip_scale, squares_of
 Outcome = tuple[list[float], dict[str, Tensor]]  # losses, weights by their names in the whole model
 
 
-def synchronous(job: Job, steps: int | None = None) -> Outcome:
+def synchronous(job: Job) -> Outcome:
     """Of a job with a synchronous schedule."""
     task = job.make_task()
     layers = Layers(task.layers, 0, job.seed)
-    names, parameters = zip(*layers.named_parameters(), strict=True)
-    optimizer = job.optimizer_of(list(parameters))
+    parameters = list(layers.parameters())
+    optimizer = job.optimizer_of(parameters)
     losses = []
-    for step in range(job.steps if steps is None else steps):
+    for step in range(job.steps):
         batch = job.micro_batches_of(task, step, torch.device("cpu"))
         found = []
-        for m, (inputs, loss_of) in enumerate(zip(batch.inputs, batch.loss_of, strict=True)):
-            loss = loss_of(layers(inputs, step, m))
+        for m in range(len(batch.rows)):
+            loss = batch.loss_of(m, layers(batch.input_of(m), step, m))
             loss.backward()
             found.append(loss.item())
         gradients = {name: parameter.grad for name, parameter in layers.named_parameters()}
@@ -68,12 +68,13 @@ def asynchronous(job: Job) -> Outcome:
     history = [_copies(parameters)]  # after each update
     batch = job.micro_batches_of(task, 0, torch.device("cpu"))
     losses = []
-    for i, (inputs, loss_of) in enumerate(zip(batch.inputs, batch.loss_of, strict=True)):
+    for i in range(len(batch.rows)):
         used = [
             history[max(0, i - behind[stage_of[".".join(name.split(".")[:2])]]) - (i + 1)][place]
             for place, name in enumerate(names)
         ]
-        loss = loss_of(functional_call(layers, dict(zip(names, used, strict=True)), (inputs, 0, i)))
+        output = functional_call(layers, dict(zip(names, used, strict=True)), (batch.input_of(i), 0, i))
+        loss = batch.loss_of(i, output)
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, used, allow_unused=True), strict=True):
             parameter.grad = gradient
         optimizer.step()

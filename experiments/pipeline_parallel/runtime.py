@@ -6,24 +6,23 @@ stage has used it. So what a rank holds depends on what is in flight, not on the
 """
 
 import time
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from experiments.harness.group import peer_errors
 from experiments.pipeline_parallel import schedules
 from experiments.pipeline_parallel.schedules import Action, matching
 from experiments.pipeline_parallel.stage import Stage
 
 PENDING = 2
-
-
-class TransferError(RuntimeError):
-    """Another rank is gone, or does not answer."""
 
 
 class Transfers(Protocol):
@@ -59,13 +58,13 @@ class ProcessTransfers:
         shape, dtype = self._shapes[receive.stage - of_activation]
         source = (receive.stage + (-1 if of_activation else 1)) % self._ranks
         buffer = torch.empty((rows, *shape), dtype=dtype, device=self._device)
-        with _known_errors():
+        with peer_errors():
             work = dist.irecv(buffer, source, group=self._groups[receive.kind, source, self._rank])
         self._begun[receive] = (work, buffer)
 
     def wait(self, receive: Action) -> Tensor:
         work, buffer = self._begun.pop(receive)
-        with _known_errors():
+        with peer_errors():
             work.wait()
         return buffer
 
@@ -74,45 +73,35 @@ class ProcessTransfers:
         to = receive.stage % self._ranks
         pending = self._pending.setdefault(send.kind, deque())
         tensor = tensor.contiguous()
-        with _known_errors():
+        with peer_errors():
             pending.append((dist.isend(tensor, to, group=self._groups[receive.kind, self._rank, to]), tensor))
             while len(pending) > PENDING:
                 pending.popleft()[0].wait()
 
     def finish(self) -> None:
-        with _known_errors():
+        with peer_errors():
             for pending in self._pending.values():
                 while pending:
                     pending.popleft()[0].wait()
 
 
-class _known_errors:
-    """What a backend raises where the other end is gone becomes a TransferError."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, RuntimeError):
-            raise TransferError(str(error).splitlines()[0]) from error
-
-
 @dataclass
 class MicroBatches:
-    """Of one step: `inputs` for the first stage, `loss_of` for the last, which makes its outputs losses that add up to
-    that of the step; by micro-batch. `rows`: how many rows each has."""
+    """Of one step: `input_of(m)` is micro-batch m's input of the first stage, `loss_of(m, output)` makes of the last
+    stage's output a loss, which add up to that of the step. `rows`: how many rows each micro-batch has."""
 
-    inputs: Sequence[Tensor] | None
-    loss_of: Sequence[Callable[[Tensor], Tensor]] | None
+    input_of: Callable[[int], Tensor]
+    loss_of: Callable[[int, Tensor], Tensor]
     rows: Sequence[int]
 
 
 @dataclass
 class Done:
-    """Of a rank: the losses of the micro-batches, where it has the last stage, and when it computed what."""
+    """Of a rank: the losses of the micro-batches, where it has the last stage; of all that it computed, in that order,
+    when it began and ended, in seconds of a clock that is the same for all processes of a machine."""
 
     losses: dict[int, float] = field(default_factory=dict)
-    spans: list[tuple[float, float, Action]] = field(default_factory=list)
+    times: array = field(default_factory=lambda: array("d"))
 
 
 class Rank:
@@ -132,7 +121,7 @@ class Rank:
         self._split = False
         self._results: dict[tuple[str, int, int], Tensor] = {}  # what a send, or a stage of the same rank, will take
 
-    def run(self, actions: Iterable[Action], batch: MicroBatches, step: int, record: bool = True) -> Done:
+    def run(self, actions: Iterable[Action], batch: MicroBatches, step: int) -> Done:
         """Every action in its order; `actions` is gone through twice."""
         done, updated = Done(), False
         self._split = any(action.kind == schedules.WEIGHT_GRADIENT for action in actions)
@@ -156,8 +145,7 @@ class Rank:
                 self._compute(action, given, batch, step, done)
                 if kind in self._padded_to:
                     time.sleep(max(0.0, began + self._padded_to[kind] - time.monotonic()))
-                if record:
-                    done.spans.append((began, time.monotonic(), action))
+                done.times.extend((began, time.monotonic()))
         self._transfers.finish()
         return done
 
@@ -171,9 +159,9 @@ class Rank:
     def _compute(self, action: Action, given: Tensor | None, batch: MicroBatches, step: int, done: Done) -> None:
         stage, m = self._stages[action.stage], action.micro_batch
         is_last = action.stage == self._last
-        loss_of = batch.loss_of[m] if is_last else None
+        loss_of = partial(batch.loss_of, m) if is_last else None
         if action.kind == schedules.FORWARD:
-            x = batch.inputs[m] if action.stage == 0 else given
+            x = batch.input_of(m) if action.stage == 0 else given
             output = stage.forward(m, x, step, action.version, loss_of, self._split)
             if is_last:
                 done.losses[m] = float(output)

@@ -109,7 +109,7 @@ class Stage:
         return output.detach()
 
     def backward(self, micro_batch: int, gradient: Tensor | None, loss_of=None) -> Tensor | None:
-        """The gradient of the input, None where that is not floating; those of the weights are added to the sums."""
+        """The gradient of the input, None of the first stage; those of the weights are added to the sums."""
         held = self._ready(micro_batch, loss_of, split=False)
         del self._in_flight[micro_batch]
         wanted = [held.x] * held.x.requires_grad + held.parameters
@@ -175,7 +175,7 @@ class Stage:
         return held
 
     def _graph(self, held: _InFlight, micro_batch: int, loss_of, split: bool, again: bool = False) -> Tensor:
-        if held.x.is_floating_point():
+        if self.layers.first:  # nobody asks for the gradient of a sample
             held.x.requires_grad_()
         hooks = []
         if split:

@@ -1,75 +1,132 @@
-"""The README's tables, made from rows: `python -m experiments.pipeline_parallel.table` puts them between its marks."""
+"""The README's tables and pictures, made from rows: `python -m experiments.pipeline_parallel.table`."""
 
 from pathlib import Path
 
 from experiments.harness import rows as row_file
 from experiments.harness.tables import markdown, put
+from experiments.pipeline_parallel.checker import Span, check, steady_bubble_of
+from experiments.pipeline_parallel.picture import draw_curves, draw_timelines
+from experiments.pipeline_parallel.schedules import ASYNCHRONOUS, COMPUTED, schedule
 from lowmem.units import MIB
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS, README = FOLDER / "results", FOLDER / "README.md"
+ROWS = RESULTS / "rows.jsonl"
 BEGIN = "<!-- made by python -m experiments.pipeline_parallel.table -->"
+FEWEST = 8  # micro-batches, beside whose peak others are held
 
 
 def sections(rows: list[dict]) -> str:
     """Of each section's command lines the newest row."""
-    of: dict[str, dict[str, dict]] = {}
-    for row in rows:
-        of.setdefault(row["section"], {})[row["options"]] = row
-    titles = {
-        "equal": ("**Weights after 30 steps**, beside one process; fp32, CPU", _equal),
-        "bubble": ("**Bubble** of 4 ranks and 8 micro-batches a step; actions padded to equal sleeps", _bubble),
+    tables = {
+        "equal": (
+            "**Weights after 30 steps of 8 micro-batches**, beside one process that does the same; fp32, CPU",
+            _equal,
+        ),
+        "bubble": (
+            "**Bubble** of 4 ranks, 8 micro-batches a step, actions padded to sleeps of equal length. In steady state: "
+            "from the last rank's first backward to the first rank's last forward",
+            _bubble,
+        ),
         "memory": (
-            "**Peak of a process by the number of micro-batches**, GPT-2 in 4 stages: MiB of RAM, most of which Python "
-            "and its libraries take",
+            "**Peak RAM of each process by the number of micro-batches**, MiB: GPT-2 in 4 stages, one step. Most of it "
+            "is there before the step: Python, its libraries, the model and the text",
             _memory,
         ),
+        "killed": ("**Until nothing runs any more**, once a process of four is killed (SIGKILL)", _killed),
     }
     parts = []
-    for section, (title, table) in titles.items():
-        if section in of:
-            parts += [title, table(list(of[section].values()))]
+    for section, (title, table) in tables.items():
+        if found := _newest(rows, section):
+            parts += [title, table(found)]
     if rows:
         last = rows[-1]
         parts.append(f"On {last['machine']}; torch {last['versions']['torch']}, Python {last['versions']['python']}.")
     return "\n\n".join(parts)
 
 
+def _newest(rows: list[dict], section: str) -> list[dict]:
+    return list({row["options"]: row for row in rows if row["section"] == section}.values())
+
+
 def _equal(rows: list[dict]) -> str:
-    lines = [
-        [
-            _words(row["options"], "--steps", "--compare"),
-            "yes" if row["weights_bitwise_equal"] else f"no: {row['max_abs_weight_difference']:.1e}",
-            f"{row['max_abs_loss_difference']:g}",
-            _list(row["peak_in_flight"]),
-            _list(row["weight_versions"]),
-        ]
-        for row in rows
-    ]
-    return markdown(("", "bit for bit equal", "losses differ by", "in flight", "versions of weights"), lines)
+    cases: dict[str, dict[int, dict]] = {}
+    for row in rows:
+        cases.setdefault(_words(row["options"], "--steps", "--compare", "--stages", "--micro-batches"), {})[
+            row["stages"]
+        ] = row
+    ranks = sorted({row["stages"] for row in rows})
+    lines = []
+    for words, of_ranks in cases.items():
+        most = of_ranks[max(of_ranks)]
+        cells = [_difference(of_ranks[count]) if count in of_ranks else "" for count in ranks]
+        lines.append([words, *cells, _list(most["peak_in_flight"]), _list(most["weight_versions"])])
+    return markdown(
+        ("", *(f"{count} ranks" for count in ranks), f"in flight, {ranks[-1]} ranks", "versions of weights"), lines
+    )
+
+
+def _difference(row: dict) -> str:
+    if row["weights_bitwise_equal"] and row["max_abs_loss_difference"] == 0:
+        return "equal bits"
+    return f"weights {row['max_abs_weight_difference']:.1e}, losses {row['max_abs_loss_difference']:.1e} apart"
 
 
 def _bubble(rows: list[dict]) -> str:
-    lines = [
-        [
-            row["schedule"] + (f", {row['chunks']} chunks" if row["chunks"] > 1 else ""),
-            f"{row['bubble_planned']:.4f}",
-            f"{row['bubble_measured']:.4f}",
-            f"{row['bubble_measured'] / row['bubble_planned'] - 1:+.1%}",
-        ]
-        for row in rows
-    ]
-    return markdown(("", "planned", "measured", "difference"), lines)
+    lines = []
+    for row in rows:
+        planned = _planned(row).spans
+        steady = [steady_bubble_of(spans) for spans in (planned, timeline(row))]
+        planned_bubble, measured = row["bubble_planned"], row["bubble_measured"]
+        lines.append(
+            [_name(row), f"{planned_bubble:.4f}", f"{measured:.4f}", f"{measured / planned_bubble - 1:+.1%}"]
+            + ["" if share is None else f"{share + 0.0:.4f}" for share in steady]
+        )
+    return markdown(("", "planned", "measured", "difference", "planned, steady", "measured, steady"), lines)
 
 
 def _memory(rows: list[dict]) -> str:
-    left_out = ("--stages", "--steps", "--task", "--batch", "--micro-batches")
-    lines = [
-        [_words(row["options"], *left_out), str(row["micro_batches"])]
-        + [f"{peak / MIB:,.0f}" for peak in row["peak_bytes_per_rank"]]
-        for row in rows
+    fewest = {_name(row): row["peak_bytes_per_rank"] for row in rows if row["micro_batches"] == FEWEST}
+    lines = []
+    for row in rows:
+        peaks, least = row["peak_bytes_per_rank"], fewest[_name(row)]
+        growth = max(peak / of_fewest - 1 for peak, of_fewest in zip(peaks, least, strict=True))
+        lines.append(
+            [_name(row), f"{row['micro_batches']:,}", f"{max(row['bytes_before_per_rank']) / MIB:,.0f}"]
+            + [f"{peak / MIB:,.0f}" for peak in peaks]
+            + [f"{growth:+.1%}" if row["micro_batches"] != FEWEST else ""]
+        )
+    ranks = [f"rank {rank}" for rank in range(rows[0]["stages"])]
+    return markdown(("", "micro-batches", "before", *ranks, f"beside {FEWEST}, the worst rank"), lines)
+
+
+def _killed(rows: list[dict]) -> str:
+    lines = [[row["options"], f"{row['seconds']:.1f}", str(row["exit_code"]), row["said"]] for row in rows]
+    return markdown(("killed", "seconds", "exit code of the command", "what it says"), lines)
+
+
+def _name(row: dict) -> str:
+    return " ".join(
+        [row["schedule"]]
+        + [f"{row['chunks']} chunks"] * (row["chunks"] > 1)
+        + ["recompute"] * ("--recompute" in row["options"])
+    ).replace(" ", ", ", 1)
+
+
+def _planned(row: dict):
+    """The schedule of a row, checked."""
+    asynchronous = row["schedule"] in ASYNCHRONOUS
+    count = row["micro_batches"] * (row["steps"] if asynchronous else 1)
+    actions = schedule(row["schedule"], row["stages"], count, row["chunks"])
+    return check(actions, row["stages"] * row["chunks"], count, count if asynchronous else 1)
+
+
+def timeline(row: dict) -> list[list[Span]]:
+    """When each rank computed what, of a row that has the times: seconds."""
+    return [
+        list(zip(times[::2], times[1::2], [a for a in actions if a.kind in COMPUTED], strict=True))
+        for times, actions in zip(row["times"], _planned(row).actions, strict=True)
     ]
-    return markdown(("", "micro-batches", *(f"rank {rank}" for rank in range(rows[0]["stages"]))), lines)
 
 
 def _words(options: str, *left_out: str) -> str:
@@ -87,5 +144,19 @@ def _list(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
+def main() -> int:
+    rows = row_file.read(ROWS)
+    put(README, BEGIN, sections(rows))
+    measured = {_name(row): timeline(row) for row in _newest(rows, "bubble")}
+    draw_timelines(measured, RESULTS / "timelines.png")
+    stale = [row for row in _newest(rows, "equal") if row["schedule"] in ASYNCHRONOUS and row["stages"] == 4]
+    for task in dict.fromkeys(row["task"] for row in stale):
+        curves = {}
+        for row in stale:
+            curves |= row["losses"] if row["task"] == task else {}
+        draw_curves(curves, RESULTS / f"curves-{task}.png")
+    return 0
+
+
 if __name__ == "__main__":
-    put(README, BEGIN, sections(row_file.read(RESULTS / "rows.jsonl")))
+    main()

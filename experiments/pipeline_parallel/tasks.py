@@ -38,11 +38,10 @@ class Task:
     predictions: int = 1
     tied: tuple[str, str] | None = None
 
-    def batch(self, number: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-        """`size` samples drawn for step `number`: the same in every process."""
+    def chosen(self, number: int, size: int, seed: int) -> Tensor:
+        """Which `size` samples step `number` takes, int64 [size]: the same in every process."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-        chosen = torch.randint(0, len(self.inputs), (size,), generator=generator)
-        return self.inputs[chosen], self.targets[chosen]
+        return torch.randint(0, len(self.inputs), (size,), generator=generator)
 
 
 def make_task(name: str, seed: int, norm: str = GROUP, tied: bool = True) -> Task:
@@ -88,14 +87,14 @@ def _classifier(images: Tensor, labels: Tensor, norm: str) -> Task:
 
 
 class _Embedding(nn.Module):
-    """Token ids [B, T] -> [B, T, D]"""
+    """Bytes [B, T], uint8, -> [B, T, D]"""
 
     def __init__(self, wte: nn.Embedding, wpe: nn.Embedding, drop: nn.Dropout):
         super().__init__()
         self.wte, self.wpe, self.drop = wte, wpe, drop
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.drop(self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device)))
+        return self.drop(self.wte(ids.long()) + self.wpe(torch.arange(ids.shape[1], device=ids.device)))
 
 
 class _Head(nn.Module):
@@ -114,16 +113,17 @@ class _Head(nn.Module):
 def _gpt2(norm: str, tied: bool) -> Task:
     from transformers import AutoModelForCausalLM, GPT2Config
 
-    config = GPT2Config(n_layer=BLOCKS, n_embd=WIDTH, n_head=HEADS, n_positions=SEQ, vocab_size=BYTES)
+    config = GPT2Config(n_layer=BLOCKS, n_embd=WIDTH, n_head=HEADS, n_positions=SEQ, vocab_size=BYTES,
+                        bos_token_id=None, eos_token_id=None)  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).train().float()
     body = model.transformer
     layers = [_Embedding(body.wte, body.wpe, body.drop), *body.h, _Head(body.ln_f, model.lm_head.weight)]
     text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
     rows = len(text) // (SEQ + 1)
-    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: rows * (SEQ + 1)].long().view(rows, SEQ + 1)
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: rows * (SEQ + 1)].view(rows, SEQ + 1)
     return Task(
         layers, tokens[:, :-1], tokens[:, 1:],
-        lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"),
+        lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten().long(), reduction="sum"),
         SEQ, ("wte.weight", "lm_head.weight") if tied else None,
     )  # fmt: skip
 

@@ -3,14 +3,12 @@
 python -m experiments.pipeline_parallel.worker FOLDER RANK        started by run.py, never by hand
 """
 
+import copy
+import gc
 import json
 import math
-import os
 import sys
-import threading
-import time
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from experiments.harness.child import end_with_parent
-from experiments.pipeline_parallel.runtime import MicroBatches, ProcessTransfers, Rank, TransferError
+from experiments.harness import group
+from experiments.pipeline_parallel.runtime import MicroBatches, ProcessTransfers, Rank
 from experiments.pipeline_parallel.schedules import ASYNCHRONOUS, KINDS, Action
 from experiments.pipeline_parallel.stage import Layers, Stage
 from experiments.pipeline_parallel.tasks import Task, make_task
-from lowmem.limits import ram_peak_bytes
+from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
 
-TIMEOUT = timedelta(minutes=10)
 RESULT = "result.pt"
-FAILED = "failed-{}.json"
 
 
 @dataclass(frozen=True)
@@ -72,19 +68,19 @@ class Job:
 
     def micro_batches_of(self, task: Task, step: int, device: torch.device) -> MicroBatches:
         """Of one step; of an asynchronous schedule of all steps, each of whose micro-batches is a batch of its own."""
-        rows = self.rows
-        batches = [task.batch(number, self.batch, self.seed) for number in self._steps(step)]
-        inputs = [part.to(device) for batch in batches for part in batch[0].split(rows)]
-        targets = [part.to(device) for batch in batches for part in batch[1].split(rows)]
-        whole = rows * len(batches) if self.asynchronous else [self.batch] * len(rows)
-        loss_of = [
-            lambda output, target=target, count=count * task.predictions: task.loss_of(output, target) / count
-            for target, count in zip(targets, whole, strict=True)
-        ]
-        return MicroBatches(inputs, loss_of, rows * len(batches))
+        steps = range(self.steps) if self.asynchronous else range(step, step + 1)
+        chosen = torch.cat([task.chosen(number, self.batch, self.seed) for number in steps])
+        rows = self.rows * len(steps)
+        first = np.cumsum([0, *rows])
 
-    def _steps(self, step: int) -> range:
-        return range(self.steps) if self.asynchronous else range(step, step + 1)
+        def input_of(m: int) -> Tensor:
+            return task.inputs[chosen[first[m] : first[m + 1]]].to(device)
+
+        def loss_of(m: int, output: Tensor) -> Tensor:
+            target = task.targets[chosen[first[m] : first[m + 1]]].to(device)
+            return task.loss_of(output, target) / ((rows[m] if self.asynchronous else self.batch) * task.predictions)
+
+        return MicroBatches(input_of, loss_of, rows)
 
 
 class Actions:
@@ -118,13 +114,17 @@ def work(job: Job, rank: int, actions: Actions, device: torch.device) -> list[di
 
     runtime = Rank(stages, job.stages, transfers, before_updates, job.padded_to)
     dist.barrier()
+    gc.collect()
+    begin_ram_peak_anew()
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else ram_now_bytes()
     losses: list[float] = []
     for step in range(1 if job.asynchronous else job.steps):
         done = runtime.run(actions, job.micro_batches_of(task, step, device), step)
         losses += of_steps(job, done.losses)
     told = {
         "losses": losses,
-        "spans": [(begin, end, *action) for begin, end, action in done.spans],
+        "times": done.times,
+        "bytes_before": before,
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else ram_peak_bytes(),
         "weight_versions": max(stage.most_versions for stage in stages.values()),
         "weights": {number: weights_of(stage) for number, stage in stages.items()} if job.keep_weights else {},
@@ -153,8 +153,6 @@ def stages_of(job: Job, task: Task, rank: int, device: torch.device) -> dict[int
 
 def shapes_of(job: Job, task: Task, stages: dict[int, Stage]) -> list[tuple[torch.Size, torch.dtype]]:
     """Of a row of each stage's output. Each rank finds its own on tensors without data, and tells the others, once."""
-    import copy
-
     x = task.inputs[:1]
     shapes: list = []
     for number in range(job.stages - 1):
@@ -217,53 +215,21 @@ def weights_of(stage: Stage) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in state.items()}
 
 
-def main() -> int:
-    """Of a process that run.py started; it ends when its standard input does. What goes wrong is left in the folder."""
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    job = Job(**json.loads((folder / "job.json").read_text()))
-    try:
-        torch.set_num_threads(1)
-        device = device_of(rank, job.ranks)
-        actions = Actions(np.load(folder / f"actions-{rank}.npy"))
-        begin(f"file://{folder / 'rendezvous'}", rank, job.ranks, device)
-        told = work(job, rank, actions, device)
-        if rank == 0:
-            torch.save(told, folder / RESULT)
-        dist.destroy_process_group()
-    except Exception as error:
-        failure = {"time": time.time(), "of_another": isinstance(error, TransferError), "error": describe(error)}
-        (folder / FAILED.format(rank)).write_text(json.dumps(failure))
-        return 1
-    return 0
-
-
-def describe(error: Exception) -> str:
-    """One line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
-def begin(address: str | None, rank: int, ranks: int, device: torch.device) -> None:
-    """The process group; `address` None: what torchrun says."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    where = {} if address is None else {"init_method": address, "rank": rank, "world_size": ranks}
-    dist.init_process_group(backend, timeout=TIMEOUT, **where)
-
-
-def device_of(rank: int, ranks: int) -> torch.device:
-    """A GPU of its own for every process, where a machine has as many, or else the CPU."""
-    local, here = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    if not torch.cuda.is_available() or torch.cuda.device_count() < here:
-        return torch.device("cpu")
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    return device
-
-
 def saved(job: Job) -> str:
-    """As main() reads it."""
+    """As `_process` reads it."""
     return json.dumps(asdict(job))
 
 
+def _process(folder: Path, rank: int) -> None:
+    """Of a rank that run.py started."""
+    job = Job(**json.loads((folder / "job.json").read_text()))
+    actions = Actions(np.load(folder / f"actions-{rank}.npy"))
+    device = group.begin(folder, rank, job.ranks)
+    told = work(job, rank, actions, device)
+    if rank == 0:
+        torch.save(told, folder / RESULT)
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(group.member(_process))

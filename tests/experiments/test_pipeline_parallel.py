@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from experiments.pipeline_parallel import reference, run, worker
-from experiments.pipeline_parallel.checker import Checked, check
+from experiments.harness import group
+from experiments.harness.rows import read
+from experiments.pipeline_parallel import measure, reference, run, table, worker
+from experiments.pipeline_parallel.checker import Checked, bubble_of, check, steady_bubble_of
 from experiments.pipeline_parallel.runtime import Rank
 from experiments.pipeline_parallel.schedules import (
     ASYNCHRONOUS,
@@ -382,7 +384,11 @@ def test_a_list_in_an_array_is_the_list():
 def test_real_processes_leave_the_bits_of_one(options, tmp_path, capsys):
     """Tied embeddings, clipping, dropout; batch norm; stale weights."""
     words = [*options.split(), "--micro-batches", "3", "--steps", "2", "--compare", "--out", str(tmp_path)]
-    assert run.main(words) == 0
+    torch.set_num_threads(2)  # as a machine has; the process beside must not use more than a stage's does
+    try:
+        assert run.main(words) == 0
+    finally:
+        torch.set_num_threads(1)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["weights_bitwise_equal"] is True and report["max_abs_loss_difference"] == 0.0
     assert len(report["peak_bytes_per_rank"]) == len(report["weight_versions"]) == 2
@@ -392,16 +398,39 @@ def test_real_processes_leave_the_bits_of_one(options, tmp_path, capsys):
     assert "bit for bit equal" in capsys.readouterr().out
 
 
+def test_a_row_that_was_measured_is_in_its_table(tmp_path, monkeypatch, capsys):
+    """A run for each kind of row; a killed command leaves nothing, and says so."""
+    case = "--stages 2 --schedule pipedream --micro-batches 2 --steps 2"
+    monkeypatch.setattr(measure, "CASES", {
+        "equal": [f"{case} --compare"], "memory": ["--stages 2 --steps 1"], "bubble": [f"{case} --pad 0.02"],
+        "killed": ["the command"],
+    })  # fmt: skip
+    rows = tmp_path / "rows.jsonl"
+    assert measure.main(["--rows", str(rows)]) == 0
+    said = capsys.readouterr().out
+    assert "| pipedream | equal bits | 2, 1 | 2, 1 |" in said and "| the command |" in said
+    bubble = next(row for row in read(rows) if row["section"] == "bubble")
+    measured = bubble_of(table.timeline(bubble))
+    assert measured == pytest.approx(bubble["bubble_measured"], abs=1e-2) and measured > bubble["bubble_planned"]
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "gpipe"])
+def test_no_rank_waits_in_steady_state(name):
+    """Only the ends of a step have a bubble, and of an asynchronous schedule those of the whole run."""
+    assert steady_bubble_of(checked(name, 4, 32).spans) == pytest.approx(0, abs=1e-12)
+    assert steady_bubble_of(checked("gpipe", 4, 2).spans) is None
+
+
 def test_a_process_that_is_killed_ends_all_and_is_named(tmp_path, monkeypatch, capsys):
     started = []
-    monkeypatch.setattr(run, "_started", lambda *a, real=run._started: started.append(real(*a)) or started[-1])
-    watch = run._watch
+    monkeypatch.setattr(group, "_started", lambda *a, real=group._started: started.append(real(*a)) or started[-1])
+    watch = group._watch
 
     def kill_one(processes, folder):
         threading.Timer(8.0, lambda: os.kill(processes[1].pid, signal.SIGKILL)).start()
         watch(processes, folder)
 
-    monkeypatch.setattr(run, "_watch", kill_one)
+    monkeypatch.setattr(group, "_watch", kill_one)
     assert run.main(["--stages", "2", "--steps", "100000", "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err == "error: the process of rank 1 was ended by signal 9\n"
     assert all(process.returncode is not None for process in started) and not (tmp_path / "report.json").exists()
@@ -434,7 +463,7 @@ def test_a_plan_starts_no_process(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_what_cannot_run_is_refused_before_any_process_starts(options, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run.subprocess, "Popen", lambda *_, **__: pytest.fail("a process"))
+    monkeypatch.setattr(group.subprocess, "Popen", lambda *_, **__: pytest.fail("a process"))
     try:
         code = run.main([*options.split(), "--out", str(tmp_path / "out")])
     except SystemExit as ended:

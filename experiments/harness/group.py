@@ -1,0 +1,140 @@
+"""Processes of one process group of `torch.distributed`: started together, watched, and ended as soon as one ends.
+
+The command calls `run`, each process `member`. What goes wrong in a process is left in their folder, and `run` raises
+one ProcessFailed, whose text is the first cause: a process that lost its neighbour says so too, but is not the cause.
+A process ends when its standard input does, so that none outlives the command. Under torchrun a process calls `begin`
+alone; torchrun watches.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from experiments.harness.child import end_with_parent
+from experiments.harness.rows import ROOT
+from lowmem.errors import LowmemError
+
+THREADS = 1  # of a process; another number may cut sums into other parts
+TIMEOUT = timedelta(minutes=10)
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 3.0  # until a process that failed has said why, and its neighbours have noticed
+FAILED = "failed-{}.json"
+
+
+class ProcessFailed(LowmemError):
+    """One of the processes ended early."""
+
+
+class PeerError(RuntimeError):
+    """Another process is gone, or does not answer."""
+
+
+@contextlib.contextmanager
+def peer_errors() -> Iterator[None]:
+    """What a backend raises where the other end is gone becomes a PeerError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(str(error).splitlines()[0]) from error
+
+
+def run(module: str, folder: Path, ranks: int) -> None:
+    """Starts `python -m module FOLDER RANK` for each rank and waits until all have ended well. ProcessFailed, with the
+    cause, where one has not; then all are ended."""
+    processes = [_started(module, folder, rank) for rank in range(ranks)]
+    try:
+        _watch(processes, folder)
+    finally:
+        for process in processes:
+            process.kill()
+            process.stdin.close()
+            process.wait()
+
+
+def member(work: Callable[[Path, int], None]) -> int:
+    """Of a process that `run` started: `work(folder, rank)`; its exit code."""
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    try:
+        work(folder, rank)
+    except Exception as error:
+        failure = {"time": time.time(), "of_another": isinstance(error, PeerError), "error": _one_line(error)}
+        (folder / FAILED.format(rank)).write_text(json.dumps(failure))
+        return 1
+    return 0
+
+
+def is_one_of_torchruns() -> bool:
+    """Whether torchrun, or what speaks as it does, has started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def begin(folder: Path | None, rank: int, ranks: int) -> torch.device:
+    """Makes the process group; where this process computes. `folder` None: as torchrun says."""
+    torch.set_num_threads(THREADS)
+    device = _device_of(rank, ranks)
+    where = {"init_method": f"file://{folder / 'rendezvous'}", "rank": rank, "world_size": ranks} if folder else {}
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT, **where)
+    return device
+
+
+def _device_of(rank: int, ranks: int) -> torch.device:
+    """A GPU of its own for every process, where a machine has as many, or else the CPU."""
+    local, here = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if not torch.cuda.is_available() or torch.cuda.device_count() < here:
+        return torch.device("cpu")
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _started(module: str, folder: Path, rank: int) -> subprocess.Popen:
+    command = [sys.executable, "-m", module, str(folder), str(rank)]
+    with open(folder / f"output-{rank}", "wb") as output:
+        return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=output, stderr=output)
+
+
+def _watch(processes: list[subprocess.Popen], folder: Path) -> None:
+    """Until all have ended well, or one has not."""
+    while True:
+        codes = [process.poll() for process in processes]
+        if all(code == 0 for code in codes):
+            return
+        if any(codes):
+            raise ProcessFailed(_cause(processes, folder))
+        time.sleep(POLL_SECONDS)
+
+
+def _cause(processes: list[subprocess.Popen], folder: Path) -> str:
+    """Of what went wrong first: a process that was killed, or the first error that is not another process's end."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+        time.sleep(POLL_SECONDS)
+    failures = {}
+    for rank, process in enumerate(processes):
+        path = folder / FAILED.format(rank)
+        if path.exists():
+            failures[rank] = json.loads(path.read_text())
+        elif process.returncode is not None and process.returncode < 0:
+            return f"the process of rank {rank} was ended by signal {-process.returncode}"
+        elif process.returncode:
+            output = (folder / f"output-{rank}").read_text(errors="replace").strip().splitlines()
+            return (
+                f"the process of rank {rank} ended with exit code {process.returncode}: {(output or ['no output'])[-1]}"
+            )
+    rank, first = min(failures.items(), key=lambda item: (item[1]["of_another"], item[1]["time"]))
+    return f"rank {rank} failed: {first['error']}"
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
