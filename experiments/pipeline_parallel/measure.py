@@ -40,7 +40,8 @@ CASES = {
         for schedule in schedules
     ],
     "memory": [
-        f"--stages 4 --schedule {schedule} --steps 1 --task gpt2 --micro-batches {count} --batch {count}"
+        f"--stages 4 --schedule {schedule} --steps 1 --task gpt2 --balance layers "
+        f"--micro-batches {count} --batch {count}"
         for schedule, counts in {
             "1f1b": (8, 64, 1000, 4000),
             "zb-h1": (8, 64, 1000, 4000),
@@ -51,7 +52,8 @@ CASES = {
         for count in counts
     ],
     "bubble": [
-        f"--stages 4 --schedule {schedule} --steps {steps} --pad 0.3 --balance layers"
+        f"--stages 4 --schedule {schedule} --steps {steps} --pad {seconds} --balance layers"
+        for seconds in (0.3, 1)
         for schedule, steps in [*((name, 2) for name in SCHEDULES), *((name, 4) for name in STALE)]
     ],
     "killed": ["rank 0", "rank 2", "the command"],

@@ -16,7 +16,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +25,11 @@ import torch.distributed as dist
 
 from experiments.harness import group
 from experiments.harness import rows as row_file
+from experiments.harness.curves import draw_curves
+from experiments.harness.options import at_least
 from experiments.pipeline_parallel import reference, worker
 from experiments.pipeline_parallel.checker import Checked, bubble_of, check
-from experiments.pipeline_parallel.picture import draw_curves, draw_timelines
+from experiments.pipeline_parallel.picture import draw_timelines
 from experiments.pipeline_parallel.schedules import ASYNCHRONOUS, COMPUTED, SCHEDULES, TIMES, Action, schedule
 from experiments.pipeline_parallel.stage import Layers
 from experiments.pipeline_parallel.tasks import BATCH, GROUP, TASKS, Task, cut, make_task
@@ -247,7 +248,7 @@ def _said(report: dict) -> str:
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0])
-    whole, some = _number(int, 1), _number(float, 0)
+    whole, some = at_least(int, 1), at_least(float, 0)
     found.add_argument("--stages", type=whole, default=4, metavar="N", help="processes (%(default)s)")
     found.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="default: %(default)s")
     found.add_argument("--micro-batches", type=whole, default=8, metavar="N", help="per step (%(default)s)")
@@ -261,22 +262,11 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--recompute", action="store_true", help="keep a stage's input alone, and run it again")
     found.add_argument("--balance", choices=("time", "layers"), default="time", help="stages of equal (%(default)s)")
     found.add_argument("--pad", type=some, default=0.0, metavar="S", help="seconds of a forward at least, by sleeping")
-    found.add_argument("--seed", type=_number(int, 0), default=0, metavar="N", help="default: %(default)s")
+    found.add_argument("--seed", type=at_least(int, 0), default=0, metavar="N", help="default: %(default)s")
     found.add_argument("--compare", action="store_true", help="with one process that does the same")
     found.add_argument("--plan-only", action="store_true", help="make, check and draw the schedule alone")
     found.add_argument("--out", type=Path, default=Path("runs/pipeline_parallel"), metavar="DIR", help="%(default)s")
     return found
-
-
-def _number(kind: type, least: float) -> Callable:
-    def number(typed: str):
-        value = kind(typed)
-        if not value >= least:
-            raise ValueError
-        return value
-
-    number.__name__ = f"{'whole number' if kind is int else 'number'} of at least {least}"
-    return number
 
 
 if __name__ == "__main__":

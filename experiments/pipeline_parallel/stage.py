@@ -22,16 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-_MASK = 2**63 - 1
-
-
-def seed_of(*numbers: int) -> int:
-    """One seed of (seed, step, micro-batch, layer): dropout depends on these, not on where and when a layer runs."""
-    mixed = 0
-    for number in numbers:  # the multiplier and the shifts of splitmix64
-        mixed = (mixed + number + 1) * 0x9E3779B97F4A7C15 & (2**64 - 1)
-        mixed ^= mixed >> 29
-    return mixed & _MASK
+from experiments.harness.randomness import seed_of
 
 
 class Layers(nn.Module):

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from experiments.harness import rows as row_file
+from experiments.harness.curves import draw_curves
 from experiments.harness.tables import markdown, put
 from experiments.pipeline_parallel.checker import Span, check, steady_bubble_of
-from experiments.pipeline_parallel.picture import draw_curves, draw_timelines
+from experiments.pipeline_parallel.picture import draw_timelines
 from experiments.pipeline_parallel.schedules import ASYNCHRONOUS, COMPUTED, schedule
 from lowmem.units import MIB
 
@@ -79,10 +80,18 @@ def _bubble(rows: list[dict]) -> str:
         steady = [steady_bubble_of(spans) for spans in (planned, timeline(row))]
         planned_bubble, measured = row["bubble_planned"], row["bubble_measured"]
         lines.append(
-            [_name(row), f"{planned_bubble:.4f}", f"{measured:.4f}", f"{measured / planned_bubble - 1:+.1%}"]
+            [
+                _name(row),
+                row["options"].split("--pad ")[1].split()[0],
+                f"{planned_bubble:.4f}",
+                f"{measured:.4f}",
+                f"{measured / planned_bubble - 1:+.1%}",
+            ]
             + ["" if share is None else f"{share + 0.0:.4f}" for share in steady]
         )
-    return markdown(("", "planned", "measured", "difference", "planned, steady", "measured, steady"), lines)
+    return markdown(
+        ("", "a forward, s", "planned", "measured", "difference", "planned, steady", "measured, steady"), lines
+    )
 
 
 def _memory(rows: list[dict]) -> str:

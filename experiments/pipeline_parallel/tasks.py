@@ -8,15 +8,14 @@ Every process makes the whole model from the seed and keeps its own layers, so t
 where the cuts are.
 """
 
-import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from experiments.harness import samples
 from lowmem.errors import InputError, first_line
 
 CONVOLUTIONS = 9  # with the classifier ten layers
@@ -40,8 +39,7 @@ class Task:
 
     def chosen(self, number: int, size: int, seed: int) -> Tensor:
         """Which `size` samples step `number` takes, int64 [size]: the same in every process."""
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-        return torch.randint(0, len(self.inputs), (size,), generator=generator)
+        return samples.chosen(len(self.inputs), size, number, seed)
 
 
 def make_task(name: str, seed: int, norm: str = GROUP, tied: bool = True) -> Task:
@@ -52,13 +50,7 @@ def make_task(name: str, seed: int, norm: str = GROUP, tied: bool = True) -> Tas
 
 
 def _digits(norm: str, tied: bool) -> Task:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise InputError("the digits come with scikit-learn; install it with: pip install scikit-learn") from error
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
-    return _classifier(images, torch.tensor(data.target, dtype=torch.int64), norm)
+    return _classifier(*samples.digits(), norm)
 
 
 def _cifar10(norm: str, tied: bool) -> Task:
@@ -118,9 +110,7 @@ def _gpt2(norm: str, tied: bool) -> Task:
     model = AutoModelForCausalLM.from_config(config).train().float()
     body = model.transformer
     layers = [_Embedding(body.wte, body.wpe, body.drop), *body.h, _Head(body.ln_f, model.lm_head.weight)]
-    text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
-    rows = len(text) // (SEQ + 1)
-    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: rows * (SEQ + 1)].view(rows, SEQ + 1)
+    tokens = samples.source_bytes(SEQ + 1)
     return Task(
         layers, tokens[:, :-1], tokens[:, 1:],
         lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten().long(), reduction="sum"),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from experiments.harness import group
+from experiments.harness.randomness import seed_of
 from experiments.harness.rows import read
 from experiments.pipeline_parallel import measure, reference, run, table, worker
 from experiments.pipeline_parallel.checker import Checked, bubble_of, check, steady_bubble_of
@@ -37,7 +38,6 @@ from experiments.pipeline_parallel.schedules import (
     schedule,
     with_transfers,
 )
-from experiments.pipeline_parallel.stage import seed_of
 from experiments.pipeline_parallel.tasks import Task, cut
 from experiments.pipeline_parallel.worker import Actions, Job
 from lowmem.errors import InputError

@@ -1,0 +1,33 @@
+"""Real samples that need no network: scikit-learn's images of digits, and the text of Python's standard library."""
+
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowmem.errors import InputError
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """1,797 images fp32 [N, 1, 8, 8] from -1 to 1, and which digit each shows, int64 [N]. InputError without
+    scikit-learn."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise InputError("the digits come with scikit-learn; install it with: pip install scikit-learn") from error
+    data = load_digits()
+    return torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1, torch.tensor(data.target, dtype=torch.int64)
+
+
+def source_bytes(length: int) -> Tensor:
+    """The source files of the standard library's top level, uint8 [N, length]."""
+    text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    rows = len(text) // length
+    return torch.frombuffer(bytearray(text[: rows * length]), dtype=torch.uint8).view(rows, length)
+
+
+def chosen(samples: int, size: int, step: int, seed: int) -> Tensor:
+    """Which `size` of `samples` samples a step takes, int64 [size]: the same in every process."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    return torch.randint(0, samples, (size,), generator=generator)

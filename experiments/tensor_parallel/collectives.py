@@ -1,0 +1,97 @@
+"""Collectives that autograd knows, each counted.
+
+                 forward           backward
+    copied       nothing           all-reduce        every rank uses a part of what follows (Megatron-LM's f)
+    summed       all-reduce        nothing           every rank has a summand (g)
+    added        all-reduce        all-reduce        the same, where what follows is cut too, as a norm's statistics
+    gathered     all-gather        reduce-scatter    along a dimension; what follows is cut otherwise
+    scattered    reduce-scatter    all-gather        every rank has a summand, and keeps a part of the sum
+    joined       all-gather        a part            what follows is the same on all ranks
+
+Shoeybi et al. 2019, arXiv 1909.08053; `gathered` and `scattered`: Korthikanti et al. 2022, arXiv 2205.05198.
+"""
+
+from collections import Counter
+from functools import partialmethod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from experiments.harness.group import peer_errors
+
+FORWARD, BACKWARD = "forward", "backward"
+NOTHING, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, PART = "nothing", "all-reduce", "all-gather", "reduce-scatter", "part"
+
+
+class Ranks:
+    """The processes that share a model; this one is `rank` of `count`.
+
+    `calls` counts collectives by (place, pass, kind), the place being `place` when the tensor went forward, and `sent`
+    the bytes that a rank sends for them in a ring, which is the least that can be: of N ranks (N - 1) / N of the whole
+    tensor for an all-gather or a reduce-scatter, twice that for an all-reduce."""
+
+    def __init__(self, rank: int, count: int):
+        self.rank, self.count = rank, count
+        self.place = ""
+        self.calls: Counter[tuple[str, str, str]] = Counter()
+        self.sent: Counter[tuple[str, str, str]] = Counter()
+
+    def _apply(self, tensor: Tensor, forward: str, backward: str, dim: int = 1) -> Tensor:
+        return tensor if self.count == 1 else _Collective.apply(tensor, self, forward, backward, dim)
+
+    copied = partialmethod(_apply, forward=NOTHING, backward=ALL_REDUCE)
+    summed = partialmethod(_apply, forward=ALL_REDUCE, backward=NOTHING)
+    added = partialmethod(_apply, forward=ALL_REDUCE, backward=ALL_REDUCE)
+    gathered = partialmethod(_apply, forward=ALL_GATHER, backward=REDUCE_SCATTER)
+    scattered = partialmethod(_apply, forward=REDUCE_SCATTER, backward=ALL_GATHER)
+    joined = partialmethod(_apply, forward=ALL_GATHER, backward=PART)
+
+    def all_reduce(self, tensor: Tensor, key: tuple[str, str], operation=dist.ReduceOp.SUM) -> Tensor:
+        """The sum over all ranks, in `tensor` itself. `key`: place and pass, for the counts."""
+        if self.count > 1:
+            with peer_errors():
+                dist.all_reduce(tensor, operation)
+            self._count(key, ALL_REDUCE, 2 * tensor.nbytes)
+        return tensor
+
+    def _all_gather(self, tensor: Tensor, dim: int, key: tuple[str, str]) -> Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(self.count)]
+        with peer_errors():
+            dist.all_gather(parts, tensor)
+        self._count(key, ALL_GATHER, self.count * tensor.nbytes)
+        return torch.cat(parts, dim)
+
+    def _reduce_scatter(self, tensor: Tensor, dim: int, key: tuple[str, str]) -> Tensor:
+        parts = [part.contiguous() for part in tensor.chunk(self.count, dim)]
+        found = torch.empty_like(parts[0])
+        with peer_errors():
+            dist.reduce_scatter(found, parts)
+        self._count(key, REDUCE_SCATTER, tensor.nbytes)
+        return found
+
+    def _count(self, key: tuple[str, str], kind: str, bytes_of_ring: int) -> None:
+        self.calls[*key, kind] += 1
+        self.sent[*key, kind] += bytes_of_ring * (self.count - 1) // self.count
+
+    def do(self, kind: str, tensor: Tensor, dim: int, key: tuple[str, str]) -> Tensor:
+        """One of the kinds; the result is a tensor of its own, but of NOTHING."""
+        if kind == NOTHING:
+            return tensor.view_as(tensor)
+        if kind == PART:
+            return tensor.chunk(self.count, dim)[self.rank].contiguous()
+        if kind == ALL_REDUCE:
+            return self.all_reduce(tensor.clone(memory_format=torch.contiguous_format), key)
+        return (self._all_gather if kind == ALL_GATHER else self._reduce_scatter)(tensor.contiguous(), dim, key)
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: Tensor, ranks: Ranks, forward: str, backward: str, dim: int) -> Tensor:
+        ctx.of = ranks, backward, dim, ranks.place
+        return ranks.do(forward, tensor, dim, (ranks.place, FORWARD))
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        ranks, backward, dim, place = ctx.of
+        return ranks.do(backward, gradient, dim, (place, BACKWARD)), None, None, None, None

@@ -1,0 +1,155 @@
+"""Layers of which each rank has a part, and layers that know which part of a tensor they see."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from experiments.harness.randomness import seed_of
+from experiments.tensor_parallel.collectives import FORWARD, Ranks
+
+ATTENTION = "lowmem_tensor_parallel"
+Product = Callable[[Tensor, Tensor], Tensor]  # of what goes in and the weight
+
+
+def conv1d_product(x: Tensor, weight: Tensor) -> Tensor:
+    """What transformers' Conv1D does: its weight is [in, out]."""
+    return x @ weight
+
+
+class ColumnParallel(nn.Module):
+    """A rank's part of what comes out: x [.., in], the same on all ranks, -> [.., part of out]. Weight and bias have
+    this rank's outputs alone. What comes in has to be `copied` or `gathered` before: once for all such layers that use
+    it."""
+
+    def __init__(self, product: Product, weight: nn.Parameter, bias: nn.Parameter | None):
+        super().__init__()
+        self.product, self.weight, self.bias = product, weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _biased(self.product(x, self.weight), self.bias)
+
+
+class RowParallel(ColumnParallel):
+    """A rank's part of what goes in: x [.., part of in] -> [.., out]. `leave` adds up the ranks' summands; the bias,
+    which all ranks have, is added once, to the sum."""
+
+    def __init__(self, product: Product, weight: nn.Parameter, bias: nn.Parameter | None, leave: Callable):
+        super().__init__(product, weight, bias)
+        self.leave = leave
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _biased(self.leave(self.product(x, self.weight)), self.bias)
+
+
+def _biased(y: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return y
+    return y + (bias[:, None, None] if y.dim() == 4 else bias)  # channels of an image come second
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """Rows `first`, `first` + 1, ... of an embedding: ids [B, T] -> [B, T, D]. Other ranks' ids give zeros here, and
+    `leave` adds up the ranks'."""
+
+    def __init__(self, weight: nn.Parameter, first: int, leave: Callable):
+        super().__init__()
+        self.weight, self.first, self.leave = weight, first, leave
+
+    def forward(self, ids: Tensor) -> Tensor:
+        own = ids - self.first
+        is_others = (own < 0) | (own >= len(self.weight))
+        return self.leave(F.embedding(own.masked_fill(is_others, 0), self.weight).masked_fill(is_others[..., None], 0))
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    """Of logits [N, V / ranks]. The largest logit of a row, the sum of the exponentials and the target's logit are
+    reduced over the ranks; the logits stay where they are."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, first: int, vocabulary: int, ranks: Ranks) -> Tensor:
+        key = (ranks.place, FORWARD)
+        logits = logits.clone()
+        logits[:, max(0, vocabulary - first) :] = -torch.inf  # what only fills up the last ranks' parts
+        largest = ranks.all_reduce(logits.max(1).values, key, torch.distributed.ReduceOp.MAX)
+        own = targets - first
+        is_own = (own >= 0) & (own < logits.shape[1])
+        row = torch.arange(len(own), device=own.device)
+        exponentials = logits.sub_(largest[:, None])
+        target = exponentials[row, own.clamp(0, logits.shape[1] - 1)].where(is_own, 0)
+        exponentials.exp_()
+        total, target = ranks.all_reduce(torch.stack((exponentials.sum(1), target)), key)
+        ctx.save_for_backward(exponentials.div_(total[:, None]), own, is_own)
+        return total.log() - target
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        probabilities, own, is_own = ctx.saved_tensors
+        found = probabilities.clone()
+        found[torch.arange(len(own), device=own.device)[is_own], own[is_own]] -= 1
+        return found * gradient[:, None], None, None, None, None
+
+
+def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, vocabulary: int, ranks: Ranks) -> Tensor:
+    """The mean over N predictions, the same on all ranks. `logits` [N, part of the vocabulary], from `first` on;
+    `targets` int64 [N]; `vocabulary`: its true size, behind which logits count for nothing."""
+    return _VocabularyCrossEntropy.apply(logits, targets, first, vocabulary, ranks).mean()
+
+
+class FeatureParallelLayerNorm(nn.Module):
+    """Layer norm over features [.., D] of which each rank has a part, [.., part of D]: mean and variance are added up
+    over the ranks, one after the other, since their difference would lose digits."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, features: int, eps: float, ranks: Ranks):
+        super().__init__()
+        self.weight, self.bias, self.features, self.eps, self.ranks = weight, bias, features, eps, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - self.ranks.added(x.sum(-1, keepdim=True)) / self.features
+        variance = self.ranks.added(centred.square().sum(-1, keepdim=True)) / self.features
+        return centred * (variance + self.eps).rsqrt() * self.weight + self.bias
+
+
+class PlacedDropout(nn.Module):
+    """Dropout with the mask that the whole tensor would have, of which this rank takes what it sees. So the same is
+    dropped on any number of ranks. The mask depends on (seed, step, number of this layer); `step` is to be set before
+    each. `place`: of a tensor that is cut along `dim`, from how long it is here to where it begins in the whole, and
+    how long that is."""
+
+    def __init__(self, p: float, number: int, seed: int, dim: int = 0, place: Callable | None = None):
+        super().__init__()
+        self.p, self.number, self.seed, self.step = p, number, seed, 0
+        self.dim, self.place = dim, place or (lambda length: (0, length))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.p:
+            return x
+        shape, own = list(x.shape), x.shape[self.dim]
+        begin, shape[self.dim] = self.place(own)
+        generator = torch.Generator(x.device).manual_seed(seed_of(self.seed, self.step, self.number))
+        mask = torch.rand(shape, generator=generator, device=x.device) >= self.p
+        return x * mask.narrow(self.dim, begin, own) / (1 - self.p)
+
+
+def _causal_attention(module, query, key, value, attention_mask, scaling=None, **_) -> tuple[Tensor, None]:
+    """Causal attention of this rank's heads, [B, heads, T, head] each -> [B, T, heads, head]; with dropout the weights
+    [B, heads, T, T] are made. transformers would make its mask of the length of what a rank has of the sequence."""
+    drop = getattr(module, "attn_dropout", None)
+    if drop is None or not drop.p or not module.training:
+        grouped = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, **grouped)
+        return output.transpose(1, 2).contiguous(), None
+    times = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(times, 1) for tensor in (key, value))
+    scores = query @ key.transpose(-1, -2) * scaling
+    length = query.shape[2]
+    later = torch.ones((length, length), dtype=torch.bool, device=query.device).triu(1)
+    weights = drop(scores.masked_fill(later, -torch.inf).softmax(-1))
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _causal_attention)
+AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)

@@ -1,0 +1,221 @@
+"""Trains a model of which each process has a part of every layer: `python -m experiments.tensor_parallel.run`.
+
+    python -m experiments.tensor_parallel.run --ranks 4 --model gpt2 --steps 50 --compare
+    python -m experiments.tensor_parallel.run --ranks 2 --model llama --sequence-parallel --dtype fp64 --compare
+    torchrun --nproc-per-node 2 -m experiments.tensor_parallel.run --ranks 2 --model gpt2 --weights FOLDER --save
+
+Starts its own processes (gloo on the CPU, NCCL where there is a GPU for each), or is one of torchrun's. Under --out:
+report.json, curves.png and, with --save, the whole model in `model`, as transformers reads it.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from experiments.harness import group
+from experiments.harness import rows as row_file
+from experiments.harness.curves import draw_curves
+from experiments.harness.options import at_least
+from experiments.tensor_parallel import worker
+from experiments.tensor_parallel.collectives import BACKWARD, FORWARD
+from experiments.tensor_parallel.models import DECODERS, RULES, SEQ
+from experiments.tensor_parallel.worker import DTYPES, Job, Told
+from lowmem.errors import InputError, LowmemError
+
+PROGRAM = "experiments.tensor_parallel.run"
+ALLOWED = {"fp32": 1e-5, "fp64": 1e-12}  # relative difference from one process
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        return run(options)
+    except LowmemError as error:
+        if os.environ.get("RANK", "0") == "0":  # torchrun's other processes would say the same
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 1
+
+
+def run(options: argparse.Namespace) -> int:
+    """What the command does; its exit code."""
+    job = planned(options)
+    told = train_as_one_of(job) if group.is_one_of_torchruns() else train(job)
+    if told is None:
+        return 0  # another process of torchrun's says it
+    report = report_of(job, told, options.compare)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    draw_curves(report["losses"], options.out / "curves.png")
+    if options.save:
+        save(job, told[0].weights, options.out / "model")
+    print(_said(report))
+    print(f"see {options.out / 'report.json'}")
+    return 0
+
+
+def planned(options: argparse.Namespace) -> Job:
+    """The job; InputError for what does not go together."""
+    job = Job(
+        options.model, options.weights, options.ranks, options.steps, options.batch, options.seq, options.dtype,
+        options.learning_rate, options.clip or None, options.dropout, options.sequence_parallel, options.seed,
+        options.compare or options.save,
+    )  # fmt: skip
+    if options.save and options.model not in DECODERS:
+        raise InputError(f"--save writes a folder for transformers, which has no {options.model}")
+    if options.compare and options.dropout:
+        raise InputError("--compare is with the ordinary model, whose dropout draws other numbers; use --dropout 0")
+    if group.is_one_of_torchruns() and int(os.environ["WORLD_SIZE"]) != options.ranks:
+        raise InputError(f"torchrun has {os.environ['WORLD_SIZE']} processes, and --ranks is {options.ranks}")
+    job.kind.check(job.ranks, job.sequence_parallel, job.seq)
+    return job
+
+
+def train(job: Job) -> list[Told]:
+    """In processes that are started here; what each tells."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(worker.saved(job))
+        group.run(worker.__name__, folder, job.ranks)
+        return torch.load(folder / worker.RESULT, weights_only=False)
+
+
+def train_as_one_of(job: Job) -> list[Told] | None:
+    """In this process, one of torchrun's, and the others; None but on rank 0."""
+    rank = int(os.environ["RANK"])
+    device = group.begin(None, rank, job.ranks)
+    told = worker.tell_all(job, worker.work(job, rank, device))
+    dist.destroy_process_group()
+    return told
+
+
+def report_of(job: Job, told: list[Told], compare: bool) -> dict:
+    """report.json's content. `collectives_per_block`: of one block, where all are alike, else the most of any;
+    `collectives`: by place (a block, or "" for what lies around them), pass and kind, in a step; `bytes_per_step`: what
+    a rank sends in a ring."""
+    first = told[0]
+    by_block: dict[str, Counter] = {FORWARD: Counter(), BACKWARD: Counter()}
+    collectives: dict[str, dict[str, dict[str, int]]] = {}
+    for (place, direction, kind), count in sorted(first.calls.items()):
+        collectives.setdefault(place, {}).setdefault(direction, {})[kind] = count
+        if "." in place:
+            by_block[direction][place] += count
+    report = {
+        "model": job.model,
+        "ranks": job.ranks,
+        "steps": job.steps,
+        "dtype": job.dtype,
+        "sequence_parallel": job.sequence_parallel,
+        "max_abs_loss_difference": None,
+        "max_rel_loss_difference": None,
+        "max_rel_weight_difference": None,
+        "max_rel_gradient_difference": None,
+        "collectives_per_block": {pass_: max(counts.values(), default=0) for pass_, counts in by_block.items()},
+        "collectives": collectives,
+        "bytes_per_step": sum(first.sent.values()),
+        "parameters_per_rank": [sum(one.parameters) for one in told],
+        "replicated_parameters": first.parameters[1],
+        "bytes_before_per_rank": [one.bytes_before for one in told],
+        "peak_bytes_per_rank": [one.peak_bytes for one in told],
+        "losses": {f"{job.ranks} ranks": first.losses},
+    }
+    if compare:
+        found = compared(job, first)
+        report |= found | {"losses": report["losses"] | found["losses"]}
+    return report | row_file.made_by(PROGRAM, sys.argv[1:])
+
+
+def compared(job: Job, told: Told) -> dict:
+    """With one process and the ordinary model, with as many threads as each rank has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(group.THREADS)
+    one = worker.alone(job)
+    torch.set_num_threads(threads)
+    pairs = list(zip(told.losses, one.losses, strict=True))
+    return {
+        "losses": {"one process": one.losses},
+        "max_abs_loss_difference": max(abs(a - b) for a, b in pairs),
+        "max_rel_loss_difference": max(abs(a - b) / abs(b) for a, b in pairs),
+        "max_rel_weight_difference": largest_difference(told.weights, one.weights),
+        "max_rel_gradient_difference": largest_difference(told.gradients, one.gradients),
+        "parameters_alone": one.parameters[1],
+    }
+
+
+def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest of all tensors, as the norm of the difference relative to the norm. Vectors count together: a bias
+    may begin at zero and have no gradient but what rounding leaves of one (that of keys, which softmax does not see),
+    and then nothing of it is right or wrong."""
+    if found.keys() != expected.keys():
+        raise ValueError(f"other tensors: {found.keys() ^ expected.keys()}")
+    pairs = [(found[name], tensor.cpu()) for name, tensor in expected.items() if tensor.is_floating_point()]
+    vectors = [(one, other) for one, other in pairs if one.dim() < 2]
+    pairs = [pair for pair in pairs if pair[0].dim() > 1]
+    if vectors:
+        pairs.append(tuple(torch.cat([tensor.flatten() for tensor in side]) for side in zip(*vectors, strict=True)))
+    return max(float((one - other).norm() / other.norm()) for one, other in pairs)
+
+
+def save(job: Job, weights: dict[str, Tensor], folder: Path) -> None:
+    """As transformers reads it, in fp32."""
+    from lowmem.models.build import model_from_config
+
+    model = model_from_config(job.kind.config)
+    for name, parameter in model.named_parameters():
+        parameter.data = weights[name].float()
+    model.save_pretrained(folder)
+
+
+def _said(report: dict) -> str:
+    blocks = report["collectives_per_block"]
+    peaks = [f"{peak / 2**20:,.0f}" for peak in report["peak_bytes_per_rank"]]
+    lines = [
+        f"{report['model']}, {report['ranks']} ranks: {blocks[FORWARD]} collectives forward and {blocks[BACKWARD]} "
+        f"backward in a block, {report['bytes_per_step']:,} bytes sent per step",
+        f"parameters {report['parameters_per_rank']}, of which {report['replicated_parameters']:,} on all ranks; peaks "
+        f"{', '.join(peaks)} MiB",
+    ]
+    if report["max_rel_loss_difference"] is not None:
+        lines.append(
+            f"beside one process: losses {report['max_rel_loss_difference']:.1e}, gradients "
+            f"{report['max_rel_gradient_difference']:.1e}, weights {report['max_rel_weight_difference']:.1e} "
+            f"(relative; {ALLOWED[report['dtype']]:.0e} is allowed)"
+        )
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0])
+    whole, some = at_least(int, 1), at_least(float, 0)
+    found.add_argument("--ranks", type=whole, default=2, metavar="N", help="processes (%(default)s)")
+    found.add_argument("--model", choices=RULES, default="gpt2", help="default: %(default)s")
+    found.add_argument("--weights", metavar="DIR", help="of a GPT-2 or Llama, a folder or a hub name (random, small)")
+    found.add_argument("--steps", type=whole, default=50, metavar="N", help="default: %(default)s")
+    found.add_argument("--batch", type=whole, default=8, metavar="N", help="samples per step (%(default)s)")
+    found.add_argument("--seq", type=whole, default=SEQ, metavar="N", help="tokens of a sample (%(default)s)")
+    found.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: %(default)s")
+    found.add_argument("--sequence-parallel", action="store_true", help="cut the sequence between the cut layers")
+    found.add_argument("--learning-rate", type=some, default=1e-3, metavar="X", help="default: %(default)s")
+    found.add_argument(
+        "--clip", type=some, default=1.0, metavar="X", help="norm of all gradients; 0: none (%(default)s)"
+    )
+    found.add_argument("--dropout", type=at_least(float, 0, 1), default=0.0, metavar="P", help="default: %(default)s")
+    found.add_argument("--seed", type=at_least(int, 0), default=0, metavar="N", help="default: %(default)s")
+    found.add_argument("--compare", action="store_true", help="with one process and the ordinary model")
+    found.add_argument("--save", action="store_true", help="write the whole model for transformers")
+    found.add_argument("--out", type=Path, default=Path("runs/tensor_parallel"), metavar="DIR", help="%(default)s")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""What one process of tensor parallelism does, and what one process alone does with the same model.
+
+python -m experiments.tensor_parallel.worker FOLDER RANK        started by run.py, never by hand
+"""
+
+import gc
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.harness import group, samples
+from experiments.tensor_parallel.collectives import Ranks
+from experiments.tensor_parallel.models import Kind, kind_of
+from experiments.tensor_parallel.sharding import CPU, Sharder
+from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
+
+RESULT = "result.pt"
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how. `keep`: whether the gradients of the first step and the weights at the end are told."""
+
+    model: str
+    weights: str | None
+    ranks: int
+    steps: int
+    batch: int
+    seq: int
+    dtype: str
+    learning_rate: float
+    clip_norm: float | None
+    dropout: float
+    sequence_parallel: bool
+    seed: int
+    keep: bool
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.model, self.seed, self.weights)
+
+    def optimizer_of(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.01)
+
+    def batches(self, device: torch.device = CPU) -> Iterable[tuple[Tensor, Tensor]]:
+        """Inputs and targets of each step: the same in every process."""
+        inputs, targets = self.kind.samples(self.seq)
+        for step in range(self.steps):
+            rows = samples.chosen(len(inputs), self.batch, step, self.seed)
+            given, wanted = inputs[rows], targets[rows].long()
+            yield (
+                (given.to(DTYPES[self.dtype]) if given.is_floating_point() else given.long()).to(device),
+                wanted.to(device),
+            )
+
+    def sharder(self, ranks: Ranks, device: torch.device = CPU) -> Sharder:
+        return Sharder(
+            self.kind.build(DTYPES[self.dtype]), ranks, sequence_parallel=self.sequence_parallel, dropout=self.dropout,
+            seed=self.seed, dtype=DTYPES[self.dtype], device=device,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Told:
+    """Of a rank. `calls` and `sent` are of the first step, by place, pass and kind; `parameters`: how many this rank
+    has of its own, and how many are whole; `gradients` (of the first step, not clipped) and `weights` are whole, by
+    name, on rank 0 where they are kept; bytes: allocated on a GPU, else the RAM of the process."""
+
+    losses: list[float]
+    calls: dict[tuple[str, str, str], int]
+    sent: dict[tuple[str, str, str], int]
+    parameters: tuple[int, int]
+    bytes_before: int
+    peak_bytes: int
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def work(job: Job, rank: int, device: torch.device = CPU) -> Told:
+    """Trains this rank's part. The process group is there already, where there is more than one rank."""
+    ranks = Ranks(rank, job.ranks)
+    gc.collect()
+    begin_ram_peak_anew()
+    before = ram_now_bytes() if device.type == "cpu" else torch.cuda.memory_allocated(device)
+    sharded = job.kind.shard(job.sharder(ranks, device))
+    parameters = dict(sharded.model.named_parameters())
+    optimizer = job.optimizer_of(parameters.values())
+    losses, gradients, calls, sent = [], {}, {}, {}
+    for step, (inputs, targets) in enumerate(job.batches(device)):
+        for dropout in sharded.dropouts:
+            dropout.step = step
+        loss = job.kind.loss(sharded, inputs, targets)
+        loss.backward()
+        sharded.complete_gradients()
+        if not step:
+            calls, sent = dict(ranks.calls), dict(ranks.sent)
+            if job.keep:
+                gradients = dict(sharded.gathered({name: p.grad for name, p in parameters.items()}))
+        if job.clip_norm is not None:
+            sharded.clip_gradients(job.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    peak = ram_peak_bytes() if device.type == "cpu" else torch.cuda.max_memory_allocated(device)
+    own = sum(parameter.numel() for name, parameter in parameters.items() if name in sharded.cuts)
+    return Told(
+        losses, calls, sent, (own, sum(map(torch.numel, parameters.values())) - own), before, peak, gradients,
+        dict(sharded.gathered(sharded.tensors())) if job.keep else {},
+    )  # fmt: skip
+
+
+def alone(job: Job) -> Told:
+    """One process and the model as it is: nothing is cut, and the loss is PyTorch's."""
+    kind = job.kind
+    sharded = job.sharder(Ranks(0, 1)).apply({})
+    sharded.load(kind.weights())
+    model = sharded.model
+    parameters = dict(model.named_parameters())
+    optimizer = job.optimizer_of(parameters.values())
+    losses, gradients = [], {}
+    for step, (inputs, targets) in enumerate(job.batches()):
+        output = model(inputs) if kind.config is None else model(inputs, use_cache=False).logits.flatten(0, 1)
+        loss = F.cross_entropy(output, targets.flatten())
+        loss.backward()
+        if not step:
+            gradients = {name: parameter.grad.clone() for name, parameter in parameters.items()}
+        if job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters.values(), job.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    whole = sum(map(torch.numel, parameters.values()))
+    return Told(losses, {}, {}, (0, whole), 0, 0, gradients, dict(sharded.gathered(sharded.tensors())))
+
+
+def saved(job: Job) -> str:
+    """As `_process` reads it."""
+    return json.dumps(asdict(job))
+
+
+def tell_all(job: Job, told: Told) -> list[Told] | None:
+    """What all ranks tell, on rank 0."""
+    if job.ranks == 1:
+        return [told]
+    found = [None] * job.ranks if dist.get_rank() == 0 else None
+    dist.gather_object(told, found)
+    return found
+
+
+def _process(folder: Path, rank: int) -> None:
+    """Of a rank that run.py started."""
+    job = Job(**json.loads((folder / "job.json").read_text()))
+    device = group.begin(folder, rank, job.ranks)
+    told = tell_all(job, work(job, rank, device))
+    if told is not None:
+        torch.save(told, folder / RESULT)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(group.member(_process))
