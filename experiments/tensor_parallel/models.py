@@ -264,6 +264,9 @@ class Kind:
         for module in plain.modules():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
+        for module in plain.modules():
+            if isinstance(module, Bottleneck):  # a block begins as its shortcut (Goyal et al. 2017, arXiv 1706.02677)
+                nn.init.zeros_(module.norm3.weight)
         return iter(plain.state_dict().items())
 
     def shard(self, sharder: Sharder) -> Sharded:

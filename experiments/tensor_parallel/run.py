@@ -31,6 +31,7 @@ from experiments.tensor_parallel.worker import DTYPES, Job, Told
 from lowmem.errors import InputError, LowmemError
 
 PROGRAM = "experiments.tensor_parallel.run"
+LEARNING_RATE, RESNET_LEARNING_RATE = 1e-3, 5e-4
 ALLOWED = {"fp32": 1e-5, "fp64": 1e-12}  # relative difference from one process
 
 
@@ -66,9 +67,11 @@ def run(options: argparse.Namespace) -> int:
 
 def planned(options: argparse.Namespace) -> Job:
     """The job; InputError for what does not go together."""
+    usual = RESNET_LEARNING_RATE if options.model == "resnet" else LEARNING_RATE
+    learning_rate = usual if options.learning_rate is None else options.learning_rate
     job = Job(
         options.model, options.weights, options.ranks, options.steps, options.batch, options.seq, options.dtype,
-        options.learning_rate, options.clip or None, options.dropout, options.sequence_parallel, options.seed,
+        learning_rate, options.clip or None, options.dropout, options.sequence_parallel, options.seed,
         options.compare or options.save,
     )  # fmt: skip
     if options.save and options.model not in DECODERS:
@@ -205,7 +208,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seq", type=whole, default=SEQ, metavar="N", help="tokens of a sample (%(default)s)")
     found.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: %(default)s")
     found.add_argument("--sequence-parallel", action="store_true", help="cut the sequence between the cut layers")
-    found.add_argument("--learning-rate", type=some, default=1e-3, metavar="X", help="default: %(default)s")
+    rates = f"default: {LEARNING_RATE}, of resnet {RESNET_LEARNING_RATE}"
+    found.add_argument("--learning-rate", type=some, metavar="X", help=rates)
     found.add_argument(
         "--clip", type=some, default=1.0, metavar="X", help="norm of all gradients; 0: none (%(default)s)"
     )

@@ -48,6 +48,9 @@ class Job:
         return kind_of(self.model, self.seed, self.weights)
 
     def optimizer_of(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """AdamW; of ResNet the momentum that it was made with."""
+        if self.model == "resnet":
+            return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9, weight_decay=1e-4)
         return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.01)
 
     def batches(self, device: torch.device = CPU) -> Iterable[tuple[Tensor, Tensor]]:
@@ -55,11 +58,8 @@ class Job:
         inputs, targets = self.kind.samples(self.seq)
         for step in range(self.steps):
             rows = samples.chosen(len(inputs), self.batch, step, self.seed)
-            given, wanted = inputs[rows], targets[rows].long()
-            yield (
-                (given.to(DTYPES[self.dtype]) if given.is_floating_point() else given.long()).to(device),
-                wanted.to(device),
-            )
+            dtype = DTYPES[self.dtype] if inputs.is_floating_point() else torch.int64
+            yield inputs[rows].to(device, dtype), targets[rows].to(device, torch.int64)
 
     def sharder(self, ranks: Ranks, device: torch.device = CPU) -> Sharder:
         return Sharder(

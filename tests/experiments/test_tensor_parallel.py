@@ -1,0 +1,156 @@
+"""Tensor parallelism: cuts lose nothing, and what ranks train together is one process's training, with the collectives
+that theory says."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from experiments.harness import group
+from experiments.tensor_parallel import run, worker
+from experiments.tensor_parallel.collectives import Ranks
+from experiments.tensor_parallel.layers import PlacedDropout, vocabulary_cross_entropy
+from experiments.tensor_parallel.models import SMALL, kind_of
+from experiments.tensor_parallel.sharding import Sharder, evenly, filled_up
+from experiments.tensor_parallel.worker import Job
+
+
+def job(model: str, **more) -> Job:
+    common = {"weights": None, "ranks": 1, "steps": 3, "batch": 4, "seq": 32, "dtype": "fp64", "learning_rate": 1e-3,
+              "clip_norm": 1.0, "dropout": 0.0, "sequence_parallel": False, "seed": 0, "keep": True}  # fmt: skip
+    return Job(model, **common | more)
+
+
+# --- cuts
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.booleans())
+def test_parts_make_the_whole_again(units, block, blocks, ranks, of_rows):
+    """Every place is of one rank; what only fills up is zero, and is not put back."""
+    whole = torch.randn((units * block * blocks, 3))
+    cut = evenly(units * block, ranks, block, blocks) if of_rows else filled_up(len(whole), ranks)
+    parts = [cut.take(whole, rank) for rank in range(ranks)]
+    again = torch.full_like(whole, torch.nan)
+    for rank, part in enumerate(parts):
+        cut.put(again, part, rank)
+    assert torch.equal(again, whole)
+    exists = sum(int((places < cut.size).sum()) for places in cut.places)
+    assert exists == len(whole) and sum(float(part.abs().sum()) for part in parts) == pytest.approx(
+        float(whole.abs().sum())
+    )
+
+
+def test_queries_keys_and_values_are_cut_apart():
+    """GPT-2 has them behind each other: a rank's heads are in three places."""
+    cut = evenly(6, 2, block=2, blocks=3)  # three heads of two, on two ranks
+    assert cut.places[0].tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 12, 13, 14, 15]
+    assert cut.places[1].tolist() == [4, 5, 10, 11, 16, 17]
+
+
+# --- layers of a rank
+
+
+def test_the_loss_of_a_whole_vocabulary_is_pytorchs():
+    """What lies behind the vocabulary's end counts for nothing, and gets no gradient."""
+    logits = torch.randn((7, 12), dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 10, (7,))
+    ours = torch.autograd.grad(vocabulary_cross_entropy(logits, targets, 0, 10, Ranks(0, 1)), logits)[0]
+    theirs = torch.autograd.grad(F.cross_entropy(logits[:, :10], targets), logits)[0]
+    assert torch.allclose(ours, theirs, atol=1e-15, rtol=0) and not ours[:, 10:].any()
+
+
+def test_ranks_drop_what_one_process_drops():
+    x = torch.ones((2, 8, 3))
+    whole = PlacedDropout(0.5, number=4, seed=1)
+    parts = [PlacedDropout(0.5, 4, 1, 1, lambda n, b=begin: (b, 8))(x[:, begin:end]) for begin, end in ((0, 3), (3, 8))]
+    assert torch.equal(torch.cat(parts, 1), whole(x)) and 0 < float((whole(x) == 0).float().mean()) < 1
+    before = whole(x)
+    whole.step = 1
+    assert not torch.equal(whole(x), before)
+
+
+@pytest.mark.parametrize("model", ["mlp", "mlp-norm", "gpt2", "llama"])
+def test_one_rank_is_the_ordinary_model(model):
+    """The cut layers, the loss and the clipping beside transformers' and PyTorch's own."""
+    ours, theirs = worker.work(job(model), 0), worker.alone(job(model))
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-12)
+    assert run.largest_difference(ours.gradients, theirs.gradients) < 1e-12
+    assert run.largest_difference(ours.weights, theirs.weights) < 1e-12
+    assert not ours.calls
+
+
+def test_a_weight_that_differs_is_found():
+    theirs = worker.alone(job("mlp", steps=1))
+    for name in ("blocks.1.into.weight", "blocks.1.into.bias"):
+        other = {**theirs.weights, name: theirs.weights[name] + 1e-6}
+        assert run.largest_difference(other, theirs.weights) > 1e-7
+    with pytest.raises(ValueError, match="other tensors"):
+        run.largest_difference({}, theirs.weights)
+
+
+def test_a_rank_makes_its_part_alone():
+    """A tied embedding is one parameter; 257 tokens are in four parts of 65, the last filled up with zeros."""
+    kind = kind_of("gpt2")
+    shards = [kind.shard(Sharder(kind.build(torch.float32), Ranks(rank, 4))) for rank in range(4)]
+    for sharded in shards:
+        assert sharded.model.lm_head.weight is sharded.model.transformer.wte.weight
+    assert not shards[3].model.lm_head.weight[62:].any() and shards[3].model.lm_head.weight[61].any()
+    cut = sum(p.numel() for sharded in shards for n, p in sharded.model.named_parameters() if n in sharded.cuts)
+    whole = sum(p.numel() for n, p in shards[0].model.named_parameters() if n not in shards[0].cuts)
+    filled_up_by = 3 * SMALL["gpt2"].n_embd
+    assert cut + whole == sum(p.numel() for p in kind.build(torch.float32).parameters()) + filled_up_by
+
+
+# --- real processes
+
+
+@pytest.mark.parametrize(
+    "options, forward, backward",
+    [
+        ("--model mlp --ranks 2", {"all-reduce": 1}, {"all-reduce": 1}),
+        ("--model gpt2 --ranks 4", {"all-reduce": 2}, {"all-reduce": 2}),
+        ("--model llama --ranks 3 --seq 48 --sequence-parallel", {"all-gather": 2, "reduce-scatter": 2},
+         {"all-gather": 2, "reduce-scatter": 2}),
+    ],
+)  # fmt: skip
+def test_ranks_train_as_one_process(options, forward, backward, tmp_path, capsys):
+    """In fp64, heads and a vocabulary that the ranks do not divide among them: one round for two layers."""
+    words = f"{options} --dtype fp64 --steps 3 --batch 4 --compare --out {tmp_path}".split()
+    assert run.main(words) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    for key in ("max_rel_loss_difference", "max_rel_gradient_difference", "max_rel_weight_difference"):
+        assert report[key] < 1e-12, key
+    block = next(place for place in reversed(report["collectives"]) if "." in place)
+    assert report["collectives"][block] == {"forward": forward, "backward": backward}
+    assert report["collectives_per_block"] == {"forward": sum(forward.values()), "backward": sum(backward.values())}
+    assert report["bytes_per_step"] > 0 and len(report["parameters_per_rank"]) == report["ranks"]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "beside one process" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ("--ranks 7", "the model has 6 heads: 7 ranks are more; --ranks 6 is the most"),
+        ("--ranks 5 --model llama", "4 heads of keys and values: 5 ranks are more"),
+        ("--ranks 3 --sequence-parallel", "a length that 3 ranks divide, and --seq is 64"),
+        ("--model mlp --sequence-parallel", "mlp has no sequence"),
+        ("--model mlp --weights x", "--weights is for gpt2 and llama"),
+        ("--model mlp --save", "which has no mlp"),
+        ("--compare --dropout 0.1", "use --dropout 0"),
+        ("--dropout 1", "number of at least 0 and less than 1 value: '1'"),
+        ("--weights no/such/folder", "no/such/folder"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_any_process_starts(options, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(group.subprocess, "Popen", lambda *_, **__: pytest.fail("a process"))
+    try:
+        code = run.main([*options.split(), "--out", str(tmp_path / "out")])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
