@@ -9,6 +9,7 @@ alone; torchrun watches.
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -51,10 +52,14 @@ def peer_errors() -> Iterator[None]:
 def run(module: str, folder: Path, ranks: int) -> None:
     """Starts `python -m module FOLDER RANK` for each rank and waits until all have ended well. ProcessFailed, with the
     cause, where one has not; then all are ended."""
-    processes = [_started(module, folder, rank) for rank in range(ranks)]
+    processes: list[subprocess.Popen] = []
+    before = signal.signal(signal.SIGTERM, _interrupt)  # so that callers tidy up, as after Ctrl-C
     try:
+        for rank in range(ranks):
+            processes.append(_started(module, folder, rank))
         _watch(processes, folder)
     finally:
+        signal.signal(signal.SIGTERM, before)
         for process in processes:
             process.kill()
             process.stdin.close()
@@ -69,9 +74,16 @@ def member(work: Callable[[Path, int], None]) -> int:
         work(folder, rank)
     except Exception as error:
         failure = {"time": time.time(), "of_another": isinstance(error, PeerError), "error": _one_line(error)}
-        (folder / FAILED.format(rank)).write_text(json.dumps(failure))
+        partial = folder / f"{FAILED.format(rank)}.partial"
+        partial.write_text(json.dumps(failure))
+        partial.rename(folder / FAILED.format(rank))
         return 1
     return 0
+
+
+def is_first() -> bool:
+    """Whether this process speaks for all: all but torchrun's processes of other ranks do."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def is_one_of_torchruns() -> bool:
@@ -82,13 +94,18 @@ def is_one_of_torchruns() -> bool:
 def begin(folder: Path | None, rank: int, ranks: int) -> torch.device:
     """Makes the process group; where this process computes. `folder` None: as torchrun says."""
     torch.set_num_threads(THREADS)
-    device = _device_of(rank, ranks)
+    device = device_of(rank, ranks)
     where = {"init_method": f"file://{folder / 'rendezvous'}", "rank": rank, "world_size": ranks} if folder else {}
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT, **where)
     return device
 
 
-def _device_of(rank: int, ranks: int) -> torch.device:
+def new(ranks: list[int]) -> dist.ProcessGroup:
+    """A group of some of the processes; all have to ask for it."""
+    return dist.new_group(ranks, timeout=TIMEOUT)
+
+
+def device_of(rank: int, ranks: int) -> torch.device:
     """A GPU of its own for every process, where a machine has as many, or else the CPU."""
     local, here = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if not torch.cuda.is_available() or torch.cuda.device_count() < here:
@@ -96,6 +113,10 @@ def _device_of(rank: int, ranks: int) -> torch.device:
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device
+
+
+def _interrupt(*_) -> None:
+    raise KeyboardInterrupt
 
 
 def _started(module: str, folder: Path, rank: int) -> subprocess.Popen:
@@ -120,20 +141,20 @@ def _cause(processes: list[subprocess.Popen], folder: Path) -> str:
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline and any(process.poll() is None for process in processes):
         time.sleep(POLL_SECONDS)
-    failures = {}
+    failures, ended = [], []
     for rank, process in enumerate(processes):
         path = folder / FAILED.format(rank)
         if path.exists():
-            failures[rank] = json.loads(path.read_text())
+            failures.append(json.loads(path.read_text()) | {"rank": rank})
         elif process.returncode is not None and process.returncode < 0:
-            return f"the process of rank {rank} was ended by signal {-process.returncode}"
+            ended.append(f"the process of rank {rank} was ended by signal {-process.returncode}")
         elif process.returncode:
-            output = (folder / f"output-{rank}").read_text(errors="replace").strip().splitlines()
-            return (
-                f"the process of rank {rank} ended with exit code {process.returncode}: {(output or ['no output'])[-1]}"
-            )
-    rank, first = min(failures.items(), key=lambda item: (item[1]["of_another"], item[1]["time"]))
-    return f"rank {rank} failed: {first['error']}"
+            output = (folder / f"output-{rank}").read_text(errors="replace").strip().splitlines() or ["no output"]
+            ended.append(f"the process of rank {rank} ended with exit code {process.returncode}: {output[-1]}")
+    first = min(failures, key=lambda failure: (failure["of_another"], failure["time"]), default=None)
+    if ended and (first is None or first["of_another"]):
+        return ended[0]
+    return f"rank {first['rank']} failed: {first['error']}"
 
 
 def _one_line(error: Exception) -> str:

@@ -1,17 +1,31 @@
-"""Kinds of numbers for argparse."""
+"""What commands read: kinds of numbers, and a folder to write to."""
 
+import math
 from collections.abc import Callable
+from pathlib import Path
+
+from lowmem.errors import InputError
+
+SEEDS = 2**31  # seeds are below
 
 
-def at_least(kind: type, least: float, below: float | None = None) -> Callable:
-    """Reads a number of at least `least` and, where it is given, less than `below`; argparse says so of another."""
+def at_least(kind: type, least: float, below: float = math.inf) -> Callable:
+    """Reads a number of at least `least` and less than `below`; argparse says so of another."""
 
     def read(typed: str):
         value = kind(typed)
-        if not value >= least or (below is not None and not value < below):
+        if not least <= value < below:
             raise ValueError
         return value
 
-    limits = f"of at least {least}" + (f" and less than {below}" if below is not None else "")
+    limits = f"of at least {least}" + (f" and less than {below}" if below < math.inf else "")
     read.__name__ = f"{'whole number' if kind is int else 'number'} {limits}"
     return read
+
+
+def make_folder(path: Path) -> None:
+    """So that what cannot be written is known before the work is done. InputError where it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {path} cannot be made: {error.strerror or error}") from error

@@ -43,12 +43,10 @@ class Checked:
     """A schedule that holds. `actions`: of each rank; `spans`: when it computes what; `bubble`: the share of all ranks'
     time, from the first forward to the last backward, in which they wait; `peak_in_flight`: the most activations (of a
     stage and a micro-batch) that a rank holds from their forward to the end of their backward; `weight_versions`: the
-    most versions of its weights that a rank has to hold for a stage; `in_order`: whether every stage sums its gradients
-    in the order of the micro-batches."""
+    most versions of its weights that a rank has to hold for a stage; `in_order`: whether every stage takes
+    micro-batches in their order, forward (as running statistics see them) and backward (as gradients are summed)."""
 
     actions: list[list[Action]]
-    stages: int
-    micro_batches: int
     spans: list[list[Span]]
     bubble: float
     peak_in_flight: list[int]
@@ -56,21 +54,19 @@ class Checked:
     in_order: bool
 
 
-def check(
-    actions: Sequence[Sequence[Action]], stages: int, micro_batches: int, updates: int = 1, times: dict | None = None
-) -> Checked:
-    """`updates`: of each stage; `times`: how long each kind of what is computed takes. ValueError where it fails."""
+def check(actions: Sequence[Sequence[Action]], stages: int, micro_batches: int, updates: int = 1) -> Checked:
+    """`updates`: of each stage. ValueError where it fails."""
     ranks = len(actions)
+    if micro_batches < 1:
+        raise ValueError("there is no micro-batch")
     if ranks < 1 or stages % ranks:
         raise ValueError(f"{stages} stages do not lie evenly on {ranks} ranks")
     lists = [list(of_rank) for of_rank in actions]
     _check_contents(lists, stages, micro_batches, updates)
-    _walk(lists, stages, TIMES, sends_wait=True)
-    spans = _walk(lists, stages, times or TIMES, sends_wait=False)
+    _walk(lists, stages, sends_wait=True)
+    spans = _walk(lists, stages, sends_wait=False)
     return Checked(
         lists,
-        stages,
-        micro_batches,
         spans,
         bubble_of(spans),
         [_peak_in_flight(of_rank) for of_rank in lists],
@@ -107,7 +103,13 @@ def _check_contents(lists: list[list[Action]], stages: int, micro_batches: int, 
         versions: Counter[int] = Counter()
         for action in actions:
             action_of_all = action._replace(version=0)
-            if action.kind not in KINDS or not 0 <= action.stage < stages or action.stage % ranks != rank:
+            is_transfer = action.kind not in (*COMPUTED, UPDATE)
+            if (
+                action.kind not in KINDS
+                or (is_transfer and ranks == 1)
+                or not 0 <= action.stage < stages
+                or action.stage % ranks != rank
+            ):
                 raise ValueError(f"rank {rank} has no such action: {action}")
             if action.kind == UPDATE:
                 versions[action.stage] += 1
@@ -137,11 +139,24 @@ def _check_contents(lists: list[list[Action]], stages: int, micro_batches: int, 
                 parts = [Action(kind, *of) in done for kind in (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)]
                 if parts not in ([True, False, False], [False, True, True]):
                     raise ValueError(f"rank {rank} lacks a backward, or has more than one: {Action(BACKWARD, *of)}")
-        _check_updates(rank, actions)
+        _check_updates(rank, actions, micro_batches)
 
 
-def _check_updates(rank: int, actions: list[Action]) -> None:
-    """The last update of a stage comes after the last of its gradients, or these would be lost."""
+def _check_updates(rank: int, actions: list[Action], micro_batches: int) -> None:
+    """An update uses the gradients since the last one of its stage: of the micro-batch that it names, or of all. One of
+    all is where the ranks meet (to clip, and for what is tied): a rank has nothing left to do but such updates."""
+    pending: dict[int, set[int]] = {}
+    for place, action in enumerate(actions):
+        of_stage = pending.setdefault(action.stage, set())
+        if action.kind in (BACKWARD, WEIGHT_GRADIENT):
+            of_stage.add(action.micro_batch)
+        if action.kind != UPDATE:
+            continue
+        if of_stage != (set(range(micro_batches)) if action.micro_batch < 0 else {action.micro_batch}):
+            raise ValueError(f"rank {rank}: {action} comes when there are the gradients of {sorted(of_stage)}")
+        of_stage.clear()
+        if action.micro_batch < 0 and (later := [a for a in actions[place:] if a.kind != UPDATE]):
+            raise ValueError(f"rank {rank}: {later[0]} comes after an update, for which the ranks meet")
     last_gradient = {action.stage: action for action in actions if action.kind in (BACKWARD, WEIGHT_GRADIENT)}
     last = {action.stage: action for action in actions if action.kind in (BACKWARD, WEIGHT_GRADIENT, UPDATE)}
     for stage, action in last.items():
@@ -169,7 +184,7 @@ def _before(action: Action, ranks: int, stages: int) -> list[Action]:
     return inputs
 
 
-def _walk(lists: list[list[Action]], stages: int, times: dict[str, float], sends_wait: bool) -> list[list[Span]]:
+def _walk(lists: list[list[Action]], stages: int, sends_wait: bool) -> list[list[Span]]:
     """When each rank computes what. ValueError where all that are not at their end wait for another, where messages
     arrive in another order than they are expected in, and where one is sent that nobody receives."""
     ranks = len(lists)
@@ -202,7 +217,7 @@ def _walk(lists: list[list[Action]], stages: int, times: dict[str, float], sends
             if any(receive not in there for receive in inputs):
                 return False
             begin = max([clock[rank], *(there[receive] for receive in inputs)])
-            clock[rank] = begin + times[action.kind]
+            clock[rank] = begin + TIMES[action.kind]
             spans[rank].append((begin, clock[rank], action))
         place[rank] += 1
         return True
@@ -267,10 +282,11 @@ def _weight_versions(actions: list[Action]) -> int:
 
 
 def _in_order(actions: list[Action]) -> bool:
-    last: dict[int, int] = {}
+    last: dict[tuple[int, bool], int] = {}
     for action in actions:
-        if action.kind in (BACKWARD, WEIGHT_GRADIENT):
-            if action.micro_batch < last.get(action.stage, 0):
+        if action.kind in (FORWARD, BACKWARD, WEIGHT_GRADIENT):
+            key = (action.stage, action.kind == FORWARD)
+            if action.micro_batch < last.get(key, 0):
                 return False
-            last[action.stage] = action.micro_batch
+            last[key] = action.micro_batch
     return True

@@ -10,15 +10,11 @@ killed   how long it takes until nothing runs any more, once a process or the co
 """
 
 import argparse
-import os
 import shlex
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
+from experiments.harness import killed
 from experiments.harness import rows as row_file
 from experiments.pipeline_parallel import run
 from experiments.pipeline_parallel.table import ROWS, sections
@@ -56,14 +52,13 @@ CASES = {
         for seconds in (0.3, 1)
         for schedule, steps in [*((name, 2) for name in SCHEDULES), *((name, 4) for name in STALE)]
     ],
-    "killed": ["rank 0", "rank 2", "the command"],
+    "killed": killed.CASES,
 }
 KEPT = (
     *("schedule", "stages", "chunks", "micro_batches", "steps", "task", "max_abs_loss_difference"),
     *("weights_bitwise_equal", "max_abs_weight_difference", "bubble_planned", "bubble_measured", "peak_in_flight"),
     *("peak_bytes_per_rank", "bytes_before_per_rank", "weight_versions", "layers_per_stage"),
 )
-SECONDS_TO_START = 15.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -76,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     for section in options.only or CASES:
         for words in CASES[section]:
             print(section, words, flush=True)
-            found = killed(words) if section == "killed" else trained(section, words)
+            found = killed.ended(run.PROGRAM, words) if section == "killed" else trained(section, words)
             row_file.append(options.rows, common | {"section": section, "options": words} | found)
     print(sections(row_file.read(options.rows)))
     return 0
@@ -98,29 +93,6 @@ def trained(section: str, words: str) -> dict:
             for of_rank in outcome.spans
         ]
     return found
-
-
-def killed(who: str) -> dict:
-    """Seconds from the kill of a process of a running command until it and all its processes are gone."""
-    with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", run.PROGRAM, "--steps", "1000000", "--out", out]
-        process = subprocess.Popen(command, cwd=row_file.ROOT, stderr=subprocess.PIPE, text=True)
-        time.sleep(SECONDS_TO_START)
-        children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-        began = time.monotonic()
-        os.kill(process.pid if who == "the command" else children[int(who.split()[1])], signal.SIGKILL)
-        said = process.communicate()[1]
-        while any(_runs(pid) for pid in children):
-            time.sleep(0.01)
-        return {"seconds": round(time.monotonic() - began, 2), "said": said.strip(), "exit_code": process.returncode}
-
-
-def _runs(pid: int) -> bool:
-    """Whether there is such a process, and it is not one that merely nobody has waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 if __name__ == "__main__":

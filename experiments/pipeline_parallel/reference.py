@@ -18,18 +18,19 @@ from torch.func import functional_call
 from experiments.pipeline_parallel.stage import Layers
 from experiments.pipeline_parallel.worker import Job, clip_scale, squares_of
 
+CPU = torch.device("cpu")
 Outcome = tuple[list[float], dict[str, Tensor]]  # losses, weights by their names in the whole model
 
 
-def synchronous(job: Job) -> Outcome:
+def synchronous(job: Job, device: torch.device = CPU) -> Outcome:
     """Of a job with a synchronous schedule."""
     task = job.make_task()
-    layers = Layers(task.layers, 0, job.seed)
+    layers = Layers(task.layers, 0, job.seed).to(device)
     parameters = list(layers.parameters())
     optimizer = job.optimizer_of(parameters)
     losses = []
     for step in range(job.steps):
-        batch = job.micro_batches_of(task, step, torch.device("cpu"))
+        batch = job.micro_batches_of(task, step, device)
         found = []
         for m in range(len(batch.rows)):
             loss = batch.loss_of(m, layers(batch.input_of(m), step, m))
@@ -52,10 +53,10 @@ def synchronous(job: Job) -> Outcome:
     return losses, _weights(layers)
 
 
-def asynchronous(job: Job) -> Outcome:
+def asynchronous(job: Job, device: torch.device = CPU) -> Outcome:
     """Of a job with a schedule of PipeDream's."""
     task = job.make_task()
-    layers = Layers(task.layers, 0, job.seed)
+    layers = Layers(task.layers, 0, job.seed).to(device)
     names = [name for name, _ in layers.named_parameters()]
     parameters = list(layers.parameters())
     stage_of = {}
@@ -66,7 +67,7 @@ def asynchronous(job: Job) -> Outcome:
     behind = [job.stages - 1 if job.schedule == "pipedream-vs" else job.stages - 1 - s for s in range(job.stages)]
     optimizer = job.optimizer_of(parameters)
     history = [_copies(parameters)]  # after each update
-    batch = job.micro_batches_of(task, 0, torch.device("cpu"))
+    batch = job.micro_batches_of(task, 0, device)
     losses = []
     for i in range(len(batch.rows)):
         used = [
@@ -88,4 +89,4 @@ def _copies(parameters: list[Tensor]) -> list[Tensor]:
 
 
 def _weights(layers: Layers) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in layers.state_dict().items()}
+    return {name: tensor.detach().cpu() for name, tensor in layers.state_dict().items()}

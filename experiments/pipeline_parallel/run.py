@@ -10,7 +10,6 @@ step) and, where it trained, curves.png.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from experiments.harness import group
 from experiments.harness import rows as row_file
 from experiments.harness.curves import draw_curves
-from experiments.harness.options import at_least
+from experiments.harness.options import SEEDS, at_least, make_folder
 from experiments.pipeline_parallel import reference, worker
 from experiments.pipeline_parallel.checker import Checked, bubble_of, check
 from experiments.pipeline_parallel.picture import draw_timelines
@@ -35,8 +34,10 @@ from experiments.pipeline_parallel.stage import Layers
 from experiments.pipeline_parallel.tasks import BATCH, GROUP, TASKS, Task, cut, make_task
 from experiments.pipeline_parallel.worker import Actions, Job
 from lowmem.errors import InputError, LowmemError
+from lowmem.run.log import write_json
 
 PROGRAM = "experiments.pipeline_parallel.run"
+MOST_PLANNED = 400_000  # micro-batches x stages: some 2 GB and a minute until it is checked
 
 
 @dataclass(frozen=True)
@@ -53,43 +54,43 @@ class Trained:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    command_line = parser()
-    options = command_line.parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         return run(options)
-    except ValueError as error:  # sizes that a schedule does not have
-        command_line.error(str(error))
     except LowmemError as error:
-        if os.environ.get("RANK", "0") == "0":  # torchrun's other processes would say the same
+        if group.is_first():
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 1
 
 
 def run(options: argparse.Namespace) -> int:
     """What the command does; its exit code."""
     job, checked = planned(options)
+    if group.is_first():
+        make_folder(options.out)
+    elif options.plan_only:
+        return 0
     trained = None
     if not options.plan_only:
         trained = train_as_one_of(job, checked) if group.is_one_of_torchruns() else train(job, checked)
         if trained is None:
             return 0  # another process of torchrun's says it
     report = report_of(job, checked, trained, options)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     timelines = {"planned": checked.spans} | ({"measured": trained.spans} if trained else {})
     draw_timelines(timelines, options.out / "timeline.png")
-    print(_said(report))
     if trained:
         draw_curves(report["losses"], options.out / "curves.png")
+    write_json(options.out / "report.json", report)
+    print(_said(report))
     print(f"see {options.out / 'report.json'}")
     return 0 if report["weights_bitwise_equal"] in (None, True) else 1
 
 
 def planned(options: argparse.Namespace) -> tuple[Job, Checked]:
-    """The job, and its schedule, checked. InputError and ValueError for what does not go together."""
+    """The job, and its schedule, checked. InputError for what does not go together."""
     stages, asynchronous = options.stages * options.chunks, options.schedule in ASYNCHRONOUS
     batch = options.batch or 2 * options.micro_batches
     if batch < options.micro_batches:
@@ -99,7 +100,12 @@ def planned(options: argparse.Namespace) -> tuple[Job, Checked]:
     if group.is_one_of_torchruns() and int(os.environ["WORLD_SIZE"]) != options.stages and not options.plan_only:
         raise InputError(f"torchrun has {os.environ['WORLD_SIZE']} processes, and --stages is {options.stages}")
     count = options.micro_batches * (options.steps if asynchronous else 1)
-    actions = schedule(options.schedule, options.stages, count, options.chunks)
+    if count * stages > MOST_PLANNED:
+        raise InputError(f"{count:,} micro-batches in {stages} stages: a schedule has {MOST_PLANNED:,} at most of both")
+    try:
+        actions = schedule(options.schedule, options.stages, count, options.chunks)
+    except ValueError as error:  # sizes that it does not have
+        raise InputError(str(error)) from error
     checked = check(actions, stages, count, updates=count if asynchronous else 1)
     task = make_task(options.task, options.seed, options.norm)
     costs = [1.0] * len(task.layers)
@@ -204,20 +210,27 @@ def compared(job: Job, trained: Trained) -> dict:
     that are never stale."""
     threads = torch.get_num_threads()
     torch.set_num_threads(group.THREADS)
-    losses, weights = (reference.asynchronous if job.asynchronous else reference.synchronous)(job)
+    device = group.device_of(0, job.ranks)
+    losses, weights = (reference.asynchronous if job.asynchronous else reference.synchronous)(job, device)
     found = in_the_whole(job, trained.weights)
-    differences = [float((found[name].double() - weight.double()).abs().max()) for name, weight in weights.items()]
+    differences = [_distance(found[name], weight) for name, weight in weights.items()]
     shown = {"one process": losses}
     if job.asynchronous:
         one_stage = Job(**{**vars(job), "schedule": "pipedream", "ranks": 1, "sizes": (sum(job.sizes),)})
-        shown = {"one process, no stale weights": reference.asynchronous(one_stage)[0]}
+        shown = {"one process, no stale weights": reference.asynchronous(one_stage, device)[0]}
     torch.set_num_threads(threads)
     return {
         "losses": shown,
-        "max_abs_loss_difference": max(abs(a - b) for a, b in zip(losses, trained.losses, strict=True)),
-        "weights_bitwise_equal": all(torch.equal(found[name], weight) for name, weight in weights.items()),
+        "max_abs_loss_difference": _distance(torch.tensor(trained.losses).double(), torch.tensor(losses).double()),
+        "weights_bitwise_equal": not any(differences),
         "max_abs_weight_difference": max(differences),
     }
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest absolute difference of two elements; 0 where both are not a number."""
+    same = (one == other) | (one.isnan() & other.isnan())
+    return float((one.double() - other.double()).abs().where(~same, 0.0).max())
 
 
 def in_the_whole(job: Job, weights: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -248,7 +261,7 @@ def _said(report: dict) -> str:
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0])
-    whole, some = at_least(int, 1), at_least(float, 0)
+    whole, some = at_least(int, 1), at_least(float, 0, 1e6)
     found.add_argument("--stages", type=whole, default=4, metavar="N", help="processes (%(default)s)")
     found.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="default: %(default)s")
     found.add_argument("--micro-batches", type=whole, default=8, metavar="N", help="per step (%(default)s)")
@@ -262,7 +275,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--recompute", action="store_true", help="keep a stage's input alone, and run it again")
     found.add_argument("--balance", choices=("time", "layers"), default="time", help="stages of equal (%(default)s)")
     found.add_argument("--pad", type=some, default=0.0, metavar="S", help="seconds of a forward at least, by sleeping")
-    found.add_argument("--seed", type=at_least(int, 0), default=0, metavar="N", help="default: %(default)s")
+    found.add_argument("--seed", type=at_least(int, 0, SEEDS), default=0, metavar="N", help="default: %(default)s")
     found.add_argument("--compare", action="store_true", help="with one process that does the same")
     found.add_argument("--plan-only", action="store_true", help="make, check and draw the schedule alone")
     found.add_argument("--out", type=Path, default=Path("runs/pipeline_parallel"), metavar="DIR", help="%(default)s")

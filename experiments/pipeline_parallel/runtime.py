@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from experiments.harness import group
 from experiments.harness.group import peer_errors
 from experiments.pipeline_parallel import schedules
 from experiments.pipeline_parallel.schedules import Action, matching
@@ -49,7 +50,7 @@ class ProcessTransfers:
         for source in range(ranks if ranks > 1 else 0):
             for kind, step in ((schedules.RECEIVE_ACTIVATION, 1), (schedules.RECEIVE_GRADIENT, -1)):
                 to = (source + step) % ranks
-                self._groups[kind, source, to] = dist.new_group([source, to])
+                self._groups[kind, source, to] = group.new([source, to])
         self._begun: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._pending: dict[str, deque[tuple[dist.Work, Tensor]]] = {}
 
@@ -124,9 +125,14 @@ class Rank:
     def run(self, actions: Iterable[Action], batch: MicroBatches, step: int) -> Done:
         """Every action in its order; `actions` is gone through twice."""
         done, updated = Done(), False
-        self._split = any(action.kind == schedules.WEIGHT_GRADIENT for action in actions)
+        named: dict[int, Counter[int]] = {number: Counter() for number in self._stages}
+        self._split = False
+        for action in actions:
+            self._split |= action.kind == schedules.WEIGHT_GRADIENT
+            if action.kind == schedules.FORWARD:
+                named[action.stage][action.version] += 1
         for number, stage in self._stages.items():
-            stage.begin(Counter(a.version for a in actions if a.kind == schedules.FORWARD and a.stage == number))
+            stage.begin(named[number])
         for action in actions:
             kind = action.kind
             if kind in (schedules.RECEIVE_ACTIVATION, schedules.RECEIVE_GRADIENT):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from experiments.harness import killed
 from experiments.harness import rows as row_file
 from experiments.harness.curves import draw_curves
 from experiments.harness.tables import markdown, put
@@ -34,11 +35,11 @@ def sections(rows: list[dict]) -> str:
             "is there before the step: Python, its libraries, the model and the text",
             _memory,
         ),
-        "killed": ("**Until nothing runs any more**, once a process of four is killed (SIGKILL)", _killed),
+        "killed": ("**Until nothing runs any more**, once a process of four is killed (SIGKILL)", killed.table),
     }
     parts = []
     for section, (title, table) in tables.items():
-        if found := _newest(rows, section):
+        if found := newest(rows, section):
             parts += [title, table(found)]
     if rows:
         last = rows[-1]
@@ -46,7 +47,7 @@ def sections(rows: list[dict]) -> str:
     return "\n\n".join(parts)
 
 
-def _newest(rows: list[dict], section: str) -> list[dict]:
+def newest(rows: list[dict], section: str) -> list[dict]:
     return list({row["options"]: row for row in rows if row["section"] == section}.values())
 
 
@@ -109,11 +110,6 @@ def _memory(rows: list[dict]) -> str:
     return markdown(("", "micro-batches", "before", *ranks, f"beside {FEWEST}, the worst rank"), lines)
 
 
-def _killed(rows: list[dict]) -> str:
-    lines = [[row["options"], f"{row['seconds']:.1f}", str(row["exit_code"]), row["said"]] for row in rows]
-    return markdown(("killed", "seconds", "exit code of the command", "what it says"), lines)
-
-
 def _name(row: dict) -> str:
     return " ".join(
         [row["schedule"]]
@@ -156,9 +152,9 @@ def _list(numbers: list[int]) -> str:
 def main() -> int:
     rows = row_file.read(ROWS)
     put(README, BEGIN, sections(rows))
-    measured = {_name(row): timeline(row) for row in _newest(rows, "bubble")}
+    measured = {_name(row): timeline(row) for row in newest(rows, "bubble")}
     draw_timelines(measured, RESULTS / "timelines.png")
-    stale = [row for row in _newest(rows, "equal") if row["schedule"] in ASYNCHRONOUS and row["stages"] == 4]
+    stale = [row for row in newest(rows, "equal") if row["schedule"] in ASYNCHRONOUS and row["stages"] == 4]
     for task in dict.fromkeys(row["task"] for row in stale):
         curves = {}
         for row in stale:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from experiments.harness import group
+from experiments.harness.group import peer_errors
 from experiments.pipeline_parallel.runtime import MicroBatches, ProcessTransfers, Rank
 from experiments.pipeline_parallel.schedules import ASYNCHRONOUS, KINDS, Action
 from experiments.pipeline_parallel.stage import Layers, Stage
@@ -103,7 +104,7 @@ def work(job: Job, rank: int, actions: Actions, device: torch.device) -> list[di
     task = job.make_task()
     stages = stages_of(job, task, rank, device)
     last_rank = (job.stages - 1) % job.ranks
-    tied_group = dist.new_group(sorted({0, last_rank})) if task.tied else None
+    tied_group = group.new(sorted({0, last_rank})) if task.tied else None
     transfers = ProcessTransfers(rank, job.ranks, shapes_of(job, task, stages), device)
 
     def before_updates() -> None:
@@ -113,7 +114,8 @@ def work(job: Job, rank: int, actions: Actions, device: torch.device) -> list[di
             clip(job, task, stages)
 
     runtime = Rank(stages, job.stages, transfers, before_updates, job.padded_to)
-    dist.barrier()
+    with peer_errors():
+        dist.barrier()
     gc.collect()
     begin_ram_peak_anew()
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else ram_now_bytes()
@@ -130,7 +132,8 @@ def work(job: Job, rank: int, actions: Actions, device: torch.device) -> list[di
         "weights": {number: weights_of(stage) for number, stage in stages.items()} if job.keep_weights else {},
     }
     gathered = [None] * job.ranks if rank == 0 else None
-    dist.gather_object(told, gathered)
+    with peer_errors():
+        dist.gather_object(told, gathered)
     return gathered
 
 
@@ -163,13 +166,14 @@ def shapes_of(job: Job, task: Task, stages: dict[int, Stage]) -> list[tuple[torc
             output = layers(given, 0, 0)
             told = [(output.shape[1:], output.dtype)]
         if job.ranks > 1:
-            dist.broadcast_object_list(told, src=number % job.ranks)
+            with peer_errors():
+                dist.broadcast_object_list(told, src=number % job.ranks)
         shapes.append(told[0])
     return shapes
 
 
-def add_tied(job: Job, task: Task, stages: dict[int, Stage], group) -> None:
-    """Gives both ends of the tied embedding the sum of their gradients."""
+def add_tied(job: Job, task: Task, stages: dict[int, Stage], both: dist.ProcessGroup) -> None:
+    """Gives both ends of the tied embedding the sum of their gradients. `both`: the ranks that have them."""
     first, last = task.tied
     ends = [(0, f"layers.0.{first}"), (job.stages - 1, f"layers.{job.sizes[-1] - 1}.{last}")]
     here = [(stages[number], stages[number].names.index(name)) for number, name in ends if number in stages]
@@ -179,7 +183,8 @@ def add_tied(job: Job, task: Task, stages: dict[int, Stage], group) -> None:
         one.gradients[place], other.gradients[other_place] = total, total.clone()
     elif here:
         ((stage, place),) = here
-        dist.all_reduce(stage.gradients[place], group=group)
+        with peer_errors():
+            dist.all_reduce(stage.gradients[place], group=both)
 
 
 def clip(job: Job, task: Task, stages: dict[int, Stage]) -> None:
@@ -187,7 +192,8 @@ def clip(job: Job, task: Task, stages: dict[int, Stage]) -> None:
     (math.fsum), so that where they were computed makes no difference."""
     squares = {number: squares_of(stage.gradients, stage.names) for number, stage in stages.items()}
     gathered: list = [None] * job.ranks
-    dist.all_gather_object(gathered, squares)
+    with peer_errors():
+        dist.all_gather_object(gathered, squares)
     named = {(number, name): square for one in gathered for number, of in one.items() for name, square in of.items()}
     if task.tied:
         del named[job.stages - 1, f"layers.{job.sizes[-1] - 1}.{task.tied[1]}"]

@@ -316,15 +316,19 @@ class Kind:
             raise InputError(f"--sequence-parallel needs a length that {ranks} ranks divide, and --seq is {seq}")
 
 
-def kind_of(name: str, seed: int = 0, weights: str | None = None) -> Kind:
-    """`weights`: a folder, or a name on the hub, of a decoder of this kind. InputError for another."""
+def kind_of(name: str, seed: int = 0, weights: str | None = None, shape: str | None = None) -> Kind:
+    """`weights`: a folder, or a name on the hub, of a decoder of this kind; `shape`: the same, for its config alone.
+    InputError for another."""
+    source = weights or shape
     if name not in DECODERS:
-        if weights is not None:
-            raise InputError(f"--weights is for {' and '.join(DECODERS)}, and not for {name}")
+        if source is not None:
+            raise InputError(f"--weights and --shape are for {' and '.join(DECODERS)}, and not for {name}")
         return Kind(name, seed)
-    if weights is None:
+    if source is None:
         return Kind(name, seed, SMALL[name])
-    config = load_config(weights, "pretrained")
+    if weights and shape:
+        raise InputError("--weights come with their shape: leave out --shape")
+    config = load_config(source, "pretrained" if weights else "random")
     if config.model_type != name:
-        raise InputError(f"{weights} is of type {config.model_type}, and --model is {name}")
+        raise InputError(f"{source} is of type {config.model_type}, and --model is {name}")
     return Kind(name, seed, config, weights)

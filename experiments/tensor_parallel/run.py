@@ -9,7 +9,6 @@ report.json, curves.png and, with --save, the whole model in `model`, as transfo
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -23,12 +22,13 @@ from torch import Tensor
 from experiments.harness import group
 from experiments.harness import rows as row_file
 from experiments.harness.curves import draw_curves
-from experiments.harness.options import at_least
+from experiments.harness.options import SEEDS, at_least, make_folder
 from experiments.tensor_parallel import worker
 from experiments.tensor_parallel.collectives import BACKWARD, FORWARD
 from experiments.tensor_parallel.models import DECODERS, RULES, SEQ
 from experiments.tensor_parallel.worker import DTYPES, Job, Told
 from lowmem.errors import InputError, LowmemError
+from lowmem.run.log import write_json
 
 PROGRAM = "experiments.tensor_parallel.run"
 LEARNING_RATE, RESNET_LEARNING_RATE = 1e-3, 5e-4
@@ -40,26 +40,27 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return run(options)
     except LowmemError as error:
-        if os.environ.get("RANK", "0") == "0":  # torchrun's other processes would say the same
+        if group.is_first():
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 1
 
 
 def run(options: argparse.Namespace) -> int:
     """What the command does; its exit code."""
     job = planned(options)
+    if group.is_first():
+        make_folder(options.out)
     told = train_as_one_of(job) if group.is_one_of_torchruns() else train(job)
     if told is None:
         return 0  # another process of torchrun's says it
     report = report_of(job, told, options.compare)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     draw_curves(report["losses"], options.out / "curves.png")
     if options.save:
         save(job, told[0].weights, options.out / "model")
+    write_json(options.out / "report.json", report)
     print(_said(report))
     print(f"see {options.out / 'report.json'}")
     return 0
@@ -70,8 +71,8 @@ def planned(options: argparse.Namespace) -> Job:
     usual = RESNET_LEARNING_RATE if options.model == "resnet" else LEARNING_RATE
     learning_rate = usual if options.learning_rate is None else options.learning_rate
     job = Job(
-        options.model, options.weights, options.ranks, options.steps, options.batch, options.seq, options.dtype,
-        learning_rate, options.clip or None, options.dropout, options.sequence_parallel, options.seed,
+        options.model, options.weights, options.shape, options.ranks, options.steps, options.batch, options.seq,
+        options.dtype, learning_rate, options.clip or None, options.dropout, options.sequence_parallel, options.seed,
         options.compare or options.save,
     )  # fmt: skip
     if options.save and options.model not in DECODERS:
@@ -84,12 +85,12 @@ def planned(options: argparse.Namespace) -> Job:
     return job
 
 
-def train(job: Job) -> list[Told]:
-    """In processes that are started here; what each tells."""
+def train(job: Job, module: str = worker.__name__) -> list[Told]:
+    """In processes of a module that are started here; what each tells."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "job.json").write_text(worker.saved(job))
-        group.run(worker.__name__, folder, job.ranks)
+        group.run(module, folder, job.ranks)
         return torch.load(folder / worker.RESULT, weights_only=False)
 
 
@@ -199,10 +200,11 @@ def _said(report: dict) -> str:
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0])
-    whole, some = at_least(int, 1), at_least(float, 0)
-    found.add_argument("--ranks", type=whole, default=2, metavar="N", help="processes (%(default)s)")
+    whole, some = at_least(int, 1), at_least(float, 0, 1e6)
+    found.add_argument("--ranks", type=whole, default=4, metavar="N", help="processes (%(default)s)")
     found.add_argument("--model", choices=RULES, default="gpt2", help="default: %(default)s")
     found.add_argument("--weights", metavar="DIR", help="of a GPT-2 or Llama, a folder or a hub name (random, small)")
+    found.add_argument("--shape", metavar="NAME", help="random weights of this shape: gpt2, gpt2-large, config.json")
     found.add_argument("--steps", type=whole, default=50, metavar="N", help="default: %(default)s")
     found.add_argument("--batch", type=whole, default=8, metavar="N", help="samples per step (%(default)s)")
     found.add_argument("--seq", type=whole, default=SEQ, metavar="N", help="tokens of a sample (%(default)s)")
@@ -214,7 +216,7 @@ def parser() -> argparse.ArgumentParser:
         "--clip", type=some, default=1.0, metavar="X", help="norm of all gradients; 0: none (%(default)s)"
     )
     found.add_argument("--dropout", type=at_least(float, 0, 1), default=0.0, metavar="P", help="default: %(default)s")
-    found.add_argument("--seed", type=at_least(int, 0), default=0, metavar="N", help="default: %(default)s")
+    found.add_argument("--seed", type=at_least(int, 0, SEEDS), default=0, metavar="N", help="default: %(default)s")
     found.add_argument("--compare", action="store_true", help="with one process and the ordinary model")
     found.add_argument("--save", action="store_true", help="write the whole model for transformers")
     found.add_argument("--out", type=Path, default=Path("runs/tensor_parallel"), metavar="DIR", help="%(default)s")

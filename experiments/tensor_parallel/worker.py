@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.harness import group, samples
+from experiments.harness.group import peer_errors
 from experiments.tensor_parallel.collectives import Ranks
 from experiments.tensor_parallel.models import Kind, kind_of
 from experiments.tensor_parallel.sharding import CPU, Sharder
@@ -31,6 +32,7 @@ class Job:
 
     model: str
     weights: str | None
+    shape: str | None
     ranks: int
     steps: int
     batch: int
@@ -45,7 +47,7 @@ class Job:
 
     @property
     def kind(self) -> Kind:
-        return kind_of(self.model, self.seed, self.weights)
+        return kind_of(self.model, self.seed, self.weights, self.shape)
 
     def optimizer_of(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """AdamW; of ResNet the momentum that it was made with."""
@@ -151,7 +153,8 @@ def tell_all(job: Job, told: Told) -> list[Told] | None:
     if job.ranks == 1:
         return [told]
     found = [None] * job.ranks if dist.get_rank() == 0 else None
-    dist.gather_object(told, found)
+    with peer_errors():
+        dist.gather_object(told, found)
     return found
 
 

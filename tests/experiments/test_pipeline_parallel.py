@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 from collections import Counter
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -104,7 +105,8 @@ def test_sizes_that_a_schedule_does_not_have_are_refused():
     [
         (lambda a: a[1].remove(Action(FORWARD, 1, 2)), "comes before forward of micro-batch 2"),
         (lambda a: a[1].remove(Action(RECEIVE_ACTIVATION, 1, 2)), "comes before receive activation"),
-        (lambda a: a[1].remove(Action(BACKWARD, 1, 3)), "comes before|lacks a backward"),
+        (lambda a: a[0].remove(Action(BACKWARD, 0, 3)), "lacks a backward"),
+        (lambda a: a[1].remove(Action(BACKWARD, 1, 3)), "send gradient of micro-batch 3, stage 1 comes before"),
         (lambda a: a[0].remove(Action(UPDATE, 0)), "stage 0 has 0 updates, and not 1"),
         (lambda a: a[0].insert(0, Action(UPDATE, 0)), "stage 0 has 2 updates"),
         (lambda a: a[0].append(Action(FORWARD, 0, 0)), "does this twice"),
@@ -112,7 +114,11 @@ def test_sizes_that_a_schedule_does_not_have_are_refused():
         (lambda a: a[0].append(Action(FORWARD, 1, 0)), "rank 0 has no such action"),
         (lambda a: a[0].append(Action(FORWARD, 0, 4)), "no micro-batch 4"),
         (lambda a: a[0].insert(0, a[0].pop(a[0].index(Action(BACKWARD, 0, 0)))), "comes before"),
-        (lambda a: a[1].append(a[1].pop(a[1].index(Action(BACKWARD, 1, 3)))), "comes before|last update"),
+        (
+            lambda a: a[0].append(a[0].pop(a[0].index(Action(BACKWARD, 0, 3)))),
+            "when there are the gradients of .0, 1, 2.",
+        ),
+        (lambda a: a[1].append(a[1].pop(-2)), "send gradient of micro-batch 3, stage 1 comes after an update"),
     ],
 )
 def test_what_is_wrong_is_said(change, said):
@@ -120,6 +126,50 @@ def test_what_is_wrong_is_said(change, said):
     change(actions)
     with pytest.raises(ValueError, match=said):
         check(actions, 2, 4)
+
+
+@pytest.mark.parametrize("named", [0, 5, -1])
+def test_an_update_with_another_gradient_than_its_own_is_refused(named):
+    actions = schedule("pipedream", 2, 4)
+    place = actions[0].index(Action(UPDATE, 0, 1))
+    actions[0][place] = Action(UPDATE, 0, named)
+    with pytest.raises(ValueError, match=r"comes when there are the gradients of \[1\]"):
+        check(actions, 2, 4, 4)
+
+
+def test_an_update_that_comes_too_late_is_refused():
+    """It would use the gradients of two micro-batches at once."""
+    actions = schedule("pipedream", 2, 8)
+    late = Action(UPDATE, 0, 6)
+    actions[0].remove(late)
+    actions[0].insert(actions[0].index(Action(BACKWARD, 0, 7)) + 1, late)
+    with pytest.raises(ValueError, match=r"the gradients of \[6, 7\]"):
+        check(actions, 2, 8, 8)
+
+
+def test_a_rank_that_updates_before_its_other_chunk_is_done_is_refused():
+    """Ranks meet at the first update of a step, to clip and to add up what is tied."""
+    actions = schedule("gpipe", 2, 2, 2)
+    actions[0].remove(Action(UPDATE, 2))
+    actions[0].insert(actions[0].index(Action(BACKWARD, 2, 1)) + 1, Action(UPDATE, 2))
+    with pytest.raises(ValueError, match="comes after an update, for which the ranks meet"):
+        check(actions, 4, 2)
+
+
+def test_a_schedule_of_nothing_and_a_rank_that_sends_to_itself_are_refused():
+    with pytest.raises(ValueError, match="there is no micro-batch"):
+        check([[Action(UPDATE, 0)]], 1, 0)
+    alone = schedule("1f1b", 1, 1)
+    alone[0].insert(1, Action("send activation", 0, 0))
+    with pytest.raises(ValueError, match="rank 0 has no such action"):
+        check(alone, 1, 1)
+
+
+def test_the_order_of_forwards_counts():
+    """Batch norm's running statistics see it."""
+    actions = schedule("gpipe", 1, 2)
+    actions[0][:2] = reversed(actions[0][:2])
+    assert not check(actions, 1, 2).in_order
 
 
 def test_two_ranks_that_wait_for_each_other_are_a_deadlock():
@@ -220,15 +270,12 @@ def job(name: str, ranks: int, micro_batches: int, chunks: int = 1, steps: int =
     return Small(name, ranks, chunks, micro_batches, steps, micro_batches * ROWS - 1, **common | more, sizes=sizes)
 
 
-lock = threading.Lock()
-
-
 def run_in_threads(job: Job, actions: list[list[Action]]) -> dict[str, torch.Tensor]:
     """Its weights, by their names in the whole model."""
     queues: dict = {}
-    task_lock = [job.make_task() for _ in range(job.ranks)]  # made here: threads share the random numbers
+    tasks = [job.make_task() for _ in range(job.ranks)]  # made here: threads share the random numbers
     ranks = [
-        Rank(worker.stages_of(job, task_lock[rank], rank, CPU), job.stages, Ends(rank, job.ranks, queues))
+        Rank(worker.stages_of(job, tasks[rank], rank, CPU), job.stages, Ends(rank, job.ranks, queues))
         for rank in range(job.ranks)
     ]
     failures = []
@@ -236,7 +283,7 @@ def run_in_threads(job: Job, actions: list[list[Action]]) -> dict[str, torch.Ten
     def one(rank: int) -> None:
         try:
             for step in range(1 if job.asynchronous else job.steps):
-                ranks[rank].run(actions[rank], job.micro_batches_of(task_lock[rank], step, CPU), step)
+                ranks[rank].run(actions[rank], job.micro_batches_of(tasks[rank], step, CPU), step)
         except BaseException as error:
             failures.append(error)
 
@@ -348,7 +395,7 @@ def test_a_schedule_with_an_action_removed_or_swapped_is_refused_or_still_right(
         return
     assert not remove
     weights = run_in_threads(it, actions)
-    if found.in_order and not it.asynchronous:
+    if found.in_order:
         assert_equal_to_one_process(it, weights)
 
 
@@ -442,6 +489,21 @@ def test_an_error_in_a_stage_is_said_once(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.count("no such task") == 1
 
 
+def test_a_stage_that_fails_while_others_wait_for_it_is_the_cause(tmp_path, monkeypatch, capsys):
+    """The last stage lacks its last layer: it fails in its first loss, and its neighbour waits for a gradient."""
+    monkeypatch.setattr(run.worker, "saved", lambda job: json.dumps({**asdict(job), "sizes": [5, 4]}))
+    assert run.main(["--stages", "2", "--steps", "2", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: rank 1 failed: ") and said.count("\n") == 1
+
+
+def test_a_training_that_diverges_is_reported(tmp_path, capsys):
+    words = "--stages 2 --steps 4 --learning-rate 999999 --task gpt2 --compare --out"
+    assert run.main([*words.split(), str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["weights_bitwise_equal"] and report["losses"]["1f1b"][-1] is None
+
+
 def test_a_plan_starts_no_process(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "train", lambda *_: pytest.fail("a process"))
     assert run.main(["--schedule", "zb-h1", "--plan-only", "--out", str(tmp_path)]) == 0
@@ -449,6 +511,13 @@ def test_a_plan_starts_no_process(tmp_path, monkeypatch, capsys):
     assert report["bubble_planned"] == pytest.approx(1 / 9) and report["bubble_measured"] is None
     assert (tmp_path / "timeline.png").exists() and not (tmp_path / "curves.png").exists()
     assert "11.1% planned" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "train", lambda *_: pytest.fail("a process"))
+    (tmp_path / "out").write_text("a file")
+    assert run.main(["--stages", "2", "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"error: --out {tmp_path / 'out'} cannot be made: File exists\n"
 
 
 @pytest.mark.parametrize(
@@ -459,6 +528,9 @@ def test_a_plan_starts_no_process(tmp_path, monkeypatch, capsys):
         ("--stages 0", "invalid whole number of at least 1 value: '0'"),
         ("--batch 3", "--batch 3 has no sample for each of 8 micro-batches"),
         ("--schedule pipedream --clip 1", "--clip needs the gradients of all stages at once"),
+        ("--schedule pipedream --steps 100000", "a schedule has 400,000 at most of both"),
+        ("--seed 99999999999", "less than 2147483648 value: '99999999999'"),
+        ("--pad inf", "invalid number of at least 0"),
         ("--task cifar10", "CIFAR-10 is neither in the cache nor to be had from the hub"),
     ],
 )

@@ -19,9 +19,9 @@ from experiments.tensor_parallel.worker import Job
 
 
 def job(model: str, **more) -> Job:
-    common = {"weights": None, "ranks": 1, "steps": 3, "batch": 4, "seq": 32, "dtype": "fp64", "learning_rate": 1e-3,
-              "clip_norm": 1.0, "dropout": 0.0, "sequence_parallel": False, "seed": 0, "keep": True}  # fmt: skip
-    return Job(model, **common | more)
+    common = {"weights": None, "shape": None, "ranks": 1, "steps": 3, "batch": 4, "seq": 32, "dtype": "fp64"}
+    common |= {"learning_rate": 1e-3, "clip_norm": 1.0, "dropout": 0.0, "sequence_parallel": False, "seed": 0}
+    return Job(model, **common | {"keep": True} | more)
 
 
 # --- cuts
@@ -139,11 +139,13 @@ def test_ranks_train_as_one_process(options, forward, backward, tmp_path, capsys
         ("--ranks 5 --model llama", "4 heads of keys and values: 5 ranks are more"),
         ("--ranks 3 --sequence-parallel", "a length that 3 ranks divide, and --seq is 64"),
         ("--model mlp --sequence-parallel", "mlp has no sequence"),
-        ("--model mlp --weights x", "--weights is for gpt2 and llama"),
+        ("--model mlp --weights x", "--weights and --shape are for gpt2 and llama"),
         ("--model mlp --save", "which has no mlp"),
         ("--compare --dropout 0.1", "use --dropout 0"),
         ("--dropout 1", "number of at least 0 and less than 1 value: '1'"),
         ("--weights no/such/folder", "no/such/folder"),
+        ("--model llama --shape gpt2", "gpt2 is of type gpt2, and --model is llama"),
+        ("--weights x --shape gpt2", "leave out --shape"),
     ],
 )
 def test_what_cannot_run_is_refused_before_any_process_starts(options, said, tmp_path, monkeypatch, capsys):

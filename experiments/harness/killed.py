@@ -1,0 +1,46 @@
+"""How a command of several processes ends when one of them, or the command itself, is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from experiments.harness.rows import ROOT
+from experiments.harness.tables import markdown
+
+SECONDS_TO_START = 15.0
+CASES = ["rank 0", "rank 2", "the command"]
+
+
+def ended(module: str, who: str) -> dict:
+    """Runs `python -m module` for more steps than it can do, kills (SIGKILL) one of its processes or the command, as
+    `who` of CASES says, and measures the seconds until the command and all its processes are gone. With them what the
+    command says, and its exit code."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "-m", module, "--steps", "1000000", "--out", out]
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        time.sleep(SECONDS_TO_START)
+        children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        began = time.monotonic()
+        os.kill(process.pid if who == "the command" else children[int(who.split()[1])], signal.SIGKILL)
+        said = process.communicate()[1]
+        while any(_runs(pid) for pid in children):
+            time.sleep(0.01)
+        return {"seconds": round(time.monotonic() - began, 2), "said": said.strip(), "exit_code": process.returncode}
+
+
+def table(rows: list[dict]) -> str:
+    """Of rows that have an `ended` each, and who was killed as `options`."""
+    lines = [[row["options"], f"{row['seconds']:.1f}", str(row["exit_code"]), row["said"]] for row in rows]
+    return markdown(("killed", "seconds", "exit code of the command", "what it says"), lines)
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process, and it is not one that merely nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

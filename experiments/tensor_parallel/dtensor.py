@@ -1,0 +1,79 @@
+"""The same Llama cut by PyTorch's own `parallelize_module`, to be held beside: a process of `measure`.
+
+python -m experiments.tensor_parallel.dtensor FOLDER RANK        started by measure.py, never by hand
+
+The plan is that of PyTorch's tutorial, with the vocabulary cut too (`loss_parallel`). Norms stay ordinary tensors, and
+nothing is clipped: a norm over ordinary and distributed tensors together is refused.
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+from experiments.harness import group
+from experiments.tensor_parallel.collectives import Ranks
+from experiments.tensor_parallel.worker import RESULT, Job, Told, tell_all
+from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
+
+PLAN = {
+    "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+    **{f"model.layers.*.self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
+    "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+    **{f"model.layers.*.mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")},
+    "model.layers.*.mlp.down_proj": RowwiseParallel(),
+    "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+}
+
+
+def work(job: Job, rank: int) -> Told:
+    """As worker.work; `calls` are those that PyTorch's own counter saw, by kind alone."""
+    mesh = init_device_mesh("cpu", (job.ranks,))
+    gc.collect()
+    begin_ram_peak_anew()
+    before = ram_now_bytes()
+    sharded = job.sharder(Ranks(0, 1)).apply({})
+    sharded.load(job.kind.weights())
+    model = parallelize_module(sharded.model, mesh, PLAN)
+    parameters = dict(model.named_parameters())
+    optimizer = job.optimizer_of(parameters.values())
+    losses, calls = [], {}
+    for step, (inputs, targets) in enumerate(job.batches()):
+        with CommDebugMode() as counted, loss_parallel():
+            logits = model(inputs, use_cache=False).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            loss.backward()
+        if not step:
+            calls = {("", "both", str(kind)): count for kind, count in counted.get_comm_counts().items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.full_tensor() if isinstance(loss, DTensor) else loss))
+    own = sum(p.to_local().numel() for p in parameters.values() if isinstance(p, DTensor))
+    whole = sum(p.numel() for p in parameters.values() if not isinstance(p, DTensor))
+    return Told(losses, calls, {}, (own, whole), before, ram_peak_bytes(), {}, {})
+
+
+def _process(folder: Path, rank: int) -> None:
+    job = Job(**json.loads((folder / "job.json").read_text()))
+    group.begin(folder, rank, job.ranks)
+    told = tell_all(job, work(job, rank))
+    if told is not None:
+        torch.save(told, folder / RESULT)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(group.member(_process))

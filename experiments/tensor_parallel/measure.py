@@ -1,0 +1,76 @@
+"""Runs what the README's tables say, and keeps rows: `python -m experiments.tensor_parallel.measure`.
+
+python -m experiments.tensor_parallel.measure --only equal
+
+equal     50 steps of every model on 1, 2 and 4 ranks beside one process
+memory    GPT-2 of 124M and Llama of 135M parameters: what a rank holds and sends
+dtensor   the same Llama cut by PyTorch's `parallelize_module`
+killed    how long it takes until nothing runs any more, once a process or the command itself is killed
+"""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from experiments.harness import killed
+from experiments.harness import rows as row_file
+from experiments.tensor_parallel import dtensor, run, worker
+from experiments.tensor_parallel.table import ROWS, sections
+
+PROGRAM = "experiments.tensor_parallel.measure"
+MODELS = ("mlp", "mlp-norm", "gpt2", "gpt2 --sequence-parallel", "llama", "llama --sequence-parallel", "resnet")
+RANKS = (1, 2, 4)
+REAL = {"gpt2": "gpt2", "llama": "experiments/tensor_parallel/llama-135m.json"}
+LARGE = "--steps 2 --batch 2 --seq 512 --clip 0"
+CASES = {
+    "equal": [
+        f"--model {model} --ranks {ranks} --dtype {dtype} --compare"
+        for model in MODELS
+        for dtype in ("fp32", "fp64")
+        for ranks in RANKS
+        if ranks > 1 or "sequence" not in model
+    ],
+    "memory": [
+        f"--model {model} --shape {REAL[model.split()[0]]} --ranks {ranks} {LARGE}"
+        for model in ("gpt2", "gpt2 --sequence-parallel", "llama", "llama --sequence-parallel")
+        for ranks in RANKS
+        if ranks > 1 or "sequence" not in model
+    ],
+    "dtensor": [f"--model llama --shape {REAL['llama']} --ranks {ranks} {LARGE}" for ranks in RANKS[1:]],
+    "killed": killed.CASES,
+}
+KEPT = (
+    *("model", "ranks", "steps", "dtype", "sequence_parallel", "max_rel_loss_difference", "max_rel_weight_difference"),
+    *("max_rel_gradient_difference", "collectives_per_block", "collectives", "bytes_per_step", "parameters_per_rank"),
+    *("replicated_parameters", "bytes_before_per_rank", "peak_bytes_per_rank", "losses"),
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
+    parser.add_argument("--only", choices=CASES, action="append", help="default: all of them")
+    parser.add_argument("--rows", type=Path, default=ROWS, metavar="ROWS.jsonl")
+    options = parser.parse_args(arguments)
+    common = {"sources": row_file.sources(PROGRAM)} | row_file.made_by(PROGRAM, arguments)
+    for section in options.only or CASES:
+        for words in CASES[section]:
+            print(section, words, flush=True)
+            found = killed.ended(run.PROGRAM, words) if section == "killed" else trained(section, words)
+            row_file.append(options.rows, common | {"section": section, "options": words} | found)
+    print(sections(row_file.read(options.rows)))
+    return 0
+
+
+def trained(section: str, words: str) -> dict:
+    """What a row keeps of a run with these options."""
+    options = run.parser().parse_args(shlex.split(words))
+    job = run.planned(options)
+    told = run.train(job, (dtensor if section == "dtensor" else worker).__name__)
+    report = run.report_of(job, told, options.compare)
+    return {key: report[key] for key in KEPT}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
