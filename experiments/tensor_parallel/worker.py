@@ -144,7 +144,7 @@ def alone(job: Job) -> Told:
 
 
 def saved(job: Job) -> str:
-    """As `_process` reads it."""
+    """As `process` reads it."""
     return json.dumps(asdict(job))
 
 
@@ -158,7 +158,7 @@ def tell_all(job: Job, told: Told) -> list[Told] | None:
     return found
 
 
-def _process(folder: Path, rank: int) -> None:
+def process(folder: Path, rank: int) -> None:
     """Of a rank that run.py started."""
     job = Job(**json.loads((folder / "job.json").read_text()))
     device = group.begin(folder, rank, job.ranks)
@@ -169,4 +169,6 @@ def _process(folder: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(group.member(_process))
+    from experiments.tensor_parallel import worker  # what is told is of that module's classes, not of __main__'s
+
+    sys.exit(group.member(worker.process))
