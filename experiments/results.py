@@ -12,6 +12,7 @@ from experiments.harness.tables import put
 from experiments.memory_estimation import table as memory
 from experiments.nested_tensors import table as nested_tensors
 from experiments.peers import table as peers
+from experiments.pipeline_parallel import table as pipeline_parallel
 from experiments.plan_accuracy import table as plan_accuracy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +51,7 @@ def main() -> int:
     memory.main()
     nested_tensors.main()
     peers.main()
+    pipeline_parallel.main()
     plan_accuracy.main()
     rows = memory.committed_rows()
     memory.draw(rows, memory.RESULTS / "memory.png")

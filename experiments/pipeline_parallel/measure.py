@@ -43,7 +43,7 @@ CASES = {
             "zb-h1": (8, 64, 1000, 4000),
             "interleaved --chunks 2": (8, 64, 1000, 4000),
             "gpipe": (8, 64, 1000),
-            "gpipe --recompute": (8, 64, 1000, 4000),
+            "gpipe --recompute": (8, 64, 1000),
         }.items()
         for count in counts
     ],

@@ -19,6 +19,7 @@ from torch import nn
 from experiments.harness import group
 from experiments.harness.randomness import seed_of
 from experiments.harness.rows import read
+from experiments.harness.tables import written
 from experiments.pipeline_parallel import measure, reference, run, table, worker
 from experiments.pipeline_parallel.checker import Checked, bubble_of, check, steady_bubble_of
 from experiments.pipeline_parallel.runtime import Rank
@@ -459,6 +460,37 @@ def test_a_row_that_was_measured_is_in_its_table(tmp_path, monkeypatch, capsys):
     bubble = next(row for row in read(rows) if row["section"] == "bubble")
     measured = bubble_of(table.timeline(bubble))
     assert measured == pytest.approx(bubble["bubble_measured"], abs=1e-2) and measured > bubble["bubble_planned"]
+
+
+def test_the_tables_are_those_of_the_rows():
+    rows = read(table.ROWS)
+    assert {row["section"] for row in rows} == measure.CASES.keys()
+    assert written(table.README, table.BEGIN) == table.sections(rows)
+
+
+def test_the_rows_are_what_the_issue_wants():
+    """Equal bits in all; 1F1B's memory flat within 2%; bubbles within 5% of planned where a forward takes a second."""
+    rows = {section: table.newest(read(table.ROWS), section) for section in measure.CASES}
+    assert {row["options"] for row in rows["equal"]} == set(measure.CASES["equal"])
+    assert all(row["weights_bitwise_equal"] and row["max_abs_loss_difference"] == 0 for row in rows["equal"])
+    flat = [row["peak_bytes_per_rank"] for row in rows["memory"] if row["schedule"] == "1f1b"]
+    assert len(flat) == 4 and all(max(of_rank) <= 1.02 * min(of_rank) for of_rank in zip(*flat, strict=True))
+    padded = [row for row in rows["bubble"] if "--pad 1 " in row["options"]]
+    assert len(padded) == len(SCHEDULES)
+    assert all(row["bubble_measured"] == pytest.approx(row["bubble_planned"], rel=0.05) for row in padded)
+    assert all(row["seconds"] < 30 for row in rows["killed"])
+
+
+def test_a_row_that_is_not_equal_is_not_called_so():
+    (row,) = [
+        row
+        for row in read(table.ROWS)
+        if row["options"].startswith("--stages 4 --schedule 1f1b --steps 30 --compare --task digits")
+        and "norm" not in row["options"]
+    ]
+    assert row["weights_bitwise_equal"]
+    off = row | {"weights_bitwise_equal": False, "max_abs_weight_difference": 1e-7, "max_abs_loss_difference": 0.0}
+    assert "weights 1.0e-07, losses 0.0e+00 apart" in table.sections([off])
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "gpipe"])
