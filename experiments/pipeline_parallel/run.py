@@ -246,17 +246,15 @@ def in_the_whole(job: Job, weights: dict[int, dict[str, torch.Tensor]]) -> dict[
 
 def _said(report: dict) -> str:
     measured = report["bubble_measured"]
-    words = [
-        f"{report['schedule']}, {report['stages']} ranks, {report['micro_batches']} micro-batches: bubble",
+    lines = [
+        f"{report['schedule']}, {report['stages']} ranks, {report['micro_batches']} micro-batches: bubble "
         f"{report['bubble_planned']:.1%} planned" + ("" if measured is None else f", {measured:.1%} measured"),
-        f"\nin flight {report['peak_in_flight']}, versions of weights {report['weight_versions']}",
+        f"in flight {report['peak_in_flight']}, versions of weights {report['weight_versions']}",
     ]
     if report["weights_bitwise_equal"] is not None:
         equal = "equal to" if report["weights_bitwise_equal"] else "NOT equal to"
-        words.append(
-            f"\nweights bit for bit {equal} one process's; losses differ by {report['max_abs_loss_difference']}"
-        )
-    return " ".join(words)
+        lines.append(f"weights bit for bit {equal} one process's; losses differ by {report['max_abs_loss_difference']}")
+    return "\n".join(lines)
 
 
 def parser() -> argparse.ArgumentParser:

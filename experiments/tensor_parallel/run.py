@@ -29,6 +29,7 @@ from experiments.tensor_parallel.models import DECODERS, RULES, SEQ
 from experiments.tensor_parallel.worker import DTYPES, Job, Told
 from lowmem.errors import InputError, LowmemError
 from lowmem.run.log import write_json
+from lowmem.units import MIB
 
 PROGRAM = "experiments.tensor_parallel.run"
 LEARNING_RATE, RESNET_LEARNING_RATE = 1e-3, 5e-4
@@ -182,17 +183,18 @@ def save(job: Job, weights: dict[str, Tensor], folder: Path) -> None:
 
 def _said(report: dict) -> str:
     blocks = report["collectives_per_block"]
-    peaks = [f"{peak / 2**20:,.0f}" for peak in report["peak_bytes_per_rank"]]
+    of_all, whole = report["parameters_per_rank"], report["replicated_parameters"]
     lines = [
         f"{report['model']}, {report['ranks']} ranks: {blocks[FORWARD]} collectives forward and {blocks[BACKWARD]} "
-        f"backward in a block, {report['bytes_per_step']:,} bytes sent per step",
-        f"parameters {report['parameters_per_rank']}, of which {report['replicated_parameters']:,} on all ranks; peaks "
-        f"{', '.join(peaks)} MiB",
+        "backward in a block",
+        f"{report['bytes_per_step'] / MIB:,.1f} MiB sent per rank and step",
+        f"at most {max(of_all):,} parameters a rank, {whole:,} of them on all",
+        f"peaks {', '.join(f'{peak / MIB:,.0f}' for peak in report['peak_bytes_per_rank'])} MiB",
     ]
     if report["max_rel_loss_difference"] is not None:
         lines.append(
             f"beside one process: losses {report['max_rel_loss_difference']:.1e}, gradients "
-            f"{report['max_rel_gradient_difference']:.1e}, weights {report['max_rel_weight_difference']:.1e} "
+            f"{report['max_rel_gradient_difference']:.1e}, weights {report['max_rel_weight_difference']:.1e}\n"
             f"(relative; {ALLOWED[report['dtype']]:.0e} is allowed)"
         )
     return "\n".join(lines)
