@@ -1,11 +1,14 @@
 """Real samples that need no network: scikit-learn's images of digits, and the text of Python's standard library."""
 
 import sysconfig
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import InputError
 
 
@@ -22,9 +25,22 @@ def digits() -> tuple[Tensor, Tensor]:
 
 def source_bytes(length: int) -> Tensor:
     """The source files of the standard library's top level, uint8 [N, length]."""
-    text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    text = b"".join(path.read_bytes() for path in _source_files())
     rows = len(text) // length
     return torch.frombuffer(bytearray(text[: rows * length]), dtype=torch.uint8).view(rows, length)
+
+
+def source_tokens(length: int, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """The same files as ids of `tokenizer`, int64 [N, length]."""
+    if is_byte_level(tokenizer):
+        return source_bytes(length).long()
+    files = [path.read_text(encoding="utf-8") for path in _source_files()]
+    ids = torch.tensor(list(chain.from_iterable(tokenizer(files, verbose=False)["input_ids"])))
+    return ids[: len(ids) // length * length].view(-1, length)
+
+
+def _source_files() -> list[Path]:
+    return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 
 
 def chosen(samples: int, size: int, step: int, seed: int) -> Tensor:

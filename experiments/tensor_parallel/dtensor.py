@@ -39,9 +39,25 @@ PLAN = {
 }
 
 
+class Counted(CommDebugMode):
+    """PyTorch's counter of collectives, and the bytes that a rank sends for them in a ring, as Ranks counts them."""
+
+    def __init__(self, ranks: int):
+        super().__init__()
+        times = {"all_reduce": 2, "all_gather_into_tensor": ranks, "reduce_scatter_tensor": 1}
+        self.share = {f"_c10d_functional::{name}": count * (ranks - 1) / ranks for name, count in times.items()}
+        self.sent = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if share := self.share.get(func._schema.name):
+            self.sent += int(share * args[0].nbytes)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def work(job: Job, rank: int) -> Told:
     """As worker.work; `calls` are those that PyTorch's own counter saw, by kind alone."""
     mesh = init_device_mesh("cpu", (job.ranks,))
+    batches = job.batches()
     gc.collect()
     begin_ram_peak_anew()
     before = ram_now_bytes()
@@ -50,20 +66,21 @@ def work(job: Job, rank: int) -> Told:
     model = parallelize_module(sharded.model, mesh, PLAN)
     parameters = dict(model.named_parameters())
     optimizer = job.optimizer_of(parameters.values())
-    losses, calls = [], {}
-    for step, (inputs, targets) in enumerate(job.batches()):
-        with CommDebugMode() as counted, loss_parallel():
+    losses, calls, sent = [], {}, {}
+    for step, (inputs, targets) in enumerate(batches):
+        with Counted(job.ranks) as counted, loss_parallel():
             logits = model(inputs, use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
             loss.backward()
         if not step:
             calls = {("", "both", str(kind)): count for kind, count in counted.get_comm_counts().items()}
+            sent = {("", "both", "all"): counted.sent}
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.full_tensor() if isinstance(loss, DTensor) else loss))
     own = sum(p.to_local().numel() for p in parameters.values() if isinstance(p, DTensor))
     whole = sum(p.numel() for p in parameters.values() if not isinstance(p, DTensor))
-    return Told(losses, calls, {}, (own, whole), before, ram_peak_bytes(), {}, {})
+    return Told(losses, calls, sent, (own, whole), before, ram_peak_bytes(), {}, {})
 
 
 def _process(folder: Path, rank: int) -> None:

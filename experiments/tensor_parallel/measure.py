@@ -30,6 +30,10 @@ CASES = {
         for dtype in ("fp32", "fp64")
         for ranks in RANKS
         if ranks > 1 or "sequence" not in model
+    ]
+    + [  # a rate at which the loss falls: rounding grows, and stays small in fp64
+        f"--model resnet --learning-rate 5e-4 --batch 32 --ranks {ranks} --dtype {dtype} --compare"
+        for ranks, dtype in ((1, "fp32"), (2, "fp64"))
     ],
     "memory": [
         f"--model {model} --shape {REAL[model.split()[0]]} --ranks {ranks} {LARGE}"

@@ -4,7 +4,7 @@
     mlp-norm   the same with norms over the cut features, layer norm and batch norm by turns
     resnet     ResNet-50 (He et al. 2015, arXiv 1512.03385) on the digits, enlarged to 64 x 64 pixels
     gpt2       transformers' GPT-2, and
-    llama      Llama with grouped-query heads, on the bytes of the standard library; or of a folder of weights
+    llama      Llama with grouped-query heads, on the text of the standard library
 
 Each is an ordinary model first: what one process trains is that, and knows nothing of ranks.
 """
@@ -12,18 +12,20 @@ Each is an ordinary model first: what one process trains is that, and knows noth
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from experiments.harness import samples
 from experiments.tensor_parallel.layers import ATTENTION, vocabulary_cross_entropy
 from experiments.tensor_parallel.sharding import Sharded, Sharder, evenly, filled_up
+from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError
-from lowmem.models.build import build_model, load_config
+from lowmem.models.build import build_model, check_length, load_config
 from lowmem.models.load import random_weights, read_weights
 
 WIDTH, BLOCKS, CLASSES = 96, 4, 10
@@ -278,10 +280,15 @@ class Kind:
         sharded.load(self.weights())
         return sharded
 
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The folder's; of random weights, or where it has none, one whose tokens are bytes."""
+        is_on_hub = self.folder is not None and not Path(self.folder).is_dir()
+        return load_tokenizer(self.folder or "", "pretrained" if is_on_hub else "random", self.config.vocab_size)
+
     def samples(self, seq: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of all samples there are."""
         if self.config is not None:
-            tokens = samples.source_bytes(seq + 1)
+            tokens = samples.source_tokens(seq + 1, self.tokenizer())
             return tokens[:, :-1], tokens[:, 1:]
         images, labels = samples.digits()
         if self.name == "resnet":
@@ -314,6 +321,8 @@ class Kind:
             raise InputError(f"the model has {heads} {what}: {ranks} ranks are more; --ranks {heads} is the most")
         if sequence_parallel and seq % ranks:
             raise InputError(f"--sequence-parallel needs a length that {ranks} ranks divide, and --seq is {seq}")
+        check_length(self.config, seq)
+        self.tokenizer()
 
 
 def kind_of(name: str, seed: int = 0, weights: str | None = None, shape: str | None = None) -> Kind:

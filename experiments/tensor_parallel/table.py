@@ -1,17 +1,20 @@
 """The README's tables, made from rows: `python -m experiments.tensor_parallel.table`."""
 
+import argparse
 import json
 from pathlib import Path
 
 from experiments.harness import killed
 from experiments.harness import rows as row_file
 from experiments.harness.tables import markdown, put
+from experiments.tensor_parallel import run
 from experiments.tensor_parallel.models import SMALL
 from lowmem.units import MIB
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS, README = FOLDER / "results", FOLDER / "README.md"
 ROWS = RESULTS / "rows.jsonl"
+BYTES_PER_PARAMETER = 16  # fp32: weight, gradient, Adam's two moments
 BEGIN = "<!-- made by python -m experiments.tensor_parallel.table -->"
 
 
@@ -24,8 +27,10 @@ def sections(rows: list[dict]) -> str:
             _equal,
         ),
         "memory": (
-            "**What a rank has and sends**: parameters, peak RAM above the empty process, MiB sent per step in a ring, "
-            "and what theory says of each",
+            "**What a rank has and sends** at batch 2 and 512 tokens. Parameters beside those that are cut / N + those "
+            "that are whole; peak RAM above the process without a model, and how much of it weights, gradients and "
+            "Adam's two moments are; collectives of a step, MiB that a rank sends for them in a ring, and how many "
+            "theory says; the largest relative difference of a loss from one rank's",
             _memory,
         ),
         "killed": ("**Until nothing runs any more**, once a process of four is killed (SIGKILL)", killed.table),
@@ -48,8 +53,10 @@ def _equal(rows: list[dict]) -> str:
     lines = []
     for row in rows:
         block = row["collectives_per_block"]
+        given = _given(row)
+        rate = [f"batch {given.batch}, rate {given.learning_rate:g}"] if given.learning_rate else []
         lines.append(
-            [_name(row), str(row["ranks"]), row["dtype"]]
+            [", ".join([_name(row)] + rate), str(row["ranks"]), row["dtype"]]
             + [f"{row[f'max_rel_{what}_difference']:.1e}" for what in ("loss", "gradient", "weight")]
             + [f"{block['forward']} and {block['backward']}"]
         )
@@ -60,17 +67,24 @@ def _memory(rows: list[dict]) -> str:
     lines = []
     for row in rows:
         alone = next(one for one in rows if one["model"] == row["model"] and one["ranks"] == 1)
-        whole, replicated = alone["parameters_per_rank"][0], row["replicated_parameters"]
-        of_all = (whole - replicated) / row["ranks"] + replicated
         most = max(row["parameters_per_rank"])
         peak = max(p - b for p, b in zip(row["peak_bytes_per_rank"], row["bytes_before_per_rank"], strict=True))
+        calls = sum(n for place in row["collectives"].values() for kinds in place.values() for n in kinds.values())
+        losses = zip(*(next(iter(one["losses"].values())) for one in (row, alone)), strict=True)
         lines.append(
-            [_name(row), str(row["ranks"]), f"{most:,}", f"{most / of_all - 1:+.2%}", f"{peak / MIB:,.0f}"]
-            + ([f"{row['bytes_per_step'] / MIB:,.1f}", f"{sent_by_theory(row) / MIB:,.1f}"]
-               if row["section"] == "memory" else ["", ""])
-        )  # fmt: skip
-    header = ("", "ranks", "parameters", "beside (cut / N) + whole", "peak, MiB", "sent, MiB", "theory, MiB")
-    return markdown(header, lines)
+            [_name(row), str(row["ranks"]), f"{most:,}", f"{most / expected_parameters(row, alone) - 1:+.2%}"]
+            + [f"{peak / MIB:,.0f}", f"{BYTES_PER_PARAMETER * most / MIB:,.0f}", str(calls)]
+            + [f"{sent / MIB:,.1f}" for sent in (row["bytes_per_step"], sent_by_theory(row))]
+            + [f"{max(abs(one - other) / other for one, other in losses):.0e}" if row is not alone else ""]
+        )
+    header = ("", "ranks", "parameters", "beside", "peak, MiB", "of it state", "collectives", "sent, MiB", "theory")
+    return markdown((*header, "losses"), lines)
+
+
+def expected_parameters(row: dict, alone: dict) -> float:
+    """How many a rank has where all that is cut is cut evenly, by the row of one rank."""
+    whole = row["replicated_parameters"]
+    return (alone["parameters_per_rank"][0] - whole) / row["ranks"] + whole
 
 
 def sent_by_theory(row: dict) -> float:
@@ -78,10 +92,9 @@ def sent_by_theory(row: dict) -> float:
     two all-reduces forward and two backward (Megatron-LM, section 3), one of the embedding's output and one of the
     gradient of the head's input: each sends 2 (N - 1) / N of h. All-gather and reduce-scatter together send the same
     (sequence parallelism); there, gradients of weights that all have are added up besides."""
-    words = row["options"].split()
-    option = {name: words[words.index(name) + 1] for name in ("--batch", "--seq", "--shape") if name in words}
-    layers, width = shape_of(row["model"], option.get("--shape"))
-    hidden = int(option["--batch"]) * int(option["--seq"]) * width * 4
+    given = _given(row)
+    layers, width = shape_of(row["model"], given.shape)
+    hidden = given.batch * given.seq * width * 4
     rounds = 4 * layers + 2
     sent = rounds * 2 * hidden + (2 * 4 * row["replicated_parameters"] if row["sequence_parallel"] else 0)
     return sent * (row["ranks"] - 1) / row["ranks"]
@@ -99,6 +112,10 @@ def shape_of(model: str, shape: str | None) -> tuple[int, int]:
 
         config = load_config(shape, "random")
     return config.num_hidden_layers, config.hidden_size
+
+
+def _given(row: dict) -> argparse.Namespace:
+    return run.parser().parse_args(row["options"].split())
 
 
 def _name(row: dict) -> str:

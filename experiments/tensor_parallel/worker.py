@@ -6,7 +6,7 @@ python -m experiments.tensor_parallel.worker FOLDER RANK        started by run.p
 import gc
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -55,13 +55,16 @@ class Job:
             return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9, weight_decay=1e-4)
         return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.01)
 
-    def batches(self, device: torch.device = CPU) -> Iterable[tuple[Tensor, Tensor]]:
-        """Inputs and targets of each step: the same in every process."""
+    def batches(self, device: torch.device = CPU) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and targets of each step: the same in every process. All samples are read at once."""
         inputs, targets = self.kind.samples(self.seq)
-        for step in range(self.steps):
+        dtype = DTYPES[self.dtype] if inputs.is_floating_point() else torch.int64
+
+        def batch(step: int) -> tuple[Tensor, Tensor]:
             rows = samples.chosen(len(inputs), self.batch, step, self.seed)
-            dtype = DTYPES[self.dtype] if inputs.is_floating_point() else torch.int64
-            yield inputs[rows].to(device, dtype), targets[rows].to(device, torch.int64)
+            return inputs[rows].to(device, dtype), targets[rows].to(device, torch.int64)
+
+        return map(batch, range(self.steps))
 
     def sharder(self, ranks: Ranks, device: torch.device = CPU) -> Sharder:
         return Sharder(
@@ -89,6 +92,7 @@ class Told:
 def work(job: Job, rank: int, device: torch.device = CPU) -> Told:
     """Trains this rank's part. The process group is there already, where there is more than one rank."""
     ranks = Ranks(rank, job.ranks)
+    batches = job.batches(device)
     gc.collect()
     begin_ram_peak_anew()
     before = ram_now_bytes() if device.type == "cpu" else torch.cuda.memory_allocated(device)
@@ -96,7 +100,7 @@ def work(job: Job, rank: int, device: torch.device = CPU) -> Told:
     parameters = dict(sharded.model.named_parameters())
     optimizer = job.optimizer_of(parameters.values())
     losses, gradients, calls, sent = [], {}, {}, {}
-    for step, (inputs, targets) in enumerate(job.batches(device)):
+    for step, (inputs, targets) in enumerate(batches):
         for dropout in sharded.dropouts:
             dropout.step = step
         loss = job.kind.loss(sharded, inputs, targets)
