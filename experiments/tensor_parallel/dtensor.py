@@ -3,7 +3,7 @@
 python -m experiments.tensor_parallel.dtensor FOLDER RANK        started by measure.py, never by hand
 
 The plan is that of PyTorch's tutorial, with the vocabulary cut too (`loss_parallel`). Norms stay ordinary tensors, and
-nothing is clipped: a norm over ordinary and distributed tensors together is refused.
+nothing is clipped: a norm over ordinary and distributed tensors together is refused. A tied embedding is tied again.
 """
 
 import gc
@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from experiments.harness import group
 from experiments.tensor_parallel.collectives import Ranks
 from experiments.tensor_parallel.worker import RESULT, Job, Told, tell_all
+from lowmem.device import return_freed_memory
 from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
 
 PLAN = {
@@ -56,6 +57,7 @@ class Counted(CommDebugMode):
 
 def work(job: Job, rank: int) -> Told:
     """As worker.work; `calls` are those that PyTorch's own counter saw, by kind alone."""
+    return_freed_memory()
     mesh = init_device_mesh("cpu", (job.ranks,))
     batches = job.batches()
     gc.collect()
@@ -64,6 +66,8 @@ def work(job: Job, rank: int) -> Told:
     sharded = job.sharder(Ranks(0, 1)).apply({})
     sharded.load(job.kind.weights())
     model = parallelize_module(sharded.model, mesh, PLAN)
+    if model.config.tie_word_embeddings:  # parallelize_module has made two parameters of one
+        model.lm_head.weight = model.model.embed_tokens.weight
     parameters = dict(model.named_parameters())
     optimizer = job.optimizer_of(parameters.values())
     losses, calls, sent = [], {}, {}
@@ -80,7 +84,7 @@ def work(job: Job, rank: int) -> Told:
         losses.append(float(loss.full_tensor() if isinstance(loss, DTensor) else loss))
     own = sum(p.to_local().numel() for p in parameters.values() if isinstance(p, DTensor))
     whole = sum(p.numel() for p in parameters.values() if not isinstance(p, DTensor))
-    return Told(losses, calls, sent, (own, whole), before, ram_peak_bytes(), {}, {})
+    return Told(losses, calls, sent, (own, whole), before, ram_peak_bytes(), 0, {}, {})
 
 
 def _process(folder: Path, rank: int) -> None:

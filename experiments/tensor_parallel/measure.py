@@ -47,7 +47,7 @@ CASES = {
 KEPT = (
     *("model", "ranks", "steps", "dtype", "sequence_parallel", "max_rel_loss_difference", "max_rel_weight_difference"),
     *("max_rel_gradient_difference", "collectives_per_block", "collectives", "bytes_per_step", "parameters_per_rank"),
-    *("replicated_parameters", "bytes_before_per_rank", "peak_bytes_per_rank", "losses"),
+    *("replicated_parameters", "bytes_before_per_rank", "peak_bytes_per_rank", "saved_bytes_per_rank", "losses"),
 )
 
 
@@ -55,11 +55,12 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
     parser.add_argument("--only", choices=CASES, action="append", help="default: all of them")
+    parser.add_argument("--matching", default="", metavar="TEXT", help="only command lines with this text in them")
     parser.add_argument("--rows", type=Path, default=ROWS, metavar="ROWS.jsonl")
     options = parser.parse_args(arguments)
     common = {"sources": row_file.sources(PROGRAM)} | row_file.made_by(PROGRAM, arguments)
     for section in options.only or CASES:
-        for words in CASES[section]:
+        for words in (words for words in CASES[section] if options.matching in words):
             print(section, words, flush=True)
             found = killed.ended(run.PROGRAM, words) if section == "killed" else trained(section, words)
             row_file.append(options.rows, common | {"section": section, "options": words} | found)

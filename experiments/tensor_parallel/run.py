@@ -34,7 +34,7 @@ from lowmem.run.log import write_json
 from lowmem.units import MIB
 
 PROGRAM = "experiments.tensor_parallel.run"
-LEARNING_RATE, RESNET_LEARNING_RATE = 1e-3, 1e-4
+LEARNING_RATE, RESNET_LEARNING_RATE = 1e-3, 5e-5
 ALLOWED = {"fp32": 1e-5, "fp64": 1e-12}  # relative difference from one process
 COMPARED = {
     "max_rel_loss_difference": "losses",
@@ -139,6 +139,7 @@ def report_of(job: Job, told: list[Told], compare: bool) -> dict:
         "replicated_parameters": first.parameters[1],
         "bytes_before_per_rank": [one.bytes_before for one in told],
         "peak_bytes_per_rank": [one.peak_bytes for one in told],
+        "saved_bytes_per_rank": [one.saved_bytes for one in told],
         "losses": {f"{job.ranks} ranks": first.losses},
     }
     if compare:

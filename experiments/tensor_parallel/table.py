@@ -1,16 +1,16 @@
 """The README's tables, made from rows: `python -m experiments.tensor_parallel.table`."""
 
 import argparse
-import json
 from pathlib import Path
 
 from experiments.harness import killed
 from experiments.harness import rows as row_file
 from experiments.harness.tables import markdown, put
 from experiments.tensor_parallel import run
-from experiments.tensor_parallel.models import SMALL
+from experiments.tensor_parallel.models import kind_of
 from lowmem.units import MIB
 
+LARGE = ("memory", "dtensor")  # sections whose rows are of the same models, batch and length
 FOLDER = Path(__file__).resolve().parent
 RESULTS, README = FOLDER / "results", FOLDER / "README.md"
 ROWS = RESULTS / "rows.jsonl"
@@ -27,26 +27,30 @@ def sections(rows: list[dict]) -> str:
             _equal,
         ),
         "memory": (
-            "**What a rank has and sends** at batch 2 and 512 tokens. Parameters beside those that are cut / N + those "
-            "that are whole; peak RAM above the process without a model, and how much of it weights, gradients and "
-            "Adam's two moments are; collectives of a step, MiB that a rank sends for them in a ring, and how many "
-            "theory says; the largest relative difference of a loss from one rank's",
+            "**What a rank holds** at batch 2 and 512 tokens, MiB: parameters, and beside them those that are cut / N "
+            "plus those that are whole; weights, gradients and Adam's moments (16 bytes each); what forward keeps for "
+            "backward, and what theory says; peak RAM above the process without a model",
             _memory,
+        ),
+        "communication": (
+            "**What a rank sends** in a step of the same: collectives, MiB in a ring, and what theory says; the "
+            "largest relative difference of a loss from one rank's",
+            _communication,
         ),
         "killed": ("**Until nothing runs any more**, once a process of four is killed (SIGKILL)", killed.table),
     }
     parts = []
     for section, (title, table) in tables.items():
-        if found := newest(rows, section):
-            parts += [title, table(found + (newest(rows, "dtensor") if section == "memory" else []))]
+        if found := newest(rows, *{"memory": LARGE, "communication": LARGE}.get(section, [section])):
+            parts += [title, table(found)]
     if rows:
         last = rows[-1]
         parts.append(f"On {last['machine']}; torch {last['versions']['torch']}, Python {last['versions']['python']}.")
     return "\n\n".join(parts)
 
 
-def newest(rows: list[dict], section: str) -> list[dict]:
-    return list({row["options"]: row for row in rows if row["section"] == section}.values())
+def newest(rows: list[dict], *of: str) -> list[dict]:
+    return list({(row["section"], row["options"]): row for row in rows if row["section"] in of}.values())
 
 
 def _equal(rows: list[dict]) -> str:
@@ -66,52 +70,73 @@ def _equal(rows: list[dict]) -> str:
 def _memory(rows: list[dict]) -> str:
     lines = []
     for row in rows:
-        alone = next(one for one in rows if one["model"] == row["model"] and one["ranks"] == 1)
-        most = max(row["parameters_per_rank"])
+        one = alone(row, rows)
+        most, saved = max(row["parameters_per_rank"]), max(row["saved_bytes_per_rank"])
         peak = max(p - b for p, b in zip(row["peak_bytes_per_rank"], row["bytes_before_per_rank"], strict=True))
-        calls = sum(n for place in row["collectives"].values() for kinds in place.values() for n in kinds.values())
-        losses = zip(*(next(iter(one["losses"].values())) for one in (row, alone)), strict=True)
         lines.append(
-            [_name(row), str(row["ranks"]), f"{most:,}", f"{most / expected_parameters(row, alone) - 1:+.2%}"]
-            + [f"{peak / MIB:,.0f}", f"{BYTES_PER_PARAMETER * most / MIB:,.0f}", str(calls)]
-            + [f"{sent / MIB:,.1f}" for sent in (row["bytes_per_step"], sent_by_theory(row))]
-            + [f"{max(abs(one - other) / other for one, other in losses):.0e}" if row is not alone else ""]
+            [_name(row), str(row["ranks"]), f"{most:,}", f"{most / expected_parameters(row, one) - 1:+.2%}"]
+            + [f"{BYTES_PER_PARAMETER * most / MIB:,.0f}"]
+            + [f"{count / MIB:,.0f}" if saved else "" for count in (saved, saved_by_theory(row, one))]
+            + [f"{peak / MIB:,.0f}"]
         )
-    header = ("", "ranks", "parameters", "beside", "peak, MiB", "of it state", "collectives", "sent, MiB", "theory")
-    return markdown((*header, "losses"), lines)
+    return markdown(("", "ranks", "parameters", "beside", "state", "kept", "theory", "peak"), lines)
 
 
-def expected_parameters(row: dict, alone: dict) -> float:
+def _communication(rows: list[dict]) -> str:
+    lines = []
+    for row in rows:
+        one = alone(row, rows)
+        if row is one:
+            continue
+        calls = sum(n for place in row["collectives"].values() for kinds in place.values() for n in kinds.values())
+        losses = zip(*(next(iter(of["losses"].values())) for of in (row, one)), strict=True)
+        lines.append(
+            [_name(row), str(row["ranks"]), str(calls)]
+            + [f"{sent / MIB:,.1f}" for sent in (row["bytes_per_step"], sent_by_theory(row))]
+            + [f"{max(abs(a - b) / b for a, b in losses):.0e}"]
+        )
+    return markdown(("", "ranks", "collectives", "sent", "theory", "losses"), lines)
+
+
+def alone(row: dict, rows: list[dict]) -> dict:
+    """The row of one rank and the same model."""
+    return next(one for one in rows if one["model"] == row["model"] and one["ranks"] == 1)
+
+
+def saved_by_theory(row: dict, one: dict) -> float:
+    """Bytes that a forward keeps for its backward. Of hidden states the norms' inputs and outputs are whole on every
+    rank: those of two norms a block, and of the last one (Llama's keep a product in between besides). All else is cut.
+    With sequence parallelism what a norm keeps is cut too, but not the outputs, which are gathered for the layers
+    behind; Korthikanti et al., section 4.2.2, gather them anew in the backward."""
+    hidden, blocks = _hidden_bytes(row)
+    norms = 2 * blocks + 1
+    whole = hidden * norms * (3 if row["model"] == "llama" else 2)
+    gathered = hidden * norms if row["sequence_parallel"] else whole
+    return gathered + (one["saved_bytes_per_rank"][0] - gathered) / row["ranks"]
+
+
+def expected_parameters(row: dict, one: dict) -> float:
     """How many a rank has where all that is cut is cut evenly, by the row of one rank."""
     whole = row["replicated_parameters"]
-    return (alone["parameters_per_rank"][0] - whole) / row["ranks"] + whole
+    return (one["parameters_per_rank"][0] - whole) / row["ranks"] + whole
 
 
 def sent_by_theory(row: dict) -> float:
-    """Bytes that a rank sends per step in a ring, for hidden states of h = batch x seq x width x 4 bytes: of each block
-    two all-reduces forward and two backward (Megatron-LM, section 3), one of the embedding's output and one of the
-    gradient of the head's input: each sends 2 (N - 1) / N of h. All-gather and reduce-scatter together send the same
-    (sequence parallelism); there, gradients of weights that all have are added up besides."""
-    given = _given(row)
-    layers, width = shape_of(row["model"], given.shape)
-    hidden = given.batch * given.seq * width * 4
-    rounds = 4 * layers + 2
+    """Bytes that a rank sends per step in a ring, for hidden states of h bytes: of each block two all-reduces forward
+    and two backward (Megatron-LM, section 3), one of the embedding's output and one of the gradient of the head's
+    input: each sends 2 (N - 1) / N of h. All-gather and reduce-scatter together send the same (sequence parallelism);
+    there, gradients of weights that all have are added up besides."""
+    hidden, blocks = _hidden_bytes(row)
+    rounds = 4 * blocks + 2
     sent = rounds * 2 * hidden + (2 * 4 * row["replicated_parameters"] if row["sequence_parallel"] else 0)
     return sent * (row["ranks"] - 1) / row["ranks"]
 
 
-def shape_of(model: str, shape: str | None) -> tuple[int, int]:
-    """Blocks and width."""
-    if shape is None:
-        config = SMALL[model]
-    elif shape.endswith(".json"):
-        config = json.loads((FOLDER / Path(shape).name).read_text())
-        return config["num_hidden_layers"], config["hidden_size"]
-    else:
-        from lowmem.models.build import load_config
-
-        config = load_config(shape, "random")
-    return config.num_hidden_layers, config.hidden_size
+def _hidden_bytes(row: dict) -> tuple[int, int]:
+    """Of all hidden states between two layers in fp32, and how many blocks there are."""
+    given = _given(row)
+    config = kind_of(row["model"], shape=given.shape).config
+    return given.batch * given.seq * config.hidden_size * 4, config.num_hidden_layers
 
 
 def _given(row: dict) -> argparse.Namespace:

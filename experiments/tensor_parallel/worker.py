@@ -7,6 +7,7 @@ import gc
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from experiments.harness.group import peer_errors
 from experiments.tensor_parallel.collectives import Ranks
 from experiments.tensor_parallel.models import Kind, kind_of
 from experiments.tensor_parallel.sharding import CPU, Sharder
+from lowmem.device import return_freed_memory
 from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
 
 RESULT = "result.pt"
@@ -77,7 +79,8 @@ class Job:
 class Told:
     """Of a rank. `calls` and `sent` are of the first step, by place, pass and kind; `parameters`: how many this rank
     has of its own, and how many are whole; `gradients` (of the first step, not clipped) and `weights` are whole, by
-    name, on rank 0 where they are kept; bytes: allocated on a GPU, else the RAM of the process."""
+    name, on rank 0 where they are kept; bytes: allocated on a GPU, else the RAM of the process; `saved_bytes`: what the
+    first forward keeps for its backward beside the parameters."""
 
     losses: list[float]
     calls: dict[tuple[str, str, str], int]
@@ -85,12 +88,35 @@ class Told:
     parameters: tuple[int, int]
     bytes_before: int
     peak_bytes: int
+    saved_bytes: int
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
 
 
+class SavedBytes:
+    """Of what autograd saves while it is counting: `total`, each piece of memory once."""
+
+    def __init__(self):
+        self.total = 0
+
+    @contextmanager
+    def counting(self, left_out: Iterable[Tensor]) -> Iterator[None]:
+        seen = {tensor.untyped_storage().data_ptr() for tensor in left_out}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                self.total += storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+
 def work(job: Job, rank: int, device: torch.device = CPU) -> Told:
     """Trains this rank's part. The process group is there already, where there is more than one rank."""
+    return_freed_memory()
     ranks = Ranks(rank, job.ranks)
     batches = job.batches(device)
     gc.collect()
@@ -99,11 +125,12 @@ def work(job: Job, rank: int, device: torch.device = CPU) -> Told:
     sharded = job.kind.shard(job.sharder(ranks, device))
     parameters = dict(sharded.model.named_parameters())
     optimizer = job.optimizer_of(parameters.values())
-    losses, gradients, calls, sent = [], {}, {}, {}
+    losses, gradients, calls, sent, saved = [], {}, {}, {}, SavedBytes()
     for step, (inputs, targets) in enumerate(batches):
         for dropout in sharded.dropouts:
             dropout.step = step
-        loss = job.kind.loss(sharded, inputs, targets)
+        with nullcontext() if step else saved.counting(parameters.values()):
+            loss = job.kind.loss(sharded, inputs, targets)
         loss.backward()
         sharded.complete_gradients()
         if not step:
@@ -118,7 +145,8 @@ def work(job: Job, rank: int, device: torch.device = CPU) -> Told:
     peak = ram_peak_bytes() if device.type == "cpu" else torch.cuda.max_memory_allocated(device)
     own = sum(parameter.numel() for name, parameter in parameters.items() if name in sharded.cuts)
     return Told(
-        losses, calls, sent, (own, sum(map(torch.numel, parameters.values())) - own), before, peak, gradients,
+        losses, calls, sent, (own, sum(map(torch.numel, parameters.values())) - own), before, peak, saved.total,
+        gradients,
         dict(sharded.gathered(sharded.tensors())) if job.keep else {},
     )  # fmt: skip
 
@@ -144,7 +172,7 @@ def alone(job: Job) -> Told:
         optimizer.zero_grad()
         losses.append(loss.item())
     whole = sum(map(torch.numel, parameters.values()))
-    return Told(losses, {}, {}, (0, whole), 0, 0, gradients, dict(sharded.gathered(sharded.tensors())))
+    return Told(losses, {}, {}, (0, whole), 0, 0, 0, gradients, dict(sharded.gathered(sharded.tensors())))
 
 
 def saved(job: Job) -> str:
