@@ -36,7 +36,7 @@ class ProcessFailed(LowmemError):
     """One of the processes ended early."""
 
 
-class PeerError(RuntimeError):
+class PeerError(LowmemError):
     """Another process is gone, or does not answer."""
 
 

@@ -1,6 +1,7 @@
 """What commands read: kinds of numbers, and a folder to write to."""
 
 import math
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,8 +25,11 @@ def at_least(kind: type, least: float, below: float = math.inf) -> Callable:
 
 
 def make_folder(path: Path) -> None:
-    """So that what cannot be written is known before the work is done. InputError where it cannot be made."""
+    """So that what cannot be written is known before the work is done. InputError where it cannot be made, or written
+    to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
     except OSError as error:
-        raise InputError(f"--out {path} cannot be made: {error.strerror or error}") from error
+        raise InputError(f"--out {path} cannot be written: {error.strerror or error}") from error

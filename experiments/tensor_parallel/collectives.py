@@ -1,14 +1,14 @@
 """Collectives that autograd knows, each counted.
 
-                 forward           backward
-    copied       nothing           all-reduce        every rank uses a part of what follows (Megatron-LM's f)
-    summed       all-reduce        nothing           every rank has a summand (g)
-    added        all-reduce        all-reduce        the same, where what follows is cut too, as a norm's statistics
-    gathered     all-gather        reduce-scatter    along a dimension; what follows is cut otherwise
-    scattered    reduce-scatter    all-gather        every rank has a summand, and keeps a part of the sum
-    joined       all-gather        a part            what follows is the same on all ranks
+                        forward           backward
+    copy_in             nothing           all-reduce       each rank uses the whole in a part of a layer (f of Megatron)
+    reduce              all-reduce        nothing          each rank has a summand (g of Megatron)
+    reduce_both_ways    all-reduce        all-reduce       the same, of which each rank then uses the sum for its part
+    gather              all-gather        reduce-scatter   along a dimension, for layers that are cut otherwise
+    reduce_scatter      reduce-scatter    all-gather       each rank has a summand, and keeps a part of the sum
+    gather_replicated   all-gather        a part           along a dimension, for layers that are whole on every rank
 
-Shoeybi et al. 2019, arXiv 1909.08053; `gathered` and `scattered`: Korthikanti et al. 2022, arXiv 2205.05198.
+Shoeybi et al. 2019, arXiv 1909.08053; `gather` and `reduce_scatter`: Korthikanti et al. 2022, arXiv 2205.05198.
 """
 
 from collections import Counter
@@ -40,12 +40,12 @@ class Ranks:
     def _apply(self, tensor: Tensor, forward: str, backward: str, dim: int = 1) -> Tensor:
         return tensor if self.count == 1 else _Collective.apply(tensor, self, forward, backward, dim)
 
-    copied = partialmethod(_apply, forward=NOTHING, backward=ALL_REDUCE)
-    summed = partialmethod(_apply, forward=ALL_REDUCE, backward=NOTHING)
-    added = partialmethod(_apply, forward=ALL_REDUCE, backward=ALL_REDUCE)
-    gathered = partialmethod(_apply, forward=ALL_GATHER, backward=REDUCE_SCATTER)
-    scattered = partialmethod(_apply, forward=REDUCE_SCATTER, backward=ALL_GATHER)
-    joined = partialmethod(_apply, forward=ALL_GATHER, backward=PART)
+    copy_in = partialmethod(_apply, forward=NOTHING, backward=ALL_REDUCE)
+    reduce = partialmethod(_apply, forward=ALL_REDUCE, backward=NOTHING)
+    reduce_both_ways = partialmethod(_apply, forward=ALL_REDUCE, backward=ALL_REDUCE)
+    gather = partialmethod(_apply, forward=ALL_GATHER, backward=REDUCE_SCATTER)
+    reduce_scatter = partialmethod(_apply, forward=REDUCE_SCATTER, backward=ALL_GATHER)
+    gather_replicated = partialmethod(_apply, forward=ALL_GATHER, backward=PART)
 
     def all_reduce(self, tensor: Tensor, key: tuple[str, str], operation=dist.ReduceOp.SUM) -> Tensor:
         """The sum over all ranks, in `tensor` itself. `key`: place and pass, for the counts."""
@@ -75,7 +75,7 @@ class Ranks:
         self.sent[*key, kind] += bytes_of_ring * (self.count - 1) // self.count
 
     def do(self, kind: str, tensor: Tensor, dim: int, key: tuple[str, str]) -> Tensor:
-        """One of the kinds; the result is a tensor of its own, but of NOTHING."""
+        """One of the kinds. The result is a new tensor; of NOTHING it is a view."""
         if kind == NOTHING:
             return tensor.view_as(tensor)
         if kind == PART:

@@ -7,12 +7,10 @@ nothing is clipped: a norm over ordinary and distributed tensors together is ref
 """
 
 import gc
-import json
 import sys
-from pathlib import Path
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -26,7 +24,7 @@ from torch.nn import functional as F
 
 from experiments.harness import group
 from experiments.tensor_parallel.collectives import Ranks
-from experiments.tensor_parallel.worker import RESULT, Job, Told, tell_all
+from experiments.tensor_parallel.worker import Job, RankResult, process
 from lowmem.device import return_freed_memory
 from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
 
@@ -55,7 +53,7 @@ class Counted(CommDebugMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def work(job: Job, rank: int) -> Told:
+def work(job: Job, rank: int, device: torch.device) -> RankResult:
     """As worker.work; `calls` are those that PyTorch's own counter saw, by kind alone."""
     return_freed_memory()
     mesh = init_device_mesh("cpu", (job.ranks,))
@@ -84,17 +82,8 @@ def work(job: Job, rank: int) -> Told:
         losses.append(float(loss.full_tensor() if isinstance(loss, DTensor) else loss))
     own = sum(p.to_local().numel() for p in parameters.values() if isinstance(p, DTensor))
     whole = sum(p.numel() for p in parameters.values() if not isinstance(p, DTensor))
-    return Told(losses, calls, sent, (own, whole), before, ram_peak_bytes(), 0, {}, {})
-
-
-def _process(folder: Path, rank: int) -> None:
-    job = Job(**json.loads((folder / "job.json").read_text()))
-    group.begin(folder, rank, job.ranks)
-    told = tell_all(job, work(job, rank))
-    if told is not None:
-        torch.save(told, folder / RESULT)
-    dist.destroy_process_group()
+    return RankResult(losses, calls, sent, (own, whole), before, ram_peak_bytes(), 0, {}, {})
 
 
 if __name__ == "__main__":
-    sys.exit(group.member(_process))
+    sys.exit(group.member(partial(process, train=work)))

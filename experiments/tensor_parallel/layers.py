@@ -108,8 +108,8 @@ class FeatureParallelLayerNorm(nn.Module):
         self.weight, self.bias, self.features, self.eps, self.ranks = weight, bias, features, eps, ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        centred = x - self.ranks.added(x.sum(-1, keepdim=True)) / self.features
-        variance = self.ranks.added(centred.square().sum(-1, keepdim=True)) / self.features
+        centred = x - self.ranks.reduce_both_ways(x.sum(-1, keepdim=True)) / self.features
+        variance = self.ranks.reduce_both_ways(centred.square().sum(-1, keepdim=True)) / self.features
         return centred * (variance + self.eps).rsqrt() * self.weight + self.bias
 
 

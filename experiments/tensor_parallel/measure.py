@@ -72,8 +72,8 @@ def trained(section: str, words: str) -> dict:
     """What a row keeps of a run with these options."""
     options = run.parser().parse_args(shlex.split(words))
     job = run.planned(options)
-    told = run.train(job, (dtensor if section == "dtensor" else worker).__name__)
-    report = run.report_of(job, told, options.compare)
+    results = run.train(job, (dtensor if section == "dtensor" else worker).__name__)
+    report = run.report_of(job, results, options.compare)
     return {key: report[key] for key in KEPT}
 
 

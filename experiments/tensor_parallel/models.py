@@ -9,6 +9,7 @@
 Each is an ordinary model first: what one process trains is that, and knows nothing of ranks.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +23,15 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from experiments.harness import samples
 from experiments.tensor_parallel.layers import ATTENTION, vocabulary_cross_entropy
-from experiments.tensor_parallel.sharding import Sharded, Sharder, evenly, filled_up
-from lowmem.data.tokenizer import load_tokenizer
+from experiments.tensor_parallel.sharding import Sharded, Sharder, evenly, padded
+from lowmem.data.tokenizer import BYTE_LEVEL_IDS, byte_level_tokenizer, load_tokenizer
 from lowmem.errors import InputError
 from lowmem.models.build import build_model, check_length, load_config
 from lowmem.models.load import random_weights, read_weights
 
 WIDTH, BLOCKS, CLASSES = 96, 4, 10
 PIXELS, ENLARGED = 8, 64  # of a side
+FIRST_RESIDUAL_SCALE = 0.2  # a block begins near its shortcut, where rounding does not grow
 RESNET_BLOCKS, RESNET_WIDTHS, EXPANSION = (3, 4, 6, 3), (64, 128, 256, 512), 4
 SMALL = {  # a prime number of tokens, so that no number of ranks divides the vocabulary
     "gpt2": GPT2Config(n_layer=3, n_embd=96, n_head=6, n_positions=128, vocab_size=257, bos_token_id=None,
@@ -117,11 +119,11 @@ def dense_rules(s: Sharder, model: Dense) -> dict:
     """Two layers are one round: what comes in is cut by the first one's outputs, which are the second one's inputs."""
     inner = evenly(4 * WIDTH, s.ranks.count)
     rules = {
-        "blocks.*": (s.block, s.begins),
+        "blocks.*": (s.block, s.enters),
         "blocks.*.into": s.column(inner),
         "blocks.*.drop": s.drop(1, inner),
         "blocks.*.out": s.row(inner),
-        "norm": s.ends,
+        "norm": s.head_follows,
         "head": s.head,
     }
     for number, block in enumerate(model.blocks):
@@ -136,21 +138,26 @@ def resnet_rules(s: Sharder, model: ResNet50) -> dict:
     """The first two convolutions of a block are a pair. The third is cut by its outputs, as its norm is, and put
     together again: what is added up between blocks is whole."""
     stem = evenly(RESNET_WIDTHS[0], s.ranks.count)
-    rules = {"conv": s.column(stem), "norm": (s.batch_norm(stem), s.joins), "mean": s.ends, "head": s.head}
+    rules = {
+        "conv": s.column(stem),
+        "norm": (s.batch_norm(stem), s.gathers_channels),
+        "mean": s.head_follows,
+        "head": s.head,
+    }
     for number, block in enumerate(model.blocks):
         width, out = (evenly(conv.out_channels, s.ranks.count) for conv in (block.conv1, block.conv3))
         rules |= {
             f"blocks.{number}": s.block,
-            f"blocks.{number}.conv1": (s.column(width), s.begins),
+            f"blocks.{number}.conv1": (s.column(width), s.enters),
             f"blocks.{number}.norm1": s.batch_norm(width),
             f"blocks.{number}.conv2": s.row(width),
-            f"blocks.{number}.conv3": (s.column(out), s.begins),
-            f"blocks.{number}.norm3": (s.batch_norm(out), s.joins),
+            f"blocks.{number}.conv3": (s.column(out), s.enters),
+            f"blocks.{number}.norm3": (s.batch_norm(out), s.gathers_channels),
         }
         if block.shortcut is not None:
             rules |= {
-                f"blocks.{number}.shortcut.0": (s.column(out), s.begins),
-                f"blocks.{number}.shortcut.1": (s.batch_norm(out), s.joins),
+                f"blocks.{number}.shortcut.0": (s.column(out), s.enters),
+                f"blocks.{number}.shortcut.1": (s.batch_norm(out), s.gathers_channels),
             }
     return rules
 
@@ -162,7 +169,7 @@ def gpt2_rules(s: Sharder, model: nn.Module) -> dict:
     inner = evenly(config.n_inner or 4 * config.n_embd, ranks)
 
     def own_heads(module: nn.Module, name: str) -> None:
-        module.num_heads = len(each_head.places[s.ranks.rank])
+        module.num_heads = len(each_head.indices[s.ranks.rank])
         module.split_size = module.num_heads * head  # of the fused Q, K and V
 
     return {
@@ -170,16 +177,16 @@ def gpt2_rules(s: Sharder, model: nn.Module) -> dict:
         "transformer.wpe": s.own_positions,
         "transformer.drop": s.drop(),
         "transformer.h.*": s.block,
-        "transformer.h.*.attn": (own_heads, s.begins),
+        "transformer.h.*.attn": (own_heads, s.enters),
         "transformer.h.*.attn.c_attn": s.column(evenly(config.n_embd, ranks, block=head, blocks=3)),
         "transformer.h.*.attn.attn_dropout": s.drop(1, each_head),
         "transformer.h.*.attn.c_proj": s.row(query),
         "transformer.h.*.attn.resid_dropout": s.drop(),
-        "transformer.h.*.mlp": s.begins,
+        "transformer.h.*.mlp": s.enters,
         "transformer.h.*.mlp.c_fc": s.column(inner),
         "transformer.h.*.mlp.c_proj": s.row(inner),
         "transformer.h.*.mlp.dropout": s.drop(),
-        "transformer.ln_f": s.ends,
+        "transformer.ln_f": s.head_follows,
         "lm_head": s.head,
     }
 
@@ -199,22 +206,23 @@ def llama_rules(s: Sharder, model: nn.Module) -> dict:
     return {
         "model.embed_tokens": s.vocabulary,
         "model.layers.*": s.block,
-        "model.layers.*.self_attn": (drops, s.begins),
+        "model.layers.*.self_attn": (drops, s.enters),
         "model.layers.*.self_attn.q_proj": s.column(query),
         "model.layers.*.self_attn.k_proj": s.column(key),
         "model.layers.*.self_attn.v_proj": s.column(key),
         "model.layers.*.self_attn.o_proj": s.row(query),
-        "model.layers.*.mlp": s.begins,
+        "model.layers.*.mlp": s.enters,
         "model.layers.*.mlp.gate_proj": s.column(inner),
         "model.layers.*.mlp.up_proj": s.column(inner),
         "model.layers.*.mlp.down_proj": s.row(inner),
-        "model.norm": s.ends,
+        "model.norm": s.head_follows,
         "lm_head": s.head,
     }
 
 
 RULES = {"mlp": dense_rules, "mlp-norm": dense_rules, "resnet": resnet_rules, "gpt2": gpt2_rules, "llama": llama_rules}
 DECODERS = ("gpt2", "llama")
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout")  # of configs
 
 
 @dataclass(frozen=True)
@@ -235,11 +243,11 @@ class Kind:
         """The whole model in training mode and without dropout, its parameters on `meta`. Where transformers' norm
         rounds to fp32 in the middle of fp64, torch's stands."""
         if self.config is not None:
-            model = build_model(self.config)
-            for module in model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
-            model.config.attention_dropout = 0.0
+            config = copy.deepcopy(self.config)
+            for name in DROPOUTS:
+                if hasattr(config, name):
+                    setattr(config, name, 0.0)
+            model = build_model(config)
             if dtype == torch.float64:
                 for name, module in list(model.named_modules()):
                     if isinstance(module, LlamaRMSNorm):
@@ -267,8 +275,8 @@ class Kind:
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
         for module in plain.modules():
-            if isinstance(module, Bottleneck):  # a block begins as its shortcut (Goyal et al. 2017, arXiv 1706.02677)
-                nn.init.zeros_(module.norm3.weight)
+            if isinstance(module, Bottleneck):  # not 0, as Goyal et al. 2017: nothing before it would have a gradient
+                nn.init.constant_(module.norm3.weight, FIRST_RESIDUAL_SCALE)
         return iter(plain.state_dict().items())
 
     def shard(self, sharder: Sharder) -> Sharded:
@@ -282,8 +290,12 @@ class Kind:
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The folder's; of random weights, or where it has none, one whose tokens are bytes."""
-        is_on_hub = self.folder is not None and not Path(self.folder).is_dir()
-        return load_tokenizer(self.folder or "", "pretrained" if is_on_hub else "random", self.config.vocab_size)
+        size = self.config.vocab_size
+        if self.folder is not None:
+            return load_tokenizer(self.folder, "random" if Path(self.folder).is_dir() else "pretrained", size)
+        if size < BYTE_LEVEL_IDS:
+            raise InputError(f"bytes as tokens are {BYTE_LEVEL_IDS}, and the vocab_size of this shape is {size}")
+        return byte_level_tokenizer()
 
     def samples(self, seq: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of all samples there are."""
@@ -305,14 +317,19 @@ class Kind:
             positions = torch.arange(inputs.shape[1], device=inputs.device)[None]
             hidden = model.base_model(inputs, position_ids=positions, use_cache=False).last_hidden_state
             logits = model.lm_head(hidden).flatten(0, 1)
-        first = int(filled_up(self.classes, ranks.count).places[ranks.rank][0])
+        first = int(padded(self.classes, ranks.count).indices[ranks.rank][0])
         return vocabulary_cross_entropy(logits, targets.flatten(), first, self.classes, ranks)
 
-    def check(self, ranks: int, sequence_parallel: bool, seq: int) -> None:
-        """InputError for what cannot be cut."""
+    def check(self, ranks: int, sequence_parallel: bool, batch: int, seq: int) -> None:
+        """InputError for what cannot be cut, or trained."""
         if self.config is None:
             if sequence_parallel:
                 raise InputError(f"{self.name} has no sequence that --sequence-parallel could cut")
+            fewest = RESNET_WIDTHS[0] if self.name == "resnet" else 4 * WIDTH
+            if ranks > fewest:
+                raise InputError(f"{self.name} has layers of {fewest} features: --ranks {fewest} is the most")
+            if self.name == "mlp-norm" and batch < 2:
+                raise InputError("a batch norm needs several samples: --batch 2 is the least for mlp-norm")
             return
         what, heads = "heads", self.config.num_attention_heads
         if self.name == "llama":

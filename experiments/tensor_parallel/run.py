@@ -26,7 +26,7 @@ from experiments.harness.options import SEEDS, at_least, make_folder
 from experiments.tensor_parallel import worker
 from experiments.tensor_parallel.collectives import BACKWARD, FORWARD
 from experiments.tensor_parallel.models import DECODERS, RULES, SEQ
-from experiments.tensor_parallel.worker import DTYPES, Job, Told
+from experiments.tensor_parallel.worker import DTYPES, Job, RankResult
 from lowmem.errors import InputError, LowmemError
 from lowmem.models.build import own_generation_config
 from lowmem.models.export import export_model
@@ -34,7 +34,7 @@ from lowmem.run.log import write_json
 from lowmem.units import MIB
 
 PROGRAM = "experiments.tensor_parallel.run"
-LEARNING_RATE, RESNET_LEARNING_RATE = 1e-3, 5e-5
+LEARNING_RATE, RESNET_LEARNING_RATE = 1e-3, 1e-5
 ALLOWED = {"fp32": 1e-5, "fp64": 1e-12}  # relative difference from one process
 COMPARED = {
     "max_rel_loss_difference": "losses",
@@ -61,13 +61,15 @@ def run(options: argparse.Namespace) -> int:
     job = planned(options)
     if group.is_first():
         make_folder(options.out)
-    told = train_as_one_of(job) if group.is_one_of_torchruns() else train(job)
-    if told is None:
+        for name in ("report.json", "curves.png"):  # an older run's
+            (options.out / name).unlink(missing_ok=True)
+    results = train_as_one_of(job) if group.is_one_of_torchruns() else train(job)
+    if results is None:
         return 0  # another process of torchrun's says it
-    report = report_of(job, told, options.compare)
+    report = report_of(job, results, options.compare)
     draw_curves(report["losses"], options.out / "curves.png")
     if options.save:
-        save(job, told[0].weights, options.out / "model")
+        save(job, results[0].weights, options.out / "model")
     write_json(options.out / "report.json", report)
     print(_said(report))
     print(f"see {options.out / 'report.json'}")
@@ -78,8 +80,10 @@ def planned(options: argparse.Namespace) -> Job:
     """The job; InputError for what does not go together."""
     usual = RESNET_LEARNING_RATE if options.model == "resnet" else LEARNING_RATE
     learning_rate = usual if options.learning_rate is None else options.learning_rate
+    if options.seq is not None and options.model not in DECODERS:
+        raise InputError(f"--seq is for {' and '.join(DECODERS)}: {options.model} sees images")
     job = Job(
-        options.model, options.weights, options.shape, options.ranks, options.steps, options.batch, options.seq,
+        options.model, options.weights, options.shape, options.ranks, options.steps, options.batch, options.seq or SEQ,
         options.dtype, learning_rate, options.clip or None, options.dropout, options.sequence_parallel, options.seed,
         options.compare or options.save,
     )  # fmt: skip
@@ -89,11 +93,11 @@ def planned(options: argparse.Namespace) -> Job:
         raise InputError("--compare is with the ordinary model, whose dropout draws other numbers; use --dropout 0")
     if group.is_one_of_torchruns() and int(os.environ["WORLD_SIZE"]) != options.ranks:
         raise InputError(f"torchrun has {os.environ['WORLD_SIZE']} processes, and --ranks is {options.ranks}")
-    job.kind.check(job.ranks, job.sequence_parallel, job.seq)
+    job.kind.check(job.ranks, job.sequence_parallel, job.batch, job.seq)
     return job
 
 
-def train(job: Job, module: str = worker.__name__) -> list[Told]:
+def train(job: Job, module: str = worker.__name__) -> list[RankResult]:
     """In processes of a module that are started here; what each tells."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -102,20 +106,20 @@ def train(job: Job, module: str = worker.__name__) -> list[Told]:
         return torch.load(folder / worker.RESULT, weights_only=False)
 
 
-def train_as_one_of(job: Job) -> list[Told] | None:
+def train_as_one_of(job: Job) -> list[RankResult] | None:
     """In this process, one of torchrun's, and the others; None but on rank 0."""
     rank = int(os.environ["RANK"])
     device = group.begin(None, rank, job.ranks)
-    told = worker.tell_all(job, worker.work(job, rank, device))
+    results = worker.gather_results(job, worker.work(job, rank, device))
     dist.destroy_process_group()
-    return told
+    return results
 
 
-def report_of(job: Job, told: list[Told], compare: bool) -> dict:
+def report_of(job: Job, results: list[RankResult], compare: bool) -> dict:
     """report.json's content. `collectives_per_block`: of one block, where all are alike, else the most of any;
     `collectives`: by place (a block, or "" for what lies around them), pass and kind, in a step; `bytes_per_step`: what
     a rank sends in a ring."""
-    first = told[0]
+    first = results[0]
     by_block: dict[str, Counter] = {FORWARD: Counter(), BACKWARD: Counter()}
     collectives: dict[str, dict[str, dict[str, int]]] = {}
     for (place, direction, kind), count in sorted(first.calls.items()):
@@ -135,11 +139,11 @@ def report_of(job: Job, told: list[Told], compare: bool) -> dict:
         "collectives_per_block": {pass_: max(counts.values(), default=0) for pass_, counts in by_block.items()},
         "collectives": collectives,
         "bytes_per_step": sum(first.sent.values()),
-        "parameters_per_rank": [sum(one.parameters) for one in told],
+        "parameters_per_rank": [sum(one.parameters) for one in results],
         "replicated_parameters": first.parameters[1],
-        "bytes_before_per_rank": [one.bytes_before for one in told],
-        "peak_bytes_per_rank": [one.peak_bytes for one in told],
-        "saved_bytes_per_rank": [one.saved_bytes for one in told],
+        "bytes_before_per_rank": [one.bytes_before for one in results],
+        "peak_bytes_per_rank": [one.peak_bytes for one in results],
+        "saved_bytes_per_rank": [one.saved_bytes for one in results],
         "losses": {f"{job.ranks} ranks": first.losses},
     }
     if compare:
@@ -153,19 +157,19 @@ def too_large(report: dict) -> list[str]:
     return [key for key in COMPARED if report[key] is not None and not report[key] <= ALLOWED[report["dtype"]]]
 
 
-def compared(job: Job, told: Told) -> dict:
+def compared(job: Job, ours: RankResult) -> dict:
     """With one process and the ordinary model, with as many threads as each rank has."""
     threads = torch.get_num_threads()
     torch.set_num_threads(group.THREADS)
-    one = worker.alone(job)
+    one = worker.reference(job, group.device_of(0, job.ranks))
     torch.set_num_threads(threads)
-    pairs = list(zip(told.losses, one.losses, strict=True))
+    pairs = list(zip(ours.losses, one.losses, strict=True))
     return {
         "losses": {"one process": one.losses},
-        "max_abs_loss_difference": max(abs(a - b) for a, b in pairs),
-        "max_rel_loss_difference": max(abs(a - b) / abs(b) for a, b in pairs),
-        "max_rel_weight_difference": largest_difference(told.weights, one.weights),
-        "max_rel_gradient_difference": largest_difference(told.gradients, one.gradients),
+        "max_abs_loss_difference": _largest([abs(a - b) for a, b in pairs]),
+        "max_rel_loss_difference": _largest([abs(a - b) / abs(b) for a, b in pairs]),
+        "max_rel_weight_difference": largest_difference(ours.weights, one.weights),
+        "max_rel_gradient_difference": largest_difference(ours.gradients, one.gradients),
         "parameters_alone": one.parameters[1],
     }
 
@@ -181,7 +185,12 @@ def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
     pairs = [pair for pair in pairs if pair[0].dim() > 1]
     if vectors:
         pairs.append(tuple(torch.cat([tensor.flatten() for tensor in side]) for side in zip(*vectors, strict=True)))
-    return max(float((one - other).norm() / other.norm()) for one, other in pairs)
+    return _largest([0.0 if torch.equal(one, other) else (one - other).norm() / other.norm() for one, other in pairs])
+
+
+def _largest(numbers: list) -> float:
+    """The largest, or NaN where any is, which max() may pass over."""
+    return float(torch.tensor(numbers, dtype=torch.float64).max())
 
 
 def save(job: Job, weights: dict[str, Tensor], folder: Path) -> None:
@@ -224,7 +233,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--shape", metavar="NAME", help="random weights of this shape: gpt2, gpt2-large, config.json")
     found.add_argument("--steps", type=whole, default=50, metavar="N", help="default: %(default)s")
     found.add_argument("--batch", type=whole, default=8, metavar="N", help="samples per step (%(default)s)")
-    found.add_argument("--seq", type=whole, default=SEQ, metavar="N", help="tokens of a sample (%(default)s)")
+    found.add_argument("--seq", type=whole, metavar="N", help=f"tokens of a sample ({SEQ})")
     found.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: %(default)s")
     found.add_argument("--sequence-parallel", action="store_true", help="cut the sequence between the cut layers")
     rates = f"default: {LEARNING_RATE}, of resnet {RESNET_LEARNING_RATE}"

@@ -2,9 +2,9 @@
 
 A rule says, for the modules of a name, what their layer becomes. Attention and an MLP are pairs: the first layers'
 outputs are cut (by heads, by features), the last one's inputs are, so that what lies between needs no communication.
-What goes into a pair is `begun`, what comes out of its last layer has been `left`:
+Such a pair is a parallel region: hidden states `enter` it once, and `leave` its last layer:
 
-                         begins                        leaves
+                         enter                         leave
     plain                nothing; backward all-reduce  all-reduce; backward nothing
     sequence-parallel    all-gather; reduce-scatter    reduce-scatter; all-gather
 
@@ -29,33 +29,34 @@ from experiments.tensor_parallel import layers
 from experiments.tensor_parallel.collectives import BACKWARD, Ranks
 
 CPU = torch.device("cpu")
-SEQUENCE, CHANNELS = 1, 1  # dimensions: of hidden states [B, T, D], of images [B, C, H, W]
+SEQUENCE = 1  # dimension of hidden states [B, T, D]
+CHANNELS = 1  # dimension of images [B, C, H, W]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Which places of a tensor along `dim`, `size` long, each rank has: `places` int64 by rank. Places from `size` on
+    """Which indices of a tensor along `dim`, `size` long, each rank has: `indices` int64 by rank. Those from `size` on
     do not exist: they fill up the last parts with zeros."""
 
     dim: int
     size: int
-    places: tuple[Tensor, ...]
+    indices: tuple[Tensor, ...]
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
         """A rank's part, a tensor of its own."""
-        places = self.places[rank]
-        found = whole.index_select(self.dim, places.clamp(max=self.size - 1))
-        found.index_fill_(self.dim, (places >= self.size).nonzero()[:, 0], 0)
+        indices = self.indices[rank]
+        found = whole.index_select(self.dim, indices.clamp(max=self.size - 1))
+        found.index_fill_(self.dim, (indices >= self.size).nonzero()[:, 0], 0)
         return found
 
     def put(self, whole: Tensor, part: Tensor, rank: int) -> None:
         """Writes a rank's part where it belongs."""
-        exists = (self.places[rank] < self.size).nonzero()[:, 0]
-        whole.index_copy_(self.dim, self.places[rank][exists], part.index_select(self.dim, exists))
+        exists = (self.indices[rank] < self.size).nonzero()[:, 0]
+        whole.index_copy_(self.dim, self.indices[rank][exists], part.index_select(self.dim, exists))
 
     def along(self, dim: int) -> "Cut":
-        """The same places of another dimension."""
-        return Cut(dim, self.size, self.places)
+        """The same indices of another dimension."""
+        return Cut(dim, self.size, self.indices)
 
 
 def evenly(size: int, ranks: int, block: int = 1, blocks: int = 1) -> Cut:
@@ -69,7 +70,7 @@ def evenly(size: int, ranks: int, block: int = 1, blocks: int = 1) -> Cut:
     )
 
 
-def filled_up(size: int, ranks: int) -> Cut:
+def padded(size: int, ranks: int) -> Cut:
     """Equal stretches, of which the last may go beyond what there is (a vocabulary's rows). Of dimension 0."""
     each = -(-size // ranks)
     return Cut(0, size, tuple(torch.arange(rank * each, (rank + 1) * each) for rank in range(ranks)))
@@ -201,13 +202,13 @@ class Sharder:
         model.to(self.device)
         return self.sharded
 
-    # --- what a rank sees before and behind a pair
+    # --- into a parallel region, and out of it
 
-    def begin(self, x: Tensor) -> Tensor:
-        return self.ranks.gathered(x, dim=SEQUENCE) if self.sequence_parallel else self.ranks.copied(x)
+    def enter(self, x: Tensor) -> Tensor:
+        return self.ranks.gather(x, dim=SEQUENCE) if self.sequence_parallel else self.ranks.copy_in(x)
 
     def leave(self, x: Tensor) -> Tensor:
-        return self.ranks.scattered(x, dim=SEQUENCE) if self.sequence_parallel else self.ranks.summed(x)
+        return self.ranks.reduce_scatter(x, dim=SEQUENCE) if self.sequence_parallel else self.ranks.reduce(x)
 
     # --- rules
 
@@ -216,23 +217,23 @@ class Sharder:
         module.register_forward_pre_hook(lambda *_: setattr(self.ranks, "place", name))
         module.register_forward_hook(lambda *_: setattr(self.ranks, "place", ""))
 
-    def begins(self, module: nn.Module, name: str) -> None:
-        """What goes in is what a pair's first layers use."""
+    def enters(self, module: nn.Module, name: str) -> None:
+        """What goes in enters the region of the layers inside."""
 
-        def begun(_, args: tuple, kwargs: dict):
+        def entered(_, args: tuple, kwargs: dict):
             if args:
-                return (self.begin(args[0]), *args[1:]), kwargs
-            return args, kwargs | {"hidden_states": self.begin(kwargs["hidden_states"])}
+                return (self.enter(args[0]), *args[1:]), kwargs
+            return args, kwargs | {"hidden_states": self.enter(kwargs["hidden_states"])}
 
-        module.register_forward_pre_hook(begun, with_kwargs=True)
+        module.register_forward_pre_hook(entered, with_kwargs=True)
 
-    def ends(self, module: nn.Module, name: str) -> None:
-        """What comes out is what the head uses."""
-        module.register_forward_hook(lambda module, args, output: self.begin(output))
+    def head_follows(self, module: nn.Module, name: str) -> None:
+        """What comes out enters the region of the head, which is all that comes behind."""
+        module.register_forward_hook(lambda module, args, output: self.enter(output))
 
-    def joins(self, module: nn.Module, name: str) -> None:
-        """What comes out, cut by channels, is put together."""
-        module.register_forward_hook(lambda module, args, output: self.ranks.joined(output, dim=CHANNELS))
+    def gathers_channels(self, module: nn.Module, name: str) -> None:
+        """What comes out is cut by channels, and is gathered."""
+        module.register_forward_hook(lambda module, args, output: self.ranks.gather_replicated(output, dim=CHANNELS))
 
     def own_positions(self, module: nn.Module, name: str) -> None:
         """Of the embedded positions [1, T, D] those of this rank's part of the sequence."""
@@ -264,13 +265,13 @@ class Sharder:
 
     def vocabulary(self, module: nn.Embedding, name: str) -> nn.Module:
         """An embedding's rows are cut."""
-        cut = filled_up(module.num_embeddings, self.ranks.count)
+        cut = padded(module.num_embeddings, self.ranks.count)
         weight = self.part(module.weight, f"{name}.weight", cut)
-        return layers.VocabularyParallelEmbedding(weight, int(cut.places[self.ranks.rank][0]), self.leave)
+        return layers.VocabularyParallelEmbedding(weight, int(cut.indices[self.ranks.rank][0]), self.leave)
 
     def head(self, module: nn.Linear, name: str) -> nn.Module:
         """[.., D] -> logits of this rank's part of the vocabulary."""
-        return self.column(filled_up(module.out_features, self.ranks.count))(module, name)
+        return self.column(padded(module.out_features, self.ranks.count))(module, name)
 
     def layer_norm(self, cut: Cut) -> Callable:
         """A norm over features that are cut."""
@@ -285,7 +286,7 @@ class Sharder:
         """A norm of each feature by itself: a rank's are a batch norm of their own."""
 
         def rule(module: nn.Module, name: str) -> nn.Module:
-            own = type(module)(len(cut.places[self.ranks.rank]), module.eps, module.momentum, dtype=self.dtype)
+            own = type(module)(len(cut.indices[self.ranks.rank]), module.eps, module.momentum, dtype=self.dtype)
             for leaf in ("weight", "bias"):
                 setattr(own, leaf, self.part(getattr(module, leaf), f"{name}.{leaf}", cut))
             self.sharded.cuts |= {f"{name}.running_mean": cut, f"{name}.running_var": cut}
@@ -299,7 +300,7 @@ class Sharder:
         def rule(module: nn.Module, name: str) -> nn.Module:
             place, along = None, dim
             if cut is not None:
-                place = lambda length: (int(cut.places[self.ranks.rank][0]), cut.size)  # noqa: E731
+                place = lambda length: (int(cut.indices[self.ranks.rank][0]), cut.size)  # noqa: E731
             elif self.sequence_parallel:
                 place, along = lambda length: (self.ranks.rank * length, self.ranks.count * length), SEQUENCE
             found = layers.PlacedDropout(self.dropout, len(self.sharded.dropouts), self.seed, along, place)
@@ -314,7 +315,7 @@ class Sharder:
         """This rank's part of a parameter, empty."""
         self.sharded.cuts[name] = cut
         shape = list(whole.shape)
-        shape[cut.dim] = len(cut.places[self.ranks.rank])
+        shape[cut.dim] = len(cut.indices[self.ranks.rank])
         return self._parameter(whole, shape)
 
     def whole(self, whole: nn.Parameter) -> nn.Parameter:

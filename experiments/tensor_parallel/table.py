@@ -7,7 +7,7 @@ from experiments.harness import killed
 from experiments.harness import rows as row_file
 from experiments.harness.tables import markdown, put
 from experiments.tensor_parallel import run
-from experiments.tensor_parallel.models import kind_of
+from experiments.tensor_parallel.models import SEQ, kind_of
 from lowmem.units import MIB
 
 LARGE = ("memory", "dtensor")  # sections whose rows are of the same models, batch and length
@@ -136,7 +136,7 @@ def _hidden_bytes(row: dict) -> tuple[int, int]:
     """Of all hidden states between two layers in fp32, and how many blocks there are."""
     given = _given(row)
     config = kind_of(row["model"], shape=given.shape).config
-    return given.batch * given.seq * config.hidden_size * 4, config.num_hidden_layers
+    return given.batch * (given.seq or SEQ) * config.hidden_size * 4, config.num_hidden_layers
 
 
 def _given(row: dict) -> argparse.Namespace:

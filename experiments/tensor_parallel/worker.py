@@ -6,7 +6,7 @@ python -m experiments.tensor_parallel.worker FOLDER RANK        started by run.p
 import gc
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,12 +25,14 @@ from lowmem.device import return_freed_memory
 from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
 
 RESULT = "result.pt"
+# Where a gradient is all but zero (that of the keys' biases is zero but for rounding), 1e-8 makes steps of rounding.
+ADAM_EPSILON = 1e-6
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how. `keep`: whether the gradients of the first step and the weights at the end are told."""
+    """What is trained, and how. `keep`: whether gradients of the first step and weights at the end are gathered."""
 
     model: str
     weights: str | None
@@ -55,7 +57,7 @@ class Job:
         """AdamW; of ResNet the momentum that it was made with."""
         if self.model == "resnet":
             return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9, weight_decay=1e-4)
-        return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.01)
+        return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.01, eps=ADAM_EPSILON)
 
     def batches(self, device: torch.device = CPU) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and targets of each step: the same in every process. All samples are read at once."""
@@ -76,7 +78,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Told:
+class RankResult:
     """Of a rank. `calls` and `sent` are of the first step, by place, pass and kind; `parameters`: how many this rank
     has of its own, and how many are whole; `gradients` (of the first step, not clipped) and `weights` are whole, by
     name, on rank 0 where they are kept; bytes: allocated on a GPU, else the RAM of the process; `saved_bytes`: what the
@@ -114,7 +116,7 @@ class SavedBytes:
             yield
 
 
-def work(job: Job, rank: int, device: torch.device = CPU) -> Told:
+def work(job: Job, rank: int, device: torch.device = CPU) -> RankResult:
     """Trains this rank's part. The process group is there already, where there is more than one rank."""
     return_freed_memory()
     ranks = Ranks(rank, job.ranks)
@@ -133,46 +135,46 @@ def work(job: Job, rank: int, device: torch.device = CPU) -> Told:
             loss = job.kind.loss(sharded, inputs, targets)
         loss.backward()
         sharded.complete_gradients()
-        if not step:
-            calls, sent = dict(ranks.calls), dict(ranks.sent)
-            if job.keep:
-                gradients = dict(sharded.gathered({name: p.grad for name, p in parameters.items()}))
+        if not step and job.keep:
+            gradients = dict(sharded.gathered({name: p.grad for name, p in parameters.items()}))
         if job.clip_norm is not None:
             sharded.clip_gradients(job.clip_norm)
+        if not step:
+            calls, sent = dict(ranks.calls), dict(ranks.sent)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     peak = ram_peak_bytes() if device.type == "cpu" else torch.cuda.max_memory_allocated(device)
     own = sum(parameter.numel() for name, parameter in parameters.items() if name in sharded.cuts)
-    return Told(
+    return RankResult(
         losses, calls, sent, (own, sum(map(torch.numel, parameters.values())) - own), before, peak, saved.total,
         gradients,
         dict(sharded.gathered(sharded.tensors())) if job.keep else {},
     )  # fmt: skip
 
 
-def alone(job: Job) -> Told:
+def reference(job: Job, device: torch.device = CPU) -> RankResult:
     """One process and the model as it is: nothing is cut, and the loss is PyTorch's."""
     kind = job.kind
-    sharded = job.sharder(Ranks(0, 1)).apply({})
+    sharded = job.sharder(Ranks(0, 1), device).apply({})
     sharded.load(kind.weights())
     model = sharded.model
     parameters = dict(model.named_parameters())
     optimizer = job.optimizer_of(parameters.values())
     losses, gradients = [], {}
-    for step, (inputs, targets) in enumerate(job.batches()):
+    for step, (inputs, targets) in enumerate(job.batches(device)):
         output = model(inputs) if kind.config is None else model(inputs, use_cache=False).logits.flatten(0, 1)
         loss = F.cross_entropy(output, targets.flatten())
         loss.backward()
         if not step:
-            gradients = {name: parameter.grad.clone() for name, parameter in parameters.items()}
+            gradients = {name: parameter.grad.cpu().clone() for name, parameter in parameters.items()}
         if job.clip_norm is not None:
             nn.utils.clip_grad_norm_(parameters.values(), job.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     whole = sum(map(torch.numel, parameters.values()))
-    return Told(losses, {}, {}, (0, whole), 0, 0, 0, gradients, dict(sharded.gathered(sharded.tensors())))
+    return RankResult(losses, {}, {}, (0, whole), 0, 0, 0, gradients, dict(sharded.gathered(sharded.tensors())))
 
 
 def saved(job: Job) -> str:
@@ -180,27 +182,27 @@ def saved(job: Job) -> str:
     return json.dumps(asdict(job))
 
 
-def tell_all(job: Job, told: Told) -> list[Told] | None:
-    """What all ranks tell, on rank 0."""
+def gather_results(job: Job, own: RankResult) -> list[RankResult] | None:
+    """Those of all ranks, on rank 0."""
     if job.ranks == 1:
-        return [told]
+        return [own]
     found = [None] * job.ranks if dist.get_rank() == 0 else None
     with peer_errors():
-        dist.gather_object(told, found)
+        dist.gather_object(own, found)
     return found
 
 
-def process(folder: Path, rank: int) -> None:
+def process(folder: Path, rank: int, train: Callable[[Job, int, torch.device], RankResult] = work) -> None:
     """Of a rank that run.py started."""
     job = Job(**json.loads((folder / "job.json").read_text()))
     device = group.begin(folder, rank, job.ranks)
-    told = tell_all(job, work(job, rank, device))
-    if told is not None:
-        torch.save(told, folder / RESULT)
+    results = gather_results(job, train(job, rank, device))
+    if results is not None:
+        torch.save(results, folder / RESULT)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    from experiments.tensor_parallel import worker  # what is told is of that module's classes, not of __main__'s
+    from experiments.tensor_parallel import worker  # results are of that module's classes, not of __main__'s
 
     sys.exit(group.member(worker.process))

@@ -549,7 +549,7 @@ def test_a_folder_that_cannot_be_made_is_said_before_training(tmp_path, monkeypa
     monkeypatch.setattr(run, "train", lambda *_: pytest.fail("a process"))
     (tmp_path / "out").write_text("a file")
     assert run.main(["--stages", "2", "--out", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err == f"error: --out {tmp_path / 'out'} cannot be made: File exists\n"
+    assert capsys.readouterr().err == f"error: --out {tmp_path / 'out'} cannot be written: File exists\n"
 
 
 @pytest.mark.parametrize(

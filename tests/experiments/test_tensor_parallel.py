@@ -1,20 +1,24 @@
 """Tensor parallelism: cuts lose nothing, and what ranks train together is one process's training, with the collectives
 that theory says."""
 
+import dataclasses
 import json
+import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from experiments.harness import group
-from experiments.tensor_parallel import run, worker
+from experiments.harness.rows import read
+from experiments.tensor_parallel import measure, models, run, sharding, worker
 from experiments.tensor_parallel.collectives import Ranks
 from experiments.tensor_parallel.layers import PlacedDropout, vocabulary_cross_entropy
 from experiments.tensor_parallel.models import SMALL, kind_of
-from experiments.tensor_parallel.sharding import Sharder, evenly, filled_up
+from experiments.tensor_parallel.sharding import Cut, Sharder, evenly, padded
 from experiments.tensor_parallel.worker import Job
 
 
@@ -32,23 +36,23 @@ def job(model: str, **more) -> Job:
 def test_parts_make_the_whole_again(units, block, blocks, ranks, of_rows):
     """Every place is of one rank; what only fills up is zero, and is not put back."""
     whole = torch.randn((units * block * blocks, 3))
-    cut = evenly(units * block, ranks, block, blocks) if of_rows else filled_up(len(whole), ranks)
+    cut = evenly(units * block, ranks, block, blocks) if of_rows else padded(len(whole), ranks)
     parts = [cut.take(whole, rank) for rank in range(ranks)]
     again = torch.full_like(whole, torch.nan)
     for rank, part in enumerate(parts):
         cut.put(again, part, rank)
     assert torch.equal(again, whole)
-    exists = sum(int((places < cut.size).sum()) for places in cut.places)
+    exists = sum(int((indices < cut.size).sum()) for indices in cut.indices)
     assert exists == len(whole) and sum(float(part.abs().sum()) for part in parts) == pytest.approx(
         float(whole.abs().sum())
     )
 
 
 def test_queries_keys_and_values_are_cut_apart():
-    """GPT-2 has them behind each other: a rank's heads are in three places."""
+    """GPT-2 has them behind each other: a rank's heads are in three indices."""
     cut = evenly(6, 2, block=2, blocks=3)  # three heads of two, on two ranks
-    assert cut.places[0].tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 12, 13, 14, 15]
-    assert cut.places[1].tolist() == [4, 5, 10, 11, 16, 17]
+    assert cut.indices[0].tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 12, 13, 14, 15]
+    assert cut.indices[1].tolist() == [4, 5, 10, 11, 16, 17]
 
 
 # --- layers of a rank
@@ -73,21 +77,45 @@ def test_ranks_drop_what_one_process_drops():
     assert not torch.equal(whole(x), before)
 
 
-@pytest.mark.parametrize("model", ["mlp", "mlp-norm", "gpt2", "llama"])
+@pytest.mark.parametrize("model", ["mlp", "mlp-norm", "resnet", "gpt2", "llama"])
 def test_one_rank_is_the_ordinary_model(model):
     """The cut layers, the loss and the clipping beside transformers' and PyTorch's own."""
-    ours, theirs = worker.work(job(model), 0), worker.alone(job(model))
+    ours, theirs = worker.work(job(model), 0), worker.reference(job(model))
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-12)
     assert run.largest_difference(ours.gradients, theirs.gradients) < 1e-12
     assert run.largest_difference(ours.weights, theirs.weights) < 1e-12
-    assert not ours.calls
+    assert not ours.calls and all(gradient.any() for gradient in theirs.gradients.values())
+
+
+def test_dropout_of_a_config_is_left_out_of_both(tmp_path):
+    """Attention reads the config's when it is made."""
+    config = json.loads(SMALL["llama"].to_json_string()) | {"attention_dropout": 0.3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with_dropout = worker.reference(job("llama", shape=str(tmp_path)))
+    assert with_dropout.losses == worker.reference(job("llama")).losses
+
+
+def test_gradients_are_clipped_and_a_tied_weight_counts_once():
+    """The norm before is PyTorch's of the ordinary model; behind, it is the limit."""
+    kind = kind_of("gpt2")
+    sharded = kind.shard(Sharder(kind.build(torch.float64), Ranks(0, 1), dtype=torch.float64))
+    inputs, targets = next(job("gpt2").batches())
+    kind.loss(sharded, inputs, targets).backward()
+    parameters = list(sharded.model.parameters())
+    expected = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    assert float(sharded.clip_gradients(1e-3)) == pytest.approx(float(expected), rel=1e-12)
+    clipped = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    assert float(clipped) == pytest.approx(1e-3, rel=1e-2) and expected > 0.1
 
 
 def test_a_weight_that_differs_is_found():
-    theirs = worker.alone(job("mlp", steps=1))
+    theirs = worker.reference(job("mlp", steps=1))
     for name in ("blocks.1.into.weight", "blocks.1.into.bias"):
         other = {**theirs.weights, name: theirs.weights[name] + 1e-6}
         assert run.largest_difference(other, theirs.weights) > 1e-7
+    for name in ("norm.weight", "head.weight"):
+        other = {**theirs.weights, name: torch.full_like(theirs.weights[name], torch.nan)}
+        assert math.isnan(run.largest_difference(other, theirs.weights))
     with pytest.raises(ValueError, match="other tensors"):
         run.largest_difference({}, theirs.weights)
 
@@ -108,16 +136,23 @@ def test_a_rank_makes_its_part_alone():
 # --- real processes
 
 
+REDUCED = {"forward": {"all-reduce": 1}, "backward": {"all-reduce": 1}}
+BOTH_REDUCED = {"forward": {"all-reduce": 2}, "backward": {"all-reduce": 2}}
+SCATTERED = {pass_: {"all-gather": 2, "reduce-scatter": 2} for pass_ in ("forward", "backward")}
+
+
 @pytest.mark.parametrize(
-    "options, forward, backward",
+    "options, of_a_block",
     [
-        ("--model mlp --ranks 2", {"all-reduce": 1}, {"all-reduce": 1}),
-        ("--model gpt2 --ranks 4", {"all-reduce": 2}, {"all-reduce": 2}),
-        ("--model llama --ranks 3 --seq 48 --sequence-parallel", {"all-gather": 2, "reduce-scatter": 2},
-         {"all-gather": 2, "reduce-scatter": 2}),
+        ("--model mlp --ranks 2", REDUCED),
+        ("--model mlp-norm --ranks 3", REDUCED),  # its last block, of a batch norm: nothing more
+        ("--model gpt2 --ranks 4 --seq 32", BOTH_REDUCED),
+        ("--model gpt2 --ranks 2 --seq 32 --sequence-parallel", SCATTERED),
+        ("--model llama --ranks 2 --seq 32", BOTH_REDUCED),
+        ("--model llama --ranks 3 --seq 48 --sequence-parallel", SCATTERED),
     ],
-)  # fmt: skip
-def test_ranks_train_as_one_process(options, forward, backward, tmp_path, capsys):
+)
+def test_ranks_train_as_one_process(options, of_a_block, tmp_path, capsys):
     """In fp64, heads and a vocabulary that the ranks do not divide among them: one round for two layers."""
     words = f"{options} --dtype fp64 --steps 3 --batch 4 --compare --out {tmp_path}".split()
     assert run.main(words) == 0
@@ -125,11 +160,75 @@ def test_ranks_train_as_one_process(options, forward, backward, tmp_path, capsys
     for key in ("max_rel_loss_difference", "max_rel_gradient_difference", "max_rel_weight_difference"):
         assert report[key] < 1e-12, key
     block = next(place for place in reversed(report["collectives"]) if "." in place)
-    assert report["collectives"][block] == {"forward": forward, "backward": backward}
-    assert report["collectives_per_block"] == {"forward": sum(forward.values()), "backward": sum(backward.values())}
+    assert report["collectives"][block] == of_a_block
+    assert report["collectives"]["clipping"] == {"backward": {"all-reduce": 1}}
+    if "norm" not in options:
+        per_block = {pass_: sum(kinds.values()) for pass_, kinds in of_a_block.items()}
+        assert report["collectives_per_block"] == per_block
     assert report["bytes_per_step"] > 0 and len(report["parameters_per_rank"]) == report["ranks"]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "beside one process" in capsys.readouterr().out
+
+
+def trained(words: str, **more) -> list[worker.RankResult]:
+    options = run.parser().parse_args(words.split())
+    return run.train(dataclasses.replace(run.planned(options), **more))
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama --sequence-parallel"])
+def test_any_number_of_ranks_drops_the_same(model):
+    words = f"--model {model} --seq 24 --steps 2 --batch 2 --dtype fp64 --dropout 0.2 --ranks"
+    losses = [trained(f"{words} {ranks}")[0].losses for ranks in (1, 3)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert losses[0] != pytest.approx(trained(f"{words} 1", dropout=0.0)[0].losses, rel=1e-3)
+
+
+def test_what_only_fills_up_the_vocabulary_is_not_trained(monkeypatch):
+    """One rank whose part ends three rows behind the last token."""
+    for module in (sharding, models):
+        monkeypatch.setattr(module, "padded", lambda size, _: Cut(0, size, (torch.arange(size + 3),)))
+    kind = kind_of("gpt2")
+    sharded = kind.shard(Sharder(kind.build(torch.float32), Ranks(0, 1)))
+    before = sharded.model.lm_head.weight.clone()
+    optimizer = job("gpt2").optimizer_of(sharded.model.parameters())
+    for inputs, targets in job("gpt2", dtype="fp32").batches():
+        kind.loss(sharded, inputs, targets).backward()
+        optimizer.step()
+    after = sharded.model.lm_head.weight
+    assert len(after) == 260 and not after[257:].any() and (after != before)[:257].any(1).all()
+
+
+def test_a_folder_goes_in_and_comes_out(tmp_path, capsys):
+    """At a learning rate of 0 the saved model gives the logits of the folder, bit for bit, and has its tokenizer."""
+    model = GPT2LMHeadModel(SMALL["gpt2"]).eval()
+    model.save_pretrained(tmp_path / "in")
+    words = f"--model gpt2 --weights {tmp_path / 'in'} --ranks 2 --steps 1 --batch 2 --learning-rate 0 --save"
+    assert run.main([*words.split(), "--out", str(tmp_path / "out")]) == 0
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").eval()
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")("def f():", return_tensors="pt")["input_ids"]
+    assert torch.equal(saved(tokens).logits, model(tokens).logits)
+
+
+def test_a_difference_beyond_rounding_is_exit_code_1(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(run.ALLOWED, "fp32", 1e-9)
+    assert run.main(["--model", "mlp", "--ranks", "1", "--steps", "2", "--compare", "--out", str(tmp_path)]) == 1
+    assert "differ MORE" in capsys.readouterr().out
+
+
+def test_a_row_that_was_measured_is_in_its_table(tmp_path, monkeypatch, capsys):
+    """A run for each kind of row, `parallelize_module` among them."""
+    small = "--model llama --steps 1 --batch 2 --seq 16 --clip 0"
+    monkeypatch.setattr(measure, "CASES", {
+        "equal": ["--model mlp --ranks 1 --steps 2 --compare"], "memory": [f"{small} --ranks 1", f"{small} --ranks 2"],
+        "dtensor": [f"{small} --ranks 2"],
+    })  # fmt: skip
+    assert measure.main(["--rows", str(tmp_path / "rows.jsonl")]) == 0
+    said = capsys.readouterr().out
+    assert "| mlp | 1 | fp32 |" in said and "| llama, by parallelize_module | 2 |" in said
+    ours, theirs = [row for row in read(tmp_path / "rows.jsonl") if row["ranks"] == 2]
+    assert ours["losses"]["2 ranks"] == pytest.approx(theirs["losses"]["2 ranks"], rel=1e-6)
+    assert max(ours["parameters_per_rank"]) == max(theirs["parameters_per_rank"])
+    assert ours["bytes_per_step"] < theirs["bytes_per_step"]
 
 
 @pytest.mark.parametrize(
@@ -146,6 +245,10 @@ def test_ranks_train_as_one_process(options, forward, backward, tmp_path, capsys
         ("--weights no/such/folder", "no/such/folder"),
         ("--model llama --shape gpt2", "gpt2 is of type gpt2, and --model is llama"),
         ("--weights x --shape gpt2", "leave out --shape"),
+        ("--model resnet --ranks 65", "resnet has layers of 64 features: --ranks 64 is the most"),
+        ("--model mlp-norm --batch 1", "--batch 2 is the least for mlp-norm"),
+        ("--model mlp --seq 32", "mlp sees images"),
+        ("--seq 129", "--seq 129 is longer than the 128 positions"),
     ],
 )
 def test_what_cannot_run_is_refused_before_any_process_starts(options, said, tmp_path, monkeypatch, capsys):
