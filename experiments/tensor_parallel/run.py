@@ -153,8 +153,10 @@ def report_of(job: Job, results: list[RankResult], compare: bool) -> dict:
 
 
 def too_large(report: dict) -> list[str]:
-    """Of COMPARED what differs by more than rounding is allowed to; nothing where nothing was compared."""
-    return [key for key in COMPARED if report[key] is not None and not report[key] <= ALLOWED[report["dtype"]]]
+    """Of COMPARED what differs by more than rounding is allowed to; nothing where nothing was compared. Gradients count
+    in fp64 alone: in fp32 some ReLU of millions is at zero but for rounding, and its gradient is there or not."""
+    counted = [key for key in COMPARED if key != "max_rel_gradient_difference" or report["dtype"] == "fp64"]
+    return [key for key in counted if report[key] is not None and not report[key] <= ALLOWED[report["dtype"]]]
 
 
 def compared(job: Job, ours: RankResult) -> dict:

@@ -25,8 +25,6 @@ from lowmem.device import return_freed_memory
 from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
 
 RESULT = "result.pt"
-# Where a gradient is all but zero (that of the keys' biases is zero but for rounding), 1e-8 makes steps of rounding.
-ADAM_EPSILON = 1e-6
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -57,7 +55,7 @@ class Job:
         """AdamW; of ResNet the momentum that it was made with."""
         if self.model == "resnet":
             return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9, weight_decay=1e-4)
-        return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.01, eps=ADAM_EPSILON)
+        return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.01)
 
     def batches(self, device: torch.device = CPU) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and targets of each step: the same in every process. All samples are read at once."""
