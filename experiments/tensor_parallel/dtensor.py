@@ -25,7 +25,6 @@ from torch.nn import functional as F
 from experiments.harness import group
 from experiments.tensor_parallel.collectives import Ranks
 from experiments.tensor_parallel.worker import Job, RankResult, process
-from lowmem.device import return_freed_memory
 from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
 
 PLAN = {
@@ -55,7 +54,6 @@ class Counted(CommDebugMode):
 
 def work(job: Job, rank: int, device: torch.device) -> RankResult:
     """As worker.work; `calls` are those that PyTorch's own counter saw, by kind alone."""
-    return_freed_memory()
     mesh = init_device_mesh("cpu", (job.ranks,))
     batches = job.batches()
     gc.collect()

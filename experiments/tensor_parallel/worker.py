@@ -21,7 +21,6 @@ from experiments.harness.group import peer_errors
 from experiments.tensor_parallel.collectives import Ranks
 from experiments.tensor_parallel.models import Kind, kind_of
 from experiments.tensor_parallel.sharding import CPU, Sharder
-from lowmem.device import return_freed_memory
 from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
 
 RESULT = "result.pt"
@@ -116,7 +115,6 @@ class SavedBytes:
 
 def work(job: Job, rank: int, device: torch.device = CPU) -> RankResult:
     """Trains this rank's part. The process group is there already, where there is more than one rank."""
-    return_freed_memory()
     ranks = Ranks(rank, job.ranks)
     batches = job.batches(device)
     gc.collect()
