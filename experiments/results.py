@@ -14,6 +14,7 @@ from experiments.nested_tensors import table as nested_tensors
 from experiments.peers import table as peers
 from experiments.pipeline_parallel import table as pipeline_parallel
 from experiments.plan_accuracy import table as plan_accuracy
+from experiments.tensor_parallel import table as tensor_parallel
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -53,6 +54,7 @@ def main() -> int:
     peers.main()
     pipeline_parallel.main()
     plan_accuracy.main()
+    tensor_parallel.main()
     rows = memory.committed_rows()
     memory.draw(rows, memory.RESULTS / "memory.png")
     memory.draw_sizes(rows, memory.RESULTS / "sizes.png")
