@@ -254,7 +254,7 @@ def test_all_modes_have_the_same_loss_over_all_samples(monkeypatch, tmp_path):
         (["--device", "cuda"], "--device cuda: there is no such GPU here"),
         (["--device", "meta"], "--device meta: neither cpu nor cuda"),
         (["--num_workers", "-1"], "invalid whole number of at least 0 value: '-1'"),
-        (["--out", __file__], "cannot be written"),
+        (["--out", __file__], "cannot be made"),
         (["--device", "gpu"], "--device gpu: neither cpu nor cuda"),
         (["--data", "no/such"], "no/such is neither in the cache nor to be had from the hub"),
         (["--data", "wikitext"], "wikitext-2-raw-v1 is neither in the cache nor to be had from the hub"),
