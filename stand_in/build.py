@@ -116,6 +116,10 @@ def _asked_for(asking: list[Path], headers: Path, modelled: set[str]) -> dict[st
             library = library_of.get(version) if version else _by_prefix(symbol)
             if library and library.startswith(_CUDA):
                 found[library][symbol] = version
+    # A program's own libraries may ask the runtime for what PyTorch's do not.
+    runtime = next(library for library in found if library.startswith("libcudart.so"))
+    version = next(iter(found[runtime].values()))
+    found[runtime] |= {name: version for name in modelled if re.match("cuda[A-Z]", name)}
     # The driver and NVML are not linked with but opened: the one may be asked for anything that its header names.
     driver = _output("cc", "-E", "-I", headers, "-x", "c", headers / "cuda.h")
     found["libcuda.so.1"] |= dict.fromkeys(re.findall(r"\b(cu[A-Z]\w+)\s*\(", driver), "")

@@ -18,7 +18,8 @@ class Counts(ctypes.Structure):
         for name in (
             *("launches", "copies", "bytes_to_device", "bytes_to_host", "bytes_on_device"),
             *("device_bytes", "peak_device_bytes", "page_locked_bytes", "peak_page_locked_bytes"),
-            *("managed_bytes", "managed_resident_bytes", "prefetched_to_device_bytes", "prefetched_to_host_bytes"),
+            *("managed_bytes", "managed_resident_bytes", "peak_managed_resident_bytes"),
+            *("prefetched_to_device_bytes", "prefetched_to_host_bytes"),
         )
     ]
 

@@ -46,7 +46,7 @@ def peer_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerError(str(error).splitlines()[0]) from error
+        raise PeerError(f"another process is gone, or does not answer ({str(error).splitlines()[0]})") from error
 
 
 def run(module: str, folder: Path, ranks: int) -> None:

@@ -64,7 +64,8 @@ void card_synchronize_device(void);
 struct counts {
   uint64_t launches, copies, bytes_to_device, bytes_to_host, bytes_on_device;
   uint64_t device_bytes, peak_device_bytes, page_locked_bytes, peak_page_locked_bytes;
-  uint64_t managed_bytes, managed_resident_bytes, prefetched_to_device_bytes, prefetched_to_host_bytes;
+  uint64_t managed_bytes, managed_resident_bytes, peak_managed_resident_bytes;
+  uint64_t prefetched_to_device_bytes, prefetched_to_host_bytes;
 };
 extern struct counts counts;
 // Guards everything above. It is recursive, but work is run only where it is held once, since it is let go meanwhile.

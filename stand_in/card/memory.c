@@ -85,6 +85,8 @@ static void set_resident(struct range *range, size_t index, bool resident) {
   page->resident = resident;
   used_bytes[range->device] += resident ? PAGE : -PAGE;
   counts.managed_resident_bytes += resident ? PAGE : -PAGE;
+  if (counts.managed_resident_bytes > counts.peak_managed_resident_bytes)
+    counts.peak_managed_resident_bytes = counts.managed_resident_bytes;
 }
 
 static bool evict_a_page(int device) {

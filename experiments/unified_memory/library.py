@@ -1,0 +1,119 @@
+"""Managed memory as an ordinary import: built on first use, plugged into PyTorch where it is asked for and only there.
+
+`managed_tensor(bytes)` is memory that both the host and the GPU can use, which lies where it was last prefetched to. It
+comes out of a `torch.cuda.MemPool` with an allocator of its own, so PyTorch's statistics count it and all other tensors
+stay ordinary. A global pluggable allocator would lose the statistics and OutOfMemoryError (pytorch #133281, #133280).
+"""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowmem.errors import InputError, LowmemError
+
+SOURCE = Path(__file__).with_name("managed.c")
+HOST = -1
+READ_MOSTLY, PREFERRED_LOCATION, ACCESSED_BY = 1, 3, 5  # CUDA's numbers of advice; one more takes it back
+COMPILERS = ("cc", "gcc", "clang", "nvcc")
+
+
+def build(cuda_major: int | None = None) -> Path:
+    """The shared library for the runtime of this PyTorch (or of `cuda_major`), made where it is not yet.
+
+    It lies in the user's cache, under a name of its source, its version and its compiler's machine. InputError without
+    a compiler, LowmemError with what the compiler says where it fails."""
+    major = cuda_major or _cuda_major()
+    made_of = hashlib.sha256(SOURCE.read_bytes() + f"{major} {os.uname().machine}".encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowmem"
+    library = folder / f"managed-{made_of}.so"
+    if library.exists():
+        return library
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), *COMPILERS))), None)
+    if compiler is None:
+        raise InputError(f"managed memory needs a C compiler: install one of {', '.join(COMPILERS)}, or name one in CC")
+    folder.mkdir(parents=True, exist_ok=True)
+    # Its name is given when it is whole: another process may be building or loading the same.
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        part = Path(name) / library.name
+        position = ["-Xcompiler", "-fPIC"] if Path(compiler).name == "nvcc" else ["-fPIC"]
+        command = [compiler, "-shared", *position, "-O2", f"-DCUDA_MAJOR={major}", "-o", str(part), str(SOURCE)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise LowmemError(f"{compiler} cannot build {SOURCE.name}: {result.stderr.strip().splitlines()[-1]}")
+        part.rename(library)
+    return library
+
+
+def _cuda_major() -> int:
+    """Of the runtime that this PyTorch is built for; of the newest where it is built for none."""
+    return int((torch.version.cuda or "13").partition(".")[0])
+
+
+@cache
+def loaded() -> ctypes.CDLL:
+    """The library, with the types of its functions. InputError where PyTorch has no CUDA to call."""
+    if not torch.cuda.is_available():
+        raise InputError("managed memory needs a GPU; on the CPU leave out what needs it (--placement resident)")
+    torch.cuda.init()
+    # PyTorch has loaded it; by its name it is the same one, whose functions the library then finds.
+    ctypes.CDLL(f"libcudart.so.{_cuda_major()}", mode=ctypes.RTLD_GLOBAL)
+    found = ctypes.CDLL(str(build()))
+    for name in ("managed_advise", "managed_prefetch", "managed_last_prefetch"):
+        getattr(found, name).restype = ctypes.c_char_p
+    found.managed_advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
+    found.managed_prefetch.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    found.managed_last_prefetch.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_int)]
+    return found
+
+
+@cache
+def pool() -> torch.cuda.MemPool:
+    """Whose tensors are managed memory. Kept for the life of the process, as its tensors may be."""
+    loaded()
+    allocator = torch.cuda.memory.CUDAPluggableAllocator(str(build()), "managed_allocate", "managed_free")
+    return torch.cuda.MemPool(allocator.allocator())
+
+
+def managed_tensor(size_bytes: int) -> Tensor:
+    """uint8 [size_bytes] in managed memory; nothing of it is anywhere until it is written or prefetched.
+
+    InputError where it is more than is free on the GPU, though CUDA would give it: what does not fit is paged in and
+    out by faults, and a machine whose GPU others use may stand still."""
+    loaded()
+    free_bytes = torch.cuda.mem_get_info()[0]
+    if size_bytes > free_bytes:
+        raise InputError(
+            f"{size_bytes:,} bytes of managed memory are asked for, and {free_bytes:,} are free on the GPU"
+        )
+    with torch.cuda.use_mem_pool(pool()):
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
+
+
+def advise(tensor: Tensor, advice: int, device: int = HOST) -> None:
+    """`advice`: one of the three above. RuntimeError with CUDA's words where it refuses."""
+    _check(loaded().managed_advise(tensor.data_ptr(), tensor.nbytes, advice, device))
+
+
+def prefetch(tensor: Tensor, device: int, stream: torch.cuda.Stream) -> None:
+    """Moves its pages to `device` (or HOST), in the order of `stream`. RuntimeError with CUDA's words."""
+    _check(loaded().managed_prefetch(tensor.data_ptr(), tensor.nbytes, device, stream.cuda_stream))
+
+
+def last_prefetch(tensor: Tensor) -> int:
+    """Where all of it was last prefetched to, or HOST; -2 where pages differ, or never were."""
+    device = ctypes.c_int()
+    _check(loaded().managed_last_prefetch(tensor.data_ptr(), tensor.nbytes, ctypes.byref(device)))
+    return device.value
+
+
+def _check(said: bytes | None) -> None:
+    if said is not None:
+        raise RuntimeError(f"CUDA: {said.decode()}")

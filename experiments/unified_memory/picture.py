@@ -1,0 +1,26 @@
+"""What lies on the GPU during each access of a pass."""
+
+from pathlib import Path
+
+from lowmem.units import GIB
+
+
+def draw_resident(report: dict, path: Path) -> None:
+    """Of a report of run_gpt2: bytes of weights (and gradients) by access, and the limit."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    resident = [size / GIB for size in report["planned_resident_bytes"]]
+    figure, axes = plt.subplots(figsize=(8, 3.5), layout="constrained")
+    axes.step(range(len(resident)), resident, where="mid", label="on the GPU, by the schedule")
+    whole = report["weights_bytes"] * (2 if report["backward"] else 1) / GIB
+    axes.axhline(whole, color="grey", linestyle=":", label="all of it")
+    if report["physical_limit_bytes"]:
+        axes.axhline(report["physical_limit_bytes"] / GIB, color="tab:red", linestyle="--", label="limit")
+    axes.set(xlabel="access: embeddings, blocks, head" + (", and back" if report["backward"] else ""), ylabel="GiB")
+    axes.set_ylim(0, whole * 1.1)
+    axes.legend(loc="lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

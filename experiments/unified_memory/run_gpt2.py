@@ -1,0 +1,279 @@
+"""Runs GPT-2 or GPT-3 shapes with their weights in managed memory: `python -m experiments.unified_memory.run_gpt2`.
+
+    python -m experiments.unified_memory.run_gpt2 --model gpt2-xl --enable-prefetch --physical-limit 3GiB
+    python -m experiments.unified_memory.run_gpt2 --model gpt2-small --device cpu --fusion all --backward
+
+One sequence at a time, forward alone, with --backward, or --generate N tokens. Under --out: report.json, and
+resident.png, bytes on the GPU by access. On the CPU, where everything is in one memory, it runs the same passes and
+says what a GPU with this limit would have to move.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.harness import rows as row_file
+from experiments.harness import samples
+from experiments.harness.options import SEEDS, at_least, make_folder
+from experiments.unified_memory import fusion, schedule
+from experiments.unified_memory.picture import draw_resident
+from experiments.unified_memory.placement import (
+    EXPLICIT,
+    MANAGED,
+    RESIDENT,
+    ExplicitPlacement,
+    ManagedPlacement,
+    Placement,
+)
+from experiments.unified_memory.shapes import SHAPES, Pieces, config_of, pieces_of
+from lowmem.errors import InputError, LowmemError
+from lowmem.models.build import build_model, check_length, load_config
+from lowmem.models.load import random_weights, read_weights
+from lowmem.run.log import write_json
+from lowmem.units import format_size, parse_size
+
+PROGRAM = "experiments.unified_memory.run_gpt2"
+SEQ = 1024
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        report = run(options)
+    except LowmemError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 1
+    print(_said(report))
+    print(f"see {options.out / 'report.json'}")
+    return 0
+
+
+def run(options: argparse.Namespace) -> dict:
+    """Trains nothing: passes, and what they took. Writes what is under --out, and returns the report."""
+    device = device_of(options.device)
+    check(options, device)
+    config = load_config(options.weights, "pretrained") if options.weights else config_of(options.model)
+    if config.model_type != "gpt2":
+        raise InputError(f"{options.weights} is of type {config.model_type}; this runs GPT-2's structure alone")
+    if options.seq is None:
+        options.seq = SEQ - (options.generate or 0)
+    check_length(config, options.seq + (options.generate or 0))
+    model, dtype = build_model(config), DTYPES[options.dtype]
+    model.train(options.backward)
+    model.set_attn_implementation("sdpa")
+    pieces = pieces_of(model, dtype)
+    accesses = pieces.accesses(options.backward)
+    sizes = pieces.sizes * (2 if options.backward else 1)
+    limit = options.physical_limit or sum(sizes)
+    planned = schedule.schedule(sizes, accesses, limit, options.ahead)
+    make_folder(options.out)
+    (options.out / "report.json").unlink(missing_ok=True)
+
+    torch.backends.cudnn.benchmark = options.enable_cudnn_benchmark
+    placement = placed(options, model, pieces, dtype, device, planned)
+    placement.load(read_weights(build_model(config), options.weights) if options.weights
+                   else random_weights(config, options.seed))  # fmt: skip
+    placement.begin()
+    fusion.fuse(model, options.fusion)
+    inputs = samples.source_bytes(options.seq)[:1].long().to(device)
+    work = generate if options.generate else forward_and_backward if options.backward else forward
+    seconds, result = timed(lambda: work(model, inputs, options), options.warmups + options.runs, device)
+    kept = seconds[options.warmups :]
+    report = {
+        "model": options.weights or options.model,
+        "device": str(device),
+        "placement": options.placement,
+        "prefetch": options.enable_prefetch,
+        "fusion": options.fusion,
+        "backward": options.backward,
+        "generated": result.tolist()[0] if options.generate else None,
+        "digest": digest([result, *(parameter.grad for parameter in model.parameters() if options.backward)]),
+        "latency_seconds": statistics.median(kept),
+        "latencies_seconds": kept,
+        "weights_bytes": sum(pieces.sizes),
+        "physical_limit_bytes": options.physical_limit,
+        "planned_resident_bytes": [planned.resident_bytes(number) for number in range(len(accesses))],
+        "kept_pieces": sorted(planned.kept),
+        "accesses_ahead": planned.ahead,
+        "planned_traffic": traffic(planned, limit, options.backward),
+        "moves": [vars(move) for move in getattr(placement, "moves", [])],
+        "memory": memory_of(device),
+    } | row_file.made_by(PROGRAM, sys.argv[1:])
+    draw_resident(report, options.out / "resident.png")
+    write_json(options.out / "report.json", report)
+    return report
+
+
+def device_of(name: str | None) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: PyTorch sees no GPU here; --device cpu runs everything but managed memory")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def check(options: argparse.Namespace, device: torch.device) -> None:
+    """InputError for what does not go together."""
+    if options.generate and options.generate >= SEQ and options.seq is None:
+        raise InputError(f"--generate {options.generate} leaves nothing of {SEQ} tokens to begin with: give --seq")
+    if options.generate and options.backward:
+        raise InputError("--generate has no backward: leave out one of them")
+    if options.enable_prefetch and options.placement != MANAGED:
+        raise InputError(f"--enable-prefetch is for managed memory; --placement is {options.placement}")
+    if options.placement == EXPLICIT and options.backward:
+        raise InputError("--placement explicit streams forwards alone; train_gpt2_large.py streams whole steps")
+    if options.placement == RESIDENT and options.physical_limit and device.type == "cuda":
+        raise InputError("--placement resident has everything on the GPU: leave out --physical-limit")
+
+
+def placed(
+    options: argparse.Namespace, model: nn.Module, pieces: Pieces, dtype: torch.dtype, device: torch.device,
+    planned: schedule.Schedule,
+) -> Placement:  # fmt: skip
+    """On the CPU there is one memory, and nothing to place."""
+    common = (model, pieces, dtype, device, options.backward)
+    if device.type == "cpu" or options.placement == RESIDENT:
+        return Placement(*common)
+    if options.placement == EXPLICIT:
+        return ExplicitPlacement(*common, schedule=planned)
+    return ManagedPlacement(*common, schedule=planned, prefetch=options.enable_prefetch, streams=options.num_streams)
+
+
+@torch.no_grad()
+def forward(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> Tensor:
+    """Logits of the last token [1, V]."""
+    return model(inputs, use_cache=False, logits_to_keep=1).logits[:, -1]
+
+
+def forward_and_backward(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> Tensor:
+    """The gradient of the mean loss is added to what there is; the loss [1]."""
+    logits = model(inputs, use_cache=False).logits
+    loss = F.cross_entropy(logits[0, :-1].float(), inputs[0, 1:])
+    loss.backward()
+    return loss.detach()[None]
+
+
+@torch.no_grad()
+def generate(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> Tensor:
+    """The likeliest next tokens, int64 [1, N]."""
+    cache, found, next_inputs = None, [], inputs
+    for _ in range(options.generate):
+        output = model(next_inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, next_inputs = output.past_key_values, output.logits[:, -1:].argmax(-1)
+        found.append(next_inputs)
+    return torch.cat(found, 1)
+
+
+def timed(work, times: int, device: torch.device) -> tuple[list[float], Tensor]:
+    """Seconds of each, and what the last one gave."""
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        result = work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return seconds, result
+
+
+def traffic(planned: schedule.Schedule, limit_bytes: int, backward: bool) -> dict[str, dict[str, int]]:
+    """Bytes and faults of a pass, by how the weights are held."""
+    found = {
+        "managed, left to the driver": schedule.by_faults(planned.sizes, planned.accesses, limit_bytes),
+        "managed, sent back behind": schedule.evicted_only(planned),
+        "managed, prefetched": schedule.prefetched(planned),
+    }
+    if not backward:
+        found["explicit copies"] = schedule.streamed(planned)
+    return {name: vars(of) for name, of in found.items()}
+
+
+def memory_of(device: torch.device) -> dict[str, int]:
+    """PyTorch's figures beside the card's own."""
+    if device.type == "cpu":
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+        "physical_used_bytes": total - free,
+    }
+
+
+def digest(tensors: list[Tensor]) -> str:
+    """By which the results of two runs, and their gradients, are compared bit for bit."""
+    found = xxhash.xxh64()
+    for tensor in tensors:
+        found.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def _said(report: dict) -> str:
+    sizes = report["planned_resident_bytes"]
+    lines = [
+        f"{report['model']} on {report['device']}, {report['placement']}"
+        + (", prefetched" if report["prefetch"] else "") + f", fusion {report['fusion']}: "
+        f"{report['latency_seconds'] * 1e3:,.1f} ms a pass (the median of {len(report['latencies_seconds'])})",
+        f"weights {format_size(report['weights_bytes'])}; on the GPU at most {format_size(max(sizes))}, "
+        f"{len(report['kept_pieces'])} pieces of them always",
+        "a pass moves, to the GPU and back:",
+    ]  # fmt: skip
+    for name, moved in report["planned_traffic"].items():
+        faults = f", {moved['faults']:,} faults" if moved["faults"] else ""
+        lines.append(f"  {name}: {format_size(moved['to_device'])}, {format_size(moved['to_host'])}{faults}")
+    return "\n".join(lines)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except (InputError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _model(text: str) -> str:
+    words = text.split("x")
+    if text not in SHAPES and not (len(words) == 3 and all(word.isdecimal() and int(word) for word in words)):
+        raise argparse.ArgumentTypeError(f"{text}: give {', '.join(SHAPES)}, or a shape as 2x64x4")
+    if text not in SHAPES and int(words[1]) % int(words[2]):
+        raise argparse.ArgumentTypeError(f"{text}: {words[2]} heads do not divide a width of {words[1]}")
+    return text
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0])
+    whole, count = at_least(int, 1), at_least(int, 0)
+    found.add_argument("--model", type=_model, default="gpt2-small", metavar="NAME",
+                       help=f"{', '.join(SHAPES)}, or BLOCKSxWIDTHxHEADS (%(default)s)")  # fmt: skip
+    found.add_argument("--weights", metavar="DIR", help="a GPT-2's folder or hub name, instead of random weights")
+    found.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
+    found.add_argument("--placement", choices=(RESIDENT, MANAGED, EXPLICIT), default=MANAGED,
+                       help="weights on the GPU, in managed memory, or copied from the host (%(default)s)")  # fmt: skip
+    found.add_argument("--enable-prefetch", action="store_true", help="bring layers before they are used")
+    found.add_argument("--physical-limit", type=_size, metavar="SIZE", help="most of the weights on the GPU at once")
+    found.add_argument("--ahead", type=count, default=1, metavar="N", help="layers prefetched ahead (%(default)s)")
+    found.add_argument("--num-streams", type=whole, default=1, metavar="N", help="of prefetches (%(default)s)")
+    found.add_argument("--fusion", choices=fusion.FUSIONS, default="none", help="default: %(default)s")
+    found.add_argument("--enable-cudnn-benchmark", action="store_true", help="as the seeds have it; GPT-2 has no use")
+    found.add_argument("--backward", action="store_true", help="forward and backward; gradients are managed too")
+    found.add_argument("--generate", type=whole, metavar="N", help="tokens behind the sequence")
+    found.add_argument("--seq", type=whole, metavar="N", help=f"tokens of the sequence ({SEQ}, with --generate in all)")
+    found.add_argument("--dtype", choices=DTYPES, default="fp32", help="of weights (%(default)s)")
+    found.add_argument("--warmups", type=count, default=1, metavar="N", help="passes that do not count (%(default)s)")
+    found.add_argument("--runs", type=whole, default=5, metavar="N", help="passes that do (%(default)s)")
+    found.add_argument("--seed", type=at_least(int, 0, SEEDS), default=0, metavar="N", help="default: %(default)s")
+    found.add_argument("--out", type=Path, default=Path("runs/unified_memory"), metavar="DIR", help="%(default)s")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

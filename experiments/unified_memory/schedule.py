@@ -1,0 +1,120 @@
+"""Which pieces of a model lie on the GPU when, under a limit; and what that moves.
+
+A pass is a list of accesses, in each of which some pieces are used: a block's weights, and in the backward their
+gradients. Passes follow each other. What is used most often is kept, and then what comes first, as long as it fits
+beside the window: the pieces of an access and of those `ahead` of it. Everything else is streamed through the window.
+For passes that repeat, no choice that looks further ahead moves less but for the pieces of one window (Belady 1966).
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lowmem.errors import InputError
+from lowmem.units import MIB, format_size
+
+PAGE_BYTES = 2 * MIB  # in which the driver moves managed memory at most
+Access = tuple[int, ...]  # numbers of the pieces that are used
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`sizes`: bytes by piece; `kept`: what stays on the GPU; `ahead`: how many accesses the window looks ahead."""
+
+    sizes: tuple[int, ...]
+    accesses: tuple[Access, ...]
+    kept: frozenset[int]
+    ahead: int
+
+    def window(self, number: int) -> frozenset[int]:
+        """The streamed pieces that are on the GPU during an access; accesses of later passes count on."""
+        places = range(number, number + self.ahead + 1)
+        used = {piece for place in places for piece in self.accesses[place % len(self.accesses)]}
+        return frozenset(used - self.kept)
+
+    def before(self, number: int) -> tuple[list[int], list[int]]:
+        """What leaves before an access, and what is then fetched, the soonest used first. Before the first access of
+        all there is nothing to leave."""
+        old = self.window(number - 1) if number else frozenset()
+        new = self.window(number)
+        order = [piece for place in range(number, number + self.ahead + 1) for piece in self._access(place)]
+        return sorted(old - new), [piece for piece in dict.fromkeys(order) if piece in new - old]
+
+    def resident_bytes(self, number: int) -> int:
+        """On the GPU during an access."""
+        return sum(self.sizes[piece] for piece in self.kept | self.window(number))
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        return max(map(self.resident_bytes, range(len(self.accesses))))
+
+    def _access(self, number: int) -> Access:
+        return self.accesses[number % len(self.accesses)]
+
+
+def schedule(sizes: Sequence[int], accesses: Sequence[Access], limit_bytes: int, ahead: int = 1) -> Schedule:
+    """Keeps what it can. Looks less far ahead where the window alone would be over the limit; InputError where one
+    access is."""
+    for window in range(ahead, -1, -1):
+        found = Schedule(tuple(sizes), tuple(map(tuple, accesses)), frozenset(), window)
+        if found.peak_bytes <= limit_bytes:
+            break
+    else:
+        raise InputError(
+            f"--physical-limit {format_size(limit_bytes)} is less than one layer needs: {format_size(found.peak_bytes)}"
+        )
+    uses = Counter(piece for access in accesses for piece in access)
+    for piece in sorted(range(len(sizes)), key=lambda piece: (-uses[piece], piece)):
+        more = Schedule(found.sizes, found.accesses, found.kept | {piece}, found.ahead)
+        if more.peak_bytes <= limit_bytes:
+            found = more
+    return found
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one pass, once passes repeat. `faults`: moves that a kernel waits for, of a page each."""
+
+    to_device: int
+    to_host: int
+    faults: int = 0
+
+
+def prefetched(of: Schedule) -> Traffic:
+    """What the schedule moves: ahead of its use, and back behind it."""
+    passes = len(of.accesses)
+    moves = [of.before(number) for number in range(passes, 2 * passes)]
+    fetched, evicted = (sum(of.sizes[piece] for move in moves for piece in move[side]) for side in (1, 0))
+    return Traffic(fetched, evicted)
+
+
+def evicted_only(of: Schedule) -> Traffic:
+    """The same without looking ahead: what an access uses comes by faults, and leaves behind it."""
+    moved = prefetched(Schedule(of.sizes, of.accesses, of.kept, 0))
+    return Traffic(moved.to_device, moved.to_host, moved.to_device // PAGE_BYTES)
+
+
+def streamed(of: Schedule) -> Traffic:
+    """The same by copies from host memory: weights that have not changed are not copied back. Only of forwards."""
+    return Traffic(prefetched(of).to_device, 0)
+
+
+def by_faults(sizes: Sequence[int], accesses: Sequence[Access], limit_bytes: int) -> Traffic:
+    """Managed memory left to itself: pages come when they are used, and where there is no room the one that was used
+    longest ago leaves, as the driver does it. A page has one place, so each that leaves is copied, changed or not."""
+    room = limit_bytes // PAGE_BYTES
+    resident: OrderedDict[tuple[int, int], None] = OrderedDict()
+    for _ in range(2):  # the first pass fills the memory
+        faults = evictions = 0
+        for access in accesses:
+            for page in ((piece, n) for piece in access for n in range(-(-sizes[piece] // PAGE_BYTES))):
+                if page in resident:
+                    resident.move_to_end(page)
+                    continue
+                faults += 1
+                if len(resident) >= room:
+                    resident.popitem(last=False)
+                    evictions += 1
+                resident[page] = None
+    return Traffic(faults * PAGE_BYTES, evictions * PAGE_BYTES, faults)

@@ -1,0 +1,188 @@
+"""Unified memory: what a schedule keeps, moves and never exceeds; fusions that are the stock model but for rounding;
+the library builds where there is a C compiler and nothing of CUDA."""
+
+import ctypes
+import json
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from experiments.unified_memory import fusion, library, run_gpt2
+from experiments.unified_memory.placement import Placement
+from experiments.unified_memory.schedule import PAGE_BYTES, by_faults, evicted_only, prefetched, schedule, streamed
+from experiments.unified_memory.shapes import config_of, pieces_of
+from lowmem.errors import InputError
+from lowmem.models.build import build_model
+from lowmem.models.load import random_weights
+from lowmem.units import MIB
+
+needs_c = pytest.mark.skipif(not any(map(shutil.which, library.COMPILERS)), reason="no C compiler")
+needs_cpp = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+
+# --- schedules
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_nothing_is_used_that_is_not_there_and_the_limit_holds(data):
+    """Three passes, move by move: what an access uses is on the GPU, and what is there is never more than the limit."""
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=7))
+    piece = st.integers(0, len(sizes) - 1)
+    accesses = data.draw(st.lists(st.lists(piece, min_size=1, max_size=3).map(tuple), min_size=1, max_size=9))
+    limit = data.draw(st.integers(max(sum(sizes[p] for p in set(access)) for access in accesses), sum(sizes)))
+    found = schedule(sizes, accesses, limit, data.draw(st.integers(0, 3)))
+    here = set(found.kept)
+    for number in range(3 * len(accesses)):
+        leaving, coming = found.before(number)
+        assert here >= set(leaving) and not here & set(coming) and len(coming) == len(set(coming))
+        here = here - set(leaving) | set(coming)
+        assert here >= set(accesses[number % len(accesses)])
+        assert sum(sizes[p] for p in here) == found.resident_bytes(number) <= found.peak_bytes <= limit
+    if limit == sum(sizes):
+        assert found.kept == set(range(len(sizes))) and prefetched(found).to_device == 0
+
+
+def test_a_pass_and_the_way_back_use_the_last_piece_where_it_is():
+    forward = [(0,), (1,), (2,), (3,)]
+    found = schedule([4, 4, 4, 4], forward + forward[::-1], 8)
+    moves = [found.before(number) for number in range(8, 16)]
+    assert not found.kept and sum(3 in coming for _, coming in moves) == sum(0 in coming for _, coming in moves) == 1
+
+
+def test_half_a_model_moves_less_by_a_schedule_than_by_faults():
+    """Where memory is used in turn, the page that was used longest ago is the one that is needed next."""
+    sizes, accesses = [10 * PAGE_BYTES] * 12, [(piece,) for piece in range(12)]
+    limit = sum(sizes) // 2
+    planned = schedule(sizes, accesses, limit)
+    left_alone = by_faults(sizes, accesses, limit)
+    assert left_alone.to_device == left_alone.to_host == sum(sizes) and left_alone.faults == 120
+    assert prefetched(planned).to_device == 8 * 10 * PAGE_BYTES  # four are kept, and two are the window
+    assert streamed(planned).to_device == prefetched(planned).to_device and streamed(planned).to_host == 0
+    assert evicted_only(planned).faults == evicted_only(planned).to_device // PAGE_BYTES > 0
+    assert by_faults(sizes, accesses, sum(sizes)).faults == 0
+
+
+def test_a_limit_below_one_layer_is_refused():
+    with pytest.raises(InputError, match="less than one layer needs"):
+        schedule([10, 20], [(0,), (1,)], 19)
+    assert schedule([10, 20], [(0,), (1,)], 20, ahead=3).ahead == 0
+
+
+def test_pieces_are_whole_pages_and_hold_every_weight_once():
+    model = build_model(config_of("3x64x4"))
+    pieces = pieces_of(model, torch.float32)
+    names = [name for group in pieces.names for name in group]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    assert all(size % PAGE_BYTES == 0 for size in pieces.sizes) and len(pieces.sizes) == 5
+    assert pieces.forward == ((0,), (1,), (2,), (3,), (4, 0))  # the head uses the embedding's weights
+    assert pieces.accesses(True)[5:] == ((4, 0, 9, 5), (3, 8), (2, 7), (1, 6), (0, 5))
+
+
+# --- the library
+
+
+@needs_c
+def test_the_library_builds_without_anything_of_cuda(tmp_path, monkeypatch):
+    """For both runtimes; a second call builds nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for major in (12, 13):
+        path = library.build(major)
+        found = ctypes.CDLL(str(path), mode=1)  # what it calls is looked up when it is called
+        assert found.managed_allocate and found.managed_prefetch
+        assert library.build(major) == path and len(list(path.parent.iterdir())) == major - 11
+
+
+def test_without_a_compiler_or_a_gpu_one_sentence_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    library.loaded.cache_clear()
+    with pytest.raises(InputError, match="managed memory needs a GPU"):
+        library.managed_tensor(1)
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    with pytest.raises(InputError, match="managed memory needs a C compiler"):
+        library.build()
+
+
+# --- fusions
+
+
+def gradients(mode: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits and gradients of a GPT-2 in fp64."""
+    config = config_of("2x64x4")
+    config.vocab_size = 99
+    model = build_model(config)
+    model.set_attn_implementation("sdpa")
+    dtype = torch.float64
+    Placement(model, pieces_of(model, dtype), dtype, torch.device("cpu"), True).load(random_weights(config, 0))
+    fusion.fuse(model, mode)
+    ids = torch.arange(40).view(2, 20)
+    logits = model(ids, use_cache=False).logits
+    F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+    return logits.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@needs_cpp
+@pytest.mark.parametrize("mode", ["attention", "mlp", "all"])
+def test_a_fused_model_is_the_stock_model(mode):
+    """In fp64, where rounding is 1e-16 and sums of some hundred terms are taken in another order."""
+    (logits, found), (stock_logits, stock) = gradients(mode), gradients("none")
+    assert torch.allclose(logits, stock_logits, rtol=1e-12, atol=1e-13)
+    for name, gradient in stock.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-10, atol=1e-14), name
+
+
+def test_a_dropped_residual_would_be_found(monkeypatch):
+    """One of the known system's fusions is this."""
+    monkeypatch.setattr(fusion, "compiled", lambda function: function)
+    monkeypatch.setattr(fusion, "ffn", lambda normed, residual, weights, p, real=fusion.ffn: real(
+        normed, torch.zeros_like(residual), weights, p))  # fmt: skip
+    assert not torch.allclose(gradients("all")[0], gradients("none")[0], rtol=1e-3)
+
+
+# --- the command
+
+
+def report(tmp_path, *words: str) -> dict:
+    common = ["--device", "cpu", "--model", "2x64x4", "--seq", "32", "--runs", "1", "--warmups", "0"]
+    assert run_gpt2.main([*common, *words, "--out", str(tmp_path)]) == 0
+    return json.loads((tmp_path / "report.json").read_text())
+
+
+def test_every_flag_runs_on_the_cpu(tmp_path, capsys):
+    flags = ["--enable-prefetch", "--enable-cudnn-benchmark", "--num-streams", "2", "--physical-limit", "32MiB"]
+    found = report(tmp_path, *flags, "--backward", "--ahead", "2")
+    said = capsys.readouterr().out
+    assert "managed, left to the driver" in said and "explicit" not in said
+    assert max(found["planned_resident_bytes"]) <= 32 * MIB < 2 * found["weights_bytes"]
+    assert (tmp_path / "resident.png").read_bytes().startswith(b"\x89PNG")
+    assert len(report(tmp_path, "--generate", "3")["generated"]) == 3
+    assert report(tmp_path)["digest"] == report(tmp_path, "--placement", "explicit")["digest"]
+    assert report(tmp_path, "--dtype", "bf16")["weights_bytes"] < found["weights_bytes"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--physical-limit 1MiB", "less than one layer needs"),
+        ("--generate 3 --backward", "--generate has no backward"),
+        ("--enable-prefetch --placement explicit", "--enable-prefetch is for managed memory"),
+        ("--backward --placement explicit", "streams forwards alone"),
+        ("--seq 1025", "longer than the 1024 positions"),
+        ("--model 2x64x5", "5 heads do not divide a width of 64"),
+        ("--model gpt2-huge", "gpt2-small"),
+        ("--device cuda", "PyTorch sees no GPU here"),
+        ("--physical-limit 3", "--physical-limit"),
+    ],
+)
+def test_what_cannot_run_is_said_in_a_sentence(words, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    try:
+        code = run_gpt2.main(["--model", "2x64x4", *words.split(), "--out", str(tmp_path / "out")])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
