@@ -28,6 +28,15 @@ def on_stand_in() -> bool:
     return bool(os.environ.get("STAND_IN_LIBRARIES"))
 
 
+def card_counts() -> dict[str, int]:
+    """What the stand-in's card has counted in this process; nothing elsewhere."""
+    if not on_stand_in():
+        return {}
+    from stand_in.card_library import counts
+
+    return counts()
+
+
 def through_stand_in() -> list[str]:
     """The words between `python` and a command's -m with which it runs as this process does: none without stand-in."""
     if not on_stand_in():

@@ -10,7 +10,9 @@ paged     bitsandbytes' paged AdamW: what it moves in a step, its states being t
 """
 
 import argparse
+import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +27,6 @@ from experiments.unified_memory import fusion, run_gpt2
 from experiments.unified_memory.schedule import schedule
 from experiments.unified_memory.shapes import SHAPES, config_of, pieces_of
 from experiments.unified_memory.table import ROWS, sections
-from lowmem.errors import InputError
 from lowmem.models.build import build_model
 from lowmem.units import MIB
 
@@ -139,19 +140,18 @@ def on_card(case: str) -> dict:
     name, _, placement = case.partition(": ")
     weights = sum(pieces_of(build_model(config_of(name)), torch.float32).sizes)
     words = ["--model", name, *PLACEMENTS[placement].split(), "--runs", "5"]
-    if "resident" not in placement and "all on" not in placement:
+    if "--placement resident" not in PLACEMENTS[placement]:
         words += ["--physical-limit", f"{weights // HALF // MIB}MiB"]
     on_stand_in = row_file.on_stand_in()
     if on_stand_in and "fused" in placement:
         return {"not_run": "compiled kernels compute nothing on the stand-in"}
-    before = _counts() if on_stand_in else {}
-    with tempfile.TemporaryDirectory() as out:
-        try:
-            report = run_gpt2.run(run_gpt2.parser().parse_args([*words, "--out", out]))
-        except InputError as error:
-            return {"not_run": str(error)}
-    torch.cuda.empty_cache()
-    found = {
+    with tempfile.TemporaryDirectory() as out:  # a process of its own, whose peaks are no other run's
+        command = [sys.executable, "-m", run_gpt2.PROGRAM, *words, "--out", out]
+        result = subprocess.run(command, cwd=row_file.ROOT, capture_output=True, text=True)
+        if result.returncode:
+            return {"not_run": result.stderr.strip().splitlines()[-1].removeprefix("error: ")}
+        report = json.loads((Path(out) / "report.json").read_text())
+    return {
         "weights_bytes": weights,
         "limit_bytes": report["physical_limit_bytes"],
         "planned_peak_bytes": max(report["planned_resident_bytes"]),
@@ -161,11 +161,6 @@ def on_card(case: str) -> dict:
         "fetched_bytes": sum(move["size_bytes"] for move in report["moves"] if move["kind"] == "fetch"),
         "evicted_bytes": sum(move["size_bytes"] for move in report["moves"] if move["kind"] == "evict"),
     }
-    if on_stand_in:
-        after = _counts()
-        found["card"] = {key: after[key] - before[key] for key in after if key.startswith("prefetched")}
-        found["card"]["peak_managed_resident_bytes"] = after["peak_managed_resident_bytes"]
-    return found
 
 
 def paged(case: str) -> dict:
@@ -186,21 +181,15 @@ def paged(case: str) -> dict:
     room = torch.empty(max(0, torch.cuda.mem_get_info()[0] - states // HALF + states), dtype=torch.uint8, device="cuda")
     found = {"states_bytes": states, "room_bytes": states // HALF}
     for _ in range(2):
-        before = _counts() if row_file.on_stand_in() else {}
+        before = row_file.card_counts()
         began = time.perf_counter()
         optimizer.step()
         torch.cuda.synchronize()
         found["step_seconds"] = None if row_file.on_stand_in() else time.perf_counter() - began
-        after = _counts() if row_file.on_stand_in() else {}
+        after = row_file.card_counts()
         found["card"] = {key: after[key] - before[key] for key in after if key.startswith("prefetched")}
     del room
     return found
-
-
-def _counts() -> dict[str, int]:
-    from stand_in.card_library import counts
-
-    return counts()
 
 
 if __name__ == "__main__":

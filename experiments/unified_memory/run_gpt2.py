@@ -206,7 +206,7 @@ def memory_of(device: torch.device) -> dict[str, int]:
         "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
         "physical_used_bytes": total - free,
-    }
+    } | {key: count for key, count in row_file.card_counts().items() if "managed" in key or "prefetched" in key}
 
 
 def digest(tensors: list[Tensor]) -> str:

@@ -79,14 +79,14 @@ def _card(rows: list[dict]) -> str:
         if "not_run" in row:
             lines.append([row["case"], row["not_run"], "", "", "", NOT_MEASURED])
             continue
-        card = row.get("card", {})
-        moved = [card.get(f"prefetched_to_{where}_bytes", 0) for where in ("device", "host")]
+        card = row["memory"]
+        moved = [row["fetched_bytes"], row["evicted_bytes"]]
         limit = row["limit_bytes"]
         lines.append(
             [row["case"], f"{limit / GIB:.2f}" if limit else ""]
             + [", ".join(f"{size / GIB:.2f}" for size in moved) if any(moved) else ""]
-            + [f"{card['peak_managed_resident_bytes'] / GIB:.2f}" if any(moved) else ""]
-            + [f"{row['memory']['peak_allocated_bytes'] / GIB:.2f}"]
+            + [f"{card['peak_managed_resident_bytes'] / GIB:.2f}" if card.get("peak_managed_resident_bytes") else ""]
+            + [f"{card['peak_allocated_bytes'] / GIB:.2f}"]
             + [f"{row['latency_seconds'] * 1e3:,.0f} ms" if row["latency_seconds"] else NOT_MEASURED]
         )
     return markdown(("", "limit", "moved, and back", "most resident", "`max_memory_allocated`", "a pass"), lines)
