@@ -152,13 +152,22 @@ def made_by(program: str, arguments: list[str]) -> dict:
     from lowmem.run.report import versions  # and with it torch, which the process that starts jobs does without
 
     return {
-        "command": shlex.join(["python", *through_stand_in(), "-m", program, *arguments]),
+        "command": shlex.join(["python", *through_stand_in(), "-m", program, *map(_portable, arguments)]),
         "commit": commit(),
         "versions": versions(),
         "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
         "stand_in": on_stand_in(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _portable(argument: str) -> str:
+    """Without the folders of this machine: a path of the repository from its root, any other by its last name."""
+    option, equals, value = argument.rpartition("=")
+    path = Path(value)
+    if not path.is_absolute():
+        return argument
+    return option + equals + (str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name)
 
 
 def _git(*arguments: str) -> str:

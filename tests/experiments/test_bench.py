@@ -32,7 +32,7 @@ def test_two_trees_are_timed_by_turns_and_the_least_counts(tmp_path, monkeypatch
     (row,) = row_file.read(out)
     assert asked == [("plan large", run.ROOT), ("plan large", before)] * 2
     assert (row["after"]["cpu_seconds"], row["before"]["cpu_seconds"]) == (3.0, 4.0)
-    assert row["before_commit"] == "<old>" and row["command"].endswith(f"--out {out}")
+    assert row["before_commit"] == "<old>" and row["command"].endswith(f"--out {out.name}")
     assert "| plan GPT-2-Large for an rtx3060 | 0.75 | 1.00 | <old> |" in capsys.readouterr().out
     # a tree without the case is not asked for it
     assert run.main(["--only", "load", "--before", "old", "--rounds", "2", "--out", str(out)]) == 0

@@ -6,7 +6,7 @@ import pytest
 
 from experiments import results
 from experiments.gpu_acceptance import predicted, table
-from experiments.harness.rows import append, read
+from experiments.harness.rows import ROOT, append, made_by, read
 from experiments.harness.tables import markdown, put, written
 from lowmem.units import GIB
 
@@ -164,3 +164,12 @@ def test_content_goes_between_marks_and_nowhere_else(tmp_path):
             put(path, "<!-- a -->", "new")
         assert path.read_text() == damaged
     assert markdown(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+
+
+def test_a_row_names_no_folder_of_the_machine_that_made_it():
+    """Nor do those that are committed."""
+    inside, outside = str(ROOT / "experiments" / "rows.jsonl"), "/somewhere/else/rows.jsonl"
+    command = made_by("program", ["--rows", inside, f"--out={outside}", "--share=1/2", "word"])["command"]
+    assert command.endswith("-m program --rows experiments/rows.jsonl --out=rows.jsonl --share=1/2 word")
+    rows = [row for path in ROOT.glob("experiments/*/results/*.jsonl") for row in read(path)]
+    assert rows and not [row["command"] for row in rows if re.search(r"(^|[ =])/", row.get("command") or "")]
