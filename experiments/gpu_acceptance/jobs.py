@@ -88,6 +88,7 @@ JOBS = (
     _peer("fsdp2_cpu_offload"),
     _peer("deepspeed_zero2_offload", 2 * SILENT_SECONDS),  # its CPU optimizer is compiled first
     _peer("deepspeed_zero3_offload", 2 * SILENT_SECONDS),
+    Job("unified memory", "gpt2-xl", "experiments.unified_memory.measure:check", gpu_gib=None),
     _training("large 8 sequences", "--batch", "8"),
     _training("xl 8 sequences", "--batch", "8"),
 )

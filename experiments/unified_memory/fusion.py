@@ -7,7 +7,7 @@
 
 Each is a function of tensors, compiled once for all blocks (`torch.compile`); gradients are autograd's. That system
 drops a residual, leaves out a product and puts an untrained norm; here logits and gradients are the stock model's but
-for rounding, which the tests hold. With a cache of keys and values (generation) attention stays transformers' own.
+for rounding, which the tests hold. In generation, behind the prompt, attention is not compiled: its keys grow.
 """
 
 from collections.abc import Callable
@@ -31,10 +31,12 @@ def attention_ln(x: Tensor, weight: Tensor, bias: Tensor, eps: float, qkv_weight
     return F.layer_norm(x, weight.shape, weight, bias, eps) @ qkv_weight + qkv_bias
 
 
-def attention_projection(qkv: Tensor, weight: Tensor, bias: Tensor, heads: int, scale: float, p: float) -> Tensor:
-    """[B, T, 3 D] -> [B, T, D]"""
-    query, key, value = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
-    found = F.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True, scale=scale)
+def attention_projection(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor, scale: float, p: float
+) -> Tensor:
+    """Q, K and V, [B, heads, T, D / heads] each -> [B, T, D]. A single query sees all keys that there are."""
+    causal = query.shape[2] == key.shape[2]
+    found = F.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=causal, scale=scale)
     return found.transpose(1, 2).flatten(2) @ weight + bias
 
 
@@ -61,13 +63,12 @@ def fuse(model: nn.Module, fusion: str) -> None:
     """Gives the blocks of a transformers' GPT-2 their fused forward; `fusion`: one of FUSIONS."""
     if fusion != "none":
         for block in model.transformer.h:
-            block.forward = partial(_forward, block, fusion, block.forward)
+            block.forward = partial(_forward, block, fusion)
 
 
-def _forward(block: nn.Module, fusion: str, stock: Callable, hidden_states: Tensor, cache=None, *args, **kwargs):
-    """In place of GPT2Block.forward, whose result it has: hidden states [B, T, D]."""
-    if cache is not None:
-        return stock(hidden_states, cache, *args, **kwargs)
+def _forward(block: nn.Module, fusion: str, hidden_states: Tensor, past_key_values=None, *_, **__) -> Tensor:
+    """In place of GPT2Block.forward, whose result it has: hidden states [B, T, D]. For sequences without padding, a
+    prompt or one token behind what the cache holds."""
     attention, mlp = block.attn, block.mlp
     drop = lambda module: module.p if block.training else 0.0  # noqa: E731
     norms = [(norm.weight, norm.bias, norm.eps) for norm in (block.ln_1, block.ln_2)]
@@ -76,8 +77,13 @@ def _forward(block: nn.Module, fusion: str, stock: Callable, hidden_states: Tens
         (attention_ln, "mlp"), (attention_projection, "mlp"), (ffn_ln, "attention"),
     )}  # fmt: skip
     qkv = pick[attention_ln](hidden_states, *norms[0], attention.c_attn.weight, attention.c_attn.bias)
+    query, key, value = (part.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, attention.layer_idx)
+        if key.shape[2] > query.shape[2]:
+            pick[attention_projection] = attention_projection
     found = pick[attention_projection](
-        qkv, attention.c_proj.weight, attention.c_proj.bias, attention.num_heads, attention.scaling,
+        query, key, value, attention.c_proj.weight, attention.c_proj.bias, attention.scaling,
         drop(attention.attn_dropout),
     )  # fmt: skip
     if fusion == "all":

@@ -22,6 +22,7 @@ from lowmem.errors import InputError, LowmemError
 SOURCE = Path(__file__).with_name("managed.c")
 HOST = -1
 READ_MOSTLY, PREFERRED_LOCATION, ACCESSED_BY = 1, 3, 5  # CUDA's numbers of advice; one more takes it back
+ATTRIBUTES = {"read_mostly": 1, "preferred_location": 2, "accessed_by": 3, "last_prefetch_location": 4}
 COMPILERS = ("cc", "gcc", "clang", "nvcc")
 
 
@@ -66,11 +67,11 @@ def loaded() -> ctypes.CDLL:
     # PyTorch has loaded it; by its name it is the same one, whose functions the library then finds.
     ctypes.CDLL(f"libcudart.so.{_cuda_major()}", mode=ctypes.RTLD_GLOBAL)
     found = ctypes.CDLL(str(build()))
-    for name in ("managed_advise", "managed_prefetch", "managed_last_prefetch"):
+    for name in ("managed_advise", "managed_prefetch", "managed_attribute"):
         getattr(found, name).restype = ctypes.c_char_p
     found.managed_advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
     found.managed_prefetch.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-    found.managed_last_prefetch.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_int)]
+    found.managed_attribute.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.POINTER(ctypes.c_int)]
     return found
 
 
@@ -107,11 +108,14 @@ def prefetch(tensor: Tensor, device: int, stream: torch.cuda.Stream) -> None:
     _check(loaded().managed_prefetch(tensor.data_ptr(), tensor.nbytes, device, stream.cuda_stream))
 
 
-def last_prefetch(tensor: Tensor) -> int:
-    """Where all of it was last prefetched to, or HOST; -2 where pages differ, or never were."""
-    device = ctypes.c_int()
-    _check(loaded().managed_last_prefetch(tensor.data_ptr(), tensor.nbytes, ctypes.byref(device)))
-    return device.value
+def attributes(tensor: Tensor) -> dict[str, int]:
+    """What CUDA knows of it, by ATTRIBUTES: 0 or 1, or a device, or HOST; -2 where its pages differ or have none."""
+    found = {}
+    for name, number in ATTRIBUTES.items():
+        value = ctypes.c_int()
+        _check(loaded().managed_attribute(tensor.data_ptr(), tensor.nbytes, number, ctypes.byref(value)))
+        found[name] = value.value
+    return found
 
 
 def _check(said: bytes | None) -> None:

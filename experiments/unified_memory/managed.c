@@ -8,7 +8,7 @@
 
 typedef int cudaError_t;
 typedef void *cudaStream_t;
-enum { HOST = -1, ATTACH_GLOBAL = 1, LAST_PREFETCH_LOCATION = 4 };
+enum { HOST = -1, ATTACH_GLOBAL = 1 };
 
 cudaError_t cudaMallocManaged(void **address, size_t bytes, unsigned flags);
 cudaError_t cudaFree(void *address);
@@ -58,7 +58,8 @@ const char *managed_prefetch(void *address, size_t bytes, int device, cudaStream
   return said(PREFETCH(address, bytes, device, stream));
 }
 
-// Where all of these bytes were last prefetched to: a device, -1 for the host, -2 where they differ or were not.
-const char *managed_last_prefetch(void *address, size_t bytes, int *device) {
-  return said(cudaMemRangeGetAttribute(device, sizeof *device, LAST_PREFETCH_LOCATION, address, bytes));
+// An attribute of all of these bytes, by CUDA's number of it: 0 or 1, or a device, -1 for the host, -2 where the bytes
+// differ or none was given.
+const char *managed_attribute(void *address, size_t bytes, int attribute, int *found) {
+  return said(cudaMemRangeGetAttribute(found, sizeof *found, attribute, address, bytes));
 }

@@ -5,8 +5,9 @@ python -m experiments.unified_memory.measure --only fusion
 
 traffic   what a pass moves at half of the weights, by how they are held, for every shape; arithmetic
 fusion    each fused group beside the plain lines on this machine's CPU: seconds, and how far they are apart
-card      the same passes on a card, or on the stand-in: what it was asked to move, and the most that lay on it
-paged     bitsandbytes' paged AdamW: what it moves in a step, its states being twice the room that is left
+card      the same passes on a card, or on the stand-in (with its --values: and are the bits equal?): what it was asked
+          to move, and the most that lay on it
+paged     bitsandbytes' paged AdamW: a step with its states on the GPU, and one behind which they were sent away
 """
 
 import argparse
@@ -17,24 +18,30 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from experiments.harness import rows as row_file
+from experiments.harness.child import Result, Setting
 from experiments.unified_memory import fusion, run_gpt2
+from experiments.unified_memory.picture import DRAWN
 from experiments.unified_memory.schedule import schedule
 from experiments.unified_memory.shapes import SHAPES, config_of, pieces_of
-from experiments.unified_memory.table import ROWS, sections
+from experiments.unified_memory.table import RESIDENT, ROWS, sections
 from lowmem.models.build import build_model
 from lowmem.units import MIB
 
 PROGRAM = "experiments.unified_memory.measure"
 HALF = 2  # of the weights, and of the gradients with --backward, is the limit
+LEAST_FASTER = 1.5  # prefetched beside faults alone, at that limit
+MOST_BESIDE_BYTES = 64 * MIB  # by which what lies beside the weights may differ between two runs
+TINY = "24x256x4"  # of dry runs; half of it has room for the largest piece
 PLACEMENTS = {
-    "all on the GPU": "--placement resident",
-    "managed, sent back behind": "--placement managed",
+    RESIDENT: "--placement resident",
+    "managed, by faults": "--placement managed",
     "managed, prefetched": "--placement managed --enable-prefetch",
     "managed, prefetched, fused": "--placement managed --enable-prefetch --fusion all",
     "explicit copies": "--placement explicit",
@@ -43,8 +50,14 @@ WIDTH, TOKENS = 768, 1024  # of the groups that are timed: GPT-2's
 CASES = {
     "traffic": [f"{name}{way}" for name in SHAPES for way in ("", " --backward")],
     "fusion": ["drop-ln", "attention-ln", "attention-projection", "ffn-ln"],
-    "card": [f"{name}: {placement}" for name in ("gpt2-small", "gpt2-xl") for placement in PLACEMENTS],
-    "paged": ["gpt2-small"],
+    "card": [
+        f"{name}{way}: {placement}"
+        for name in ("gpt2-small", "gpt2-xl")
+        for way in ("", " --backward")
+        for placement in PLACEMENTS
+        if not way or placement != "explicit copies"  # which are of forwards alone
+    ],
+    "paged": ["gpt2-small", "gpt2-large"],
 }
 WITHOUT_A_GPU = ("traffic", "fusion")
 
@@ -53,6 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
     parser.add_argument("--only", choices=CASES, action="append", help=f"default: {' and '.join(WITHOUT_A_GPU)}")
+    parser.add_argument("--case", default="", metavar="TEXT", help="only cases whose names begin with it")
     parser.add_argument("--rows", type=Path, default=ROWS, metavar="ROWS.jsonl")
     options = parser.parse_args(arguments)
     chosen = options.only or WITHOUT_A_GPU
@@ -62,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     common = {"sources": row_file.sources(PROGRAM)} | row_file.made_by(PROGRAM, arguments)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     for section in chosen:
-        for case in CASES[section]:
+        for case in (case for case in CASES[section] if case.startswith(options.case)):
             print(section, case, flush=True)
             found = {"traffic": planned, "fusion": fused, "card": on_card, "paged": paged}[section](case)
             row_file.append(options.rows, common | {"section": section, "case": case, "device": device} | found)
@@ -83,11 +97,12 @@ def planned(case: str) -> dict:
     }  # fmt: skip
 
 
-def fused(case: str) -> dict:
-    """Forward and backward, plain and compiled by turns, on one thread; the median of 15 each."""
+def fused(case: str, device: str = "cpu") -> dict:
+    """Forward and backward, plain and compiled by turns, on one thread of a CPU or on a GPU; the median of 15 each."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    function, arguments = _groups()[case]
+    with torch.device(device):
+        function, arguments = _groups()[case]
     compiled = fusion.compiled(function)
     results = [_passed(way, arguments) for way in (function, compiled)]
     apart = max(float((one - other).norm() / other.norm()) for one, other in zip(results[1], results[0], strict=True))
@@ -96,6 +111,8 @@ def fused(case: str) -> dict:
         for place, way in enumerate((function, compiled)):
             began = time.perf_counter()
             _passed(way, arguments)
+            if device == "cuda":
+                torch.cuda.synchronize()
             seconds[place].append(time.perf_counter() - began)
     plain, together = map(statistics.median, seconds)
     return {"plain_seconds": plain, "compiled_seconds": together, "relative_difference": apart}
@@ -125,7 +142,7 @@ def _groups() -> dict[str, tuple[Callable, list]]:
         "attention-ln": (fusion.attention_ln, [hidden(), *norm, *product(WIDTH, 3 * WIDTH)]),
         "attention-projection": (
             fusion.attention_projection,
-            [tensor(1, TOKENS, 3 * WIDTH), *product(WIDTH, WIDTH), 12, 0.125, 0.0],
+            [*(tensor(1, 12, TOKENS, WIDTH // 12) for _ in range(3)), *product(WIDTH, WIDTH), 0.125, 0.0],
         ),
         "ffn-ln": (fusion.ffn_ln, [hidden(), *norm, mlp, 0.0]),
     }
@@ -135,61 +152,106 @@ def _flat(values) -> list:
     return [leaf for value in values for leaf in (_flat(value) if isinstance(value, tuple | list) else [value])]
 
 
-def on_card(case: str) -> dict:
+def on_card(case: str, device: str = "cuda") -> dict:
     """A run of the command; on the stand-in with what its card counted, and without times."""
-    name, _, placement = case.partition(": ")
-    weights = sum(pieces_of(build_model(config_of(name)), torch.float32).sizes)
-    words = ["--model", name, *PLACEMENTS[placement].split(), "--runs", "5"]
-    if "--placement resident" not in PLACEMENTS[placement]:
-        words += ["--physical-limit", f"{weights // HALF // MIB}MiB"]
-    on_stand_in = row_file.on_stand_in()
-    if on_stand_in and "fused" in placement:
-        return {"not_run": "compiled kernels compute nothing on the stand-in"}
+    shape, placement = case.split(": ")
+    name, *backward = shape.split()
+    stand_in = row_file.on_stand_in()
+    if stand_in and "fused" in placement:
+        return {"not_run": "nothing is compiled on the stand-in"}
+    total = sum(pieces_of(build_model(config_of(name)), torch.float32).sizes) * (2 if backward else 1)
+    words = ["--model", name, *backward, *PLACEMENTS[placement].split(), "--device", device]
+    words += ["--runs", "1" if stand_in else "5"]
+    if placement != RESIDENT:
+        words += ["--physical-limit", f"{total // HALF // MIB}MiB"]
     with tempfile.TemporaryDirectory() as out:  # a process of its own, whose peaks are no other run's
         command = [sys.executable, "-m", run_gpt2.PROGRAM, *words, "--out", out]
         result = subprocess.run(command, cwd=row_file.ROOT, capture_output=True, text=True)
         if result.returncode:
             return {"not_run": result.stderr.strip().splitlines()[-1].removeprefix("error: ")}
         report = json.loads((Path(out) / "report.json").read_text())
+    digested = not stand_in or "--values" in row_file.through_stand_in()
     return {
-        "weights_bytes": weights,
+        "total_bytes": total,
         "limit_bytes": report["physical_limit_bytes"],
         "planned_peak_bytes": max(report["planned_resident_bytes"]),
+        "traffic": report["planned_traffic"].get(placement.removesuffix(", fused")),
         "memory": report["memory"],
-        "digest": None if on_stand_in else report["digest"],
-        "latency_seconds": None if on_stand_in else report["latency_seconds"],
-        "fetched_bytes": sum(move["size_bytes"] for move in report["moves"] if move["kind"] == "fetch"),
-        "evicted_bytes": sum(move["size_bytes"] for move in report["moves"] if move["kind"] == "evict"),
+        "peak_used_bytes": max(report["used_bytes_by_access"], default=None),
+        "digest": report["digest"] if digested else None,
+        "resident": {key: report[key] for key in DRAWN},
+        "latency_seconds": None if stand_in else report["latency_seconds"],
     }
 
 
 def paged(case: str) -> dict:
-    """Three steps on the parameters of a shape, the last one counted. What is free beside weights and gradients is made
-    half of what the states need."""
+    """Two steps on the parameters of a shape, in fp32: one whose states are on the GPU, and one before which they went
+    to the host, as what a forward and a backward take would drive them out."""
     import bitsandbytes
 
     shapes = [parameter.shape for parameter in build_model(config_of(case)).parameters()]
     parameters = [torch.nn.Parameter(torch.zeros(shape, device="cuda")) for shape in shapes]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    states = 8 * sum(map(torch.numel, parameters))
-    free = torch.cuda.mem_get_info()[0]
-    if states > free:
+    states_bytes = 8 * sum(map(torch.numel, parameters))
+    if states_bytes > torch.cuda.mem_get_info()[0]:
         return {"not_run": "the states are more than is free"}
     optimizer = bitsandbytes.optim.PagedAdamW32bit(parameters)
-    optimizer.step()
-    room = torch.empty(max(0, torch.cuda.mem_get_info()[0] - states // HALF + states), dtype=torch.uint8, device="cuda")
-    found = {"states_bytes": states, "room_bytes": states // HALF}
-    for _ in range(2):
-        before = row_file.card_counts()
-        began = time.perf_counter()
+    optimizer.step()  # makes the states
+    found = {"states_bytes": states_bytes}
+    for where in ("resident", "sent_back"):
+        if where == "sent_back":
+            for state in optimizer.page_mng.paged_tensors:
+                bitsandbytes.functional.prefetch_tensor(state, to_cpu=True)
+        torch.cuda.synchronize()
+        before, began = row_file.card_counts(), time.perf_counter()
         optimizer.step()
         torch.cuda.synchronize()
-        found["step_seconds"] = None if row_file.on_stand_in() else time.perf_counter() - began
-        after = row_file.card_counts()
-        found["card"] = {key: after[key] - before[key] for key in after if key.startswith("prefetched")}
-    del room
+        seconds, after = time.perf_counter() - began, row_file.card_counts()
+        found[where] = {
+            "step_seconds": None if row_file.on_stand_in() else seconds,
+            "to_device_bytes": after["prefetched_to_device_bytes"] - before["prefetched_to_device_bytes"]
+            if after else None,
+        }  # fmt: skip
     return found
+
+
+def check(setting: Setting) -> Result:
+    """On a GPU, for its acceptance command: a case for each placement, and bitsandbytes' paged AdamW."""
+    model = TINY if setting.dry_run else "gpt2-xl"
+    found = {}
+    for placement in PLACEMENTS:
+        if not (setting.dry_run and "fused" in placement):
+            case = f"{model}: {placement}"
+            work = partial(_as_result, on_card, case, setting.device)
+            found[placement] = setting.attempt(f"card: {case}", work).values
+    if setting.device == "cuda":
+        case = TINY if setting.dry_run else CASES["paged"][0]
+        setting.attempt(f"paged: {case}", partial(_as_result, paged, case))
+    if setting.device == "cuda" and not setting.stand_in:
+        for case in CASES["fusion"][: 1 if setting.dry_run else None]:
+            setting.attempt(f"fusion: {case}", partial(_as_result, fused, case, "cuda"))
+    resident, by_faults, prefetched = (found[placement] for placement in list(PLACEMENTS)[:3])
+    if "not_run" in resident | by_faults | prefetched:
+        return Result({}, {"ran": False})
+    same = {one["digest"] for name, one in found.items() if "digest" in one and "fused" not in name}
+    checks = {"outputs equal those of all on the GPU, bit for bit": len(same) == 1}
+    if setting.device == "cuda":
+        kept_away = resident["total_bytes"] - prefetched["limit_bytes"]
+        checks["no more than the limit is resident"] = (
+            prefetched["peak_used_bytes"] <= resident["peak_used_bytes"] - kept_away + MOST_BESIDE_BYTES
+        )
+    values = {}
+    if not (setting.stand_in or setting.dry_run):
+        values["times_faster_than_faults"] = by_faults["latency_seconds"] / prefetched["latency_seconds"]
+        checks[f"prefetch is {LEAST_FASTER}x faster than faults alone"] = (
+            values["times_faster_than_faults"] >= LEAST_FASTER
+        )
+    return Result(values, checks)
+
+
+def _as_result(work: Callable[..., dict], *arguments: str) -> Result:
+    return Result(work(*arguments), {})
 
 
 if __name__ == "__main__":

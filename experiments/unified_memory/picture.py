@@ -4,9 +4,13 @@ from pathlib import Path
 
 from lowmem.units import GIB
 
+DRAWN = (  # of a report of run_gpt2
+    *("planned_resident_bytes", "used_bytes_by_access", "weights_bytes", "backward", "physical_limit_bytes"),
+)
+
 
 def draw_resident(report: dict, path: Path) -> None:
-    """Of a report of run_gpt2: bytes of weights (and gradients) by access, and the limit."""
+    """Of a report of run_gpt2: bytes of weights (and gradients) by access, the limit, and what CUDA counts in all."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -17,10 +21,12 @@ def draw_resident(report: dict, path: Path) -> None:
     axes.step(range(len(resident)), resident, where="mid", label="on the GPU, by the schedule")
     whole = report["weights_bytes"] * (2 if report["backward"] else 1) / GIB
     axes.axhline(whole, color="grey", linestyle=":", label="all of it")
+    if used := [size / GIB for size in report["used_bytes_by_access"]]:
+        axes.step(range(len(used)), used, where="mid", color="tab:green", label="in use in all, as CUDA counts")
     if report["physical_limit_bytes"]:
         axes.axhline(report["physical_limit_bytes"] / GIB, color="tab:red", linestyle="--", label="limit")
     axes.set(xlabel="access: embeddings, blocks, head" + (", and back" if report["backward"] else ""), ylabel="GiB")
-    axes.set_ylim(0, whole * 1.1)
-    axes.legend(loc="lower center", ncols=3, frameon=False)
+    axes.set_ylim(0, max([whole, *used]) * 1.1)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -31,11 +31,13 @@ class Placement:
     `load` puts the weights there. From then on each access of `schedule` begins with `_access`."""
 
     def __init__(self, model: nn.Module, pieces: Pieces, dtype: torch.dtype, device: torch.device, backward: bool):
+        self.moves: list[Move] = []  # what was asked for, in order
+        self._number = 0  # of the access that comes next, over all passes
         self.model, self.pieces, self.device = model, pieces, device
         sizes = pieces.sizes * (2 if backward else 1)
         begins = [sum(sizes[:number]) for number in range(len(sizes))]
-        memory = self._memory(sum(sizes))
-        self.parts = [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+        self.memory = self._memory(sum(sizes))
+        self.parts = [self.memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
         modules = dict(model.named_modules())
         for number, names in enumerate(pieces.names):
             for name in names:
@@ -66,6 +68,9 @@ class Placement:
     def _memory(self, size_bytes: int) -> Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
+    def _note(self, kind: str, piece: int, stream: int) -> None:
+        self.moves.append(Move(self._number, kind, piece, self.parts[piece].nbytes, stream))
+
     def _view(self, piece: int, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         begin = self.pieces.begins[name]
         view = self.parts[piece][begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
@@ -76,13 +81,10 @@ class ManagedPlacement(Placement):
     """In managed memory, whose pages prefer the host and are mapped by the GPU: what was not prefetched is read where
     it is, and the driver evicts nothing on its own. Pieces leave behind their last access, before others come.
 
-    With `prefetch`, pieces come before their access; else by faults, with the advice of a plain program: none. `moves`
-    holds what was asked for, in order."""
+    With `prefetch`, pieces come before their access; else by faults, with the advice of a plain program: none."""
 
     def __init__(self, *args, schedule: Schedule, prefetch: bool, streams: int = 1):
         self.schedule, self.prefetch = schedule, prefetch
-        self.moves: list[Move] = []
-        self._number = 0
         super().__init__(*args)
         self._inward = [torch.cuda.Stream() for _ in range(streams)]
         self._outward = torch.cuda.Stream()
@@ -141,9 +143,6 @@ class ManagedPlacement(Placement):
         self._fetched[piece] = self._inward[turn].record_event()
         self._note("fetch", piece, turn)
 
-    def _note(self, kind: str, piece: int, stream: int) -> None:
-        self.moves.append(Move(self._number, kind, piece, self.parts[piece].nbytes, stream))
-
 
 class ExplicitPlacement(Placement):
     """On the host, page-locked; kept pieces have a place on the GPU, and the others one of the window's slots, into
@@ -151,7 +150,6 @@ class ExplicitPlacement(Placement):
 
     def __init__(self, *args, schedule: Schedule):
         self.schedule = schedule
-        self._number = 0
         super().__init__(*args)
         streamed = [piece for piece in range(len(self.parts)) if piece not in schedule.kept]
         largest = max((self.parts[piece].nbytes for piece in streamed), default=0)
@@ -189,6 +187,7 @@ class ExplicitPlacement(Placement):
         with torch.cuda.stream(self._copying):
             slot[: part.nbytes].copy_(part, non_blocking=True)
             self._copied[piece] = self._copying.record_event()
+        self._note("fetch", piece, 0)
         for name in self.pieces.names[piece]:
             parameter = self.model.get_parameter(name)
             begin = self.pieces.begins[name]

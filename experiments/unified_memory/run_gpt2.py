@@ -4,25 +4,29 @@
     python -m experiments.unified_memory.run_gpt2 --model gpt2-small --device cpu --fusion all --backward
 
 One sequence at a time, forward alone, with --backward, or --generate N tokens. Under --out: report.json, and
-resident.png, bytes on the GPU by access. On the CPU, where everything is in one memory, it runs the same passes and
-says what a GPU with this limit would have to move.
+resident.png, bytes on the GPU by access: by the schedule, and as CUDA counts them in one more pass, which is not timed.
+On the CPU, where everything is in one memory, it runs the same passes and says what a GPU with this limit would have to
+move.
 """
 
 import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import xxhash
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
 
 from experiments.harness import rows as row_file
 from experiments.harness import samples
 from experiments.harness.options import SEEDS, at_least, make_folder
-from experiments.unified_memory import fusion, schedule
+from experiments.unified_memory import fusion, library, schedule
 from experiments.unified_memory.picture import draw_resident
 from experiments.unified_memory.placement import (
     EXPLICIT,
@@ -32,7 +36,8 @@ from experiments.unified_memory.placement import (
     ManagedPlacement,
     Placement,
 )
-from experiments.unified_memory.shapes import SHAPES, Pieces, config_of, pieces_of
+from experiments.unified_memory.shapes import SHAPES, Pieces, config_of, hooked, pieces_of
+from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError, LowmemError
 from lowmem.models.build import build_model, check_length, load_config
 from lowmem.models.load import random_weights, read_weights
@@ -66,9 +71,8 @@ def run(options: argparse.Namespace) -> dict:
     config = load_config(options.weights, "pretrained") if options.weights else config_of(options.model)
     if config.model_type != "gpt2":
         raise InputError(f"{options.weights} is of type {config.model_type}; this runs GPT-2's structure alone")
-    if options.seq is None:
-        options.seq = SEQ - (options.generate or 0)
-    check_length(config, options.seq + (options.generate or 0))
+    inputs, tokenizer = inputs_of(options, config.vocab_size)
+    check_length(config, inputs.shape[1] + (options.generate or 0))
     model, dtype = build_model(config), DTYPES[options.dtype]
     model.train(options.backward)
     model.set_attn_implementation("sdpa")
@@ -86,10 +90,12 @@ def run(options: argparse.Namespace) -> dict:
                    else random_weights(config, options.seed))  # fmt: skip
     placement.begin()
     fusion.fuse(model, options.fusion)
-    inputs = samples.source_bytes(options.seq)[:1].long().to(device)
+    inputs = inputs.to(device)
     work = generate if options.generate else forward_and_backward if options.backward else forward
-    seconds, result = timed(lambda: work(model, inputs, options), options.warmups + options.runs, device)
+    one_pass = partial(work, model, inputs, options)
+    seconds, result = timed(one_pass, options.warmups + options.runs, device)
     kept = seconds[options.warmups :]
+    generated = result.tolist()[0] if options.generate else None
     report = {
         "model": options.weights or options.model,
         "device": str(device),
@@ -97,7 +103,8 @@ def run(options: argparse.Namespace) -> dict:
         "prefetch": options.enable_prefetch,
         "fusion": options.fusion,
         "backward": options.backward,
-        "generated": result.tolist()[0] if options.generate else None,
+        "generated": generated,
+        "text": tokenizer.decode(generated) if tokenizer and generated else None,
         "digest": digest([result, *(parameter.grad for parameter in model.parameters() if options.backward)]),
         "latency_seconds": statistics.median(kept),
         "latencies_seconds": kept,
@@ -107,8 +114,10 @@ def run(options: argparse.Namespace) -> dict:
         "kept_pieces": sorted(planned.kept),
         "accesses_ahead": planned.ahead,
         "planned_traffic": traffic(planned, limit, options.backward),
-        "moves": [vars(move) for move in getattr(placement, "moves", [])],
+        "moves": [vars(move) for move in placement.moves],
+        "advice": library.attributes(placement.memory) if isinstance(placement, ManagedPlacement) else None,
         "memory": memory_of(device),
+        "used_bytes_by_access": used_over_a_pass(model, one_pass, len(accesses)) if device.type == "cuda" else [],
     } | row_file.made_by(PROGRAM, sys.argv[1:])
     draw_resident(report, options.out / "resident.png")
     write_json(options.out / "report.json", report)
@@ -123,7 +132,11 @@ def device_of(name: str | None) -> torch.device:
 
 def check(options: argparse.Namespace, device: torch.device) -> None:
     """InputError for what does not go together."""
-    if options.generate and options.generate >= SEQ and options.seq is None:
+    if options.prompt is not None and not (options.weights and options.generate):
+        raise InputError("--prompt is for --generate with the tokenizer of --weights: give both")
+    if options.prompt is not None and options.seq:
+        raise InputError("--seq is the length of a sequence of bytes: leave it out with --prompt")
+    if options.generate and options.generate >= SEQ and options.seq is None and options.prompt is None:
         raise InputError(f"--generate {options.generate} leaves nothing of {SEQ} tokens to begin with: give --seq")
     if options.generate and options.backward:
         raise InputError("--generate has no backward: leave out one of them")
@@ -146,6 +159,18 @@ def placed(
     if options.placement == EXPLICIT:
         return ExplicitPlacement(*common, schedule=planned)
     return ManagedPlacement(*common, schedule=planned, prefetch=options.enable_prefetch, streams=options.num_streams)
+
+
+def inputs_of(options: argparse.Namespace, vocabulary_size: int) -> tuple[Tensor, PreTrainedTokenizerBase | None]:
+    """Token numbers [1, T], and the tokenizer where they are of --prompt; else they are bytes of this repository."""
+    if options.prompt is None:
+        seq = options.seq or SEQ - (options.generate or 0)
+        return samples.source_bytes(seq)[:1].long(), None
+    tokenizer = load_tokenizer(options.weights, "pretrained", vocabulary_size)
+    inputs = torch.tensor([tokenizer.encode(options.prompt)], dtype=torch.int64)
+    if not inputs.numel():
+        raise InputError("--prompt has no token: give some text")
+    return inputs, tokenizer
 
 
 @torch.no_grad()
@@ -189,12 +214,32 @@ def traffic(planned: schedule.Schedule, limit_bytes: int, backward: bool) -> dic
     """Bytes and faults of a pass, by how the weights are held."""
     found = {
         "managed, left to the driver": schedule.by_faults(planned.sizes, planned.accesses, limit_bytes),
-        "managed, sent back behind": schedule.evicted_only(planned),
+        "managed, by faults": schedule.evicted_only(planned),
         "managed, prefetched": schedule.prefetched(planned),
     }
     if not backward:
         found["explicit copies"] = schedule.streamed(planned)
     return {name: vars(of) for name, of in found.items()}
+
+
+def used_over_a_pass(model: nn.Module, one_pass: Callable[[], Tensor], accesses: int) -> list[int]:
+    """Bytes in use on the card at each access of a pass, as CUDA counts them: by everything and everyone."""
+    found: list[int] = []
+
+    def look(*_) -> None:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        found.append(total - free)
+
+    hooks = []
+    for forwards, backwards in hooked(model):  # behind the hooks that move
+        hooks.append(forwards.register_forward_pre_hook(look))
+        if accesses > len(hooked(model)):
+            hooks.append(backwards.register_full_backward_pre_hook(look))
+    one_pass()
+    for hook in hooks:
+        hook.remove()
+    return found[:accesses]
 
 
 def memory_of(device: torch.device) -> dict[str, int]:
@@ -218,14 +263,14 @@ def digest(tensors: list[Tensor]) -> str:
 
 
 def _said(report: dict) -> str:
-    sizes = report["planned_resident_bytes"]
+    sizes, here = report["planned_resident_bytes"], report["device"] != "cpu"
     lines = [
         f"{report['model']} on {report['device']}, {report['placement']}"
         + (", prefetched" if report["prefetch"] else "") + f", fusion {report['fusion']}: "
         f"{report['latency_seconds'] * 1e3:,.1f} ms a pass (the median of {len(report['latencies_seconds'])})",
-        f"weights {format_size(report['weights_bytes'])}; on the GPU at most {format_size(max(sizes))}, "
-        f"{len(report['kept_pieces'])} pieces of them always",
-        "a pass moves, to the GPU and back:",
+        f"weights {format_size(report['weights_bytes'])}; at most {format_size(max(sizes))} "
+        + ("are" if here else "would be") + f" on the GPU, {len(report['kept_pieces'])} pieces always",
+        f"a pass {'moves' if here else 'would move'}, to the GPU and back:",
     ]  # fmt: skip
     for name, moved in report["planned_traffic"].items():
         faults = f", {moved['faults']:,} faults" if moved["faults"] else ""
@@ -266,6 +311,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--enable-cudnn-benchmark", action="store_true", help="as the seeds have it; GPT-2 has no use")
     found.add_argument("--backward", action="store_true", help="forward and backward; gradients are managed too")
     found.add_argument("--generate", type=whole, metavar="N", help="tokens behind the sequence")
+    found.add_argument("--prompt", metavar="TEXT", help="to begin with, for the tokenizer of --weights")
     found.add_argument("--seq", type=whole, metavar="N", help=f"tokens of the sequence ({SEQ}, with --generate in all)")
     found.add_argument("--dtype", choices=DTYPES, default="fp32", help="of weights (%(default)s)")
     found.add_argument("--warmups", type=count, default=1, metavar="N", help="passes that do not count (%(default)s)")

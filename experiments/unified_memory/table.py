@@ -4,6 +4,7 @@ from pathlib import Path
 
 from experiments.harness import rows as row_file
 from experiments.harness.tables import markdown, put
+from experiments.unified_memory.picture import draw_resident
 from lowmem.units import GIB
 
 FOLDER = Path(__file__).resolve().parent
@@ -11,6 +12,8 @@ RESULTS, README = FOLDER / "results", FOLDER / "README.md"
 ROWS = RESULTS / "rows.jsonl"
 BEGIN = "<!-- made by python -m experiments.unified_memory.table -->"
 NOT_MEASURED = "not measured yet"
+RESIDENT = "all on the GPU"
+DRAWN_CASE = "gpt2-xl --backward: managed, prefetched"
 SEEDS = {  # what the system that the groups come from does instead, by group
     "drop-ln": "a dropout and a norm that was never trained, without the residual",
     "attention-ln": "the same code under another name",
@@ -28,76 +31,102 @@ def sections(rows: list[dict]) -> str:
             _traffic,
         ),
         "card": (
-            "**The same on a card**: 1,024 tokens, forward, half of the weights. On the stand-in: what the card was "
-            "asked to prefetch in six passes, and the most managed memory that lay on it, GiB; times are a GPU's",
+            "**The same on a card**: 1,024 tokens, fp32, half of the weights as the limit, GiB. Beside what the "
+            "schedule has on the GPU at most stands what the stand-in's card counted of managed memory; bits are of "
+            "logits, or of the loss and all gradients, where values were computed",
             _card,
         ),
         "fusion": (
-            "**The seed's four fusions**, forward and backward of one block of GPT-2 (1,024 tokens, fp32, one CPU "
-            "thread): plain and compiled by turns, how far apart",
+            "**The seed's four fusions**, forward and backward of one block of GPT-2 (1,024 tokens, fp32; of a CPU one "
+            "thread): plain and compiled by turns, and how far they are apart",
             _fusion,
         ),
-        "paged": ("**bitsandbytes' PagedAdamW32bit**, its states twice the room that is left", _paged),
+        "paged": (
+            "**bitsandbytes' PagedAdamW32bit**, a step with its states on the GPU, and one before which they "
+            "went to the host, where a forward and a backward that need the room would send them",
+            _paged,
+        ),
     }
     parts = []
     for section, (title, table) in tables.items():
         if found := newest(rows, section):
             parts += [title, table(found)]
-    if rows:
-        last = rows[-1]
+    if made := [row for row in rows if "machine" in row]:
+        last = made[-1]
         parts.append(f"On {last['machine']}; torch {last['versions']['torch']}, Python {last['versions']['python']}.")
     return "\n\n".join(parts)
 
 
 def newest(rows: list[dict], section: str) -> list[dict]:
-    """A row of a real card hides one of the stand-in."""
+    """By case; a row of a real card hides those of the stand-in."""
     found: dict[str, dict] = {}
-    for row in rows:
-        if row["section"] == section and (row["case"] not in found or not row["stand_in"]):
-            found[row["case"]] = row
-        elif row["section"] == section and found[row["case"]]["stand_in"]:
-            found[row["case"]] = row
+    for row in (row for row in rows if row["section"] == section):
+        key = f"{row['case']}, {row['device']}" if section == "fusion" else row["case"]
+        if key not in found or not row["stand_in"] or found[key]["stand_in"]:
+            found[key] = row
     return list(found.values())
+
+
+def committed_rows() -> list[dict]:
+    """This experiment's, and what the GPU's acceptance command measured of it (measure.check)."""
+    measured = row_file.read(FOLDER.parent / "gpu_acceptance" / "results" / "rows.jsonl")
+    card = [
+        row | {"section": section, "case": case} | row["values"]
+        for row in measured
+        if row["section"] == "unified memory" and row_file.is_measured(row) and ": " in row["name"]
+        for _, section, case in [row["name"].split(": ", 2)]
+    ]
+    return row_file.read(ROWS) + card
 
 
 def _traffic(rows: list[dict]) -> str:
     ways = list(dict.fromkeys(way for row in rows for way in row["traffic"]))
     lines = []
     for row in rows:
-        cells = []
-        for way in ways:
-            moved = row["traffic"].get(way)
-            faults = f" ({moved['faults']:,})" if moved and moved["faults"] else ""
-            cells.append(f"{moved['to_device'] / GIB:.2f}, {moved['to_host'] / GIB:.2f}{faults}" if moved else "")
+        cells = [_moved(row["traffic"][way]) if way in row["traffic"] else "" for way in ways]
         lines.append([row["case"].replace("--", ""), f"{row['total_bytes'] / GIB:.2f}", *cells])
     return markdown(("", "in all", *ways), lines)
 
 
 def _card(rows: list[dict]) -> str:
+    digests = {row["case"]: row.get("digest") for row in rows}
     lines = []
     for row in rows:
+        shape, placement = row["case"].split(": ")
+        name = row["case"].replace("--", "")
         if "not_run" in row:
-            lines.append([row["case"], row["not_run"], "", "", "", NOT_MEASURED])
+            lines.append([name, *[""] * 5, f"{NOT_MEASURED}: {row['not_run']}"])
             continue
-        card = row["memory"]
-        moved = [row["fetched_bytes"], row["evicted_bytes"]]
-        limit = row["limit_bytes"]
-        lines.append(
-            [row["case"], f"{limit / GIB:.2f}" if limit else ""]
-            + [", ".join(f"{size / GIB:.2f}" for size in moved) if any(moved) else ""]
-            + [f"{card['peak_managed_resident_bytes'] / GIB:.2f}" if card.get("peak_managed_resident_bytes") else ""]
-            + [f"{card['peak_allocated_bytes'] / GIB:.2f}"]
-            + [f"{row['latency_seconds'] * 1e3:,.0f} ms" if row["latency_seconds"] else NOT_MEASURED]
-        )
-    return markdown(("", "limit", "moved, and back", "most resident", "`max_memory_allocated`", "a pass"), lines)
+        card, moved = row["memory"], row["traffic"] or {"to_device": 0, "to_host": 0, "faults": 0}
+        bits = digests[row["case"]] and digests.get(f"{shape}: {RESIDENT}")
+        resident = card.get("peak_managed_resident_bytes")
+        lines.append([
+            name,
+            f"{row['limit_bytes'] / GIB:.2f}" if row["limit_bytes"] else "",
+            _moved(moved),
+            f"{row['planned_peak_bytes'] / GIB:.2f}" + (f", {resident / GIB:.2f}" if resident else ""),
+            f"{card['peak_allocated_bytes'] / GIB:.2f}, {row['peak_used_bytes'] / GIB:.2f}",
+            "" if not bits else "equal" if bits == row["digest"] else "others",
+            f"{row['latency_seconds'] * 1e3:,.0f} ms" if row["latency_seconds"] else NOT_MEASURED,
+        ])  # fmt: skip
+    header = (
+        "", "limit", "a pass moves, and back", "weights on the GPU: schedule, card",
+        "`max_memory_allocated`, in use on the card", "bits", "a pass takes",
+    )  # fmt: skip
+    return markdown(header, lines)
+
+
+def _moved(traffic: dict[str, int]) -> str:
+    faults = f" ({traffic['faults']:,})" if traffic["faults"] else ""
+    return f"{traffic['to_device'] / GIB:.2f}, {traffic['to_host'] / GIB:.2f}{faults}"
 
 
 def _fusion(rows: list[dict]) -> str:
     return markdown(
-        ("", "plain / compiled", "relative difference", "what that system has instead"),
+        ("", "on", "plain / compiled", "relative difference", "what that system has instead"),
         [
             [
-                row["case"], f"{row['plain_seconds'] / row['compiled_seconds']:.2f}x",
+                row["case"], row["device"], f"{row['plain_seconds'] / row['compiled_seconds']:.2f}x",
                 f"{row['relative_difference']:.0e}", SEEDS[row["case"]],
             ]
             for row in rows
@@ -109,19 +138,28 @@ def _paged(rows: list[dict]) -> str:
     lines = []
     for row in rows:
         if "not_run" in row:
-            lines.append([row["case"], row["not_run"], "", "", NOT_MEASURED])
+            lines.append([row["case"], *[""] * 3, f"{NOT_MEASURED}: {row['not_run']}"])
             continue
-        card = row.get("card", {})
-        moved = f"{card['prefetched_to_device_bytes'] / GIB:.2f}" if card else NOT_MEASURED
-        seconds = f"{row['step_seconds']:.3f} s" if row["step_seconds"] else NOT_MEASURED
+        ways = [row["resident"], row["sent_back"]]
         lines.append(
-            [row["case"], *(f"{row[key] / GIB:.2f}" for key in ("states_bytes", "room_bytes")), moved, seconds]
+            [row["case"], f"{row['states_bytes'] / GIB:.2f}"]
+            + [
+                NOT_MEASURED if way["to_device_bytes"] is None else f"{way['to_device_bytes'] / GIB:.2f}"
+                for way in ways
+            ]
+            + [", ".join(f"{way['step_seconds']:.3f} s" if way["step_seconds"] else NOT_MEASURED for way in ways)]
         )
-    return markdown(("", "states, GiB", "room", "moved to the GPU in a step", "a step"), lines)
+    return markdown(
+        ("", "states, GiB", "moved to the GPU where they were there", "where they had gone", "a step takes"), lines
+    )
 
 
 def main() -> int:
-    put(README, BEGIN, sections(row_file.read(ROWS)))
+    rows = committed_rows()
+    put(README, BEGIN, sections(rows))
+    for row in newest(rows, "card"):
+        if row["case"] == DRAWN_CASE:
+            draw_resident(row["resident"], RESULTS / "resident.png")
     return 0
 
 

@@ -14,7 +14,7 @@ from experiments.harness import rows
 
 CHOSEN = (
     *("correctness/life", "correctness/kernels", "correctness/bitwise", "train/large exact", "denominator/large"),
-    "memory/plain",
+    *("memory/plain", "unified memory/gpt2-xl"),
     *("memory/lowmem, small", "plans/step", "peers/gpt2-large flashoptim", JOBS[-1].full_name),
 )
 
@@ -83,6 +83,15 @@ def test_plans_are_held_against_the_real_allocator(found):
     for model in ("tiny-gpt2", "tiny-llama"):
         assert found[f"memory/plain: {model}"]["values"]["allocated_error"] == 0
         assert abs(found[f"memory/lowmem, small: {model}"]["values"]["allocated_error"]) < 0.001
+
+
+def test_managed_weights_are_within_their_limit_and_compute_the_same_bits(found):
+    assert found["unified memory/gpt2-xl"]["checks"] == {
+        "outputs equal those of all on the GPU, bit for bit": True,
+        "no more than the limit is resident": True,
+    }
+    moved = found["unified memory/gpt2-xl: paged: 24x256x4"]["values"]
+    assert moved["resident"]["to_device_bytes"] == 0 < moved["sent_back"]["to_device_bytes"]
 
 
 def test_what_needs_time_a_profiler_or_a_compiler_says_that_it_was_left_out(found):

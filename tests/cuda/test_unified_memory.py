@@ -32,6 +32,11 @@ def test_managed_weights_compute_the_resident_ones_bits(words, order, tmp_path):
     by_faults = run(tmp_path, *words, order=order)
     found = run(tmp_path, *words, "--enable-prefetch", "--num-streams", "2", order=order)
     assert found["digest"] == by_faults["digest"] == resident["digest"]
+    beside = {used - planned for used, planned in zip(
+        found["used_bytes_by_access"], found["planned_resident_bytes"], strict=True)}  # fmt: skip
+    assert len(beside) == 1 and beside.pop() > 0, "what CUDA counts goes up and down with the schedule"
+    assert found["advice"] == dict(read_mostly=0, preferred_location=-1, accessed_by=0, last_prefetch_location=-2)
+    assert by_faults["advice"] == found["advice"] | dict(preferred_location=-2, accessed_by=-2)
     card, total = found["memory"], sum(pieces().sizes) * (2 if "--backward" in words else 1)
     assert card["peak_managed_resident_bytes"] == max(found["planned_resident_bytes"]) <= limit < total
     for kind, where in (("fetch", "device"), ("evict", "host")):

@@ -59,6 +59,7 @@ IN_THE_DRY_RUN = (  # one job for each function and for each kind of it
     *("correctness/life", "correctness/kernels", "correctness/bitwise", "plans/step"),
     *("train/large exact", "train/xl 8-bit"),
     *("denominator/large", "memory/lowmem, small", "memory/plain", "peers/gpt2-large lowmem"),
+    "unified memory/gpt2-xl",
 )
 
 

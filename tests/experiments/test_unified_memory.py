@@ -10,11 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from transformers import GPT2LMHeadModel
 
 from experiments.unified_memory import fusion, library, run_gpt2
 from experiments.unified_memory.placement import Placement
 from experiments.unified_memory.schedule import PAGE_BYTES, by_faults, evicted_only, prefetched, schedule, streamed
 from experiments.unified_memory.shapes import config_of, pieces_of
+from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
 from lowmem.models.build import build_model
 from lowmem.models.load import random_weights
@@ -143,6 +145,13 @@ def test_a_dropped_residual_would_be_found(monkeypatch):
     assert not torch.allclose(gradients("all")[0], gradients("none")[0], rtol=1e-3)
 
 
+def test_a_fused_model_generates_what_the_stock_model_does(tmp_path):
+    """Behind the prompt, with a cache; the tokens differ from each other, so that a mistake would show."""
+    words = ["--model", "3x64x4", "--seq", "40", "--generate", "12"]
+    stock, fused = (report(tmp_path, *words, "--fusion", mode)["generated"] for mode in ("none", "all"))
+    assert stock == fused and len(set(stock)) > 2
+
+
 # --- the command
 
 
@@ -164,9 +173,24 @@ def test_every_flag_runs_on_the_cpu(tmp_path, capsys):
     assert report(tmp_path, "--dtype", "bf16")["weights_bytes"] < found["weights_bytes"]
 
 
+def test_a_folder_goes_on_with_a_prompt_in_words(tmp_path):
+    model = GPT2LMHeadModel(config_of("2x64x4"))
+    model.save_pretrained(tmp_path / "model")
+    byte_level_tokenizer().save_pretrained(tmp_path / "model")
+    words = ["--weights", str(tmp_path / "model"), "--generate", "4", "--prompt", "def main("]
+    assert run_gpt2.main(["--device", "cpu", "--runs", "1", *words, "--out", str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out" / "report.json").read_text())
+    with torch.no_grad():
+        ids = torch.tensor([list(b"def main(")])
+        for _ in range(4):
+            ids = torch.cat((ids, model.eval()(ids).logits[:, -1:].argmax(-1)), 1)
+    assert found["generated"] == ids[0, -4:].tolist() and isinstance(found["text"], str)
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
+        ("--prompt x --generate 3", "give both"),
         ("--physical-limit 1MiB", "less than one layer needs"),
         ("--generate 3 --backward", "--generate has no backward"),
         ("--enable-prefetch --placement explicit", "--enable-prefetch is for managed memory"),
