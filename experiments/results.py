@@ -15,6 +15,7 @@ from experiments.peers import table as peers
 from experiments.pipeline_parallel import table as pipeline_parallel
 from experiments.plan_accuracy import table as plan_accuracy
 from experiments.tensor_parallel import table as tensor_parallel
+from experiments.unified_memory import table as unified_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -55,6 +56,7 @@ def main() -> int:
     pipeline_parallel.main()
     plan_accuracy.main()
     tensor_parallel.main()
+    unified_memory.main()
     rows = memory.committed_rows()
     memory.draw(rows, memory.RESULTS / "memory.png")
     memory.draw_sizes(rows, memory.RESULTS / "sizes.png")

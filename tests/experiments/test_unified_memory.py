@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from transformers import GPT2LMHeadModel
 
-from experiments.unified_memory import fusion, library, run_gpt2
+from experiments.harness.tables import written
+from experiments.unified_memory import fusion, library, measure, run_gpt2, table
 from experiments.unified_memory.placement import Placement
 from experiments.unified_memory.schedule import PAGE_BYTES, by_faults, evicted_only, prefetched, schedule, streamed
 from experiments.unified_memory.shapes import config_of, pieces_of
@@ -22,6 +23,7 @@ from lowmem.models.build import build_model
 from lowmem.models.load import random_weights
 from lowmem.units import MIB
 
+DRIVEN = ("left to the driver", "by faults", "prefetched")
 needs_c = pytest.mark.skipif(not any(map(shutil.which, library.COMPILERS)), reason="no C compiler")
 needs_cpp = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
 
@@ -210,3 +212,33 @@ def test_what_cannot_run_is_said_in_a_sentence(words, said, tmp_path, capsys, mo
         code = ended.code
     assert code == 2 and said in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
+
+
+# --- the rows
+
+
+def test_the_readme_says_what_the_rows_say_and_they_keep_their_bars():
+    """For every shape less is moved than a driver left alone would move; on the card no more than the limit, as much as
+    the schedule says, and the bits of weights that are all there, wherever values were computed."""
+    rows = table.committed_rows()
+    assert written(table.README, table.BEGIN) == table.sections(rows)
+    for row in table.newest(rows, "traffic"):
+        moved = row["traffic"]
+        left_alone, by_faults, prefetched = (moved[f"managed, {way}"] for way in DRIVEN)
+        assert prefetched["to_device"] < left_alone["to_device"] and row["peak_bytes"] <= row["limit_bytes"]
+        assert by_faults["faults"] > prefetched["faults"] == 0
+        assert "backward" in row["case"] or moved["explicit copies"] == prefetched | {"to_host": 0}
+    assert {row["case"] for row in rows if row["section"] == "traffic"} == set(measure.CASES["traffic"])
+    card = {row["case"]: row for row in table.newest(rows, "card")}
+    assert card.keys() == set(measure.CASES["card"])
+    for case, row in card.items():
+        if "not_run" in row or table.RESIDENT in case:
+            continue
+        assert row["digest"] == card[case.partition(": ")[0] + ": " + table.RESIDENT]["digest"] or "fused" in case
+        assert row["planned_peak_bytes"] <= row["limit_bytes"] == row["total_bytes"] // 2 // MIB * MIB
+        if row["stand_in"] and "prefetched" in case:
+            assert row["memory"]["peak_managed_resident_bytes"] == row["planned_peak_bytes"]
+    assert all(card[f"gpt2-small{way}: managed, prefetched"]["digest"] for way in ("", " --backward"))
+    fused = table.newest(rows, "fusion")
+    assert {row["case"] for row in fused} == set(measure.CASES["fusion"])
+    assert all(row["relative_difference"] < 1e-5 for row in fused), "fp32: sums of 3,072 terms in another order"
