@@ -1,0 +1,241 @@
+"""What a model writes before and after training on code: `python -m experiments.code_generation.compare`.
+
+    python -m experiments.code_generation.compare                      from random weights, on any machine
+    python -m experiments.code_generation.compare --data codeparrot    the same on GitHub's code, with a network
+    python -m experiments.code_generation.compare --before gpt2-xl --after runs/gpt2-xl/model --seq 1024
+
+Without --before and --after it trains a small GPT-2 with a tokenizer of its own, by `python -m lowmem train`, and
+compares that; a run that was interrupted goes on with the same command. Under --out: report.json, samples.txt,
+samples.html; of a training, `before` and `run`.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
+
+from experiments.code_generation import corpus, generation, scoring
+from experiments.code_generation.corpus import Beginning
+from experiments.code_generation.page import write_page, write_text
+from experiments.harness import rows as row_file
+from experiments.harness.options import SEEDS, at_least, make_folder
+from lowmem.data.tokenizer import load_tokenizer
+from lowmem.errors import InputError, LowmemError
+from lowmem.run.log import write_json
+from lowmem.units import parse_size
+
+PROGRAM = "experiments.code_generation.compare"
+GOES_ON = "\N{HORIZONTAL ELLIPSIS}"
+KEYS = ("parsing_lines", "exact_next_lines", "parsing_functions", "compiling_functions")
+
+
+class TrainingEnded(LowmemError):
+    """The training did not come to its end, and has said why."""
+
+    def __init__(self, exit_code: int):
+        super().__init__("the training ended before it was done; the same command goes on")
+        self.exit_code = exit_code
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(arguments)
+    try:
+        report = run(options, arguments)
+    except LowmemError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 1
+    print(said(report))
+    print(f"see {options.out / 'samples.html'} and {options.out / 'report.json'}")
+    return 0
+
+
+def run(options: argparse.Namespace, arguments: Sequence[str] = ()) -> dict:
+    """Trains if it has to, continues and scores; writes what is under --out, and returns the report."""
+    if (options.before is None) != (options.after is None):
+        raise InputError("--before and --after are a pair: give both, or none to train a small model")
+    if options.new_tokens >= options.seq:
+        raise InputError(f"--new-tokens {options.new_tokens} leaves nothing of --seq {options.seq} to begin with")
+    make_folder(options.out)
+    train, held_out = corpus.split(options.data, options.train_bytes, options.held_out_bytes)
+    begun = corpus.beginnings(held_out, options.prefixes, options.seed)
+    if not begun:
+        raise InputError(f"no function of {options.data} that is held out has {corpus.LEAST_LINES} lines or more")
+    training = None
+    if options.before is None:
+        training = trained(options, train, held_out)
+        options.before, options.after = options.out / "before", options.out / "run" / "model"
+    models = {}
+    for name in ("before", "after"):
+        print(f"{name}: {getattr(options, name)}", flush=True)
+        models[name] = judged(str(getattr(options, name)), begun, held_out, options)
+    report = {
+        "data": options.data,
+        "train_bytes": sum(len(text.encode()) for text in train),
+        "held_out_documents": len(held_out),
+        "beginnings": len(begun),
+        "training": training,
+        "true": shares(begun, [one.rest for one in begun]),
+        **{name: {key: value for key, value in found.items() if key != "texts"} for name, found in models.items()},
+    } | row_file.made_by(PROGRAM, list(arguments))
+    texts = [found["texts"] for found in models.values()]
+    write_text(options.out / "samples.txt", report, begun, *texts)
+    write_page(options.out / "samples.html", report, begun, *texts)
+    write_json(options.out / "report.json", report)
+    if options.rows:
+        row_file.append(options.rows, report)
+    return report
+
+
+def trained(options: argparse.Namespace, train: Sequence[str], held_out: Sequence[str]) -> dict:
+    """Makes a tokenizer and a model of random weights in `before`, and trains it in `run`."""
+    before, folder = options.out / "before", options.out / "run"
+    began = time.monotonic()
+    tokenizer = corpus.train_tokenizer(train, options.vocabulary)
+    torch.manual_seed(options.seed)
+    blocks, width, heads = options.shape
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=options.seq, n_layer=blocks, n_embd=width, n_head=heads,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,  # less than an epoch: nothing is seen twice
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    model.save_pretrained(before)
+    tokenizer.save_pretrained(before)
+    for name, texts in (("train", train), ("held_out", held_out)):
+        corpus.write_documents(options.out / f"{name}.jsonl", texts)
+    words = [
+        "--model", before, "--data", options.out / "train.jsonl", "--eval-data", options.out / "held_out.jsonl",
+        "--seq", options.seq, "--batch", options.batch, "--steps", options.steps, "--lr", options.lr,
+        "--adam-beta2", 0.95, "--weight-decay", 0.1, "--log-every", 20, "--eval-every", max(options.steps // 4, 1),
+        "--seed", options.seed, "--out", folder,
+    ]  # fmt: skip
+    code = subprocess.run([sys.executable, "-m", "lowmem", "train", *map(str, words)]).returncode
+    if code:
+        raise TrainingEnded(code)
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "shape": list(options.shape),
+        "vocabulary": len(tokenizer),
+        "steps": options.steps,
+        "tokens_per_step": options.batch * options.seq,
+        "seconds": time.monotonic() - began,
+    }
+
+
+def judged(name: str, begun: Sequence[Beginning], held_out: Sequence[str], options: argparse.Namespace) -> dict:
+    """Scores of a model's folder or hub name, and under `texts` how it goes on, by beginning."""
+    model, tokenizer = loaded(name, options.device)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or options.seq
+    if options.seq > positions:
+        raise InputError(f"{name} has {positions} positions: give --seq {positions}")
+    scores = generation.held_out_loss(model, tokenizer, held_out, options.seq)
+    texts = []
+    for number, one in enumerate(begun, 1):
+        texts.append(next_lines(model, tokenizer, one, options.seq - options.new_tokens, options.new_tokens))
+        if sys.stderr.isatty():
+            print(f"\r{number} of {len(begun)} beginnings", end="" if number < len(begun) else "\n", file=sys.stderr)
+    return {"model": name} | scores | shares(begun, texts) | {"texts": texts}
+
+
+def next_lines(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, one: Beginning, context: int, new_tokens: int
+) -> str:
+    """How the model goes on behind the beginning's last line. It is given that line without its end: most tokenizers
+    write the end of a line and the indentation of the next one as one token, and would not indent behind another. What
+    goes on in the given line begins with an ellipsis, and parses nowhere."""
+    prompt = (one.before + one.begun).rstrip()
+    text = generation.continued(model, tokenizer, prompt, context, new_tokens)
+    return text[1:] if text.startswith("\n") else GOES_ON + text
+
+
+def loaded(name: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """In fp32, on the GPU where there is one."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{name} is no model that transformers can load: {str(error).splitlines()[0]}") from error
+    tokenizer = load_tokenizer(name, "pretrained", model.config.get_text_config().vocab_size)
+    return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu")), tokenizer
+
+
+def shares(begun: Sequence[Beginning], texts: Sequence[str]) -> dict[str, float]:
+    """Of the continuations `texts`, by KEYS, each between 0 and 1; and how many next lines differ from each other."""
+    lines = [scoring.next_line_of(text) for text in texts]
+    functions = [(one.begun, scoring.completion_of(one.begun, text)) for one, text in zip(begun, texts, strict=True)]
+
+    def share(holds: Callable, *columns: Sequence) -> float:
+        return statistics.fmean(map(bool, map(holds, *columns)))
+
+    return {
+        "parsing_lines": share(lambda line: line is not None and scoring.line_parses(line), lines),
+        "exact_next_lines": share(lambda line, one: line is not None and line.rstrip() == one.next_line.rstrip(),
+                                  lines, begun),
+        "parsing_functions": share(lambda pair: scoring.function_parses(*pair), functions),
+        "compiling_functions": share(lambda pair: scoring.function_compiles(*pair), functions),
+        "different_next_lines": len({line.strip() for line in lines if line is not None}),
+    }  # fmt: skip
+
+
+def said(report: dict) -> str:
+    """The report in lines of 80 columns."""
+    lines = [f"{report['beginnings']} beginnings of functions, each with its next line and its rest",
+             f"{'':24}{'before':>12}{'after':>12}{'true':>12}"]  # fmt: skip
+    for key in ("loss", "bits_per_byte"):
+        lines.append(
+            f"{key.replace('_', ' '):24}" + "".join(f"{report[name][key]:12.3f}" for name in ("before", "after"))
+        )
+    for key in KEYS:
+        cells = "".join(f"{report[name][key]:12.1%}" for name in ("before", "after", "true"))
+        lines.append(f"{key.replace('_', ' '):24}{cells}")
+    return "\n".join(lines)
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    words = text.split("x")
+    if len(words) != 3 or not all(word.isdecimal() and int(word) for word in words) or int(words[1]) % int(words[2]):
+        raise argparse.ArgumentTypeError(f"{text}: give BLOCKSxWIDTHxHEADS, such as 6x256x8")
+    return tuple(map(int, words))
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except (InputError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0])
+    whole = at_least(int, 1)
+    found.add_argument("--before", metavar="DIR", help="a model's folder or hub name; with --after, nothing is trained")
+    found.add_argument("--after", metavar="DIR", help="the same model, trained")
+    found.add_argument("--data", default="python-stdlib", metavar="SPEC", help="Python code (%(default)s)")
+    found.add_argument("--train-bytes", type=_size, default=_size("200MiB"), metavar="SIZE", help="read of it at most")
+    found.add_argument("--held-out-bytes", type=_size, default=_size("1MiB"), metavar="SIZE", help="and to compare")
+    found.add_argument("--prefixes", type=whole, default=200, metavar="N", help="functions to continue (%(default)s)")
+    found.add_argument("--new-tokens", type=whole, default=96, metavar="N", help="of each (%(default)s)")
+    found.add_argument("--seq", type=whole, default=256, metavar="N", help="tokens of a sequence (%(default)s)")
+    found.add_argument("--shape", type=_shape, default=(6, 256, 8), metavar="LxDxH", help="of the small model, 6x256x8")
+    found.add_argument("--vocabulary", type=at_least(int, 257), default=2048, metavar="N", help="its (%(default)s)")
+    found.add_argument("--steps", type=whole, default=1500, metavar="N", help="of its training (%(default)s)")
+    found.add_argument("--batch", type=whole, default=8, metavar="N", help="sequences of a step (%(default)s)")
+    found.add_argument("--lr", type=float, default=2e-3, metavar="RATE", help="the highest (%(default)s)")
+    found.add_argument("--device", choices=("cpu", "cuda"), help="of the comparison; default: a GPU where there is one")
+    found.add_argument("--seed", type=at_least(int, 0, SEEDS), default=0, metavar="N", help="default: %(default)s")
+    found.add_argument("--rows", type=Path, metavar="ROWS.jsonl", help="where the report is kept as a row, too")
+    found.add_argument("--out", type=Path, default=Path("runs/code_generation"), metavar="DIR", help="%(default)s")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

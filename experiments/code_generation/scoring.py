@@ -1,0 +1,83 @@
+"""Is it code: a line by itself, and a function with the completion in it."""
+
+import ast
+import warnings
+
+# What a line may need around it to be a whole statement: a block, what it belongs to, or a definition behind it.
+_AROUND = (
+    "{line}",
+    "{line}\n    pass",
+    "if _:\n    pass\n{line}\n    pass",
+    "try:\n    pass\n{line}\n    pass",
+    "match _:\n    {line}\n        pass",
+    "{line}\ndef _(): pass",
+)
+
+
+def line_parses(line: str) -> bool:
+    """Whether a line, wherever it is indented, is a statement or the head of a block. Blank lines and comments parse,
+    and are no code: they do not count, nor does a line that goes on in the next one."""
+    line = line.strip()
+    if not line or line.startswith("#"):
+        return False
+    return any(_tree(around.format_map({"line": line})) is not None for around in _AROUND)
+
+
+def next_line_of(generated: str) -> str | None:
+    """The first line of what was generated that is not blank; None where none has come to its end."""
+    return next((line for line in _whole_lines(generated) if line.strip()), None)
+
+
+def completion_of(begun: str, generated: str) -> str:
+    """What of the generated text is the function's that `begun` begins: whole lines, up to the first that is indented
+    no more than its head."""
+    kept = []
+    for line in _whole_lines(generated):
+        if line.strip() and _indentation(line) <= _indentation(begun):
+            break
+        kept.append(line + "\n")
+    return "".join(kept)
+
+
+def function_parses(begun: str, completion: str) -> bool:
+    """Whether they are one function; at least a line of code has to be new."""
+    return _has_code(completion) and _tree(_whole(begun, completion)) is not None
+
+
+def function_compiles(begun: str, completion: str) -> bool:
+    """The same by Python's compiler, which also refuses names that are declared too late, `break` outside of loops."""
+    if not function_parses(begun, completion):
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(_whole(begun, completion), "<completion>", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _whole(begun: str, completion: str) -> str:
+    """A text that can stand alone: a method is indented, as it is inside of a class."""
+    return ("class _:\n" if _indentation(begun) else "") + begun + completion
+
+
+def _indentation(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _whole_lines(text: str) -> list[str]:
+    return text.split("\n")[:-1]
+
+
+def _has_code(completion: str) -> bool:
+    return any(line.strip() and not line.strip().startswith("#") for line in completion.splitlines())
+
+
+def _tree(text: str) -> ast.AST | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None

@@ -1,0 +1,43 @@
+"""The README's table, made from rows: `python -m experiments.code_generation.table`."""
+
+from pathlib import Path
+
+from experiments.code_generation.page import COLUMNS, ROWS
+from experiments.harness import rows as row_file
+from experiments.harness.tables import markdown, put
+
+FOLDER = Path(__file__).resolve().parent
+README = FOLDER / "README.md"
+KEPT = FOLDER / "results" / "rows.jsonl"
+BEGIN = "<!-- made by python -m experiments.code_generation.table -->"
+
+
+def section(rows: list[dict]) -> str:
+    """Of each command the newest row."""
+    parts = []
+    for row in {row["command"]: row for row in rows}.values():
+        training = row["training"]
+        lines = [
+            [name, *(form.format(row[column][key]) if key in row[column] else "" for column in (*COLUMNS, "true"))]
+            for key, (name, form) in ROWS.items()
+        ]
+        made = f"`{row['command']}`: {row['beginnings']} functions of {row['data']}"
+        if training:
+            made += (
+                f", a GPT-2 of {training['parameters'] / 1e6:.1f} million parameters, {training['steps']:,} steps of "
+                f"{training['tokens_per_step']:,} tokens, {training['seconds'] / 60:.1f} minutes with its tokenizer"
+            )
+        parts += [
+            made + f"; {row['machine']}, torch {row['versions']['torch']}.",
+            markdown(("", "before", "after", "true text"), lines),
+        ]
+    return "\n\n".join(parts)
+
+
+def main() -> int:
+    put(README, BEGIN, section(row_file.read(KEPT)))
+    return 0
+
+
+if __name__ == "__main__":
+    main()
