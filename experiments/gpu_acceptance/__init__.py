@@ -43,8 +43,8 @@ It shows that they run; on the stand-in with CUDA's allocator, streams, events a
 that the CPU computes. What compares times, compiles or asks a profiler is left out there. Its rows say what they are,
 and are never mixed with measurements.
 
-Not here yet: unified memory and nested tensors, whose experiments are not there either. `predicted.py` has what plans
-say of speed, and table.py makes tables and a picture of both.
+Not here yet: nested tensors, which are timed on the CPU alone (experiments/nested_tensors). `predicted.py` has what
+plans say of speed, and table.py makes tables and a picture of both.
 
 To add a section: a function(setting, **options) in a module here or in another experiment, and a Job in jobs.py.
 

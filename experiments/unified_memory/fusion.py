@@ -17,6 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowmem.errors import InputError
+
+ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # which are one function
 FUSIONS = ("none", "attention", "mlp", "all")
 
 
@@ -60,8 +63,14 @@ def compiled(function: Callable) -> Callable:
 
 
 def fuse(model: nn.Module, fusion: str) -> None:
-    """Gives the blocks of a transformers' GPT-2 their fused forward; `fusion`: one of FUSIONS."""
+    """Gives the blocks of a transformers' GPT-2 their fused forward; `fusion`: one of FUSIONS. InputError for a model
+    whose blocks compute something else."""
     if fusion != "none":
+        if model.config.activation_function not in ACTIVATIONS:
+            raise InputError(
+                f"--fusion {fusion} knows {' and '.join(ACTIVATIONS)}; the model's activation function is "
+                f"{model.config.activation_function}"
+            )
         for block in model.transformer.h:
             block.forward = partial(_forward, block, fusion)
 

@@ -48,7 +48,8 @@ def build(cuda_major: int | None = None) -> Path:
         command = [compiler, "-shared", *position, "-O2", f"-DCUDA_MAJOR={major}", "-o", str(part), str(SOURCE)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
-            raise LowmemError(f"{compiler} cannot build {SOURCE.name}: {result.stderr.strip().splitlines()[-1]}")
+            said = (result.stderr.strip() or f"exit code {result.returncode}").splitlines()[-1]
+            raise LowmemError(f"{compiler} cannot build {SOURCE.name}: {said}")
         part.rename(library)
     return library
 

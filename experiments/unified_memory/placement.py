@@ -145,17 +145,13 @@ class ManagedPlacement(Placement):
 
 
 class ExplicitPlacement(Placement):
-    """On the host, page-locked; kept pieces have a place on the GPU, and the others one of the window's slots, into
-    which they are copied. Only of forwards: autograd would find other weights in a slot."""
+    """On the host, page-locked; kept pieces have a place on the GPU, and the others are copied into one of the
+    schedule's slots. Only of forwards: autograd would find other weights in a slot."""
 
     def __init__(self, *args, schedule: Schedule):
         self.schedule = schedule
         super().__init__(*args)
-        streamed = [piece for piece in range(len(self.parts)) if piece not in schedule.kept]
-        largest = max((self.parts[piece].nbytes for piece in streamed), default=0)
-        passes = range(len(schedule.accesses))
-        count = max((len(schedule.window(number)) for number in passes), default=0)
-        self._free = [torch.empty(largest, dtype=torch.uint8, device="cuda") for _ in range(count)]
+        self._free = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in schedule.slots]
         self._slots: dict[int, Tensor] = {}
         self._copying = torch.cuda.Stream()
         self._copied: dict[int, torch.cuda.Event] = {}
@@ -176,7 +172,9 @@ class ExplicitPlacement(Placement):
         self._copying.wait_event(torch.cuda.current_stream().record_event())
         self._free += [self._slots.pop(piece) for piece in leaving]
         for piece in coming:
-            self._slots[piece] = self._free.pop()
+            fitting = next(slot for slot in self._free if slot.nbytes == self.parts[piece].nbytes)
+            self._free = [slot for slot in self._free if slot is not fitting]
+            self._slots[piece] = fitting
             self._copy(piece)
         for piece in self.schedule.accesses[place]:
             torch.cuda.current_stream().wait_event(self._copied[piece])

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> dict:
     accesses = pieces.accesses(options.backward)
     sizes = pieces.sizes * (2 if options.backward else 1)
     limit = options.physical_limit or sum(sizes)
-    planned = schedule.schedule(sizes, accesses, limit, options.ahead)
+    planned = schedule.schedule(sizes, accesses, limit, options.ahead, in_slots=options.placement == EXPLICIT)
     make_folder(options.out)
     (options.out / "report.json").unlink(missing_ok=True)
 
@@ -218,7 +218,8 @@ def traffic(planned: schedule.Schedule, limit_bytes: int, backward: bool) -> dic
         "managed, prefetched": schedule.prefetched(planned),
     }
     if not backward:
-        found["explicit copies"] = schedule.streamed(planned)
+        in_slots = schedule.schedule(planned.sizes, planned.accesses, limit_bytes, planned.ahead, in_slots=True)
+        found["explicit copies"] = schedule.streamed(in_slots)
     return {name: vars(of) for name, of in found.items()}
 
 

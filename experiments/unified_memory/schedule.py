@@ -8,7 +8,7 @@ For passes that repeat, no choice that looks further ahead moves less but for th
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lowmem.errors import InputError
@@ -20,12 +20,14 @@ Access = tuple[int, ...]  # numbers of the pieces that are used
 
 @dataclass(frozen=True)
 class Schedule:
-    """`sizes`: bytes by piece; `kept`: what stays on the GPU; `ahead`: how many accesses the window looks ahead."""
+    """`sizes`: bytes by piece; `kept`: what stays on the GPU; `ahead`: how many accesses the window looks ahead;
+    `in_slots`: whether streamed pieces come into slots that are there all the time, each for pieces of one size."""
 
     sizes: tuple[int, ...]
     accesses: tuple[Access, ...]
     kept: frozenset[int]
     ahead: int
+    in_slots: bool = False
 
     def window(self, number: int) -> frozenset[int]:
         """The streamed pieces that are on the GPU during an access; accesses of later passes count on."""
@@ -43,7 +45,16 @@ class Schedule:
 
     def resident_bytes(self, number: int) -> int:
         """On the GPU during an access."""
-        return sum(self.sizes[piece] for piece in self.kept | self.window(number))
+        kept = sum(self.sizes[piece] for piece in self.kept)
+        return kept + sum(self.slots if self.in_slots else (self.sizes[piece] for piece in self.window(number)))
+
+    @cached_property
+    def slots(self) -> list[int]:
+        """Bytes of the slots that all windows find room in."""
+        counts: Counter[int] = Counter()
+        for number in range(len(self.accesses)):
+            counts |= Counter(self.sizes[piece] for piece in self.window(number))
+        return sorted(counts.elements())
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -53,11 +64,13 @@ class Schedule:
         return self.accesses[number % len(self.accesses)]
 
 
-def schedule(sizes: Sequence[int], accesses: Sequence[Access], limit_bytes: int, ahead: int = 1) -> Schedule:
+def schedule(
+    sizes: Sequence[int], accesses: Sequence[Access], limit_bytes: int, ahead: int = 1, in_slots: bool = False
+) -> Schedule:
     """Keeps what it can. Looks less far ahead where the window alone would be over the limit; InputError where one
     access is."""
     for window in range(ahead, -1, -1):
-        found = Schedule(tuple(sizes), tuple(map(tuple, accesses)), frozenset(), window)
+        found = Schedule(tuple(sizes), tuple(map(tuple, accesses)), frozenset(), window, in_slots)
         if found.peak_bytes <= limit_bytes:
             break
     else:
@@ -66,7 +79,7 @@ def schedule(sizes: Sequence[int], accesses: Sequence[Access], limit_bytes: int,
         )
     uses = Counter(piece for access in accesses for piece in access)
     for piece in sorted(range(len(sizes)), key=lambda piece: (-uses[piece], piece)):
-        more = Schedule(found.sizes, found.accesses, found.kept | {piece}, found.ahead)
+        more = replace(found, kept=found.kept | {piece})
         if more.peak_bytes <= limit_bytes:
             found = more
     return found
@@ -91,7 +104,7 @@ def prefetched(of: Schedule) -> Traffic:
 
 def evicted_only(of: Schedule) -> Traffic:
     """The same without looking ahead: what an access uses comes by faults, and leaves behind it."""
-    moved = prefetched(Schedule(of.sizes, of.accesses, of.kept, 0))
+    moved = prefetched(replace(of, ahead=0))
     return Traffic(moved.to_device, moved.to_host, moved.to_device // PAGE_BYTES)
 
 
