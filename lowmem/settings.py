@@ -115,6 +115,12 @@ class Settings:
         "or none")
     states: Literal["auto", "resident", "streamed"] = _option(
         "auto", "optimizer states on the GPU, or in RAM and brought over for each update: the same result, bit for bit")
+    weights: Literal["auto", "resident", "streamed"] = _option(
+        "auto", "working weights of the blocks on the GPU, or in RAM and brought over for each pass: the same result, "
+        "bit for bit; auto: in RAM where nothing else fits")
+    boundaries: Literal["auto", "resident", "streamed"] = _option(
+        "auto", "inputs of blocks on the GPU until their backward, or in RAM: the same result, bit for bit; auto: in "
+        "RAM where nothing else fits")
 
     out: str = _option("runs/gpt2-large", "run folder: plan, metrics, checkpoints, model", "DIR")
     run_name: str | None = _option(None, "name of the run in wandb", shown="the folder's name")
@@ -191,6 +197,13 @@ class Settings:
         most = self.batch // (self.micro_batch or 1)
         if self.group is not None and most % self.group:
             yield f"--group {self.group} must divide the number of micro-batches, which is {most} here."
+
+        if self.weights == "streamed" and self.states == "resident":
+            yield "--weights streamed brings weights to be updated with their states: leave out --states resident."
+        if self.weights == "streamed" and self.recompute == "off":
+            yield "--weights streamed computes blocks again in the backward: leave out --recompute off."
+        if self.boundaries == "streamed" and self.recompute == "off":
+            yield "--boundaries streamed are for blocks that are computed again: leave out --recompute off."
 
         for name in ("gpu_limit_bytes", "ram_limit_bytes"):
             if getattr(self, name) is not None and getattr(self, name) < MIB:

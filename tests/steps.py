@@ -18,7 +18,7 @@ from lowmem.core.step import TrainingStep
 def make_step(
     model: nn.Module, *, precision="fp32", optimizer="adamw", resident_units=99, clip_norm: float | None = 0.5,
     residual="fp32", fused_kernels=False, loss_scale: LossScale | None = None, dropout_seed=3, defer=True,
-    beta1=0.9, beta2=0.999, epsilon=1e-8, **layout,
+    beta1=0.9, beta2=0.999, epsilon=1e-8, resident_weights: int | None = None, **layout,
 ) -> tuple[TrainingStep, Store]:  # fmt: skip
     """The step that trains `model` from the fp32 weights that it has, and its store. The keywords that are not named
     here are Layout's; micro-batches of 2, if none are given. `defer`: whether updates may wait for the next step."""
@@ -27,9 +27,9 @@ def make_step(
     if precision != "fp32":
         cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)
     decoder, rule = Decoder(model, fused_kernels), get_optimizer(optimizer)
-    store = Store(decoder, torch.device("cpu"), dtype, rule, resident_units)
+    store = Store(decoder, torch.device("cpu"), dtype, rule, resident_units, resident_weights=resident_weights)
     store.write(iter(initial))
-    layout = Layout(**{"micro_batch": 2} | layout)
+    layout = Layout(**{"micro_batch": 2, "resident_weights": resident_weights} | layout)
     scale = loss_scale or LossScale(precision == "fp16")
     step = (TrainingStep if defer else FlushedStep)(
         decoder, store, rule, layout, clip_norm=clip_norm, weight_decay=0.01, seed=dropout_seed, loss_scale=scale,

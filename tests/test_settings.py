@@ -115,6 +115,8 @@ OPTION_VALUES = [
     ("--segment-blocks auto", "segment_blocks", None),
     ("--recompute off", "recompute", "off"),
     ("--states streamed", "states", "streamed"),
+    ("--weights streamed", "weights", "streamed"),
+    ("--boundaries streamed", "boundaries", "streamed"),
     ("--plan-only", "plan_only", True),
     ("--gpu t4", "gpu", "t4"),
     ("--out there", "out", "there"),

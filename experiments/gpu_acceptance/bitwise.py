@@ -53,6 +53,11 @@ CASES = {
         **{"product_blocks": 1, "whole_blocks": 1, "resident_units": 0, "defer": True},
     },
     "forward and backward twice, streamed": {"norm_first": True, "group": 4, "resident_units": 0, "defer": True},
+    "weights streamed, deferred": {"resident_weights": 1, "resident_units": 0, "defer": True},
+    "weights of some streamed, forward and backward twice": {
+        **{"resident_weights": 2, "resident_units": 1, "norm_first": True, "group": 4, "segment_blocks": 2},
+    },
+    "boundaries in RAM": {"group": 4, "boundaries_in_ram": True, "resident_units": 0},
     "no recompute": {"recompute": False},
     "no recompute, half streamed, deferred": {"recompute": False, "resident_units": 3, "defer": True},
 }
@@ -204,7 +209,7 @@ def train(
 def make_step(
     shape: Shape, device: torch.device, precision: str, kernels: bool, resident_units: int, *, clip_norm: float | None,
     optimizer: str, host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor, defer: bool = True,
-    **layout: int | bool,
+    **layout: int | bool | None,
 ) -> tuple[TrainingStep, Store]:  # fmt: skip
     """The step, two sequences at a time, and the store, with the same random weights each time; `kernels`: whether with
     fused operators; `defer`: whether its updates may wait for the next one. The keywords that are not named here are
@@ -214,7 +219,9 @@ def make_step(
         cast_explicitly(model, torch.float32, kernels)
     decoder = Decoder(model, kernels)
     rule = get_optimizer(optimizer)
-    store = Store(decoder, device, WORKING_DTYPES[precision], rule, resident_units, host_tensor)
+    store = Store(
+        decoder, device, WORKING_DTYPES[precision], rule, resident_units, host_tensor, layout.get("resident_weights")
+    )
     store.write(random_weights(shape.config, seed=0))
     step = (TrainingStep if defer else FlushedStep)(
         decoder, store, rule, Layout(micro_batch=2, **layout),

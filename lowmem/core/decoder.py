@@ -15,13 +15,14 @@ linear layer, anything else that is done to the logits, weights shared between b
 Whether the pieces are the whole is compared in models/compatibility.py: on a small copy, and on the real weights."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from transformers import masking_utils
 
 from lowmem.core.logits import Followed, LogitFunction
@@ -83,6 +84,7 @@ class Decoder:
         if type(self._head) is not nn.Linear:
             raise InputError(f"{self.architecture}: the head is {type(self._head).__name__}, not a plain linear layer")
         self._returns_tuple = False
+        self._hooks: list[RemovableHandle] = []
         buffers = list(model.buffers())
         self.units = self._find_units()
         self.logit_function = self._find_logit_function()
@@ -125,6 +127,14 @@ class Decoder:
         arguments, keywords = extra
         output = self.blocks[index](hidden, *arguments, **keywords)
         return output[0] if isinstance(output, tuple) else output
+
+    def before_blocks(self, indices: Iterable[int], call: Callable[[int], None]) -> None:
+        """Has `call(index)` made before each of these blocks runs, whoever runs it; earlier calls are made no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            self.blocks[index].register_forward_pre_hook(lambda *_, index=index: call(index)) for index in indices
+        ]
 
     def final(self, hidden: Tensor) -> Tensor:
         """The last block's output [B, T, D] -> what the head's weight is applied to, [B, T, D']."""

@@ -31,8 +31,12 @@ class Layout:
     `first_group`: that of the first group, where it is larger. Its forward pass is what the updates hide behind, and it
     finds room: the inputs that it keeps grow as held gradients are spent, and go as new ones come to be. 0: as the
     others.
-    `resident_units`: the first units, whose optimizer states are on the device. `evaluation_rows`: sequences in a
-    micro-batch of an evaluation, where that is fewer than `micro_batch`. `least_positions`: of a micro-batch, below
+    `resident_units`: the first units, whose optimizer states are on the device. `resident_weights`: the first units
+    whose working weights are there, too; with None all are. Those of the others, but for the last unit, pass through
+    the device segment by segment (streamed_weights.py), and nothing else can be kept of their blocks than inputs and
+    products; their states are streamed. `boundaries_in_ram`: whether inputs of blocks wait there for their backward
+    (streamed_boundaries.py). `evaluation_rows`: sequences in a micro-batch of an evaluation, where that is fewer than
+    `micro_batch`. `least_positions`: of a micro-batch, below
     which it takes no less time (batch.py).
     """
 
@@ -45,8 +49,18 @@ class Layout:
     norm_first: bool = False
     first_group: int = 0
     resident_units: int = 0
+    resident_weights: int | None = None
+    boundaries_in_ram: bool = False
     evaluation_rows: int | None = None
     least_positions: int = 1
+
+    def __post_init__(self):
+        if self.resident_weights is None:
+            return
+        if self.whole_blocks or not self.recompute:
+            raise ValueError("a block whose weights are streamed cannot keep its graph, which holds them")
+        if self.resident_units > max(self.resident_weights, 1):
+            raise ValueError("where the weights of a unit are streamed its states are, too")
 
     def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
         """A step's micro-batches, which have so many `positions` each, cut into groups: each takes what fits into

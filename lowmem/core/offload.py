@@ -161,6 +161,24 @@ class _SynchronousCopies:
     def wait_fetched(self, slot: int) -> None:
         pass
 
+    def fetch_weights(self, slot: int, home: State, weights: State) -> None:
+        self.fetch(slot, home, weights)
+
+    def wait_weights(self, slot: int) -> None:
+        pass
+
+    def leave(self, slot: int, tensor: Tensor, home: Tensor) -> None:
+        home.copy_(tensor)
+
+    def wait_left(self, slot: int) -> None:
+        pass
+
+    def come_back(self, slot: int, home: Tensor, tensor: Tensor) -> None:
+        tensor.copy_(home)
+
+    def wait_back(self, slot: int) -> None:
+        pass
+
     def updating(self) -> AbstractContextManager:
         return nullcontext()
 
@@ -189,6 +207,13 @@ class _CudaCopies:
         self._fetched = [torch.cuda.Event() for _ in range(AHEAD + 1)]
         self._written = [torch.cuda.Event() for _ in range(AHEAD + 1)]
         self._updated = torch.cuda.Event()
+        self._device = device
+        self._weights: torch.cuda.Stream | None = None  # on which streamed weights come, where there are any
+        self._brought: dict[int, torch.cuda.Event] = {}  # by slot
+        self._leaving: torch.cuda.Stream | None = None  # of boundaries, where these wait in RAM; and back
+        self._coming: torch.cuda.Stream | None = None
+        self._left: dict[int, torch.cuda.Event] = {}
+        self._back: dict[int, torch.cuda.Event] = {}
 
     def fetch(self, slot: int, home: State, state: State) -> None:
         self._in.wait_event(self._written[slot])  # an event never recorded is no obstacle
@@ -199,6 +224,46 @@ class _CudaCopies:
 
     def wait_fetched(self, slot: int) -> None:
         self._updates.wait_event(self._fetched[slot])
+
+    def fetch_weights(self, slot: int, home: State, weights: State) -> None:
+        """Into a slot of streamed_weights.py, after the kernels launched so far, which may use what it holds, and the
+        write-backs issued so far, which may be of these weights."""
+        if self._weights is None:
+            self._weights = torch.cuda.Stream(self._device)
+        self._weights.wait_stream(torch.cuda.current_stream())
+        self._weights.wait_stream(self._out)
+        with torch.cuda.stream(self._weights):
+            for name, tensor in home.items():
+                weights[name].copy_(tensor, non_blocking=True)
+            self._brought.setdefault(slot, torch.cuda.Event()).record()
+
+    def wait_weights(self, slot: int) -> None:
+        torch.cuda.current_stream().wait_event(self._brought[slot])
+
+    def leave(self, slot: int, tensor: Tensor, home: Tensor) -> None:
+        """To RAM, after the kernels launched so far, which make it or use what came to the device from there before."""
+        if self._leaving is None:
+            self._leaving = torch.cuda.Stream(self._device)
+        self._leaving.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._leaving):
+            home.copy_(tensor, non_blocking=True)
+            self._left.setdefault(slot, torch.cuda.Event()).record()
+
+    def wait_left(self, slot: int) -> None:
+        torch.cuda.current_stream().wait_event(self._left[slot])
+
+    def come_back(self, slot: int, home: Tensor, tensor: Tensor) -> None:
+        """Into memory that kernels launched so far may have used, from where all that left so far has arrived."""
+        if self._coming is None:
+            self._coming = torch.cuda.Stream(self._device)
+        self._coming.wait_stream(torch.cuda.current_stream())
+        self._coming.wait_stream(self._leaving)
+        with torch.cuda.stream(self._coming):
+            tensor.copy_(home, non_blocking=True)
+            self._back.setdefault(slot, torch.cuda.Event()).record()
+
+    def wait_back(self, slot: int) -> None:
+        torch.cuda.current_stream().wait_event(self._back[slot])
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -226,3 +291,6 @@ class _CudaCopies:
     def synchronize(self) -> None:
         self._in.synchronize()
         self._out.synchronize()
+        for stream in (self._leaving, self._coming):
+            if stream is not None:
+                stream.synchronize()

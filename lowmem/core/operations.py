@@ -16,7 +16,7 @@ from lowmem.core.kernels import fused
 from lowmem.core.loss import linear_cross_entropy
 from lowmem.core.offload import State
 from lowmem.core.optimizers import Hyperparameters, Optimizer, UpdateRule
-from lowmem.core.parameters import Piece, Store
+from lowmem.core.parameters import WORKING, Piece, Store
 from lowmem.core.recompute import Dropout, SavedSegment, Segment, SkippableProducts
 
 
@@ -41,7 +41,7 @@ class Operations:
         self_contained: bool,
     ) -> tuple:  # fmt: skip
         """The result of `run()`, which is forward and backward of one group of micro-batches. `self_contained`: whether
-        nothing is updated or dropped meanwhile."""
+        nothing is updated or dropped meanwhile, and no weights come."""
         return run()
 
     def norm_of_all(self, run: Callable[[], float]) -> float:
@@ -100,8 +100,9 @@ class Operations:
     def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
         """Updates the weights of one piece, whose state is on the device, by its gradient."""
         place = slice(piece.start, piece.stop)
-        working, gradient = piece.part.working[place], piece.part.gradient[place]
-        self.rule(self.optimizer, working, state, gradient, hyperparameters, piece.decay)
+        working, gradient = state.get(WORKING, piece.part.working[place]), piece.part.gradient[place]
+        moments = {name: tensor for name, tensor in state.items() if name != WORKING}
+        self.rule(self.optimizer, working, moments, gradient, hyperparameters, piece.decay)
 
     def _cross_entropy(self, final: Tensor, labels: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor | None]:
         """Chunked cross-entropy of `final` [B, T, D]; with `scale`, gradients too."""

@@ -7,7 +7,9 @@ parameter starts at a multiple of BLOCK elements, so that 8-bit states of one ne
 is updated in pieces of at most PIECE elements, which bounds the staging ring.
 
 Bytes per parameter: 2 working (4 in fp32) on the device; 4 for the fp32 gradient while there is one; the optimizer's
-state (optimizers.py) on the device or in RAM.
+state (optimizers.py) on the device or in RAM. Where even the working weights are more than the device has room for, the
+matrices of most blocks lie in RAM, too: for forward and backward they pass through the device (streamed_weights.py),
+and to be updated they come with their state.
 """
 
 import math
@@ -23,11 +25,13 @@ from lowmem.core.optimizers import BLOCK, Optimizer, slice_state, state_layout
 from lowmem.core.precision import RUN_ELEMENTS, join, runs, split
 
 PIECE = 2**22
+WORKING = "working"
 
 
 @dataclass
 class Piece:
-    """A run of one part's elements that is updated at once."""
+    """A run of one part's elements that is updated at once. `state` holds the weights, too, as WORKING, where they come
+    to the device with it."""
 
     part: "Part"
     start: int
@@ -40,7 +44,8 @@ class Piece:
 class Part:
     """One unit's matrices or vectors: `working` [n], `state` {name: [entries]}, `gradient` [n] fp32 or None.
 
-    `name` is unique in the store; `unit` counts the decoder's units from 0 (the embedding).
+    `name` is unique in the store; `unit` counts the decoder's units from 0 (the embedding). Where `weights_streamed`,
+    `working` lies in RAM like a streamed state; `updates` counts what was made of it since.
     """
 
     def __init__(
@@ -54,9 +59,13 @@ class Part:
         *,
         decay: bool,
         streamed: bool,
+        weights_streamed: bool,
         host_tensor: Callable[[int, torch.dtype], Tensor],
     ):
-        self.name, self.unit = name, unit
+        self.name, self.unit, self.device = name, unit, device
+        self.weights_streamed, self.updates = weights_streamed, 0
+        # One number for all: what a parameter is while its weights are not on the device.
+        self.absent = torch.full((), torch.nan, dtype=dtype, device=device) if weights_streamed else None
         self._optimizer = optimizer
         self.gradient: Tensor | None = None
         self._places: dict[str, tuple[int, torch.Size]] = {}
@@ -65,7 +74,7 @@ class Part:
             self._places[parameter_name] = (end, parameter.shape)
             end += math.ceil(parameter.numel() / BLOCK) * BLOCK
         self.streamed = streamed
-        self.working = torch.zeros(end, dtype=dtype, device=device)
+        self.working = host_tensor(end, dtype) if weights_streamed else torch.zeros(end, dtype=dtype, device=device)
         self.state: State = {}
         for key, (entries, kind) in state_layout(optimizer, end, dtype).items():
             if streamed:
@@ -73,10 +82,11 @@ class Part:
             else:
                 self.state[key] = torch.zeros(entries, dtype=kind, device=device)
         bounds = [(start, min(start + PIECE, end)) for start in range(0, end, PIECE)]
-        self.pieces = [
-            Piece(self, start, stop, decay, slice_state(optimizer, self.state, start, stop), streamed)
-            for start, stop in bounds
-        ]
+        self.pieces = [Piece(self, start, stop, decay, self._state_of(start, stop), streamed) for start, stop in bounds]
+
+    def _state_of(self, start: int, stop: int) -> State:
+        state = slice_state(self._optimizer, self.state, start, stop)
+        return state | {WORKING: self.working[start:stop]} if self.weights_streamed else state
 
     def stream(self, host_tensor: Callable[[int, torch.dtype], Tensor]) -> None:
         """Moves the state from the device to where `host_tensor` puts it; all of it or, where that fails, nothing."""
@@ -85,7 +95,7 @@ class Part:
             state[key].copy_(tensor)
         self.state, self.streamed = state, True
         for piece in self.pieces:
-            piece.state = slice_state(self._optimizer, state, piece.start, piece.stop)
+            piece.state = self._state_of(piece.start, piece.stop)
             piece.streamed = True
 
     def view(self, flat: Tensor, name: str) -> Tensor:
@@ -93,10 +103,16 @@ class Part:
         start, shape = self._places[name]
         return flat[start : start + shape.numel()].view(shape)
 
+    def placeholder(self, name: str) -> Tensor:
+        """What parameter `name` is while nobody has brought it to the device: its weights, or numbers that are none."""
+        if not self.weights_streamed:
+            return self.view(self.working, name)
+        return self.absent.expand(self._places[name][1])
+
     def gradient_of(self, name: str) -> Tensor:
         """The fp32 accumulator of parameter `name`; the part's accumulators come into being with the first call."""
         if self.gradient is None:
-            self.gradient = torch.zeros(self.working.numel(), dtype=torch.float32, device=self.working.device)
+            self.gradient = torch.zeros(self.working.numel(), dtype=torch.float32, device=self.device)
         return self.view(self.gradient, name)
 
     def write(self, name: str, master: Tensor, start: int = 0) -> None:
@@ -133,7 +149,8 @@ class Store:
 
     The first `resident_units` of the decoder's units keep their state on the device: they are needed first in the
     forward pass and their gradients are final last, so streaming them would overlap least. The rest is streamed, and
-    lies where `host_tensor` puts it.
+    lies where `host_tensor` puts it. The first `resident_weights` units (None: all) and the last one keep their working
+    weights on the device, too; of the others, whose states are streamed then, the matrices are in RAM.
     """
 
     def __init__(
@@ -144,7 +161,10 @@ class Store:
         optimizer: Optimizer,
         resident_units: int,
         host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor,
+        resident_weights: int | None = None,
     ):
+        last = len(decoder.units) - 1
+        weights_streamed = range(last if resident_weights is None else max(resident_weights, 1), last)
         self.parameter_count = sum(p.numel() for p in decoder.model.parameters())
         self.resident_units, self._host_tensor = min(resident_units, len(decoder.units)), host_tensor
         holders: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied weight has several
@@ -168,11 +188,14 @@ class Store:
                     optimizer,
                     decay=kind == "matrices",
                     streamed=index >= resident_units,
+                    weights_streamed=kind == "matrices" and index in weights_streamed,
                     host_tensor=host_tensor,
                 )
+                if part.weights_streamed and not part.streamed:
+                    raise ValueError(f"the weights of unit {index} cannot be streamed while its states are resident")
                 self.parts.append(part)
                 for name, parameter in chosen.items():
-                    unit.parameters[name] = nn.Parameter(part.view(part.working, name))
+                    unit.parameters[name] = nn.Parameter(part.placeholder(name))
                     for module, place in holders[id(parameter)]:
                         module._parameters[place] = unit.parameters[name]
         self.pieces = [piece for part in self.parts for piece in part.pieces]
@@ -188,7 +211,15 @@ class Store:
         if self.device.type != "cuda":
             return True
         tensors = [tensor for part in self.parts if part.streamed for tensor in part.state.values()]
+        tensors += [part.working for part in self.parts if part.weights_streamed]
         return all([page_lock(tensor) for tensor in tensors])
+
+    def host_buffer(self, entries: int, dtype: torch.dtype) -> Tensor:
+        """Room [entries] where streamed states lie, page-locked if there is a GPU and that can be."""
+        buffer = self._host_tensor(entries, dtype)
+        if self.device.type == "cuda":
+            page_lock(buffer)
+        return buffer
 
     def state_bytes(self, units: range) -> int:
         """Of the optimizer's states of these units."""

@@ -61,11 +61,13 @@ class Segment:
 
 @dataclass
 class SavedSegment:
-    """A segment's boundary [B, T, D]; with PRODUCTS what those returned; with ALL its output with the graph behind."""
+    """A segment's boundary [B, T, D]; with PRODUCTS what those returned; with ALL its output with the graph behind.
+    `in_ram`: whether the boundary is not on the device for now (streamed_boundaries.py)."""
 
     boundary: Tensor
     products: list[Kept | None] | None = None
     output: Tensor | None = None
+    in_ram: bool = False
 
 
 def forward(

@@ -31,6 +31,9 @@ contributions in one order too: the head's of all micro-batches, then the lookup
 backward waits for the last group. It costs the gradients of the first block's input of the whole batch: B x T x D x 4
 bytes (320 MiB for GPT-2-Large at 64 x 1,024; half of that in 16 bit).
 
+What does not fit on the device can be in RAM: optimizer states (offload.py), the weights of most blocks, which come a
+segment at a time (streamed_weights.py), and boundaries until their backward (streamed_boundaries.py).
+
 A step's loss is the mean over its trained tokens, so each micro-batch counts by its tokens. The update is deferred into
 the next forward so that, on a GPU, copying offloaded optimizer states hides behind computation; nothing reads a weight
 before its update.
@@ -58,12 +61,14 @@ from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, FinalGradients, HeldGradients
 from lowmem.core.kernels import fused
 from lowmem.core.layout import IN_BACKWARD, TWO_PASS, Layout
-from lowmem.core.offload import StagingRing
+from lowmem.core.offload import StagingRing, State
 from lowmem.core.operations import Operations
 from lowmem.core.optimizers import Hyperparameters, Optimizer
-from lowmem.core.parameters import Store
+from lowmem.core.parameters import Piece, Store
 from lowmem.core.precision import LossScale
-from lowmem.core.recompute import Dropout, SavedSegment
+from lowmem.core.recompute import Dropout, SavedSegment, Segment
+from lowmem.core.streamed_boundaries import StreamedBoundaries
+from lowmem.core.streamed_weights import StreamedWeights
 
 # Where memory runs out: in a step that can be begun again, in one whose updates have begun, in updates alone.
 STEP, PART, UPDATES, EVALUATION = "step", "part of a step", "updates", "evaluation"
@@ -126,6 +131,8 @@ class TrainingStep:
         beside = fused.may_run_beside(decoder.fused_kernels, optimizer)
         hyper = Hyperparameters(0.0, weight_decay, update=0, beta1=beta1, beta2=beta2, epsilon=epsilon)
         self._updates = Updates(store, len(decoder.units), hyper, self._update_piece, beside)
+        self._weights = StreamedWeights(decoder, store, [each.blocks for each in self.segments], self._updates.ring)
+        self._boundaries = StreamedBoundaries(store, self._updates.ring)
         self._accumulation = Accumulation(decoder, store)
         self._updating = False  # whether the updates of the step that is being made have begun
         self._saved: list[list[SavedSegment]] = []  # per micro-batch what its segments keep for their backward
@@ -203,7 +210,8 @@ class TrainingStep:
 
     def _group(self, work: _Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
         """Per micro-batch: the loss, summed over tokens, and the gradient for the first block's input."""
-        self_contained = gradients.waits and not self._updates.waiting
+        self_contained = gradients.waits and not self._updates.waiting and not self._weights.any
+        self_contained &= not self.layout.boundaries_in_ram
         run = partial(self._run_group, work, gradients)
         return self.operations.group(run, work.micro_batches, self.segments, self_contained)
 
@@ -219,14 +227,21 @@ class TrainingStep:
         del embedded
 
         self._saved = saved = [[] for _ in everywhere]
-        for segment in self.segments:
+        if self.layout.boundaries_in_ram:
+            self._boundaries.begin(hidden, self.segments)
+        for segment, following in zip(self.segments, [*self.segments[1:], None], strict=True):
             self._updates.run(segment.blocks.stop + 1)  # unit 0 is the embedding, so block i is unit i + 1
+            if following is not None and self._weights.any_of(following.blocks):
+                self._updates.run(following.blocks.stop + 1)  # before its weights are on their way
+            self._bring(segment, following)
             for index in everywhere:
                 self._unless_abandoned()
                 hidden[index], kept = operations.segment_forward(
                     segment, hidden[index], extras[index], work.dropouts[index]
                 )
                 saved[index].append(kept)
+                if self.layout.boundaries_in_ram:
+                    self._boundaries.leave(segment, kept)
         del kept
 
         self._updates.run(units)
@@ -244,9 +259,11 @@ class TrainingStep:
         self._updating = isinstance(gradients, AppliedGradients) and not gradients.waits
         if not gradients.waits:
             self._retry_part(gradients.finish, units - 1)
-        for segment in reversed(self.segments):
+        for segment, following in zip(self.segments[::-1], [*self.segments[-2::-1], None], strict=True):
+            self._bring(segment, following)
             for index in everywhere:
                 self._unless_abandoned()
+                self._retry_part(self._boundaries.bring, *_next_saved(saved, index))
                 output_gradients[index] = self._retry_part(
                     operations.segment_backward, segment, saved[index].pop(), extras[index], work.dropouts[index],
                     output_gradients[index],
@@ -255,6 +272,10 @@ class TrainingStep:
                 self._retry_part(gradients.finish, segment.blocks.start + 1)
         return losses, output_gradients
 
+    def _bring(self, segment: Segment, following: Segment | None) -> None:
+        """The weights of a segment, of which some may be in RAM; the ones that follow are on their way."""
+        self._weights.bring(segment.blocks, None if following is None else following.blocks)
+
     @property
     def _of_gradients(self) -> tuple:
         return self.store, len(self._decoder.units), self.operations.norm
@@ -262,8 +283,9 @@ class TrainingStep:
     def _applied(self, gradient_scale: float, learning_rate: float) -> AppliedGradients:
         return AppliedGradients(*self._of_gradients, self._updates, gradient_scale, learning_rate)
 
-    def _update_piece(self, piece, state) -> None:
+    def _update_piece(self, piece: Piece, state: State) -> None:
         self.operations.update(piece, state, self._updates.hyper)
+        piece.part.updates += 1
 
     # --- between steps
 
@@ -275,6 +297,11 @@ class TrainingStep:
     @updates.setter
     def updates(self, value: int) -> None:
         self._updates.hyper = replace(self._updates.hyper, update=value)
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Of RAM for boundaries."""
+        return self._boundaries.buffer_bytes
 
     @property
     def ring(self) -> StagingRing:
@@ -319,6 +346,7 @@ class TrainingStep:
             return self._updates.move_states(layout.resident_units) if more else True
         finally:
             self._set_layout(layout)
+            self._weights.fit([each.blocks for each in self.segments])
 
     def _set_layout(self, layout: Layout) -> None:
         self.layout = replace(layout, resident_units=self.store.resident_units)
@@ -364,8 +392,19 @@ class TrainingStep:
         else:
             self._accumulation.begin_part()
             self._saved = []
+            self._boundaries.begin()
             for part in () if self._updates.waiting else self.store.parts:
                 part.gradient = None
+
+
+def _next_saved(saved: Sequence[list[SavedSegment]], index: int) -> tuple[SavedSegment, SavedSegment | None]:
+    """What the backward of micro-batch `index` needs, and what the one behind it does: the next micro-batch's, or the
+    first one's of the segment below."""
+    here = saved[index][-1]
+    if index + 1 < len(saved):
+        return here, saved[index + 1][-1]
+    below = saved[0] if index else saved[0][:-1]  # of the first one, whose turn is over but where it is the only one
+    return here, below[-1] if below else None
 
 
 def summed_loss(step: TrainingStep, batches, limit: int) -> tuple[float, int]:

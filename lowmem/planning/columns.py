@@ -19,7 +19,8 @@ _FEW = 16  # micro-batches that are one group at most, where all gradients are h
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """What there is to fit into, in bytes, None for no limit: `gpu` for the allocator, `ram` for streamed states."""
+    """What there is to fit into, in bytes, None for no limit: `gpu` for the allocator, `ram` for streamed states and
+    weights."""
 
     gpu: int | None
     ram: int | None
@@ -28,7 +29,11 @@ class MemoryLimits:
 @dataclass(frozen=True)
 class Choices:
     """What may be chosen from, each in ascending order; `groups` None: what divides the number of micro-batches.
-    `norm_first`: whether forward and backward run twice (core/step.py); the whole batch is one group then."""
+    `norm_first`: whether forward and backward run twice (core/step.py); the whole batch is one group then.
+    `resident_weights`, `boundaries_in_ram`: Layout's. Where weights are streamed no unit's states are resident, and no
+    block is kept whole. Where boundaries are in RAM, there is one length of segments and one of `kept`, which say how
+    much that is; and the whole batch is one group.
+    """
 
     micro_batches: Sequence[int]
     groups: Sequence[int] | None
@@ -36,11 +41,13 @@ class Choices:
     kept: Sequence[int]
     resident_units: Sequence[int]
     norm_first: bool = False
+    resident_weights: int | None = None
+    boundaries_in_ram: bool = False
 
     def groups_of(self, batch: int, micro_batch: int) -> list[int]:
         """The smallest group and the largest."""
         count = batch // micro_batch
-        if self.norm_first:
+        if self.norm_first or self.boundaries_in_ram:
             return [count] if self.groups is None or count in self.groups else []
         possible = [group for group in self.groups or (1, count) if count % group == 0]
         return sorted({*possible[:1], *possible[-1:]})
@@ -71,8 +78,9 @@ class Columns:
         self.last_kept, self.last_resident = len(choices.kept) - 1, len(choices.resident_units) - 1
         self._sizes: dict[int, list[float]] = {}
         self._found_kept: dict[tuple[Family, int, int], int] = {}
-        states = self.record(self.frugal_column(choices.micro_batches[0]), 0, 0).state_bytes
-        streamed = [sum(states[units:]) for units in choices.resident_units]
+        frugal = self.record(self.frugal_column(choices.micro_batches[0]), 0, 0)
+        beside = frugal.streamed_weight_bytes + frugal.boundary_bytes
+        streamed = [sum(frugal.state_bytes[units:]) + beside for units in choices.resident_units]
         self.fewest_resident = next((place for place, size in enumerate(streamed) if within(size, room.ram)), None)
 
     def groups(self, micro_batch: int) -> list[int]:
@@ -103,6 +111,7 @@ class Columns:
         layout = Layout(
             family.micro_batch, family.group, column.segment, norm_first=choices.norm_first,
             first_group=family.first_group, resident_units=choices.resident_units[resident],
+            resident_weights=choices.resident_weights, boundaries_in_ram=choices.boundaries_in_ram,
             least_positions=self.simulations.base.layout.least_positions,
         )  # fmt: skip
         return self.simulations.keeping(layout, choices.kept[kept])

@@ -125,6 +125,11 @@ class Plan:
         laid_out += f"; {kept_in_words(layout, self.blocks)}"
         if self.device == "cuda":
             laid_out += f"; states of {layout.resident_units} of {self.units} units on the GPU"
+        if layout.resident_weights is not None:
+            streamed = self.blocks + 1 - max(layout.resident_weights, 1)
+            laid_out += f"; working weights of {streamed} of {self.blocks} blocks brought over for each pass"
+        if layout.boundaries_in_ram:
+            laid_out += "; inputs of blocks wait in RAM for their backward"
         lines = [
             f"{self.model}: {self.parameters:,} parameters, all trained; "
             f"{settings.optimizer}, {self.precision}{masters}",

@@ -198,13 +198,32 @@ def _as_it_runs(simulations: Simulations, found: Found, gpu_limit: int | None) -
 
 
 def fastest_layout(settings: Settings, simulations: Simulations, room: MemoryLimits) -> Found | None:
-    """Of all that the settings leave open; forward and backward run twice where nothing else fits, or is slower."""
-    choices = _choices(settings, simulations)
-    found, twice = fastest(simulations, choices, room), _twice(settings, choices)
-    if twice is None:
-        return found
-    below_seconds = math.inf if found is None else found.recording.seconds
-    return fastest(simulations, twice, room, below_seconds) or found
+    """Of all that the settings leave open; forward and backward run twice where nothing else fits, or is slower.
+    Boundaries are in RAM where nothing fits with them on the GPU, and working weights are streamed where nothing fits
+    with all of them resident."""
+    for choices in _placements(settings, simulations):
+        for alternatives in _alternatives(settings, choices):
+            found = None
+            for which in alternatives:
+                below_seconds = math.inf if found is None else found.recording.seconds
+                found = fastest(simulations, which, room, below_seconds) or found
+            if found is not None:
+                return found if choices.resident_weights is None else _with_more_weights(simulations, found, room)
+    return None
+
+
+def _with_more_weights(simulations: Simulations, found: Found, room: MemoryLimits) -> Found:
+    """The same with the working weights of as many units on the GPU as it has room for: each takes its bytes there, and
+    leaves less to be brought."""
+    fits, beyond = found.layout.resident_weights, simulations.units - 1
+    while beyond - fits > 1:
+        layout = replace(found.layout, resident_weights=(fits + beyond) // 2)
+        runs = simulations.runs(layout)
+        if runs.fits(room.gpu):
+            fits, found = layout.resident_weights, Found(layout, simulations.record(layout), runs.memory)
+        else:
+            beyond = layout.resident_weights
+    return found
 
 
 def _seconds_with_more_ram(
@@ -226,16 +245,19 @@ def _seconds_with_more_ram(
 
 def least_room(settings: Settings, simulations: Simulations, room: MemoryLimits) -> MemoryLimits:
     """The smallest caps that would do where nothing fits into `room`."""
-    choices = _choices(settings, simulations)
-    rooms = [smallest_room(simulations, which, room) for which in (choices, _twice(settings, choices)) if which]
+    every = _all_choices(settings, simulations)
+    rooms = [(smallest_room(simulations, which, room), which.resident_weights is not None) for which in every]
+    # Streamed weights take more RAM: where its cap does not allow that, they are no help with the GPU's.
+    helping = [found for found, streamed in rooms if not streamed or room.ram is None or found.ram <= room.ram]
+    rooms = helping or [found for found, _ in rooms]
     return min(rooms, key=lambda room: (room.gpu or 0, room.ram))
 
 
 def frugal_layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
     """Layouts with no cap for RAM, one of which takes least of the GPU."""
-    choices = _choices(settings, simulations)
-    both = [which for which in (choices, _twice(settings, choices)) if which]
-    return [layout for which in both for layout in frugal(simulations, which, MemoryLimits(None, None))]
+    room = MemoryLimits(None, None)
+    every = _all_choices(settings, simulations)
+    return [layout for choices in every for layout in frugal(simulations, choices, room)]
 
 
 def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> Plan:
@@ -284,6 +306,39 @@ def _choices(settings: Settings, simulations: Simulations) -> Choices:
     )
 
 
+def _placements(settings: Settings, simulations: Simulations) -> list[Choices]:
+    """Choices with all working weights on the GPU, and with those of all blocks streamed."""
+    choices = _choices(settings, simulations)
+    streamed = replace(
+        choices, resident_weights=1, resident_units=[0],
+        kept=[kept for kept in choices.kept if kept <= simulations.blocks],
+    )  # fmt: skip
+    possible = settings.states != "resident" and settings.recompute != "off"
+    return {"auto": [choices, streamed] if possible else [choices], "resident": [choices], "streamed": [streamed]}[
+        settings.weights
+    ]
+
+
+def _all_choices(settings: Settings, simulations: Simulations) -> list[Choices]:
+    """The same, each with all its alternatives."""
+    placed = _placements(settings, simulations)
+    return [which for choices in placed for several in _alternatives(settings, choices) for which in several]
+
+
+def _alternatives(settings: Settings, choices: Choices) -> list[list[Choices]]:
+    """The same with forward and backward twice, too, where that saves something. And, where a step has the whole batch
+    as one group, what is tried if none of these fits: with boundaries in RAM, for each length of segments."""
+    twice = _twice(settings, choices)
+    once = [choices] if twice is None else [choices, twice]
+    whole = twice or choices
+    if not whole.norm_first and settings.clip_norm is not None and settings.boundaries == "auto":
+        return [once]  # gradients are held, so that inputs of one micro-batch at a time are enough
+    lengths = SEGMENTS_OF_A_BATCH if settings.segment_blocks is None else choices.segments
+    in_ram = [replace(whole, boundaries_in_ram=True, segments=[length], kept=whole.kept[:1]) for length in lengths]
+    possible = {"auto": [once, in_ram], "resident": [once], "streamed": [in_ram]}[settings.boundaries]
+    return possible if settings.recompute != "off" else [once]
+
+
 def _twice(settings: Settings, choices: Choices) -> Choices | None:
     """The choices that are left where nothing fits: forward and backward twice a step, so that the gradients need never
     be held all at once; None where that saves nothing."""
@@ -302,7 +357,10 @@ def _plan(
 ) -> Plan:  # fmt: skip
     recording, case = found.recording, simulations.base
     drawn_bytes = _drawn_bytes(settings, simulations)
-    ram = on_a_gpu(process_bytes, recording.streamed_bytes, drawn_bytes, case.optimizer, case.dtype)
+    ram = on_a_gpu(
+        process_bytes, recording.streamed_bytes, drawn_bytes, case.optimizer, case.dtype,
+        recording.streamed_weight_bytes, recording.boundary_bytes,
+    )  # fmt: skip
     return Plan(
         settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, device, precision,
         card, found.layout, gpu_limit,
@@ -331,11 +389,14 @@ def _cpu_plan(
 ) -> Plan:
     case = step_case(settings, precision, "cpu")
     simulations = Simulations(decoder, case, cpu_target())
-    choices = _choices(settings, simulations)
+    choices = _placements(settings, simulations)[0]  # in RAM they are in any case, and so are boundaries
 
     def plan_of(layout: Layout) -> Plan:
         recording = simulations.record(layout)
-        train = named_at_peak(recording.tape) | {"streamed_states": recording.streamed_bytes}
+        weights, boundaries = recording.streamed_weight_bytes, recording.boundary_bytes
+        train = named_at_peak(recording.tape) | {"streamed_states": recording.streamed_bytes - weights - boundaries}
+        train |= {"streamed_weights": weights} if weights else {}
+        train |= {"streamed_boundaries": boundaries} if boundaries else {}
         train["freed_and_kept"] = most_bytes(recording.tape, "live_blocks")
         ram = on_the_cpu(process.now_bytes + CPU_TRAINING_BYTES, train, _drawn_bytes(settings, simulations))
         return Plan(
@@ -358,7 +419,9 @@ def _cpu_plan(
     layouts = [
         Layout(
             size, choices.groups_of(settings.batch, size)[0], choices.segments[0],
-            resident_units=choices.resident_units[-1], least_positions=case.layout.least_positions,
+            resident_units=choices.resident_units[-1], resident_weights=choices.resident_weights,
+            boundaries_in_ram=settings.boundaries == "streamed",
+            least_positions=case.layout.least_positions,
         )
         for size in reversed(sizes)
     ]  # fmt: skip
@@ -372,7 +435,8 @@ def _cpu_plan(
         raise PlanError(_refusal(settings, None, None, least))
     if may_run_twice and not fits_here(plan):  # which changes no bit, so what is free may decide it
         plan = plan_of(twice(plan.layout))
-    if settings.recompute == "auto" and ram_free_bytes is not None:
+    streamed = choices.resident_weights is not None or settings.boundaries == "streamed"
+    if settings.recompute == "auto" and ram_free_bytes is not None and not streamed:
         kept = plan_of(replace(plan.layout, recompute=False, segment_blocks=1))
         activations = kept.ram_bytes - plan.ram_bytes
         if fits(kept) and fits_here(kept) and activations <= ram_free_bytes // 4:

@@ -44,14 +44,20 @@ class Process:
 
 
 def on_a_gpu(
-    process_bytes: int, streamed_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
-) -> Ram:
-    """RAM of a run on a GPU: `streamed_bytes` of states lie in RAM, `drawn_bytes` is the largest tensor that is whole
-    in RAM while it loads (random weights are drawn so; 0 for weights from files)."""
-    moments = _share_of_moments(optimizer, dtype)
-    kept = {"streamed_states": streamed_bytes, "process": process_bytes}
+    process_bytes: int, streamed_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype,
+    weight_bytes: int = 0, boundary_bytes: int = 0,
+) -> Ram:  # fmt: skip
+    """RAM of a run on a GPU: `streamed_bytes` of states, weights and boundaries lie in RAM, `weight_bytes` and
+    `boundary_bytes` of them of these; `drawn_bytes` is the largest tensor that is whole in RAM while it loads (random
+    weights are drawn so; 0 for weights from files). Room for boundaries is made in the first step."""
+    states = streamed_bytes - weight_bytes - boundary_bytes
+    loaded = {"streamed_states": states, "process": process_bytes}
+    if weight_bytes:
+        loaded["streamed_weights"] = weight_bytes
+    kept = loaded | ({"streamed_boundaries": boundary_bytes} if boundary_bytes else {})
+    moments = states * _share_of_moments(optimizer, dtype)
     return {
-        "load": kept | {"loading": max(drawn_bytes + RUNS_BYTES - int(streamed_bytes * moments), 0)},
+        "load": loaded | {"loading": max(drawn_bytes + RUNS_BYTES - int(moments), 0)},
         "evaluate": kept,
         "train": kept,
         "save": kept | {"saving": CHUNK_BYTES},
@@ -83,10 +89,13 @@ def _share_of_moments(optimizer: Optimizer, dtype: torch.dtype) -> float:
 
 def on_the_cpu(process_bytes: int, train: dict[str, int], drawn_bytes: int) -> Ram:
     """RAM of a run on the CPU; `train`: what is held at a step's peak, by name."""
-    names = ("working_weights", "buffers", "resident_states", "streamed_states", "freed_and_kept")
+    names = (
+        *("working_weights", "buffers", "resident_states", "streamed_states", "streamed_weights", "weight_slots"),
+        *("streamed_boundaries", "freed_and_kept"),
+    )
     kept = {name: train[name] for name in names if name in train} | {"process": process_bytes}
     return {
-        "load": kept | {"loading": drawn_bytes + RUNS_BYTES, "freed_and_kept": 0},
+        "load": kept | {"loading": drawn_bytes + RUNS_BYTES, "freed_and_kept": 0, "streamed_boundaries": 0},
         "evaluate": kept,
         "train": train | {"process": process_bytes},
         "save": kept,

@@ -26,13 +26,14 @@ LIVE_BOUNDARIES = 8.5  # what a block keeps for its backward, 34 D per token, in
 @dataclass(frozen=True)
 class Sizes:
     """What of a run decides about its layouts: `row_bytes`, a boundary's per sequence; `gradient_bytes`, of all
-    accumulators; `clips`, whether gradients are clipped."""
+    accumulators; `clips`, whether gradients are clipped; `slot_bytes`, of a streamed block's weights in all slots."""
 
     blocks: int
     batch: int
     row_bytes: int
     gradient_bytes: int
     clips: bool
+    slot_bytes: int = 0
 
 
 def smaller_layouts(planned: Layout, now: Layout, where: str, sizes: Sizes) -> Iterator[tuple[str, Layout]]:
@@ -83,13 +84,15 @@ def keeping_less(layout: Layout, blocks: int, less: int) -> Layout:
 
 
 def activation_bytes(layout: Layout, sizes: Sizes) -> float:
-    """Boundaries, accumulators and the segment that runs backward, at the worst moment of a step, roughly."""
+    """Boundaries, accumulators, and the segment that runs backward with its weights where these are streamed, at the
+    worst moment of a step, roughly."""
     micro_batches = sizes.batch // layout.micro_batch
     group = min(max(layout.group, layout.first_group), micro_batches)
     segments = layout.segments(sizes.blocks)
     longest = max(len(segment.blocks) for segment in segments)
     boundary = layout.micro_batch * sizes.row_bytes
-    held, live = group * len(segments) * boundary, longest * LIVE_BOUNDARIES * boundary
+    held = group * len(segments) * boundary
+    live = longest * (LIVE_BOUNDARIES * boundary + sizes.slot_bytes)
     if group < micro_batches:
         return sizes.gradient_bytes + held + live
     if layout.norm_first or not sizes.clips:  # gradients come and go with their segment

@@ -192,7 +192,14 @@ def plan_for_here(
 def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan) -> TrainingStep:
     """The step as it was planned; the parameters of `decoder` become its store's, which are still to be written."""
     optimizer = get_optimizer(settings.optimizer)
-    store = Store(decoder, device, WORKING_DTYPES[plan.precision], optimizer, plan.layout.resident_units)
+    store = Store(
+        decoder,
+        device,
+        WORKING_DTYPES[plan.precision],
+        optimizer,
+        plan.layout.resident_units,
+        resident_weights=plan.layout.resident_weights,
+    )
     return TrainingStep(
         decoder, store, optimizer, plan.layout, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
         beta1=settings.adam_beta1, beta2=settings.adam_beta2, epsilon=settings.adam_epsilon,

@@ -85,6 +85,8 @@ class SimulatedCopies:
     stream's earlier copies, its own issue by the host, and
 
         fetch        the last write-back of its slot
+        weights      all that was launched on the compute stream so far, and all write-backs so far
+        boundaries   all that was launched on the compute stream so far; back, also all that left so far
         write_back   all updates launched so far; on the compute stream also what was launched there before them
 
     An update beside what computes takes its time of the GPU from that all the same.
@@ -104,6 +106,9 @@ class SimulatedCopies:
         self._in_free, self._out_free = clock.gpu, 0.0  # the slots' memory may still be in use by kernels issued before
         self._fetched: dict[int, float] = {}  # by slot: when its last copy in is done
         self._written: dict[int, float] = {}  # by slot: when its last copy out is done
+        self._brought: dict[int, float] = {}  # by slot of weights: when its last copy in is done
+        self._left: dict[int, float] = {}  # boundaries, by slot: when the last one is in RAM, and back
+        self._back: dict[int, float] = {}
         self.exposed_seconds = 0.0
         self.in_busy_seconds = 0.0
         self.out_busy_seconds = 0.0
@@ -120,6 +125,33 @@ class SimulatedCopies:
             self._stream_free = max(self._stream_free, arrival)
         else:
             self._hold_until(arrival)
+
+    def fetch_weights(self, slot: int, home: State, weights: State) -> None:
+        seconds = _bytes_of(home) / self._in_rate
+        start = max(self._in_free, self._out_free, self._clock.gpu, self._clock.host)
+        self._in_free = self._brought[slot] = start + seconds
+        self.in_busy_seconds += seconds
+
+    def wait_weights(self, slot: int) -> None:
+        self._hold_until(self._brought[slot])
+
+    def leave(self, slot: int, tensor: Tensor, home: Tensor) -> None:
+        seconds = tensor.nbytes / self._out_rate
+        start = max(self._out_free, self._clock.gpu, self._clock.host)
+        self._out_free = self._left[slot] = start + seconds
+        self.out_busy_seconds += seconds
+
+    def wait_left(self, slot: int) -> None:
+        self._hold_until(self._left[slot])
+
+    def come_back(self, slot: int, home: Tensor, tensor: Tensor) -> None:
+        seconds = tensor.nbytes / self._in_rate
+        start = max(self._in_free, max(self._left.values()), self._clock.gpu, self._clock.host)
+        self._in_free = self._back[slot] = start + seconds
+        self.in_busy_seconds += seconds
+
+    def wait_back(self, slot: int) -> None:
+        self._hold_until(self._back[slot])
 
     @contextmanager
     def updating(self) -> Iterator[None]:

@@ -37,6 +37,8 @@ from lowmem.core.optimizers import Optimizer, UpdateRule
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.step import TrainingStep
+from lowmem.core.streamed_boundaries import StreamedBoundaries
+from lowmem.core.streamed_weights import StreamedWeights
 from lowmem.simulate.allocator import CachingAllocator
 from lowmem.simulate.clock import SimulatedCopies
 from lowmem.simulate.cuda_ops import PRODUCTS, CudaFunctions, allocated, blas_workspace_bytes, blaslt_workspace_bytes
@@ -54,6 +56,8 @@ from lowmem.simulate.temporaries import COPIED_FIRST, Gpu, hidden_bytes
 _NAMES = {  # of what is born in these functions, or in what they call, outside of the parts that are replayed
     Batch.to.__code__: "batch",
     StagingRing.__init__.__code__: "staging_ring",
+    StreamedWeights.fit.__code__: "weight_slots",
+    StreamedBoundaries._fetch.__code__: "boundaries",
     **{kind.finish.__code__: "update" for kind in (HeldGradients, DroppedGradients, AppliedGradients)},
 }
 
@@ -144,8 +148,9 @@ class StepCase:
 @dataclass(frozen=True)
 class Recording:
     """`seconds`: of a step in the long run, the second one, which `began` then; `waiting_seconds`: what of it the GPU
-    waits for copies; `state_bytes`: of the optimizer, by unit; `streamed_bytes`: what of that lies in RAM;
-    `weight_bytes`: of the working weights."""
+    waits for copies; `state_bytes`: of the optimizer, by unit; `streamed_bytes`: of all states, working weights and
+    boundaries that lie in RAM; `streamed_weight_bytes`, `boundary_bytes`: of these alone; `weight_bytes`: of all
+    working weights."""
 
     tape: Tape
     began: float
@@ -153,6 +158,8 @@ class Recording:
     waiting_seconds: float
     state_bytes: tuple[int, ...]
     streamed_bytes: int
+    streamed_weight_bytes: int
+    boundary_bytes: int
     weight_bytes: int
 
     @property
@@ -185,11 +192,14 @@ def record_step(
     outcomes = None if known is None else known.setdefault("outcomes", {})
     recorder = Recorder(target.machine, lambda frame: _NAMES.get(frame.f_code), outcomes)
     # not recorded operation by operation, of which there are thousands: what they leave are these tensors
-    store = Store(decoder, META, case.dtype, case.optimizer, case.layout.resident_units, host_tensor=_never_touched)
+    store = Store(
+        decoder, META, case.dtype, case.optimizer, case.layout.resident_units, host_tensor=_never_touched,
+        resident_weights=case.layout.resident_weights,
+    )  # fmt: skip
     with _no_collection(), recorder:
         recorder.take_workspaces()  # as a run does (device.py)
         for part in store.parts:
-            recorder.note(part.working, "working_weights")
+            recorder.note(part.absent if part.weights_streamed else part.working, "working_weights")
             for tensor in part.state.values() if not part.streamed else ():
                 recorder.note(tensor, "resident_states")
         for buffer in decoder.model.buffers():
@@ -228,13 +238,16 @@ def record_step(
     state_bytes = [0] * len(decoder.units)
     for part in store.parts:
         state_bytes[part.unit] += sum(tensor.nbytes for tensor in part.state.values())
+    streamed_weights = sum(part.working.nbytes for part in store.parts if part.weights_streamed)
     return Recording(
         recorder.tape,
         began,
         seconds,
         waiting,
         tuple(state_bytes),
-        sum(state_bytes[case.layout.resident_units :]),
+        sum(state_bytes[case.layout.resident_units :]) + streamed_weights + step.boundary_bytes,
+        streamed_weights,
+        step.boundary_bytes,
         sum(part.working.nbytes for part in store.parts),
     )
 

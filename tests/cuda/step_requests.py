@@ -47,6 +47,10 @@ CASES = {  # the layout, and what else differs from a plain step
     "products kept": (Layout(2, product_blocks=2, whole_blocks=1, resident_units=9), {}),
     "updated in backward": (Layout(2, 2), {"clip_norm": None}),
     "two passes": (Layout(2, 2, norm_first=True), {}),
+    "weights streamed": (Layout(2, 1, 2, resident_weights=1), {}),
+    "weights streamed, two passes": (Layout(2, 2, norm_first=True, resident_weights=2), {}),
+    "boundaries in RAM": (Layout(2, 2, boundaries_in_ram=True), {}),
+    "boundaries and weights in RAM": (Layout(2, 2, norm_first=True, resident_weights=1, boundaries_in_ram=True), {}),
     "many lengths": (Layout(2, 1), {"lengths": LENGTHS}),
     "many lengths, packed": (Layout(2, 2, recompute=False), {"lengths": LENGTHS, "document_mask": True}),
 }
@@ -56,7 +60,10 @@ def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
     """("alloc" or "free", bytes) of a run."""
     torch.cuda.memory._record_memory_history(context=None)
     devices.take_workspaces(device)
-    store = Store(decoder, device, case.dtype, case.optimizer, case.layout.resident_units)
+    layout = case.layout
+    store = Store(
+        decoder, device, case.dtype, case.optimizer, layout.resident_units, resident_weights=layout.resident_weights
+    )
     step = TrainingStep(
         decoder, store, case.optimizer, case.layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
         loss_scale=LossScale(enabled=case.dtype is torch.float16),

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from reference import tiny_config
-from runs import at_call
 from steps import make_batch, make_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -27,6 +26,7 @@ from lowmem.core.precision import LossScale
 from lowmem.core.step import EVALUATION, PART, STEP, UPDATES, TrainingStep
 from lowmem.run.recovery import OutOfRoom, Recovery
 from lowmem.run.smaller_layouts import Sizes, activation_bytes, kept_things, smaller_layouts, with_micro_batch
+from runs import at_call
 
 BLOCKS, SEQ, BATCH = 3, 8, 4
 UNITS = BLOCKS + 2
@@ -38,6 +38,7 @@ DEFERRED = {"segment_blocks": 2}
 GROUPS = {"group": 2, "first_group": 3, "micro_batch": 1, "product_blocks": 1, "whole_blocks": 1, "resident_units": 3}
 IN_BACKWARD = {"clip_norm": None, "group": 2, "segment_blocks": 2, "resident_units": 2}
 IN_BACKWARD_KEPT = {"clip_norm": None, "group": 2, "product_blocks": 1, "whole_blocks": 1, "resident_units": 99}
+WEIGHTS = {"resident_weights": 2, "resident_units": 1, "group": 2, "micro_batch": 1}
 TWICE = {"norm_first": True, "group": 4, "micro_batch": 1, "segment_blocks": 2, "resident_units": 1}
 ARRANGEMENTS = {
     "streamed, deferred": DEFERRED,
@@ -48,6 +49,9 @@ ARRANGEMENTS = {
     "in backward, some blocks kept": IN_BACKWARD_KEPT,
     "in backward, nothing recomputed": IN_BACKWARD | {"recompute": False, "segment_blocks": 1},
     "forward and backward twice": TWICE,
+    "weights streamed": WEIGHTS | {"product_blocks": 1},
+    "weights streamed, in backward": WEIGHTS | {"clip_norm": None, "group": 4, "segment_blocks": 2},
+    "boundaries in RAM, in backward": IN_BACKWARD | {"boundaries_in_ram": True},
     "bf16": DEFERRED | {"precision": "bf16", "resident_units": 2},
     "bf16, in backward": IN_BACKWARD | {"precision": "bf16"},
     "fp16, SGD": DEFERRED | {"precision": "fp16", "optimizer": "sgd"},

@@ -52,6 +52,8 @@ SETTINGS = {  # the layout, dropout, a mask where the family has one
         0.1,
         False,
     ),
+    "weights of two blocks streamed, dropout": (Layout(2, 1, 1, resident_units=1, resident_weights=2), 0.1, False),
+    "boundaries in RAM": (Layout(1, 4, 1, norm_first=True, boundaries_in_ram=True), 0.1, False),
 }
 EVERY_POLICY = Layout(2, product_blocks=1, whole_blocks=1, resident_units=99)  # for three blocks
 
@@ -78,7 +80,10 @@ def really_allocated(config, case: StepCase) -> int:
 
     def train() -> None:
         decoder = decoder_of(config)
-        store = Store(decoder, CPU, case.dtype, case.optimizer, case.layout.resident_units)
+        layout = case.layout
+        store = Store(
+            decoder, CPU, case.dtype, case.optimizer, layout.resident_units, resident_weights=layout.resident_weights
+        )
         step = TrainingStep(
             decoder, store, case.optimizer, case.layout, clip_norm=1.0, weight_decay=0.01, seed=0,
             loss_scale=LossScale(enabled=False),
@@ -136,6 +141,8 @@ REPLAYED = [
     Layout(1, 1, 3, recompute=False, resident_units=99),
     Layout(2, 1, 2, resident_units=1),
     Layout(1, 2, 1, product_blocks=1, whole_blocks=1, resident_units=2),
+    Layout(1, 2, 2, product_blocks=1, resident_weights=1),
+    Layout(1, 4, 1, product_blocks=1, boundaries_in_ram=True),
 ]
 KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 
@@ -152,7 +159,8 @@ def test_replaying_leaves_the_tape_that_running_everything_leaves(family, dtype,
     """Seen to fail: an update that allocates nothing took the frees after its first run off the tape."""
     config = config_of(family, 0.1)
     machine = DeviceModel(seconds=seconds_by_size, host_seconds=(1e-5, 6e-6))
-    target = Target(machine, update=fused.update if fused_kernels else optimizers.update)
+    update = fused.update if fused_kernels else optimizers.update
+    target = Target(machine, update=update, copies_in=1e9, copies_out=1e9)
     masked = family == "llama"
     case = StepCase(SEQ, 8, layout, dtype, OPTIMIZERS["adamw"], document_mask=masked)
     everything = record_step(decoder_of(config, dtype, fused_kernels), case, target)

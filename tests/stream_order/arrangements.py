@@ -33,6 +33,7 @@ SHAPE = replace(Shape.of(tiny=True, dropout=0.1), steps=3)
 LEARNING_RATE = 1e-3
 CPU = torch.device("cpu")
 STREAMED = {"resident_units": 0, "defer": True}
+WEIGHTS_STREAMED = STREAMED | {"resident_weights": 1}
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,18 @@ ARRANGEMENTS = {
     "not deferred, fp16, evaluated": Arrangement({"resident_units": 0}, precision="fp16", evaluated=(0,)),
     "updates on the stream that computes, saved": Arrangement(STREAMED, kernels=False, saved=(0,)),
     "8-bit moments, saved": Arrangement(STREAMED, optimizer="adamw8bit", saved=(1,)),
+    "weights streamed, evaluated and saved": Arrangement(WEIGHTS_STREAMED, evaluated=(0,), saved=(1,)),
+    "weights streamed, in backward": Arrangement(WEIGHTS_STREAMED | {"group": UNCLIPPED["group"]}, clip_norm=None),
+    "weights of some streamed, forward and backward twice, fp32": Arrangement(
+        WEIGHTS_STREAMED | {"resident_weights": 2, "norm_first": True, "group": 4, "segment_blocks": 2},
+        precision="fp32",
+    ),
+    "boundaries in RAM, in backward": Arrangement(
+        STREAMED | {"group": UNCLIPPED["group"], "boundaries_in_ram": True}, clip_norm=None
+    ),
+    "boundaries and weights in RAM, products kept": Arrangement(
+        WEIGHTS_STREAMED | {"group": 2, "product_blocks": 1, "boundaries_in_ram": True}
+    ),
     "memory runs out in a forward pass": Arrangement(STREAMED | {"group": 2}, runs_out={1: 9}),
     "memory runs out in a backward pass, evaluated": Arrangement(
         STREAMED | {"recompute": False}, runs_out={1: 20}, evaluated=(1,)
