@@ -253,11 +253,10 @@ class _CudaCopies:
         torch.cuda.current_stream().wait_event(self._left[slot])
 
     def come_back(self, slot: int, home: Tensor, tensor: Tensor) -> None:
-        """Into memory that kernels launched so far may have used, from where all that left so far has arrived."""
+        """Into memory that kernels launched so far may have used; `wait_left` has been called for what is in `home`."""
         if self._coming is None:
             self._coming = torch.cuda.Stream(self._device)
         self._coming.wait_stream(torch.cuda.current_stream())
-        self._coming.wait_stream(self._leaving)
         with torch.cuda.stream(self._coming):
             tensor.copy_(home, non_blocking=True)
             self._back.setdefault(slot, torch.cuda.Event()).record()

@@ -86,7 +86,7 @@ class SimulatedCopies:
 
         fetch        the last write-back of its slot
         weights      all that was launched on the compute stream so far, and all write-backs so far
-        boundaries   all that was launched on the compute stream so far; back, also all that left so far
+        boundaries   all that was launched on the compute stream so far
         write_back   all updates launched so far; on the compute stream also what was launched there before them
 
     An update beside what computes takes its time of the GPU from that all the same.
@@ -146,7 +146,7 @@ class SimulatedCopies:
 
     def come_back(self, slot: int, home: Tensor, tensor: Tensor) -> None:
         seconds = tensor.nbytes / self._in_rate
-        start = max(self._in_free, max(self._left.values()), self._clock.gpu, self._clock.host)
+        start = max(self._in_free, self._clock.gpu, self._clock.host)
         self._in_free = self._back[slot] = start + seconds
         self.in_busy_seconds += seconds
 

@@ -61,6 +61,30 @@ UPDATING = """\
             yield
             self._updated.record()
 """
+WEIGHTS_SLOT_FREE = "        self._weights.wait_stream(torch.cuda.current_stream())\n"
+WEIGHTS_WRITTEN = "        self._weights.wait_stream(self._out)\n"
+FETCH_WEIGHTS = """\
+        with torch.cuda.stream(self._weights):
+            for name, tensor in home.items():
+                weights[name].copy_(tensor, non_blocking=True)
+            self._brought.setdefault(slot, torch.cuda.Event()).record()
+"""
+WAIT_WEIGHTS = "        torch.cuda.current_stream().wait_event(self._brought[slot])\n"
+NO_OVERLAP = "what computes orders both the copy and what it is for; they do not overlap any more"
+LEAVES_AFTER_COMPUTE = "        self._leaving.wait_stream(torch.cuda.current_stream())\n"
+LEAVE = """\
+        with torch.cuda.stream(self._leaving):
+            home.copy_(tensor, non_blocking=True)
+            self._left.setdefault(slot, torch.cuda.Event()).record()
+"""
+WAIT_LEFT = "        torch.cuda.current_stream().wait_event(self._left[slot])\n"
+COMES_AFTER_COMPUTE = "        self._coming.wait_stream(torch.cuda.current_stream())\n"
+COME_BACK = """\
+        with torch.cuda.stream(self._coming):
+            tensor.copy_(home, non_blocking=True)
+            self._back.setdefault(slot, torch.cuda.Event()).record()
+"""
+WAIT_BACK = "        torch.cuda.current_stream().wait_event(self._back[slot])\n"
 WAIT_FOR_COMPUTE = "        self._updates.wait_stream(torch.cuda.current_stream())\n"
 HOLD_COMPUTE = "        torch.cuda.current_stream().wait_event(self._updated)"
 WAIT_UPDATED = "        self._out.wait_stream(self._updates)\n"
@@ -95,6 +119,13 @@ UPDATE = """\
 FLUSH = """\
         self.run(self.units)
         self.ring.synchronize()
+"""
+
+
+NEVER_RECORDED = "            self._brought.setdefault(slot, torch.cuda.Event())\n"
+OTHER_WEIGHTS = """\
+        if 1 - slot in self._brought:
+            torch.cuda.current_stream().wait_event(self._brought[1 - slot])
 """
 
 
@@ -150,6 +181,43 @@ COPIES_IN = [
     _streaming(
         "copies in are recorded for the next slot", FETCH, FETCH.replace("_fetched[slot]", "_fetched" + NEXT_SLOT)
     ),
+]
+
+WEIGHTS = [
+    _streaming("weights do not wait for what used their slot", WEIGHTS_SLOT_FREE, ""),
+    _streaming("weights do not wait for their write-back", WEIGHTS_WRITTEN, ""),
+    _streaming("weights come on the stream that computes", FETCH_WEIGHTS, without_stream(FETCH_WEIGHTS)),
+    _streaming("weights are not recorded", FETCH_WEIGHTS, without_record(FETCH_WEIGHTS) + NEVER_RECORDED),
+    _streaming("weights are recorded before they are copied", FETCH_WEIGHTS, recorded_first(FETCH_WEIGHTS)),
+    _streaming("weights are recorded on the stream that computes", FETCH_WEIGHTS, recorded_outside(FETCH_WEIGHTS)),
+    _streaming("what computes does not wait for its weights", WAIT_WEIGHTS, "        pass\n"),
+    _streaming("what computes waits for the other slot's weights", WAIT_WEIGHTS, OTHER_WEIGHTS),
+    Mutation(
+        "core/step.py",
+        "weights are fetched before their update",
+        "                self._updates.run(following.blocks.stop + 1)  # before its weights are on their way\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "core/step.py",
+        "weights that were updated are taken for those of before",
+        "+= 1\n\n    # ---",
+        "+= 0\n\n    # ---",
+    ),
+]
+
+BOUNDARIES = [
+    _streaming("boundaries leave before they are made", LEAVES_AFTER_COMPUTE, ""),
+    _streaming("boundaries leave on the stream that computes", LEAVE, without_stream(LEAVE), equivalent=NO_OVERLAP),
+    _streaming("boundaries that leave are recorded before", LEAVE, recorded_first(LEAVE)),
+    _streaming("boundaries that leave are recorded on the stream that computes", LEAVE, recorded_outside(LEAVE)),
+    _streaming("a boundary's memory is free before it has left", WAIT_LEFT, "        pass\n"),
+    _streaming("boundaries come back into memory that is in use", COMES_AFTER_COMPUTE, ""),
+    _streaming(
+        "boundaries come back on the stream that computes", COME_BACK, without_stream(COME_BACK), equivalent=NO_OVERLAP
+    ),
+    _streaming("boundaries that come back are recorded before", COME_BACK, recorded_first(COME_BACK)),
+    _streaming("what computes does not wait for its boundary", WAIT_BACK, "        pass\n"),
 ]
 
 UPDATES = [
@@ -245,4 +313,4 @@ SYNCHRONIZING = [
     _updates("a flush does not wait for the copies", FLUSH, "        self.run(self.units)\n"),
 ]
 
-MUTATIONS = SLOTS + COPIES_IN + UPDATES + COPIES_OUT + SYNCHRONIZING
+MUTATIONS = SLOTS + COPIES_IN + WEIGHTS + BOUNDARIES + UPDATES + COPIES_OUT + SYNCHRONIZING
