@@ -71,6 +71,8 @@ def fuse(model: nn.Module, fusion: str) -> None:
                 f"--fusion {fusion} knows {' and '.join(ACTIVATIONS)}; the model's activation function is "
                 f"{model.config.activation_function}"
             )
+        if model.config.scale_attn_by_inverse_layer_idx:
+            raise InputError(f"--fusion {fusion}: the model's blocks scale attention each by another number")
         for block in model.transformer.h:
             block.forward = partial(_forward, block, fusion)
 

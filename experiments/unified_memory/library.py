@@ -40,7 +40,10 @@ def build(cuda_major: int | None = None) -> Path:
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), *COMPILERS))), None)
     if compiler is None:
         raise InputError(f"managed memory needs a C compiler: install one of {', '.join(COMPILERS)}, or name one in CC")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LowmemError(f"managed memory's library is kept in {folder}: {error.strerror}") from error
     # Its name is given when it is whole: another process may be building or loading the same.
     with tempfile.TemporaryDirectory(dir=folder) as name:
         part = Path(name) / library.name

@@ -18,13 +18,14 @@ def draw_resident(report: dict, path: Path) -> None:
 
     resident = [size / GIB for size in report["planned_resident_bytes"]]
     figure, axes = plt.subplots(figsize=(8, 3.5), layout="constrained")
-    axes.step(range(len(resident)), resident, where="mid", label="on the GPU, by the schedule")
+    what = "weights and gradients" if report["backward"] else "weights"
+    axes.step(range(len(resident)), resident, where="mid", label=f"{what} on the GPU, by the schedule")
     whole = report["weights_bytes"] * (2 if report["backward"] else 1) / GIB
-    axes.axhline(whole, color="grey", linestyle=":", label="all of it")
+    axes.axhline(whole, color="grey", linestyle=":", label=f"all {what}")
     if used := [size / GIB for size in report["used_bytes_by_access"]]:
         axes.step(range(len(used)), used, where="mid", color="tab:green", label="in use in all, as CUDA counts")
     if report["physical_limit_bytes"]:
-        axes.axhline(report["physical_limit_bytes"] / GIB, color="tab:red", linestyle="--", label="limit")
+        axes.axhline(report["physical_limit_bytes"] / GIB, color="tab:red", linestyle="--", label=f"limit of {what}")
     axes.set(xlabel="access: embeddings, blocks, head" + (", and back" if report["backward"] else ""), ylabel="GiB")
     axes.set_ylim(0, max([whole, *used]) * 1.1)
     figure.legend(loc="outside upper center", ncols=2, frameon=False)

@@ -11,6 +11,7 @@ from experiments.unified_memory.schedule import Schedule
 from experiments.unified_memory.shapes import Pieces, hooked
 
 RESIDENT, MANAGED, EXPLICIT = "resident", "managed", "explicit"
+MOST_MOVES = 10_000  # that are noted
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Placement:
     `load` puts the weights there. From then on each access of `schedule` begins with `_access`."""
 
     def __init__(self, model: nn.Module, pieces: Pieces, dtype: torch.dtype, device: torch.device, backward: bool):
-        self.moves: list[Move] = []  # what was asked for, in order
-        self._number = 0  # of the access that comes next, over all passes
+        self.moves: list[Move] = []  # what was asked for first, in order
+        self._number = self._fetches = 0  # of the access that comes next, over all passes; so far
         self.model, self.pieces, self.device = model, pieces, device
         sizes = pieces.sizes * (2 if backward else 1)
         begins = [sum(sizes[:number]) for number in range(len(sizes))]
@@ -68,8 +69,15 @@ class Placement:
     def _memory(self, size_bytes: int) -> Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
+    def _due(self, place: int) -> None:
+        """RuntimeError where another access was to come."""
+        if place != self._number % len(self.schedule.accesses):
+            raise RuntimeError(f"access {place} came where {self._number % len(self.schedule.accesses)} was due")
+
     def _note(self, kind: str, piece: int, stream: int) -> None:
-        self.moves.append(Move(self._number, kind, piece, self.parts[piece].nbytes, stream))
+        self._fetches += kind == "fetch"
+        if len(self.moves) < MOST_MOVES:
+            self.moves.append(Move(self._number, kind, piece, self.parts[piece].nbytes, stream))
 
     def _view(self, piece: int, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         begin = self.pieces.begins[name]
@@ -115,8 +123,7 @@ class ManagedPlacement(Placement):
         return memory
 
     def _access(self, place: int) -> None:
-        if place != self._number % len(self.schedule.accesses):
-            raise RuntimeError(f"access {place} came where {self._number % len(self.schedule.accesses)} was due")
+        self._due(place)
         leaving, coming = self.schedule.before(self._number)
         computing = torch.cuda.current_stream()
         if leaving:
@@ -138,7 +145,7 @@ class ManagedPlacement(Placement):
         self._number += 1
 
     def _fetch(self, piece: int) -> None:
-        turn = sum(move.kind == "fetch" for move in self.moves) % len(self._inward)
+        turn = self._fetches % len(self._inward)
         library.prefetch(self.parts[piece], torch.cuda.current_device(), self._inward[turn])
         self._fetched[piece] = self._inward[turn].record_event()
         self._note("fetch", piece, turn)
@@ -168,6 +175,7 @@ class ExplicitPlacement(Placement):
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def _access(self, place: int) -> None:
+        self._due(place)
         leaving, coming = self.schedule.before(self._number)
         self._copying.wait_event(torch.cuda.current_stream().record_event())
         self._free += [self._slots.pop(piece) for piece in leaving]

@@ -13,7 +13,8 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +46,10 @@ from lowmem.run.log import write_json
 from lowmem.units import format_size, parse_size
 
 PROGRAM = "experiments.unified_memory.run_gpt2"
+REPORT, PICTURE = "report.json", "resident.png"
+SMALLEST = "gpt2-small"
 SEQ = 1024
+BY_FAULTS, PREFETCHED, COPIED = "managed, by faults", "managed, prefetched", "explicit copies"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -56,11 +60,19 @@ def main(arguments: list[str] | None = None) -> int:
     except LowmemError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except torch.OutOfMemoryError as error:
+        print(f"error: the GPU's memory ran out: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if not type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
+            raise
+        print(f"error: --fusion: torch.compile says: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 1
     print(_said(report))
-    print(f"see {options.out / 'report.json'}")
+    print(f"see {options.out / REPORT}")
     return 0
 
 
@@ -68,7 +80,7 @@ def run(options: argparse.Namespace) -> dict:
     """Trains nothing: passes, and what they took. Writes what is under --out, and returns the report."""
     device = device_of(options.device)
     check(options, device)
-    config = load_config(options.weights, "pretrained") if options.weights else config_of(options.model)
+    config = load_config(options.weights, "pretrained") if options.weights else config_of(options.model or SMALLEST)
     if config.model_type != "gpt2":
         raise InputError(f"{options.weights} is of type {config.model_type}; this runs GPT-2's structure alone")
     inputs, tokenizer = inputs_of(options, config.vocab_size)
@@ -80,10 +92,13 @@ def run(options: argparse.Namespace) -> dict:
     accesses = pieces.accesses(options.backward)
     sizes = pieces.sizes * (2 if options.backward else 1)
     limit = options.physical_limit or sum(sizes)
-    planned = schedule.schedule(sizes, accesses, limit, options.ahead, in_slots=options.placement == EXPLICIT)
+    ahead = 0 if options.placement == MANAGED and not options.enable_prefetch else options.ahead
+    planned = schedule.schedule(sizes, accesses, limit, ahead, in_slots=options.placement == EXPLICIT)
     make_folder(options.out)
-    (options.out / "report.json").unlink(missing_ok=True)
+    for name in (REPORT, PICTURE):
+        remove_old(options.out / name)
 
+    torch.manual_seed(options.seed)  # of dropout, where the model of --weights has some
     torch.backends.cudnn.benchmark = options.enable_cudnn_benchmark
     placement = placed(options, model, pieces, dtype, device, planned)
     placement.load(read_weights(build_model(config), options.weights) if options.weights
@@ -97,7 +112,7 @@ def run(options: argparse.Namespace) -> dict:
     kept = seconds[options.warmups :]
     generated = result.tolist()[0] if options.generate else None
     report = {
-        "model": options.weights or options.model,
+        "model": options.weights or options.model or SMALLEST,
         "device": str(device),
         "placement": options.placement,
         "prefetch": options.enable_prefetch,
@@ -113,14 +128,14 @@ def run(options: argparse.Namespace) -> dict:
         "planned_resident_bytes": [planned.resident_bytes(number) for number in range(len(accesses))],
         "kept_pieces": sorted(planned.kept),
         "accesses_ahead": planned.ahead,
-        "planned_traffic": traffic(planned, limit, options.backward),
+        "planned_traffic": traffic(sizes, accesses, limit, options.ahead, options.backward),
         "moves": [vars(move) for move in placement.moves],
         "advice": library.attributes(placement.memory) if isinstance(placement, ManagedPlacement) else None,
         "memory": memory_of(device),
         "used_bytes_by_access": used_over_a_pass(model, one_pass, len(accesses)) if device.type == "cuda" else [],
     } | row_file.made_by(PROGRAM, sys.argv[1:])
-    draw_resident(report, options.out / "resident.png")
-    write_json(options.out / "report.json", report)
+    draw_resident(report, options.out / PICTURE)
+    write_json(options.out / REPORT, report)
     return report
 
 
@@ -132,6 +147,12 @@ def device_of(name: str | None) -> torch.device:
 
 def check(options: argparse.Namespace, device: torch.device) -> None:
     """InputError for what does not go together."""
+    if options.model and options.weights:
+        raise InputError("--model has random weights, and --weights is a model of its own: give one of them")
+    if options.num_streams > 1 and not options.enable_prefetch:
+        raise InputError(f"--num-streams {options.num_streams} are of prefetches: give --enable-prefetch")
+    if options.backward and options.seq == 1:
+        raise InputError("--backward trains a token on those before it: give --seq 2 or more")
     if options.prompt is not None and not (options.weights and options.generate):
         raise InputError("--prompt is for --generate with the tokenizer of --weights: give both")
     if options.prompt is not None and options.seq:
@@ -210,17 +231,29 @@ def timed(work, times: int, device: torch.device) -> tuple[list[float], Tensor]:
     return seconds, result
 
 
-def traffic(planned: schedule.Schedule, limit_bytes: int, backward: bool) -> dict[str, dict[str, int]]:
-    """Bytes and faults of a pass, by how the weights are held."""
+def traffic(
+    sizes: Sequence[int], accesses: Sequence[schedule.Access], limit_bytes: int, ahead: int, backward: bool
+) -> dict[str, dict[str, int]]:
+    """Bytes and faults of a pass, by how the weights are held; of explicit copies where their slots are within the
+    limit."""
+    plan = partial(schedule.schedule, sizes, accesses, limit_bytes)
     found = {
-        "managed, left to the driver": schedule.by_faults(planned.sizes, planned.accesses, limit_bytes),
-        "managed, by faults": schedule.evicted_only(planned),
-        "managed, prefetched": schedule.prefetched(planned),
+        "managed, left to the driver": schedule.by_faults(sizes, accesses, limit_bytes),
+        BY_FAULTS: schedule.evicted_only(plan(ahead=0)),
+        PREFETCHED: schedule.prefetched(plan(ahead=ahead)),
     }
-    if not backward:
-        in_slots = schedule.schedule(planned.sizes, planned.accesses, limit_bytes, planned.ahead, in_slots=True)
-        found["explicit copies"] = schedule.streamed(in_slots)
+    with suppress(InputError):
+        if not backward:
+            found[COPIED] = schedule.streamed(plan(ahead=ahead, in_slots=True))
     return {name: vars(of) for name, of in found.items()}
+
+
+def remove_old(path: Path) -> None:
+    """So that nothing of another run lies beside what a run writes. InputError where it cannot be removed."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"{path} is in the way: {error.strerror}") from error
 
 
 def used_over_a_pass(model: nn.Module, one_pass: Callable[[], Tensor], accesses: int) -> list[int]:
@@ -265,17 +298,23 @@ def digest(tensors: list[Tensor]) -> str:
 
 def _said(report: dict) -> str:
     sizes, here = report["planned_resident_bytes"], report["device"] != "cpu"
+    prefetched, what = report["prefetch"], "weights and gradients" if report["backward"] else "weights"
+    total = report["weights_bytes"] * (2 if report["backward"] else 1)
+    did = f"{len(report['generated'])} tokens" if report["generated"] else "a pass"
+    this = {MANAGED: PREFETCHED if prefetched else BY_FAULTS, EXPLICIT: COPIED}.get(report["placement"])
     lines = [
         f"{report['model']} on {report['device']}, {report['placement']}"
-        + (", prefetched" if report["prefetch"] else "") + f", fusion {report['fusion']}: "
-        f"{report['latency_seconds'] * 1e3:,.1f} ms a pass (the median of {len(report['latencies_seconds'])})",
-        f"weights {format_size(report['weights_bytes'])}; at most {format_size(max(sizes))} "
+        + (", prefetched" if prefetched else "") + f", fusion {report['fusion']}: "
+        f"{report['latency_seconds'] * 1e3:,.1f} ms for {did} (the median of {len(report['latencies_seconds'])})",
+        f"{what} {format_size(total)}; at most {format_size(max(sizes))} "
         + ("are" if here else "would be") + f" on the GPU, {len(report['kept_pieces'])} pieces always",
-        f"a pass {'moves' if here else 'would move'}, to the GPU and back:",
+        f"a forward{' and backward' if report['backward'] else ''} {'moves' if here else 'would move'}, to the GPU "
+        "and back:",
     ]  # fmt: skip
     for name, moved in report["planned_traffic"].items():
         faults = f", {moved['faults']:,} faults" if moved["faults"] else ""
-        lines.append(f"  {name}: {format_size(moved['to_device'])}, {format_size(moved['to_host'])}{faults}")
+        mark = " (this run)" if name == this and here else ""
+        lines.append(f"  {name}: {format_size(moved['to_device'])}, {format_size(moved['to_host'])}{faults}{mark}")
     return "\n".join(lines)
 
 
@@ -298,8 +337,8 @@ def _model(text: str) -> str:
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0])
     whole, count = at_least(int, 1), at_least(int, 0)
-    found.add_argument("--model", type=_model, default="gpt2-small", metavar="NAME",
-                       help=f"{', '.join(SHAPES)}, or BLOCKSxWIDTHxHEADS (%(default)s)")  # fmt: skip
+    found.add_argument("--model", type=_model, metavar="NAME",
+                       help=f"{', '.join(SHAPES)}, or BLOCKSxWIDTHxHEADS ({SMALLEST})")  # fmt: skip
     found.add_argument("--weights", metavar="DIR", help="a GPT-2's folder or hub name, instead of random weights")
     found.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
     found.add_argument("--placement", choices=(RESIDENT, MANAGED, EXPLICIT), default=MANAGED,

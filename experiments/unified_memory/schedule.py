@@ -3,11 +3,13 @@
 A pass is a list of accesses, in each of which some pieces are used: a block's weights, and in the backward their
 gradients. Passes follow each other. What is used most often is kept, and then what comes first, as long as it fits
 beside the window: the pieces of an access and of those `ahead` of it. Everything else is streamed through the window.
-For passes that repeat, no choice that looks further ahead moves less but for the pieces of one window (Belady 1966).
+For passes that repeat and pieces of one size, no choice that looks further ahead moves less but for the pieces of one
+window (Belady 1966). Of other sizes are GPT-2's tied embeddings, which are used most: a window so wide that they would
+have to leave is made narrower.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -67,18 +69,30 @@ class Schedule:
 def schedule(
     sizes: Sequence[int], accesses: Sequence[Access], limit_bytes: int, ahead: int = 1, in_slots: bool = False
 ) -> Schedule:
-    """Keeps what it can. Looks less far ahead where the window alone would be over the limit; InputError where one
-    access is."""
-    for window in range(ahead, -1, -1):
-        found = Schedule(tuple(sizes), tuple(map(tuple, accesses)), frozenset(), window, in_slots)
-        if found.peak_bytes <= limit_bytes:
-            break
-    else:
+    """Keeps what it can. Looks less far ahead where the window alone would be over the limit, or where what is used
+    most often could be kept otherwise; InputError where one access is over the limit."""
+    nothing = Schedule(tuple(sizes), tuple(map(tuple, accesses)), frozenset(), 0, in_slots)
+    if nothing.peak_bytes > limit_bytes:
         raise InputError(
-            f"--physical-limit {format_size(limit_bytes)} is less than one layer needs: {format_size(found.peak_bytes)}"
+            f"--physical-limit {format_size(limit_bytes)} is less than one layer needs: "
+            f"{format_size(nothing.peak_bytes)}"
         )
     uses = Counter(piece for access in accesses for piece in access)
-    for piece in sorted(range(len(sizes)), key=lambda piece: (-uses[piece], piece)):
+    narrow = _keeping_most(nothing, limit_bytes, uses)
+    most = max(uses.values())
+    needed = {piece for piece in narrow.kept if uses[piece] == most > min(uses.values())}
+    for window in range(min(ahead, len(accesses) - 1), 0, -1):  # a wider one than a pass looks at nothing else
+        found = replace(nothing, ahead=window)
+        if found.peak_bytes <= limit_bytes:
+            found = _keeping_most(found, limit_bytes, uses)
+            if needed <= found.kept:
+                return found
+    return narrow
+
+
+def _keeping_most(found: Schedule, limit_bytes: int, uses: Mapping[int, int]) -> Schedule:
+    """With what is used most often, and then with what comes first, kept as far as that goes."""
+    for piece in sorted(range(len(found.sizes)), key=lambda piece: (-uses[piece], piece)):
         more = replace(found, kept=found.kept | {piece})
         if more.peak_bytes <= limit_bytes:
             found = more
@@ -103,8 +117,8 @@ def prefetched(of: Schedule) -> Traffic:
 
 
 def evicted_only(of: Schedule) -> Traffic:
-    """The same without looking ahead: what an access uses comes by faults, and leaves behind it."""
-    moved = prefetched(replace(of, ahead=0))
+    """What a schedule that does not look ahead moves where what an access uses comes by faults, and is sent back."""
+    moved = prefetched(of)
     return Traffic(moved.to_device, moved.to_host, moved.to_device // PAGE_BYTES)
 
 

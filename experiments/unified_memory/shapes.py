@@ -40,11 +40,16 @@ class Pieces:
     forward: tuple[Access, ...]
 
     def accesses(self, backward: bool) -> tuple[Access, ...]:
-        """Of a pass. In a backward each access uses the gradients too, whose pieces follow those of the weights."""
+        """Of a pass. In a backward an access uses the gradients too, whose pieces follow those of the weights: of what
+        the forward used there first, since autograd adds up the gradient of a tied weight before it is written."""
         if not backward:
             return self.forward
-        count = len(self.names)
-        return self.forward + tuple(access + tuple(count + piece for piece in access) for access in self.forward[::-1])
+        count, known, gradients = len(self.names), set(), []
+        for access in self.forward:
+            gradients.append(tuple(count + piece for piece in access if piece not in known))
+            known.update(access)
+        backwards = zip(self.forward[::-1], gradients[::-1], strict=True)
+        return self.forward + tuple(access + gradient for access, gradient in backwards)
 
 
 def pieces_of(model: nn.Module, dtype: torch.dtype) -> Pieces:
@@ -68,6 +73,7 @@ def pieces_of(model: nn.Module, dtype: torch.dtype) -> Pieces:
 
 
 def hooked(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """For each access, the module with whose forward it begins, and the one with whose backward."""
+    """For each access, the module with whose forward it begins, and the one with whose backward: of the embeddings
+    their dropout, behind which autograd goes into both tables."""
     inner = model.transformer
-    return [(inner.wte, inner.wte), *((block, block) for block in inner.h), (inner.ln_f, model.lm_head)]
+    return [(inner.wte, inner.drop), *((block, block) for block in inner.h), (inner.ln_f, model.lm_head)]

@@ -27,7 +27,8 @@ def sections(rows: list[dict]) -> str:
     tables = {
         "traffic": (
             "**What a pass moves to the GPU and back**, GiB, in fp32 at half of the weights (with the backward: of "
-            "weights and gradients), by schedule and a model of page faults; in brackets the faults, of 2 MiB each",
+            "weights and gradients), by schedule and a model of page faults; in brackets the faults, of 2 MiB each. "
+            "Weights of a block are whole pages",
             _traffic,
         ),
         "card": (
@@ -106,7 +107,7 @@ def _card(rows: list[dict]) -> str:
             _moved(moved),
             f"{row['planned_peak_bytes'] / GIB:.2f}" + (f", {resident / GIB:.2f}" if resident else ""),
             f"{card['peak_allocated_bytes'] / GIB:.2f}, {row['peak_used_bytes'] / GIB:.2f}",
-            "" if not bits else "equal" if bits == row["digest"] else "others",
+            "" if not bits or placement == RESIDENT else "equal" if bits == row["digest"] else "others",
             f"{row['latency_seconds'] * 1e3:,.0f} ms" if row["latency_seconds"] else NOT_MEASURED,
         ])  # fmt: skip
     header = (

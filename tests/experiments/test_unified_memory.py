@@ -16,7 +16,7 @@ from experiments.harness.tables import written
 from experiments.unified_memory import fusion, library, measure, run_gpt2, table
 from experiments.unified_memory.placement import Placement
 from experiments.unified_memory.schedule import PAGE_BYTES, by_faults, evicted_only, prefetched, schedule, streamed
-from experiments.unified_memory.shapes import config_of, pieces_of
+from experiments.unified_memory.shapes import config_of, hooked, pieces_of
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
 from lowmem.models.build import build_model
@@ -66,8 +66,51 @@ def test_half_a_model_moves_less_by_a_schedule_than_by_faults():
     assert left_alone.to_device == left_alone.to_host == sum(sizes) and left_alone.faults == 120
     assert prefetched(planned).to_device == 8 * 10 * PAGE_BYTES  # four are kept, and two are the window
     assert streamed(planned).to_device == prefetched(planned).to_device and streamed(planned).to_host == 0
-    assert evicted_only(planned).faults == evicted_only(planned).to_device // PAGE_BYTES > 0
+    by_use = evicted_only(schedule(sizes, accesses, limit, ahead=0))
+    assert by_use.to_device == 7 * 10 * PAGE_BYTES and by_use.faults == 70  # five are kept
     assert by_faults(sizes, accesses, sum(sizes)).faults == 0
+
+
+@pytest.mark.parametrize("name, backward", [("gpt2-small", False), ("gpt2-small", True), ("6x256x4", True)])
+def test_a_larger_limit_moves_no_more_but_for_a_wider_window(name, backward):
+    """Seen to fail: the tied embeddings left for a wider window, and all of them came again in every pass."""
+    pieces = pieces_of(build_model(config_of(name)), torch.float32)
+    sizes, accesses = pieces.sizes * (2 if backward else 1), pieces.accesses(backward)
+    block = sizes[1] * (2 if backward else 1)
+    for ahead in (0, 1, 2, 10**6):
+        least = None
+        for limit in range(schedule_least(sizes, accesses), sum(sizes) + 4 * MIB, 4 * MIB):
+            moved = prefetched(schedule(sizes, accesses, limit, ahead)).to_device
+            assert least is None or moved <= least + 2 * block * min(ahead, 4)
+            least = moved if least is None else min(moved, least)
+        assert least == 0
+
+
+def schedule_least(sizes, accesses) -> int:
+    return max(sum(sizes[piece] for piece in set(access)) for access in accesses)
+
+
+def test_gradients_are_written_where_their_access_has_them(tmp_path):
+    """By autograd, beside the accesses that the hooks make: weights of a tied table once, in the last one."""
+    model = build_model(config_of("3x64x4"))
+    pieces = pieces_of(model, torch.float32)
+    placement = Placement(model, pieces, torch.float32, torch.device("cpu"), True)
+    placement.load(random_weights(model.config, seed=0))
+    accesses, begun, written_in = pieces.accesses(True), [], {}
+    for number, (forwards, backwards) in enumerate(hooked(model)):
+        forwards.register_forward_pre_hook(lambda *_, number=number: begun.append(number))
+        place = len(accesses) - 1 - number
+        backwards.register_full_backward_pre_hook(lambda *_, place=place: begun.append(place))
+    piece_of = {name: piece for piece, names in enumerate(pieces.names) for name in names}
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: written_in.update({name: begun[-1]}))
+    model.train()(torch.arange(9)[None]).logits.square().mean().backward()
+    assert begun == list(range(len(accesses)))
+    for name, place in written_in.items():
+        assert len(pieces.names) + piece_of[name] in accesses[place], name
+    assert written_in.keys() == piece_of.keys()
+    gradients = [piece for access in accesses for piece in access if piece >= len(pieces.names)]
+    assert sorted(gradients) == sorted(set(gradients))
 
 
 def test_a_limit_below_one_layer_is_refused():
@@ -83,7 +126,7 @@ def test_pieces_are_whole_pages_and_hold_every_weight_once():
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     assert all(size % PAGE_BYTES == 0 for size in pieces.sizes) and len(pieces.sizes) == 5
     assert pieces.forward == ((0,), (1,), (2,), (3,), (4, 0))  # the head uses the embedding's weights
-    assert pieces.accesses(True)[5:] == ((4, 0, 9, 5), (3, 8), (2, 7), (1, 6), (0, 5))
+    assert pieces.accesses(True)[5:] == ((4, 0, 9), (3, 8), (2, 7), (1, 6), (0, 5))
 
 
 # --- the library
@@ -163,6 +206,37 @@ def report(tmp_path, *words: str) -> dict:
     return json.loads((tmp_path / "report.json").read_text())
 
 
+def test_a_limit_that_has_no_room_for_slots_is_enough_for_pages(tmp_path):
+    """Seen to fail: after all passes, for explicit copies were planned beside."""
+    found = report(tmp_path, "--model", "6x256x4", "--physical-limit", "54MiB")
+    assert found["planned_traffic"].keys() == {f"managed, {way}" for way in DRIVEN}
+
+
+def test_dropout_is_drawn_from_the_seed(tmp_path):
+    config = config_of("2x64x4")
+    config.resid_pdrop = config.attn_pdrop = config.embd_pdrop = 0.3
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    words = ["--device", "cpu", "--weights", str(tmp_path / "model"), "--seq", "32", "--backward", "--runs", "1"]
+    digests = []
+    for seed in ("0", "0", "1"):
+        assert run_gpt2.main([*words, "--seed", seed, "--out", str(tmp_path / "out")]) == 0
+        digests.append(json.loads((tmp_path / "out" / "report.json").read_text())["digest"])
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_what_lies_in_the_way_of_a_report_is_said_before_the_passes(tmp_path, capsys):
+    (tmp_path / "resident.png" / "more").mkdir(parents=True)
+    assert run_gpt2.main(["--device", "cpu", "--model", "2x64x4", "--out", str(tmp_path)]) == 2
+    assert "resident.png is in the way" in capsys.readouterr().err
+
+
+def test_a_measurement_says_what_it_cannot_do(tmp_path, capsys):
+    assert measure.main(["--case", "zzz", "--rows", str(tmp_path / "rows.jsonl")]) == 2
+    assert "no case of" in capsys.readouterr().err
+    assert measure.main(["--only", "traffic", "--rows", str(tmp_path)]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_every_flag_runs_on_the_cpu(tmp_path, capsys):
     flags = ["--enable-prefetch", "--enable-cudnn-benchmark", "--num-streams", "2", "--physical-limit", "32MiB"]
     found = report(tmp_path, *flags, "--backward", "--ahead", "2")
@@ -202,6 +276,9 @@ def test_a_folder_goes_on_with_a_prompt_in_words(tmp_path):
         ("--model gpt2-huge", "gpt2-small"),
         ("--device cuda", "PyTorch sees no GPU here"),
         ("--physical-limit 3", "--physical-limit"),
+        ("--num-streams 2", "give --enable-prefetch"),
+        ("--backward --seq 1", "give --seq 2 or more"),
+        ("--weights somewhere", "give one of them"),
     ],
 )
 def test_what_cannot_run_is_said_in_a_sentence(words, said, tmp_path, capsys, monkeypatch):
