@@ -56,9 +56,8 @@ def train(text):
     not planned again."""
     from unittest.mock import patch
 
-    from runs import SCRIPTS, SMALL, remembering
-
     from lowmem.run.main import main
+    from runs import SCRIPTS, SMALL, remembering
 
     def run(out: Path, *options: str) -> int:
         data = [] if "--data" in options else ["--data", str(text)]

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
-from families import MORE_FAMILIES, V
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, logging
+
+from families import MORE_FAMILIES, V
 
 logging.set_verbosity_error()
 

@@ -1,7 +1,6 @@
 """A decoder on the CPU and all that trains it, without a run around it: what tests of steps and saves share."""
 
 import torch
-from reference import VOCABULARY
 from torch import nn
 
 from experiments.gpu_acceptance.bitwise import FlushedStep
@@ -13,6 +12,7 @@ from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
 from lowmem.core.step import TrainingStep
+from reference import VOCABULARY
 
 
 def make_step(

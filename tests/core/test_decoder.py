@@ -9,7 +9,6 @@ import functools
 
 import pytest
 import torch
-from families import FAMILIES, LLAMA, MORE_FAMILIES, NEW, OLD, V
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -22,6 +21,7 @@ from transformers import (
     logging,
 )
 
+from families import FAMILIES, LLAMA, MORE_FAMILIES, NEW, OLD, V
 from lowmem.core.decoder import Decoder
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.logits import LogitFunction

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from reference import tiny_config
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
@@ -31,6 +30,7 @@ from lowmem.simulate.gpus import CARDS
 from lowmem.simulate.recorder import Recorder
 from lowmem.simulate.replay import _traffic_of_8_bit
 from lowmem.simulate.step import gpu_target, record_step
+from reference import tiny_config
 from tests.core.test_loss import CAPPED, PLAINLY, SCALED, chunked, errors, operands
 from tests.core.test_loss import plain as plain_loss
 from tests.core.test_step import PLAIN, make_batches, train

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from reference import tiny_config, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, OPTConfig
 
@@ -14,6 +13,7 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.optimizers import BLOCK, OPTIMIZERS, Hyperparameters, update
 from lowmem.core.parameters import Store
 from lowmem.core.precision import split
+from reference import tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

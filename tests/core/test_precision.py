@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import tiny_model
 from torch import nn
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.precision import WORKING_DTYPES, LossScale, join, resolve_precision, split
+from reference import tiny_model
 
 # Lower halves: nothing left over, next to nothing, either side of the tie, the tie, everything but one.
 LOWER_HALVES = [0x0000, 0x0001, 0x5A5A, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xA5A5, 0xFFFE, 0xFFFF]

@@ -4,18 +4,18 @@ from collections import Counter
 
 import pytest
 import torch
-from families import FAMILIES, POST_NORM
-from reference import VOCABULARY, tiny_model
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, FalconConfig
 
+from families import FAMILIES, POST_NORM
 from lowmem.core import products, recompute
 from lowmem.core.decoder import Decoder
 from lowmem.core.products import ProductRecorder, ProductReplayer, is_kept
 from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Dropout, Segment, backward, forward
+from reference import VOCABULARY, tiny_model
 from tests.core.test_recompute import assert_same, run
 
 aten = torch.ops.aten

@@ -5,12 +5,12 @@ import itertools
 
 import pytest
 import torch
-from reference import VOCABULARY, tiny_model
 from torch import Tensor
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.layers import fuse_gelu
 from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Dropout, Segment, backward, forward
+from reference import VOCABULARY, tiny_model
 
 CPU = torch.device("cpu")
 INPUT_IDS = torch.arange(24).view(2, 12) * 7 % VOCABULARY

@@ -17,8 +17,6 @@ import math
 
 import pytest
 import torch
-from reference import VOCABULARY, DocumentsApart, plain_training, tiny_model
-from steps import make_step
 from transformers import AutoModelForCausalLM, OPTConfig
 
 from lowmem.core import offload
@@ -30,6 +28,8 @@ from lowmem.core.operations import Operations
 from lowmem.core.recompute import Dropout
 from lowmem.core.step import StepAbandoned, TrainingStep, summed_loss
 from lowmem.run.learning_rate import Course
+from reference import VOCABULARY, DocumentsApart, plain_training, tiny_model
+from steps import make_step
 
 SEQ, BATCH = 24, 4
 CPU = torch.device("cpu")

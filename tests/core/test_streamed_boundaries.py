@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from reference import tiny_model
-from steps import make_step
 from test_step import BATCH, PLAIN, make_batches, train
 
 from lowmem.core.offload import _SynchronousCopies
 from lowmem.core.streamed_boundaries import LEAVING, StreamedBoundaries
+from reference import tiny_model
+from steps import make_step
 
 IN_RAM = {"boundaries_in_ram": True, "resident_units": 0, "micro_batch": 1}
 

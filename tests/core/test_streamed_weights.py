@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from reference import tiny_model
-from steps import make_step
 from test_step import BATCH, PLAIN, make_batches, train
 
 from lowmem.core.layout import Layout
 from lowmem.core.offload import _SynchronousCopies
 from lowmem.core.streamed_weights import SLOTS, StreamedWeights
+from reference import tiny_model
+from steps import make_step
 
 STREAMED = {"resident_units": 0, "resident_weights": 1}
 

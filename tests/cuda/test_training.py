@@ -13,7 +13,6 @@ import signal
 
 import pytest
 import torch
-from runs import at_call, content, loss_rows, stored, weights
 from transformers import GPT2Config
 
 from experiments.gpu_acceptance import bitwise
@@ -26,6 +25,7 @@ from lowmem.core.step import TrainingStep
 from lowmem.device import collect_garbage, forget_allocations
 from lowmem.models.build import make_decoder
 from lowmem.units import KIB
+from runs import at_call, content, loss_rows, stored, weights
 from stand_in.card_library import counts, order, page_locked_limit
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

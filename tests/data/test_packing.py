@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from reference import VOCABULARY, tiny_model
-from steps import make_step
 
 from lowmem.core.loss import IGNORED
 from lowmem.data.batches import PACKED, PADDED, SORTED, Batches, Rows
 from lowmem.data.dataset import load_data
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.settings import Settings
+from reference import VOCABULARY, tiny_model
+from steps import make_step
 
 SEQ, END = 64, 0
 LENGTHS = [1, 64, 2, 17, 17, 40, 8, 9, 33, 5, 1, 24]  # inputs, so one token less than the example has

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import simulations_shared
 from torch.nn import functional as F
 from transformers import BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
@@ -30,6 +29,7 @@ from lowmem.simulate.gpus import CARDS
 from lowmem.simulate.recorder import DeviceModel
 from lowmem.simulate.step import Target, cpu_target, under_cap
 from lowmem.units import GIB, MIB
+from runs import simulations_shared
 
 CPU = torch.device("cpu")
 SEQ, BATCH = 32, 2

@@ -5,12 +5,12 @@ import math
 import re
 
 import pytest
-from runs import content, last_line, simulated
 from safetensors.torch import load_file
 
 import lowmem.core.operations
 from lowmem.data.batches import Batches
 from lowmem.run.log import read_metrics
+from runs import content, last_line, simulated
 
 
 def spoil(patch: pytest.MonkeyPatch, micro_batches: range) -> None:

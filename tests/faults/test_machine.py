@@ -8,7 +8,6 @@ import signal
 from io import FileIO
 
 import pytest
-from runs import assert_same_run, at_call, last_line, loss_rows, stored, weights
 
 import lowmem.planning.planner
 import lowmem.run.checkpoint
@@ -16,6 +15,7 @@ import lowmem.run.train
 from lowmem.core.step import TrainingStep
 from lowmem.run import log
 from lowmem.units import MIB
+from runs import assert_same_run, at_call, last_line, loss_rows, stored, weights
 
 
 class Written(FileIO):

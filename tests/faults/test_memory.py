@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import assert_same_run, at_call, last_line, loss_rows, simulated, stored, weights
 from transformers import AutoModelForCausalLM
 
 import lowmem.core.operations
@@ -29,6 +28,7 @@ from lowmem.limits import Budget
 from lowmem.run.recovery import PAGEABLE_SHARE, with_pageable_copies
 from lowmem.settings import Settings
 from lowmem.units import MIB
+from runs import assert_same_run, at_call, last_line, loss_rows, simulated, stored, weights
 
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB.\nmore lines"
 

@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from runs import ROOT
 
 from experiments.harness import rows as row_file
 from experiments.harness.tables import written
+from runs import ROOT
 from tests.faults import table
 
 FUZZED = {

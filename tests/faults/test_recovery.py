@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from reference import tiny_config
-from steps import make_batch, make_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -26,7 +24,9 @@ from lowmem.core.precision import LossScale
 from lowmem.core.step import EVALUATION, PART, STEP, UPDATES, TrainingStep
 from lowmem.run.recovery import OutOfRoom, Recovery
 from lowmem.run.smaller_layouts import Sizes, activation_bytes, kept_things, smaller_layouts, with_micro_batch
+from reference import tiny_config
 from runs import at_call
+from steps import make_batch, make_step
 
 BLOCKS, SEQ, BATCH = 3, 8, 4
 UNITS = BLOCKS + 2

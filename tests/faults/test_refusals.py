@@ -9,13 +9,13 @@ import sys
 
 import pytest
 import torch
-from runs import ROOT, SCRIPTS, content, last_line, loss_rows, measured_run
 
 import lowmem.limits
 import lowmem.run.train
 from lowmem.run.checkpoint import lock_run
 from lowmem.run.main import main
 from lowmem.units import GIB
+from runs import ROOT, SCRIPTS, content, last_line, loss_rows, measured_run
 
 # --- options
 

@@ -21,9 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import tiny_model
 from safetensors import safe_open
-from steps import make_batch, make_step
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from lowmem import files
@@ -43,6 +41,8 @@ from lowmem.run.checkpoint import (
     refuse_differences,
     save_checkpoint,
 )
+from reference import tiny_model
+from steps import make_batch, make_step
 
 RESIDENT, MIXED, STREAMED = 99, 2, 0
 ROOT = Path(__file__).resolve().parent.parent.parent

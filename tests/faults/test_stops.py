@@ -10,12 +10,12 @@ import sys
 import time
 
 import pytest
-from runs import ROOT, SMALL, assert_same_run, at_call, content, last_line, loss_rows, stored, weights
 
 import lowmem.core.operations
 import lowmem.run.train
 from lowmem.core.step import TrainingStep
 from lowmem.run.signals import StopRequest
+from runs import ROOT, SMALL, assert_same_run, at_call, content, last_line, loss_rows, stored, weights
 
 
 @pytest.mark.parametrize(

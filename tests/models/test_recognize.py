@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 import pytest
-from runs import ROOT, SCRIPTS
 
 import lowmem
 from lowmem.errors import InputError
 from lowmem.models.recognize import Recognized, is_hub_name, recognize
 from lowmem.run.main import main
+from runs import ROOT, SCRIPTS
 
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 8, "n_head": 1}
 MADE_UP = {  # file names and what is in them: a model that is none, what is said of it, and the way out

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import ROOT, simulations_shared
 from transformers import GPT2Config, LlamaConfig
 
 from lowmem.core.layout import Layout
@@ -32,6 +31,7 @@ from lowmem.simulate.gpus import CARDS
 from lowmem.simulate.recorder import Chunk
 from lowmem.simulate.step import record_step
 from lowmem.units import GIB, MIB, parse_size
+from runs import ROOT, simulations_shared
 
 CONFIG = GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=5_000, n_positions=256)
 SMALL = Settings(model="small", init="random", seq=256, batch=8, gpu_limit_bytes=GIB)

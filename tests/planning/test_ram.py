@@ -5,12 +5,12 @@ import sys
 
 import pytest
 import torch
-from runs import measured_run, stored
 
 from lowmem.core.optimizers import get_optimizer
 from lowmem.files import CHUNK_BYTES
 from lowmem.planning.ram import PHASES, RUNS_BYTES, largest, on_a_gpu, on_the_cpu
 from lowmem.units import GIB, MIB
+from runs import measured_run, stored
 
 ADAMW = get_optimizer("adamw")
 

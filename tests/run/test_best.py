@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from runs import last_line, loss_rows, stored, weights
 from transformers import GenerationConfig
 
 import lowmem.run.train
 from lowmem.errors import InputError
 from lowmem.run.report import best_evaluation
 from lowmem.settings import Settings
+from runs import last_line, loss_rows, stored, weights
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT, SCRIPTS
 
 from lowmem.errors import InputError
 from lowmem.run import early, plan_command
 from lowmem.run.main import main
 from lowmem.settings import Settings
+from runs import ROOT, SCRIPTS
 
 # Runs a program as its command does, and tells whether it has imported what takes seconds.
 WATCHED = """

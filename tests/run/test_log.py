@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from logs import PLAN, row, started
 
+from logs import PLAN, row, started
 from lowmem.core.batch import Batch
 from lowmem.core.step import StepResult
 from lowmem.limits import Peaks

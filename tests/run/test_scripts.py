@@ -14,19 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import (
-    CLOCK,
-    SCRIPTS,
-    SMALL,
-    assert_same_run,
-    at_call,
-    content,
-    last_line,
-    loss_rows,
-    measured_run,
-    stored,
-    weights,
-)
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn import functional as F
@@ -44,6 +31,19 @@ from lowmem.run.log import read_metrics
 from lowmem.run.main import main
 from lowmem.settings import Settings
 from lowmem.units import GIB, MIB
+from runs import (
+    CLOCK,
+    SCRIPTS,
+    SMALL,
+    assert_same_run,
+    at_call,
+    content,
+    last_line,
+    loss_rows,
+    measured_run,
+    stored,
+    weights,
+)
 
 PARAMETERS = {"large": 774_030_080, "xl": 1_557_611_200}
 ROW = {

@@ -19,14 +19,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from logs import PLAN, row, started
-from runs import ROOT, assert_same_run, last_line
 
+from logs import PLAN, row, started
 from lowmem.run import trackers
 from lowmem.run.log import read_metrics
 from lowmem.run.plots import draw_loss
 from lowmem.settings import Settings
 from lowmem.units import GIB
+from runs import ROOT, assert_same_run, last_line
 
 
 def run_with_wandb(

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import FAMILIES, MORE_FAMILIES
 
 from experiments.gpu_acceptance.at_peak import tape_of_cpu
+from families import FAMILIES, MORE_FAMILIES
 from lowmem.core import optimizers
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
