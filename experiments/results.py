@@ -7,6 +7,7 @@ the rows disagree.
 import sys
 from pathlib import Path
 
+from experiments.code_generation import table as code_generation
 from experiments.gpu_acceptance import table as speed
 from experiments.harness.tables import put
 from experiments.memory_estimation import table as memory
@@ -50,6 +51,7 @@ def sections() -> str:
 
 def main() -> int:
     put(README, BEGIN, sections())
+    code_generation.main()
     memory.main()
     nested_tensors.main()
     peers.main()

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from experiments.code_generation import corpus, generation, scoring
 from experiments.code_generation.corpus import Beginning
@@ -46,6 +47,7 @@ class TrainingEnded(LowmemError):
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(arguments)
+    transformers_logging.disable_progress_bar()
     try:
         report = run(options, arguments)
     except LowmemError as error:
@@ -65,6 +67,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str] = ()) -> dict:
         raise InputError("--before and --after are a pair: give both, or none to train a small model")
     if options.new_tokens >= options.seq:
         raise InputError(f"--new-tokens {options.new_tokens} leaves nothing of --seq {options.seq} to begin with")
+    began = time.monotonic()
     make_folder(options.out)
     train, held_out = corpus.split(options.data, options.train_bytes, options.held_out_bytes)
     begun = corpus.beginnings(held_out, options.prefixes, options.seed)
@@ -86,6 +89,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str] = ()) -> dict:
         "training": training,
         "true": shares(begun, [one.rest for one in begun]),
         **{name: {key: value for key, value in found.items() if key != "texts"} for name, found in models.items()},
+        "seconds": time.monotonic() - began,
     } | row_file.made_by(PROGRAM, list(arguments))
     texts = [found["texts"] for found in models.values()]
     write_text(options.out / "samples.txt", report, begun, *texts)

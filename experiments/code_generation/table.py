@@ -28,7 +28,7 @@ def section(rows: list[dict]) -> str:
                 f"{training['tokens_per_step']:,} tokens, {training['seconds'] / 60:.1f} minutes with its tokenizer"
             )
         parts += [
-            made + f"; {row['machine']}, torch {row['versions']['torch']}.",
+            made + f"; {row['seconds'] / 60:.1f} minutes in all; {row['machine']}, torch {row['versions']['torch']}.",
             markdown(("", "before", "after", "true text"), lines),
         ]
     return "\n\n".join(parts)
