@@ -148,7 +148,7 @@ def judged(name: str, begun: Sequence[Beginning], held_out: Sequence[str], optio
         texts.append(next_lines(model, tokenizer, one, options.seq - options.new_tokens, options.new_tokens))
         if sys.stderr.isatty():
             print(f"\r{number} of {len(begun)} beginnings", end="" if number < len(begun) else "\n", file=sys.stderr)
-    return {"model": name} | scores | shares(begun, texts) | {"texts": texts}
+    return {"model": row_file.portable(name)} | scores | shares(begun, texts) | {"texts": texts}
 
 
 def next_lines(

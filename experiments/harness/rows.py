@@ -152,7 +152,7 @@ def made_by(program: str, arguments: list[str]) -> dict:
     from lowmem.run.report import versions  # and with it torch, which the process that starts jobs does without
 
     return {
-        "command": shlex.join(["python", *through_stand_in(), "-m", program, *map(_portable, arguments)]),
+        "command": shlex.join(["python", *through_stand_in(), "-m", program, *map(portable, arguments)]),
         "commit": commit(),
         "versions": versions(),
         "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
@@ -161,7 +161,7 @@ def made_by(program: str, arguments: list[str]) -> dict:
     }
 
 
-def _portable(argument: str) -> str:
+def portable(argument: str) -> str:
     """Without the folders of this machine: a path of the repository from its root, any other by its last name."""
     option, equals, value = argument.rpartition("=")
     path = Path(value)

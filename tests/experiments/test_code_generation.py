@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from experiments.code_generation import compare, corpus, generation, page, scoring
+from experiments.code_generation import compare, corpus, generation, page, scoring, table
 from experiments.code_generation.corpus import Beginning
+from experiments.harness import rows as row_file
+from experiments.harness.tables import written
 from lowmem.data.sources import Record, Source
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
@@ -258,3 +260,15 @@ def test_a_training_that_a_signal_ended_has_its_exit_code(tmp_path, monkeypatch,
     monkeypatch.setattr(compare.subprocess, "run", lambda words: subprocess.CompletedProcess(words, 75))
     words = ["--shape", "1x32x2", "--vocabulary", "300", "--train-bytes", "3MB", "--out", str(tmp_path)]
     assert compare.main(words) == 75 and "goes on" in capsys.readouterr().err
+
+
+# --- the rows
+
+
+def test_the_readme_says_what_the_row_says_and_the_small_model_has_learned_to_write_code():
+    rows = row_file.read(table.FOLDER / "results" / "rows.jsonl")
+    assert written(table.README, table.BEGIN) == table.section(rows)
+    (row,) = rows
+    assert row["seconds"] < 20 * 60 and row["training"] and row["machine"].startswith("2 CPU cores")
+    assert row["before"]["parsing_lines"] == 0 and row["after"]["parsing_lines"] >= 0.4
+    assert row["after"]["bits_per_byte"] < 2.6 < row["before"]["bits_per_byte"]
