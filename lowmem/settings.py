@@ -113,8 +113,12 @@ class Settings:
     recompute: Literal["auto", "on", "products", "off"] = _option(
         "auto", "compute activations again in the backward pass: all of them, all but matrix products and attention, "
         "or none")
-    states: Literal["auto", "resident", "streamed"] = _option(
-        "auto", "optimizer states on the GPU, or in RAM and brought over for each update: the same result, bit for bit")
+    states: Literal["auto", "resident", "streamed", "disk"] = _option(
+        "auto", "optimizer states on the GPU, or in RAM or on a disk and brought over for each update: the same "
+        "result, bit for bit; disk: all of them, auto and streamed: those that RAM has no room for, in --states-folder")
+    states_folder: str | None = _option(None, "a folder on a fast disk, where states may lie", "DIR", "none")
+    disk_rate_bytes: int | None = _option(2 * GIB, "what that disk reads and writes in a second, together, for the "
+                                          "plan's seconds", "SIZE")
     weights: Literal["auto", "resident", "streamed"] = _option(
         "auto", "working weights of the blocks on the GPU, or in RAM and brought over for each pass: the same result, "
         "bit for bit; auto: in RAM where nothing else fits")
@@ -200,12 +204,18 @@ class Settings:
 
         if self.weights == "streamed" and self.states == "resident":
             yield "--weights streamed brings weights to be updated with their states: leave out --states resident."
+        if self.states == "disk" and self.states_folder is None:
+            yield "--states disk needs a folder on a disk: give --states-folder."
+        if self.states == "resident" and self.states_folder is not None:
+            yield "--states-folder is for states that are streamed: leave out --states resident."
+        if self.disk_rate_bytes is None:
+            yield "--disk-rate must be a size, what a disk reads and writes in a second, as in 2GiB."
         if self.weights == "streamed" and self.recompute == "off":
             yield "--weights streamed computes blocks again in the backward: leave out --recompute off."
         if self.boundaries == "streamed" and self.recompute == "off":
             yield "--boundaries streamed are for blocks that are computed again: leave out --recompute off."
 
-        for name in ("gpu_limit_bytes", "ram_limit_bytes"):
+        for name in ("gpu_limit_bytes", "ram_limit_bytes", "disk_rate_bytes"):
             if getattr(self, name) is not None and getattr(self, name) < MIB:
                 yield f"{option_name(name)} is {format_size(getattr(self, name))}: write a unit, as in 11GiB, or none."
         if self.gpu is not None and self.device == "cpu":
@@ -251,7 +261,9 @@ _AT_LEAST_ONE = (
     *("batch", "steps", "micro_batch", "group", "segment_blocks"),
     *("keep_last", "eval_every", "eval_batches", "log_every", "patience", "sample_every"),
 )
-_TEXTS = ("gpu", "model", "data", "eval_data", "text_field", "chat_template", "out", "run_name", "resume")
+_TEXTS = (
+    *("gpu", "model", "data", "eval_data", "text_field", "chat_template", "states_folder", "out", "run_name", "resume"),
+)
 
 # What --demo puts in place of a script's defaults: a small model from random weights, minutes on two CPU cores.
 DEMO = {

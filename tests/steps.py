@@ -1,11 +1,15 @@
 """A decoder on the CPU and all that trains it, without a run around it: what tests of steps and saves share."""
 
+import tempfile
+from pathlib import Path
+
 import torch
 from torch import nn
 
 from experiments.gpu_acceptance.bitwise import FlushedStep
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
+from lowmem.core.disk import DiskStates
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import get_optimizer
@@ -18,7 +22,7 @@ from reference import VOCABULARY
 def make_step(
     model: nn.Module, *, precision="fp32", optimizer="adamw", resident_units=99, clip_norm: float | None = 0.5,
     residual="fp32", fused_kernels=False, loss_scale: LossScale | None = None, dropout_seed=3, defer=True,
-    beta1=0.9, beta2=0.999, epsilon=1e-8, resident_weights: int | None = None, **layout,
+    beta1=0.9, beta2=0.999, epsilon=1e-8, resident_weights: int | None = None, disk_units=0, **layout,
 ) -> tuple[TrainingStep, Store]:  # fmt: skip
     """The step that trains `model` from the fp32 weights that it has, and its store. The keywords that are not named
     here are Layout's; micro-batches of 2, if none are given. `defer`: whether updates may wait for the next step."""
@@ -27,9 +31,14 @@ def make_step(
     if precision != "fp32":
         cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)
     decoder, rule = Decoder(model, fused_kernels), get_optimizer(optimizer)
-    store = Store(decoder, torch.device("cpu"), dtype, rule, resident_units, resident_weights=resident_weights)
+    units = len(decoder.units)
+    on_disk = Layout(1, resident_units=min(resident_units, units), disk_units=disk_units).units_on_disk(units)
+    store = Store(
+        decoder, torch.device("cpu"), dtype, rule, resident_units, resident_weights=resident_weights,
+        disk_units=on_disk, disk_tensor=DiskStates(Path(tempfile.gettempdir())).tensor,
+    )  # fmt: skip
     store.write(iter(initial))
-    layout = Layout(**{"micro_batch": 2, "resident_weights": resident_weights} | layout)
+    layout = Layout(**{"micro_batch": 2, "resident_weights": resident_weights, "disk_units": disk_units} | layout)
     scale = loss_scale or LossScale(precision == "fp16")
     step = (TrainingStep if defer else FlushedStep)(
         decoder, store, rule, layout, clip_norm=clip_norm, weight_decay=0.01, seed=dropout_seed, loss_scale=scale,

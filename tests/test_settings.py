@@ -115,6 +115,8 @@ OPTION_VALUES = [
     ("--segment-blocks auto", "segment_blocks", None),
     ("--recompute off", "recompute", "off"),
     ("--states streamed", "states", "streamed"),
+    ("--states-folder /fast/disk", "states_folder", "/fast/disk"),
+    ("--disk-rate 3GiB", "disk_rate_bytes", 3 * GIB),
     ("--weights streamed", "weights", "streamed"),
     ("--boundaries streamed", "boundaries", "streamed"),
     ("--plan-only", "plan_only", True),

@@ -11,10 +11,12 @@ What this cannot show: that other shapes take kernels that are as deterministic.
 import functools
 import itertools
 import math
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from experiments.harness.child import Result, Setting
 from lowmem import device as devices
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
+from lowmem.core.disk import DiskStates
 from lowmem.core.kernels import fused
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.layout import Layout
@@ -58,6 +61,7 @@ CASES = {
         **{"resident_weights": 2, "resident_units": 1, "norm_first": True, "group": 4, "segment_blocks": 2},
     },
     "boundaries in RAM": {"group": 4, "boundaries_in_ram": True, "resident_units": 0},
+    "half on a disk, deferred": {"disk_units": 2, "resident_units": 0, "defer": True},
     "no recompute": {"recompute": False},
     "no recompute, half streamed, deferred": {"recompute": False, "resident_units": 3, "defer": True},
 }
@@ -208,23 +212,25 @@ def train(
 
 def make_step(
     shape: Shape, device: torch.device, precision: str, kernels: bool, resident_units: int, *, clip_norm: float | None,
-    optimizer: str, host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor, defer: bool = True,
-    **layout: int | bool | None,
+    optimizer: str, host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor,
+    disk_tensor: Callable[[int, torch.dtype], Tensor] | None = None, defer: bool = True, **layout: int | bool | None,
 ) -> tuple[TrainingStep, Store]:  # fmt: skip
     """The step, two sequences at a time, and the store, with the same random weights each time; `kernels`: whether with
-    fused operators; `defer`: whether its updates may wait for the next one. The keywords that are not named here are
-    Layout's."""
+    fused operators; `disk_tensor`: makes what is on a disk, None: in the folder for temporary files; `defer`: whether
+    its updates may wait for the next one. The keywords that are not named here are Layout's."""
     model = build_model(shape.config)
     if precision != "fp32":
         cast_explicitly(model, torch.float32, kernels)
     decoder = Decoder(model, kernels)
     rule = get_optimizer(optimizer)
+    laid_out = Layout(2, resident_units=min(resident_units, len(decoder.units)), **layout)
     store = Store(
-        decoder, device, WORKING_DTYPES[precision], rule, resident_units, host_tensor, layout.get("resident_weights")
-    )
+        decoder, device, WORKING_DTYPES[precision], rule, resident_units, host_tensor, laid_out.resident_weights,
+        laid_out.units_on_disk(len(decoder.units)), disk_tensor or DiskStates(Path(tempfile.gettempdir())).tensor,
+    )  # fmt: skip
     store.write(random_weights(shape.config, seed=0))
     step = (TrainingStep if defer else FlushedStep)(
-        decoder, store, rule, Layout(micro_batch=2, **layout),
+        decoder, store, rule, laid_out,
         clip_norm=clip_norm, weight_decay=0.01, seed=0, loss_scale=LossScale(precision == "fp16", scale=4096.0),
     )  # fmt: skip
     return step, store

@@ -99,10 +99,10 @@ def _update_left_out(step: TrainingStep) -> Iterator[None]:
 class _NoCopies(offload._SynchronousCopies):
     """In the place of the ring's transfers."""
 
-    def fetch(self, slot, home, state) -> None:
+    def fetch(self, slot, home, state, on_disk=()) -> None:
         pass
 
-    def write_back(self, slot, state, home) -> None:
+    def write_back(self, slot, state, home, on_disk=()) -> None:
         pass
 
 

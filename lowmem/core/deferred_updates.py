@@ -32,7 +32,7 @@ class Updates:
     ):
         """`update`: updates one piece, whose state is on the device, with `hyper`, or changes nothing where memory runs
         out; `beside`: whether it may run beside what computes (offload.py)."""
-        self.ring = StagingRing(store.device, store.pieces, beside)
+        self.ring = StagingRing(store.device, store.pieces, beside, store.host_buffer)
         self.hyper = hyper
         self.units, self.units_done = units, units
         self._store, self._update = store, update

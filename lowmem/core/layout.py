@@ -35,9 +35,9 @@ class Layout:
     whose working weights are there, too; with None all are. Those of the others, but for the last unit, pass through
     the device segment by segment (streamed_weights.py), and nothing else can be kept of their blocks than inputs and
     products; their states are streamed. `boundaries_in_ram`: whether inputs of blocks wait there for their backward
-    (streamed_boundaries.py). `evaluation_rows`: sequences in a micro-batch of an evaluation, where that is fewer than
-    `micro_batch`. `least_positions`: of a micro-batch, below
-    which it takes no less time (batch.py).
+    (streamed_boundaries.py). `disk_units`: of how many of the units whose states are streamed the matrices' are on a
+    disk (disk.py). `evaluation_rows`: sequences in a micro-batch of an evaluation, where that is fewer than
+    `micro_batch`. `least_positions`: of a micro-batch, below which it takes no less time (batch.py).
     """
 
     micro_batch: int
@@ -51,6 +51,7 @@ class Layout:
     resident_units: int = 0
     resident_weights: int | None = None
     boundaries_in_ram: bool = False
+    disk_units: int = 0
     evaluation_rows: int | None = None
     least_positions: int = 1
 
@@ -83,6 +84,16 @@ class Layout:
         if groups == 1 and not clips and not scales_loss:
             return IN_BACKWARD
         return TWO_PASS if self.norm_first else DEFERRED
+
+    def units_on_disk(self, units: int) -> list[int]:
+        """Of a model's `units` those that `disk_units` counts: evenly among the streamed ones, so that a slow disk is
+        at work all through a pass."""
+        streamed = range(self.resident_units, units)
+        disk = min(self.disk_units, len(streamed))
+        return [
+            unit for index, unit in enumerate(streamed)
+            if (index + 1) * disk // len(streamed) > index * disk // len(streamed)
+        ]  # fmt: skip
 
     def segments(self, blocks: int) -> list[Segment]:
         """All of a model's `blocks`, in order."""

@@ -1,4 +1,4 @@
-"""Optimizer states that live in RAM: exact-size buffers, and the ring through which they visit the GPU.
+"""Optimizer states that live in RAM, or on a disk: exact-size buffers, and the ring through which they visit the GPU.
 
 A pass over the pieces of the model brings each piece's state to the device `AHEAD` pieces before it is needed, hands
 it out, and writes it back after use; copies in, copies out and the updates have a stream each, so that on a GPU both
@@ -8,30 +8,38 @@ long. The ring is a fixed set of slots, each as large as the largest piece. Wher
 same call can be made again.
 
 Buffers in RAM are anonymous mappings of exactly the size asked for, registered with CUDA: PyTorch's own page-locked
-allocator rounds sizes up to powers of two (2.25 GiB take 4 GiB).
+allocator rounds sizes up to powers of two (2.25 GiB take 4 GiB). What is on a disk is read READ_AHEAD pieces ahead, by
+the kernel, and by the host into RAM when it is fetched; it is written back when its slot's buffers are needed again, so
+that the host waits for a disk that is slower than the updates (disk.py).
 
 On the CPU the same ring works synchronously: states are copied into a slot and back, and everything that does not say
 `cuda` is tested there; the rest on the stand-in (tests/cuda), in every order of streams that events allow.
 """
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import islice
 from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from lowmem.core import disk
+
 State = dict[str, Tensor]
 AHEAD = 2
+READ_AHEAD = 8
 
 
 class Piece(Protocol):
-    """What the ring needs to know of a piece: its state, and whether that lies in RAM or on the device already."""
+    """What the ring needs to know of a piece: its state, whether that is not on the device already, and what of it is
+    not even in RAM."""
 
     state: State
     streamed: bool
+    on_disk: tuple[str, ...]
 
 
 class _Mapping(mmap.mmap):
@@ -80,14 +88,18 @@ def page_lock(tensor: Tensor) -> bool:
 class StagingRing:
     """AHEAD + 1 slots on `device` through which streamed states pass."""
 
-    def __init__(self, device: torch.device, pieces: Sequence[Piece], beside: bool = False):
+    def __init__(
+        self, device: torch.device, pieces: Sequence[Piece], beside: bool = False,
+        host_buffer: Callable[[int, torch.dtype], Tensor] | None = None,
+    ):  # fmt: skip
         """The slots are made to hold the largest streamed piece; none are made where nothing is streamed. `beside`:
-        whether updates run beside what computes, for which they must not allocate."""
+        whether updates run beside what computes, for which they must not allocate. `host_buffer(entries, dtype)`:
+        makes page-locked memory, for pieces that are on a disk."""
         self._device = device
         self._slots: list[State] = [{} for _ in range(AHEAD + 1)]
         self._views: dict[tuple[int, int], State] = {}  # by slot and piece
         self.fit(pieces)
-        self.copies = copies_for(device, beside)
+        self.copies = copies_for(device, beside, host_buffer or host_tensor)
         self.begin(())
 
     def fit(self, pieces: Sequence[Piece]) -> None:
@@ -113,13 +125,19 @@ class StagingRing:
         its slot, not for its home. A pass that is left early leaves alone what has not been given back."""
         self._streamed = [piece for piece in pieces if piece.streamed]
         self._fetched = self._used = 0
+        self._from_disk = iter([piece for piece in self._streamed if piece.on_disk])
+        for _ in range(READ_AHEAD):
+            self._read_ahead()
 
     def take(self, piece: Piece) -> State:
         """The state of `piece`, the next one of the pass, on the device; the same if asked again."""
         while self._fetched < min(self._used + AHEAD + 1, len(self._streamed)):
-            home = self._streamed[self._fetched].state
-            self.copies.fetch(self._fetched % len(self._slots), home, self._slot(self._fetched))
+            following = self._streamed[self._fetched]
+            slot = self._fetched % len(self._slots)
+            self.copies.fetch(slot, following.state, self._slot(self._fetched), following.on_disk)
             self._fetched += 1
+            if following.on_disk:
+                self._read_ahead()
         if not piece.streamed:
             return piece.state
         state = self._slot(self._used)
@@ -129,8 +147,14 @@ class StagingRing:
     def give_back(self, piece: Piece) -> None:
         """Keeps what has been done to the state of `piece` since it was taken."""
         if piece.streamed:
-            self.copies.write_back(self._used % len(self._slots), self._slot(self._used), piece.state)
+            slot = self._used % len(self._slots)
+            self.copies.write_back(slot, self._slot(self._used), piece.state, piece.on_disk)
             self._used += 1
+
+    def _read_ahead(self) -> None:
+        """Of the pieces on the disk the next one."""
+        for piece in islice(self._from_disk, 1):
+            self.copies.read_ahead({name: piece.state[name] for name in piece.on_disk})
 
     def _slot(self, index: int) -> State:
         number, piece = index % len(self._slots), self._streamed[index]
@@ -142,21 +166,30 @@ class StagingRing:
         return views
 
     def synchronize(self) -> None:
-        """Returns when everything written back has arrived in RAM."""
+        """Returns when everything written back has arrived where it belongs."""
         self.copies.synchronize()
 
 
-def copies_for(device: torch.device, beside: bool) -> "_CudaCopies | _SynchronousCopies":
+def copies_for(
+    device: torch.device, beside: bool, host_buffer: Callable[[int, torch.dtype], Tensor]
+) -> "_CudaCopies | _SynchronousCopies":
     """What carries states to and from `device`. Tests give the CUDA transfers imitated streams here."""
-    return _CudaCopies(device, beside) if device.type == "cuda" else _SynchronousCopies()
+    return _CudaCopies(device, beside, host_buffer) if device.type == "cuda" else _SynchronousCopies()
 
 
 class _SynchronousCopies:
     """The CPU's transfers: done when the call returns."""
 
-    def fetch(self, slot: int, home: State, state: State) -> None:
+    def read_ahead(self, home: State) -> None:
+        for tensor in home.values():
+            disk.read_ahead(tensor)
+
+    def fetch(self, slot: int, home: State, state: State, on_disk: Sequence[str] = ()) -> None:
         for name, tensor in home.items():
-            state[name].copy_(tensor)
+            if name in on_disk:
+                disk.read(tensor, state[name])
+            else:
+                state[name].copy_(tensor)
 
     def wait_fetched(self, slot: int) -> None:
         pass
@@ -188,9 +221,12 @@ class _SynchronousCopies:
     def hold_compute(self) -> None:
         pass
 
-    def write_back(self, slot: int, state: State, home: State) -> None:
+    def write_back(self, slot: int, state: State, home: State, on_disk: Sequence[str] = ()) -> None:
         for name, tensor in home.items():
-            tensor.copy_(state[name])
+            if name in on_disk:
+                disk.write(state[name], tensor)
+            else:
+                tensor.copy_(state[name])
 
     def synchronize(self) -> None:
         pass
@@ -200,7 +236,7 @@ class _CudaCopies:
     """Transfers on two side streams, updates on a third or, if not `beside`, on the one that computes; a slot is
     refilled only after its write-back."""
 
-    def __init__(self, device: torch.device, beside: bool):
+    def __init__(self, device: torch.device, beside: bool, host_buffer: Callable[[int, torch.dtype], Tensor]):
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._updates = torch.cuda.Stream(device) if beside else torch.cuda.current_stream(device)
         self._in.wait_stream(torch.cuda.current_stream())  # kernels issued before may still use the slots' memory
@@ -214,8 +250,16 @@ class _CudaCopies:
         self._coming: torch.cuda.Stream | None = None
         self._left: dict[int, torch.cuda.Event] = {}
         self._back: dict[int, torch.cuda.Event] = {}
+        self._buffers = disk.DiskBuffers(host_buffer)
 
-    def fetch(self, slot: int, home: State, state: State) -> None:
+    def read_ahead(self, home: State) -> None:
+        for tensor in home.values():
+            disk.read_ahead(tensor)
+
+    def fetch(self, slot: int, home: State, state: State, on_disk: Sequence[str] = ()) -> None:
+        if on_disk:
+            self._written[slot].synchronize()  # for the host is about to read its buffers, and to fill them anew
+            home = home | self._buffers.fill(slot, {name: home[name] for name in on_disk})
         self._in.wait_event(self._written[slot])  # an event never recorded is no obstacle
         with torch.cuda.stream(self._in):
             for name, tensor in home.items():
@@ -280,7 +324,9 @@ class _CudaCopies:
         memory that they freed. An event marks them, since the stream of the updates waits for the next piece by now."""
         torch.cuda.current_stream().wait_event(self._updated)
 
-    def write_back(self, slot: int, state: State, home: State) -> None:
+    def write_back(self, slot: int, state: State, home: State, on_disk: Sequence[str] = ()) -> None:
+        if on_disk:
+            home = home | self._buffers.owe(slot, {name: home[name] for name in on_disk})
         self._out.wait_stream(self._updates)
         with torch.cuda.stream(self._out):
             for name, tensor in home.items():
@@ -293,3 +339,4 @@ class _CudaCopies:
         for stream in (self._leaving, self._coming):
             if stream is not None:
                 stream.synchronize()
+        self._buffers.settle_all()

@@ -7,19 +7,19 @@ parameter starts at a multiple of BLOCK elements, so that 8-bit states of one ne
 is updated in pieces of at most PIECE elements, which bounds the staging ring.
 
 Bytes per parameter: 2 working (4 in fp32) on the device; 4 for the fp32 gradient while there is one; the optimizer's
-state (optimizers.py) on the device or in RAM. Where even the working weights are more than the device has room for, the
-matrices of most blocks lie in RAM, too: for forward and backward they pass through the device (streamed_weights.py),
-and to be updated they come with their state.
-"""
+state (optimizers.py) on the device, in RAM or, of matrices, on a disk (disk.py). Where even the working weights are
+more than the device has room for, the matrices of most blocks lie in RAM, too: for forward and backward they pass
+through the device (streamed_weights.py), and to be updated they come with their state."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lowmem.core.decoder import Decoder
+from lowmem.core.disk import let_go
 from lowmem.core.offload import State, host_tensor, page_lock
 from lowmem.core.optimizers import BLOCK, Optimizer, slice_state, state_layout
 from lowmem.core.precision import RUN_ELEMENTS, join, runs, split
@@ -31,7 +31,7 @@ WORKING = "working"
 @dataclass
 class Piece:
     """A run of one part's elements that is updated at once. `state` holds the weights, too, as WORKING, where they come
-    to the device with it."""
+    to the device with it. `on_disk`: what of it is neither on the device nor in RAM, by name."""
 
     part: "Part"
     start: int
@@ -39,6 +39,7 @@ class Piece:
     decay: bool
     state: State
     streamed: bool
+    on_disk: tuple[str, ...] = ()
 
 
 class Part:
@@ -61,9 +62,11 @@ class Part:
         streamed: bool,
         weights_streamed: bool,
         host_tensor: Callable[[int, torch.dtype], Tensor],
+        disk_tensor: Callable[[int, torch.dtype], Tensor] | None,
     ):
+        """`disk_tensor`: what makes the tensors of the state where that is on a disk."""
         self.name, self.unit, self.device = name, unit, device
-        self.weights_streamed, self.updates = weights_streamed, 0
+        self.weights_streamed, self.on_disk, self.updates = weights_streamed, disk_tensor is not None, 0
         # One number for all: what a parameter is while its weights are not on the device.
         self.absent = torch.full((), torch.nan, dtype=dtype, device=device) if weights_streamed else None
         self._optimizer = optimizer
@@ -78,11 +81,14 @@ class Part:
         self.state: State = {}
         for key, (entries, kind) in state_layout(optimizer, end, dtype).items():
             if streamed:
-                self.state[key] = host_tensor(entries, kind)
+                self.state[key] = (disk_tensor or host_tensor)(entries, kind)
             else:
                 self.state[key] = torch.zeros(entries, dtype=kind, device=device)
         bounds = [(start, min(start + PIECE, end)) for start in range(0, end, PIECE)]
-        self.pieces = [Piece(self, start, stop, decay, self._state_of(start, stop), streamed) for start, stop in bounds]
+        on_disk = tuple(self.state) if self.on_disk else ()
+        self.pieces = [
+            Piece(self, start, stop, decay, self._state_of(start, stop), streamed, on_disk) for start, stop in bounds
+        ]
 
     def _state_of(self, start: int, stop: int) -> State:
         state = slice_state(self._optimizer, self.state, start, stop)
@@ -123,7 +129,9 @@ class Part:
             stop = start + run.numel()
             self._flat(self.working, name)[start:stop].copy_(high)
             if low is not None:
-                self._flat(self.state["low"], name)[start:stop].copy_(low)
+                home = self._flat(self.state["low"], name)[start:stop]
+                home.copy_(low)
+                let_go(home)
             start = stop
 
     def master_runs(self, name: str) -> Iterator[Tensor]:
@@ -131,6 +139,7 @@ class Part:
         halves = [self.working, self.state["low"]] if "low" in self.state else [self.working]
         for pieces in zip(*(self._flat(half, name).split(RUN_ELEMENTS) for half in halves), strict=True):
             high, *low = (piece.to("cpu", copy=True) for piece in pieces)
+            let_go(pieces[-1])
             yield join(high, *low)
 
     def master(self, name: str) -> Tensor:
@@ -149,9 +158,9 @@ class Store:
 
     The first `resident_units` of the decoder's units keep their state on the device: they are needed first in the
     forward pass and their gradients are final last, so streaming them would overlap least. The rest is streamed, and
-    lies where `host_tensor` puts it. The first `resident_weights` units (None: all) and the last one keep their working
-    weights on the device, too; of the others, whose states are streamed then, the matrices are in RAM.
-    """
+    lies where `host_tensor` puts it, or `disk_tensor` that of the matrices of `disk_units`. The first
+    `resident_weights` units (None: all) and the last one keep their working weights on the device, too; of the others,
+    whose states are streamed then, the matrices are in RAM."""
 
     def __init__(
         self,
@@ -162,6 +171,8 @@ class Store:
         resident_units: int,
         host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor,
         resident_weights: int | None = None,
+        disk_units: Collection[int] = (),
+        disk_tensor: Callable[[int, torch.dtype], Tensor] | None = None,
     ):
         last = len(decoder.units) - 1
         weights_streamed = range(last if resident_weights is None else max(resident_weights, 1), last)
@@ -190,9 +201,12 @@ class Store:
                     streamed=index >= resident_units,
                     weights_streamed=kind == "matrices" and index in weights_streamed,
                     host_tensor=host_tensor,
+                    disk_tensor=disk_tensor if kind == "matrices" and index in disk_units else None,
                 )
                 if part.weights_streamed and not part.streamed:
                     raise ValueError(f"the weights of unit {index} cannot be streamed while its states are resident")
+                if part.on_disk and not part.streamed:
+                    raise ValueError(f"the states of unit {index} cannot be resident and on a disk")
                 self.parts.append(part)
                 for name, parameter in chosen.items():
                     unit.parameters[name] = nn.Parameter(part.placeholder(name))
@@ -210,7 +224,8 @@ class Store:
         in place: locking makes every page resident, and until then loading needs the room."""
         if self.device.type != "cuda":
             return True
-        tensors = [tensor for part in self.parts if part.streamed for tensor in part.state.values()]
+        in_ram = (part for part in self.parts if part.streamed and not part.on_disk)
+        tensors = [tensor for part in in_ram for tensor in part.state.values()]
         tensors += [part.working for part in self.parts if part.weights_streamed]
         return all([page_lock(tensor) for tensor in tensors])
 
@@ -251,8 +266,11 @@ class Store:
     def clear(self) -> None:
         """Weights and states are zeros again, as when they were made."""
         for part in self.parts:
-            for tensor in (part.working, *part.state.values()):
-                tensor.zero_()
+            part.working.zero_()
+            for piece in part.pieces:
+                for tensor in piece.state.values():
+                    tensor.zero_()
+                    let_go(tensor)
 
     def names(self) -> list[str]:
         """Of all parameters, part by part."""

@@ -32,7 +32,7 @@ class Choices:
     `norm_first`: whether forward and backward run twice (core/step.py); the whole batch is one group then.
     `resident_weights`, `boundaries_in_ram`: Layout's. Where weights are streamed no unit's states are resident, and no
     block is kept whole. Where boundaries are in RAM, there is one length of segments and one of `kept`, which say how
-    much that is; and the whole batch is one group.
+    much that is; and the whole batch is one group. `disk_units`: Layout's.
     """
 
     micro_batches: Sequence[int]
@@ -43,6 +43,7 @@ class Choices:
     norm_first: bool = False
     resident_weights: int | None = None
     boundaries_in_ram: bool = False
+    disk_units: int = 0
 
     def groups_of(self, batch: int, micro_batch: int) -> list[int]:
         """The smallest group and the largest."""
@@ -79,8 +80,9 @@ class Columns:
         self._sizes: dict[int, list[float]] = {}
         self._found_kept: dict[tuple[Family, int, int], int] = {}
         frugal = self.record(self.frugal_column(choices.micro_batches[0]), 0, 0)
-        beside = frugal.streamed_weight_bytes + frugal.boundary_bytes
-        streamed = [sum(frugal.state_bytes[units:]) + beside for units in choices.resident_units]
+        beside = frugal.streamed_weight_bytes + frugal.boundary_bytes + frugal.disk_buffer_bytes
+        in_ram = [size - on_disk for size, on_disk in zip(frugal.state_bytes, frugal.disk_bytes, strict=True)]
+        streamed = [sum(in_ram[units:]) + beside for units in choices.resident_units]
         self.fewest_resident = next((place for place, size in enumerate(streamed) if within(size, room.ram)), None)
 
     def groups(self, micro_batch: int) -> list[int]:
@@ -112,6 +114,7 @@ class Columns:
             family.micro_batch, family.group, column.segment, norm_first=choices.norm_first,
             first_group=family.first_group, resident_units=choices.resident_units[resident],
             resident_weights=choices.resident_weights, boundaries_in_ram=choices.boundaries_in_ram,
+            disk_units=choices.disk_units,
             least_positions=self.simulations.base.layout.least_positions,
         )  # fmt: skip
         return self.simulations.keeping(layout, choices.kept[kept])

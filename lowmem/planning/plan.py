@@ -26,8 +26,9 @@ class Plan:
     `ram`: bytes by phase of the run and by name (ram.py). `fused_kernels`: whether operators.py's are counted on.
     `not_compared`: why a small copy of the model was not compared with its pieces (compatibility.py); None where it
     was. `seconds_with_more_ram`: what a step takes if RAM's cap is 1 GiB higher, or less; None where RAM does not
-    decide. `checkpoint_bytes`: of one checkpoint. `typical_tokens`: of a step whose rows are as long as the data's,
-    where the seconds are that step's; None where they are those of full rows."""
+    decide. `checkpoint_bytes`: of one checkpoint. `disk_state_bytes`: of the states that are in --states-folder.
+    `typical_tokens`: of a step whose rows are as long as the data's, where the seconds are that step's; None where they
+    are those of full rows."""
 
     model: str
     parameters: int
@@ -50,6 +51,7 @@ class Plan:
     not_compared: str | None = None
     seconds_with_more_ram: float | None = None
     checkpoint_bytes: int = 0
+    disk_state_bytes: int = 0
     typical_tokens: int | None = None
 
     @property
@@ -69,10 +71,12 @@ class Plan:
     @property
     def disk(self) -> dict[str, int]:
         """The most that a run ever has on the disk, in bytes: the checkpoints that it keeps, the one that it writes
-        beside them, and the weights of the exported model."""
+        beside them, and the weights of the exported model; and, where some are there, the states of --states-folder."""
         kept = (self.settings.keep_last + self.settings.keep_best) * self.checkpoint_bytes
         exported = WORKING_DTYPES[self.settings.export_dtype].itemsize
-        return {"checkpoints": kept, "one_being_written": self.checkpoint_bytes, "export": exported * self.parameters}
+        states = {"states": self.disk_state_bytes} if self.disk_state_bytes else {}
+        saved = {"checkpoints": kept, "one_being_written": self.checkpoint_bytes, "export": exported * self.parameters}
+        return saved | states
 
     def to_dict(self) -> dict:
         """plan.json's content."""
@@ -128,6 +132,9 @@ class Plan:
         if layout.resident_weights is not None:
             streamed = self.blocks + 1 - max(layout.resident_weights, 1)
             laid_out += f"; working weights of {streamed} of {self.blocks} blocks brought over for each pass"
+        if layout.disk_units:
+            on_disk = len(layout.units_on_disk(self.units))
+            laid_out += f"; states of {on_disk} of {self.units} units on the disk of {settings.states_folder}"
         if layout.boundaries_in_ram:
             laid_out += "; inputs of blocks wait in RAM for their backward"
         lines = [
@@ -145,10 +152,14 @@ class Plan:
         lines += _table("RAM", self.ram_breakdown, "total", settings.ram_limit_bytes)
         phases = ", ".join(f"{phase} {size / GIB:.2f}" for phase, size in self.ram_phases.items())
         lines.append(f"  RAM in GiB: {phases}")
-        total, each = (format_size(size) for size in (sum(self.disk.values()), self.checkpoint_bytes))
+        saved = sum(self.disk.values()) - self.disk_state_bytes
+        total, each = (format_size(size) for size in (saved, self.checkpoint_bytes))
         every = settings.save_every if isinstance(settings.save_every, str) else f"{settings.save_every} steps"
         kept = settings.keep_last + settings.keep_best
         lines.append(f"  disk {total}: {kept} + 1 checkpoints of {each}, and the model; one every {every}")
+        if self.disk_state_bytes:
+            size = format_size(self.disk_state_bytes)
+            lines.append(f"  disk {size} in {settings.states_folder}: states, read and written in each step")
         if self.step_seconds is not None:
             tokens = self.typical_tokens or settings.batch * settings.seq
             of_data = "" if self.typical_tokens is None else f" with the data's {tokens:,} tokens"

@@ -20,6 +20,7 @@ same command on the same machine takes the same one.
 
 import gc
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,6 +37,7 @@ from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES, ram_now_bytes
 from lowmem.models.build import make_decoder
 from lowmem.models.compatibility import architecture_blamed, compare_small_copy
+from lowmem.planning.columns import within
 from lowmem.planning.plan import Plan
 from lowmem.planning.ram import (
     CPU_TRAINING_BYTES,
@@ -132,7 +134,7 @@ def _gpu_plan(
     settings: Settings, decoder: Callable[[], Decoder], precision: str, card: Card,
     fused_kernels: bool | None, process: Process | None,
 ) -> Plan:  # fmt: skip
-    target = gpu_target(card, fused_kernels)
+    target = gpu_target(card, fused_kernels, settings.disk_rate_bytes)
     decoder = partial(decoder, fused_kernels=target.fused_kernels)
     gpu_limit, card_limit = settings.gpu_limit_bytes, None
     if settings.gpu is not None or (gpu_limit is None and (process is not None or torch.cuda.is_available())):
@@ -199,17 +201,40 @@ def _as_it_runs(simulations: Simulations, found: Found, gpu_limit: int | None) -
 
 def fastest_layout(settings: Settings, simulations: Simulations, room: MemoryLimits) -> Found | None:
     """Of all that the settings leave open; forward and backward run twice where nothing else fits, or is slower.
-    Boundaries are in RAM where nothing fits with them on the GPU, and working weights are streamed where nothing fits
-    with all of them resident."""
+    Boundaries are in RAM where nothing fits with them on the GPU, working weights are streamed where nothing fits with
+    all of them resident, and states are on a disk, as few as may be, where nothing fits without. What a disk costs is
+    no part of the search, since all that streams as much waits for it as long."""
     for choices in _placements(settings, simulations):
+        disk_units, choices = choices.disk_units, replace(choices, disk_units=0)
+        within_ram, room = room, MemoryLimits(room.gpu, None) if disk_units else room
         for alternatives in _alternatives(settings, choices):
             found = None
             for which in alternatives:
                 below_seconds = math.inf if found is None else found.recording.seconds
                 found = fastest(simulations, which, room, below_seconds) or found
+            if found is None:
+                continue
+            if choices.resident_weights is not None:
+                found = _with_more_weights(simulations, found, room)
+            if disk_units:
+                fewest = disk_units if settings.states == "disk" else 1
+                found = _with_states_on_disk(simulations, found, within_ram, range(fewest, disk_units + 1))
             if found is not None:
-                return found if choices.resident_weights is None else _with_more_weights(simulations, found, room)
+                return found
+        room = within_ram
     return None
+
+
+def _with_states_on_disk(simulations: Simulations, found: Found, room: MemoryLimits, disk_units: range) -> Found | None:
+    """The same with the states of as few units on a disk as RAM has room for the others'; None where it has not even
+    room for what is left with all of them there."""
+
+    def on_disk(units: int) -> Found:
+        layout = replace(found.layout, disk_units=units)
+        return replace(found, layout=layout, recording=simulations.record(layout))
+
+    place = bisect_left(disk_units, True, key=lambda units: within(on_disk(units).recording.streamed_bytes, room.ram))
+    return None if place == len(disk_units) else on_disk(disk_units[place])
 
 
 def _with_more_weights(simulations: Simulations, found: Found, room: MemoryLimits) -> Found:
@@ -232,7 +257,12 @@ def _seconds_with_more_ram(
     """How long a step takes with 1 GiB more of RAM, or less; None where RAM is not what decides, or where that changes
     little. It is the time of one layout, which fits then: that of `found`, but streaming and keeping more."""
     recording, resident = found.recording, found.layout.resident_units
-    if room.ram is None or not resident or recording.streamed_bytes + recording.state_bytes[resident - 1] <= room.ram:
+    if (
+        room.ram is None
+        or not resident
+        or found.layout.disk_units
+        or recording.streamed_bytes + recording.state_bytes[resident - 1] <= room.ram
+    ):
         return None
     choices = _choices(settings, simulations)
     if found.layout.norm_first:
@@ -270,7 +300,8 @@ def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> 
         return plan
     decoder = partial(make_decoder, config, plan.precision, settings.residual, plan.fused_kernels)
     case = replace(step_case(settings, plan.precision), lengths=tuple(lengths))
-    recording = Simulations(decoder, case, gpu_target(plan.card, plan.fused_kernels)).record(plan.layout)
+    target = gpu_target(plan.card, plan.fused_kernels, settings.disk_rate_bytes)
+    recording = Simulations(decoder, case, target).record(plan.layout)
     more_ram = plan.seconds_with_more_ram
     return replace(
         plan,
@@ -302,21 +333,26 @@ def _choices(settings: Settings, simulations: Simulations) -> Choices:
         groups=None if settings.group is None else [settings.group],
         segments=SEGMENTS if settings.segment_blocks is None else [settings.segment_blocks],
         kept={"auto": range(2 * blocks + 1), "on": [0], "products": [blocks], "off": [2 * blocks]}[settings.recompute],
-        resident_units={"auto": range(units + 1), "resident": [units], "streamed": [0]}[settings.states],
+        resident_units={"auto": range(units + 1), "resident": [units]}.get(settings.states, [0]),
     )
 
 
 def _placements(settings: Settings, simulations: Simulations) -> list[Choices]:
-    """Choices with all working weights on the GPU, and with those of all blocks streamed."""
+    """Choices with all working weights on the GPU, and with those of all blocks streamed; and, where there is a folder
+    for them, with all streamed states on a disk."""
     choices = _choices(settings, simulations)
     streamed = replace(
         choices, resident_weights=1, resident_units=[0],
         kept=[kept for kept in choices.kept if kept <= simulations.blocks],
     )  # fmt: skip
     possible = settings.states != "resident" and settings.recompute != "off"
-    return {"auto": [choices, streamed] if possible else [choices], "resident": [choices], "streamed": [streamed]}[
+    placed = {"auto": [choices, streamed] if possible else [choices], "resident": [choices], "streamed": [streamed]}[
         settings.weights
     ]
+    if settings.states_folder is None:
+        return placed
+    on_disk = [replace(choices, disk_units=simulations.units) for choices in placed]
+    return on_disk if settings.states == "disk" else placed + on_disk
 
 
 def _all_choices(settings: Settings, simulations: Simulations) -> list[Choices]:
@@ -359,14 +395,14 @@ def _plan(
     drawn_bytes = _drawn_bytes(settings, simulations)
     ram = on_a_gpu(
         process_bytes, recording.streamed_bytes, drawn_bytes, case.optimizer, case.dtype,
-        recording.streamed_weight_bytes, recording.boundary_bytes,
+        recording.streamed_weight_bytes, recording.boundary_bytes, recording.disk_buffer_bytes,
     )  # fmt: skip
     return Plan(
         settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, device, precision,
         card, found.layout, gpu_limit,
         found.memory.allocated_peak_bytes, found.memory.reserved_peak_bytes, found.memory.at_peak, ram,
         recording.seconds, recording.waiting_seconds, _one_step(recording, found.memory.timeline),
-        checkpoint_bytes=recording.checkpoint_bytes,
+        checkpoint_bytes=recording.checkpoint_bytes, disk_state_bytes=sum(recording.disk_bytes),
     )  # fmt: skip
 
 
@@ -402,7 +438,7 @@ def _cpu_plan(
         return Plan(
             settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, "cpu", precision,
             None, layout, settings.gpu_limit_bytes, None, None, {}, ram, None,
-            None, [], checkpoint_bytes=recording.checkpoint_bytes,
+            None, [], checkpoint_bytes=recording.checkpoint_bytes, disk_state_bytes=sum(recording.disk_bytes),
         )  # fmt: skip
 
     def fits(plan: Plan) -> bool:
@@ -410,6 +446,19 @@ def _cpu_plan(
 
     def fits_here(plan: Plan) -> bool:
         return ram_free_bytes is None or plan.ram_bytes - process.now_bytes <= ram_free_bytes
+
+    def on_disk(layout: Layout, disk_units: int) -> Layout:
+        return replace(layout, resident_units=simulations.units - disk_units, disk_units=disk_units)
+
+    def with_fewer_on_disk(plan: Plan) -> Plan:
+        too_few = 0
+        while plan.layout.disk_units - too_few > 1:
+            fewer = plan_of(on_disk(plan.layout, (plan.layout.disk_units + too_few) // 2))
+            if fits(fewer) and fits_here(fewer):
+                plan = fewer
+            else:
+                too_few = fewer.layout.disk_units
+        return plan
 
     def twice(layout: Layout) -> Layout:
         return replace(layout, norm_first=True, group=settings.batch // layout.micro_batch)
@@ -420,7 +469,7 @@ def _cpu_plan(
         Layout(
             size, choices.groups_of(settings.batch, size)[0], choices.segments[0],
             resident_units=choices.resident_units[-1], resident_weights=choices.resident_weights,
-            boundaries_in_ram=settings.boundaries == "streamed",
+            boundaries_in_ram=settings.boundaries == "streamed", disk_units=choices.disk_units,
             least_positions=case.layout.least_positions,
         )
         for size in reversed(sizes)
@@ -430,12 +479,17 @@ def _cpu_plan(
     if may_run_twice:
         layouts += map(twice, list(layouts))
     plan = next((plan for plan in map(plan_of, layouts) if fits(plan)), None)
+    if settings.states_folder is not None and (plan is None or not fits_here(plan)):
+        layouts = [on_disk(layout, simulations.units) for layout in layouts]
+        plan = next((plan for plan in map(plan_of, layouts) if fits(plan) and fits_here(plan)), plan)
+        if plan is not None and settings.states != "disk":
+            plan = with_fewer_on_disk(plan)
     if plan is None:
         least = plan_of(layouts[-1]).ram_bytes + PROCESS_VARIES_BYTES
         raise PlanError(_refusal(settings, None, None, least))
     if may_run_twice and not fits_here(plan):  # which changes no bit, so what is free may decide it
         plan = plan_of(twice(plan.layout))
-    streamed = choices.resident_weights is not None or settings.boundaries == "streamed"
+    streamed = choices.resident_weights is not None or settings.boundaries == "streamed" or plan.layout.disk_units
     if settings.recompute == "auto" and ram_free_bytes is not None and not streamed:
         kept = plan_of(replace(plan.layout, recompute=False, segment_blocks=1))
         activations = kept.ram_bytes - plan.ram_bytes

@@ -45,16 +45,18 @@ class Process:
 
 def on_a_gpu(
     process_bytes: int, streamed_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype,
-    weight_bytes: int = 0, boundary_bytes: int = 0,
+    weight_bytes: int = 0, boundary_bytes: int = 0, disk_buffer_bytes: int = 0,
 ) -> Ram:  # fmt: skip
-    """RAM of a run on a GPU: `streamed_bytes` of states, weights and boundaries lie in RAM, `weight_bytes` and
-    `boundary_bytes` of them of these; `drawn_bytes` is the largest tensor that is whole in RAM while it loads (random
-    weights are drawn so; 0 for weights from files). Room for boundaries is made in the first step."""
-    states = streamed_bytes - weight_bytes - boundary_bytes
+    """RAM of a run on a GPU: `streamed_bytes` of states, weights, boundaries and buffers for a disk lie in RAM,
+    `weight_bytes`, `boundary_bytes` and `disk_buffer_bytes` of them of these; `drawn_bytes` is the largest tensor that
+    is whole in RAM while it loads (random weights are drawn so; 0 for weights from files). Room for boundaries and
+    buffers is made in the first step."""
+    states = streamed_bytes - weight_bytes - boundary_bytes - disk_buffer_bytes
     loaded = {"streamed_states": states, "process": process_bytes}
     if weight_bytes:
         loaded["streamed_weights"] = weight_bytes
-    kept = loaded | ({"streamed_boundaries": boundary_bytes} if boundary_bytes else {})
+    later = {"streamed_boundaries": boundary_bytes, "disk_buffers": disk_buffer_bytes}
+    kept = loaded | {name: size for name, size in later.items() if size}
     moments = states * _share_of_moments(optimizer, dtype)
     return {
         "load": loaded | {"loading": max(drawn_bytes + RUNS_BYTES - int(moments), 0)},

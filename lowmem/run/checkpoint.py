@@ -35,6 +35,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from lowmem.core.disk import let_go
 from lowmem.core.parameters import Part, Store
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.files import (
@@ -91,10 +92,11 @@ def lock_run(folder: Path) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------------------- save
 
 
-def check_disk(folder: Path, disk: dict[str, int], saves: int | None) -> None:
+def check_disk(folder: Path, disk: dict[str, int], saves: int | None, states_folder: str | None = None) -> None:
     """PlanError where the disk under `folder` has no room for what a run writes there, `disk` (Plan.disk). `saves`: how
     often it saves, None where that is not known; then one checkpoint and the next have to fit. What is there of an
-    earlier run counts as room, for it is what is gone on from, or replaced."""
+    earlier run counts as room, for it is what is gone on from, or replaced. States have to fit beside it where their
+    folder is on the same disk; on another one their room is taken when they are made."""
     each = disk["one_being_written"]
     checkpoints = min(disk["checkpoints"] // each + 1, 2 if saves is None else max(saves, 1))
     places = {"checkpoints": checkpoints * each, "model": disk["export"] + BESIDE_WEIGHTS_BYTES}
@@ -108,13 +110,20 @@ def check_disk(folder: Path, disk: dict[str, int], saves: int | None) -> None:
         free.setdefault(disk_of, shutil.disk_usage(place if place.exists() else folder).free)
         free[disk_of] += there
         needed[disk_of] = needed.get(disk_of, _MARGIN_BYTES) + size_bytes
+    states_on = None
+    if "states" in disk:
+        path = Path(states_folder).resolve()
+        states_on = next(place for place in (path, *path.parents) if place.exists()).stat().st_dev
+        if states_on in needed:
+            needed[states_on] += disk["states"]
     for disk_of, needed_bytes in needed.items():
         if needed_bytes > free[disk_of]:
             fewer = ", or --keep-last 1" if checkpoints > 2 else ""
+            states = f", and {format_size(disk['states'])} of states" if disk_of == states_on else ""
             raise PlanError(
                 f"{folder} is on a disk with room for {format_size(free[disk_of])}, and this run writes "
                 f"{format_size(needed_bytes)}: {checkpoints} checkpoints of {format_size(each)}, the one that is being "
-                f"written among them, and the model. Free some room, or give another --out{fewer}."
+                f"written among them, and the model{states}. Free some room, or give another --out{fewer}."
             )
 
 
@@ -198,6 +207,7 @@ def _file_content(part: Part) -> Iterator[bytes | memoryview]:
     for tensor in _tensors(part).values():
         for chunk in _chunks(tensor):
             yield memoryview(chunk.cpu().numpy())
+            let_go(chunk)
 
 
 def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -327,6 +337,7 @@ def load_checkpoint(checkpoint: Path, store: Store, check: Check) -> dict:
                     fill(memoryview(host.numpy()))
                     if host is not chunk:
                         chunk.copy_(host)
+                    let_go(chunk)
     return state
 
 

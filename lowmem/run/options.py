@@ -100,6 +100,8 @@ ALIASES = {  # of fields, with dashes, separated by spaces; the underscored form
     "precision": "dtype torch-dtype mixed-precision",
     "gpu_limit_bytes": "gpu-limit-bytes gpu-memory-limit max-gpu-memory vram-limit",
     "ram_limit_bytes": "ram-limit-bytes cpu-memory-limit max-cpu-memory host-memory-limit",
+    "disk_rate_bytes": "disk-rate-bytes",
+    "states_folder": "nvme-path offload-folder offload-dir",
     "plan_only": "dry-run",
     "micro_batch": "per-device-train-batch-size micro-batch-size device-batch-size",
     "out": "output-dir out-dir run-dir",

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from lowmem import device as devices
 from lowmem.core.batch import micro_batch_shapes
 from lowmem.core.decoder import Decoder
+from lowmem.core.disk import DiskStates, in_memory
 from lowmem.core.kernels import fused
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
@@ -121,10 +122,12 @@ def plan_and_train(
             steps = settings.total_steps(data.train.steps_per_epoch)
             if not data.evaluations and (settings.keep_best or settings.patience):
                 raise InputError("nothing is held out, so there is no best to find; give --eval-data, or more --data")
-            check_disk(folder, plan.disk, most_saves(settings, plan, steps))
+            check_disk(folder, plan.disk, most_saves(settings, plan, steps), settings.states_folder)
             log.say(plan.describe())
             if remark is not None:
                 log.say(remark)
+            if plan.layout.disk_units and (kind := in_memory(Path(settings.states_folder))) is not None:
+                log.say(f"warning: --states-folder {settings.states_folder} is a {kind}, which keeps its files in RAM")
             decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
             train(settings, config, decoder, device, plan, tokenizer, data, checkpoints, stop, log)
 
@@ -192,6 +195,9 @@ def plan_for_here(
 def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan) -> TrainingStep:
     """The step as it was planned; the parameters of `decoder` become its store's, which are still to be written."""
     optimizer = get_optimizer(settings.optimizer)
+    disk = None
+    if plan.layout.disk_units:
+        disk = DiskStates(Path(settings.states_folder))
     store = Store(
         decoder,
         device,
@@ -199,6 +205,8 @@ def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: 
         optimizer,
         plan.layout.resident_units,
         resident_weights=plan.layout.resident_weights,
+        disk_units=plan.layout.units_on_disk(plan.units),
+        disk_tensor=None if disk is None else disk.tensor,
     )
     return TrainingStep(
         decoder, store, optimizer, plan.layout, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,

@@ -21,13 +21,14 @@ anyway, and only memory that the host frees later would show it), and several co
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
 
 State = dict[str, Tensor]
+PAGE_CACHE_BYTES_PER_SECOND = 4e9  # what one thread copies to it or from it
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,10 @@ class SimulatedCopies:
 
     An update beside what computes takes its time of the GPU from that all the same.
 
+    What is on a disk passes through RAM (disk.py), which holds up the host: for what is read ahead to have arrived, for
+    the slot's copies and updates to be done, and for copying to and from the page cache. The disk does one thing after
+    the other, reading what was asked for and writing what was left to it.
+
     The rates are those reached while both directions are at work (gpus.py): the ring reads and writes the same bytes,
     so they are at work together nearly always. Left out: what issuing a copy costs the host (tens of microseconds
     beside milliseconds of copying), and memory that is not page-locked, whose copies do not overlap.
@@ -99,7 +104,10 @@ class SimulatedCopies:
     `out_busy_seconds`: how long each engine copied.
     """
 
-    def __init__(self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float, beside: bool = False):
+    def __init__(
+        self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float, beside: bool = False,
+        disk_bytes_per_second: float = math.inf,
+    ):  # fmt: skip
         self._clock, self._beside = clock, beside
         self._stream_free = self._updated = 0.0  # the updates' stream, if they run beside; when the last one is done
         self._in_rate, self._out_rate = in_bytes_per_second, out_bytes_per_second
@@ -109,11 +117,25 @@ class SimulatedCopies:
         self._brought: dict[int, float] = {}  # by slot of weights: when its last copy in is done
         self._left: dict[int, float] = {}  # boundaries, by slot: when the last one is in RAM, and back
         self._back: dict[int, float] = {}
+        self._disk_rate, self._disk_free = disk_bytes_per_second, 0.0
+        self._read: dict[int, float] = {}  # by what is on a disk: when it is in the page cache
+        self._owed: dict[int, int] = {}  # by slot: bytes in its buffers that belong on the disk
         self.exposed_seconds = 0.0
         self.in_busy_seconds = 0.0
         self.out_busy_seconds = 0.0
 
-    def fetch(self, slot: int, home: State, state: State) -> None:
+    def read_ahead(self, home: State) -> None:
+        self._read[_name_of(home)] = self._use_disk(_bytes_of(home))
+
+    def fetch(self, slot: int, home: State, state: State, on_disk: Sequence[str] = ()) -> None:
+        if on_disk:
+            there = {name: home[name] for name in on_disk}
+            self._hold_host(max(self._fetched.get(slot, 0.0), self._written.get(slot, 0.0)))
+            owed = self._owed.pop(slot, 0)
+            self._hold_host(self._clock.host + owed / PAGE_CACHE_BYTES_PER_SECOND)
+            self._use_disk(owed)
+            self._hold_host(self._read.pop(_name_of(there), 0.0))
+            self._hold_host(self._clock.host + _bytes_of(there) / PAGE_CACHE_BYTES_PER_SECOND)
         seconds = _bytes_of(home) / self._in_rate
         start = max(self._in_free, self._written.get(slot, 0.0), self._clock.host)
         self._in_free = self._fetched[slot] = start + seconds
@@ -171,15 +193,37 @@ class SimulatedCopies:
         self.exposed_seconds += max(0.0, arrival - idle_from)
         self._clock.wait(arrival)
 
-    def write_back(self, slot: int, state: State, home: State) -> None:
+    def write_back(self, slot: int, state: State, home: State, on_disk: Sequence[str] = ()) -> None:
+        if on_disk:
+            self._owed[slot] = _bytes_of({name: home[name] for name in on_disk})
         seconds = _bytes_of(home) / self._out_rate
         start = max(self._out_free, self._stream_free if self._beside else self._clock.gpu, self._clock.host)
         self._out_free = self._written[slot] = start + seconds
         self.out_busy_seconds += seconds
 
     def synchronize(self) -> None:
-        """The host waits for both streams."""
+        """The host waits for both streams, and writes what belongs on the disk to the page cache."""
         self._clock.host = max(self._clock.host, self._in_free, self._out_free)
+        owed = sum(self._owed.values())
+        self._clock.host += owed / PAGE_CACHE_BYTES_PER_SECOND
+        self._use_disk(owed)
+        self._owed.clear()
+
+    def _hold_host(self, until: float) -> None:
+        """The host waits, and then the GPU for the host, if it has nothing else to do."""
+        idle_from = max(self._clock.gpu, self._clock.host)
+        self.exposed_seconds += max(0.0, until - idle_from)
+        self._clock.host = max(self._clock.host, until)
+
+    def _use_disk(self, size_bytes: int) -> float:
+        """When the disk will have read or written that much more."""
+        self._disk_free = max(self._disk_free, self._clock.host) + size_bytes / self._disk_rate
+        return self._disk_free
+
+
+def _name_of(home: State) -> int:
+    """Of what is on a disk: its first tensor's place, which no other has."""
+    return id(next(iter(home.values())))
 
 
 def _bytes_of(state: State) -> int:

@@ -2,7 +2,8 @@
 
 `record_step` runs the very `TrainingStep` that trains, with its store, on meta tensors (recorder.py): an evaluation, as
 a run begins with one, then two optimizer steps. The first has no update to apply, the second applies the first one's
-while it runs forward, as all later ones do. A segment of blocks runs once per shape and is replayed for every other
+while it runs forward, as all later ones do. (With states on a disk there is a third: what the disk was left to write in
+one step holds up the next.) A segment of blocks runs once per shape and is replayed for every other
 micro-batch. `under_cap` gives the tape to the model of CUDA's allocator: it fits if, and only if, that run completes.
 
 A search looks at many layouts, so that their first step has two groups of micro-batches only, and is left out where a
@@ -14,6 +15,7 @@ which is outside the allocator's cap; saving and export, which take less of a GP
 """
 
 import gc
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,7 +33,7 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, HeldGradients
 from lowmem.core.kernels import fused
 from lowmem.core.layout import DEFERRED, Layout
-from lowmem.core.offload import StagingRing
+from lowmem.core.offload import AHEAD, StagingRing
 from lowmem.core.operations import Operations
 from lowmem.core.optimizers import Optimizer, UpdateRule
 from lowmem.core.parameters import Store
@@ -66,13 +68,14 @@ _NAMES = {  # of what is born in these functions, or in what they call, outside 
 class Target:
     """What the step is simulated for. `machine`: what it adds to the operations; `functions`: a mode that puts its own
     functions in the place of the generic ones; `update`: the rule that updates there; bytes per second of copies to and
-    from it, None where states are not streamed over a bus."""
+    from it, None where states are not streamed over a bus, and of the disk beside it."""
 
     machine: DeviceModel
     functions: Callable[[], AbstractContextManager] = nullcontext
     update: UpdateRule = optimizers.update
     copies_in: float | None = None
     copies_out: float | None = None
+    disk: float = math.inf
 
     @property
     def fused_kernels(self) -> bool:
@@ -99,9 +102,9 @@ def _attention_on_the_cpu(query, key, value, attn_mask=None, dropout_p=0.0, is_c
     return fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=more.get("scale"))[0]
 
 
-def gpu_target(card: Card, fused_kernels: bool | None = None) -> Target:
+def gpu_target(card: Card, fused_kernels: bool | None = None, disk_bytes_per_second: float = math.inf) -> Target:
     """A GPU of this kind, running as device.py sets it up; `fused_kernels`: whether operators.py's can be had, None: as
-    is to be expected."""
+    is to be expected; `disk_bytes_per_second`: of the disk beside it, reading and writing together."""
     if fused_kernels is None:
         fused_kernels = fused.expected(card.capability)
     version = tuple(int(number) for number in torch.__version__.split(".")[:2])
@@ -121,7 +124,7 @@ def gpu_target(card: Card, fused_kernels: bool | None = None) -> Target:
     )
     return Target(
         machine, lambda: CudaFunctions(card.capability, version), fused.update if fused_kernels else optimizers.update,
-        card.copy_bytes_per_second, card.copy_bytes_per_second,
+        card.copy_bytes_per_second, card.copy_bytes_per_second, disk_bytes_per_second,
     )  # fmt: skip
 
 
@@ -147,10 +150,11 @@ class StepCase:
 
 @dataclass(frozen=True)
 class Recording:
-    """`seconds`: of a step in the long run, the second one, which `began` then; `waiting_seconds`: what of it the GPU
+    """`seconds`: of a step in the long run, the last one, which `began` then; `waiting_seconds`: what of it the GPU
     waits for copies; `state_bytes`: of the optimizer, by unit; `streamed_bytes`: of all states, working weights and
-    boundaries that lie in RAM; `streamed_weight_bytes`, `boundary_bytes`: of these alone; `weight_bytes`: of all
-    working weights."""
+    boundaries that lie in RAM, and of the buffers through which states on a disk pass; `streamed_weight_bytes`,
+    `boundary_bytes`, `disk_buffer_bytes`: of these alone; `disk_bytes`: of states that are on a disk, by unit;
+    `weight_bytes`: of all working weights."""
 
     tape: Tape
     began: float
@@ -160,6 +164,8 @@ class Recording:
     streamed_bytes: int
     streamed_weight_bytes: int
     boundary_bytes: int
+    disk_buffer_bytes: int
+    disk_bytes: tuple[int, ...]
     weight_bytes: int
 
     @property
@@ -183,10 +189,10 @@ def record_step(
     decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *, alike: bool = False,
     whole_first_step: bool = False,
 ) -> Recording:  # fmt: skip
-    """Two steps of `case` on `decoder`, whose parameters become meta tensors of the store's. `known`, a dict
-    that is kept between calls with the same decoder, sequence length, dtype and target, saves running again what has
-    been run; with None everything is run. `alike`: blocks that are made alike are run once for all of them.
-    `whole_first_step`: whether the first step is as long as the second, as in a run."""
+    """Two steps of `case`, with states on a disk three, on `decoder`, whose parameters become meta tensors of the
+    store's. `known`, a dict that is kept between calls with the same decoder, sequence length, dtype and target, saves
+    running again what has been run; with None everything is run. `alike`: blocks that are made alike are run once for
+    all of them. `whole_first_step`: whether the first step is as long as the second, as in a run."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})
@@ -195,6 +201,7 @@ def record_step(
     store = Store(
         decoder, META, case.dtype, case.optimizer, case.layout.resident_units, host_tensor=_never_touched,
         resident_weights=case.layout.resident_weights,
+        disk_units=case.layout.units_on_disk(len(decoder.units)), disk_tensor=_never_touched,
     )  # fmt: skip
     with _no_collection(), recorder:
         recorder.take_workspaces()  # as a run does (device.py)
@@ -219,6 +226,7 @@ def record_step(
                 target.copies_in,
                 target.copies_out,
                 beside=fused.may_run_beside(target.fused_kernels, case.optimizer),
+                disk_bytes_per_second=target.disk,
             )
         layout = case.layout
         step.evaluate(_batch(case, layout.micro_batch))  # as a run does before its first step
@@ -230,6 +238,8 @@ def record_step(
         batch = _batch(case, case.batch)
         if case.lengths is not None:
             batch = replace(_batch(case, len(case.lengths)), lengths=torch.tensor(case.lengths))
+        if layout.disk_units and copies is not None:  # a disk still writes what the step before has left to it
+            step(batch, 1, 1e-4)
         began, waited = recorder.clock.host, copies.exposed_seconds if copies else 0.0
         step(batch, 1, 1e-4)
         seconds = recorder.clock.host - began
@@ -239,15 +249,23 @@ def record_step(
     for part in store.parts:
         state_bytes[part.unit] += sum(tensor.nbytes for tensor in part.state.values())
     streamed_weights = sum(part.working.nbytes for part in store.parts if part.weights_streamed)
+    disk_bytes, disk_buffers = [0] * len(decoder.units), 0
+    for piece in store.pieces:
+        size = sum(piece.state[name].nbytes for name in piece.on_disk)
+        disk_bytes[piece.part.unit] += size
+        disk_buffers = max(disk_buffers, 0 if copies is None else (AHEAD + 1) * size)
+    in_ram = sum(state_bytes[case.layout.resident_units :]) - sum(disk_bytes)
     return Recording(
         recorder.tape,
         began,
         seconds,
         waiting,
         tuple(state_bytes),
-        sum(state_bytes[case.layout.resident_units :]) + streamed_weights + step.boundary_bytes,
+        in_ram + streamed_weights + step.boundary_bytes + disk_buffers,
         streamed_weights,
         step.boundary_bytes,
+        disk_buffers,
+        tuple(disk_bytes),
         sum(part.working.nbytes for part in store.parts),
     )
 

@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 class Piece:
     state: dict[str, torch.Tensor]
     streamed: bool
+    on_disk: tuple[str, ...] = ()
 
 
 def make_pieces(sizes: list[int], resident: tuple[int, ...] = ()) -> list[Piece]:
@@ -46,14 +47,14 @@ class RecordedCopies(offload._SynchronousCopies):
     def __init__(self):
         self.events: list[tuple[str, int]] = []
 
-    def fetch(self, slot, home, state):
+    def fetch(self, slot, home, state, on_disk=()):
         self.events.append(("fetch", slot))
         super().fetch(slot, home, state)
 
     def wait_fetched(self, slot):
         self.events.append(("wait", slot))
 
-    def write_back(self, slot, state, home):
+    def write_back(self, slot, state, home, on_disk=()):
         self.events.append(("write", slot))
         super().write_back(slot, state, home)
 
@@ -372,7 +373,7 @@ def update_on_fake_device(seed: int, passes: int, copies=None, beside: bool = Fa
     pieces = [Piece({"m": Cell([index])}, streamed=True) for index in range(8)]
     ring = StagingRing(CPU, [])
     ring._slots = [{"m": Cell()} for _ in range(AHEAD + 1)]
-    ring.copies = (copies or offload._CudaCopies)(CPU, beside)
+    ring.copies = (copies or offload._CudaCopies)(CPU, beside, host_tensor)
     for number in range(passes):
         for index, (_, state) in enumerate(pass_over(ring, pieces)):
 
@@ -398,7 +399,7 @@ def test_cuda_transfers_give_every_update_its_state_in_whatever_order_streams_ru
 
 
 class NoWaitForWriteBack(offload._CudaCopies):
-    def fetch(self, slot, home, state):
+    def fetch(self, slot, home, state, on_disk=()):
         self._written[slot].recorded = None
         super().fetch(slot, home, state)
 
@@ -409,7 +410,7 @@ class NoWaitForFetch(offload._CudaCopies):
 
 
 class NoWaitForCompute(offload._CudaCopies):
-    def write_back(self, slot, state, home):
+    def write_back(self, slot, state, home, on_disk=()):
         self._out.wait_stream = lambda stream: None
         super().write_back(slot, state, home)
 
@@ -456,10 +457,10 @@ def train_on_fake_device(seed: int, downwards: bool, copies=offload._CudaCopies)
         weight, gradient = weights[piece.part.unit], piece.part.gradient
         current[-1].enqueue(lambda: setattr(weight, "value", weight.value + gradient.value))
 
-    store = SimpleNamespace(device=CPU, pieces=[], parts=parts)
+    store = SimpleNamespace(device=CPU, pieces=[], parts=parts, host_buffer=host_tensor)
     updates = Updates(store, units, Hyperparameters(0.0, 0.0, update=0), update, True)
     store.pieces, updates.ring._slots = pieces, [{"m": Cell()} for _ in range(AHEAD + 1)]
-    updates.ring.copies = copies(CPU, beside=True)
+    updates.ring.copies = copies(CPU, beside=True, host_buffer=host_tensor)
     for number in range(3):
         if downwards:
             updates.begin(1.0, 1.0, downwards=True)

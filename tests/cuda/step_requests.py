@@ -8,15 +8,18 @@ Small models; sizes up to LEFT_OUT_BYTES are left out (random numbers' states, a
 
 import difflib
 import json
+import tempfile
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 
 import torch
 from transformers import GPT2Config, LlamaConfig
 
 from lowmem import device as devices
 from lowmem.core.batch import Batch
+from lowmem.core.disk import DiskStates
 from lowmem.core.kernels import fused
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
@@ -51,6 +54,7 @@ CASES = {  # the layout, and what else differs from a plain step
     "weights streamed, two passes": (Layout(2, 2, norm_first=True, resident_weights=2), {}),
     "boundaries in RAM": (Layout(2, 2, boundaries_in_ram=True), {}),
     "boundaries and weights in RAM": (Layout(2, 2, norm_first=True, resident_weights=1, boundaries_in_ram=True), {}),
+    "states on a disk": (Layout(2, 1, disk_units=3, resident_units=1), {}),
     "many lengths": (Layout(2, 1), {"lengths": LENGTHS}),
     "many lengths, packed": (Layout(2, 2, recompute=False), {"lengths": LENGTHS, "document_mask": True}),
 }
@@ -62,8 +66,10 @@ def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
     devices.take_workspaces(device)
     layout = case.layout
     store = Store(
-        decoder, device, case.dtype, case.optimizer, layout.resident_units, resident_weights=layout.resident_weights
-    )
+        decoder, device, case.dtype, case.optimizer, layout.resident_units, resident_weights=layout.resident_weights,
+        disk_units=layout.units_on_disk(len(decoder.units)),
+        disk_tensor=DiskStates(Path(tempfile.gettempdir())).tensor,
+    )  # fmt: skip
     step = TrainingStep(
         decoder, store, case.optimizer, case.layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
         loss_scale=LossScale(enabled=case.dtype is torch.float16),
@@ -71,7 +77,8 @@ def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
     full = _batch(case, case.batch)
     step.evaluate(_batch(case, case.layout.micro_batch))
     ragged = full if case.lengths is None else replace(full, lengths=torch.tensor(case.lengths))
-    for number, batch in enumerate((full, ragged)):
+    before = [full] * (2 if layout.disk_units else 1)  # as the simulation has it
+    for number, batch in enumerate((*before, ragged)):
         step(batch, number, 1e-4)
     step.flush()
     events = events_of(torch.cuda.memory._snapshot())

@@ -44,10 +44,12 @@ def shared():
         yield
 
 
-def plan_for(device: str = "cuda", precision: str = "bf16", ram_free_bytes=None, card="rtx3090", **changed) -> Plan:
+def plan_for(
+    device: str = "cuda", precision: str = "bf16", ram_free_bytes=None, card="rtx3090", config=CONFIG, **changed
+) -> Plan:
     settings = dataclasses.replace(SMALL, **changed)
     chosen = CARDS[card] if device == "cuda" else None
-    return make_plan(settings, CONFIG, device, precision, chosen, ram_free_bytes)
+    return make_plan(settings, config, device, precision, chosen, ram_free_bytes)
 
 
 def caps_named(error: PlanError) -> dict[str, int]:
@@ -520,3 +522,71 @@ def test_a_model_that_could_not_be_compared_is_planned_and_that_is_said(tmp_path
     assert "not compared with the whole model (a copy with 2 narrow blocks still has" in capsys.readouterr().out
     found = in_json(capsys, "--model", str(tmp_path), "--batch", "4")
     assert "still has" in found["not_compared_with_the_whole_model"]
+
+
+# --- states on a disk
+
+DEEP = GPT2Config(n_layer=24, n_embd=512, n_head=8, vocab_size=5_000, n_positions=256)  # more states than buffers
+
+
+def test_where_ram_has_no_room_for_states_as_few_as_may_be_are_on_the_disk():
+    roomy = plan_for(config=DEEP, states="streamed", micro_batch=2)
+    states = roomy.ram_breakdown["streamed_states"]
+    tight = {"states": "streamed", "micro_batch": 2, "ram_limit_bytes": CUDA_PROCESS_BYTES + states * 3 // 4}
+    with pytest.raises(PlanError):
+        plan_for(config=DEEP, **tight)
+    plan = plan_for(config=DEEP, **tight, states_folder="/fast")
+    assert plan.ram_bytes <= tight["ram_limit_bytes"]
+    assert 0 < plan.layout.disk_units < plan.units and plan.disk["states"] == plan.disk_state_bytes > 0
+    assert plan.ram_breakdown["streamed_states"] + plan.disk_state_bytes == states
+    assert plan.gpu_reserved_peak_bytes == roomy.gpu_reserved_peak_bytes
+    assert plan.layout == dataclasses.replace(roomy.layout, disk_units=plan.layout.disk_units)
+    a_unit = plan.disk_state_bytes // plan.layout.disk_units
+    room = tight["ram_limit_bytes"] - plan.ram_bytes
+    assert room < 2 * a_unit, "another unit would have had room"
+    assert "units on the disk of /fast" in " ".join(plan.describe().split())
+    assert "in /fast: states" in plan.describe() and max(map(len, plan.describe().splitlines())) <= 80
+
+
+def test_a_slower_disk_takes_longer_and_no_layout_depends_on_that():
+    case = {"states": "disk", "states_folder": "/fast", "micro_batch": 2, "gpu_limit_bytes": 2 * GIB}
+    plans = [plan_for(config=DEEP, **case, disk_rate_bytes=rate) for rate in (2**28, 2**30, 2**44)]
+    assert [plan.layout for plan in plans] == [plans[0].layout] * 3
+    assert plans[0].layout.disk_units == plans[0].units and plans[0].layout.resident_units == 0
+    slow, middle, fast = (plan.step_seconds for plan in plans)
+    moved = 2 * plans[0].disk_state_bytes
+    assert slow >= 0.999 * moved / 2**28 and slow > 2 * middle and middle > fast
+    assert plans[0].waiting_seconds > 0.5 * slow
+    in_ram = plan_for(config=DEEP, states="streamed", micro_batch=2).step_seconds
+    assert fast > in_ram, "the host copies to and from the page cache"
+
+
+def test_a_folder_that_is_not_needed_changes_no_plan():
+    for device, precision in (("cuda", "bf16"), ("cpu", "fp32")):
+        plan, other = (plan_for(device, precision, config=DEEP, states_folder=folder) for folder in (None, "/fast"))
+        assert plan.layout == other.layout and other.disk_state_bytes == 0 and "/fast" not in other.describe()
+        assert "states" not in other.disk
+
+
+def test_a_refusal_with_a_folder_names_caps_that_do_fit_with_it():
+    with pytest.raises(PlanError) as caught:
+        plan_for(config=DEEP, micro_batch=1, states_folder="/fast", ram_limit_bytes=CUDA_PROCESS_BYTES + MIB)
+    named = caps_named(caught.value)
+    assert named["ram_limit_bytes"] < CUDA_PROCESS_BYTES + 250 * MIB
+    assert plan_for(config=DEEP, micro_batch=1, states_folder="/fast", **named).ram_bytes <= named["ram_limit_bytes"]
+
+
+def test_on_the_cpu_too_states_are_on_the_disk_where_ram_has_no_room_or_is_not_free():
+    roomy = plan_for("cpu", "fp32", config=DEEP, recompute="on", micro_batch=2)
+    states = roomy.ram_breakdown["resident_states"]
+    case = {"recompute": "on", "micro_batch": 2, "states_folder": "/fast", "group": 1}
+    cap = roomy.ram_bytes - states // 3
+    capped = plan_for("cpu", "fp32", config=DEEP, ram_limit_bytes=cap, **case)
+    here = plan_for("cpu", "fp32", config=DEEP, ram_free_bytes=cap - ram_now_bytes(), **case)
+    for plan in (capped, here):
+        assert plan.ram_bytes <= cap and 0 < plan.layout.disk_units < plan.units
+        assert plan.layout.micro_batch == roomy.layout.micro_batch
+        assert plan.layout.units_on_disk(plan.units) == list(range(plan.layout.resident_units, plan.units))
+    everything = plan_for("cpu", "fp32", config=DEEP, **case | {"states": "disk"})
+    assert everything.layout.disk_units == everything.units
+    assert everything.disk_state_bytes > 0.99 * states

@@ -87,6 +87,10 @@ ARRANGEMENTS = {
     "boundaries and weights in RAM, products kept": Arrangement(
         WEIGHTS_STREAMED | {"group": 2, "product_blocks": 1, "boundaries_in_ram": True}
     ),
+    "on a disk, evaluated and saved": Arrangement(STREAMED | {"disk_units": 99}, evaluated=(0,), saved=(1,)),
+    "every second unit on a disk, weights streamed, in backward": Arrangement(
+        WEIGHTS_STREAMED | {"group": UNCLIPPED["group"], "disk_units": 3}, clip_norm=None
+    ),
     "memory runs out in a forward pass": Arrangement(STREAMED | {"group": 2}, runs_out={1: 9}),
     "memory runs out in a backward pass, evaluated": Arrangement(
         STREAMED | {"recompute": False}, runs_out={1: 20}, evaluated=(1,)
@@ -95,11 +99,12 @@ ARRANGEMENTS = {
 
 
 def run(
-    arrangement: Arrangement, device: torch.device, host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor
-) -> list[Outcome]:
+    arrangement: Arrangement, device: torch.device, host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor,
+    disk_tensor: Callable[[int, torch.dtype], Tensor] | None = None,
+) -> list[Outcome]:  # fmt: skip
     """Trains as `arrangement` says; what is there at each save, and at the end. RuntimeError where memory was to run
     out and did not."""
-    step, store = _prepare(arrangement, device, host_tensor)
+    step, store = _prepare(arrangement, device, host_tensor, disk_tensor)
     store.page_lock()
     config = SHAPE.config
     sizes = Sizes(config.n_layer, SHAPE.batch, SHAPE.seq * config.n_embd * 4, 0, arrangement.clip_norm is not None)
@@ -120,7 +125,7 @@ def recorded(arrangement: Arrangement) -> tuple[list[Outcome], Trace]:
     """`run` on the CPU with imitated streams, and what these were given."""
     recorder = Recorder()
     with with_plain_kernels(), recorder.imitating() as trace:
-        return run(arrangement, CPU, recorder.host_tensor), trace
+        return run(arrangement, CPU, recorder.host_tensor, recorder.host_tensor), trace
 
 
 def plain(arrangement: Arrangement, device: torch.device = CPU) -> list[Outcome]:
@@ -137,12 +142,14 @@ def differences(outcomes: list[Outcome], others: list[Outcome]) -> list[str]:
 
 
 def _prepare(
-    arrangement: Arrangement, device: torch.device, host_tensor: Callable[[int, torch.dtype], Tensor]
-) -> tuple[TrainingStep, Store]:
+    arrangement: Arrangement, device: torch.device, host_tensor: Callable[[int, torch.dtype], Tensor],
+    disk_tensor: Callable[[int, torch.dtype], Tensor] | None = None,
+) -> tuple[TrainingStep, Store]:  # fmt: skip
     with patch.object(stores, "PIECE", PIECE):
         return make_step(
             SHAPE, device, arrangement.precision, arrangement.kernels, clip_norm=arrangement.clip_norm,
-            optimizer=arrangement.optimizer, host_tensor=host_tensor, **PLAIN | arrangement.placement,
+            optimizer=arrangement.optimizer, host_tensor=host_tensor, disk_tensor=disk_tensor,
+            **PLAIN | arrangement.placement,
         )  # fmt: skip
 
 

@@ -87,6 +87,7 @@ COME_BACK = """\
 WAIT_BACK = "        torch.cuda.current_stream().wait_event(self._back[slot])\n"
 WAIT_FOR_COMPUTE = "        self._updates.wait_stream(torch.cuda.current_stream())\n"
 HOLD_COMPUTE = "        torch.cuda.current_stream().wait_event(self._updated)"
+WAIT_WRITTEN = "            self._written[slot].synchronize()  # for the host"
 WAIT_UPDATED = "        self._out.wait_stream(self._updates)\n"
 WRITE_BACK = """\
         with torch.cuda.stream(self._out):
@@ -220,6 +221,20 @@ BOUNDARIES = [
     _streaming("what computes does not wait for its boundary", WAIT_BACK, "        pass\n"),
 ]
 
+DISK = [
+    _streaming("the host does not wait for what it writes to a disk", WAIT_WRITTEN, "            # for the host"),
+    _streaming(
+        "the host waits for what the slot before holds", WAIT_WRITTEN, WAIT_WRITTEN.replace("[slot]", "[slot - 1]")
+    ),
+    _streaming("slots share their buffers for a disk", "self._buffers.fill(slot,", "self._buffers.fill(0,"),
+    _streaming("what belongs on a disk stays in the buffers", "        self._buffers.settle_all()\n", ""),
+    _streaming(
+        "what belongs on a disk is written before it has arrived",
+        "        self._in.synchronize()\n        self._out.synchronize()\n",
+        "        self._buffers.settle_all()\n        self._in.synchronize()\n        self._out.synchronize()\n",
+    ),
+]
+
 UPDATES = [
     _streaming("an update does not wait for its state", WAIT_FETCHED, "        pass\n"),
     _streaming("an update waits for the slot before", WAIT_FETCHED, WAIT_FETCHED.replace("[slot]", "[slot - 1]")),
@@ -313,4 +328,4 @@ SYNCHRONIZING = [
     _updates("a flush does not wait for the copies", FLUSH, "        self.run(self.units)\n"),
 ]
 
-MUTATIONS = SLOTS + COPIES_IN + WEIGHTS + BOUNDARIES + UPDATES + COPIES_OUT + SYNCHRONIZING
+MUTATIONS = SLOTS + COPIES_IN + WEIGHTS + BOUNDARIES + DISK + UPDATES + COPIES_OUT + SYNCHRONIZING

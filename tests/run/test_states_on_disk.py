@@ -1,0 +1,80 @@
+"""Whole runs with states on a disk: the same run, wherever they are, and what a disk refuses is one sentence."""
+
+import errno
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+import lowmem.run.train
+from lowmem.core.step import TrainingStep
+from runs import assert_same_run, at_call, last_line, stored
+
+
+@pytest.fixture
+def on_disk(tmp_path) -> list[str]:
+    return ["--states", "disk", "--states-folder", str(tmp_path / "fast" / "states")]
+
+
+def test_a_run_is_the_same_with_its_states_on_a_disk_and_leaves_nothing_there(finished, train, tmp_path, on_disk):
+    assert train(tmp_path / "out", *on_disk) == 0
+    assert_same_run(tmp_path / "out", finished)
+    plan = stored(tmp_path / "out/plan.json")
+    assert plan["choice"]["disk_units"] > 0 and plan["disk"]["states"] > 10**6
+    assert list((tmp_path / "fast" / "states").iterdir()) == []
+
+
+def test_an_interrupted_run_goes_on_with_its_states_elsewhere(finished, train, tmp_path, on_disk, monkeypatch):
+    options = {"disk": on_disk, "elsewhere": []}
+    for number, (before, after) in enumerate([("disk", "elsewhere"), ("elsewhere", "disk")]):
+        out = tmp_path / str(number)
+        with monkeypatch.context() as patch:
+            at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), call=2)
+            assert train(out, *options[before]) == 75
+        assert train(out, *options[after]) == 0
+        assert_same_run(out, finished)
+
+
+def test_a_folder_in_ram_is_warned_of(train, tmp_path, on_disk, monkeypatch, capsys):
+    monkeypatch.setattr(lowmem.run.train, "in_memory", lambda folder: "tmpfs")
+    assert train(tmp_path / "out", *on_disk) == 0
+    assert "is a tmpfs, which keeps its files in RAM" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_refused(train, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert train(tmp_path / "out", "--states", "disk", "--states-folder", str(tmp_path / "file")) == 2
+    assert "file cannot be written: File exists" in last_line(capsys)
+
+
+@pytest.mark.parametrize("needed, said", [("checkpoints", "of states"), ("states", "free some room there")])
+def test_a_disk_without_room_is_refused_before_the_first_step(
+    train, tmp_path, on_disk, monkeypatch, capsys, needed, said
+):
+    """Whether checkpoints and states are too much together, or the states alone where they are made."""
+    if needed == "checkpoints":
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**6))
+    else:
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    assert train(tmp_path / "out", *on_disk) in (1, 3)
+    assert said in last_line(capsys)
+    assert not (tmp_path / "out/metrics.jsonl").exists()
+
+
+def test_a_disk_that_fails_in_a_step_is_one_sentence_and_the_same_command_goes_on(
+    finished, train, tmp_path, on_disk, monkeypatch, capsys
+):
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        at_call(patch, TrainingStep, "__call__", lambda: patch.setattr(os, "preadv", fail), call=2)
+        assert train(tmp_path / "out", *on_disk, "--save-every", "1") == 1
+    assert "failed: Input/output error; the same command goes on from the newest checkpoint" in last_line(capsys)
+    assert train(tmp_path / "out", *on_disk, "--save-every", "1") == 0
+    assert_same_run(tmp_path / "out", finished)
