@@ -37,6 +37,7 @@ from transformers import (
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
+    T5Config,
     XGLMConfig,
 )
 
@@ -104,4 +105,15 @@ MORE_FAMILIES = POST_NORM | {  # that show themselves in one way only
     "xglm": lambda: XGLMConfig(
         num_layers=3, d_model=32, attention_heads=4, ffn_dim=64, max_position_embeddings=64, pad_token_id=1, **SPECIAL
     ),
+}
+
+# Unlike numbers of blocks, heads that are wider together than the model, buckets that overflow.
+T5 = {
+    **{"num_layers": 3, "num_decoder_layers": 2, "d_model": 48, "d_kv": 16, "d_ff": 96, "num_heads": 4},
+    **{"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "dropout_rate": 0.0},
+    **{"vocab_size": V, "decoder_start_token_id": 0},
+}
+ENCODER_DECODERS = {
+    "t5": lambda: T5Config(**T5),
+    "t5_gated": lambda: T5Config(feed_forward_proj="gated-gelu", tie_word_embeddings=False, **T5),  # version 1.1's
 }

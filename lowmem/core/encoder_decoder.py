@@ -103,13 +103,11 @@ class EncoderDecoder(Decoder):
         """
         source = source_mask.shape[1]
         target = input_ids.shape[1] - source
-        hidden = torch.cat(
-            [
-                self._encoder.dropout(self._encoder.embed_tokens(input_ids[:, :source])),
-                self._decoder.dropout(self._decoder.embed_tokens(input_ids[:, source:])),
-            ],
-            dim=1,
-        )
+        # Copies of both, as CUDA's lookup would make them, and the plan's would not.
+        of_encoder, of_decoder = (ids.contiguous() for ids in (input_ids[:, :source], input_ids[:, source:]))
+        of_encoder = self._encoder.dropout(self._encoder.embed_tokens(of_encoder))
+        of_decoder = self._decoder.dropout(self._decoder.embed_tokens(of_decoder))
+        hidden = torch.cat([of_encoder, of_decoder], dim=1)
         lowest = torch.finfo(torch.float32).min
         padding = torch.zeros(source_mask.shape, device=hidden.device).masked_fill_(~source_mask, lowest)
         padding = padding[:, None, None, :]  # [B, 1, 1, S]

@@ -150,6 +150,7 @@ def _match(model: PreTrainedModel, entries: dict[str, _Entry], source: str) -> d
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
 
+    ignored = model._keys_to_ignore_on_load_unexpected or ()  # what transformers knows to be of no use in such files
     target, unexpected, converted = {}, [], []
     for name in sorted(entries):  # some renamings want the names sorted
         renamed, conversion = rename_source_key(name, renamings, converters)
@@ -158,7 +159,7 @@ def _match(model: PreTrainedModel, entries: dict[str, _Entry], source: str) -> d
             converted.append(name)
         elif own:
             target[name] = own
-        elif not _OLD_BUFFERS.search(name):
+        elif not _OLD_BUFFERS.search(name) and not any(re.search(key, name) for key in ignored):
             unexpected.append(name)
 
     matched: dict[str, _Entry] = {}

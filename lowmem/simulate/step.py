@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -231,15 +232,15 @@ def record_step(
                 disk_bytes_per_second=target.disk,
             )
         layout = case.layout
-        step.evaluate(_batch(case, layout.micro_batch))  # as a run does before its first step
+        step.evaluate(batch_of_zeros(case, layout.micro_batch))  # as a run does before its first step
         full = [layout.micro_batch * case.seq] * (case.batch // layout.micro_batch)
         update = layout.update(len(layout.groups(full, case.seq)), case.clip_norm is not None, step.loss_scale.enabled)
         if update == DEFERRED or whole_first_step:
             two_groups = layout.micro_batch * ((layout.first_group or layout.group) + layout.group)
-            step(_batch(case, case.batch if whole_first_step else min(case.batch, two_groups)), 0, 1e-4)
-        batch = _batch(case, case.batch)
+            step(batch_of_zeros(case, case.batch if whole_first_step else min(case.batch, two_groups)), 0, 1e-4)
+        batch = batch_of_zeros(case, case.batch)
         if case.lengths is not None:
-            batch = replace(_batch(case, len(case.lengths)), lengths=torch.tensor(case.lengths))
+            batch = replace(batch_of_zeros(case, len(case.lengths)), lengths=torch.tensor(case.lengths))
         if layout.disk_units and copies is not None:  # a disk still writes what the step before has left to it
             step(batch, 1, 1e-4)
         began, waited = recorder.clock.host, copies.exposed_seconds if copies else 0.0
@@ -335,14 +336,15 @@ def _by_name(tape: Tape, peak_chunk: int, peak_bytes: int) -> dict[str, int]:
     return {name: size for name, size in sorted(at_peak.items(), key=lambda item: -item[1]) if size}
 
 
-def _batch(case: StepCase, rows: int) -> Batch:
-    """A batch as batches.py makes it, of zeros."""
-    zeros = torch.zeros((rows, case.seq), dtype=torch.int64)
+def batch_of_zeros(case: StepCase, rows: int) -> Batch:
+    """A batch as batches.py and pairs.py make it, of zeros."""
+    zeros = partial(torch.zeros, dtype=torch.int64)
+    input_ids = zeros((rows, case.seq))
     if case.target_tokens is not None:
         mask = torch.ones((rows, case.seq - case.target_tokens), dtype=torch.bool)
-        return Batch(zeros, zeros[:, : case.target_tokens], source_mask=mask)
-    packed = (zeros, zeros.int()) if case.document_mask else (None, None)
-    return Batch(zeros, zeros, *packed)
+        return Batch(input_ids, zeros((rows, case.target_tokens)), source_mask=mask)
+    packed = (zeros((rows, case.seq)), zeros((rows, case.seq)).int()) if case.document_mask else (None, None)
+    return Batch(input_ids, zeros((rows, case.seq)), *packed)
 
 
 def _never_touched(entries: int, dtype: torch.dtype) -> Tensor:

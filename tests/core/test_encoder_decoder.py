@@ -9,6 +9,7 @@ from test_step import PLAIN, Outcome
 from torch import Tensor, nn
 from transformers import MT5Config, T5Config, T5ForConditionalGeneration, UMT5Config, UMT5ForConditionalGeneration
 
+from families import T5
 from lowmem.core.batch import Batch
 from lowmem.core.encoder_decoder import EncoderDecoder, take_apart
 from lowmem.errors import InputError
@@ -22,12 +23,8 @@ GENTLE_RATE = 1e-3
 
 
 def t5_config(gated: bool = False, dropout: float = 0.0, kind=T5Config, **more):
-    """Unlike numbers of blocks, heads that are wider together than the model, buckets that overflow."""
-    return kind(
-        vocab_size=VOCABULARY, d_model=48, d_kv=16, d_ff=96, num_layers=3, num_decoder_layers=2, num_heads=4,
-        relative_attention_num_buckets=8, relative_attention_max_distance=16, dropout_rate=dropout,
-        feed_forward_proj="gated-gelu" if gated else "relu", decoder_start_token_id=0, **more,
-    )  # fmt: skip
+    """That of families.py; gated as in version 1.1."""
+    return kind(**T5 | {"dropout_rate": dropout, "feed_forward_proj": "gated-gelu" if gated else "relu"}, **more)
 
 
 def t5(gated: bool = False, dropout: float = 0.0, seed: int = 0, gentle: bool = False, **more) -> nn.Module:

@@ -15,10 +15,9 @@ from operator import itemgetter
 from pathlib import Path
 
 import torch
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, T5Config
 
 from lowmem import device as devices
-from lowmem.core.batch import Batch
 from lowmem.core.disk import DiskStates
 from lowmem.core.kernels import fused
 from lowmem.core.layout import Layout
@@ -29,7 +28,7 @@ from lowmem.core.step import TrainingStep
 from lowmem.models.build import make_decoder
 from lowmem.simulate.gpus import card_of_name_reported
 from lowmem.simulate.recorder import FREED
-from lowmem.simulate.step import StepCase, gpu_target, record_step
+from lowmem.simulate.step import StepCase, batch_of_zeros, gpu_target, record_step
 from tests.cuda.digest_recording import Event, events_of
 
 LEFT_OUT_BYTES = 1024
@@ -41,8 +40,13 @@ MODELS = {
         vocab_size=5000, hidden_size=256, num_attention_heads=4, num_hidden_layers=3, intermediate_size=640,
         tie_word_embeddings=True,
     ),
+    "t5": T5Config(
+        vocab_size=5000, d_model=256, d_kv=64, d_ff=640, num_layers=2, num_decoder_layers=2, num_heads=4,
+        feed_forward_proj="gated-gelu", decoder_start_token_id=0,
+    ),
 }  # fmt: skip
 SEQ, BATCH = 256, 4
+PAIR = 48, 16  # tokens of a source and of a target: more than 3,072 pairs of positions would be sorted (temporaries.py)
 LENGTHS = (30, 250, 9, 100)
 CASES = {  # the layout, and what else differs from a plain step
     "kept": (Layout(2, recompute=False, resident_units=1), {}),
@@ -74,8 +78,8 @@ def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
         decoder, store, case.optimizer, case.layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
         loss_scale=LossScale(enabled=case.dtype is torch.float16),
     )  # fmt: skip
-    full = _batch(case, case.batch)
-    step.evaluate(_batch(case, case.layout.micro_batch))
+    full = batch_of_zeros(case, case.batch)
+    step.evaluate(batch_of_zeros(case, case.layout.micro_batch))
     ragged = full if case.lengths is None else replace(full, lengths=torch.tensor(case.lengths))
     before = [full] * (2 if layout.disk_units else 1)  # as the simulation has it
     for number, batch in enumerate((*before, ragged)):
@@ -84,11 +88,6 @@ def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
     events = events_of(torch.cuda.memory._snapshot())
     torch.cuda.memory._record_memory_history(enabled=None)
     return events
-
-
-def _batch(case: StepCase, rows: int) -> Batch:
-    tokens = torch.zeros((rows, case.seq), dtype=torch.int64)
-    return Batch(tokens, tokens, *((tokens, tokens.int()) if case.document_mask else (None, None)))
 
 
 def simulated(case: StepCase, decoder, device: torch.device) -> list[Event]:
@@ -123,8 +122,19 @@ def main() -> None:
     assert fused.why_not(device) is None
     for family, name in ((family, name) for family in MODELS for name in CASES):
         layout, more = CASES[name]
+        if family == "t5":
+            if "lengths" in more:
+                continue
+            more = more | {"target_tokens": PAIR[1]}
         for precision in precisions:
-            case = StepCase(SEQ, BATCH, layout, WORKING_DTYPES[precision], OPTIMIZERS["adamw"], **more)
+            case = StepCase(
+                SEQ if family != "t5" else sum(PAIR),
+                BATCH,
+                layout,
+                WORKING_DTYPES[precision],
+                OPTIMIZERS["adamw"],
+                **more,
+            )
             torch._C._cuda_clearCublasWorkspaces()
             found = requested(case, make_decoder(MODELS[family], precision, "fp32", True), device)
             planned = simulated(case, make_decoder(MODELS[family], precision, "fp32", True), device)

@@ -13,7 +13,7 @@ import signal
 
 import pytest
 import torch
-from transformers import GPT2Config
+from transformers import GPT2Config, T5Config
 
 from experiments.gpu_acceptance import bitwise
 from experiments.gpu_acceptance.bitwise import CASES, PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Shape
@@ -108,6 +108,21 @@ ON_CARD = ("--device", "cuda", "--precision", "fp32")
 
 def losses(out) -> list[tuple]:
     return [(row["loss"], row["grad_norm"], row.get("eval_loss")) for row in loss_rows(out)]
+
+
+def test_a_t5_on_the_card_is_that_of_the_cpu(train, text, tmp_path, plain_lines):
+    """Whole runs: resident, and with weights and boundaries in RAM and states on a disk."""
+    T5Config(
+        vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+    ).save_pretrained(tmp_path / "t5")
+    options = ("--model", str(tmp_path / "t5"), "--init", "random", "--target-tokens", "8")
+    streamed = ("--weights", "streamed", "--boundaries", "streamed", "--recompute", "on", "--states", "disk")
+    assert train(tmp_path / "cpu", *options, "--precision", "fp32") == 0
+    assert train(tmp_path / "card", *options, *ON_CARD) == 0
+    assert train(tmp_path / "streamed", *options, *ON_CARD, *streamed, "--states-folder", str(tmp_path / "states")) == 0
+    for out in ("card", "streamed"):
+        assert losses(tmp_path / out) == losses(tmp_path / "cpu")
+        assert weights(tmp_path / out) == weights(tmp_path / "cpu")
 
 
 def test_a_whole_run_on_the_card_is_that_of_the_cpu(finished, train, tmp_path, plain_lines):

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from experiments.gpu_acceptance.at_peak import tape_of_cpu
-from families import FAMILIES, MORE_FAMILIES
+from families import ENCODER_DECODERS, FAMILIES, MORE_FAMILIES
 from lowmem.core import optimizers
-from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
+from lowmem.core.encoder_decoder import take_apart
 from lowmem.core.kernels import fused
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.layout import Layout
@@ -28,6 +28,7 @@ from lowmem.simulate.step import (
     DeviceModel,
     StepCase,
     Target,
+    batch_of_zeros,
     cpu_target,
     most_bytes,
     named_at_peak,
@@ -41,7 +42,7 @@ CPU = torch.device("cpu")
 SEQ, BATCH = 32, 4
 DROPOUTS = (
     *("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout", "hidden_dropout"),
-    *("hidden_dropout_prob", "resid_dropout", "embed_dropout", "activation_dropout"),
+    *("hidden_dropout_prob", "resid_dropout", "embed_dropout", "activation_dropout", "dropout_rate"),
 )
 SETTINGS = {  # the layout, dropout, a mask where the family has one
     "accumulation, recomputed block by block": (Layout(1, resident_units=99), 0.0, False),
@@ -59,7 +60,7 @@ EVERY_POLICY = Layout(2, product_blocks=1, whole_blocks=1, resident_units=99)  #
 
 
 def config_of(family: str, dropout: float):
-    config = (FAMILIES | MORE_FAMILIES)[family]()
+    config = (FAMILIES | MORE_FAMILIES | ENCODER_DECODERS)[family]()
     for name in DROPOUTS:
         if hasattr(config, name):
             setattr(config, name, dropout)
@@ -67,12 +68,17 @@ def config_of(family: str, dropout: float):
     return config
 
 
+def target_of(family: str) -> int | None:
+    """How many of SEQ positions are a target's."""
+    return 12 if family in ENCODER_DECODERS else None
+
+
 def decoder_of(config, dtype: torch.dtype = torch.float32, fused_kernels: bool = False) -> Decoder:
     model = build_model(config)
     fuse_gelu(model)
     if dtype is not torch.float32:
         cast_explicitly(model, torch.float32, fused_kernels)
-    return Decoder(model, fused_kernels)
+    return take_apart(model, fused_kernels)
 
 
 def really_allocated(config, case: StepCase) -> int:
@@ -88,21 +94,22 @@ def really_allocated(config, case: StepCase) -> int:
             decoder, store, case.optimizer, case.layout, clip_norm=1.0, weight_decay=0.01, seed=0,
             loss_scale=LossScale(enabled=False),
         )  # fmt: skip
-        tokens = [torch.zeros((case.batch, case.seq), dtype=torch.int64) for _ in range(2)]
-        documents = [torch.zeros_like(tokens[0]), tokens[0].int()] if case.document_mask else [None, None]
+        batch = batch_of_zeros(case, case.batch)
         for number in range(2):
-            step(Batch(*tokens, *documents), number, 1e-4)
+            step(batch, number, 1e-4)
         step.flush()
 
     return tape_of_cpu(train)[0].peak_bytes()
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neo", "opt_projected"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neo", "opt_projected", "t5"])
 def test_the_simulated_peak_is_what_the_profiler_sees_on_the_cpu(family, setting):
     layout, dropout, masked = SETTINGS[setting]
     masked = masked and family in HONOUR_DOCUMENT_MASK
-    case = StepCase(SEQ, BATCH, layout, torch.float32, OPTIMIZERS["adamw"], document_mask=masked)
+    case = StepCase(
+        SEQ, BATCH, layout, torch.float32, OPTIMIZERS["adamw"], document_mask=masked, target_tokens=target_of(family)
+    )
     config = config_of(family, dropout)
     really = really_allocated(config, case)
     simulated = record_step(decoder_of(config), case, cpu_target(), known={}).tape.peak_bytes()
@@ -110,9 +117,9 @@ def test_the_simulated_peak_is_what_the_profiler_sees_on_the_cpu(family, setting
     assert simulated == pytest.approx(really, rel=5e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES | ENCODER_DECODERS)
 def test_so_it_is_for_every_family_in_one_step_with_every_policy(family):
-    case = StepCase(SEQ, BATCH, EVERY_POLICY, torch.float32, OPTIMIZERS["adamw"])
+    case = StepCase(SEQ, BATCH, EVERY_POLICY, torch.float32, OPTIMIZERS["adamw"], target_tokens=target_of(family))
     config = config_of(family, 0.0)
     simulated = record_step(decoder_of(config), case, cpu_target(), known={}).tape.peak_bytes()
     assert simulated == pytest.approx(really_allocated(config, case), rel=5e-5)
@@ -151,7 +158,7 @@ KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)
     ("family", "dtype", "fused_kernels", "layout"),
     [  # every family, every type and every layout with each of the others once
         (family, *KINDS[(row + column) % len(KINDS)], layout)
-        for row, family in enumerate(["gpt2", "llama", "gpt_neo"])
+        for row, family in enumerate(["gpt2", "llama", "gpt_neo", "t5"])
         for column, layout in enumerate(REPLAYED)
     ],
 )
@@ -162,7 +169,7 @@ def test_replaying_leaves_the_tape_that_running_everything_leaves(family, dtype,
     update = fused.update if fused_kernels else optimizers.update
     target = Target(machine, update=update, copies_in=1e9, copies_out=1e9)
     masked = family == "llama"
-    case = StepCase(SEQ, 8, layout, dtype, OPTIMIZERS["adamw"], document_mask=masked)
+    case = StepCase(SEQ, 8, layout, dtype, OPTIMIZERS["adamw"], document_mask=masked, target_tokens=target_of(family))
     everything = record_step(decoder_of(config, dtype, fused_kernels), case, target)
     known: dict = {}
     for _ in range(2):  # the second time, nothing at all is run
