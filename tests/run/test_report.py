@@ -81,6 +81,7 @@ CHANGED = {  # every setting, and a value that is not its default
         "recompute": "on",
         "states": "streamed",
         "states_folder": "elsewhere/states",
+        "target_tokens": 7,
         "disk_rate_bytes": 2**30,
         "weights": "streamed",
         "boundaries": "streamed",
