@@ -96,11 +96,15 @@ SHAPES = {
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.bigger_models.shapes", allow_abbrev=False, description="Write a shape's config.json."
+        prog="python -m experiments.bigger_models.shapes",
+        allow_abbrev=False,
+        description="Write a shape's config.json.",
     )
     parser.add_argument("name", choices=SHAPES, metavar="NAME", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("folder", type=Path, metavar="DIR", help="made where it is not there")
-    parser.add_argument("--blocks", type=at_least(int, 1), metavar="N", help="a slice with so many blocks (all of them)")
+    parser.add_argument(
+        "--blocks", type=at_least(int, 1), metavar="N", help="a slice with so many blocks (all of them)"
+    )
     options = parser.parse_args(arguments)
     try:
         SHAPES[options.name].write(options.folder, options.blocks)
