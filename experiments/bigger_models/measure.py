@@ -33,7 +33,7 @@ from experiments.harness.whole_runs import check_room, ram_of, report_of
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.planning.plan import Plan
 from lowmem.settings import Settings
-from lowmem.units import GIB, format_size, parse_size
+from lowmem.units import format_size, parse_size
 
 PROGRAM = "experiments.bigger_models.measure"
 RESULTS = Path(__file__).resolve().parent / "results"
