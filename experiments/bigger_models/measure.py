@@ -9,7 +9,7 @@ blocks whose plan keeps to both limits. The disk is that of the folder for tempo
 not be a RAM disk.
 
 On the stand-in: runs whose 16-bit weights alone are more than their cap of the GPU's memory. Of the large ones only
-memory is a run's (on_card.py); `narrow`, GPT-J with a quarter of its width, is computed, and once more without a cap:
+memory is a run's (on_card.py); `narrow`, GPT-J's blocks with a width of 768, is computed, and once more without a cap:
 losses and norms of gradients have to be the same.
 
 Rows go to rows.jsonl as soon as they are made, and a case that has a row of these sources is passed over.
@@ -66,12 +66,12 @@ class CardCase:
 NARROW = replace(
     GPTJ, name="narrow",
     fields=GPTJ.fields
-    | {"n_embd": 1024, "n_layer": 24, "n_head": 8, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0},
+    | {"n_embd": 768, "n_head": 12, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0},
 )  # fmt: skip
 CARD_CASES = (
     CardCase("28 blocks", GPTJ, 28, 1024, 4, "8GiB"),
     CardCase("8 blocks, disk", GPTJ, 8, 128, 4, "3500MiB", ("--ram-limit", "20GiB")),
-    CardCase("narrow", NARROW, 24, 64, 4, "448MiB", ("--micro-batch", "1"), computed=True),
+    CardCase("narrow", NARROW, 28, 32, 4, "352MiB", ("--micro-batch", "1"), computed=True),
 )
 
 
