@@ -58,12 +58,13 @@ def ram_of(report: dict) -> dict:
 
 @contextmanager
 def memory_alone() -> Iterator[None]:
-    """Runs in this process draw no random weights, write no checkpoint and no model, and are not held to the RAM that
-    is free, none of which is on the card. On the stand-in, without values, nothing of the model is touched then."""
+    """Runs in this process draw no random weights, write no checkpoint and no model, and are not held to the disk and
+    the RAM that are free, none of which is on the card. On the stand-in, without values, nothing of the model is touched then."""
     with ExitStack() as stack:
         for patched in (
             patch.object(train, "random_weights", lambda *arguments: iter(())),
             patch.object(train, "save_checkpoint"),
+            patch.object(train, "check_disk"),
             patch.object(report, "export_model"),
             patch.object(train, "ram_available_bytes", lambda: (2**62, "nothing of it is touched")),
         ):
