@@ -59,7 +59,8 @@ def ram_of(report: dict) -> dict:
 @contextmanager
 def memory_alone() -> Iterator[None]:
     """Runs in this process draw no random weights, write no checkpoint and no model, and are not held to the disk and
-    the RAM that are free, none of which is on the card. On the stand-in, without values, nothing of the model is touched then."""
+    the RAM that are free, none of which is on the card. On the stand-in, without values, nothing of the model is
+    touched then."""
     with ExitStack() as stack:
         for patched in (
             patch.object(train, "random_weights", lambda *arguments: iter(())),
