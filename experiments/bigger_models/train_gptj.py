@@ -5,9 +5,10 @@ What it takes, in GiB (2**30 bytes), for N parameters, 28 blocks of width 4,096 
     working weights, bf16      2 N                             11.27   on the GPU; --weights streamed: in RAM
     gradients, fp32            4 N                             22.54   never held: forward and backward run twice, first
                                                                        for the norm, then segment by segment
-    gradients of a segment     4 x 6 blocks of 201,355,264      4.50   on the GPU until its updates
-    boundaries, fp32           4 x 64 x 1,024 x 4,096           1.00   for each segment of the batch, and the gradients
-                                                                       that are handed from one to the next
+    gradients of a segment     4 x 6 x 201,355,264              4.50   of six blocks, on the GPU until their updates
+    boundaries, fp32           64 x 1,024 x 4,096 x 4           1.00   of the whole batch, for each segment that is
+                                                                       still to go back
+    boundary gradients, fp32   the same                         1.00   handed from one segment to the one before
     a vocabulary's matrix      2 x 50,400 x 4,096               0.38   two of them: GPT-J's head is not its embedding
     Adam's m and v, fp32       8 N                             45.08   in RAM, or with --states-folder DIR on a disk
     low half of the weights    2 N                             11.27   there, too
