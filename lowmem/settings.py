@@ -64,7 +64,9 @@ class Settings:
                                                      "or everything")
     chat_template: str | None = _option(None, "Jinja file that writes conversations as text; it is exported with "
                                         "the model", "FILE", "the tokenizer's own")
-    seq: int = _option(1024, "tokens per sequence")
+    seq: int = _option(1024, "tokens per sequence; of an encoder-decoder source and target together")
+    target_tokens: int | None = _option(None, "how many of these are the target's, for encoder-decoders", "N",
+                                        "a quarter, for encoder-decoders")
     # GPT-2 was pretrained with packed documents that see each other.
     document_mask: bool = _option(False, "whether attention stops at a packed document's end")
 
@@ -165,6 +167,8 @@ class Settings:
                 yield f"{option_name(name)} {getattr(self, name)} is too small: it must be at least 1."
         if self.seq < 2:
             yield f"--seq {self.seq} is too short: a sequence needs 2 tokens, one to predict from and one to predict."
+        if self.target_tokens is not None and self.target_tokens >= self.seq:
+            yield f"--target-tokens {self.target_tokens} of --seq {self.seq} leave no token for a source."
         for name in ("lr", "epochs", "adam_epsilon"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 yield f"{option_name(name)} {getattr(self, name):g} must be more than 0."
@@ -258,7 +262,7 @@ class Settings:
 
 FIELD_NAMES = tuple(item.name for item in fields(Settings))
 _AT_LEAST_ONE = (
-    *("batch", "steps", "micro_batch", "group", "segment_blocks"),
+    *("batch", "steps", "micro_batch", "group", "segment_blocks", "target_tokens"),
     *("keep_last", "eval_every", "eval_batches", "log_every", "patience", "sample_every"),
 )
 _TEXTS = (

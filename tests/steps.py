@@ -8,8 +8,8 @@ from torch import nn
 
 from experiments.gpu_acceptance.bitwise import FlushedStep
 from lowmem.core.batch import Batch
-from lowmem.core.decoder import Decoder
 from lowmem.core.disk import DiskStates
+from lowmem.core.encoder_decoder import take_apart
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import get_optimizer
@@ -30,7 +30,7 @@ def make_step(
     dtype = WORKING_DTYPES[precision]
     if precision != "fp32":
         cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)
-    decoder, rule = Decoder(model, fused_kernels), get_optimizer(optimizer)
+    decoder, rule = take_apart(model, fused_kernels), get_optimizer(optimizer)
     units = len(decoder.units)
     on_disk = Layout(1, resident_units=min(resident_units, units), disk_units=disk_units).units_on_disk(units)
     store = Store(

@@ -116,6 +116,7 @@ OPTION_VALUES = [
     ("--recompute off", "recompute", "off"),
     ("--states streamed", "states", "streamed"),
     ("--states-folder /fast/disk", "states_folder", "/fast/disk"),
+    ("--target-tokens 128", "target_tokens", 128),
     ("--disk-rate 3GiB", "disk_rate_bytes", 3 * GIB),
     ("--weights streamed", "weights", "streamed"),
     ("--boundaries streamed", "boundaries", "streamed"),

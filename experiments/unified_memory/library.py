@@ -30,7 +30,7 @@ def build(cuda_major: int | None = None) -> Path:
     """The shared library for the runtime of this PyTorch (or of `cuda_major`), made where it is not yet.
 
     It lies in the user's cache, under a name of its source, its version and its compiler's machine. InputError without
-    a compiler, LowmemError with what the compiler says where it fails."""
+    a compiler; LowmemError where the cache cannot be written, and with what the compiler says where it fails."""
     major = cuda_major or _cuda_major()
     made_of = hashlib.sha256(SOURCE.read_bytes() + f"{major} {os.uname().machine}".encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowmem"
@@ -42,10 +42,11 @@ def build(cuda_major: int | None = None) -> Path:
         raise InputError(f"managed memory needs a C compiler: install one of {', '.join(COMPILERS)}, or name one in CC")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        part_folder = tempfile.TemporaryDirectory(dir=folder)
     except OSError as error:
-        raise LowmemError(f"managed memory's library is kept in {folder}: {error.strerror}") from error
+        raise LowmemError(f"managed memory's library cannot be kept in {folder}: {error.strerror}") from error
     # Its name is given when it is whole: another process may be building or loading the same.
-    with tempfile.TemporaryDirectory(dir=folder) as name:
+    with part_folder as name:
         part = Path(name) / library.name
         position = ["-Xcompiler", "-fPIC"] if Path(compiler).name == "nvcc" else ["-fPIC"]
         command = [compiler, "-shared", *position, "-O2", f"-DCUDA_MAJOR={major}", "-o", str(part), str(SOURCE)]
@@ -64,12 +65,16 @@ def _cuda_major() -> int:
 
 @cache
 def loaded() -> ctypes.CDLL:
-    """The library, with the types of its functions. InputError where PyTorch has no CUDA to call."""
+    """The library, with the types of its functions. InputError where PyTorch sees no GPU, or CUDA's runtime is not to
+    be found."""
     if not torch.cuda.is_available():
         raise InputError("managed memory needs a GPU; on the CPU leave out what needs it (--placement resident)")
     torch.cuda.init()
     # PyTorch has loaded it; by its name it is the same one, whose functions the library then finds.
-    ctypes.CDLL(f"libcudart.so.{_cuda_major()}", mode=ctypes.RTLD_GLOBAL)
+    try:
+        ctypes.CDLL(f"libcudart.so.{_cuda_major()}", mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise InputError(f"managed memory needs CUDA's runtime as a library of its own: {error}") from error
     found = ctypes.CDLL(str(build()))
     for name in ("managed_advise", "managed_prefetch", "managed_attribute"):
         getattr(found, name).restype = ctypes.c_char_p
@@ -103,12 +108,12 @@ def managed_tensor(size_bytes: int) -> Tensor:
 
 
 def advise(tensor: Tensor, advice: int, device: int = HOST) -> None:
-    """`advice`: one of the three above. RuntimeError with CUDA's words where it refuses."""
+    """`advice`: one of the three above. LowmemError with CUDA's words where it refuses."""
     _check(loaded().managed_advise(tensor.data_ptr(), tensor.nbytes, advice, device))
 
 
 def prefetch(tensor: Tensor, device: int, stream: torch.cuda.Stream) -> None:
-    """Moves its pages to `device` (or HOST), in the order of `stream`. RuntimeError with CUDA's words."""
+    """Moves its pages to `device` (or HOST), in the order of `stream`. LowmemError with CUDA's words."""
     _check(loaded().managed_prefetch(tensor.data_ptr(), tensor.nbytes, device, stream.cuda_stream))
 
 
@@ -124,4 +129,4 @@ def attributes(tensor: Tensor) -> dict[str, int]:
 
 def _check(said: bytes | None) -> None:
     if said is not None:
-        raise RuntimeError(f"CUDA: {said.decode()}")
+        raise LowmemError(f"managed memory: CUDA says: {said.decode()}")

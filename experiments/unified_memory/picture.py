@@ -10,7 +10,8 @@ DRAWN = (  # of a report of run_gpt2
 
 
 def draw_resident(report: dict, path: Path) -> None:
-    """Of a report of run_gpt2: bytes of weights (and gradients) by access, the limit, and what CUDA counts in all."""
+    """Of a report of run_gpt2: bytes of weights (and gradients) by access, the limit where it is no more than all of
+    them, and what CUDA counts in all."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -24,9 +25,11 @@ def draw_resident(report: dict, path: Path) -> None:
     axes.axhline(whole, color="grey", linestyle=":", label=f"all {what}")
     if used := [size / GIB for size in report["used_bytes_by_access"]]:
         axes.step(range(len(used)), used, where="mid", color="tab:green", label="in use in all, as CUDA counts")
-    if report["physical_limit_bytes"]:
-        axes.axhline(report["physical_limit_bytes"] / GIB, color="tab:red", linestyle="--", label=f"limit of {what}")
+    limit = report["physical_limit_bytes"]
+    if limit and limit / GIB <= whole:
+        axes.axhline(limit / GIB, color="tab:red", linestyle="--", label=f"limit of {what}")
     axes.set(xlabel="access: embeddings, blocks, head" + (", and back" if report["backward"] else ""), ylabel="GiB")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylim(0, max([whole, *used]) * 1.1)
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)

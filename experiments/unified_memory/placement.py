@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from experiments.unified_memory import library
 from experiments.unified_memory.schedule import Schedule
 from experiments.unified_memory.shapes import Pieces, hooked
+from lowmem.core.offload import host_tensor, page_lock
 
 RESIDENT, MANAGED, EXPLICIT = "resident", "managed", "explicit"
 MOST_MOVES = 10_000  # that are noted
@@ -152,8 +153,8 @@ class ManagedPlacement(Placement):
 
 
 class ExplicitPlacement(Placement):
-    """On the host, page-locked; kept pieces have a place on the GPU, and the others are copied into one of the
-    schedule's slots. Only of forwards: autograd would find other weights in a slot."""
+    """On the host, page-locked if that can be; kept pieces have a place on the GPU, and the others are copied into one
+    of the schedule's slots. Only of forwards: autograd would find other weights in a slot."""
 
     def __init__(self, *args, schedule: Schedule):
         self.schedule = schedule
@@ -172,7 +173,9 @@ class ExplicitPlacement(Placement):
         torch.cuda.synchronize()
 
     def _memory(self, size_bytes: int) -> Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        memory = host_tensor(size_bytes, torch.uint8)  # PyTorch's own would round up to a power of two
+        page_lock(memory)
+        return memory
 
     def _access(self, place: int) -> None:
         self._due(place)

@@ -80,11 +80,18 @@ def run(options: argparse.Namespace) -> dict:
     """Trains nothing: passes, and what they took. Writes what is under --out, and returns the report."""
     device = device_of(options.device)
     check(options, device)
-    config = load_config(options.weights, "pretrained") if options.weights else config_of(options.model or SMALLEST)
+    given = options.weights is not None
+    config = load_config(options.weights, "pretrained") if given else config_of(options.model or SMALLEST)
     if config.model_type != "gpt2":
         raise InputError(f"{options.weights} is of type {config.model_type}; this runs GPT-2's structure alone")
     inputs, tokenizer = inputs_of(options, config.vocab_size)
-    check_length(config, inputs.shape[1] + (options.generate or 0))
+    if not options.generate:
+        check_length(config, inputs.shape[1])
+    elif inputs.shape[1] + options.generate > config.n_positions:
+        raise InputError(
+            f"--generate {options.generate} behind {inputs.shape[1]} tokens is more than the {config.n_positions} "
+            "positions of this model"
+        )
     model, dtype = build_model(config), DTYPES[options.dtype]
     model.train(options.backward)
     model.set_attn_implementation("sdpa")
@@ -94,17 +101,18 @@ def run(options: argparse.Namespace) -> dict:
     limit = options.physical_limit or sum(sizes)
     ahead = 0 if options.placement == MANAGED and not options.enable_prefetch else options.ahead
     planned = schedule.schedule(sizes, accesses, limit, ahead, in_slots=options.placement == EXPLICIT)
+    weights = read_weights(build_model(config), options.weights) if given else random_weights(config, options.seed)
+    fusion.fuse(model, options.fusion)
+    placement = placed(options, model, pieces, dtype, device, planned)
+    # What can be refused has been by now, so that a run that is leaves another one's files as they are.
     make_folder(options.out)
     for name in (REPORT, PICTURE):
         remove_old(options.out / name)
 
     torch.manual_seed(options.seed)  # of dropout, where the model of --weights has some
     torch.backends.cudnn.benchmark = options.enable_cudnn_benchmark
-    placement = placed(options, model, pieces, dtype, device, planned)
-    placement.load(read_weights(build_model(config), options.weights) if options.weights
-                   else random_weights(config, options.seed))  # fmt: skip
+    placement.load(weights)
     placement.begin()
-    fusion.fuse(model, options.fusion)
     inputs = inputs.to(device)
     work = generate if options.generate else forward_and_backward if options.backward else forward
     one_pass = partial(work, model, inputs, options)
@@ -147,13 +155,15 @@ def device_of(name: str | None) -> torch.device:
 
 def check(options: argparse.Namespace, device: torch.device) -> None:
     """InputError for what does not go together."""
-    if options.model and options.weights:
+    if options.model and options.weights is not None:
         raise InputError("--model has random weights, and --weights is a model of its own: give one of them")
+    if options.fusion != "none" and device.type == "cuda" and "--values" in row_file.through_stand_in():
+        raise InputError(f"--fusion {options.fusion}: the stand-in computes no values of what is compiled")
     if options.num_streams > 1 and not options.enable_prefetch:
         raise InputError(f"--num-streams {options.num_streams} are of prefetches: give --enable-prefetch")
     if options.backward and options.seq == 1:
         raise InputError("--backward trains a token on those before it: give --seq 2 or more")
-    if options.prompt is not None and not (options.weights and options.generate):
+    if options.prompt is not None and (options.weights is None or not options.generate):
         raise InputError("--prompt is for --generate with the tokenizer of --weights: give both")
     if options.prompt is not None and options.seq:
         raise InputError("--seq is the length of a sequence of bytes: leave it out with --prompt")
@@ -185,6 +195,10 @@ def placed(
 def inputs_of(options: argparse.Namespace, vocabulary_size: int) -> tuple[Tensor, PreTrainedTokenizerBase | None]:
     """Token numbers [1, T], and the tokenizer where they are of --prompt; else they are bytes of this repository."""
     if options.prompt is None:
+        if vocabulary_size < 256:
+            raise InputError(
+                f"{options.weights} knows {vocabulary_size} tokens, fewer than there are bytes: give --prompt"
+            )
         seq = options.seq or SEQ - (options.generate or 0)
         return samples.source_bytes(seq)[:1].long(), None
     tokenizer = load_tokenizer(options.weights, "pretrained", vocabulary_size)

@@ -73,9 +73,9 @@ def schedule(
     most often could be kept otherwise; InputError where one access is over the limit."""
     nothing = Schedule(tuple(sizes), tuple(map(tuple, accesses)), frozenset(), 0, in_slots)
     if nothing.peak_bytes > limit_bytes:
+        least = "a slot of each size" if in_slots else "one layer"
         raise InputError(
-            f"--physical-limit {format_size(limit_bytes)} is less than one layer needs: "
-            f"{format_size(nothing.peak_bytes)}"
+            f"--physical-limit {format_size(limit_bytes)} is less than {least} needs: {format_size(nothing.peak_bytes)}"
         )
     uses = Counter(piece for access in accesses for piece in access)
     narrow = _keeping_most(nothing, limit_bytes, uses)

@@ -14,7 +14,7 @@ SHAPES = {  # blocks, width, heads: Radford et al. 2019; Brown et al. 2020, tabl
     "gpt2-large": (36, 1280, 20),
     "gpt2-xl": (48, 1600, 25),
     "gpt3-6.7b": (32, 4096, 32),
-    "gpt3-13b": (40, 5120, 40),
+    "gpt3-13b": (40, 5120, 40),  # the table says 5,140, which is not 40 heads of 128
 }
 POSITIONS = {"gpt2": 1024, "gpt3": 2048}
 

@@ -34,7 +34,7 @@ def sections(rows: list[dict]) -> str:
         "card": (
             "**The same on a card**: 1,024 tokens, fp32, half of the weights as the limit, GiB. Beside what the "
             "schedule has on the GPU at most stands what the stand-in's card counted of managed memory; bits are of "
-            "logits, or of the loss and all gradients, where values were computed",
+            "the last token's logits, or of the loss and all gradients, where values were computed",
             _card,
         ),
         "fusion": (

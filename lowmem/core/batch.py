@@ -24,15 +24,17 @@ WIDTH_MULTIPLE = 8  # of a micro-batch's width: in 16 bit, tensor cores want ope
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """B rows of T positions, on the CPU.
+    """B rows of T positions, on the CPU; for an encoder-decoder B sources of S tokens, each with T positions of the
+    decoder behind it.
 
-    input_ids    int64 [B, T]
+    input_ids    int64 [B, T]; [B, S + T]
     labels       int64 [B, T]; labels[b, t] is the token that position t must predict (already shifted), -100 = none;
                  a step needs one at least
     position_ids int64 [B, T], from 0 at every document; None without a document mask, and for examples
     document_ids int32 [B, T], which document of its row a position belongs to; None likewise
     lengths      int64 [B], how many positions of a row are real; behind them no label is trained. None where rows are
                  computed as they are, in their order
+    source_mask  bool [B, S], which positions of a source are real, for encoder-decoders; None for decoders
     """
 
     input_ids: Tensor
@@ -40,6 +42,13 @@ class Batch:
     position_ids: Tensor | None = None
     document_ids: Tensor | None = None
     lengths: Tensor | None = None
+    source_mask: Tensor | None = None
+
+    @property
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        """What the embeddings are given (decoder.py, encoder_decoder.py)."""
+        inputs = self.input_ids, self.position_ids, self.document_ids
+        return inputs if self.source_mask is None else (*inputs, self.source_mask)
 
     @property
     def trained_tokens(self) -> int:
@@ -58,7 +67,7 @@ class Batch:
         smaller), views of what is here; or, where `lengths` are known, sorted and trimmed as is said above, copies
         without `lengths`."""
         if self.lengths is None:
-            tensors = (self.input_ids, self.labels, self.position_ids, self.document_ids)
+            tensors = (self.input_ids, self.labels, self.position_ids, self.document_ids, None, self.source_mask)
             count = math.ceil(len(self.labels) / size)
             parts = ([None] * count if tensor is None else tensor.split(size) for tensor in tensors)
             return [Batch(*part) for part in zip(*parts, strict=True)]

@@ -10,12 +10,13 @@ be the model's own code. So the model is run as it stands, with its list of bloc
 
 What happens to the logits after the head (soft-capping, scaling) is followed through one more such run (logits.py).
 
-What this cannot express is refused by name: encoder-decoders, several lists of blocks, a head that is not a plain
-linear layer, anything else that is done to the logits, weights shared between blocks, parameters that no half touches.
+What this cannot express is refused by name: several lists of blocks, a head that is not a plain linear layer, anything
+else that is done to the logits, weights shared between blocks, parameters that no half touches. Encoder-decoders come
+apart otherwise (encoder_decoder.py).
 Whether the pieces are the whole is compared in models/compatibility.py: on a small copy, and on the real weights."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,25 @@ class Unit:
 
     name: str
     parameters: dict[str, nn.Parameter]  # by the model's own names, each parameter of the model in exactly one unit
+
+
+@dataclass
+class SharedUse:
+    """One block's use of a parameter that several blocks use, and that is in the first unit: its gradient is final last
+    and its update is needed first. `parameter()`: as it is now; `own`: what the block computes with in its place where
+    the gradient of each use is summed by itself (accumulation.py)."""
+
+    block: int
+    name: str  # of the parameter, by the model's own names
+    parameter: Callable[[], nn.Parameter]
+    own: nn.Parameter | None = None
+
+    def value(self) -> nn.Parameter:
+        """What the block computes with."""
+        if self.own is None:
+            return self.parameter()
+        self.own.data = self.parameter().data
+        return self.own
 
 
 class _Stop(Exception):
@@ -72,14 +92,8 @@ class Decoder:
     def __init__(self, model: nn.Module, fused_kernels: bool = False):
         self.model, self.fused_kernels = model, fused_kernels
         self.architecture = type(model).__name__
-        if model.config.is_encoder_decoder:
-            raise InputError(f"{self.architecture} is an encoder-decoder; only decoders can be trained here")
-        if getattr(model.config.get_text_config(), "layerdrop", 0):
-            raise InputError(
-                f"{self.architecture}: leaving out whole blocks at random is not supported; set layerdrop to 0 in its "
-                "config.json"
-            )
-        self._owner, self._list_name, self.blocks = self._find_blocks()
+        self._refuse_unsupported()
+        self.blocks = self._find_blocks()
         self._head = model.get_output_embeddings()
         if type(self._head) is not nn.Linear:
             raise InputError(f"{self.architecture}: the head is {type(self._head).__name__}, not a plain linear layer")
@@ -102,6 +116,11 @@ class Decoder:
     @property
     def head_bias(self) -> nn.Parameter | None:
         return self._head.bias
+
+    @property
+    def shared(self) -> Sequence[SharedUse]:
+        """What several blocks use of one unit's parameters, block by block; of decoders nothing."""
+        return ()
 
     def embed(
         self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
@@ -173,7 +192,16 @@ class Decoder:
         finally:
             self._owner._modules[self._list_name] = self.blocks
 
-    def _find_blocks(self) -> tuple[nn.Module, str, nn.ModuleList]:
+    def _refuse_unsupported(self) -> None:
+        if self.model.config.is_encoder_decoder:
+            raise InputError(f"{self.architecture} is an encoder-decoder; of these only T5 and mT5 can be trained here")
+        if getattr(self.model.config.get_text_config(), "layerdrop", 0):
+            raise InputError(
+                f"{self.architecture}: leaving out whole blocks at random is not supported; set layerdrop to 0 in its "
+                "config.json"
+            )
+
+    def _find_blocks(self) -> Sequence[nn.Module]:
         count = self.model.config.get_text_config().num_hidden_layers
         if count < 1:
             raise InputError(f"{self.architecture}: its config says {count} blocks; at least one is needed")
@@ -187,7 +215,8 @@ class Decoder:
         outermost = [entry for entry in found if id(entry[0]) not in inner]
         if len(outermost) != 1:
             raise InputError(f"{self.architecture}: found {len(outermost)} lists of {count} blocks, expected one")
-        return outermost[0]
+        self._owner, self._list_name, blocks = outermost[0]
+        return blocks
 
     def _find_units(self) -> list[Unit]:
         before, after = self._parameters_called()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowmem.core import optimizers, recompute
+from lowmem.core.accumulation import Accumulation
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder, Extra
 from lowmem.core.kernels import fused
@@ -52,7 +53,7 @@ class Operations:
         """The first block's input [B, T, D] and the blocks' extra arguments."""
         dropout.begin(-1, self.store.device)
         with torch.no_grad():
-            return self.decoder.embed(micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids)
+            return self.decoder.embed(*micro_batch.inputs)
 
     def segment_forward(
         self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
@@ -63,10 +64,11 @@ class Operations:
 
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float) -> tuple[Tensor, Tensor]:
         """The loss of one micro-batch, summed over its tokens, and the gradient of `scale` times that for the last
-        block's output `hidden` [B, T, D]; the head's own gradient goes into its accumulator."""
+        block's output `hidden` [B, T, D], of which the last positions have `labels`; the head's own gradient goes into
+        its accumulator."""
         dropout.begin(len(self.decoder.blocks), self.store.device)
         boundary = hidden.requires_grad_()
-        final = self.decoder.final(boundary)
+        final = self.decoder.final(_with_labels(boundary, labels))
         loss, gradient = self._cross_entropy(final.detach(), labels, scale)
         final.backward(gradient.view_as(final).to(final.dtype))
         return loss, boundary.grad
@@ -80,18 +82,22 @@ class Operations:
             self.decoder, segment, saved, extras, dropout, gradient, self.skippable_products, kind
         )
 
+    def join(self, accumulation: Accumulation) -> None:
+        """The gradients of what blocks share, once no block adds to them."""
+        accumulation.join()
+
     def embed_backward(self, micro_batch: Batch, dropout: Dropout, gradient: Tensor) -> None:
         """Adds to the embeddings' accumulators what `gradient` [B, T, D], for the first block's input, says."""
         dropout.begin(-1, self.store.device)
-        hidden, _ = self.decoder.embed(micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids)
+        hidden, _ = self.decoder.embed(*micro_batch.inputs)
         hidden.backward(gradient)
 
     def evaluate(self, micro_batch: Batch) -> Tensor:
         """The loss of one micro-batch, summed over its tokens."""
-        hidden, extras = self.decoder.embed(micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids)
+        hidden, extras = self.decoder.embed(*micro_batch.inputs)
         for index, extra in enumerate(extras):
             hidden = self.decoder.block(index, hidden, extra)
-        return self._cross_entropy(self.decoder.final(hidden), micro_batch.labels)[0]
+        return self._cross_entropy(self.decoder.final(_with_labels(hidden, micro_batch.labels)), micro_batch.labels)[0]
 
     def norm(self, piece: Piece) -> Tensor:
         """Of the gradient of one piece, in fp32."""
@@ -125,3 +131,8 @@ class Operations:
     def _accumulator_of(self, parameter: Tensor) -> Tensor:
         name = self._names[id(parameter)]
         return self.store.part_of(name).gradient_of(name)
+
+
+def _with_labels(hidden: Tensor, labels: Tensor) -> Tensor:
+    """The positions of `hidden` [B, S + T, D] that have `labels` [B, T]; a decoder's all do."""
+    return hidden if hidden.shape[1] == labels.shape[1] else hidden[:, -labels.shape[1] :]

@@ -29,7 +29,8 @@ segment at a time are enough, if units are updated in backward or in two passes.
 because a parameter's gradient is always summed over micro-batches in their order. A tied embedding gets its two
 contributions in one order too: the head's of all micro-batches, then the lookup's of all, which is why the embeddings'
 backward waits for the last group. It costs the gradients of the first block's input of the whole batch: B x T x D x 4
-bytes (320 MiB for GPT-2-Large at 64 x 1,024; half of that in 16 bit).
+bytes (320 MiB for GPT-2-Large at 64 x 1,024; half of that in 16 bit). What an encoder-decoder's blocks share, its
+tables of relative positions, is summed block by block, and these sums are joined before that (accumulation.py).
 
 What does not fit on the device can be in RAM: optimizer states (offload.py), the weights of most blocks, which come a
 segment at a time (streamed_weights.py), and boundaries until their backward (streamed_boundaries.py).
@@ -156,8 +157,8 @@ class TrainingStep:
         micro_batches = [piece.to(self.store.device) for piece in self._cut(batch, self.layout.micro_batch)]
         dropouts = [Dropout(self._seed, step, index) for index in range(len(micro_batches))]
         tokens = batch.trained_tokens
-        positions = [piece.labels.numel() for piece in micro_batches]
-        groups = self.layout.groups(positions, batch.labels.shape[1])
+        positions = [piece.input_ids.numel() for piece in micro_batches]
+        groups = self.layout.groups(positions, batch.input_ids.shape[1])
         work = _Work(micro_batches, dropouts, self.loss_scale.scale / tokens, groups)
         self._decoder.model.train()
 
@@ -195,6 +196,8 @@ class TrainingStep:
             losses += of_group[0]
             input_gradients += of_group[1]
             del of_group  # else it would keep gradients that have been spent
+        if self._decoder.shared:
+            self._retry_part(self.operations.join, self._accumulation)
         for index, micro_batch in enumerate(work.micro_batches):
             self._retry_part(self.operations.embed_backward, micro_batch, work.dropouts[index], input_gradients[index])
             input_gradients[index] = None
@@ -391,6 +394,7 @@ class TrainingStep:
             self._accumulation.repeat_part()
         else:
             self._accumulation.begin_part()
+            self._accumulation.clear()
             self._saved = []
             self._boundaries.begin()
             for part in () if self._updates.waiting else self.store.parts:

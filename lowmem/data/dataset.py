@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem.data.batches import Batches, Rows
 from lowmem.data.chat_templates import set_chat_template
 from lowmem.data.documents import Documents, hold_out, read_documents
+from lowmem.data.pairs import PairBatches
 from lowmem.data.prepared import Part, Preparation, content_key
 from lowmem.data.sources import Record, Source, open_source
 from lowmem.data.stored import ArrayFolder
@@ -42,10 +43,12 @@ class Data:
 
 
 def load_data(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None = None
-) -> Data:
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None = None,
+    decoder_start: int | None = None,
+) -> Data:  # fmt: skip
     """Read, tokenize, hold out and cut into rows, as the settings say; `vocabulary_size`: ids that the model embeds;
-    `folder`: the run's, where the tokens are looked for first and, once `Data.keep` is called, kept.
+    `folder`: the run's, where the tokens are looked for first and, once `Data.keep` is called, kept; `decoder_start`:
+    the id that targets begin behind, of an encoder-decoder, None for decoders.
 
     Held out is what `eval_data` names, or of each source its own validation split, or `eval_fraction` of it (by
     document). `steps` bounds what is read of a streamed source. Raises InputError with the place in the data.
@@ -53,6 +56,8 @@ def load_data(
     if settings.chat_template is not None:
         set_chat_template(tokenizer, settings.chat_template)
     seq, batch, steps = settings.seq, settings.batch, settings.steps
+    if decoder_start is not None:
+        seq -= 1  # all tokens of a row are in it, and none is a label alone (pairs.py)
     sources, evaluated = (
         [open_source(spec, settings.text_field, steps) for spec in each(specs)]
         for specs in (settings.data, settings.eval_data)
@@ -121,8 +126,11 @@ def load_data(
                     f"give more text or a smaller --seq"
                 )
         end_of_text, mask = tokenizer.eos_token_id, settings.document_mask
-        train = Batches(trained, batch, settings.seed, end_of_text, mask, settings.fixed_batch, settings.pack)
-        evaluations = [Batches([rows], batch, None, end_of_text, mask, pack=settings.pack) for rows in held_out]
+        make = Batches
+        if decoder_start is not None:
+            make = functools.partial(PairBatches, target_tokens=settings.target_tokens, decoder_start=decoder_start)
+        train = make(trained, batch, settings.seed, end_of_text, mask, settings.fixed_batch, settings.pack)
+        evaluations = [make([rows], batch, None, end_of_text, mask, pack=settings.pack) for rows in held_out]
         return Data(
             train,
             tuple(batches for batches in evaluations if len(batches)),
@@ -187,14 +195,15 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase, train: Batches, *evaluation
 def _describe(rows_of: list[_CutPart], train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
     """A line for each text, and one for what they are mixed to; one line in all for one text that is trained on."""
     lines = []
+    pairs = [train.description] if isinstance(train, PairBatches) else []
     for rows in rows_of:
         said = [] if rows.train is None else [_describe_rows(rows.source, rows.train, train.document_mask, tokenizer)]
         said += [] if rows.evaluation is None else [f"{rows.held_out}: {rows.evaluation.count:,} rows."]
         lines.append("; ".join(said))
     if len(train.parts) == 1 and train.parts[0].weight == 1:
-        return "; ".join(lines)
+        return "\n".join(["; ".join(lines), *pairs])
     shares = (f"{rows.in_epoch:,} of {rows.name} ({rows.in_epoch / train.rows:.1%})" for rows in train.parts)
-    return "\n".join([*lines, f"an epoch has {train.rows:,} rows: {', '.join(shares)}"])
+    return "\n".join([*lines, *pairs, f"an epoch has {train.rows:,} rows: {', '.join(shares)}"])
 
 
 def _describe_rows(source: str, rows: Rows, document_mask: bool, tokenizer: PreTrainedTokenizerBase) -> str:

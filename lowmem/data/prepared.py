@@ -33,7 +33,7 @@ from lowmem.files import CHUNK_BYTES, Manifest, flush_path, to_json, write, writ
 from lowmem.settings import Settings
 
 FOLDER, _PARTIAL, _CONTENT = "data", ".data-partial", "data.json"
-_SETTINGS = ("eval_fraction", "text_field", "train_on", "seq")
+_SETTINGS = ("eval_fraction", "text_field", "train_on", "seq", "target_tokens")
 
 
 class Part(NamedTuple):

@@ -8,6 +8,7 @@ import copy
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     GenerationConfig,
     GPT2Config,
     PretrainedConfig,
@@ -26,10 +28,12 @@ from transformers import (
 
 from lowmem import hub
 from lowmem.core.decoder import Decoder
+from lowmem.core.encoder_decoder import ATTENTION, is_encoder_decoder, take_apart
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import InputError, first_line
 from lowmem.models.recognize import config_fields, no_config, not_found
+from lowmem.settings import Settings
 
 GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
     "gpt2": (12, 768, 12),
@@ -199,6 +203,31 @@ def check_length(config: PretrainedConfig, seq: int) -> None:
         raise InputError(f"--seq {seq} is longer than the {positions} positions of this model; lower --seq")
 
 
+def fitted(settings: Settings, config: PretrainedConfig) -> Settings:
+    """`settings` for the model of `config`: with the length of targets, where it is an encoder-decoder. InputError
+    where sequences are too long for it, or something is asked for that such a model does not do."""
+    check_length(config, settings.seq)
+    if not is_encoder_decoder(config):
+        if settings.target_tokens is not None:
+            raise InputError("--target-tokens is for encoder-decoders, and this model is none: leave it out")
+        return settings
+    if settings.masks_documents:
+        raise InputError(
+            "an encoder-decoder has one source and one target in a row: leave out --document-mask on and --pack packed"
+        )
+    if settings.train_on == "all":
+        raise InputError("an encoder-decoder learns targets, never sources: leave out --train-on all")
+    return replace(settings, target_tokens=settings.target_tokens or max(settings.seq // 4, 1))
+
+
+def decoder_start(config: PretrainedConfig) -> int | None:
+    """The id that an encoder-decoder's targets begin behind; None for decoders."""
+    if not is_encoder_decoder(config):
+        return None
+    said = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
+    return next((number for number in said if number is not None), 0)
+
+
 def most_positions(config: PretrainedConfig) -> int | None:
     """The longest sequence that the model of `config` takes; None where it has no such limit (XLNet says -1)."""
     text = config.get_text_config()
@@ -207,7 +236,8 @@ def most_positions(config: PretrainedConfig) -> int | None:
 
 
 def build_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The causal language model of `config` in training mode: fp32 parameters on `meta`, buffers real, on the CPU.
+    """The causal language model of `config`, or the encoder-decoder, in training mode: fp32 parameters on `meta`,
+    buffers real, on the CPU.
 
     Tied parameters are one object, as the config says. Attention is SDPA where transformers has it for the architecture
     and eager where not (GPT-J, GPT-Neo, BLOOM, CodeGen). Not thread-safe while it runs. InputError for architectures
@@ -228,7 +258,7 @@ def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_
     fuse_gelu(model)
     if precision != "fp32":
         cast_explicitly(model, torch.float32 if residual == "fp32" else WORKING_DTYPES[precision], fused_kernels)
-    return Decoder(model, fused_kernels)
+    return take_apart(model, fused_kernels)
 
 
 @contextmanager
@@ -251,8 +281,11 @@ def parameters_placed(place: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 def model_from_config(config: PretrainedConfig) -> PreTrainedModel:
     config = copy.deepcopy(config)  # from_config writes the dtype into it
+    kind, options = AutoModelForCausalLM, {}
+    if is_encoder_decoder(config):
+        kind, options = AutoModelForSeq2SeqLM, {"attn_implementation": ATTENTION}
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        return kind.from_config(config, dtype=torch.float32, trust_remote_code=False, **options)
     except Exception as error:  # no causal language model of this type, or fields that every architecture checks itself
         reason = first_line(error)[:300]
         raise InputError(f"this {config.model_type} config makes no causal language model: {reason}") from error

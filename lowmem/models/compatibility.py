@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from lowmem.core.decoder import Decoder, forward_replaced
+from lowmem.core.encoder_decoder import EncoderDecoder, is_encoder_decoder, take_apart
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import InputError, LowmemError, first_line
@@ -66,6 +67,8 @@ def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> s
 
 
 def _difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> str | None:
+    if isinstance(decoder, EncoderDecoder):
+        return _difference_of_encoder_decoder(decoder, vocabulary_size)
     model, name, head_weight = decoder.model, decoder.architecture, decoder.head_weight
     device = head_weight.device
     input_ids = (torch.arange(16, device=device).view(2, 8) * 7919) % vocabulary_size
@@ -94,6 +97,29 @@ def _difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> 
     return None
 
 
+def _difference_of_encoder_decoder(decoder: EncoderDecoder, vocabulary_size: int) -> str | None:
+    """The same; of two sources one is half padding."""
+    model, name = decoder.model, decoder.architecture
+    device = decoder.head_weight.device
+    source, target = (torch.arange(32, device=device).view(2, 2, 8) * 7919 % vocabulary_size).unbind()
+    mask = torch.ones_like(source, dtype=torch.bool)
+    mask[1, 4:] = False
+
+    def whole(source: Tensor, target: Tensor) -> Tensor:
+        return model(input_ids=source, attention_mask=mask.long(), decoder_input_ids=target, use_cache=False).logits
+
+    logits = whole(source, target)
+    if not logits.isfinite().all():
+        raise RuntimeError("its logits are not finite")
+    if not _close(logits, decoder.logits(torch.cat([source, target], dim=1), None, None, mask)):
+        return f"{name} cannot be trained in pieces: its logits are not those of embedding, blocks and head in turn"
+    changed = target.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % vocabulary_size
+    if not _close(logits[:, :-1], whole(source, changed)[:, :-1]):
+        return f"{name} attends to later tokens of a target, so it is no language model"
+    return None
+
+
 def _close(whole: Tensor, pieces: Tensor) -> bool:
     """Equal but for the rounding of products computed in other shapes."""
     tolerance = 1e-4 if whole.dtype is torch.float32 else 3e-2
@@ -110,7 +136,7 @@ def compare_small_copy(config: PretrainedConfig, document_mask: bool, precision:
             return f"a copy with {_BLOCKS} narrow blocks still has {parameters:,} parameters"
         vocabulary_size = small.get_text_config().vocab_size
         model = _with_random_weights(small)
-        found = difference(Decoder(model), vocabulary_size, document_mask)
+        found = difference(take_apart(model), vocabulary_size, document_mask)
     except Exception as error:  # nobody ever made such a model: what it runs into need not be the original's fault
         return f"a small copy of it does not run ({first_line(error)})"
     if found is not None:
@@ -126,10 +152,12 @@ def _run_in_16_bit(model: nn.Module, dtype: torch.dtype, residual: str, vocabula
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             parameter.data = parameter.data.to(dtype)
-    decoder = Decoder(model)
+    decoder = take_apart(model)
+    input_ids = torch.arange(16).view(2, 8) % vocabulary_size
+    source = (None, None, torch.ones((2, 4), dtype=torch.bool)) if isinstance(decoder, EncoderDecoder) else ()
     try:
         with torch.no_grad():
-            decoder.logits(torch.arange(16).view(2, 8) % vocabulary_size)
+            decoder.logits(input_ids, *source)
     except Exception as error:
         raise InputError(
             f"{decoder.architecture} does not run with matrices in {str(dtype).removeprefix('torch.')}: "
@@ -147,6 +175,8 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
         if isinstance(value, list | tuple) and len(value) == blocks:  # what kind each block is of, and the like
             setattr(text, name, value[:_BLOCKS])
     text.num_hidden_layers = min(_BLOCKS, blocks)
+    if is_encoder_decoder(config) and isinstance(getattr(text, "num_decoder_layers", None), int):
+        text.num_decoder_layers = min(_BLOCKS, text.num_decoder_layers)
     text.vocab_size = min(_VOCABULARY, text.vocab_size)
     for holder in (config, text):
         for name in _SPECIAL_TOKENS:

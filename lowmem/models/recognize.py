@@ -65,6 +65,7 @@ _FOLDERS = (
         ("config.json",),
     ),
 )
+_ENCODER_DECODERS = ("t5", "mt5")  # that come apart (core/encoder_decoder.py), said here without importing PyTorch
 _OTHER_FRAMEWORKS = {
     ("tf_model*.h5", "*.ckpt.index"): "TensorFlow",
     ("flax_model*.msgpack",): "Flax",
@@ -191,8 +192,9 @@ def config_fields(path: Path) -> dict:
         )
     architectures = fields.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else kind
-    if fields.get("is_encoder_decoder") is True and not str(named).endswith("ForCausalLM"):
-        raise InputError(f"{path}: {named} is an encoder-decoder; only decoders can be trained here")
+    other = kind not in _ENCODER_DECODERS and not str(named).endswith("ForCausalLM")
+    if fields.get("is_encoder_decoder") is True and other:
+        raise InputError(f"{path}: {named} is an encoder-decoder; of these only T5 and mT5 can be trained here")
     if kind in _ENCODERS and not fields.get("is_decoder"):
         raise InputError(f"{path}: {named} is an encoder: {_NOT_CAUSAL}; choose a decoder, such as gpt2")
     return fields

@@ -317,6 +317,7 @@ def step_case(settings: Settings, precision: str, device: str = "cuda") -> StepC
     return StepCase(
         settings.seq, settings.batch, layout, WORKING_DTYPES[precision],
         OPTIMIZERS[settings.optimizer], settings.clip_norm, settings.masks_documents,
+        target_tokens=settings.target_tokens,
     )  # fmt: skip
 
 

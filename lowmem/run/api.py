@@ -26,7 +26,7 @@ from lowmem.data.chat_templates import set_chat_template
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError
 from lowmem.limits import Budget
-from lowmem.models.build import check_length, load_config, make_decoder, own_generation_config
+from lowmem.models.build import fitted, load_config, make_decoder, own_generation_config
 from lowmem.models.compatibility import check_pieces
 from lowmem.models.export import export_model
 from lowmem.planning.known_plans import Question
@@ -67,7 +67,7 @@ def plan(settings: Settings) -> Plan:
     settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)
     kind, precision, card = planning_target(settings)
     config = load_config(settings.model, settings.init)
-    check_length(config, settings.seq)
+    settings = fitted(settings, config)
     return Question(settings, config, kind, precision, card).answer(make_plan)
 
 
@@ -96,7 +96,7 @@ def load(settings: Settings) -> LoadedModel:
     with process_aside() as aside:
         _, precision, card = planning_target(settings)
         config = load_config(settings.model, settings.init)
-        check_length(config, settings.seq)
+        settings = fitted(settings, config)
         device = devices.select_device(settings.device)
         tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
         if settings.chat_template is not None:

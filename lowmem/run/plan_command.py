@@ -24,7 +24,7 @@ def _answer(options: argparse.Namespace, settings: Settings) -> int:
     from transformers import logging
 
     from lowmem.device import set_environment
-    from lowmem.models.build import check_length, load_config
+    from lowmem.models.build import fitted, load_config
     from lowmem.planning.known_plans import Question
     from lowmem.planning.planner import make_plan
     from lowmem.planning.target import planning_target
@@ -33,7 +33,7 @@ def _answer(options: argparse.Namespace, settings: Settings) -> int:
     set_environment()
     device, precision, card = planning_target(settings)
     config = load_config(settings.model, settings.init)
-    check_length(config, settings.seq)
+    settings = fitted(settings, config)
     if options.gpus is not None:
         return _advise(options, settings, config, card)
     plan = Question(settings, config, device, precision, card).answer(make_plan)
@@ -48,6 +48,8 @@ def _advise(options: argparse.Namespace, settings: Settings, config: "Pretrained
     from lowmem.models.compatibility import architecture_blamed
     from lowmem.simulate.step import gpu_target
 
+    if settings.target_tokens is not None:
+        raise InputError("--gpus is advice for decoders, and this model is an encoder-decoder: leave it out")
     limit = settings.gpu_limit_bytes
     memory = card.memory_bytes if limit is None else min(limit + CONTEXT_BYTES, card.memory_bytes)
     with architecture_blamed(settings.model, "16 bit"):
@@ -70,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         of_card = "none" if options.gpu else "11GiB"
         settings = Settings(
             model=options.model, init="random", seq=options.seq, batch=options.batch, gpu=options.gpu, plan_only=True,
-            precision=options.precision,
+            precision=options.precision, target_tokens=options.target_tokens, states_folder=options.states_folder,
             gpu_limit_bytes=_size("--gpu-limit", of_card if options.gpu_limit is None else options.gpu_limit),
             ram_limit_bytes=_size("--ram-limit", options.ram_limit),
         )  # fmt: skip
@@ -92,9 +94,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, metavar="NAME|DIR|FILE", help="hub name, folder or config.json")
     add("--seq", type=int, metavar="N", default=Settings.seq, help="tokens per sequence (%(default)s)")
+    add("--target-tokens", type=int, metavar="N", help="of an encoder-decoder's those of the target (a quarter)")
     add("--batch", type=int, metavar="N", default=Settings.batch, help="sequences per optimizer step (%(default)s)")
     add("--gpu-limit", metavar="SIZE", help="cap of GPU memory, or none (11GiB; with --gpu: what the card has)")
     add("--ram-limit", metavar="SIZE", default="none", help="cap of RAM (%(default)s)")
+    add("--states-folder", metavar="DIR", help="a folder on a disk for states that RAM has no room for")
     add("--gpu", metavar="CARD", help="plan for this card, one of those below")
     add("--precision", default="auto", choices=_PRECISIONS, help="what computes (auto: bf16 where the card has it)")
     add("--gpus", type=int, metavar="N", help="advice for N of these cards: which method, which batch")

@@ -15,12 +15,13 @@ import torch
 from transformers import PretrainedConfig
 
 from lowmem.core.decoder import Decoder
+from lowmem.core.encoder_decoder import EncoderDecoder
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import first_line
 from lowmem.limits import Budget
-from lowmem.models.build import own_generation_config
+from lowmem.models.build import decoder_start, own_generation_config
 from lowmem.models.export import export_model
 from lowmem.planning.plan import Plan
 from lowmem.run.log import RunLog, write_json
@@ -39,7 +40,7 @@ def settings_identity(settings: Settings) -> dict:
     names = (
         *("model", "init", "seq", "batch", "document_mask", "pack", "fixed_batch", "lr", "schedule"),
         *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "clip_norm", "seed", "residual"),
-        "optimizer",
+        *("optimizer", "target_tokens"),
     )
     return {name: getattr(settings, name) for name in names}
 
@@ -206,6 +207,13 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
     """What the model makes of `prompt`, greedily, or why it does not, as a sentence."""
     tokenized = tokenizer(prompt, return_tensors="pt").to(decoder.head_weight.device)
     inputs = {name: tokenized[name] for name in ("input_ids", "attention_mask") if name in tokenized}
+    if pair := isinstance(decoder, EncoderDecoder):  # the prompt is a source; as in training, it has an end
+        source = inputs["input_ids"][0].tolist()
+        source += [tokenizer.eos_token_id] if source[-1:] != [tokenizer.eos_token_id] else []
+        inputs = {
+            "input_ids": tokenized["input_ids"].new_tensor([source]),
+            "decoder_start_token_id": decoder_start(decoder.model.config),
+        }
     prompt_tokens = inputs["input_ids"].shape[1]
     positions = getattr(decoder.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     if not 0 < prompt_tokens < positions:
@@ -222,7 +230,7 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
         return f"no sample: out of memory ({first_line(error)})"
     except (ValueError, TypeError, IndexError, RuntimeError) as error:  # models generate each in their own way
         return f"no sample: {first_line(error)}"
-    text = tokenizer.decode(tokens[0])
+    text = tokenizer.decode(tokens[0, 1:] if pair else tokens[0])
     shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return f"sample: {shown}"  # a terminal would obey control characters
 

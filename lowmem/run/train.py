@@ -26,7 +26,7 @@ from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError, LowmemError, Stopped
 from lowmem.limits import Budget, ram_available_bytes
-from lowmem.models.build import check_length, first_few, load_config, make_decoder
+from lowmem.models.build import decoder_start, first_few, fitted, load_config, make_decoder
 from lowmem.models.compatibility import check_pieces
 from lowmem.models.load import random_weights, read_weights
 from lowmem.planning.known_plans import Question
@@ -82,7 +82,7 @@ def run_planned(settings: Settings, stop: StopRequest, aside: Callable | None) -
     """`aside`: where training's plan is made (process.py)."""
     kind, precision, card = planning_target(settings)
     config = load_config(settings.model, settings.init)
-    check_length(config, settings.seq)
+    settings = fitted(settings, config)
     if settings.plan_only:
         plan = Question(settings, config, kind, precision, card).answer(make_plan)
         print(plan.describe())
@@ -114,7 +114,7 @@ def plan_and_train(
             check_same_run(*going_on, known | {"config": config_identity(config)})
         device = devices.select_device(settings.device)
         tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
-        with closing(load_data(settings, tokenizer, config.vocab_size, folder)) as data:
+        with closing(load_data(settings, tokenizer, config.vocab_size, folder, decoder_start(config))) as data:
             devices.release_freed_memory()  # training does not hold what tokenizing took
             plan, remark = plan_for_here(settings, config, device, precision, card, aside)
             if (lengths := data.train.typical_lengths()) is not None:

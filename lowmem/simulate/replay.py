@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from lowmem.core.accumulation import Accumulation
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Extra
 from lowmem.core.offload import State
@@ -109,8 +110,11 @@ class ReplayedOperations:
                           arguments=[t for t in vars(micro_batch).values() if t is not None])  # fmt: skip
 
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float):
-        run, key = self._operations.head, ("head", hidden.shape)
+        run, key = self._operations.head, ("head", hidden.shape, labels.shape)
         return self._once(key, "head", lambda: self._run(run, hidden, labels, dropout, scale), self._ends)
+
+    def join(self, accumulation: Accumulation) -> None:
+        self._once(("join",), "embeddings", lambda: self._operations.join(accumulation), self._ends)
 
     def embed_backward(self, micro_batch: Batch, dropout: Dropout, gradient: Tensor):
         run, key = self._operations.embed_backward, ("embed_backward", gradient.shape)

@@ -136,7 +136,8 @@ def cpu_target() -> Target:
 @dataclass(frozen=True)
 class StepCase:
     """One way to lay out a step, on a decoder whose precision is set already. `dtype`: of the working matrices;
-    `lengths`: of the second step's rows, where they are not full (Batch.lengths)."""
+    `lengths`: of the second step's rows, where they are not full (Batch.lengths); `target_tokens`: how many of `seq`
+    positions are a target's, of an encoder-decoder."""
 
     seq: int
     batch: int
@@ -146,6 +147,7 @@ class StepCase:
     clip_norm: float | None = 1.0
     document_mask: bool = False
     lengths: tuple[int, ...] | None = None
+    target_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -336,6 +338,9 @@ def _by_name(tape: Tape, peak_chunk: int, peak_bytes: int) -> dict[str, int]:
 def _batch(case: StepCase, rows: int) -> Batch:
     """A batch as batches.py makes it, of zeros."""
     zeros = torch.zeros((rows, case.seq), dtype=torch.int64)
+    if case.target_tokens is not None:
+        mask = torch.ones((rows, case.seq - case.target_tokens), dtype=torch.bool)
+        return Batch(zeros, zeros[:, : case.target_tokens], source_mask=mask)
     packed = (zeros, zeros.int()) if case.document_mask else (None, None)
     return Batch(zeros, zeros, *packed)
 

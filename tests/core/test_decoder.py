@@ -16,8 +16,6 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     OPTConfig,
-    T5Config,
-    T5ForConditionalGeneration,
     logging,
 )
 
@@ -251,12 +249,6 @@ def test_a_document_mask_is_honoured_or_refused(family):
 
 
 # --- what is refused ---
-
-
-def test_an_encoder_decoder_is_refused():
-    config = T5Config(num_layers=2, d_model=32, d_kv=8, d_ff=64, num_heads=4, vocab_size=V, decoder_start_token_id=0)
-    with pytest.raises(InputError, match="T5ForConditionalGeneration is an encoder-decoder"):
-        Decoder(T5ForConditionalGeneration(config))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from experiments.unified_memory.placement import Placement
 from experiments.unified_memory.schedule import PAGE_BYTES, by_faults, evicted_only, prefetched, schedule, streamed
 from experiments.unified_memory.shapes import config_of, hooked, pieces_of
 from lowmem.data.tokenizer import byte_level_tokenizer
-from lowmem.errors import InputError
+from lowmem.errors import InputError, LowmemError
 from lowmem.models.build import build_model
 from lowmem.models.load import random_weights
 from lowmem.units import MIB
@@ -117,6 +117,8 @@ def test_a_limit_below_one_layer_is_refused():
     with pytest.raises(InputError, match="less than one layer needs"):
         schedule([10, 20], [(0,), (1,)], 19)
     assert schedule([10, 20], [(0,), (1,)], 20, ahead=3).ahead == 0
+    with pytest.raises(InputError, match="less than a slot of each size needs"):
+        schedule([10, 20], [(0,), (1,)], 20, in_slots=True)
 
 
 def test_pieces_are_whole_pages_and_hold_every_weight_once():
@@ -152,6 +154,25 @@ def test_without_a_compiler_or_a_gpu_one_sentence_says_so(tmp_path, monkeypatch)
     monkeypatch.setattr(library.shutil, "which", lambda name: None)
     with pytest.raises(InputError, match="managed memory needs a C compiler"):
         library.build()
+
+
+def test_without_cudas_runtime_or_a_cache_one_sentence_says_so(tmp_path, monkeypatch):
+    """The first is PyTorch for other GPUs; the second a file system that is read only (seen to fail)."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(library, "_cuda_major", lambda: 99)
+    library.loaded.cache_clear()
+    with pytest.raises(InputError, match="needs CUDA's runtime"):
+        library.loaded()
+
+    def refuse(**_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library.shutil, "which", lambda name: "cc")
+    monkeypatch.setattr(library.tempfile, "TemporaryDirectory", refuse)
+    with pytest.raises(LowmemError, match="cannot be kept in .*: Read-only file system"):
+        library.build(13)
 
 
 # --- fusions
@@ -230,6 +251,26 @@ def test_what_lies_in_the_way_of_a_report_is_said_before_the_passes(tmp_path, ca
     assert "resident.png is in the way" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "change, words, said",
+    [
+        ({"activation_function": "relu"}, "--fusion mlp", "the model's activation function is relu"),
+        ({"vocab_size": 99}, "", "knows 99 tokens, fewer than there are bytes"),
+        ({"n_layer": 3}, "", "use the config.json that came with the weights"),
+    ],
+)
+def test_a_model_that_cannot_run_leaves_the_report_of_another(change, words, said, tmp_path, capsys):
+    """Seen to fail: the older files were gone, and a vocabulary without all bytes ended in a traceback."""
+    config = config_of("2x64x4")
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    config.update(change)
+    config.save_pretrained(tmp_path / "model")
+    (tmp_path / "report.json").write_text("older")
+    words = ["--device", "cpu", "--weights", str(tmp_path / "model"), "--seq", "32", *words.split()]
+    assert run_gpt2.main([*words, "--out", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err and (tmp_path / "report.json").read_text() == "older"
+
+
 def test_a_measurement_says_what_it_cannot_do(tmp_path, capsys):
     assert measure.main(["--case", "zzz", "--rows", str(tmp_path / "rows.jsonl")]) == 2
     assert "no case of" in capsys.readouterr().err
@@ -272,6 +313,7 @@ def test_a_folder_goes_on_with_a_prompt_in_words(tmp_path):
         ("--enable-prefetch --placement explicit", "--enable-prefetch is for managed memory"),
         ("--backward --placement explicit", "streams forwards alone"),
         ("--seq 1025", "longer than the 1024 positions"),
+        ("--seq 1000 --generate 25", "--generate 25 behind 1000 tokens is more than the 1024 positions"),
         ("--model 2x64x5", "5 heads do not divide a width of 64"),
         ("--model gpt2-huge", "gpt2-small"),
         ("--device cuda", "PyTorch sees no GPU here"),

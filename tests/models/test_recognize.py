@@ -25,7 +25,7 @@ MADE_UP = {  # file names and what is in them: a model that is none, what is sai
         {f"checkpoint-{step}/config.json": GPT2 for step in (500, 1000, 90)} | {"checkpoint-best/x": ""},
         ["Hugging Face's Trainer", "checkpoint-1000, the newest"],
     ),
-    "t5": ({"config.json": {"model_type": "t5", "is_encoder_decoder": True}}, ["t5 is an encoder-decoder"]),
+    "umt5": ({"config.json": {"model_type": "umt5", "is_encoder_decoder": True}}, ["umt5 is an encoder-decoder"]),
     "bart": (
         {
             "config.json": {
@@ -34,7 +34,7 @@ MADE_UP = {  # file names and what is in them: a model that is none, what is sai
                 "is_encoder_decoder": True,
             }
         },
-        ["BartForConditionalGeneration is an encoder-decoder", "only decoders"],
+        ["BartForConditionalGeneration is an encoder-decoder", "only T5"],
     ),
     "bert": ({"config.json": {"model_type": "bert"}}, ["bert is an encoder", "attends to later tokens", "a decoder"]),
     **{
@@ -113,6 +113,7 @@ def test_what_is_a_model_stays_what_it_is(tmp_path):
         "decoder": GPT2,
         "bert": {"model_type": "bert", "is_decoder": True},
         "bart": {"model_type": "bart", "architectures": ["BartForCausalLM"], "is_encoder_decoder": True},
+        "t5": {"model_type": "t5", "is_encoder_decoder": True},
     }.items():
         folder = str(made(tmp_path / name, {"config.json": config, "model.safetensors": ""}))
         assert recognize(folder, with_weights=True) == Recognized(folder)

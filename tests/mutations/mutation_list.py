@@ -37,7 +37,7 @@ MEAN = f"{STEP}::test_the_loss_of_an_evaluation_is_a_mean_over_tokens_and_not_ov
 RUN_AGAIN = "output = _run_again(decoder, segment, products, boundary, extras, dropout, skippable, kind)"
 SEGMENT_FORWARD = "segment, hidden[index], extras[index], work.dropouts[index]"
 EMBED_BACKWARD = """\
-        hidden, _ = self.decoder.embed(micro_batch.input_ids, micro_batch.position_ids, micro_batch.document_ids)
+        hidden, _ = self.decoder.embed(*micro_batch.inputs)
         hidden.backward(gradient)
 """
 CORRECTIONS = "math.sqrt(correction2), hyper.epsilon, step_size"
@@ -236,7 +236,7 @@ MUTATIONS = (
         "core/operations.py",
         "the embedding's backward takes positions from 0 on",
         EMBED_BACKWARD,
-        EMBED_BACKWARD.replace("micro_batch.position_ids", "None"),
+        EMBED_BACKWARD.replace("*micro_batch.inputs", "micro_batch.input_ids, None, micro_batch.document_ids"),
         tests=(DOCUMENTS,),
     ),
     Mutation(

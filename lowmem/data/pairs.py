@@ -1,0 +1,66 @@
+"""Batches for encoder-decoders: a row is a source of S tokens and a target of T.
+
+Of an **example** the source is what stands before its first trained token, with an end-of-text token behind it as T5
+was trained, and the target is the rest. **Text** is cut into rows of S + T tokens, of which the first S are the source
+and the T behind them the target: prefix language modelling, as T5 was adapted to by Lester et al. (arXiv:2104.08691,
+section 3.2). The decoder reads its target one token late, behind `decoder_start`; nothing is asked of a source.
+
+Sources and targets are padded on the right, to the longest of the batch. What is padding is said by position: of a
+source by `Batch.source_mask`, of a target by labels of -100, behind which nothing is trained and before which nothing
+sees it.
+"""
+
+import numpy as np
+import torch
+
+from lowmem.core.batch import WIDTH_MULTIPLE, Batch
+from lowmem.core.loss import IGNORED as IGNORED_LABEL
+from lowmem.data.batches import Batches
+
+
+class PairBatches(Batches):
+    """Batches of sources and targets; `parts` are Rows of S + T - 1 inputs, whose S + T tokens are all used."""
+
+    def __init__(self, *arguments, target_tokens: int, decoder_start: int, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.target_tokens, self.decoder_start = target_tokens, decoder_start
+        self.source_tokens = self.parts[0].seq + 1 - target_tokens if self.parts else 0
+
+    @property
+    def description(self) -> str:
+        return (
+            f"a row is a source of at most {self.source_tokens:,} tokens and a target of at most "
+            f"{self.target_tokens:,}; of plain text, those that follow"
+        )
+
+    def batch(self, step: int) -> Batch:
+        """The batch of optimizer step `step`, counted from 0."""
+        pairs = [self._pair(*part.read(row), part.documents.packed) for part, row in self._rows_of(step)]
+        sources, targets = (self._width([len(pair[which]) for pair in pairs], most) for which, most in
+                            ((0, self.source_tokens), (1, self.target_tokens)))  # fmt: skip
+        input_ids = np.full((len(pairs), sources + targets), self.end_of_text, np.int64)
+        labels = np.full((len(pairs), targets), IGNORED_LABEL)
+        mask = np.zeros((len(pairs), sources), bool)
+        for row, (source, target, trained) in enumerate(pairs):
+            input_ids[row, : len(source)] = source
+            mask[row, : len(source)] = True
+            input_ids[row, sources : sources + len(target)] = [self.decoder_start, *target[:-1]]
+            labels[row, : len(target)] = np.where(trained, target, IGNORED_LABEL)
+        return Batch(*map(torch.from_numpy, (input_ids, labels)), source_mask=torch.from_numpy(mask))
+
+    def typical_lengths(self) -> None:
+        """None: rows are computed as they are padded."""
+
+    def _pair(self, tokens: np.ndarray, trained: np.ndarray, packed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A row's source, its target, and which of the target's tokens are trained."""
+        if packed:
+            cut = self.source_tokens
+            return tokens[:cut], tokens[cut:], trained[cut:]
+        first = int(trained.argmax())
+        source = np.append(tokens[: min(first, self.source_tokens - 1)], self.end_of_text)
+        target = slice(first, first + self.target_tokens)
+        return source, tokens[target], trained[target]
+
+    @staticmethod
+    def _width(lengths: list[int], most: int) -> int:
+        return min(-(-max(lengths) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, most)
