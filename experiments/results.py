@@ -7,6 +7,7 @@ the rows disagree.
 import sys
 from pathlib import Path
 
+from experiments.bigger_models import table as bigger_models
 from experiments.code_generation import table as code_generation
 from experiments.gpu_acceptance import table as speed
 from experiments.harness.tables import put
@@ -51,6 +52,7 @@ def sections() -> str:
 
 def main() -> int:
     put(README, BEGIN, sections())
+    bigger_models.main()
     code_generation.main()
     memory.main()
     nested_tensors.main()

@@ -14,27 +14,24 @@ what was free.
 """
 
 import argparse
-import json
 import shlex
-import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from experiments.harness.rows import made_by
+from experiments.harness.whole_runs import check_room, ram_of, report_of
 from experiments.memory_estimation import rows as row_file
 from experiments.memory_estimation.models import MODELS
 from lowmem.errors import LowmemError
 from lowmem.limits import ram_available_bytes
-from lowmem.units import GIB, format_size
+from lowmem.units import format_size
 
 NAME = "ram.jsonl"
 SCRIPTS = {name: "train_gpt2_large.py" for name in ("gpt2", "gpt2-medium", "gpt2-large")}
 SCRIPTS["gpt2-xl"] = "train_gpt2_xl.py"
 SEQ, BATCH, STEPS = 64, 2, 2
 DISK_BYTES_PER_PARAMETER = 16  # the checkpoint's fp32 weights, m and v, and the export
-DISK_MARGIN_BYTES = 1 * GIB
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,42 +50,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def trained(name: str) -> dict:
     """The row of one run of model `name`. LowmemError where the disk is too small or the run fails."""
-    needed_bytes = DISK_BYTES_PER_PARAMETER * MODELS[name].parameters + DISK_MARGIN_BYTES
-    folder = tempfile.gettempdir()
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < needed_bytes:
-        raise LowmemError(
-            f"a run of {name} leaves {format_size(needed_bytes)} in {folder} until it ends, and "
-            f"{format_size(free_bytes)} are free there: free some room, or let TMPDIR name a larger disk"
-        )
+    check_room(tempfile.gettempdir(), DISK_BYTES_PER_PARAMETER * MODELS[name].parameters, name)
     command = [SCRIPTS[name], "--model", name, "--init", "random", "--seq", str(SEQ), "--batch", str(BATCH)]
     command += ["--steps", str(STEPS), "--device", "cpu", "--ram-limit", "none"]
     ram_free_bytes, _ = ram_available_bytes()
     with tempfile.TemporaryDirectory(prefix="lowmem-") as out:
-        ended = subprocess.run(
-            [sys.executable, *command, "--out", out], cwd=row_file.ROOT, stderr=subprocess.PIPE, text=True
-        )
-        if ended.returncode:
-            said = ended.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-            raise LowmemError(f"the run of {name} ended with exit code {ended.returncode}: {said[0]}")
-        report = json.loads((Path(out) / "report.json").read_text(encoding="utf-8"))
-    plan = report["plan"]
-    return {
-        "kind": "trained",
-        "model": name,
-        "method": "lowmem",
-        "seq": SEQ,
-        "batch": BATCH,
-        "steps": report["steps"],
-        "parameters": plan["parameters"],
-        "device": report["device"],
-        "ram_free_bytes": ram_free_bytes,
-        "choice": plan["choice"],
-        "predicted_ram_peak_bytes": plan["predicted"]["ram_peak_bytes"],
-        "predicted_ram": plan["ram_breakdown"],
-        "ram_peak_bytes": report["measured"]["ram_peak_bytes"],
-        "step_seconds": report["measured"]["step_seconds"],
-    } | (made_by("", []) | {"command": shlex.join(["python", *command])})
+        report = report_of([sys.executable, *command], Path(out), name)
+    return (
+        {"kind": "trained", "model": name, "method": "lowmem", "seq": SEQ, "batch": BATCH}
+        | {"ram_free_bytes": ram_free_bytes}
+        | ram_of(report)
+        | made_by("", [])
+        | {"command": shlex.join(["python", *command])}
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

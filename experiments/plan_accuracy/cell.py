@@ -19,6 +19,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from experiments.harness.child import named
+from experiments.harness.whole_runs import memory_alone
 from experiments.plan_accuracy.cases import CASES, NO_CAP, TIGHT, Case
 from lowmem.device import ALLOCATOR_VARIABLES, set_environment
 from lowmem.errors import PlanError
@@ -26,7 +27,6 @@ from lowmem.models.build import load_config
 from lowmem.planning import planner
 from lowmem.planning.planner import make_plan, smallest_cap
 from lowmem.planning.target import planning_target
-from lowmem.run import report, train
 from lowmem.run.cli import parse_arguments
 from lowmem.run.main import main as program
 from lowmem.settings import Settings
@@ -76,12 +76,7 @@ def _run(case: Case, folder: Path) -> dict:
     with patch.object(planner, "_choices", _in_two_passes if case.two_passes else planner._choices):
         limit = _tight_cap(arguments) if case.cap == TIGHT else case.cap
         arguments += ["--gpu-limit", str(limit), "--out", str(folder / "run")]
-        with (
-            patch.object(train, "random_weights", lambda *arguments: iter(())),
-            patch.object(train, "save_checkpoint"),
-            patch.object(report, "export_model"),
-            patch.object(train, "ram_available_bytes", lambda: (2**62, "nothing of it is touched")),
-        ):
+        with memory_alone():
             code = program(Settings(), arguments)
     if not (folder / "run" / "report.json").exists():
         return {"exit_code": code, "error": "no report", "cap_bytes": None if limit == NO_CAP else limit}

@@ -208,19 +208,23 @@ def fastest_layout(settings: Settings, simulations: Simulations, room: MemoryLim
         disk_units, choices = choices.disk_units, replace(choices, disk_units=0)
         within_ram, room = room, MemoryLimits(room.gpu, None) if disk_units else room
         for alternatives in _alternatives(settings, choices):
-            found = None
-            for which in alternatives:
-                below_seconds = math.inf if found is None else found.recording.seconds
-                found = fastest(simulations, which, room, below_seconds) or found
-            if found is None:
-                continue
-            if choices.resident_weights is not None:
-                found = _with_more_weights(simulations, found, room)
-            if disk_units:
-                fewest = disk_units if settings.states == "disk" else 1
-                found = _with_states_on_disk(simulations, found, within_ram, range(fewest, disk_units + 1))
-            if found is not None:
-                return found
+            remaining = list(alternatives)
+            while remaining:
+                found, chosen = None, None
+                for which in remaining:
+                    faster = fastest(simulations, which, room, math.inf if found is None else found.recording.seconds)
+                    if faster is not None:
+                        found, chosen = faster, which
+                if found is None:
+                    break
+                if choices.resident_weights is not None:
+                    found = _with_more_weights(simulations, found, room)
+                if disk_units:
+                    fewest = disk_units if settings.states == "disk" else 1
+                    found = _with_states_on_disk(simulations, found, within_ram, range(fewest, disk_units + 1))
+                if found is not None:
+                    return found
+                remaining.remove(chosen)  # its weights and boundaries leave no room in RAM; others may have fewer there
         room = within_ram
     return None
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
 from experiments.gpu_acceptance.at_peak import tape_of_cpu
-from experiments.harness import autocast
+from experiments.harness import autocast, whole_runs
 from experiments.harness.autocast import CudaAutocast
 from experiments.harness.tables import written
 from experiments.memory_estimation import estimate, measure, published, ram, rows, run, table
@@ -371,7 +371,7 @@ def test_a_run_on_the_cpu_leaves_a_row_of_its_report_and_nothing_else(finished, 
         shutil.copy(finished / "report.json", out)
         return SimpleNamespace(returncode=exit_codes.pop(0), stderr="progress\ntrain_gpt2_xl.py: RAM is short\n")
 
-    monkeypatch.setattr(ram, "subprocess", SimpleNamespace(run=run_script, PIPE=None))  # git is run as well
+    monkeypatch.setattr(whole_runs, "subprocess", SimpleNamespace(run=run_script, PIPE=None))  # not git's
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     assert ram.main(["--models", "gpt2", "gpt2-xl", "--out", str(tmp_path)]) == 1
@@ -387,8 +387,8 @@ def test_a_run_on_the_cpu_leaves_a_row_of_its_report_and_nothing_else(finished, 
 
 
 def test_a_disk_that_is_too_small_for_a_run_is_named_beforehand(monkeypatch, capsys):
-    monkeypatch.setattr(ram.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
-    monkeypatch.setattr(ram, "subprocess", None)
+    monkeypatch.setattr(whole_runs.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
+    monkeypatch.setattr(whole_runs, "subprocess", None)
     assert ram.main(["--models", "gpt2-xl"]) == 1
     assert "24.2 GiB" in capsys.readouterr().err
 

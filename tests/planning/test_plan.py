@@ -590,3 +590,18 @@ def test_on_the_cpu_too_states_are_on_the_disk_where_ram_has_no_room_or_is_not_f
     everything = plan_for("cpu", "fp32", config=DEEP, **case | {"states": "disk"})
     assert everything.layout.disk_units == everything.units
     assert everything.disk_state_bytes > 0.99 * states
+
+
+def test_where_the_fastest_layout_leaves_no_room_in_ram_another_one_may(monkeypatch):
+    """Whose boundaries take less there."""
+    on_disk, refused = planner._with_states_on_disk, []
+
+    def without_the_first(simulations, found, *rest):
+        if not refused:
+            refused.append(found.layout)
+            return None
+        return on_disk(simulations, found, *rest)
+
+    monkeypatch.setattr(planner, "_with_states_on_disk", without_the_first)
+    plan = plan_for(config=DEEP, boundaries="streamed", states="disk", states_folder="/fast", micro_batch=2)
+    assert plan.layout.disk_units and plan.layout.segment_blocks != refused[0].segment_blocks

@@ -1,0 +1,281 @@
+"""Slices of GPT-J of its true widths, trained; what plans said of their memory beside what was measured.
+
+    python -m experiments.bigger_models.measure [--only NAME ...] [--ram-limit SIZE] [--disk-limit SIZE] [--out DIR]
+    .venv-cuda/bin/python -m stand_in --gpu rtx3090 -- -m experiments.bigger_models.measure       the cases of a card
+
+On the CPU: slices from random weights in fp32, by train_gptj in processes of their own, two steps of 2 x 128 tokens
+with Adam's states on a disk, evaluation, checkpoint and export as in every run. `largest` is the slice with the most
+blocks whose plan keeps to both limits. The disk is that of the folder for temporary files, which TMPDIR names; it must
+not be a RAM disk.
+
+On the stand-in: runs whose 16-bit weights alone are more than their cap of the GPU's memory. Of the large ones only
+memory is a run's (on_card.py); `narrow`, GPT-J's blocks with a width of 768, is computed, and once more without a cap:
+losses and norms of gradients have to be the same.
+
+Rows go to rows.jsonl as soon as they are made, and a case that has a row of these sources is passed over.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import lowmem
+from experiments.bigger_models.shapes import SHAPES, Shape
+from experiments.harness import rows as row_file
+from experiments.harness.options import make_folder
+from experiments.harness.whole_runs import check_room, ram_of, report_of
+from lowmem.errors import InputError, LowmemError, PlanError
+from lowmem.planning.plan import Plan
+from lowmem.settings import Settings
+from lowmem.units import format_size, parse_size
+
+PROGRAM = "experiments.bigger_models.measure"
+RESULTS = Path(__file__).resolve().parent / "results"
+NAME = "rows.jsonl"
+GPTJ = SHAPES["gpt-j-6b"]
+TRAINED, ON_CARD = "trained", "card"
+STEPS = 2
+SEQ, BATCH = 128, 2  # on the CPU
+FEW_BLOCKS = (2, 3)
+RAM_WITHIN = 0.03  # of its prediction
+RAM_LIMIT, DISK_LIMIT = "14GiB", "56GiB"
+PEAKS = ("gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes")
+ONCE = ["--steps", str(STEPS), "--save-every", "1000", "--keep-last", "1", "--eval-batches", "1", "--resume", "never"]
+
+
+@dataclass(frozen=True)
+class CardCase:
+    """`shape` with so many blocks, trained under that cap; `computed`: with values."""
+
+    name: str
+    shape: Shape
+    blocks: int
+    seq: int
+    batch: int
+    gpu_limit: str
+    options: tuple[str, ...] = ()
+    computed: bool = False
+
+
+NARROW = replace(
+    GPTJ, name="narrow",
+    fields=GPTJ.fields
+    | {"n_embd": 768, "n_head": 12, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0},
+)  # fmt: skip
+CARD_CASES = (
+    CardCase("28 blocks", GPTJ, 28, 1024, 4, "8GiB"),
+    CardCase("8 blocks, disk", GPTJ, 8, 128, 4, "3500MiB", ("--ram-limit", "20GiB")),
+    CardCase("narrow", NARROW, 28, 32, 4, "368MiB", ("--micro-batch", "1"), computed=True),
+)
+
+
+def slice_settings(folder: Path, ram_limit: str) -> Settings:
+    """Of a slice on the CPU whose config.json is in `folder`."""
+    return Settings(
+        model=str(folder), init="random", seq=SEQ, batch=BATCH, device="cpu", steps=STEPS, states="disk",
+        states_folder=str(folder / "states"), ram_limit_bytes=parse_size(ram_limit), keep_last=1, export_dtype="bf16",
+    )  # fmt: skip
+
+
+def disk_bytes(plan: Plan) -> int:
+    """What a run that saves once has on the disk at its end."""
+    return sum(plan.disk[name] for name in ("checkpoints", "states", "export"))
+
+
+def too_large(blocks: int, ram_limit: str, disk_limit_bytes: int) -> str | None:
+    """Which of the limits a slice of so many blocks does not keep to: RAM, disk, or (None) neither."""
+    with tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
+        try:
+            plan = lowmem.plan(slice_settings(GPTJ.write(Path(folder), blocks), ram_limit))
+        except PlanError:
+            return "RAM"
+    return "disk" if disk_bytes(plan) > disk_limit_bytes else None
+
+
+def largest_slice(ram_limit: str, disk_limit_bytes: int) -> tuple[int, str | None]:
+    """How many blocks the largest slice has that keeps to both limits, and which of these one more does not keep to
+    (None: there are no more). InputError where not one block fits."""
+    known: dict[int, str | None] = {}
+
+    def reason(blocks: int) -> str | None:
+        if blocks not in known:
+            known[blocks] = too_large(blocks, ram_limit, disk_limit_bytes)
+        return known[blocks]
+
+    most = GPTJ.fields["n_layer"]
+    blocks = bisect_left(range(1, most + 1), True, key=lambda count: reason(count) is not None)
+    if not blocks:
+        raise InputError(f"a slice of one block is too large for this {reason(1)}: give more")
+    return blocks, reason(blocks + 1) if blocks < most else None
+
+
+def trained(blocks: int, ram_limit: str) -> dict:
+    """The values of a slice's row. LowmemError where the disk is too small or the run fails."""
+    name = f"{blocks} blocks of {GPTJ.name}"
+    with tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
+        config = GPTJ.write(Path(folder) / "config", blocks)
+        planned = lowmem.plan(slice_settings(config, ram_limit))
+        check_room(folder, disk_bytes(planned), name)
+        words = [
+            *("--blocks", str(blocks), "--seq", str(SEQ), "--batch", str(BATCH), "--device", "cpu", *ONCE),
+            *("--ram-limit", ram_limit, "--export-dtype", "bf16", "--states", "disk"),
+        ]
+        program = ["-m", "experiments.bigger_models.train_gptj", *words]
+        states = ["--states-folder", str(Path(folder) / "states")]
+        report = report_of([sys.executable, *program, *states], Path(folder) / "run", name)
+    found = ram_of(report)
+    error = found["predicted_ram_peak_bytes"] / found["ram_peak_bytes"] - 1
+    return found | {
+        "blocks": blocks,
+        "seq": SEQ,
+        "batch": BATCH,
+        "ram_limit_bytes": parse_size(ram_limit),
+        "disk": report["plan"]["disk"],
+        "ram_phases": report["ram_phases"],
+        "loss": [report["loss"][which] for which in ("first", "last")],
+        "checks": {
+            "RAM under its cap": found["ram_peak_bytes"] <= parse_size(ram_limit),
+            "RAM within 3% of its prediction": abs(error) <= RAM_WITHIN,
+        },
+        "run": shlex.join(["python", *program, "--states-folder", "DIR"]),
+    }
+
+
+def on_card(case: CardCase) -> dict:
+    """The values of a case's row, run on the stand-in. LowmemError where a run fails."""
+    card = "rtx3090"
+    with tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
+        place = Path(folder)
+        config = case.shape.write(place / "config", case.blocks)
+        common = ["--seq", str(case.seq), "--batch", str(case.batch), *ONCE, *case.options]
+        common += ["--states-folder", str(place / "states")] if "--ram-limit" in case.options else []
+        if case.computed:
+            program = ["-m", "lowmem", "train", "--model", str(config), "--init", "random", *common]
+        else:
+            program = ["-m", "experiments.bigger_models.on_card", "--blocks", str(case.blocks), *common]
+        values = ["--values"] if case.computed else []
+        command = [sys.executable, "-m", "stand_in", "--gpu", card, *values, "--", *program]
+        report = report_of([*command, "--gpu-limit", case.gpu_limit], place / "run", case.name)
+        losses = rows_of(place / "run")
+        if case.computed:
+            report_of([*command, "--gpu-limit", "none"], place / "free", case.name)
+            free = rows_of(place / "free")
+    plan, measured = report["plan"], report["measured"]
+    weights_bytes = 2 * plan["parameters"]
+    cap_bytes = parse_size(case.gpu_limit)
+    checks = {
+        "16-bit weights are more than the cap": weights_bytes > cap_bytes,
+        "reserved under the cap": measured["gpu_reserved_peak_bytes"] <= cap_bytes,
+        "nothing had to be laid out anew": not report["out_of_memory"],
+    }
+    if case.computed:
+        checks["losses and norms are those without a cap"] = losses == free
+    return {
+        "card": card,
+        "computed": case.computed,
+        "parameters": plan["parameters"],
+        "blocks": case.blocks,
+        "seq": case.seq,
+        "batch": case.batch,
+        "weights_bytes": weights_bytes,
+        "gpu_limit_bytes": cap_bytes,
+        "choice": plan["choice"],
+        "disk": plan["disk"],
+        "predicted": {name: plan["predicted"][name] for name in PEAKS},
+        "measured": {name: measured[name] for name in PEAKS},
+        "losses": losses if case.computed else None,
+        "checks": checks,
+    }
+
+
+def rows_of(run: Path) -> list[list[float]]:
+    """The loss and the norm of the gradient of each step."""
+    rows = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [[row["loss"], row["grad_norm"]] for row in rows if "loss" in row]
+
+
+def sources() -> str:
+    """A digest of the code that makes these rows."""
+    own = (f"experiments/bigger_models/{name}.py" for name in ("shapes", "recipe", "train_gptj", "on_card", "measure"))
+    return row_file.digest("lowmem/**/*.py", "experiments/harness/whole_runs.py", *own)
+
+
+def line(row: dict) -> str:
+    """A row for people."""
+    failed = [name for name, holds in row["checks"].items() if not holds]
+    verdict = f"FAILED ({', '.join(failed)})" if failed else "ok"
+    if row["kind"] == TRAINED:
+        sizes = [row["predicted_ram_peak_bytes"], row["ram_peak_bytes"]]
+    else:
+        sizes = [row[which]["gpu_reserved_peak_bytes"] for which in ("predicted", "measured")]
+    said, was = map(format_size, sizes)
+    return f"{row['name']}: {said} predicted, {was} measured  {verdict}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser().parse_args(arguments)
+    path = options.out / NAME
+    failed = 0
+    try:
+        make_folder(options.out)
+        common = row_file.made_by(PROGRAM, arguments) | {"sources": sources()}
+        done = {row["name"] for row in row_file.read(path) if row.get("sources") == common["sources"]}
+        for name, kind, work in _work(options):
+            if name in done or not any(text in name for text in options.only):
+                continue
+            row = {"kind": kind, "name": name} | work() | common
+            row_file.append(path, row)
+            print(line(row), flush=True)
+            failed += not all(row["checks"].values())
+    except LowmemError as error:
+        print(f"measure: {error}", file=sys.stderr)
+        return error.exit_code
+    return 1 if failed else 0
+
+
+def _work(options: argparse.Namespace) -> list[tuple[str, str, Callable[[], dict]]]:
+    """Names, kinds and values of the rows that are made here."""
+    if row_file.on_stand_in():
+        return [(f"card: {case.name}", ON_CARD, lambda case=case: on_card(case)) for case in CARD_CASES]
+
+    def largest() -> dict:
+        blocks, reason = largest_slice(options.ram_limit, parse_size(options.disk_limit))
+        limits = {"disk_limit_bytes": parse_size(options.disk_limit), "one_block_more_is_too_large_for": reason}
+        return trained(blocks, options.ram_limit) | limits
+
+    slices = [
+        (f"slice: {blocks} blocks", TRAINED, lambda blocks=blocks: trained(blocks, options.ram_limit))
+        for blocks in FEW_BLOCKS
+    ]
+    return [*slices, ("slice: largest", TRAINED, largest)]
+
+
+def _size(text: str) -> str:
+    try:
+        parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--only", nargs="+", default=[""], metavar="NAME", help="parts of the names of cases (all)")
+    add("--ram-limit", type=_size, default=RAM_LIMIT, metavar="SIZE", help="of runs on the CPU (%(default)s)")
+    add("--disk-limit", type=_size, default=DISK_LIMIT, metavar="SIZE", help="of the largest slice (%(default)s)")
+    add("--out", type=Path, default=RESULTS, metavar="DIR", help="folder of rows.jsonl (results/)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""What training the models would take: GPU memory, RAM, disk and time, planned on a machine without a GPU.
+
+    python -m experiments.bigger_models.plans [--only NAME ...] [--list] [--out DIR]
+
+A case is a model under a cap of GPU memory and one of RAM, on a card; `--only` names parts of cases' names. Its row is
+written to rows.jsonl as soon as its plan is made, and what has a row of these sources already is not planned again, so
+the same command goes on. Under a cap of RAM, states may lie on a disk, which is taken to read and write 2 GiB/s
+together (--disk-rate's default).
+
+The smallest caps are those that a refusal under 16 MiB of GPU memory names. A case that is refused has the sentence in
+its row: `error`.
+"""
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from transformers import logging as transformers_logging
+
+import lowmem
+from experiments.bigger_models.shapes import SHAPES
+from experiments.harness import rows as row_file
+from experiments.harness.options import make_folder
+from lowmem.errors import InputError, LowmemError, PlanError
+from lowmem.planning.plan import Plan
+from lowmem.settings import Settings
+from lowmem.units import GIB, MIB, format_size, parse_size
+
+PROGRAM = "experiments.bigger_models.plans"
+RESULTS = Path(__file__).resolve().parent / "results"
+NAME = "rows.jsonl"
+SEQ, BATCH = 1024, 64
+NO_CAP, SMALLEST = "none", "smallest"
+TOO_LITTLE_BYTES = 16 * MIB  # of GPU memory: no model of the table fits
+SERVERS = ("a100", "h100")
+LADDER_LIMITS, LADDER_CARD = ("24GiB", SMALLEST), "rtx3090"
+KIND = "planned"
+
+
+@dataclass(frozen=True)
+class Case:
+    """`gpu_limit`, `ram_limit`: sizes as they are typed; of the former SMALLEST, for the smallest under which the model
+    trains, and its plan. `target_tokens`: of the `seq` positions of a row those of the decoder, in encoder-decoders."""
+
+    shape: str
+    gpu_limit: str
+    ram_limit: str
+    card: str
+    seq: int = SEQ
+    batch: int = BATCH
+    target_tokens: int | None = None
+
+    @property
+    def name(self) -> str:
+        ram = "any RAM" if self.ram_limit == NO_CAP else f"{self.ram_limit} of RAM"
+        return f"{self.shape}, {self.gpu_limit}, {ram}, {self.card}"
+
+    def settings(self, folder: Path, gpu_limit_bytes: int) -> Settings:
+        """Of its plan; `folder` has the model's config.json. InputError where no settings say what the case is."""
+        more: dict[str, Any] = {}
+        if self.ram_limit != NO_CAP:
+            more = {"ram_limit_bytes": parse_size(self.ram_limit), "states_folder": str(folder / "states")}
+        if self.target_tokens is not None and "target_tokens" in {item.name for item in fields(Settings)}:
+            more["target_tokens"] = self.target_tokens
+        return Settings(
+            model=str(folder), init="random", seq=self.seq, batch=self.batch, gpu=self.card, plan_only=True,
+            gpu_limit_bytes=gpu_limit_bytes, **more,
+        )  # fmt: skip
+
+
+def _cases() -> Iterator[Case]:
+    encoder_decoder = {"t5-11b": 512}
+    for shape, gpu_limit, ram_limit, cards in (
+        ("gpt-j-6b", "24GiB", "32GiB", ("rtx3090", "rtx4090", *SERVERS)),
+        ("llama-7b", "12GiB", "32GiB", ("rtx3060", "rtx3090", *SERVERS)),
+        ("t5-11b", "24GiB", "64GiB", ("rtx3090", "rtx4090", *SERVERS)),
+        ("t5-11b", "11GiB", "64GiB", ("rtx2080ti", "rtx3060", *SERVERS)),
+    ):
+        for ram in (NO_CAP, ram_limit):
+            for card in cards:
+                yield Case(shape, gpu_limit, ram, card, target_tokens=encoder_decoder.get(shape))
+    for gpu_limit in LADDER_LIMITS:
+        for shape in SHAPES:
+            yield Case(shape, gpu_limit, NO_CAP, LADDER_CARD, target_tokens=encoder_decoder.get(shape))
+
+
+CASES = tuple(dict.fromkeys(_cases()))  # the ladder has some of the plans
+
+
+def planned(case: Case, folder: Path) -> dict:
+    """The values of a case's row. `folder`: for the config.json, of the case's own."""
+    settings = None
+    try:
+        SHAPES[case.shape].write(folder)
+        if case.gpu_limit == SMALLEST:
+            settings = case.settings(folder, smallest_cap_bytes(case, folder))
+        else:
+            settings = case.settings(folder, parse_size(case.gpu_limit))
+        return values_of(lowmem.plan(settings))
+    except LowmemError as error:
+        return {"error": str(error).replace(f"{folder}{os.sep}", "").replace(str(folder), case.shape)}
+
+
+def smallest_cap_bytes(case: Case, folder: Path) -> int:
+    """The smallest cap of GPU memory under which the model trains. LowmemError where a refusal names none."""
+    try:
+        lowmem.plan(case.settings(folder, TOO_LITTLE_BYTES))
+    except PlanError as error:
+        found = re.search(r"--gpu-limit (\d+)MiB", str(error))
+        if found is None:
+            raise
+        return int(found[1]) * MIB
+    raise InputError(f"{case.shape} trains under {format_size(TOO_LITTLE_BYTES)}, below which no cap is tried")
+
+
+def values_of(plan: Plan) -> dict:
+    said = plan.to_dict()
+    return {
+        "parameters": plan.parameters,
+        "blocks": plan.blocks,
+        "tokens_per_second": said["tokens_per_step"] / plan.step_seconds,
+    } | {
+        name: said[name]
+        for name in (
+            *("tokens_per_step", "limits", "choice", "predicted", "seconds_waiting_for_copies", "breakdown"),
+            *("ram_breakdown", "disk"),
+        )
+    }
+
+
+def sources() -> str:
+    """A digest of the code that makes these rows."""
+    return row_file.digest(
+        "lowmem/**/*.py", "experiments/bigger_models/shapes.py", "experiments/bigger_models/plans.py"
+    )
+
+
+def line(row: dict) -> str:
+    """A row for people."""
+    if row["error"]:
+        return f"{row['name']}: {row['error']}"
+    sizes = {name: row["predicted"][f"{name}_peak_bytes"] for name in ("gpu_reserved", "ram")}
+    said = ", ".join(f"{name.split('_')[0]} {size / GIB:.1f} GiB" for name, size in sizes.items())
+    on_disk = row["disk"].get("states", 0)
+    said += f", states on the disk {on_disk / GIB:.1f} GiB" if on_disk else ""
+    return f"{row['name']}: {said}, {row['tokens_per_second']:,.0f} tokens/s  ({row['planning_seconds']:.0f} s)"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser().parse_args(arguments)
+    chosen = [case for case in CASES if any(text in case.name for text in options.only)]
+    if options.list:
+        print("\n".join(case.name for case in chosen))
+        return 0
+    os.environ["LOWMEM_PLANS"] = "off"  # a row says how long its plan takes to make
+    transformers_logging.set_verbosity_error()
+    try:
+        make_folder(options.out)
+    except InputError as error:
+        print(f"plans: {error}", file=sys.stderr)
+        return error.exit_code
+    path = options.out / NAME
+    common = row_file.made_by(PROGRAM, arguments) | {"sources": sources()}
+    done = {row["name"] for row in row_file.read(path) if row.get("sources") == common["sources"]}
+    for case in chosen:
+        if case.name in done:
+            continue
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
+            values = planned(case, Path(folder) / case.shape)
+        row = {
+            "kind": KIND, "name": case.name, "shape": case.shape, "card": case.card, "seq": case.seq,
+            "batch": case.batch, "gpu_limit": case.gpu_limit, "ram_limit": case.ram_limit, "error": None,
+        }  # fmt: skip
+        row |= values | {"planning_seconds": time.perf_counter() - began} | common
+        row_file.append(path, row)
+        print(line(row), flush=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of the names of cases (all)")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases, and plan nothing")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="folder of rows.jsonl (results/)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""What the recipes of this folder share: a call into the main scripts, and --blocks."""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from experiments.bigger_models.shapes import SHAPES
+from experiments.harness.options import at_least
+from lowmem.errors import InputError, LowmemError
+from lowmem.run.cli import parse_arguments
+from lowmem.run.main import main as train
+from lowmem.run.terminal import say
+from lowmem.settings import Settings
+
+
+def main(name: str, defaults: Settings, arguments: list[str] | None = None) -> int:
+    """Runs what `arguments` (the command line's, if None) ask for over a recipe's `defaults`, as the main scripts do;
+    returns the exit code. With `--blocks N` it is a slice of the shape of that name, from random weights; its
+    config.json is written beside the run folder."""
+    own, words = _parser(name).parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(words):
+        print(_parser(name).format_help())
+    if own.blocks is None:
+        return train(defaults, words)
+    sliced = replace(defaults, init="random", out=f"{defaults.out}-{own.blocks}-blocks")
+    try:
+        sliced = _of_slice(name, own.blocks, sliced, words)
+    except LowmemError as error:
+        say(f"{Path(sys.argv[0]).name}: {error}")
+        return error.exit_code
+    return train(sliced, words)
+
+
+def _of_slice(name: str, blocks: int, defaults: Settings, words: list[str]) -> Settings:
+    """`defaults` with the slice as their model. InputError where `words` cannot be understood, name another model, or
+    leave no place for the config.json."""
+    settings = parse_arguments(words, defaults)
+    folder = Path(f"{settings.out}-config")
+    if settings.model not in (defaults.model, str(folder)):
+        raise InputError(f"--blocks is for a slice of {name}, and --model {settings.model} names another model")
+    try:
+        SHAPES[name].write(folder, blocks)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error.strerror}; give another --out") from None
+    return replace(defaults, model=str(folder))
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    group = parser.add_argument_group("slices")
+    group.add_argument(
+        "--blocks", type=at_least(int, 1), metavar="N",
+        help=f"train so many blocks of the widths of {name}, from random weights, instead of the model",
+    )  # fmt: skip
+    return parser

@@ -1,0 +1,245 @@
+"""Shapes have their published counts, the recipe trains a slice, plans and refusals become rows, rows become tables."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, T5ForConditionalGeneration
+
+from experiments.bigger_models import measure, on_card, plans, recipe, shapes, table, train_gptj
+from experiments.bigger_models.shapes import SHAPES
+from experiments.harness import rows as row_file
+from experiments.harness import whole_runs
+from experiments.harness.tables import written
+from lowmem.errors import InputError, LowmemError
+from lowmem.units import GIB
+
+TINY = {"n_embd": 32, "n_head": 2, "rotary_dim": 8, "vocab_size": 257, "n_positions": 128, "n_layer": 3}
+TINY |= {"bos_token_id": 0, "eos_token_id": 0}
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """GPT-J's shape with three narrow blocks, under its name."""
+    shape = SHAPES["gpt-j-6b"]
+    small = replace(shape, fields=shape.fields | TINY)
+    monkeypatch.setitem(SHAPES, "gpt-j-6b", small)
+    monkeypatch.setattr(measure, "GPTJ", small)
+    return small
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_has_as_many_parameters_as_the_model(name):
+    config = SHAPES[name].config()
+    with torch.device("meta"):
+        model = (
+            T5ForConditionalGeneration(config)
+            if config.is_encoder_decoder
+            else AutoModelForCausalLM.from_config(config)
+        )
+    assert sum(parameter.numel() for parameter in model.parameters()) == SHAPES[name].parameters
+
+
+def test_published_counts():
+    counts = {"gpt-j-6b": 6_050_882_784, "llama-7b": 6_738_415_616, "t5-11b": 11_307_321_344}
+    assert {name: SHAPES[name].parameters for name in counts} == counts
+    found = [shape.parameters for shape in SHAPES.values()]
+    assert found == sorted(found) and found[0] < 125e6
+
+
+def test_a_slice_has_fewer_blocks_of_the_same_widths(tmp_path, capsys):
+    assert shapes.main(["t5-11b", str(tmp_path), "--blocks", "2"]) == 0
+    found = json.loads((tmp_path / "config.json").read_text())
+    assert found["num_layers"] == found["num_decoder_layers"] == 2 and found["d_ff"] == 65536
+    assert SHAPES["gpt-j-6b"].config(3).n_layer == 3 and SHAPES["gpt-j-6b"].config(3).n_embd == 4096
+    with pytest.raises(InputError, match="28 blocks"):
+        SHAPES["gpt-j-6b"].config(29)
+    assert shapes.main(["t5-11b", str(tmp_path), "--blocks", "25"]) == 2 and "24 blocks" in capsys.readouterr().err
+
+
+# --- the recipe
+
+
+def test_help_lists_blocks_and_the_scripts_own_options(capsys):
+    with pytest.raises(SystemExit) as ended:
+        recipe.main("gpt-j-6b", train_gptj.SETTINGS, ["--help"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and "--blocks N" in said and "--states-folder" in said and "24.0 GiB" in said
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--wrong 3", "Unknown option --wrong"),
+        ("--blocks 2 --wrong 3", "Unknown option --wrong"),
+        ("--blocks 29", "28 blocks"),
+        ("--blocks 2 --model gpt2", "--model gpt2 names another model"),
+        ("--blocks 2 --demo", "names another model"),
+    ],
+)
+def test_what_cannot_run_is_said_in_a_sentence(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert recipe.main("gpt-j-6b", train_gptj.SETTINGS, words.split()) == 2
+    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_no_blocks_are_refused_and_a_place_that_cannot_be_written(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        recipe.main("gpt-j-6b", train_gptj.SETTINGS, ["--blocks", "0"])
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "run"
+    assert ended.value.code == 2
+    assert recipe.main("gpt-j-6b", train_gptj.SETTINGS, ["--blocks", "1", "--out", str(place)]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_slice_is_trained_with_its_states_on_a_disk(tiny, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("All parameters of a model are trained. " * 200)
+    words = ["--blocks", "1", "--seq", "16", "--batch", "2", "--steps", "2", "--device", "cpu", "--data", str(text)]
+    words += ["--states", "disk", "--states-folder", str(tmp_path / "states"), "--out", str(tmp_path / "run")]
+    assert recipe.main("gpt-j-6b", train_gptj.SETTINGS, words) == 0, capsys.readouterr().err
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["steps"] == 2 and report["plan"]["disk"]["states"] > 0
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert (config["n_layer"], config["n_embd"], config["model_type"]) == (1, 32, "gptj")
+
+
+# --- plans
+
+
+def test_the_cases_are_those_that_were_asked_for():
+    names = [case.name for case in plans.CASES]
+    assert len(set(names)) == len(names)
+    for shape, cap in (("gpt-j-6b", "24GiB"), ("t5-11b", "24GiB"), ("t5-11b", "11GiB"), ("llama-7b", "12GiB")):
+        found = [case for case in plans.CASES if (case.shape, case.gpu_limit) == (shape, cap)]
+        assert {case.ram_limit == plans.NO_CAP for case in found} == {True, False}
+        assert len({case.card for case in found}) >= 3
+    assert {case.shape for case in plans.CASES if case.gpu_limit == plans.SMALLEST} == set(SHAPES)
+
+
+def test_plans_and_refusals_become_rows_and_are_not_made_again(tiny, tmp_path, monkeypatch, capsys):
+    cases = [
+        plans.Case("gpt-j-6b", "600MiB", "none", "rtx3090", seq=32, batch=1),
+        plans.Case("gpt-j-6b", plans.SMALLEST, "none", "rtx3090", seq=32, batch=1),
+        plans.Case("gpt-j-6b", "600MiB", "1MiB", "rtx3090", seq=32, batch=1),
+        plans.Case("gpt-j-6b", "600MiB", "8GiB", "rtx0", seq=32, batch=1),
+    ]
+    monkeypatch.setattr(plans, "CASES", cases)
+    monkeypatch.setattr(plans, "sources", lambda: "these")
+    for _ in range(2):
+        assert plans.main(["--out", str(tmp_path)]) == 0
+    planned, smallest, no_ram, no_card = found = row_file.read(tmp_path / plans.NAME)
+    assert planned["error"] is None and planned["tokens_per_second"] > 0
+    reserved = [row["predicted"]["gpu_reserved_peak_bytes"] for row in (planned, smallest)]
+    assert reserved[1] <= smallest["limits"]["gpu_bytes"] < 600 * 2**20 and reserved[1] <= reserved[0]
+    assert no_ram["error"].startswith("gpt-j-6b at 1 x 32 tokens does not fit") and "rtx0" in no_card["error"]
+    assert not any(str(tmp_path.parent) in json.dumps(row) for row in found)
+    assert plans.main(["--list", "--only", "smallest"]) == 0 and capsys.readouterr().out.endswith(f"{cases[1].name}\n")
+
+
+def test_positions_of_an_encoder_decoder_are_told_where_settings_know_them(tmp_path):
+    case = plans.Case("t5-11b", "24GiB", "64GiB", "rtx3090", target_tokens=512)
+    found = case.settings(tmp_path, 24 * GIB)
+    assert found.ram_limit_bytes == 64 * GIB and getattr(found, "target_tokens", 512) == 512
+
+
+# --- what is measured
+
+
+def test_the_largest_slice_is_found_and_what_bounds_it(tiny, monkeypatch):
+    assert measure.too_large(1, "14GiB", 56 * GIB) is None
+    assert measure.too_large(1, "64MiB", 56 * GIB) == "RAM" and measure.too_large(1, "14GiB", 1) == "disk"
+    for fitting, found in ((3, (3, None)), (2, (2, "disk")), (1, (1, "disk"))):
+        monkeypatch.setattr(measure, "too_large", lambda blocks, *_, most=fitting: "disk" if blocks > most else None)
+        assert measure.largest_slice("14GiB", 1) == found
+    monkeypatch.setattr(measure, "too_large", lambda *_: "RAM")
+    with pytest.raises(InputError, match="one block is too large for this RAM"):
+        measure.largest_slice("64MiB", 1)
+
+
+def report(seconds: float = 2.0) -> dict:
+    choice = {"norm_first": True}
+    disk = {"checkpoints": GIB, "one_being_written": GIB, "export": GIB, "states": 3 * GIB}
+    peaks = {"gpu_allocated_peak_bytes": GIB, "gpu_reserved_peak_bytes": GIB}
+    plan = {"parameters": 2**30, "choice": choice, "predicted": {"ram_peak_bytes": 102 * GIB // 100} | peaks}
+    measured = {"ram_peak_bytes": GIB, "step_seconds": seconds} | peaks
+    return {
+        "plan": plan | {"disk": disk, "ram_breakdown": {}}, "measured": measured, "steps": 2, "device": "the CPU",
+        "ram_phases": {}, "loss": {"first": 3.0, "last": 2.5}, "out_of_memory": [],
+    }  # fmt: skip
+
+
+def test_slices_become_rows(tiny, tmp_path, monkeypatch, capsys):
+    commands = []
+
+    def report_of(command, out, name):
+        commands.append(command)
+        return report()
+
+    monkeypatch.setattr(measure, "report_of", report_of)
+    monkeypatch.setattr(measure, "too_large", lambda *_: None)
+    monkeypatch.setattr(measure, "sources", lambda: "these")
+    for _ in range(2):
+        assert measure.main(["--only", "slice", "--ram-limit", "8GiB", "--out", str(tmp_path)]) == 0
+    two, three, largest = row_file.read(tmp_path / measure.NAME)
+    assert [row["blocks"] for row in (two, three, largest)] == [2, 3, 3] and len(commands) == 3
+    assert all(two["checks"].values()) and largest["one_block_more_is_too_large_for"] is None
+    assert "--states disk" in " ".join(commands[0]) and str(tmp_path) not in json.dumps(two)
+    assert "+2.0%" in table.section([two]) and "2 slices" not in table.verdict([two])
+    assert "ok" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_and_a_size_that_is_none_are_said(tiny, tmp_path, monkeypatch, capsys):
+    def fails(*_):
+        raise LowmemError("the run of 2 blocks ended")
+
+    monkeypatch.setattr(measure, "report_of", fails)
+    assert measure.main(["--only", "2 blocks", "--out", str(tmp_path)]) == 1
+    assert "the run of 2 blocks ended" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        measure.main(["--ram-limit", "much"])
+
+
+def test_runs_on_a_card_become_rows(tmp_path, monkeypatch):
+    def report_of(command, out, name):
+        out.mkdir(parents=True)
+        loss = 2.0 if "none" in command else 2.5
+        (out / "metrics.jsonl").write_text(json.dumps({"loss": loss, "grad_norm": 1.0}) + "\n")
+        return report()
+
+    monkeypatch.setattr(measure, "report_of", report_of)
+    monkeypatch.setattr(measure.row_file, "on_stand_in", lambda: True)
+    monkeypatch.setattr(measure.row_file, "made_by", lambda *_: {"command": "c", "stand_in": True})
+    assert measure.main(["--out", str(tmp_path)]) == 1
+    *large, narrow = row_file.read(tmp_path / measure.NAME)
+    assert not narrow["checks"]["losses and norms are those without a cap"] and narrow["computed"]
+    assert len(large) == 2 and not any(row["computed"] for row in large)
+    assert "NOT the losses" in table.section([narrow]) and "+0.0%" in table.verdict(large)
+
+
+def test_what_is_not_on_the_card_is_left_out(tmp_path):
+    from lowmem.run import report as reporting
+    from lowmem.run import train
+
+    before = train.save_checkpoint, reporting.export_model
+    with whole_runs.memory_alone():
+        assert list(train.random_weights(None, 0)) == [] and train.save_checkpoint is not before[0]
+    assert (train.save_checkpoint, reporting.export_model) == before
+    assert on_card.main is recipe.main
+
+
+# --- the table
+
+
+def test_without_rows_nothing_is_said_to_be_known():
+    found = table.section([])
+    assert found.count("not planned") == 2 * len(SHAPES) and found.endswith("**Verdict**\n\n")
+
+
+def test_the_readme_says_what_the_committed_rows_say():
+    rows = table.committed_rows()
+    assert written(table.README, table.BEGIN) == table.section(rows)
+    assert all(Path(table.README).parent.joinpath("results").exists() for _ in rows[:1])
