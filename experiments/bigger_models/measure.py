@@ -1,12 +1,12 @@
-"""Slices of GPT-J of its true widths, trained; what plans said of their memory beside what was measured.
+"""Slices of GPT-J and T5-11B of their true widths, trained; what plans said of their memory beside what was measured.
 
     python -m experiments.bigger_models.measure [--only NAME ...] [--ram-limit SIZE] [--disk-limit SIZE] [--out DIR]
     .venv-cuda/bin/python -m stand_in --gpu rtx3090 -- -m experiments.bigger_models.measure       the cases of a card
 
-On the CPU: slices from random weights in fp32, by train_gptj in processes of their own, two steps of 2 x 128 tokens
-with Adam's states on a disk, evaluation, checkpoint and export as in every run. `largest` is the slice with the most
-blocks whose plan keeps to both limits. The disk is that of the folder for temporary files, which TMPDIR names; it must
-not be a RAM disk.
+On the CPU: slices from random weights in fp32, by the recipes in processes of their own, two steps of 2 x 128 tokens
+with Adam's states on a disk, evaluation, checkpoint and export as in every run. `largest` is the slice of GPT-J with
+the most blocks whose plan keeps to both limits. The disk is that of the folder for temporary files, which TMPDIR names;
+it must not be a RAM disk.
 
 On the stand-in: runs whose 16-bit weights alone are more than their cap of the GPU's memory. Of the large ones only
 memory is a run's (on_card.py); `narrow`, GPT-J's blocks with a width of 768, is computed, and once more without a cap:
@@ -38,11 +38,12 @@ from lowmem.units import format_size, parse_size
 PROGRAM = "experiments.bigger_models.measure"
 RESULTS = Path(__file__).resolve().parent / "results"
 NAME = "rows.jsonl"
-GPTJ = SHAPES["gpt-j-6b"]
+GPTJ, T5 = SHAPES["gpt-j-6b"], SHAPES["t5-11b"]
+RECIPES = {"gpt-j-6b": "train_gptj", "t5-11b": "train_t5"}
 TRAINED, ON_CARD = "trained", "card"
 STEPS = 2
 SEQ, BATCH = 128, 2  # on the CPU
-FEW_BLOCKS = (2, 3)
+FEW_BLOCKS = {"gpt-j-6b": (2, 3), "t5-11b": (1, 2)}
 RAM_WITHIN = 0.03  # of its prediction
 RAM_LIMIT, DISK_LIMIT = "14GiB", "56GiB"
 PEAKS = ("gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes")
@@ -115,23 +116,25 @@ def largest_slice(ram_limit: str, disk_limit_bytes: int) -> tuple[int, str | Non
     return blocks, reason(blocks + 1) if blocks < most else None
 
 
-def trained(blocks: int, ram_limit: str) -> dict:
+def trained(shape: Shape, blocks: int, ram_limit: str) -> dict:
     """The values of a slice's row. LowmemError where the disk is too small or the run fails."""
-    name = f"{blocks} blocks of {GPTJ.name}"
+    name = f"{blocks} blocks of {shape.name}"
     with tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
-        config = GPTJ.write(Path(folder) / "config", blocks)
+        config = shape.write(Path(folder) / "config", blocks)
         planned = lowmem.plan(slice_settings(config, ram_limit))
         check_room(folder, disk_bytes(planned), name)
         words = [
             *("--blocks", str(blocks), "--seq", str(SEQ), "--batch", str(BATCH), "--device", "cpu", *ONCE),
             *("--ram-limit", ram_limit, "--export-dtype", "bf16", "--states", "disk"),
         ]
-        program = ["-m", "experiments.bigger_models.train_gptj", *words]
+        words += ["--target-tokens", str(SEQ // 2)] if shape is T5 else []
+        program = ["-m", f"experiments.bigger_models.{RECIPES[shape.name]}", *words]
         states = ["--states-folder", str(Path(folder) / "states")]
         report = report_of([sys.executable, *program, *states], Path(folder) / "run", name)
     found = ram_of(report)
     error = found["predicted_ram_peak_bytes"] / found["ram_peak_bytes"] - 1
     return found | {
+        "shape": shape.name,
         "blocks": blocks,
         "seq": SEQ,
         "batch": BATCH,
@@ -202,7 +205,9 @@ def rows_of(run: Path) -> list[list[float]]:
 
 def sources() -> str:
     """A digest of the code that makes these rows."""
-    own = (f"experiments/bigger_models/{name}.py" for name in ("shapes", "recipe", "train_gptj", "on_card", "measure"))
+    own = (
+        f"experiments/bigger_models/{name}.py" for name in ("shapes", "recipe", *RECIPES.values(), "on_card", "measure")
+    )
     return row_file.digest("lowmem/**/*.py", "experiments/harness/whole_runs.py", *own)
 
 
@@ -248,12 +253,15 @@ def _work(options: argparse.Namespace) -> list[tuple[str, str, Callable[[], dict
     def largest() -> dict:
         blocks, reason = largest_slice(options.ram_limit, parse_size(options.disk_limit))
         limits = {"disk_limit_bytes": parse_size(options.disk_limit), "one_block_more_is_too_large_for": reason}
-        return trained(blocks, options.ram_limit) | limits
+        return trained(GPTJ, blocks, options.ram_limit) | limits
 
     slices = [
-        (f"slice: {blocks} blocks", TRAINED, lambda blocks=blocks: trained(blocks, options.ram_limit))
-        for blocks in FEW_BLOCKS
-    ]
+        (
+            f"slice: {blocks} blocks of {shape.name}", TRAINED,
+            lambda shape=shape, blocks=blocks: trained(shape, blocks, options.ram_limit),
+        )
+        for shape in (GPTJ, T5) for blocks in FEW_BLOCKS[shape.name]
+    ]  # fmt: skip
     return [*slices, ("slice: largest", TRAINED, largest)]
 
 

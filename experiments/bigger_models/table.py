@@ -33,7 +33,7 @@ def section(rows: list[dict]) -> str:
         "under the smallest cap of GPU memory. *6 N*: floating-point operations of one forward and backward, six per "
         "parameter and token, of what a step does",
         _ladder(planned),
-        "**Slices of GPT-J, trained on the CPU** with Adam's states on a disk, GiB of RAM",
+        "**Slices, trained on the CPU** with Adam's states on a disk, GiB of RAM; of T5 so many blocks of each kind",
         _slices([row for row in rows if row["kind"] == TRAINED]),
         "**Under a cap that the 16-bit weights alone exceed**, on the stand-in, GiB",
         _on_card([row for row in rows if row["kind"] == ON_CARD]),
@@ -129,7 +129,8 @@ def _slices(rows: list[dict]) -> str:
     )  # fmt: skip
     lines = [
         [
-            f"{row['blocks']} blocks", f"{row['parameters']:,}", _gib(row["ram_limit_bytes"]),
+            f"{row.get('shape', 'gpt-j-6b')}, {row['blocks']} blocks", f"{row['parameters']:,}",
+            _gib(row["ram_limit_bytes"]),
             *(f"{row[f'{kind}ram_peak_bytes'] / GIB:.2f}" for kind in ("predicted_", "")), f"{_error(row):+.1%}",
             f"{row['ram_peak_bytes'] / row['parameters']:.1f}", _gib(row["disk"]["states"]),
             "twice" if row["choice"]["norm_first"] else "once", f"{row['step_seconds']:.0f}",

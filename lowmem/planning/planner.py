@@ -33,6 +33,7 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.layout import LEAST_POSITIONS, Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
+from lowmem.device import RETURNED_FROM_BYTES
 from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES, ram_now_bytes
 from lowmem.models.build import make_decoder
@@ -438,7 +439,7 @@ def _cpu_plan(
         train = named_at_peak(recording.tape) | {"streamed_states": recording.streamed_bytes - weights - boundaries}
         train |= {"streamed_weights": weights} if weights else {}
         train |= {"streamed_boundaries": boundaries} if boundaries else {}
-        train["freed_and_kept"] = most_bytes(recording.tape, "live_blocks")
+        train["freed_and_kept"] = most_bytes(recording.tape, "live_blocks", RETURNED_FROM_BYTES)
         ram = on_the_cpu(process.now_bytes + CPU_TRAINING_BYTES, train, _drawn_bytes(settings, simulations))
         return Plan(
             settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, "cpu", precision,

@@ -303,14 +303,14 @@ def named_at_peak(tape: Tape) -> dict[str, int]:
     return _by_name(tape, len(tape.chunks), tape.peak_bytes())
 
 
-def most_bytes(tape: Tape, name: str) -> int:
-    """The most that storages of this name ever take together; sizes as asked for."""
+def most_bytes(tape: Tape, name: str, below_bytes: float = math.inf) -> int:
+    """The most that storages of this name, each of fewer than `below_bytes`, ever take together; sizes as asked for."""
     live: dict[int, int] = {}
     now = most = 0
     for storage, size, called in tape:
         if size == FREED:
             now -= live.pop(storage, 0)
-        elif called == name:
+        elif called == name and size < below_bytes:
             live[storage] = size
             now += size
             most = max(most, now)

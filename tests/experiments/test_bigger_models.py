@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, T5ForConditionalGeneration
 
-from experiments.bigger_models import measure, on_card, plans, recipe, shapes, table, train_gptj
+from experiments.bigger_models import measure, on_card, plans, recipe, shapes, table, train_gptj, train_t5
 from experiments.bigger_models.shapes import SHAPES
 from experiments.harness import rows as row_file
 from experiments.harness import whole_runs
@@ -110,6 +110,17 @@ def test_a_slice_is_trained_with_its_states_on_a_disk(tiny, tmp_path, capsys):
 # --- plans
 
 
+def test_a_slice_of_t5_is_trained_by_its_recipe(tmp_path, monkeypatch):
+    shape = SHAPES["t5-11b"]
+    narrow = {"d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "vocab_size": 257, "num_layers": 2}
+    monkeypatch.setitem(SHAPES, "t5-11b", replace(shape, fields=shape.fields | narrow | {"num_decoder_layers": 2}))
+    words = ["--blocks", "1", "--seq", "32", "--target-tokens", "8", "--batch", "2", "--steps", "1", "--device", "cpu"]
+    assert recipe.main("t5-11b", train_t5.SETTINGS, [*words, "--out", str(tmp_path / "run")]) == 0
+    model = T5ForConditionalGeneration.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.num_layers == model.config.num_decoder_layers == 1
+    assert train_t5.SETTINGS.target_tokens == 512
+
+
 def test_the_cases_are_those_that_were_asked_for():
     names = [case.name for case in plans.CASES]
     assert len(set(names)) == len(names)
@@ -183,7 +194,7 @@ def test_slices_become_rows(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure, "too_large", lambda *_: None)
     monkeypatch.setattr(measure, "sources", lambda: "these")
     for _ in range(2):
-        assert measure.main(["--only", "slice", "--ram-limit", "8GiB", "--out", str(tmp_path)]) == 0
+        assert measure.main(["--only", "gpt-j", "largest", "--ram-limit", "8GiB", "--out", str(tmp_path)]) == 0
     two, three, largest = row_file.read(tmp_path / measure.NAME)
     assert [row["blocks"] for row in (two, three, largest)] == [2, 3, 3] and len(commands) == 3
     assert all(two["checks"].values()) and largest["one_block_more_is_too_large_for"] is None
@@ -197,7 +208,7 @@ def test_a_run_that_fails_and_a_size_that_is_none_are_said(tiny, tmp_path, monke
         raise LowmemError("the run of 2 blocks ended")
 
     monkeypatch.setattr(measure, "report_of", fails)
-    assert measure.main(["--only", "2 blocks", "--out", str(tmp_path)]) == 1
+    assert measure.main(["--only", "2 blocks of gpt-j", "--out", str(tmp_path)]) == 1
     assert "the run of 2 blocks ended" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         measure.main(["--ram-limit", "much"])

@@ -207,6 +207,7 @@ def test_the_most_of_one_name_need_not_be_at_the_peak():
         [Chunk([(0, 5, "a"), (1, 2, "b"), (0, FREED, ""), (2, 4, "b"), (1, FREED, ""), (3, 9, "a")], 0, 0, 0.0)]
     )
     assert (most_bytes(tape, "a"), most_bytes(tape, "b"), most_bytes(tape, "c")) == (9, 6, 0)
+    assert (most_bytes(tape, "a", 9), most_bytes(tape, "b", 3)) == (5, 2)
     assert named_at_peak(tape) == {"a": 9, "b": 4}
 
 
