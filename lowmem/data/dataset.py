@@ -197,7 +197,10 @@ def _describe(rows_of: list[_CutPart], train: Batches, tokenizer: PreTrainedToke
     lines = []
     pairs = [train.description] if isinstance(train, PairBatches) else []
     for rows in rows_of:
-        said = [] if rows.train is None else [_describe_rows(rows.source, rows.train, train.document_mask, tokenizer)]
+        said = []
+        if rows.train is not None:
+            tokens = rows.train.seq + bool(pairs)  # all tokens of a source and its target are in the row
+            said = [_describe_rows(rows.source, rows.train, tokens, train.document_mask, tokenizer)]
         said += [] if rows.evaluation is None else [f"{rows.held_out}: {rows.evaluation.count:,} rows."]
         lines.append("; ".join(said))
     if len(train.parts) == 1 and train.parts[0].weight == 1:
@@ -206,13 +209,15 @@ def _describe(rows_of: list[_CutPart], train: Batches, tokenizer: PreTrainedToke
     return "\n".join([*lines, *pairs, f"an epoch has {train.rows:,} rows: {', '.join(shares)}"])
 
 
-def _describe_rows(source: str, rows: Rows, document_mask: bool, tokenizer: PreTrainedTokenizerBase) -> str:
+def _describe_rows(
+    source: str, rows: Rows, row_tokens: int, document_mask: bool, tokenizer: PreTrainedTokenizerBase
+) -> str:  # fmt: skip
     documents = rows.documents
     unit = "tokens, one per byte (no tokenizer came with the model)" if is_byte_level(tokenizer) else "tokens"
     if documents.packed:
         kind = "documents"
         unused = len(documents.tokens) - 1 - rows.count * rows.seq
-        rest = f"packed into {rows.count:,} rows of {rows.seq:,} ({unused:,} unused); " + (
+        rest = f"packed into {rows.count:,} rows of {row_tokens:,} ({unused:,} unused); " + (
             "attention stops at a document's end, which is not asked to predict the next document"
             if document_mask
             else "attention crosses document ends (--document-mask off)"
