@@ -50,6 +50,21 @@ class Batch:
         inputs = self.input_ids, self.position_ids, self.document_ids
         return inputs if self.source_mask is None else (*inputs, self.source_mask)
 
+    def check(self, has_sources: bool) -> None:
+        """InputError where this is no batch of a decoder or, if `has_sources`, of an encoder-decoder: labels that are
+        not one for each position would be taken for those of the last ones."""
+        if has_sources and self.source_mask is None:
+            raise InputError("this model is an encoder-decoder: its batches need a source_mask")
+        if not has_sources and self.source_mask is not None:
+            raise InputError("this model is a decoder: its batches have no source_mask")
+        sources = 0 if self.source_mask is None else self.source_mask.shape[1]
+        if self.input_ids.shape[1] != sources + self.labels.shape[1]:
+            behind = f" behind sources of {sources}" if has_sources else ""
+            raise InputError(
+                f"input_ids are {self.input_ids.shape[1]} in a row, and labels {self.labels.shape[1]}{behind}; each "
+                "position needs one"
+            )
+
     @property
     def trained_tokens(self) -> int:
         """How many positions have a label: what the loss of the step is the mean over. InputError where none has."""

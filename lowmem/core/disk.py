@@ -46,7 +46,9 @@ class DiskStates:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder, prefix="lowmem-states-", buffering=0)
         except OSError as error:
-            raise InputError(f"--states-folder {folder} cannot be written: {error.strerror}") from None
+            # Of a file in its place the system says that it exists, which sounds as if it should not.
+            reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+            raise InputError(f"--states-folder {folder} cannot be written: {reason}") from None
         self.folder, self._end = folder, 0
 
     def tensor(self, entries: int, dtype: torch.dtype) -> Tensor:

@@ -59,8 +59,9 @@ def linear_cross_entropy(
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     rows = min(chunk_tokens, hidden.shape[0])
     room = hidden.new_empty(rows, operators.row_stride(weight.shape[0])) if fused else None
-    if room is not None and room.device.type == "cpu":
-        room.zero_()  # oneDNN's product for AMX reads behind a row's end where the row has an odd length
+    if room is not None:
+        # oneDNN's product for AMX, by which tests compute a GPU's, reads behind the end of a row of odd length.
+        room[:, weight.shape[0] :].zero_()
     for start in range(0, hidden.shape[0], chunk_tokens):
         chunk = hidden[start : start + chunk_tokens]
         targets = labels[start : start + chunk_tokens]

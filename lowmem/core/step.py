@@ -59,6 +59,7 @@ from lowmem.core.accumulation import Accumulation
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
+from lowmem.core.encoder_decoder import EncoderDecoder
 from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, FinalGradients, HeldGradients
 from lowmem.core.kernels import fused
 from lowmem.core.layout import IN_BACKWARD, TWO_PASS, Layout
@@ -331,6 +332,7 @@ class TrainingStep:
         return total
 
     def _cut(self, batch: Batch, rows: int) -> list[Batch]:
+        batch.check(isinstance(self._decoder, EncoderDecoder))
         return batch.micro_batches(rows, self.layout.least_positions)
 
     def _unless_abandoned(self) -> None:

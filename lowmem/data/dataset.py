@@ -79,6 +79,7 @@ def load_data(
                 rows_limit=rows_limit if source.streamed else None,
                 tokenizer=tokenizer,
                 seq=seq,
+                target_tokens=settings.target_tokens,
                 vocabulary_size=vocabulary_size,
                 folder=folder,
             )

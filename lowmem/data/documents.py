@@ -103,15 +103,18 @@ def read_documents(
     rows_limit: int | None,
     tokenizer: PreTrainedTokenizerBase,
     seq: int,
+    target_tokens: int | None,
     vocabulary_size: int,
     folder: ArrayFolder,
 ) -> Documents:
-    """All documents of `records` as tokens, or as many as fill `rows_limit` rows, written into `folder`."""
+    """All documents of `records` as tokens, or as many as fill `rows_limit` rows, written into `folder`.
+    `target_tokens`: how many of a row's seq + 1 tokens are the target's, for encoder-decoders (pairs.py)."""
     records = iter(records)
     first = next(records, None)
     if first is None:
         raise InputError(f"{source.name}: there is no document in it")
-    writer = _Writer(find_format(first, text_field, train_on, tokenizer), tokenizer, vocabulary_size, seq, folder)
+    format = find_format(first, text_field, train_on, tokenizer)
+    writer = _Writer(format, tokenizer, vocabulary_size, seq, target_tokens, folder)
     skipped = 0
     for record in _with_progress(itertools.chain([first], records), source.name, writer):
         try:
@@ -184,9 +187,11 @@ class _Writer:
     """Tokenizes documents by BATCH_CHARACTERS and lays their ids end to end."""
 
     def __init__(
-        self, format: Format, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, seq: int, folder: ArrayFolder
-    ):
+        self, format: Format, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, seq: int,
+        target_tokens: int | None, folder: ArrayFolder,
+    ):  # fmt: skip
         self.format, self.tokenizer, self.vocabulary_size, self.seq = format, tokenizer, vocabulary_size, seq
+        self.target_tokens = target_tokens
         self.encode = Encoder(tokenizer)
         self.pending: list[tuple[Record, Segments]] = []
         self.pending_characters = 0
@@ -215,7 +220,10 @@ class _Writer:
                 if self.dropped
                 else f"{name}: every document in it is empty"
             )
-        notes += [f"{self.truncated:,} cut off at {self.seq:,} tokens"] if self.truncated else []
+        room = f"{self.seq:,} tokens"
+        if self.target_tokens is not None:
+            room = f"{self.seq + 1 - self.target_tokens:,} tokens of source or {self.target_tokens:,} of target"
+        notes += [f"{self.truncated:,} cut off at {room}"] if self.truncated else []
         notes += [f"{self.dropped:,} of these dropped, with no trained token left"] if self.dropped else []
         return Documents(
             self.tokens.finish(),
@@ -248,13 +256,14 @@ class _Writer:
                 f"{self.vocabulary_size} ids; use the tokenizer that belongs to the model"
             )
         if self.trained is not None:
-            trained = np.concatenate([np.full(len(ids), trained) for ids, trained in parts])[: self.seq + 1]
-            self.truncated += len(ids) > self.seq + 1
-            if not trained[1:].any():  # the first token is never a label
+            trained = np.concatenate([np.full(len(ids), trained) for ids, trained in parts])
+            kept = self._room_for(trained)
+            self.truncated += len(kept) < len(ids)
+            ids, trained = ids[kept], trained[kept]
+            if not trained[self.target_tokens is None :].any():  # a decoder's first token is never a label
                 self.dropped += 1
                 return
             self.trained.append(trained)
-            ids = ids[: self.seq + 1]
         self.tokens.append(ids)
         self.token_count += len(ids)
         self.begun_tokens += len(ids)
@@ -262,6 +271,16 @@ class _Writer:
             self.begun_hash.update(text)
         if not record.goes_on:
             self._end_document(record)
+
+    def _room_for(self, trained: np.ndarray) -> np.ndarray:
+        """Which tokens of an example there is room for, by place. A source has a room of its own, in which its end
+        stands, too: however long a prompt is, all of a target's room is left for the answer."""
+        places = np.arange(len(trained))
+        if self.target_tokens is None:
+            return places[: self.seq + 1]
+        first = int(trained.argmax())
+        source = min(first, self.seq - self.target_tokens)
+        return np.concatenate([places[:source], places[first : first + self.target_tokens]])
 
     def _end_document(self, record: Record) -> None:
         self.lengths.append(self.begun_tokens)

@@ -1,9 +1,10 @@
 """Batches for encoder-decoders: a row is a source of S tokens and a target of T.
 
 Of an **example** the source is what stands before its first trained token, with an end-of-text token behind it as T5
-was trained, and the target is the rest. **Text** is cut into rows of S + T tokens, of which the first S are the source
-and the T behind them the target: prefix language modelling, as T5 was adapted to by Lester et al. (arXiv:2104.08691,
-section 3.2). The decoder reads its target one token late, behind `decoder_start`; nothing is asked of a source.
+was trained, and the target is the rest; each has been cut to its own room (documents.py). **Text** is cut into rows of
+S + T tokens, of which the first S are the source and the T behind them the target: prefix language modelling, as T5 was
+adapted to by Lester et al. (arXiv:2104.08691, section 3.2). The decoder reads its target one token late, behind
+`decoder_start`; nothing is asked of a source.
 
 Sources and targets are padded on the right, to the longest of the batch. What is padding is said by position: of a
 source by `Batch.source_mask`, of a target by labels of -100, behind which nothing is trained and before which nothing
@@ -57,9 +58,7 @@ class PairBatches(Batches):
             cut = self.source_tokens
             return tokens[:cut], tokens[cut:], trained[cut:]
         first = int(trained.argmax())
-        source = np.append(tokens[: min(first, self.source_tokens - 1)], self.end_of_text)
-        target = slice(first, first + self.target_tokens)
-        return source, tokens[target], trained[target]
+        return np.append(tokens[:first], self.end_of_text), tokens[first:], trained[first:]
 
     @staticmethod
     def _width(lengths: list[int], most: int) -> int:

@@ -281,11 +281,11 @@ def parameters_placed(place: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 def model_from_config(config: PretrainedConfig) -> PreTrainedModel:
     config = copy.deepcopy(config)  # from_config writes the dtype into it
-    kind, options = AutoModelForCausalLM, {}
+    kind, options, wanted = AutoModelForCausalLM, {}, "causal language model"
     if is_encoder_decoder(config):
-        kind, options = AutoModelForSeq2SeqLM, {"attn_implementation": ATTENTION}
+        kind, options, wanted = AutoModelForSeq2SeqLM, {"attn_implementation": ATTENTION}, "encoder-decoder"
     try:
         return kind.from_config(config, dtype=torch.float32, trust_remote_code=False, **options)
-    except Exception as error:  # no causal language model of this type, or fields that every architecture checks itself
+    except Exception as error:  # no such model of this type, or fields that every architecture checks itself
         reason = first_line(error)[:300]
-        raise InputError(f"this {config.model_type} config makes no causal language model: {reason}") from error
+        raise InputError(f"this {config.model_type} config makes no {wanted}: {reason}") from error

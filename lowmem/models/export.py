@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from lowmem.core.encoder_decoder import is_encoder_decoder
 from lowmem.core.precision import runs
 from lowmem.errors import InputError, LowmemError
 from lowmem.files import flush_path, safetensors_header, write_at
-from lowmem.models.build import build_model, first_few
+from lowmem.models.build import build_model, decoder_start, first_few
 from lowmem.units import MIB, format_size
 
 BESIDE_WEIGHTS_BYTES = 16 * MIB  # tokenizer, config, README of an exported model, about
@@ -150,7 +151,11 @@ def _write_descriptions(
     config.dtype = dtype  # from_pretrained loads in this dtype unless told otherwise
     if hasattr(config, "auto_map"):  # names Python files of the repository it came from, which are not here
         del config.auto_map
+    if is_encoder_decoder(config):  # by which it was trained, and without which `generate` does not begin
+        config.decoder_start_token_id = decoder_start(config)
     generation_config = copy.deepcopy(generation_config) or GenerationConfig.from_model_config(config)
+    if is_encoder_decoder(config) and generation_config.decoder_start_token_id is None:
+        generation_config.decoder_start_token_id = config.decoder_start_token_id
     if tokenizer is not None:
         for settings in (config.get_text_config(), generation_config):
             for key in ("bos_token_id", "eos_token_id"):

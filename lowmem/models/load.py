@@ -36,6 +36,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.initialization import guard_torch_init_functions
 
+from lowmem.core.encoder_decoder import is_encoder_decoder
 from lowmem.core.precision import RUN_ELEMENTS
 from lowmem.errors import InputError, first_line
 from lowmem.models.build import build_model, first_few, model_folder, model_from_config, parameters_placed, weight_files
@@ -150,7 +151,8 @@ def _match(model: PreTrainedModel, entries: dict[str, _Entry], source: str) -> d
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
 
-    ignored = model._keys_to_ignore_on_load_unexpected or ()  # what transformers knows to be of no use in such files
+    # T5's files on the hub have a table that no model uses. Of decoders such patterns are wider than what is of no use.
+    ignored = model._keys_to_ignore_on_load_unexpected or () if is_encoder_decoder(model.config) else ()
     target, unexpected, converted = {}, [], []
     for name in sorted(entries):  # some renamings want the names sorted
         renamed, conversion = rename_source_key(name, renamings, converters)

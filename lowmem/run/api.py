@@ -119,8 +119,8 @@ def load(settings: Settings) -> LoadedModel:
 
 
 def export(model: LoadedModel, folder: str | Path) -> None:
-    """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it: the master weights in
-    `settings.export_dtype`, the config and the tokenizer."""
+    """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it, or an encoder-decoder
+    `AutoModelForSeq2SeqLM`: the master weights in `settings.export_dtype`, the config and the tokenizer."""
     model.step.flush()
     store = model.step.store
     export_model(

@@ -230,7 +230,8 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
         return f"no sample: out of memory ({first_line(error)})"
     except (ValueError, TypeError, IndexError, RuntimeError) as error:  # models generate each in their own way
         return f"no sample: {first_line(error)}"
-    text = tokenizer.decode(tokens[0, 1:] if pair else tokens[0])
+    # What decoders write shows its end; an encoder-decoder pads until its own.
+    text = tokenizer.decode(tokens[0], skip_special_tokens=pair)
     shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return f"sample: {shown}"  # a terminal would obey control characters
 

@@ -172,7 +172,7 @@ def test_what_a_disk_refuses_is_one_sentence(tmp_path, monkeypatch, trouble):
 
     (tmp_path / "file").touch()
     if trouble == "no folder":
-        with pytest.raises(InputError, match="--states-folder .*file cannot be written: File exists"):
+        with pytest.raises(InputError, match="--states-folder .*file cannot be written: it is no folder"):
             DiskStates(tmp_path / "file")
         return
     states = DiskStates(tmp_path)

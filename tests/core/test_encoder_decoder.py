@@ -246,3 +246,24 @@ def test_16_bit_training_stays_beside_autocast():
     exact = plain(autocast=False)
     ours = train(batches, gated=True, dropout=0.0, precision="bf16", micro_batch=4).losses
     assert 0 < distance(ours) <= 1.5 * distance(plain(autocast=True))
+
+
+def test_what_is_no_batch_of_this_model_is_refused_and_changes_nothing():
+    step, store = make_step(t5())
+    batch = make_batches(1)[0]
+    before = dict(store.masters())
+    for wrong, reason in (
+        (Batch(batch.input_ids, batch.labels), "its batches need a source_mask"),
+        (Batch(batch.input_ids, batch.labels[:, :5], source_mask=batch.source_mask), "32 in a row, and labels 5"),
+        (Batch(batch.input_ids, batch.labels, source_mask=batch.source_mask[:, :9]), "behind sources of 9; each"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            step(wrong, 0, RATE)
+        with pytest.raises(InputError, match=reason):
+            step.evaluate(wrong)
+    step.flush()
+    assert all(torch.equal(before[name], after) for name, after in store.masters())
+    with pytest.raises(InputError, match="no source_mask"):
+        batch.check(has_sources=False)
+    with pytest.raises(InputError, match="4 in a row, and labels 3; each"):
+        Batch(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64)).check(has_sources=False)

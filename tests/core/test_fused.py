@@ -207,14 +207,18 @@ def test_a_step_with_kernels_runs_them_for_every_matrix_loss_and_update(interpre
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_run_with_kernels_stays_as_near_to_fp32_as_one_without(interpreted, family):
-    """Gradients of matrices are not rounded to bf16 before they are summed; the rest is. Of the mean distances over six
-    steps: 0.8 to 1.3 for one seed. Logits' gradients that are cut off, not rounded, make it 6 for GPT-2's norms."""
-    batches, distances = make_batches(4), {}
-    truth = train(batches, family=family)
-    for fused_kernels in (True, False):
-        run = train(batches, precision="bf16", fused_kernels=fused_kernels, family=family)
-        pairs = ((run.losses, truth.losses), (run.norms, truth.norms))
-        distances[fused_kernels] = torch.tensor([torch.tensor(a).sub(torch.tensor(b)).abs().mean() for a, b in pairs])
+    """Gradients of matrices are not rounded to bf16 before they are summed; the rest is. Of the distances over four
+    steps, of three seeds together: 0.97 to 1.27, by AMX, AVX-512 and AVX2; of one seed up to 1.5. Logits' gradients
+    that are cut off, not rounded, make it 6 for GPT-2's norms."""
+    distances = {True: torch.zeros(2), False: torch.zeros(2)}
+    for seed in range(3):
+        batches = make_batches(4, seed=seed + 1)
+        truth = train(batches, family=family, seed=seed)
+        for fused_kernels in (True, False):
+            run = train(batches, precision="bf16", fused_kernels=fused_kernels, family=family, seed=seed)
+            for place, name in enumerate(("losses", "norms")):
+                found, true = (torch.tensor(getattr(outcome, name)) for outcome in (run, truth))
+                distances[fused_kernels][place] += (found - true).abs().mean()
     assert (distances[True] <= 1.5 * distances[False]).all(), distances
 
 

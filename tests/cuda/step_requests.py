@@ -136,6 +136,7 @@ def main() -> None:
                 **more,
             )
             torch._C._cuda_clearCublasWorkspaces()
+            devices.collect_garbage()  # else the case before is freed at some moment of this one's record
             found = requested(case, make_decoder(MODELS[family], precision, "fp32", True), device)
             planned = simulated(case, make_decoder(MODELS[family], precision, "fp32", True), device)
             row = {"case": f"{family}, {precision}, {name}", "requests": len(found)}

@@ -57,7 +57,7 @@ def test_text_is_cut_into_sources_and_what_follows_them(load):
 
 
 def test_an_example_is_its_prompt_with_an_end_and_its_completion_with_an_end(load):
-    rows = [("ab", "xyz"), ("abcdefgh", "x"), ("a" * 14, "yy"), ("b", "z" * 9), ("c", "d")]
+    rows = [("ab", "xyz"), ("abcdefgh", "x"), ("a" * 16, "yyyyy"), ("a" * 40, "v"), ("b", "z" * 9), ("", "d")]
     content = "".join(json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in rows)
     data = load(content, "a.jsonl")
     batches = [data.train.batch(step) for step in range(6)] + [
@@ -67,10 +67,12 @@ def test_an_example_is_its_prompt_with_an_end_and_its_completion_with_an_end(loa
     assert set().union(*map(pairs_of, batches)) == {
         (b"ab" + end, b"xyz" + end),
         (b"abcdefgh" + end, b"x" + end),
-        (b"a" * 11 + end, b"yy" + end),  # a source is cut off at its end
-        (b"b" + end, b"z" * 6),  # and a target at its own
-        (b"c" + end, b"d" + end),
+        (b"a" * 11 + end, b"yyyyy" + end),  # a source is cut off at its end, and its target is whole
+        (b"a" * 11 + end, b"v" + end),  # also where the prompt alone is longer than a row
+        (b"b" + end, b"z" * 6),  # a target is cut off at its own
+        (end, b"d" + end),
     }
+    assert "3 cut off at 12 tokens of source or 6 of target" in data.description and "dropped" not in data.description
     for batch in batches:
         assert batch.source_mask.shape[1] in (8, SOURCE) and batch.labels.shape[1] == TARGET
         assert not batch.source_mask.all(), "rows of several lengths"

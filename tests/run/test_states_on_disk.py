@@ -45,7 +45,7 @@ def test_a_folder_in_ram_is_warned_of(train, tmp_path, on_disk, monkeypatch, cap
 def test_a_folder_that_cannot_be_made_is_refused(train, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert train(tmp_path / "out", "--states", "disk", "--states-folder", str(tmp_path / "file")) == 2
-    assert "file cannot be written: File exists" in last_line(capsys)
+    assert "file cannot be written: it is no folder" in last_line(capsys)
 
 
 @pytest.mark.parametrize("needed, said", [("checkpoints", "of states"), ("states", "free some room there")])
