@@ -243,7 +243,8 @@ def test_on_the_cpu_everything_is_in_ram_and_nothing_takes_a_gpu():
 def test_the_micro_batch_on_the_cpu_does_not_depend_on_what_is_free_but_what_is_kept_does(monkeypatch):
     monkeypatch.setattr(planner, "ram_now_bytes", lambda: GIB)  # which otherwise moves between two plans
     roomy = plan_for("cpu", "fp32", ram_free_bytes=64 * GIB)
-    tight = plan_for("cpu", "fp32", ram_free_bytes=roomy.ram_bytes - 100 * MIB)
+    activations = roomy.ram_bytes - plan_for("cpu", "fp32", recompute="on").ram_bytes
+    tight = plan_for("cpu", "fp32", ram_free_bytes=4 * activations - MIB)  # a quarter of it is what they may take
     assert (roomy.layout.recompute, tight.layout.recompute) == (False, True)
     assert roomy.layout.micro_batch == tight.layout.micro_batch == 8
 
