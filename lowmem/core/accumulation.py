@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lowmem.core.decoder import Decoder, SharedUse
+from lowmem.core.decoder import Decoder
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.core.layers import accumulated
 from lowmem.core.parameters import Part, Store
@@ -33,18 +33,20 @@ class Accumulation:
                 part = store.part_of(name)
                 accumulated(parameter, partial(self._add_product, part, name))
                 parameter.register_post_accumulate_grad_hook(partial(self._add_gradient, part, name))
-        self._shared: list[tuple[SharedUse, Part, Tensor]] = []
+        self._shared: list[tuple[str, Part, Tensor]] = []  # and not what blocks compute with, whose hooks hold this
         for use in decoder.shared:
             parameter, part = use.parameter(), store.part_of(use.name)
             gradient = torch.zeros(parameter.shape, device=parameter.device)
             use.own = nn.Parameter(parameter.detach())
-            use.own.register_post_accumulate_grad_hook(partial(self._add_to_own, use, gradient))
-            self._shared.append((use, part, gradient))
+            use.own.register_post_accumulate_grad_hook(
+                partial(self._add_to_own, f"{use.name} in block {use.block}", gradient)
+            )
+            self._shared.append((use.name, part, gradient))
 
     def join(self) -> None:
         """Adds what blocks have given to the parameters that they share."""
-        for number, (use, part, gradient) in enumerate(self._shared):
-            self._once(f"{use.name} joined {number}", partial(_move_into, part, use.name, gradient))
+        for number, (name, part, gradient) in enumerate(self._shared):
+            self._once(f"{name} joined {number}", partial(_move_into, part, name, gradient))
 
     def clear(self) -> None:
         """What has not been joined is dropped."""
@@ -68,8 +70,8 @@ class Accumulation:
             self._once(name, lambda: part.gradient_of(name).add_(parameter.grad))
             parameter.grad = None
 
-    def _add_to_own(self, use: SharedUse, gradient: Tensor, parameter: nn.Parameter) -> None:
-        self._once(f"{use.name} in block {use.block}", lambda: gradient.add_(parameter.grad))
+    def _add_to_own(self, name: str, gradient: Tensor, parameter: nn.Parameter) -> None:
+        self._once(name, lambda: gradient.add_(parameter.grad))
         parameter.grad = None
 
     def _once(self, name: str, add: Callable[[], object]) -> None:

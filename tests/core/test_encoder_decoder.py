@@ -213,7 +213,7 @@ def test_tables_of_positions_that_were_summed_as_they_come_would_follow_the_sche
 
     def moments(group: int, own: bool) -> Tensor:
         step, store = make_step(t5(), micro_batch=1, group=group, defer=False)
-        for use, *_ in step._accumulation._shared:
+        for use in step._decoder.shared:
             if not own:
                 part = store.part_of(use.name)
                 use.own._post_accumulate_grad_hooks.clear()
