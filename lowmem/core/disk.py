@@ -83,22 +83,14 @@ class DiskStates:
 
 def read(home: Tensor, tensor: Tensor) -> None:
     """Copies `home`, of a DiskStates or not, to `tensor` [n], in RAM."""
-    place = _place(home)
-    if place is None:
+    if not _transfer(home, tensor, lambda number, content, offset: os.preadv(number, [content], offset)):
         tensor.copy_(home)
-        return
-    mapping, start = place
-    _transfer(mapping, start, tensor, lambda *where: os.preadv(where[0], [where[1]], where[2]))
 
 
 def write(tensor: Tensor, home: Tensor) -> None:
     """Copies `tensor` [n], in RAM, to `home`, of a DiskStates or not."""
-    place = _place(home)
-    if place is None:
+    if not _transfer(home, tensor, os.pwrite):
         home.copy_(tensor)
-        return
-    mapping, start = place
-    _transfer(mapping, start, tensor, os.pwrite)
 
 
 def read_ahead(home: Tensor) -> None:
@@ -181,8 +173,13 @@ def _place(tensor: Tensor) -> tuple[_Mapping, int] | None:
     return None if mapping is None else (mapping, tensor.data_ptr() - address)
 
 
-def _transfer(mapping: _Mapping, start: int, tensor: Tensor, move: Callable[..., int]) -> None:
-    """Moves all bytes of `tensor` from or to the file, `move(descriptor, bytes, offset)` some of them."""
+def _transfer(home: Tensor, tensor: Tensor, move: Callable[..., int]) -> bool:
+    """Moves all bytes of `tensor` from or to the file of `home`, `move(descriptor, bytes, offset)` some of them; False
+    where that is in no file."""
+    place = _place(home)
+    if place is None:
+        return False
+    mapping, start = place
     content, done = memoryview(tensor.view(torch.uint8).numpy()), 0
     while done < len(content):
         try:
@@ -197,3 +194,4 @@ def _transfer(mapping: _Mapping, start: int, tensor: Tensor, move: Callable[...,
                 "the newest checkpoint"
             ) from None
         done += moved
+    return True

@@ -211,11 +211,7 @@ def fastest_layout(settings: Settings, simulations: Simulations, room: MemoryLim
         for alternatives in _alternatives(settings, choices):
             remaining = list(alternatives)
             while remaining:
-                found, chosen = None, None
-                for which in remaining:
-                    faster = fastest(simulations, which, room, math.inf if found is None else found.recording.seconds)
-                    if faster is not None:
-                        found, chosen = faster, which
+                found, chosen = _fastest_of(simulations, remaining, room)
                 if found is None:
                     break
                 if choices.resident_weights is not None:
@@ -228,6 +224,18 @@ def fastest_layout(settings: Settings, simulations: Simulations, room: MemoryLim
                 remaining.remove(chosen)  # its weights and boundaries leave no room in RAM; others may have fewer there
         room = within_ram
     return None
+
+
+def _fastest_of(
+    simulations: Simulations, alternatives: Sequence[Choices], room: MemoryLimits
+) -> tuple[Found | None, Choices | None]:
+    """The fastest layout of several choices, and of which of them it is; None twice where none fits."""
+    found, chosen = None, None
+    for which in alternatives:
+        faster = fastest(simulations, which, room, math.inf if found is None else found.recording.seconds)
+        if faster is not None:
+            found, chosen = faster, which
+    return found, chosen
 
 
 def _with_states_on_disk(simulations: Simulations, found: Found, room: MemoryLimits, disk_units: range) -> Found | None:
