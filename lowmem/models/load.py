@@ -188,10 +188,10 @@ def _match(model: PreTrainedModel, entries: dict[str, _Entry], source: str) -> d
         raise InputError(f"the weights in {source} do not fit the model: {'; '.join(said)}; {advice}")
     for name, entry, other in duplicates:
         if not _same_values(entry, other):
-            raise InputError(
-                f"{entry.path}: {name} differs from the weight that the config ties it to; "
-                'set "tie_word_embeddings": false in config.json if they are meant to differ'
-            )
+            advice = 'set "tie_word_embeddings": false in config.json if they are meant to differ'
+            if is_encoder_decoder(model.config):  # transformers 5 ties it whatever the config says
+                advice = "a T5 with a head of its own (version 1.1, FLAN) cannot be trained here"
+            raise InputError(f"{entry.path}: {name} differs from the weight that the config ties it to; {advice}")
     return matched
 
 

@@ -7,9 +7,13 @@ import signal
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, T5Config
 
 from lowmem.core.step import TrainingStep
+from lowmem.errors import InputError
+from lowmem.models.build import build_model
+from lowmem.models.load import read_weights
 from lowmem.run.main import main
 from runs import SCRIPTS, assert_same_run, at_call, last_line, stored
 
@@ -86,8 +90,6 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(train_t5, finished_t5, tm
 def test_a_model_that_transformers_has_saved_is_trained_further(finished_t5, tmp_path, text):
     """At a rate of nearly nothing its logits stay, and so does what its files had beside them: T5's on the hub have a
     table that no model uses."""
-    from safetensors.torch import load_file, save_file
-
     model = AutoModelForSeq2SeqLM.from_pretrained(finished_t5 / "model")
     there = tmp_path / "there"
     model.save_pretrained(there)
@@ -106,6 +108,14 @@ def test_a_model_that_transformers_has_saved_is_trained_further(finished_t5, tmp
     source, target = torch.arange(24).view(2, 12), torch.arange(8).view(2, 4)
     logits = [each.eval()(input_ids=source, decoder_input_ids=target).logits for each in (model, other)]
     assert torch.allclose(*logits, atol=1e-6)
+
+
+def test_files_with_a_head_of_their_own_are_refused(finished_t5, tmp_path):
+    """As those of T5's version 1.1, whose head transformers 5 ties all the same."""
+    tensors = load_file(finished_t5 / "model" / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": torch.ones(300, 32)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match="a head of its own"):
+        read_weights(build_model(T5Config(**SIZES)), str(tmp_path))
 
 
 def test_prompts_with_completions_are_sources_and_targets(train_t5, tmp_path, capsys):
