@@ -127,6 +127,9 @@ class Settings:
     boundaries: Literal["auto", "resident", "streamed"] = _option(
         "auto", "inputs of blocks on the GPU until their backward, or in RAM: the same result, bit for bit; auto: in "
         "RAM where nothing else fits")
+    gradients: Literal["auto", "resident", "streamed"] = _option(
+        "auto", "gradients on the GPU until all are known and clipped, or in RAM: the same result, bit for bit; "
+        "resident: where the GPU does not hold them, forward and backward run twice")
 
     out: str = _option("runs/gpt2-large", "run folder: plan, metrics, checkpoints, model", "DIR")
     run_name: str | None = _option(None, "name of the run in wandb", shown="the folder's name")
@@ -218,6 +221,13 @@ class Settings:
             yield "--weights streamed computes blocks again in the backward: leave out --recompute off."
         if self.boundaries == "streamed" and self.recompute == "off":
             yield "--boundaries streamed are for blocks that are computed again: leave out --recompute off."
+
+        if self.gradients == "streamed" and self.states == "resident":
+            yield "--gradients streamed come back with the states that are streamed: leave out --states resident."
+        if self.gradients == "streamed" and self.clip_norm is None:
+            yield "--gradients streamed are those that wait to be clipped: leave out --clip-norm 0."
+        if self.gradients == "streamed" and self.group not in (None, most):
+            yield f"--gradients streamed takes the whole batch as one group: leave out --group, or give {most}."
 
         for name in ("gpu_limit_bytes", "ram_limit_bytes", "disk_rate_bytes"):
             if getattr(self, name) is not None and getattr(self, name) < MIB:

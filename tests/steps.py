@@ -22,7 +22,8 @@ from reference import VOCABULARY
 def make_step(
     model: nn.Module, *, precision="fp32", optimizer="adamw", resident_units=99, clip_norm: float | None = 0.5,
     residual="fp32", fused_kernels=False, loss_scale: LossScale | None = None, dropout_seed=3, defer=True,
-    beta1=0.9, beta2=0.999, epsilon=1e-8, resident_weights: int | None = None, disk_units=0, **layout,
+    beta1=0.9, beta2=0.999, epsilon=1e-8, resident_weights: int | None = None, disk_units=0,
+    gradients_in_ram=False, **layout,
 ) -> tuple[TrainingStep, Store]:  # fmt: skip
     """The step that trains `model` from the fp32 weights that it has, and its store. The keywords that are not named
     here are Layout's; micro-batches of 2, if none are given. `defer`: whether updates may wait for the next step."""
@@ -36,9 +37,11 @@ def make_step(
     store = Store(
         decoder, torch.device("cpu"), dtype, rule, resident_units, resident_weights=resident_weights,
         disk_units=on_disk, disk_tensor=DiskStates(Path(tempfile.gettempdir())).tensor,
+        gradients_in_ram=gradients_in_ram,
     )  # fmt: skip
     store.write(iter(initial))
-    layout = Layout(**{"micro_batch": 2, "resident_weights": resident_weights, "disk_units": disk_units} | layout)
+    placed = {"resident_weights": resident_weights, "disk_units": disk_units, "gradients_in_ram": gradients_in_ram}
+    layout = Layout(**{"micro_batch": 2} | placed | layout)
     scale = loss_scale or LossScale(precision == "fp16")
     step = (TrainingStep if defer else FlushedStep)(
         decoder, store, rule, layout, clip_norm=clip_norm, weight_decay=0.01, seed=dropout_seed, loss_scale=scale,

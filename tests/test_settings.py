@@ -120,6 +120,7 @@ OPTION_VALUES = [
     ("--disk-rate 3GiB", "disk_rate_bytes", 3 * GIB),
     ("--weights streamed", "weights", "streamed"),
     ("--boundaries streamed", "boundaries", "streamed"),
+    ("--gradients streamed", "gradients", "streamed"),
     ("--plan-only", "plan_only", True),
     ("--gpu t4", "gpu", "t4"),
     ("--out there", "out", "there"),
@@ -146,6 +147,8 @@ def test_an_option_sets_its_field_and_nothing_else(line, field, value):
     name, *values = line.split()
     defaults = dataclasses.replace(LARGE, micro_batch=2, group=1, segment_blocks=1, ram_limit_bytes=GIB, batch=32)
     defaults = dataclasses.replace(defaults, eval_every=9, sample_prompt="a")  # what others have to do with
+    if field == "gradients":  # which have the whole batch as one group
+        defaults = dataclasses.replace(defaults, group=None)
     freed = {"micro_batch": None, "group": None} if field == "batch" else {}
     expected = dataclasses.replace(defaults, **{field: value}, **freed)
     underscored = "--" + name[2:].replace("-", "_")
@@ -280,6 +283,9 @@ def test_two_spellings_that_agree_and_one_option_typed_again_are_not():
         ("--batch 8 --micro-batch 4 --group 4", ["--group 4", "2"]),
         ("--batch 12 --micro-batch 2 --group 4", ["--group 4", "6"]),
         ("--batch 8 --group 16", ["--group 16"]),
+        ("--gradients streamed --states resident", ["--gradients streamed", "leave out --states resident"]),
+        ("--gradients streamed --clip-norm 0", ["--gradients streamed", "leave out --clip-norm 0"]),
+        ("--gradients streamed --batch 8 --group 2", ["--gradients streamed", "leave out --group", "8"]),
         ("--steps 10 --warmup-steps 11", ["--warmup-steps 11", "10 steps"]),
         ("--warmup-steps 1.5", ["--warmup-steps 1.5", "whole"]),
         ("--seq 1", ["--seq 1"]),

@@ -61,6 +61,7 @@ CASES = {
         **{"resident_weights": 2, "resident_units": 1, "norm_first": True, "group": 4, "segment_blocks": 2},
     },
     "boundaries in RAM": {"group": 4, "boundaries_in_ram": True, "resident_units": 0},
+    "gradients in RAM, deferred": {"group": 4, "gradients_in_ram": True, "resident_units": 0, "defer": True},
     "half on a disk, deferred": {"disk_units": 2, "resident_units": 0, "defer": True},
     "no recompute": {"recompute": False},
     "no recompute, half streamed, deferred": {"recompute": False, "resident_units": 3, "defer": True},
@@ -227,6 +228,7 @@ def make_step(
     store = Store(
         decoder, device, WORKING_DTYPES[precision], rule, resident_units, host_tensor, laid_out.resident_weights,
         laid_out.units_on_disk(len(decoder.units)), disk_tensor or DiskStates(Path(tempfile.gettempdir())).tensor,
+        laid_out.gradients_in_ram,
     )  # fmt: skip
     store.write(random_weights(shape.config, seed=0))
     step = (TrainingStep if defer else FlushedStep)(

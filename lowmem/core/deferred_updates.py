@@ -56,6 +56,7 @@ class Updates:
         self.ring.begin(self._pieces)
         self.units_done = 0
         self.ring.copies.wait_for_compute()
+        self.ring.copies.fetch_what_left()  # gradients among it
 
     def run(self, units: int) -> None:
         """Makes updates until so many units are updated; what the compute stream is given later waits for them. Where
@@ -102,10 +103,10 @@ class Updates:
         if before > self.units_done:  # units without parameters have nothing to update
             self.units_done = before
             return
-        if part.gradient is not None:  # else nothing of it took part in this step
+        if part.has_gradient:  # else nothing of it took part in this step
             with self.ring.copies.updating():
                 self._update(piece, state)
         self.ring.give_back(piece)
         self._next += 1
         if piece is part.pieces[-1]:
-            part.gradient = None
+            part.drop_gradient()

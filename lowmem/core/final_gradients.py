@@ -1,9 +1,10 @@
 """What becomes of gradients when no more is added to them.
 
 One pass of forward and backward finishes the gradients of one unit after the other, from the last one down to the
-embeddings. What happens to them then is what the three ways to update differ in (layout.py):
+embeddings. What happens to them then is what the ways to update differ in (layout.py):
 
     HeldGradients      nothing: they wait for the norm, and the next forward pass updates with them
+    LeavingGradients   the same, but they wait in RAM (streamed_gradients.py)
     DroppedGradients   they are freed: this pass was for the norm alone
     AppliedGradients   the unit is updated at once, and its gradient freed before the next one is made
 """
@@ -16,15 +17,17 @@ from torch import Tensor
 
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.parameters import Piece, Store
+from lowmem.core.streamed_gradients import StreamedGradients
 
 
 class FinalGradients:
     """Collects the norms of gradients; what else becomes of them is a subclass's to say.
 
-    `waits`: whether gradients are kept until the pass has ended; if not, `finish` consumes those of each unit.
+    `by_unit`: whether `finish` is called for each unit, as its gradients are final, or at the end of the pass alone;
+    `held`: whether they are there then, for updates to come.
     """
 
-    waits = True
+    by_unit, held = False, True
 
     def __init__(self, store: Store, units: int, norm_of: Callable[[Piece], Tensor]):
         """`norm_of`: the norm of a piece's gradient, a tensor of one number on the device."""
@@ -64,22 +67,45 @@ class HeldGradients(FinalGradients):
         self._take_norms(lowest)
 
 
+class LeavingGradients(FinalGradients):
+    """Sends gradients to RAM, where there is room for them there, when their norms have been taken."""
+
+    by_unit = True
+
+    def __init__(
+        self, store: Store, units: int, norm_of: Callable[[Piece], Tensor], streamed: StreamedGradients
+    ):  # fmt: skip
+        super().__init__(store, units, norm_of)
+        self._streamed = streamed
+
+    def finish(self, lowest: int) -> None:
+        final = range(lowest, self._lowest)
+        self._take_norms(lowest)
+        parts = (part for part in self._store.parts if part.unit in final and part.gradient is not None)
+        self._streamed.leave(part for part in parts if part.gradient_home is not None)
+
+    def norm(self) -> float:
+        self._streamed.let_go()
+        return super().norm()
+
+
 class DroppedGradients(FinalGradients):
     """Frees gradients when their norms have been taken."""
 
-    waits = False
+    by_unit, held = True, False
 
     def finish(self, lowest: int) -> None:
         self._take_norms(lowest)
         for part in self._store.parts:
-            part.gradient = part.gradient if part.unit < lowest else None
+            if part.unit >= lowest:
+                part.drop_gradient()
 
 
 class AppliedGradients(FinalGradients):
     """Updates each unit by `gradient_scale` times its gradient as soon as that is final. Where the loss is not finite
     nothing is updated: the gradients are held, and the step is skipped whole."""
 
-    waits = False
+    by_unit, held = True, False
 
     def __init__(
         self, store: Store, units: int, norm_of: Callable[[Piece], Tensor], updates: Updates, gradient_scale: float,
@@ -93,11 +119,11 @@ class AppliedGradients(FinalGradients):
         if math.isfinite(torch.stack(list(losses)).sum().item()):
             self._updates.begin(self._gradient_scale, self._learning_rate, downwards=True)
         else:
-            self.waits = True
+            self.by_unit, self.held = False, True
 
     def finish(self, lowest: int) -> None:
         norms = self._take_norms(lowest)
-        if self.waits:
+        if self.held:
             return
         if norms and not math.isfinite(torch.stack(norms).sum().item()):
             raise UpdateInterrupted(

@@ -36,8 +36,10 @@ class Layout:
     the device segment by segment (streamed_weights.py), and nothing else can be kept of their blocks than inputs and
     products; their states are streamed. `boundaries_in_ram`: whether inputs of blocks wait there for their backward
     (streamed_boundaries.py). `disk_units`: of how many of the units whose states are streamed the matrices' are on a
-    disk (disk.py). `evaluation_rows`: sequences in a micro-batch of an evaluation, where that is fewer than
-    `micro_batch`. `least_positions`: of a micro-batch, below which it takes no less time (batch.py).
+    disk (disk.py). `gradients_in_ram`: whether those of the units whose states are streamed wait there for the norm
+    (streamed_gradients.py); the whole batch is one group then. `evaluation_rows`: sequences in a micro-batch of an
+    evaluation, where that is fewer than `micro_batch`. `least_positions`: of a micro-batch, below which it takes no
+    less time (batch.py).
     """
 
     micro_batch: int
@@ -52,6 +54,7 @@ class Layout:
     resident_weights: int | None = None
     boundaries_in_ram: bool = False
     disk_units: int = 0
+    gradients_in_ram: bool = False
     evaluation_rows: int | None = None
     least_positions: int = 1
 
@@ -78,12 +81,18 @@ class Layout:
     def update(self, groups: int, clips: bool, scales_loss: bool) -> str:
         """DEFERRED, IN_BACKWARD or TWO_PASS, for a step of so many groups. A unit is updated as soon as its
         gradient is final if nothing has to be known of all gradients first: neither their norm, by which they are
-        clipped, nor, where the loss is scaled, that they are finite. ValueError for two passes over several groups."""
-        if self.norm_first and groups > 1:
-            raise ValueError("the norm comes first only where the whole batch is one group")
+        clipped, nor, where the loss is scaled, that they are finite. ValueError for several groups where there has to
+        be one."""
+        if self.whole_batch and groups > 1:
+            raise ValueError("the norm comes first, and gradients wait in RAM, only where the whole batch is one group")
         if groups == 1 and not clips and not scales_loss:
             return IN_BACKWARD
         return TWO_PASS if self.norm_first else DEFERRED
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether the whole batch has to be one group."""
+        return self.norm_first or self.gradients_in_ram
 
     def units_on_disk(self, units: int) -> list[int]:
         """Of a model's `units` those that `disk_units` counts: evenly among the streamed ones, so that a slow disk is

@@ -17,7 +17,7 @@ On the CPU the same ring works synchronously: states are copied into a slot and 
 """
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import islice
 from typing import Protocol
@@ -34,12 +34,13 @@ READ_AHEAD = 8
 
 
 class Piece(Protocol):
-    """What the ring needs to know of a piece: its state, whether that is not on the device already, and what of it is
-    not even in RAM."""
+    """What the ring needs to know of a piece: its state, whether that is not on the device already, what of it is not
+    even in RAM, and what comes with it and is not written back."""
 
     state: State
     streamed: bool
     on_disk: tuple[str, ...]
+    fetched_only: State
 
 
 class _Mapping(mmap.mmap):
@@ -106,7 +107,7 @@ class StagingRing:
         """Makes the slots anew where they are too small for `pieces`; nothing may be in flight."""
         largest: dict[str, tuple[int, torch.dtype]] = {}
         for piece in pieces:
-            for name, tensor in piece.state.items() if piece.streamed else ():
+            for name, tensor in _homes(piece).items() if piece.streamed else ():
                 largest[name] = (max(tensor.numel(), largest.get(name, (0,))[0]), tensor.dtype)
         slot = self._slots[0]
         if all(name in slot and slot[name].numel() >= entries for name, (entries, _) in largest.items()):
@@ -134,7 +135,7 @@ class StagingRing:
         while self._fetched < min(self._used + AHEAD + 1, len(self._streamed)):
             following = self._streamed[self._fetched]
             slot = self._fetched % len(self._slots)
-            self.copies.fetch(slot, following.state, self._slot(self._fetched), following.on_disk)
+            self.copies.fetch(slot, _homes(following), self._slot(self._fetched), following.on_disk)
             self._fetched += 1
             if following.on_disk:
                 self._read_ahead()
@@ -161,13 +162,18 @@ class StagingRing:
         views = self._views.get((number, id(piece)))
         if views is None:
             slot = self._slots[number]
-            views = {name: slot[name][: home.numel()] for name, home in piece.state.items()}
+            views = {name: slot[name][: home.numel()] for name, home in _homes(piece).items()}
             self._views[number, id(piece)] = views
         return views
 
     def synchronize(self) -> None:
         """Returns when everything written back has arrived where it belongs."""
         self.copies.synchronize()
+
+
+def _homes(piece: Piece) -> State:
+    """Where what comes to the device for the piece's update lies."""
+    return piece.state | piece.fetched_only
 
 
 def copies_for(
@@ -200,10 +206,13 @@ class _SynchronousCopies:
     def wait_weights(self, slot: int) -> None:
         pass
 
-    def leave(self, slot: int, tensor: Tensor, home: Tensor) -> None:
+    def leave(self, slot: Hashable, tensor: Tensor, home: Tensor) -> None:
         home.copy_(tensor)
 
-    def wait_left(self, slot: int) -> None:
+    def wait_left(self, slot: Hashable) -> None:
+        pass
+
+    def fetch_what_left(self) -> None:
         pass
 
     def come_back(self, slot: int, home: Tensor, tensor: Tensor) -> None:
@@ -246,9 +255,9 @@ class _CudaCopies:
         self._device = device
         self._weights: torch.cuda.Stream | None = None  # on which streamed weights come, where there are any
         self._brought: dict[int, torch.cuda.Event] = {}  # by slot
-        self._leaving: torch.cuda.Stream | None = None  # of boundaries, where these wait in RAM; and back
-        self._coming: torch.cuda.Stream | None = None
-        self._left: dict[int, torch.cuda.Event] = {}
+        self._leaving: torch.cuda.Stream | None = None  # of boundaries and gradients that wait in RAM
+        self._coming: torch.cuda.Stream | None = None  # of boundaries
+        self._left: dict[Hashable, torch.cuda.Event] = {}
         self._back: dict[int, torch.cuda.Event] = {}
         self._buffers = disk.DiskBuffers(host_buffer)
 
@@ -284,7 +293,7 @@ class _CudaCopies:
     def wait_weights(self, slot: int) -> None:
         torch.cuda.current_stream().wait_event(self._brought[slot])
 
-    def leave(self, slot: int, tensor: Tensor, home: Tensor) -> None:
+    def leave(self, slot: Hashable, tensor: Tensor, home: Tensor) -> None:
         """To RAM, after the kernels launched so far, which make it or use what came to the device from there before."""
         if self._leaving is None:
             self._leaving = torch.cuda.Stream(self._device)
@@ -293,8 +302,13 @@ class _CudaCopies:
             home.copy_(tensor, non_blocking=True)
             self._left.setdefault(slot, torch.cuda.Event()).record()
 
-    def wait_left(self, slot: int) -> None:
+    def wait_left(self, slot: Hashable) -> None:
         torch.cuda.current_stream().wait_event(self._left[slot])
+
+    def fetch_what_left(self) -> None:
+        """Fetches from now on find in RAM what has left so far."""
+        if self._leaving is not None:
+            self._in.wait_stream(self._leaving)
 
     def come_back(self, slot: int, home: Tensor, tensor: Tensor) -> None:
         """Into memory that kernels launched so far may have used; `wait_left` has been called for what is in `home`."""

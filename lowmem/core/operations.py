@@ -17,7 +17,7 @@ from lowmem.core.kernels import fused
 from lowmem.core.loss import linear_cross_entropy
 from lowmem.core.offload import State
 from lowmem.core.optimizers import Hyperparameters, Optimizer, UpdateRule
-from lowmem.core.parameters import WORKING, Piece, Store
+from lowmem.core.parameters import GRADIENT, WORKING, Piece, Store
 from lowmem.core.recompute import Dropout, SavedSegment, Segment, SkippableProducts
 
 
@@ -104,10 +104,12 @@ class Operations:
         return torch.linalg.vector_norm(piece.part.gradient[piece.start : piece.stop])
 
     def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
-        """Updates the weights of one piece, whose state is on the device, by its gradient."""
+        """Updates the weights of one piece, whose state is on the device, by its gradient, which is
+        there, too, or has come with the state."""
         place = slice(piece.start, piece.stop)
-        working, gradient = state.get(WORKING, piece.part.working[place]), piece.part.gradient[place]
-        moments = {name: tensor for name, tensor in state.items() if name != WORKING}
+        working = state.get(WORKING, piece.part.working[place])
+        gradient = state[GRADIENT] if piece.part.gradient_left else piece.part.gradient[place]
+        moments = {name: tensor for name, tensor in state.items() if name not in (WORKING, GRADIENT)}
         self.rule(self.optimizer, working, moments, gradient, hyperparameters, piece.decay)
 
     def _cross_entropy(self, final: Tensor, labels: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor | None]:

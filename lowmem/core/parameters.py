@@ -13,7 +13,7 @@ through the device (streamed_weights.py), and to be updated they come with their
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,14 @@ from lowmem.core.optimizers import BLOCK, Optimizer, slice_state, state_layout
 from lowmem.core.precision import RUN_ELEMENTS, join, runs, split
 
 PIECE = 2**22
-WORKING = "working"
+WORKING, GRADIENT = "working", "gradient"
 
 
 @dataclass
 class Piece:
     """A run of one part's elements that is updated at once. `state` holds the weights, too, as WORKING, where they come
-    to the device with it. `on_disk`: what of it is neither on the device nor in RAM, by name."""
+    to the device with it. `on_disk`: what of it is neither on the device nor in RAM, by name. `fetched_only`: what
+    comes to the device with the state and is not written back: the gradient, as GRADIENT, where it waits in RAM."""
 
     part: "Part"
     start: int
@@ -40,13 +41,15 @@ class Piece:
     state: State
     streamed: bool
     on_disk: tuple[str, ...] = ()
+    fetched_only: State = field(default_factory=dict)
 
 
 class Part:
     """One unit's matrices or vectors: `working` [n], `state` {name: [entries]}, `gradient` [n] fp32 or None.
 
     `name` is unique in the store; `unit` counts the decoder's units from 0 (the embedding). Where `weights_streamed`,
-    `working` lies in RAM like a streamed state; `updates` counts what was made of it since.
+    `working` lies in RAM like a streamed state; `updates` counts what was made of it since. `gradient_home` [n] fp32:
+    where in RAM the gradient may wait for its update; it does so while `gradient_left`.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Part:
         decay: bool,
         streamed: bool,
         weights_streamed: bool,
+        gradient_in_ram: bool,
         host_tensor: Callable[[int, torch.dtype], Tensor],
         disk_tensor: Callable[[int, torch.dtype], Tensor] | None,
     ):
@@ -71,6 +75,7 @@ class Part:
         self.absent = torch.full((), torch.nan, dtype=dtype, device=device) if weights_streamed else None
         self._optimizer = optimizer
         self.gradient: Tensor | None = None
+        self.gradient_left = False
         self._places: dict[str, tuple[int, torch.Size]] = {}
         end = 0
         for parameter_name, parameter in parameters.items():
@@ -84,11 +89,16 @@ class Part:
                 self.state[key] = (disk_tensor or host_tensor)(entries, kind)
             else:
                 self.state[key] = torch.zeros(entries, dtype=kind, device=device)
+        self.gradient_home = host_tensor(end, torch.float32) if gradient_in_ram else None
         bounds = [(start, min(start + PIECE, end)) for start in range(0, end, PIECE)]
         on_disk = tuple(self.state) if self.on_disk else ()
         self.pieces = [
-            Piece(self, start, stop, decay, self._state_of(start, stop), streamed, on_disk) for start, stop in bounds
-        ]
+            Piece(
+                self, start, stop, decay, self._state_of(start, stop), streamed, on_disk,
+                {} if self.gradient_home is None else {GRADIENT: self.gradient_home[start:stop]},
+            )
+            for start, stop in bounds
+        ]  # fmt: skip
 
     def _state_of(self, start: int, stop: int) -> State:
         state = slice_state(self._optimizer, self.state, start, stop)
@@ -120,6 +130,15 @@ class Part:
         if self.gradient is None:
             self.gradient = torch.zeros(self.working.numel(), dtype=torch.float32, device=self.device)
         return self.view(self.gradient, name)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient, on the device or in RAM."""
+        return self.gradient is not None or self.gradient_left
+
+    def drop_gradient(self) -> None:
+        """There is no gradient any more."""
+        self.gradient, self.gradient_left = None, False
 
     def write(self, name: str, master: Tensor, start: int = 0) -> None:
         """Sets parameter `name` to the fp32 tensor `master`, or its elements from `start` on to those of `master`,
@@ -160,7 +179,8 @@ class Store:
     forward pass and their gradients are final last, so streaming them would overlap least. The rest is streamed, and
     lies where `host_tensor` puts it, or `disk_tensor` that of the matrices of `disk_units`. The first
     `resident_weights` units (None: all) and the last one keep their working weights on the device, too; of the others,
-    whose states are streamed then, the matrices are in RAM."""
+    whose states are streamed then, the matrices are in RAM. With `gradients_in_ram` the gradients of units whose states
+    are streamed have room there, too (final_gradients.py); the embeddings' are final when no time is left for that."""
 
     def __init__(
         self,
@@ -173,6 +193,7 @@ class Store:
         resident_weights: int | None = None,
         disk_units: Collection[int] = (),
         disk_tensor: Callable[[int, torch.dtype], Tensor] | None = None,
+        gradients_in_ram: bool = False,
     ):
         last = len(decoder.units) - 1
         weights_streamed = range(last if resident_weights is None else max(resident_weights, 1), last)
@@ -200,6 +221,7 @@ class Store:
                     decay=kind == "matrices",
                     streamed=index >= resident_units,
                     weights_streamed=kind == "matrices" and index in weights_streamed,
+                    gradient_in_ram=gradients_in_ram and index >= max(resident_units, 1),
                     host_tensor=host_tensor,
                     disk_tensor=disk_tensor if kind == "matrices" and index in disk_units else None,
                 )
@@ -227,6 +249,7 @@ class Store:
         in_ram = (part for part in self.parts if part.streamed and not part.on_disk)
         tensors = [tensor for part in in_ram for tensor in part.state.values()]
         tensors += [part.working for part in self.parts if part.weights_streamed]
+        tensors += [part.gradient_home for part in self.parts if part.gradient_home is not None]
         return all([page_lock(tensor) for tensor in tensors])
 
     def host_buffer(self, entries: int, dtype: torch.dtype) -> Tensor:
@@ -235,6 +258,11 @@ class Store:
         if self.device.type == "cuda":
             page_lock(buffer)
         return buffer
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of RAM for gradients."""
+        return sum(part.gradient_home.nbytes for part in self.parts if part.gradient_home is not None)
 
     def state_bytes(self, units: range) -> int:
         """Of the optimizer's states of these units."""

@@ -22,18 +22,21 @@ above have been updated, and ends the run (`UpdateInterrupted`), where otherwise
 
 With clipping the same can be had for twice the time (`norm_first`): forward and backward run once for the norm, their
 gradients dropped unit by unit, and once more for the updates, with the same dropout masks and so the same gradients. It
-saves the 4 bytes per parameter that held gradients cost.
+saves the 4 bytes per parameter that held gradients cost. Where RAM has room for these, they wait there instead, and
+everything runs once (streamed_gradients.py).
 
-Groups of one micro-batch are ordinary gradient accumulation. With one group for the whole batch, the gradients of one
-segment at a time are enough, if units are updated in backward or in two passes. Every layout gives the same bits,
-because a parameter's gradient is always summed over micro-batches in their order. A tied embedding gets its two
-contributions in one order too: the head's of all micro-batches, then the lookup's of all, which is why the embeddings'
-backward waits for the last group. It costs the gradients of the first block's input of the whole batch: B x T x D x 4
-bytes (320 MiB for GPT-2-Large at 64 x 1,024; half of that in 16 bit). What an encoder-decoder's blocks share, its
-tables of relative positions, is summed block by block, and these sums are joined before that (accumulation.py).
+Groups of one micro-batch are ordinary gradient accumulation. With one group for the whole batch, the gradients of a
+segment or two at a time are enough, if units are updated in backward or in two passes, or if gradients wait in RAM.
+Every layout gives the same bits, because a parameter's gradient is always summed over micro-batches in their order. A
+tied embedding gets its two contributions in one order too: the head's of all micro-batches, then the lookup's of all,
+which is why the embeddings' backward waits for the last group. It costs the gradients of the first block's input of the
+whole batch: B x T x D x 4 bytes (320 MiB for GPT-2-Large at 64 x 1,024; half of that in 16 bit). What an
+encoder-decoder's blocks share, its tables of relative positions, is summed block by block, and these sums are joined
+before that (accumulation.py).
 
 What does not fit on the device can be in RAM: optimizer states (offload.py), the weights of most blocks, which come a
-segment at a time (streamed_weights.py), and boundaries until their backward (streamed_boundaries.py).
+segment at a time (streamed_weights.py), boundaries until their backward (streamed_boundaries.py), and gradients until
+their update.
 
 A step's loss is the mean over its trained tokens, so each micro-batch counts by its tokens. The update is deferred into
 the next forward so that, on a GPU, copying offloaded optimizer states hides behind computation; nothing reads a weight
@@ -60,7 +63,13 @@ from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.encoder_decoder import EncoderDecoder
-from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, FinalGradients, HeldGradients
+from lowmem.core.final_gradients import (
+    AppliedGradients,
+    DroppedGradients,
+    FinalGradients,
+    HeldGradients,
+    LeavingGradients,
+)
 from lowmem.core.kernels import fused
 from lowmem.core.layout import IN_BACKWARD, TWO_PASS, Layout
 from lowmem.core.offload import StagingRing, State
@@ -70,6 +79,7 @@ from lowmem.core.parameters import Piece, Store
 from lowmem.core.precision import LossScale
 from lowmem.core.recompute import Dropout, SavedSegment, Segment
 from lowmem.core.streamed_boundaries import StreamedBoundaries
+from lowmem.core.streamed_gradients import StreamedGradients
 from lowmem.core.streamed_weights import StreamedWeights
 
 # Where memory runs out: in a step that can be begun again, in one whose updates have begun, in updates alone.
@@ -135,6 +145,7 @@ class TrainingStep:
         self._updates = Updates(store, len(decoder.units), hyper, self._update_piece, beside)
         self._weights = StreamedWeights(decoder, store, [each.blocks for each in self.segments], self._updates.ring)
         self._boundaries = StreamedBoundaries(store, self._updates.ring)
+        self._gradients = StreamedGradients(self._updates.ring)
         self._accumulation = Accumulation(decoder, store)
         self._updating = False  # whether the updates of the step that is being made have begun
         self._saved: list[list[SavedSegment]] = []  # per micro-batch what its segments keep for their backward
@@ -168,6 +179,8 @@ class TrainingStep:
             gradients = self._applied(1.0, learning_rate)
         elif update == TWO_PASS:
             gradients = DroppedGradients(*self._of_gradients)
+        elif self.layout.gradients_in_ram:
+            gradients = LeavingGradients(*self._of_gradients, self._gradients)
         else:
             gradients = HeldGradients(*self._of_gradients)
         loss, norm = self._forward_and_backward(work, gradients)
@@ -179,12 +192,12 @@ class TrainingStep:
             factor = clip / self.loss_scale.scale
             if update == TWO_PASS:
                 self._forward_and_backward(work, self._applied(factor, learning_rate))
-            elif gradients.waits:
+            elif gradients.held:
                 self._updates.begin(factor, learning_rate, downwards=False)
                 self._updating = True
         else:
             for part in self.store.parts:
-                part.gradient = None
+                part.drop_gradient()
         self.loss_scale.update(updated)
         return StepResult(loss, norm, updated, sum(positions))
 
@@ -203,7 +216,7 @@ class TrainingStep:
             self._retry_part(self.operations.embed_backward, micro_batch, work.dropouts[index], input_gradients[index])
             input_gradients[index] = None
         loss = self._retry_part(lambda: torch.stack(losses).double().sum().item())
-        if gradients.waits:
+        if not gradients.by_unit:
             return loss, self.operations.norm_of_all(lambda: self._norm(gradients))
         return loss, self._norm(gradients)
 
@@ -214,7 +227,7 @@ class TrainingStep:
 
     def _group(self, work: _Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
         """Per micro-batch: the loss, summed over tokens, and the gradient for the first block's input."""
-        self_contained = gradients.waits and not self._updates.waiting and not self._weights.any
+        self_contained = not gradients.by_unit and not self._updates.waiting and not self._weights.any
         self_contained &= not self.layout.boundaries_in_ram
         run = partial(self._run_group, work, gradients)
         return self.operations.group(run, work.micro_batches, self.segments, self_contained)
@@ -260,8 +273,8 @@ class TrainingStep:
             losses.append(loss)
 
         gradients.begin(losses)
-        self._updating = isinstance(gradients, AppliedGradients) and not gradients.waits
-        if not gradients.waits:
+        self._updating = isinstance(gradients, AppliedGradients) and gradients.by_unit
+        if gradients.by_unit:
             self._retry_part(gradients.finish, units - 1)
         for segment, following in zip(self.segments[::-1], [*self.segments[-2::-1], None], strict=True):
             self._bring(segment, following)
@@ -272,7 +285,7 @@ class TrainingStep:
                     operations.segment_backward, segment, saved[index].pop(), extras[index], work.dropouts[index],
                     output_gradients[index],
                 )  # fmt: skip
-            if not gradients.waits:
+            if gradients.by_unit:
                 self._retry_part(gradients.finish, segment.blocks.start + 1)
         return losses, output_gradients
 
@@ -399,8 +412,9 @@ class TrainingStep:
             self._accumulation.clear()
             self._saved = []
             self._boundaries.begin()
+            self._gradients.let_go()
             for part in () if self._updates.waiting else self.store.parts:
-                part.gradient = None
+                part.drop_gradient()
 
 
 def _next_saved(saved: Sequence[list[SavedSegment]], index: int) -> tuple[SavedSegment, SavedSegment | None]:

@@ -29,7 +29,8 @@ class MemoryLimits:
 @dataclass(frozen=True)
 class Choices:
     """What may be chosen from, each in ascending order; `groups` None: what divides the number of micro-batches.
-    `norm_first`: whether forward and backward run twice (core/step.py); the whole batch is one group then.
+    `norm_first`: whether forward and backward run twice (core/step.py); `gradients_in_ram`: Layout's; the whole batch
+    is one group then, and with gradients in RAM no unit's states are resident.
     `resident_weights`, `boundaries_in_ram`: Layout's. Where weights are streamed no unit's states are resident, and no
     block is kept whole. Where boundaries are in RAM, there is one length of segments and one of `kept`, which say how
     much that is; and the whole batch is one group. `disk_units`: Layout's.
@@ -44,11 +45,17 @@ class Choices:
     resident_weights: int | None = None
     boundaries_in_ram: bool = False
     disk_units: int = 0
+    gradients_in_ram: bool = False
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether the whole batch is one group, for gradients that are not held on the device."""
+        return self.norm_first or self.gradients_in_ram
 
     def groups_of(self, batch: int, micro_batch: int) -> list[int]:
         """The smallest group and the largest."""
         count = batch // micro_batch
-        if self.norm_first or self.boundaries_in_ram:
+        if self.whole_batch or self.boundaries_in_ram:
             return [count] if self.groups is None or count in self.groups else []
         possible = [group for group in self.groups or (1, count) if count % group == 0]
         return sorted({*possible[:1], *possible[-1:]})
@@ -80,7 +87,7 @@ class Columns:
         self._sizes: dict[int, list[float]] = {}
         self._found_kept: dict[tuple[Family, int, int], int] = {}
         frugal = self.record(self.frugal_column(choices.micro_batches[0]), 0, 0)
-        beside = frugal.streamed_weight_bytes + frugal.boundary_bytes + frugal.disk_buffer_bytes
+        beside = frugal.streamed_weight_bytes + frugal.boundary_bytes + frugal.gradient_bytes + frugal.disk_buffer_bytes
         in_ram = [size - on_disk for size, on_disk in zip(frugal.state_bytes, frugal.disk_bytes, strict=True)]
         streamed = [sum(in_ram[units:]) + beside for units in choices.resident_units]
         self.fewest_resident = next((place for place, size in enumerate(streamed) if within(size, room.ram)), None)
@@ -88,7 +95,7 @@ class Columns:
     def groups(self, micro_batch: int) -> list[int]:
         """Where all gradients are held, many micro-batches as one group keep more inputs than that saves elsewhere."""
         smallest, *largest = self.choices.groups_of(self.simulations.base.batch, micro_batch)
-        held = self.simulations.base.clip_norm is not None and not self.choices.norm_first
+        held = self.simulations.base.clip_norm is not None and not self.choices.whole_batch
         return [smallest] if held and largest and largest[0] > _FEW else [smallest, *largest]
 
     def frugal_column(self, micro_batch: int) -> Column:
@@ -114,7 +121,7 @@ class Columns:
             family.micro_batch, family.group, column.segment, norm_first=choices.norm_first,
             first_group=family.first_group, resident_units=choices.resident_units[resident],
             resident_weights=choices.resident_weights, boundaries_in_ram=choices.boundaries_in_ram,
-            disk_units=choices.disk_units,
+            disk_units=choices.disk_units, gradients_in_ram=choices.gradients_in_ram,
             least_positions=self.simulations.base.layout.least_positions,
         )  # fmt: skip
         return self.simulations.keeping(layout, choices.kept[kept])

@@ -35,7 +35,7 @@ MOST_KEPT = 100  # the newest; another version of this package finds none of the
 PLANNED = (  # the settings that a plan for a GPU follows from
     *("model", "init", "seq", "batch", "document_mask", "pack", "clip_norm", "optimizer", "residual", "gpu"),
     *("gpu_limit_bytes", "ram_limit_bytes", "micro_batch", "group", "segment_blocks", "recompute", "states"),
-    *("weights", "boundaries", "states_folder", "disk_rate_bytes", "target_tokens"),
+    *("weights", "boundaries", "gradients", "states_folder", "disk_rate_bytes", "target_tokens"),
 )
 
 

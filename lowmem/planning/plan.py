@@ -137,6 +137,8 @@ class Plan:
             laid_out += f"; states of {on_disk} of {self.units} units on the disk of {settings.states_folder}"
         if layout.boundaries_in_ram:
             laid_out += "; inputs of blocks wait in RAM for their backward"
+        if layout.gradients_in_ram:
+            laid_out += "; gradients wait in RAM for their updates"
         lines = [
             f"{self.model}: {self.parameters:,} parameters, all trained; "
             f"{settings.optimizer}, {self.precision}{masters}",

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain, zip_longest
 
 import torch
 from transformers import PretrainedConfig
@@ -201,40 +202,59 @@ def _as_it_runs(simulations: Simulations, found: Found, gpu_limit: int | None) -
 
 
 def fastest_layout(settings: Settings, simulations: Simulations, room: MemoryLimits) -> Found | None:
-    """Of all that the settings leave open; forward and backward run twice where nothing else fits, or is slower.
-    Boundaries are in RAM where nothing fits with them on the GPU, working weights are streamed where nothing fits with
-    all of them resident, and states are on a disk, as few as may be, where nothing fits without. What a disk costs is
-    no part of the search, since all that streams as much waits for it as long."""
-    for choices in _placements(settings, simulations):
-        disk_units, choices = choices.disk_units, replace(choices, disk_units=0)
-        within_ram, room = room, MemoryLimits(room.gpu, None) if disk_units else room
-        for alternatives in _alternatives(settings, choices):
-            remaining = list(alternatives)
-            while remaining:
-                found, chosen = _fastest_of(simulations, remaining, room)
-                if found is None:
-                    break
-                if choices.resident_weights is not None:
-                    found = _with_more_weights(simulations, found, room)
-                if disk_units:
-                    fewest = disk_units if settings.states == "disk" else 1
-                    found = _with_states_on_disk(simulations, found, within_ram, range(fewest, disk_units + 1))
-                if found is not None:
-                    return found
-                remaining.remove(chosen)  # its weights and boundaries leave no room in RAM; others may have fewer there
-        room = within_ram
-    return None
+    """Of all that the settings leave open, in this order: everything that computes is on the GPU; working weights are
+    streamed; boundaries are in RAM; both; and then the same with states on a disk, as few as may be. What comes later
+    takes more RAM, or a disk, and is tried where nothing before it fits, or only what runs forward and backward twice:
+    of these it is the fastest. What a disk costs is no part of the search, since all that streams as much waits for it
+    as long."""
+    best = None
+    for alternatives in _in_order(settings, simulations):
+        below_seconds = math.inf if best is None else best.recording.seconds
+        if alternatives[0].disk_units:
+            found = _fastest_with_disk(settings, simulations, alternatives, room, below_seconds)
+        else:
+            found = _fastest_of(simulations, alternatives, room, below_seconds)[0]
+        best = found or best
+        if best is not None and not best.layout.norm_first:
+            break
+    return best
+
+
+def _fastest_with_disk(
+    settings: Settings, simulations: Simulations, alternatives: Sequence[Choices], room: MemoryLimits,
+    below_seconds: float,
+) -> Found | None:  # fmt: skip
+    """The fastest layout of several choices that fits with states on a disk, of as few units as RAM asks for. Gradients
+    in RAM leave more for a disk, which may take longer than what they save; so the rest is looked at, too."""
+    best, units = None, alternatives[0].disk_units
+    disk_units = range(units if settings.states == "disk" else 1, units + 1)
+    for in_ram in (True, False):
+        remaining = [replace(which, disk_units=0) for which in alternatives if which.gradients_in_ram == in_ram]
+        while remaining:
+            found, chosen = _fastest_of(simulations, remaining, MemoryLimits(room.gpu, None), below_seconds)
+            if found is None:
+                break
+            found = _with_states_on_disk(simulations, found, room, disk_units)
+            if found is not None:
+                if found.recording.seconds < below_seconds:
+                    best, below_seconds = found, found.recording.seconds
+                break
+            remaining.remove(chosen)  # its weights and boundaries leave no room in RAM; others may have fewer there
+    return best
 
 
 def _fastest_of(
-    simulations: Simulations, alternatives: Sequence[Choices], room: MemoryLimits
+    simulations: Simulations, alternatives: Sequence[Choices], room: MemoryLimits, below_seconds: float
 ) -> tuple[Found | None, Choices | None]:
-    """The fastest layout of several choices, and of which of them it is; None twice where none fits."""
+    """The fastest layout of several choices, if it takes less than `below_seconds`, and of which of them it is; None
+    twice where there is none. Where working weights are streamed as many are on the GPU as it has room for."""
     found, chosen = None, None
     for which in alternatives:
-        faster = fastest(simulations, which, room, math.inf if found is None else found.recording.seconds)
+        faster = fastest(simulations, which, room, below_seconds)
         if faster is not None:
-            found, chosen = faster, which
+            found, chosen, below_seconds = faster, which, faster.recording.seconds
+    if found is not None and chosen.resident_weights is not None:
+        found = _with_more_weights(simulations, found, room)
     return found, chosen
 
 
@@ -279,7 +299,7 @@ def _seconds_with_more_ram(
         return None
     choices = _choices(settings, simulations)
     if found.layout.norm_first:
-        choices = _twice(settings, choices)
+        choices = _twice(choices)
     more = streaming_more(simulations, choices, MemoryLimits(room.gpu, room.ram + GIB), found)
     if more is None or more.recording.seconds >= _WORTH_SAYING * recording.seconds:
         return None
@@ -369,36 +389,56 @@ def _placements(settings: Settings, simulations: Simulations) -> list[Choices]:
     return on_disk if settings.states == "disk" else placed + on_disk
 
 
-def _all_choices(settings: Settings, simulations: Simulations) -> list[Choices]:
-    """The same, each with all its alternatives."""
+def _in_order(settings: Settings, simulations: Simulations) -> Iterator[list[Choices]]:
+    """All that the settings leave open, as fastest_layout tries it: lists of choices, none of them empty."""
     placed = _placements(settings, simulations)
-    return [which for choices in placed for several in _alternatives(settings, choices) for which in several]
+    for on_disk in (False, True):
+        of_each = [_alternatives(settings, choices) for choices in placed if bool(choices.disk_units) == on_disk]
+        yield from filter(None, chain.from_iterable(zip_longest(*of_each)))
+
+
+def _all_choices(settings: Settings, simulations: Simulations) -> list[Choices]:
+    """The same in one list, but for gradients in RAM where these need not be there: forward and backward twice take
+    less of everything but time."""
+    if settings.gradients == "auto":
+        settings = replace(settings, gradients="resident")
+    return list(chain.from_iterable(_in_order(settings, simulations)))
 
 
 def _alternatives(settings: Settings, choices: Choices) -> list[list[Choices]]:
-    """The same with forward and backward twice, too, where that saves something. And, where a step has the whole batch
-    as one group, what is tried if none of these fits: with boundaries in RAM, for each length of segments."""
-    twice = _twice(settings, choices)
-    once = [choices] if twice is None else [choices, twice]
-    whole = twice or choices
-    if not whole.norm_first and settings.clip_norm is not None and settings.boundaries == "auto":
+    """The same with gradients in RAM, or with forward and backward twice, too, where that saves something. And, where a
+    step has the whole batch as one group, these with boundaries in RAM, for each length of segments."""
+    whole = _whole_batch(settings, choices)
+    once = whole if settings.gradients == "streamed" else [choices, *whole]
+    if not whole and settings.clip_norm is not None and settings.boundaries == "auto":
         return [once]  # gradients are held, so that inputs of one micro-batch at a time are enough
     lengths = SEGMENTS_OF_A_BATCH if settings.segment_blocks is None else choices.segments
-    in_ram = [replace(whole, boundaries_in_ram=True, segments=[length], kept=whole.kept[:1]) for length in lengths]
+    in_ram = [
+        replace(which, boundaries_in_ram=True, segments=[length], kept=which.kept[:1])
+        for which in whole or [choices]
+        for length in lengths
+    ]
     possible = {"auto": [once, in_ram], "resident": [once], "streamed": [in_ram]}[settings.boundaries]
     return possible if settings.recompute != "off" else [once]
 
 
-def _twice(settings: Settings, choices: Choices) -> Choices | None:
-    """The choices that are left where nothing fits: forward and backward twice a step, so that the gradients need never
-    be held all at once; None where that saves nothing."""
+def _whole_batch(settings: Settings, choices: Choices) -> list[Choices]:
+    """The choices that need never hold all gradients at once on the GPU, where gradients are clipped: they wait in RAM,
+    or forward and backward run twice a step."""
     one_group = settings.group in (None, settings.batch // choices.micro_batches[0])
     if settings.clip_norm is None or not one_group:
-        return None
+        return []
     segments = SEGMENTS_OF_A_BATCH if settings.segment_blocks is None else choices.segments
     smallest, *larger = choices.micro_batches
     few = [smallest, *(size for size in larger if size <= FEW_SEQUENCES)]
-    return replace(choices, norm_first=True, micro_batches=few, segments=segments)
+    fewer = replace(choices, micro_batches=few, segments=segments)
+    in_ram = replace(fewer, gradients_in_ram=True, resident_units=[0])
+    ways = {"auto": [in_ram, _twice(fewer)], "resident": [_twice(fewer)], "streamed": [in_ram]}[settings.gradients]
+    return [_twice(fewer)] if settings.states == "resident" else ways
+
+
+def _twice(choices: Choices) -> Choices:
+    return replace(choices, norm_first=True)
 
 
 def _plan(
@@ -409,7 +449,8 @@ def _plan(
     drawn_bytes = _drawn_bytes(settings, simulations)
     ram = on_a_gpu(
         process_bytes, recording.streamed_bytes, drawn_bytes, case.optimizer, case.dtype,
-        recording.streamed_weight_bytes, recording.boundary_bytes, recording.disk_buffer_bytes,
+        recording.streamed_weight_bytes, recording.boundary_bytes, recording.gradient_bytes,
+        recording.disk_buffer_bytes,
     )  # fmt: skip
     return Plan(
         settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, device, precision,
@@ -443,10 +484,14 @@ def _cpu_plan(
 
     def plan_of(layout: Layout) -> Plan:
         recording = simulations.record(layout)
-        weights, boundaries = recording.streamed_weight_bytes, recording.boundary_bytes
-        train = named_at_peak(recording.tape) | {"streamed_states": recording.streamed_bytes - weights - boundaries}
-        train |= {"streamed_weights": weights} if weights else {}
-        train |= {"streamed_boundaries": boundaries} if boundaries else {}
+        beside = {
+            "streamed_weights": recording.streamed_weight_bytes,
+            "streamed_boundaries": recording.boundary_bytes,
+            "streamed_gradients": recording.gradient_bytes,
+        }
+        states = recording.streamed_bytes - sum(beside.values())
+        train = named_at_peak(recording.tape) | {"streamed_states": states}
+        train |= {name: size for name, size in beside.items() if size}
         train["freed_and_kept"] = most_bytes(recording.tape, "live_blocks", RETURNED_FROM_BYTES)
         ram = on_the_cpu(process.now_bytes + CPU_TRAINING_BYTES, train, _drawn_bytes(settings, simulations))
         return Plan(
@@ -477,19 +522,24 @@ def _cpu_plan(
     def twice(layout: Layout) -> Layout:
         return replace(layout, norm_first=True, group=settings.batch // layout.micro_batch)
 
+    def groups_of(micro_batch: int) -> int:
+        whole = settings.gradients == "streamed"
+        return settings.batch // micro_batch if whole else choices.groups_of(settings.batch, micro_batch)[0]
+
     most = max(CPU_MICRO_BATCH_TOKENS // settings.seq, 1)
     sizes = [size for size in choices.micro_batches if size <= most] or choices.micro_batches[:1]
     layouts = [
         Layout(
-            size, choices.groups_of(settings.batch, size)[0], choices.segments[0],
+            size, groups_of(size), choices.segments[0],
             resident_units=choices.resident_units[-1], resident_weights=choices.resident_weights,
             boundaries_in_ram=settings.boundaries == "streamed", disk_units=choices.disk_units,
+            gradients_in_ram=settings.gradients == "streamed",
             least_positions=case.layout.least_positions,
         )
         for size in reversed(sizes)
     ]  # fmt: skip
     layouts = [simulations.keeping(layout, choices.kept[0]) for layout in layouts]
-    may_run_twice = settings.clip_norm is not None and settings.group is None
+    may_run_twice = settings.clip_norm is not None and settings.group is None and settings.gradients != "streamed"
     if may_run_twice:
         layouts += map(twice, list(layouts))
     plan = next((plan for plan in map(plan_of, layouts) if fits(plan)), None)

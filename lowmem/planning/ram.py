@@ -45,17 +45,21 @@ class Process:
 
 def on_a_gpu(
     process_bytes: int, streamed_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype,
-    weight_bytes: int = 0, boundary_bytes: int = 0, disk_buffer_bytes: int = 0,
+    weight_bytes: int = 0, boundary_bytes: int = 0, gradient_bytes: int = 0, disk_buffer_bytes: int = 0,
 ) -> Ram:  # fmt: skip
-    """RAM of a run on a GPU: `streamed_bytes` of states, weights, boundaries and buffers for a disk lie in RAM,
-    `weight_bytes`, `boundary_bytes` and `disk_buffer_bytes` of them of these; `drawn_bytes` is the largest tensor that
-    is whole in RAM while it loads (random weights are drawn so; 0 for weights from files). Room for boundaries and
-    buffers is made in the first step."""
-    states = streamed_bytes - weight_bytes - boundary_bytes - disk_buffer_bytes
+    """RAM of a run on a GPU: `streamed_bytes` of states, weights, boundaries, gradients and buffers for a disk
+    lie in RAM, `weight_bytes`, `boundary_bytes`, `gradient_bytes` and `disk_buffer_bytes` of them of these;
+    `drawn_bytes` is the largest tensor that is whole in RAM while it loads (random weights are drawn so; 0 for weights
+    from files). Gradients take room when the weights are in place, boundaries and buffers in the first step."""
+    states = streamed_bytes - weight_bytes - boundary_bytes - gradient_bytes - disk_buffer_bytes
     loaded = {"streamed_states": states, "process": process_bytes}
     if weight_bytes:
         loaded["streamed_weights"] = weight_bytes
-    later = {"streamed_boundaries": boundary_bytes, "disk_buffers": disk_buffer_bytes}
+    later = {
+        "streamed_boundaries": boundary_bytes,
+        "streamed_gradients": gradient_bytes,
+        "disk_buffers": disk_buffer_bytes,
+    }
     kept = loaded | {name: size for name, size in later.items() if size}
     moments = states * _share_of_moments(optimizer, dtype)
     return {
@@ -93,11 +97,12 @@ def on_the_cpu(process_bytes: int, train: dict[str, int], drawn_bytes: int) -> R
     """RAM of a run on the CPU; `train`: what is held at a step's peak, by name."""
     names = (
         *("working_weights", "buffers", "resident_states", "streamed_states", "streamed_weights", "weight_slots"),
-        *("streamed_boundaries", "freed_and_kept"),
+        *("streamed_boundaries", "streamed_gradients", "freed_and_kept"),
     )
     kept = {name: train[name] for name in names if name in train} | {"process": process_bytes}
+    later = dict.fromkeys(("freed_and_kept", "streamed_boundaries", "streamed_gradients"), 0)
     return {
-        "load": kept | {"loading": drawn_bytes + RUNS_BYTES, "freed_and_kept": 0, "streamed_boundaries": 0},
+        "load": kept | {"loading": drawn_bytes + RUNS_BYTES} | later,
         "evaluate": kept,
         "train": train | {"process": process_bytes},
         "save": kept,

@@ -128,7 +128,7 @@ class _Search(Columns):
         much kept as is best and nothing to wait for."""
         for micro_batch in self.choices.micro_batches:
             families = [Family(micro_batch, group) for group in self.groups(micro_batch)]
-            if not self.choices.norm_first and not any(self._may_fit(family) for family in families):
+            if not self.choices.whole_batch and not any(self._may_fit(family) for family in families):
                 return
             seconds = self._least_seconds(micro_batch)
             yield from ((seconds, family) for family in families)

@@ -62,7 +62,7 @@ def with_micro_batch(layout: Layout, micro_batch: int, clips: bool) -> Layout:
     during backward."""
     ratio = layout.micro_batch // micro_batch
     several = layout.recompute and (layout.group > 1 or not clips)
-    group = layout.group * ratio if several or layout.norm_first else 1
+    group = layout.group * ratio if several or layout.whole_batch else 1
     return replace(layout, micro_batch=micro_batch, group=group, first_group=0)
 
 
@@ -95,7 +95,7 @@ def activation_bytes(layout: Layout, sizes: Sizes) -> float:
     live = longest * (LIVE_BOUNDARIES * boundary + sizes.slot_bytes)
     if group < micro_batches:
         return sizes.gradient_bytes + held + live
-    if layout.norm_first or not sizes.clips:  # gradients come and go with their segment
+    if layout.whole_batch or not sizes.clips:  # gradients come and go with their segment
         return held + sizes.gradient_bytes * longest / sizes.blocks + live
     return max(held, sizes.gradient_bytes) + live  # boundaries go as gradients come
 
@@ -103,7 +103,7 @@ def activation_bytes(layout: Layout, sizes: Sizes) -> float:
 def _other_groups_and_segments(layout: Layout, sizes: Sizes) -> Iterator[tuple[str, Layout]]:
     now = activation_bytes(layout, sizes)
     count = sizes.batch // layout.micro_batch
-    groups = [group for group in range(layout.group - 1, 0, -1) if count % group == 0 and not layout.norm_first]
+    groups = [group for group in range(layout.group - 1, 0, -1) if count % group == 0 and not layout.whole_batch]
     for other in (replace(layout, group=group) for group in groups):
         if activation_bytes(other, sizes) < now:
             yield "groups", other

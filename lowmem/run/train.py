@@ -207,6 +207,7 @@ def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: 
         resident_weights=plan.layout.resident_weights,
         disk_units=plan.layout.units_on_disk(plan.units),
         disk_tensor=None if disk is None else disk.tensor,
+        gradients_in_ram=plan.layout.gradients_in_ram,
     )
     return TrainingStep(
         decoder, store, optimizer, plan.layout, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,

@@ -21,7 +21,7 @@ anyway, and only memory that the host frees later would show it), and several co
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -85,9 +85,9 @@ class SimulatedCopies:
     `beside` what computes. What a copy waits for is what the streams and events of `_CudaCopies` make it wait for: its
     stream's earlier copies, its own issue by the host, and
 
-        fetch        the last write-back of its slot
+        fetch        the last write-back of its slot, and what had left when its pass began
         weights      all that was launched on the compute stream so far, and all write-backs so far
-        boundaries   all that was launched on the compute stream so far
+        boundaries   all that was launched on the compute stream so far; gradients on their way to RAM, too
         write_back   all updates launched so far; on the compute stream also what was launched there before them
 
     An update beside what computes takes its time of the GPU from that all the same.
@@ -115,8 +115,9 @@ class SimulatedCopies:
         self._fetched: dict[int, float] = {}  # by slot: when its last copy in is done
         self._written: dict[int, float] = {}  # by slot: when its last copy out is done
         self._brought: dict[int, float] = {}  # by slot of weights: when its last copy in is done
-        self._left: dict[int, float] = {}  # boundaries, by slot: when the last one is in RAM, and back
-        self._back: dict[int, float] = {}
+        self._left: dict[Hashable, float] = {}  # boundaries and gradients, by slot: when the last one is in RAM
+        self._last_left = 0.0
+        self._back: dict[int, float] = {}  # boundaries, by slot: when the last one has come back
         self._disk_rate, self._disk_free = disk_bytes_per_second, 0.0
         self._read: dict[int, float] = {}  # by what is on a disk: when it is in the page cache
         self._owed: dict[int, int] = {}  # by slot: bytes in its buffers that belong on the disk
@@ -157,14 +158,17 @@ class SimulatedCopies:
     def wait_weights(self, slot: int) -> None:
         self._hold_until(self._brought[slot])
 
-    def leave(self, slot: int, tensor: Tensor, home: Tensor) -> None:
+    def leave(self, slot: Hashable, tensor: Tensor, home: Tensor) -> None:
         seconds = tensor.nbytes / self._out_rate
         start = max(self._out_free, self._clock.gpu, self._clock.host)
-        self._out_free = self._left[slot] = start + seconds
+        self._out_free = self._last_left = self._left[slot] = start + seconds
         self.out_busy_seconds += seconds
 
-    def wait_left(self, slot: int) -> None:
+    def wait_left(self, slot: Hashable) -> None:
         self._hold_until(self._left[slot])
+
+    def fetch_what_left(self) -> None:
+        self._in_free = max(self._in_free, self._last_left)
 
     def come_back(self, slot: int, home: Tensor, tensor: Tensor) -> None:
         seconds = tensor.nbytes / self._in_rate

@@ -31,7 +31,7 @@ from lowmem import device
 from lowmem.core import optimizers
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
-from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, HeldGradients
+from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, HeldGradients, LeavingGradients
 from lowmem.core.kernels import fused
 from lowmem.core.layout import DEFERRED, Layout
 from lowmem.core.offload import AHEAD, StagingRing
@@ -62,6 +62,7 @@ _NAMES = {  # of what is born in these functions, or in what they call, outside 
     StreamedWeights.fit.__code__: "weight_slots",
     StreamedBoundaries._fetch.__code__: "boundaries",
     **{kind.finish.__code__: "update" for kind in (HeldGradients, DroppedGradients, AppliedGradients)},
+    LeavingGradients.finish.__code__: "update",
 }
 
 
@@ -154,10 +155,10 @@ class StepCase:
 @dataclass(frozen=True)
 class Recording:
     """`seconds`: of a step in the long run, the last one, which `began` then; `waiting_seconds`: what of it the GPU
-    waits for copies; `state_bytes`: of the optimizer, by unit; `streamed_bytes`: of all states, working weights and
-    boundaries that lie in RAM, and of the buffers through which states on a disk pass; `streamed_weight_bytes`,
-    `boundary_bytes`, `disk_buffer_bytes`: of these alone; `disk_bytes`: of states that are on a disk, by unit;
-    `weight_bytes`: of all working weights."""
+    waits for copies; `state_bytes`: of the optimizer, by unit; `streamed_bytes`: of all states, working weights,
+    boundaries and gradients that lie in RAM, and of the buffers through which states on a disk pass;
+    `streamed_weight_bytes`, `boundary_bytes`, `gradient_bytes`, `disk_buffer_bytes`: of these alone; `disk_bytes`: of
+    states that are on a disk, by unit; `weight_bytes`: of all working weights."""
 
     tape: Tape
     began: float
@@ -167,6 +168,7 @@ class Recording:
     streamed_bytes: int
     streamed_weight_bytes: int
     boundary_bytes: int
+    gradient_bytes: int
     disk_buffer_bytes: int
     disk_bytes: tuple[int, ...]
     weight_bytes: int
@@ -205,6 +207,7 @@ def record_step(
         decoder, META, case.dtype, case.optimizer, case.layout.resident_units, host_tensor=_never_touched,
         resident_weights=case.layout.resident_weights,
         disk_units=case.layout.units_on_disk(len(decoder.units)), disk_tensor=_never_touched,
+        gradients_in_ram=case.layout.gradients_in_ram,
     )  # fmt: skip
     with _no_collection(), recorder:
         recorder.take_workspaces()  # as a run does (device.py)
@@ -264,9 +267,10 @@ def record_step(
         seconds,
         waiting,
         tuple(state_bytes),
-        in_ram + streamed_weights + step.boundary_bytes + disk_buffers,
+        in_ram + streamed_weights + step.boundary_bytes + store.gradient_bytes + disk_buffers,
         streamed_weights,
         step.boundary_bytes,
+        store.gradient_bytes,
         disk_buffers,
         tuple(disk_bytes),
         sum(part.working.nbytes for part in store.parts),

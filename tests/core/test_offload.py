@@ -28,6 +28,7 @@ class Piece:
     state: dict[str, torch.Tensor]
     streamed: bool
     on_disk: tuple[str, ...] = ()
+    fetched_only: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def make_pieces(sizes: list[int], resident: tuple[int, ...] = ()) -> list[Piece]:
@@ -435,6 +436,13 @@ class Part:
     unit: int
     gradient: Cell | None = None
     pieces: list = field(default_factory=list)
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.gradient is not None
+
+    def drop_gradient(self) -> None:
+        self.gradient = None
 
 
 def train_on_fake_device(seed: int, downwards: bool, copies=offload._CudaCopies) -> tuple[list, list]:

@@ -58,6 +58,8 @@ CASES = {  # the layout, and what else differs from a plain step
     "weights streamed, two passes": (Layout(2, 2, norm_first=True, resident_weights=2), {}),
     "boundaries in RAM": (Layout(2, 2, boundaries_in_ram=True), {}),
     "boundaries and weights in RAM": (Layout(2, 2, norm_first=True, resident_weights=1, boundaries_in_ram=True), {}),
+    "gradients in RAM": (Layout(2, 2, gradients_in_ram=True, resident_units=1), {}),
+    "all in RAM": (Layout(2, 2, gradients_in_ram=True, resident_weights=1, boundaries_in_ram=True), {}),
     "states on a disk": (Layout(2, 1, disk_units=3, resident_units=1), {}),
     "many lengths": (Layout(2, 1), {"lengths": LENGTHS}),
     "many lengths, packed": (Layout(2, 2, recompute=False), {"lengths": LENGTHS, "document_mask": True}),
@@ -72,7 +74,7 @@ def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
     store = Store(
         decoder, device, case.dtype, case.optimizer, layout.resident_units, resident_weights=layout.resident_weights,
         disk_units=layout.units_on_disk(len(decoder.units)),
-        disk_tensor=DiskStates(Path(tempfile.gettempdir())).tensor,
+        disk_tensor=DiskStates(Path(tempfile.gettempdir())).tensor, gradients_in_ram=layout.gradients_in_ram,
     )  # fmt: skip
     step = TrainingStep(
         decoder, store, case.optimizer, case.layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,

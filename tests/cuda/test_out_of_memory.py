@@ -34,6 +34,7 @@ ARRANGEMENTS = {
     "half resident, some blocks kept": {"resident_units": 3, "product_blocks": 1, "whole_blocks": 1, "defer": True},
     "in backward": UNCLIPPED | UPDATED_IN_BACKWARD | {"group": 2},
     "forward and backward twice": {"norm_first": True, "group": 2, "resident_units": 1, "defer": True},
+    "gradients in RAM": {"gradients_in_ram": True, "group": 2, "resident_units": 1, "defer": True},
     "8-bit moments": {"resident_units": 0, "defer": True, "optimizer": "adamw8bit"},
 }
 

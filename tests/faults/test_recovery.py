@@ -52,6 +52,7 @@ ARRANGEMENTS = {
     "weights streamed": WEIGHTS | {"product_blocks": 1},
     "weights streamed, in backward": WEIGHTS | {"clip_norm": None, "group": 4, "segment_blocks": 2},
     "boundaries in RAM, in backward": IN_BACKWARD | {"boundaries_in_ram": True},
+    "gradients in RAM": TWICE | {"norm_first": False, "gradients_in_ram": True},
     "bf16": DEFERRED | {"precision": "bf16", "resident_units": 2},
     "bf16, in backward": IN_BACKWARD | {"precision": "bf16"},
     "fp16, SGD": DEFERRED | {"precision": "fp16", "optimizer": "sgd"},

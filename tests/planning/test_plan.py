@@ -313,6 +313,29 @@ def test_what_is_not_clipped_has_no_norm_to_wait_for():
     assert not plan.layout.norm_first and plan.layout.group * plan.layout.micro_batch == 8
 
 
+def test_gradients_that_the_gpu_does_not_hold_wait_in_ram_and_where_that_has_no_room_everything_runs_twice():
+    caps = {"gpu_limit_bytes": 600 * MIB, "micro_batch": 1, "config": DEEP, "weights": "resident"}
+    in_ram = plan_for(**caps)
+    assert in_ram.layout.gradients_in_ram and not in_ram.layout.norm_first
+    assert "gradients wait in RAM for their updates" in " ".join(in_ram.describe().split())
+    streamed = in_ram.ram["train"]["streamed_gradients"]
+    assert 0 < streamed <= 4 * in_ram.parameters and not in_ram.ram["load"].get("streamed_gradients")
+    for more in ({"gradients": "resident"}, {"ram_limit_bytes": in_ram.ram_bytes - streamed // 2}):
+        twice = plan_for(**caps | more)
+        assert twice.layout.norm_first and "streamed_gradients" not in twice.ram["train"]
+        assert 1.2 * in_ram.step_seconds < twice.step_seconds
+    assert plan_for(**caps, gradients="streamed").layout == in_ram.layout
+
+
+def test_weights_are_streamed_where_that_spares_forward_and_backward_a_second_time():
+    case = {"config": DEEP, "micro_batch": 1, "gradients": "resident"}
+    assert plan_for(**case, gpu_limit_bytes=700 * MIB).layout.resident_weights is None
+    tight = case | {"gpu_limit_bytes": 600 * MIB}
+    resident, free = plan_for(**tight, weights="resident"), plan_for(**tight)
+    assert resident.layout.norm_first and not free.layout.norm_first and free.layout.resident_weights is not None
+    assert 1.5 * free.step_seconds < resident.step_seconds
+
+
 def test_on_the_cpu_too_gradients_are_not_all_held_where_they_would_not_fit():
     """Whether a plan is for what is free or for a cap, its micro-batch is the same: the bits do not depend on it."""
     roomy = plan_for("cpu", "fp32", ram_free_bytes=64 * GIB, recompute="on")

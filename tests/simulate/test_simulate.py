@@ -54,6 +54,7 @@ SETTINGS = {  # the layout, dropout, a mask where the family has one
         False,
     ),
     "weights of two blocks streamed, dropout": (Layout(2, 1, 1, resident_units=1, resident_weights=2), 0.1, False),
+    "gradients in RAM": (Layout(1, 4, 2, gradients_in_ram=True, resident_units=2), 0.1, True),
     "boundaries in RAM": (Layout(1, 4, 1, norm_first=True, boundaries_in_ram=True), 0.1, False),
 }
 EVERY_POLICY = Layout(2, product_blocks=1, whole_blocks=1, resident_units=99)  # for three blocks
@@ -88,8 +89,9 @@ def really_allocated(config, case: StepCase) -> int:
         decoder = decoder_of(config)
         layout = case.layout
         store = Store(
-            decoder, CPU, case.dtype, case.optimizer, layout.resident_units, resident_weights=layout.resident_weights
-        )
+            decoder, CPU, case.dtype, case.optimizer, layout.resident_units, resident_weights=layout.resident_weights,
+            gradients_in_ram=layout.gradients_in_ram,
+        )  # fmt: skip
         step = TrainingStep(
             decoder, store, case.optimizer, case.layout, clip_norm=1.0, weight_decay=0.01, seed=0,
             loss_scale=LossScale(enabled=False),

@@ -87,6 +87,16 @@ ARRANGEMENTS = {
     "boundaries and weights in RAM, products kept": Arrangement(
         WEIGHTS_STREAMED | {"group": 2, "product_blocks": 1, "boundaries_in_ram": True}
     ),
+    "gradients in RAM, evaluated and saved": Arrangement(
+        STREAMED | {"group": 4, "gradients_in_ram": True}, evaluated=(0,), saved=(1,)
+    ),
+    "gradients of some in RAM, weights and boundaries of all, fp16": Arrangement(
+        WEIGHTS_STREAMED | {"group": 4, "gradients_in_ram": True, "boundaries_in_ram": True, "resident_units": 1},
+        precision="fp16",
+    ),
+    "gradients in RAM, on a disk, memory runs out in a backward pass": Arrangement(
+        STREAMED | {"group": 4, "gradients_in_ram": True, "disk_units": 3}, runs_out={1: 60}
+    ),
     "on a disk, evaluated and saved": Arrangement(STREAMED | {"disk_units": 99}, evaluated=(0,), saved=(1,)),
     "every second unit on a disk, weights streamed, in backward": Arrangement(
         WEIGHTS_STREAMED | {"group": UNCLIPPED["group"], "disk_units": 3}, clip_norm=None
