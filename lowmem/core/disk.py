@@ -15,7 +15,6 @@ from pageable memory it copies before the call returns.
 
 import mmap
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -23,7 +22,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from lowmem.errors import InputError, LowmemError
+from lowmem.core.states_folder import open_states_file
+from lowmem.errors import LowmemError
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
@@ -42,13 +42,7 @@ class DiskStates:
     """Tensors in a file under `folder`, which is made if need be. InputError where that cannot be written."""
 
     def __init__(self, folder: Path):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=folder, prefix="lowmem-states-", buffering=0)
-        except OSError as error:
-            # Of a file in its place the system says that it exists, which sounds as if it should not.
-            reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
-            raise InputError(f"--states-folder {folder} cannot be written: {reason}") from None
+        self._file = open_states_file(folder)
         self.folder, self._end = folder, 0
 
     def tensor(self, entries: int, dtype: torch.dtype) -> Tensor:

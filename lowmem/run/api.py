@@ -34,7 +34,7 @@ from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
 from lowmem.planning.target import planning_target
-from lowmem.run.early import with_recognized_model
+from lowmem.run.early import check_states, with_recognized_model
 from lowmem.run.signals import StopRequest
 from lowmem.run.train import initial_weights, make_step, page_locked, plan_for_here, run
 from lowmem.settings import Settings
@@ -79,6 +79,7 @@ def train(settings: Settings) -> dict:
     if settings.plan_only:
         raise InputError("plan_only=True plans and trains nothing: call lowmem.plan(settings).")
     settings = with_recognized_model(settings, _warn)
+    check_states(settings)
     main_thread = threading.current_thread() is threading.main_thread()
     with StopRequest() if main_thread else nullcontext(StopRequest()) as stop:
         run(settings, stop)

@@ -2,7 +2,7 @@
 folder that is no model, a card that is not in the table, a machine without what a run needs.
 
 The sentences themselves belong to whoever reads the path, the table or the folder later; here they are only asked
-earlier. Nothing is written, and no network is asked.
+earlier. Nothing that is written stays, and no network is asked.
 """
 
 import errno
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from lowmem.core.states_folder import check_states_folder
 from lowmem.data.sources import is_on_hub, open_source
 from lowmem.errors import InputError, first_line
 from lowmem.models.recognize import recognize
@@ -34,6 +35,7 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
                 raise no_folder_to_resume(settings.resume)
         if not settings.plan_only or not (Path(settings.out) / "settings.json").exists():
             _check_writable(Path(settings.out))
+        check_states(settings)
     return settings
 
 
@@ -57,6 +59,13 @@ def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Set
     if found.remark is not None:
         say(found.remark)
     return replace(settings, model=found.model)
+
+
+def check_states(settings: Settings) -> None:
+    """InputError where a run's --states-folder cannot be written; a plan may name one of another machine. Asked under
+    --states auto, too: whether the folder is needed depends on the RAM that is free when the data has been read."""
+    if settings.states_folder is not None and not settings.plan_only:
+        check_states_folder(Path(settings.states_folder))
 
 
 def _check_writable(out: Path) -> None:

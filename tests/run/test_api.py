@@ -75,6 +75,14 @@ def test_a_loop_of_one_s_own_gives_the_bits_of_a_run(tmp_path):
     assert ours.keys() == run.keys() and all(torch.equal(ours[name], run[name]) for name in run)
 
 
+def test_a_states_folder_that_cannot_be_written_is_refused_before_the_data_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("lowmem.run.train.load_data", lambda *_: pytest.fail("the data was read"))
+    (tmp_path / "file").touch()
+    settings = replace(TINY, out=str(tmp_path / "run"), states_folder=str(tmp_path / "file"))
+    with pytest.raises(lowmem.InputError, match="--states-folder .*file cannot be written: it is no folder"):
+        lowmem.train(settings)
+
+
 def test_what_makes_steps_slow_is_a_warning_and_a_batch_without_a_label_an_error(monkeypatch):
     from lowmem.core.parameters import Store
     from lowmem.run import train

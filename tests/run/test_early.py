@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ except SystemExit as ended:
         ("train_gpt2_large.py --resume nowhere", "--resume nowhere: there is no such folder"),
         ("train_gpt2_large.py --out README.md/run", "README.md/run cannot be written: Not a directory"),
         ("train_gpt2_large.py --plan-only --out README.md", "README.md cannot be written: Not a directory"),
+        ("train_gpt2_large.py --states-folder README.md", "folder README.md cannot be written: it is no folder"),
         ("train_gpt2_large.py --plan-only --gpu nonsense", "--gpu nonsense: there is no such card"),
         ("train_gpt2_large.py --model " + 300 * "a", "give another path"),
         ("lowmem.plan --model nonsense.json", "'nonsense.json' is neither a folder here"),
@@ -55,6 +57,20 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
         early.check_run(Settings(out=str(tmp_path / "run")), print)
     (tmp_path / "settings.json").touch()  # of a run, whose folder --plan-only leaves alone
     early.check_run(Settings(out=str(tmp_path), plan_only=True), print)
+
+
+def test_a_states_folder_is_asked_of_runs_alone_and_nothing_is_left_of_the_question(tmp_path):
+    (tmp_path / "file").touch()
+    there = tmp_path / "there"
+    there.mkdir()
+    plain = Settings(out=str(tmp_path / "out"))
+    for folder in (there, there / "new" / "states"):
+        early.check_run(replace(plain, states_folder=str(folder)), print)
+    long = there / "new" / ("a" * 300)  # what is around it can be made, and it cannot
+    with pytest.raises(InputError, match="--states-folder .*aaa cannot be written: File name too long"):
+        early.check_run(replace(plain, states_folder=str(long)), print)
+    early.check_run(replace(plain, states_folder=str(tmp_path / "file"), plan_only=True), print)
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "file", there]
 
 
 def test_windows_is_said_to_need_wsl(monkeypatch, capsys, tmp_path):

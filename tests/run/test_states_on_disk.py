@@ -42,10 +42,17 @@ def test_a_folder_in_ram_is_warned_of(train, tmp_path, on_disk, monkeypatch, cap
     assert "is a tmpfs, which keeps its files in RAM" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_made_is_refused(train, tmp_path, capsys):
+@pytest.mark.parametrize("states", ["disk", "auto"])
+@pytest.mark.parametrize("folder, said", [("file", "it is no folder"), ("file/states", "Not a directory")])
+def test_a_folder_that_cannot_be_made_is_refused_before_the_data_is_read(
+    train, tmp_path, monkeypatch, capsys, states, folder, said
+):
+    """Under `auto`, too: whether it is needed is not known before the data has been read."""
     (tmp_path / "file").touch()
-    assert train(tmp_path / "out", "--states", "disk", "--states-folder", str(tmp_path / "file")) == 2
-    assert "file cannot be written: it is no folder" in last_line(capsys)
+    monkeypatch.setattr(lowmem.run.train, "load_data", lambda *_: pytest.fail("the data was read"))
+    assert train(tmp_path / "out", "--states", states, "--states-folder", str(tmp_path / folder)) == 2
+    assert last_line(capsys).endswith(f"--states-folder {tmp_path / folder} cannot be written: {said}")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("needed, said", [("checkpoints", "of states"), ("states", "free some room there")])
