@@ -1,4 +1,4 @@
-"""Train every parameter of a decoder, exactly, under hard caps of GPU memory and RAM.
+"""Train every parameter of a language model, exactly, under hard caps of GPU memory and RAM.
 
 The names below are loaded when they are asked for: `import lowmem` imports neither PyTorch nor transformers.
 """

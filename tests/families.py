@@ -1,4 +1,4 @@
-"""Families of decoders at a tiny size: real classes of transformers with every part that their blocks have."""
+"""Families of decoders, and T5, at a tiny size: real classes of transformers with every part that their blocks have."""
 
 from transformers import (
     BioGptConfig,

@@ -53,7 +53,8 @@ _FOLDERS = (
     ),
     _Kind(
         ("modules.json",),
-        "is a sentence-transformers model, which makes vectors of texts and predicts no next token; give a decoder",
+        "is a sentence-transformers model, which makes vectors of texts and predicts no next token; give a language "
+        "model",
         ("config.json",),
     ),
     _Kind(("*.gguf",), f"holds no config.json; the .gguf {_FILES['.gguf', '.ggml']}", ("config.json",)),
@@ -196,5 +197,5 @@ def config_fields(path: Path) -> dict:
     if fields.get("is_encoder_decoder") is True and other:
         raise InputError(f"{path}: {named} is an encoder-decoder; of these only T5 and mT5 can be trained here")
     if kind in _ENCODERS and not fields.get("is_decoder"):
-        raise InputError(f"{path}: {named} is an encoder: {_NOT_CAUSAL}; choose a decoder, such as gpt2")
+        raise InputError(f"{path}: {named} is an encoder: {_NOT_CAUSAL}; choose a decoder, such as gpt2, or T5")
     return fields

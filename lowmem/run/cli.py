@@ -90,7 +90,7 @@ def _over(lower: dict[str, object], upper: dict[str, object]) -> dict[str, objec
 def _build_parser(defaults: Settings) -> argparse.ArgumentParser:
     parser = _Parser(
         usage="python %(prog)s [options]",
-        description="Train every parameter of a decoder under hard caps of GPU memory and RAM.",
+        description="Train every parameter of a language model under hard caps of GPU memory and RAM.",
         epilog="Exit codes: 0 done, 2 bad usage or input, 3 no plan fits the caps, 4 a cap was exceeded, "
         "75 stopped by a signal with a checkpoint saved, 1 anything else.",
         formatter_class=_Help,

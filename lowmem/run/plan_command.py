@@ -65,7 +65,7 @@ def _advise(options: argparse.Namespace, settings: Settings, config: "Pretrained
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The plan of any Hugging Face decoder, without a GPU and without weights."""
+    """Plans any Hugging Face decoder, T5 or mT5, without a GPU and without weights."""
     escape_what_stdout_lacks()
     options = _parser().parse_args(arguments)
     try:
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--states-folder", metavar="DIR", help="a folder on a disk for states that RAM has no room for")
     add("--gpu", metavar="CARD", help="plan for this card, one of those below")
     add("--precision", default="auto", choices=_PRECISIONS, help="what computes (auto: bf16 where the card has it)")
-    add("--gpus", type=int, metavar="N", help="advice for N of these cards: which method, which batch")
+    add("--gpus", type=int, metavar="N", help="for decoders, advice for N of these cards: which method, which batch")
     add("--json", action="store_true", help="print plan.json's content alone")
     return parser
 
