@@ -195,6 +195,7 @@ def test_placement_and_order_change_no_bit(precision):
         {"group": BATCH, "resident_weights": 1, "resident_units": 0, "boundaries_in_ram": True},
         {"group": 2, "resident_weights": 4, "resident_units": 0, "segment_blocks": 3, "product_blocks": 2},
         {"group": 2, "disk_units": 99, "resident_units": 0},
+        {"group": BATCH, "gradients_in_ram": True, "resident_units": 0, "segment_blocks": 2},
     ):
         assert train(batches, **kind | case).differences(plain) == [], case
     in_backward = {"clip_norm": None, "group": BATCH}

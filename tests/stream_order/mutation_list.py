@@ -78,6 +78,7 @@ LEAVE = """\
             self._left.setdefault(slot, torch.cuda.Event()).record()
 """
 WAIT_LEFT = "        torch.cuda.current_stream().wait_event(self._left[slot])\n"
+FETCH_WHAT_LEFT = "            self._in.wait_stream(self._leaving)\n"
 COMES_AFTER_COMPUTE = "        self._coming.wait_stream(torch.cuda.current_stream())\n"
 COME_BACK = """\
         with torch.cuda.stream(self._coming):
@@ -221,6 +222,34 @@ BOUNDARIES = [
     _streaming("what computes does not wait for its boundary", WAIT_BACK, "        pass\n"),
 ]
 
+GRADIENTS = [
+    _streaming("fetches do not wait for gradients to arrive in RAM", FETCH_WHAT_LEFT, "            pass\n"),
+    _streaming(
+        "fetches wait for what computes, not for gradients",
+        FETCH_WHAT_LEFT,
+        FETCH_WHAT_LEFT.replace("self._leaving", COMPUTE),
+        equivalent="what computes has waited for them by then, since their memory is free",
+    ),
+    Mutation(
+        "core/deferred_updates.py",
+        "fetches wait for gradients of the pass before",
+        "        self.ring.copies.fetch_what_left()  # gradients among it\n",
+        "",
+    ),
+    Mutation(
+        "core/streamed_gradients.py",
+        "a gradient's memory is free before it has left",
+        "            self._ring.copies.wait_left(slot)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "core/streamed_gradients.py",
+        "of the gradients that leave only the first are waited for",
+        "        for slot, _ in self._leaving:\n",
+        "        for slot, _ in self._leaving[:1]:\n",
+    ),
+]
+
 DISK = [
     _streaming("the host does not wait for what it writes to a disk", WAIT_WRITTEN, "            # for the host"),
     _streaming(
@@ -328,4 +357,4 @@ SYNCHRONIZING = [
     _updates("a flush does not wait for the copies", FLUSH, "        self.run(self.units)\n"),
 ]
 
-MUTATIONS = SLOTS + COPIES_IN + WEIGHTS + BOUNDARIES + DISK + UPDATES + COPIES_OUT + SYNCHRONIZING
+MUTATIONS = SLOTS + COPIES_IN + WEIGHTS + BOUNDARIES + GRADIENTS + DISK + UPDATES + COPIES_OUT + SYNCHRONIZING
