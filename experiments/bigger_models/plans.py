@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ PROGRAM = "experiments.bigger_models.plans"
 RESULTS = Path(__file__).resolve().parent / "results"
 NAME = "rows.jsonl"
 SEQ, BATCH = 1024, 64
-NO_CAP, SMALLEST = "none", "smallest"
+NO_CAP, SMALLEST, RESIDENT = "none", "smallest", "resident"
 TOO_LITTLE_BYTES = 16 * MIB  # of GPU memory: no model of the table fits
 SERVERS = ("a100", "h100")
 LADDER_LIMITS, LADDER_CARD = ("24GiB", SMALLEST), "rtx3090"
@@ -47,7 +47,8 @@ KIND = "planned"
 @dataclass(frozen=True)
 class Case:
     """`gpu_limit`, `ram_limit`: sizes as they are typed; of the former SMALLEST, for the smallest under which the model
-    trains, and its plan. `target_tokens`: of the `seq` positions of a row those of the decoder, in encoder-decoders."""
+    trains, and its plan. `target_tokens`: of the `seq` positions of a row those of the decoder, in encoder-decoders.
+    `gradients`: Settings'; RESIDENT for a plan to compare others with."""
 
     shape: str
     gpu_limit: str
@@ -56,18 +57,20 @@ class Case:
     seq: int = SEQ
     batch: int = BATCH
     target_tokens: int | None = None
+    gradients: str = "auto"
 
     @property
     def name(self) -> str:
         ram = "any RAM" if self.ram_limit == NO_CAP else f"{self.ram_limit} of RAM"
-        return f"{self.shape}, {self.gpu_limit}, {ram}, {self.card}"
+        resident = ", no gradients in RAM" if self.gradients == RESIDENT else ""
+        return f"{self.shape}, {self.gpu_limit}, {ram}, {self.card}{resident}"
 
     def settings(self, folder: Path, gpu_limit_bytes: int) -> Settings:
         """Of its plan; `folder` has the model's config.json. InputError where no settings say what the case is."""
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"gradients": self.gradients}
         if self.ram_limit != NO_CAP:
-            more = {"ram_limit_bytes": parse_size(self.ram_limit), "states_folder": str(folder / "states")}
-        if self.target_tokens is not None and "target_tokens" in {item.name for item in fields(Settings)}:
+            more |= {"ram_limit_bytes": parse_size(self.ram_limit), "states_folder": str(folder / "states")}
+        if self.target_tokens is not None:
             more["target_tokens"] = self.target_tokens
         return Settings(
             model=str(folder), init="random", seq=self.seq, batch=self.batch, gpu=self.card, plan_only=True,
@@ -77,15 +80,19 @@ class Case:
 
 def _cases() -> Iterator[Case]:
     encoder_decoder = {"t5-11b": 512}
-    for shape, gpu_limit, ram_limit, cards in (
-        ("gpt-j-6b", "24GiB", "32GiB", ("rtx3090", "rtx4090", *SERVERS)),
-        ("llama-7b", "12GiB", "32GiB", ("rtx3060", "rtx3090", *SERVERS)),
-        ("t5-11b", "24GiB", "64GiB", ("rtx3090", "rtx4090", *SERVERS)),
-        ("t5-11b", "11GiB", "64GiB", ("rtx2080ti", "rtx3060", *SERVERS)),
+    for shape, gpu_limit, ram_limits, cards in (
+        ("gpt-j-6b", "24GiB", (NO_CAP, "64GiB", "32GiB"), ("rtx3090", "rtx4090", *SERVERS)),
+        ("llama-7b", "12GiB", (NO_CAP, "64GiB", "32GiB"), ("rtx3060", "rtx3090", *SERVERS)),
+        ("t5-11b", "24GiB", (NO_CAP, "64GiB"), ("rtx3090", "rtx4090", *SERVERS)),
+        ("t5-11b", "11GiB", (NO_CAP, "64GiB"), ("rtx2080ti", "rtx3060", *SERVERS)),
     ):
-        for ram in (NO_CAP, ram_limit):
-            for card in cards:
-                yield Case(shape, gpu_limit, ram, card, target_tokens=encoder_decoder.get(shape))
+        every = [
+            Case(shape, gpu_limit, ram_limit, card, target_tokens=encoder_decoder.get(shape))
+            for ram_limit in ram_limits
+            for card in cards
+        ]
+        yield from every
+        yield replace(every[0], gradients=RESIDENT)
     for gpu_limit in LADDER_LIMITS:
         for shape in SHAPES:
             yield Case(shape, gpu_limit, NO_CAP, LADDER_CARD, target_tokens=encoder_decoder.get(shape))
@@ -178,7 +185,8 @@ def main(arguments: list[str] | None = None) -> int:
             values = planned(case, Path(folder) / case.shape)
         row = {
             "kind": KIND, "name": case.name, "shape": case.shape, "card": case.card, "seq": case.seq,
-            "batch": case.batch, "gpu_limit": case.gpu_limit, "ram_limit": case.ram_limit, "error": None,
+            "batch": case.batch, "gpu_limit": case.gpu_limit, "ram_limit": case.ram_limit,
+            "gradients": case.gradients, "error": None,
         }  # fmt: skip
         row |= values | {"planning_seconds": time.perf_counter() - began} | common
         row_file.append(path, row)

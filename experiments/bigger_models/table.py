@@ -1,10 +1,11 @@
 """The README's tables and its verdict, made from rows: `python -m experiments.bigger_models.table`."""
 
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 from experiments.bigger_models.measure import CARD_CASES, ON_CARD, RAM_WITHIN, TRAINED
-from experiments.bigger_models.plans import CASES, KIND, LADDER_CARD, LADDER_LIMITS, NO_CAP, SMALLEST
+from experiments.bigger_models.plans import CASES, KIND, LADDER_CARD, LADDER_LIMITS, NO_CAP, RESIDENT, SMALLEST
 from experiments.bigger_models.shapes import SHAPES
 from experiments.harness import rows as row_file
 from experiments.harness.tables import markdown, put
@@ -27,8 +28,11 @@ def section(rows: list[dict]) -> str:
     planned = {row["name"]: row for row in rows if row["kind"] == KIND}
     parts = [
         "**Plans**, 64 x 1,024 tokens a step, GiB. *RAM* is the whole process's; *in it* are Adam's states with the "
-        "lower halves of the weights / working weights / boundaries; *on the disk* the states that RAM has no room for",
+        "lower halves of the weights / working weights / boundaries / gradients; *on the disk* the states that RAM has "
+        "no room for; *twice*: forward and backward",
         _plans(planned),
+        "**Gradients in RAM** where the GPU does not hold them all, instead of forward and backward twice; any RAM, GiB",
+        _gradients(planned),
         f"**The ladder**: 64 x 1,024 tokens a step on an {LADDER_CARD}, any RAM, GiB: under {LADDER_LIMITS[0]}, and "
         "under the smallest cap of GPU memory. *6 N*: floating-point operations of one forward and backward, six per "
         "parameter and token, of what a step does",
@@ -53,6 +57,7 @@ def _plans(planned: dict[str, dict]) -> str:
         "of it waiting", "tokens/s",
     )  # fmt: skip
     cases = [case for case in CASES if case.gpu_limit != SMALLEST and case.name in planned]
+    cases = [case for case in cases if case.gradients != RESIDENT]
     several = {(case.shape, case.gpu_limit) for case in CASES if case.ram_limit != NO_CAP}  # the ladder has one RAM
     lines = []
     for _, group in groupby(cases, key=lambda case: (case.shape, case.gpu_limit, case.ram_limit)):
@@ -70,12 +75,29 @@ def _plans(planned: dict[str, dict]) -> str:
 def _plan(row: dict) -> list[str]:
     said, ram = row["predicted"], row["ram_breakdown"]
     peaks = " / ".join(_gib(said[f"gpu_{kind}_peak_bytes"]) for kind in ("allocated", "reserved"))
-    parts = " / ".join(_gib(ram.get(f"streamed_{name}", 0)) for name in ("states", "weights", "boundaries"))
+    streamed = ("states", "weights", "boundaries", "gradients")
+    parts = " / ".join(_gib(ram.get(f"streamed_{name}", 0)) for name in streamed)
+    seconds = f"{said['step_seconds']:.0f}" + (", twice" if row["choice"]["norm_first"] else "")
     return [
         row["shape"], row["gpu_limit"], row["ram_limit"], row["card"], peaks, _gib(said["ram_peak_bytes"]), parts,
-        _gib(row["disk"].get("states", 0)), f"{said['step_seconds']:.0f}", f"{row['seconds_waiting_for_copies']:.0f}",
+        _gib(row["disk"].get("states", 0)), seconds, f"{row['seconds_waiting_for_copies']:.0f}",
         f"{row['tokens_per_second']:,.0f}",
     ]  # fmt: skip
+
+
+def _gradients(planned: dict[str, dict]) -> str:
+    header = ("model", "GPU cap", "card", "twice: RAM", "s per step", "in RAM: RAM", "s per step", "of the time")
+    lines = []
+    for case in CASES:
+        pair = [planned.get(one.name) for one in (case, replace(case, gradients="auto"))]
+        if case.gradients != RESIDENT or any(row is None or row["error"] for row in pair):
+            continue
+        cells = [case.shape, case.gpu_limit, case.card]
+        for row in pair:
+            cells += [_gib(row["predicted"]["ram_peak_bytes"]), f"{row['predicted']['step_seconds']:.0f}"]
+        twice, in_ram = (row["predicted"]["step_seconds"] for row in pair)
+        lines.append([*cells, f"{in_ram / twice:.2f}"])
+    return markdown(header, lines)
 
 
 def _ladder(planned: dict[str, dict]) -> str:
@@ -96,7 +118,8 @@ def _ladder(planned: dict[str, dict]) -> str:
 def _of(planned: dict[str, dict], shape: str, gpu_limit: str) -> dict | None:
     """The ladder's row; None where it was not planned."""
     where = (shape, gpu_limit, NO_CAP, LADDER_CARD)
-    case = next(case for case in CASES if (case.shape, case.gpu_limit, case.ram_limit, case.card) == where)
+    where_of = [((case.shape, case.gpu_limit, case.ram_limit, case.card), case) for case in CASES]
+    case = next(case for found, case in where_of if found == where and case.gradients != RESIDENT)
     return planned.get(case.name)
 
 
@@ -169,20 +192,21 @@ def _on_card(rows: list[dict]) -> str:
 
 def verdict(rows: list[dict]) -> str:
     """What the rows come to, in sentences; none for what no row is about."""
-    planned = [row for row in rows if row["kind"] == KIND]
+    planned = [row for row in rows if row["kind"] == KIND and row.get("gradients") != RESIDENT]
     fitting = [row for row in planned if not row["error"]]
     sentences = []
     for shape in SHAPES:
         for gpu_limit in dict.fromkeys(case.gpu_limit for case in CASES if case.ram_limit != NO_CAP):
             found = [row for row in fitting if (row["shape"], row["gpu_limit"]) == (shape, gpu_limit)]
-            free, capped = (
-                [row for row in found if (row["ram_limit"] == NO_CAP) is any_ram] for any_ram in (True, False)
+            free, *capped = (
+                [row for row in found if row["ram_limit"] == ram_limit]
+                for ram_limit in dict.fromkeys([NO_CAP, *(case.ram_limit for case in CASES)])
             )
-            if free and capped:
+            if free and any(capped):
                 sentences.append(
                     f"{shape} trains under {gpu_limit} of GPU memory by its plan: with {_span(free)} of RAM, at "
-                    f"{_speeds(free)}; under {capped[0]['ram_limit']} of RAM with {_states(capped)} of states on a "
-                    f"disk, at {_speeds(capped)}."
+                    + "; ".join([_speeds(free), *(_under_ram(alike) for alike in capped if alike)])
+                    + "."
                 )
     refused = {(row["shape"], row["error"]) for row in planned if row["error"]}
     sentences += [f"{shape} is refused: {error}." for shape, error in sorted(refused)]
@@ -224,6 +248,10 @@ def verdict(rows: list[dict]) -> str:
             f"was predicted to {min(off):+.1%} to {max(off):+.1%}."
         )
     return "\n".join(f"- {sentence}" for sentence in sentences)
+
+
+def _under_ram(rows: list[dict]) -> str:
+    return f"under {rows[0]['ram_limit']} of RAM with {_states(rows)} of states on a disk, at {_speeds(rows)}"
 
 
 def _span(rows: list[dict], unit: str = " GiB") -> str:

@@ -73,6 +73,7 @@ def _run(case: Case, folder: Path) -> dict:
     for name in ALLOCATOR_VARIABLES:
         os.environ[name] = f"expandable_segments:{case.grow}"
     arguments = [*_model(case, folder), *RUN, *_data(case, folder), *case.options]
+    arguments += ["--gradients", "resident"] if case.two_passes else []
     with patch.object(planner, "_choices", _in_two_passes if case.two_passes else planner._choices):
         limit = _tight_cap(arguments) if case.cap == TIGHT else case.cap
         arguments += ["--gpu-limit", str(limit), "--out", str(folder / "run")]
