@@ -31,7 +31,7 @@ def section(rows: list[dict]) -> str:
         "lower halves of the weights / working weights / boundaries / gradients; *on the disk* the states that RAM has "
         "no room for; *twice*: forward and backward",
         _plans(planned),
-        "**Gradients in RAM** where the GPU does not hold them all, instead of forward and backward twice; any RAM, GiB",
+        "**Gradients in RAM** where the GPU does not hold them, instead of forward and backward twice; any RAM, GiB",
         _gradients(planned),
         f"**The ladder**: 64 x 1,024 tokens a step on an {LADDER_CARD}, any RAM, GiB: under {LADDER_LIMITS[0]}, and "
         "under the smallest cap of GPU memory. *6 N*: floating-point operations of one forward and backward, six per "
