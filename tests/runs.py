@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -94,8 +94,8 @@ def remembering() -> Iterator[Callable]:
 
 
 @contextmanager
-def simulations_shared(module: ModuleType) -> Iterator[None]:
-    """What `module` simulates for one model, step and card is simulated once: nothing of it depends on a cap or on what
+def simulations_shared(*modules: ModuleType) -> Iterator[None]:
+    """What `modules` simulate for one model, step and card is simulated once: nothing of it depends on a cap or on what
     of the layout was asked for (simulations.py)."""
     targets: dict[str, Target] = {}
     made: dict[tuple, Simulations] = {}
@@ -111,7 +111,11 @@ def simulations_shared(module: ModuleType) -> Iterator[None]:
             made[key] = Simulations(decoder, base, target)
         return made[key]
 
-    with patch.multiple(module, gpu_target=target_of, Simulations=simulations_of):
+    shared = {"gpu_target": target_of, "Simulations": simulations_of}
+    with ExitStack() as patches:
+        for module in modules:
+            there = {name: value for name, value in shared.items() if hasattr(module, name)}
+            patches.enter_context(patch.multiple(module, **there))
         yield
 
 

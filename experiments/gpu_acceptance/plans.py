@@ -26,7 +26,7 @@ from experiments.gpu_acceptance.layouts import CAPPED, DRY_GRID, GRID, ModelLayo
 from experiments.gpu_acceptance.measured import Measured, Ran, error, prepared, train
 from experiments.harness.child import Result, Setting
 from lowmem.core.layout import Layout
-from lowmem.planning.planner import MARGIN_BYTES
+from lowmem.planning.caps import MARGIN_BYTES
 from lowmem.planning.search import Choices, MemoryLimits, fastest
 from lowmem.planning.simulations import Simulations
 from lowmem.simulate.allocator import SimulatedOutOfMemory

@@ -17,7 +17,7 @@ from experiments.memory_estimation.plain import record_plain
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.models.build import make_decoder
-from lowmem.planning.planner import fastest_layout, least_room
+from lowmem.planning.gpu_plan import fastest_layout, least_room
 from lowmem.planning.search import MemoryLimits
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings

@@ -24,8 +24,9 @@ from experiments.plan_accuracy.cases import CASES, NO_CAP, TIGHT, Case
 from lowmem.device import ALLOCATOR_VARIABLES, set_environment
 from lowmem.errors import PlanError
 from lowmem.models.build import load_config
-from lowmem.planning import planner
-from lowmem.planning.planner import make_plan, smallest_cap
+from lowmem.planning import alternatives
+from lowmem.planning.caps import smallest_cap
+from lowmem.planning.planner import make_plan
 from lowmem.planning.target import planning_target
 from lowmem.run.cli import parse_arguments
 from lowmem.run.main import main as program
@@ -74,7 +75,7 @@ def _run(case: Case, folder: Path) -> dict:
         os.environ[name] = f"expandable_segments:{case.grow}"
     arguments = [*_model(case, folder), *RUN, *_data(case, folder), *case.options]
     arguments += ["--gradients", "resident"] if case.two_passes else []
-    with patch.object(planner, "_choices", _in_two_passes if case.two_passes else planner._choices):
+    with patch.object(alternatives, "choices_of", _in_two_passes if case.two_passes else alternatives.choices_of):
         limit = _tight_cap(arguments) if case.cap == TIGHT else case.cap
         arguments += ["--gpu-limit", str(limit), "--out", str(folder / "run")]
         with memory_alone():
@@ -112,7 +113,7 @@ def _data(case: Case, folder: Path) -> list[str]:
     return ["--data", str(folder / "train.txt"), "--eval-data", str(folder / "evaluation.txt"), "--eval-batches", "1"]
 
 
-def _in_two_passes(settings: Settings, simulations, choices=planner._choices):
+def _in_two_passes(settings: Settings, simulations, choices=alternatives.choices_of):
     return replace(choices(settings, simulations), norm_first=True)
 
 

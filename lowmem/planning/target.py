@@ -64,7 +64,7 @@ def card_for(settings: Settings) -> Card:
 
 def _nearest(capability: tuple[int, int], properties) -> Card:
     """A card that is not in the table, taken for the one that is most like it. It is not timed: what is
-    chosen must not depend on a stopwatch (planner.py)."""
+    chosen must not depend on a stopwatch (cpu_plan.py)."""
     alike = min(
         CARDS.values(),
         key=lambda card: (

@@ -9,7 +9,7 @@ from io import FileIO
 
 import pytest
 
-import lowmem.planning.planner
+import lowmem.planning.cpu_plan
 import lowmem.run.checkpoint
 import lowmem.run.train
 from lowmem.core.step import TrainingStep
@@ -29,7 +29,7 @@ def test_on_a_busier_machine_a_run_still_goes_on(train, tmp_path, monkeypatch):
         assert train(tmp_path / "out", *options) == 75
     plan = stored(tmp_path / "out/plan.json")
     assert plan["choice"]["micro_batch"] == 64 and not plan["choice"]["recompute"]
-    monkeypatch.setattr(lowmem.planning.planner, "CPU_TRAINING_BYTES", 0)
+    monkeypatch.setattr(lowmem.planning.cpu_plan, "CPU_TRAINING_BYTES", 0)
     free_bytes = sum(plan["breakdown"].values()) - plan["breakdown"]["process"] - MIB
     monkeypatch.setattr(lowmem.run.train, "ram_available_bytes", lambda: (free_bytes, "the machine's free memory"))
     assert train(tmp_path / "out", *options) == 0

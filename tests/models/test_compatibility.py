@@ -24,7 +24,7 @@ from transformers import (
 from lowmem.errors import InputError
 from lowmem.models.build import load_config
 from lowmem.models.compatibility import compare_small_copy
-from lowmem.planning import planner
+from lowmem.planning import gpu_plan, planner
 from lowmem.planning.planner import make_plan
 from lowmem.settings import Settings
 from lowmem.simulate import cuda_ops
@@ -132,6 +132,6 @@ def test_an_error_of_ours_above_it_is_ours(monkeypatch, error):
     def fastest(*_):
         raise error("a bug")
 
-    monkeypatch.setattr(planner, "fastest", fastest)
+    monkeypatch.setattr(gpu_plan, "fastest", fastest)
     with pytest.raises(error, match="a bug"):
         planned(load_config("gpt2-demo", "random"))

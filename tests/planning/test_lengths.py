@@ -7,7 +7,8 @@ import pytest
 from transformers import GPT2Config
 
 from lowmem.models.build import make_decoder
-from lowmem.planning.planner import make_plan, step_case, timed_with
+from lowmem.planning.alternatives import step_case
+from lowmem.planning.planner import make_plan, timed_with
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 from lowmem.simulate.gpus import CARDS
@@ -72,7 +73,7 @@ def test_on_the_cpu_nobody_knows_seconds():
 )
 def test_no_lengths_take_more_memory_than_full_rows(plan, layout, kind):
     """What is allocated is never more. What is reserved may be, by a few pages of 2 MiB, for holes are other ones; the
-    margin that plans leave (planner.MARGIN_BYTES) is an order wider."""
+    margin that plans leave (caps.MARGIN_BYTES) is an order wider."""
     target = gpu_target(CARD, plan.fused_kernels)
     case = step_case(SETTINGS, "bf16")
     case = dataclasses.replace(case, layout=dataclasses.replace(plan.layout, **layout, first_group=0))

@@ -19,9 +19,11 @@ from lowmem.core.layout import Layout
 from lowmem.errors import InputError, PlanError
 from lowmem.limits import CONTEXT_BYTES, ram_now_bytes
 from lowmem.models.build import load_config
-from lowmem.planning import planner, simulations
+from lowmem.planning import cpu_plan, gpu_plan, planner, simulations
+from lowmem.planning.alternatives import choices_of
+from lowmem.planning.caps import MARGIN_BYTES, room_under, smallest_cap
 from lowmem.planning.plan import Plan, kept_in_words
-from lowmem.planning.planner import MARGIN_BYTES, make_plan, room_under, smallest_cap
+from lowmem.planning.planner import make_plan
 from lowmem.planning.ram import CUDA_PROCESS_BYTES, Process
 from lowmem.planning.simulations import Simulations
 from lowmem.planning.target import card_for, planning_target
@@ -40,7 +42,7 @@ PARAMETERS = (5_000 + 256) * 512 + 4 * (12 * 512**2 + 13 * 512) + 2 * 512
 
 @pytest.fixture(scope="module", autouse=True)
 def shared():
-    with simulations_shared(planner):
+    with simulations_shared(gpu_plan, cpu_plan):
         yield
 
 
@@ -125,7 +127,7 @@ def test_the_timeline_covers_one_step_and_reaches_the_peak():
 
 
 def test_the_same_plan_is_made_every_time(monkeypatch):
-    monkeypatch.setattr(planner, "Simulations", Simulations)  # nothing is shared
+    monkeypatch.setattr(gpu_plan, "Simulations", Simulations)  # nothing is shared
     question = {"gpu_limit_bytes": 400 * MIB, "micro_batch": 2}
     assert plan_for(**question) == plan_for(**question)
 
@@ -487,7 +489,7 @@ def test_batches_that_are_no_power_of_two_are_cut_into_any_parts_of_one_size():
     assert plan_for(batch=7).layout.micro_batch == 7
     small = SimpleNamespace(units=6, blocks=4)
     micro_batches = {
-        batch: planner._choices(dataclasses.replace(SMALL, batch=batch), small).micro_batches for batch in (64, 63)
+        batch: choices_of(dataclasses.replace(SMALL, batch=batch), small).micro_batches for batch in (64, 63)
     }
     assert micro_batches == {64: [1, 2, 4, 8, 16, 32, 64], 63: [1, 3, 7, 9, 21, 63]}
 
@@ -618,7 +620,7 @@ def test_on_the_cpu_too_states_are_on_the_disk_where_ram_has_no_room_or_is_not_f
 
 def test_where_the_fastest_layout_leaves_no_room_in_ram_another_one_may(monkeypatch):
     """Whose boundaries take less there."""
-    on_disk, refused = planner._with_states_on_disk, []
+    on_disk, refused = gpu_plan._with_states_on_disk, []
 
     def without_the_first(simulations, found, *rest):
         if not refused:
@@ -626,6 +628,6 @@ def test_where_the_fastest_layout_leaves_no_room_in_ram_another_one_may(monkeypa
             return None
         return on_disk(simulations, found, *rest)
 
-    monkeypatch.setattr(planner, "_with_states_on_disk", without_the_first)
+    monkeypatch.setattr(gpu_plan, "_with_states_on_disk", without_the_first)
     plan = plan_for(config=DEEP, boundaries="streamed", states="disk", states_folder="/fast", micro_batch=2)
     assert plan.layout.disk_units and plan.layout.segment_blocks != refused[0].segment_blocks

@@ -14,7 +14,7 @@ from transformers import GPT2Config, LlamaConfig
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.models.build import make_decoder
-from lowmem.planning.planner import fastest_layout, least_room
+from lowmem.planning.gpu_plan import fastest_layout, least_room
 from lowmem.planning.search import Choices, MemoryLimits, fastest, smallest_room, streaming_more
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
