@@ -3,7 +3,7 @@
 A plan follows from the settings that PLANNED names, the model's config, the precision, the card, whether it runs fused
 kernels, and the versions of PyTorch, transformers and this package; all of that is hashed into a file's name. What the
 process that trains holds of RAM differs a little from start to start, so it is no part of the question: a plan counts
-again if it keeps to RAM's cap with what is held now.
+again if it keeps to RAM's cap, and to what is free, with what is held now.
 
 Files are in ~/.cache/lowmem/plans ($XDG_CACHE_HOME/lowmem/plans), or where LOWMEM_PLANS says; LOWMEM_PLANS=off keeps
 none. A few hundred KiB each; they may be deleted at any time.
@@ -69,7 +69,9 @@ class Question:
             stored = json.loads(self._path().read_text(encoding="utf-8"))
             kept = stored["plan"]
             layout, timeline = Layout(**kept["layout"]), [tuple(row) for row in kept["timeline"]]
-            plan = Plan(**kept | {"layout": layout, "timeline": timeline}, settings=self.settings, card=self.card)
+            roomy = kept["if_ram_were_free"] and tuple(kept["if_ram_were_free"])
+            kept |= {"layout": layout, "timeline": timeline, "if_ram_were_free": roomy}
+            plan = Plan(**kept, settings=self.settings, card=self.card)
             return plan if self.process is None else self._with_this_process(plan, stored["process_bytes"])
         except (AttributeError, OSError, ValueError, TypeError, KeyError):  # there is none, or not what was written
             return None
@@ -85,6 +87,8 @@ class Question:
         over_the_cap = limit is not None and plan.ram_bytes > limit
         not_free = free is not None and plan.ram_bytes - held.now_bytes > free
         faster_now = plan.seconds_with_more_ram is not None and grown < -PROCESS_VARIES_BYTES
+        if plan.if_ram_were_free is not None:
+            faster_now = free is None or plan.if_ram_were_free[0] + grown - held.now_bytes <= free
         return None if over_the_cap or not_free or faster_now else plan
 
     def _keep(self, plan: Plan) -> None:

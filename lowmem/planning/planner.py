@@ -13,7 +13,7 @@ refusal says whether 8-bit moments would fit.
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from functools import partial
 import torch
 from transformers import PretrainedConfig
 
+from lowmem.core.decoder import Decoder
 from lowmem.errors import PlanError
 from lowmem.limits import ram_now_bytes
 from lowmem.models.build import make_decoder
@@ -45,19 +46,22 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """The plan for the model of `config` on `device` ("cuda", with a `card`, or "cpu"); PlanError, naming the smallest
     caps that would do, where nothing fits; InputError for an architecture that cannot be trained in pieces.
-    `ram_free_bytes`: what this machine has, if the plan is for this machine. `fused_kernels`: whether operators.py's
-    can be had, None: as is to be expected of the card. `process`: what the process that is going to train has taken,
-    where that is not this one."""
+    `ram_free_bytes`: what this machine has, if the plan is for this machine: it keeps to that. `fused_kernels`: whether
+    operators.py's can be had, None: as is to be expected of the card. `process`: what the process that is going to
+    train has taken, where that is not this one."""
     if process is None and (device == "cpu" or torch.cuda.is_initialized()):
         process = Process(ram_now_bytes(), 0)
     not_compared = compare_small_copy(config, settings.masks_documents, precision, settings.residual)
     decoder = partial(make_decoder, config, precision, settings.residual)
+    free_bytes = None if ram_free_bytes is None or process is None else process.now_bytes + ram_free_bytes
     with architecture_blamed(settings.model, precision), _what_is_there_left_to_itself():
         if device == "cpu":
             plan = cpu_plan(settings, decoder, precision, ram_free_bytes, process)
         else:
             plan = gpu_plan(settings, decoder, precision, card, fused_kernels, process)
-    if ram_free_bytes is not None and process is not None and plan.ram_bytes - process.now_bytes > ram_free_bytes:
+            if free_bytes is not None and plan.ram_bytes > free_bytes:
+                plan = _within_what_is_free(plan, free_bytes, decoder, precision, card, fused_kernels, process)
+    if free_bytes is not None and plan.ram_bytes > free_bytes:
         raise PlanError(
             f"{what(settings)} needs {format_size(plan.ram_bytes)} of RAM in "
             f"this plan, and {format_size(ram_free_bytes)} are free here; free some, or lower --micro-batch or --seq."
@@ -72,6 +76,21 @@ def make_plan(
     if process is not None and process.peak_bytes:
         plan = replace(plan, ram={"prepare": {"process": process.peak_bytes}} | plan.ram)
     return replace(plan, not_compared=not_compared)
+
+
+def _within_what_is_free(
+    plan: Plan, free_bytes: int, decoder: Callable[[], Decoder], precision: str, card: Card,
+    fused_kernels: bool | None, process: Process,
+) -> Plan:  # fmt: skip
+    """A plan that keeps to the RAM that is free, instead of `plan`, which does not; that one where there is none. Its
+    micro-batch is the same: the bits of the result must not depend on what happens to be free."""
+    settings = replace(plan.settings, ram_limit_bytes=free_bytes, micro_batch=plan.layout.micro_batch)
+    try:
+        less = gpu_plan(settings, decoder, precision, card, fused_kernels, process)
+    except PlanError:
+        return plan
+    roomy = plan.ram_bytes, plan.step_seconds
+    return replace(less, settings=plan.settings, seconds_with_more_ram=None, if_ram_were_free=roomy)
 
 
 @contextmanager

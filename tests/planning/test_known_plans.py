@@ -73,6 +73,23 @@ def test_every_setting_that_planning_reads_is_part_of_the_question():
     assert read & {item.name for item in dataclasses.fields(Settings)} <= {*PLANNED} | SHOWN
 
 
+def test_a_plan_for_the_ram_that_was_free_counts_until_there_is_room_for_the_faster_one():
+    process = Process(GIB, GIB)
+
+    def tight(*arguments):
+        plan = make_plan(*arguments)
+        return dataclasses.replace(plan, if_ram_were_free=(plan.ram_bytes + 500 * MIB, plan.step_seconds / 2))
+
+    def asked(more_mib: int):
+        return question(process=process, free=made.ram_bytes - GIB + more_mib * MIB)
+
+    made = question(process=process, free=64 * GIB).answer(tight)
+    assert asked(499).answer(never) == made == asked(0).answer(never)
+    for more_mib in (-1, 500):
+        with pytest.raises(AssertionError, match="asked anew"):
+            asked(more_mib).answer(never)
+
+
 def test_what_the_process_holds_now_is_in_the_plan():
     made = question(process=Process(GIB, GIB + MIB)).answer(make_plan)
     known = question(process=Process(GIB + 100 * MIB, GIB + 200 * MIB)).answer(never)

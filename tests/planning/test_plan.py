@@ -32,7 +32,7 @@ from lowmem.settings import Settings
 from lowmem.simulate.gpus import CARDS
 from lowmem.simulate.recorder import Chunk
 from lowmem.simulate.step import record_step
-from lowmem.units import GIB, MIB, parse_size
+from lowmem.units import GIB, MIB, format_size, parse_size
 from runs import ROOT, simulations_shared
 
 CONFIG = GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=5_000, n_positions=256)
@@ -381,6 +381,26 @@ def test_a_machine_with_too_little_memory_is_refused_like_a_cap():
     with pytest.raises(PlanError, match="400 MiB of RAM"):
         plan_for("cpu", "fp32", ram_free_bytes=4 * GIB, ram_limit_bytes=400 * MIB)
     assert plan_for("cpu", "fp32", ram_free_bytes=64 * GIB).to_dict()["limits"]["ram_bytes"] is None
+
+
+def test_a_plan_for_a_gpu_that_is_here_keeps_to_the_ram_that_is_free_and_the_micro_batch_does_not_follow_it():
+    process = Process(GIB, GIB)
+    settings = dataclasses.replace(SMALL, gpu_limit_bytes=600 * MIB, weights="resident")
+
+    def plan(free_bytes: int) -> Plan:
+        return make_plan(settings, DEEP, "cuda", "bf16", CARDS["rtx3090"], free_bytes, process=process)
+
+    roomy = plan(64 * GIB)
+    assert roomy.layout.gradients_in_ram and roomy.if_ram_were_free is None
+    tight = plan(roomy.ram_bytes - GIB - 100 * MIB)
+    assert tight.ram_bytes <= roomy.ram_bytes - 100 * MIB and not tight.layout.gradients_in_ram
+    assert tight.layout.micro_batch == roomy.layout.micro_batch and tight.settings == settings
+    assert tight.if_ram_were_free == (roomy.ram_bytes, roomy.step_seconds) and roomy.step_seconds < tight.step_seconds
+    said = " ".join(tight.describe().split())
+    assert f"the RAM that is free here decides: with {format_size(roomy.ram_bytes)} a step takes" in said
+    assert tight.to_dict()["if_ram_were_free"]["ram_bytes"] == roomy.ram_bytes
+    with pytest.raises(PlanError, match="64.0 MiB are free here"):
+        plan(64 * MIB)
 
 
 # --- python -m lowmem.plan
