@@ -123,10 +123,10 @@ class Settings:
                                           "plan's seconds", "SIZE")
     weights: Literal["auto", "resident", "streamed"] = _option(
         "auto", "working weights of the blocks on the GPU, or in RAM and brought over for each pass: the same result, "
-        "bit for bit; auto: in RAM where nothing else fits")
+        "bit for bit; auto: in RAM where that is what fits, or faster")
     boundaries: Literal["auto", "resident", "streamed"] = _option(
         "auto", "inputs of blocks on the GPU until their backward, or in RAM: the same result, bit for bit; auto: in "
-        "RAM where nothing else fits")
+        "RAM where that is what fits, or faster")
     gradients: Literal["auto", "resident", "streamed"] = _option(
         "auto", "gradients on the GPU until all are known and clipped, or in RAM: the same result, bit for bit; "
         "resident: where the GPU does not hold them, forward and backward run twice")
@@ -227,7 +227,7 @@ class Settings:
         if self.gradients == "streamed" and self.clip_norm is None:
             yield "--gradients streamed are those that wait to be clipped: leave out --clip-norm 0."
         if self.gradients == "streamed" and self.group not in (None, most):
-            yield f"--gradients streamed takes the whole batch as one group: leave out --group, or give {most}."
+            yield "--gradients streamed takes the whole batch as one group: leave out --group."
 
         for name in ("gpu_limit_bytes", "ram_limit_bytes", "disk_rate_bytes"):
             if getattr(self, name) is not None and getattr(self, name) < MIB:

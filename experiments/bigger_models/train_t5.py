@@ -3,12 +3,12 @@
 What it takes, in GiB (2**30 bytes), for N parameters, 24 + 24 blocks of width 1,024 with 65,536 within, and a batch of
 64 rows, each a source of 512 tokens and a target of 512:
 
-    working weights, bf16      2 N                             21.06   4.6 on the GPU, with 12 of the encoder's blocks;
+    working weights, bf16      2 N                             21.06   3.8 on the GPU, with ten of the encoder's blocks;
                                                                        the rest in RAM, brought over block by block
     two blocks' slots          2 x 2 x 268,435,456              1.00   one that computes, one that comes
-    gradients, fp32            4 N                             42.12   never held: forward and backward run twice, first
-                                                                       for the norm, then block by block
-    gradients of a block       4 x 4 x 67,108,864               1.00   of a decoder's, with its cross-attention
+    gradients, fp32            4 N                             42.12   in RAM until their updates, for they are clipped
+    gradients of a block       4 x 4 x 67,108,864               1.00   of a decoder's, with its cross-attention; those
+                                                                       of the block above are on their way
     boundaries, fp32           64 x 1,024 x 1,024 x 4 x 48     12.00   of source and target; under 11 GiB in RAM
     a block at work            4 rows                           3.5    of them T x T scores of 128 heads, in fp32
     Adam's m and v, fp32       8 N                             84.25   in RAM, or with --states-folder DIR on a disk

@@ -24,7 +24,7 @@ class FinalGradients:
     """Collects the norms of gradients; what else becomes of them is a subclass's to say.
 
     `by_unit`: whether `finish` is called for each unit, as its gradients are final, or at the end of the pass alone;
-    `held`: whether they are there then, for updates to come.
+    `held`: whether they are there at that end, on the device or in RAM, for updates to come.
     """
 
     by_unit, held = False, True
@@ -68,7 +68,7 @@ class HeldGradients(FinalGradients):
 
 
 class LeavingGradients(FinalGradients):
-    """Sends gradients to RAM, where there is room for them there, when their norms have been taken."""
+    """Sends the gradients of parts that have a `gradient_home` to RAM when their norms have been taken."""
 
     by_unit = True
 

@@ -59,6 +59,8 @@ class Layout:
     least_positions: int = 1
 
     def __post_init__(self):
+        if self.norm_first and self.gradients_in_ram:
+            raise ValueError("gradients that wait in RAM need no pass of their own for the norm")
         if self.resident_weights is None:
             return
         if self.whole_blocks or not self.recompute:

@@ -6,10 +6,11 @@ weights, so an update is a few operations on long vectors and a few copies, what
 parameter starts at a multiple of BLOCK elements, so that 8-bit states of one never share a scale with another's. A part
 is updated in pieces of at most PIECE elements, which bounds the staging ring.
 
-Bytes per parameter: 2 working (4 in fp32) on the device; 4 for the fp32 gradient while there is one; the optimizer's
-state (optimizers.py) on the device, in RAM or, of matrices, on a disk (disk.py). Where even the working weights are
-more than the device has room for, the matrices of most blocks lie in RAM, too: for forward and backward they pass
-through the device (streamed_weights.py), and to be updated they come with their state."""
+Bytes per parameter: 2 working (4 in fp32) on the device; 4 for the fp32 gradient while there is one, there or, until
+its update, in RAM (streamed_gradients.py); the optimizer's state (optimizers.py) on the device, in RAM or, of matrices,
+on a disk (disk.py). Where even the working weights are more than the device has room for, the matrices of most blocks
+lie in RAM, too: for forward and backward they pass through the device (streamed_weights.py), and to be updated they
+come with their state."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator

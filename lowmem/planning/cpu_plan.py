@@ -74,24 +74,26 @@ def cpu_plan(
     def twice(layout: Layout) -> Layout:
         return replace(layout, norm_first=True, group=settings.batch // layout.micro_batch)
 
+    gradients_streamed = settings.gradients == "streamed"
+
     def groups_of(micro_batch: int) -> int:
-        whole = settings.gradients == "streamed"
-        return settings.batch // micro_batch if whole else choices.groups_of(settings.batch, micro_batch)[0]
+        groups = choices.groups_of(settings.batch, micro_batch)
+        return settings.batch // micro_batch if gradients_streamed else groups[0]
 
     most = max(CPU_MICRO_BATCH_TOKENS // settings.seq, 1)
     sizes = [size for size in choices.micro_batches if size <= most] or choices.micro_batches[:1]
     layouts = [
         Layout(
             size, groups_of(size), choices.segments[0],
-            resident_units=choices.resident_units[-1], resident_weights=choices.resident_weights,
-            boundaries_in_ram=settings.boundaries == "streamed", disk_units=choices.disk_units,
-            gradients_in_ram=settings.gradients == "streamed",
+            resident_units=0 if gradients_streamed else choices.resident_units[-1],
+            resident_weights=choices.resident_weights, boundaries_in_ram=settings.boundaries == "streamed",
+            disk_units=choices.disk_units, gradients_in_ram=gradients_streamed,
             least_positions=case.layout.least_positions,
         )
         for size in reversed(sizes)
     ]  # fmt: skip
     layouts = [simulations.keeping(layout, choices.kept[0]) for layout in layouts]
-    may_run_twice = settings.clip_norm is not None and settings.group is None and settings.gradients != "streamed"
+    may_run_twice = settings.clip_norm is not None and settings.group is None and not gradients_streamed
     if may_run_twice:
         layouts += map(twice, list(layouts))
     plan = next((plan for plan in map(plan_of, layouts) if fits(plan)), None)
@@ -101,7 +103,7 @@ def cpu_plan(
         if plan is not None and settings.states != "disk":
             plan = with_fewer_on_disk(plan)
     if plan is None:
-        least = plan_of(layouts[-1]).ram_bytes + PROCESS_VARIES_BYTES
+        least = min(plan_of(layout).ram_bytes for layout in layouts) + PROCESS_VARIES_BYTES
         raise PlanError(refusal(settings, None, None, least))
     if may_run_twice and not fits_here(plan):  # which changes no bit, so what is free may decide it
         plan = plan_of(twice(plan.layout))

@@ -80,8 +80,14 @@ def gpu_plan(
     run = _as_it_runs(simulations, found, gpu_limit)
     plan = _plan(settings, simulations, "cuda", precision, card, gpu_limit, run, process_bytes)
     plan = replace(plan, fused_kernels=target.fused_kernels)
-    plan = replace(plan, seconds_with_more_ram=_seconds_with_more_ram(settings, simulations, room, found))
-    return plan
+    faster = None
+    if found.layout.norm_first and room.ram is not None and settings.gradients == "auto":
+        roomy = fastest_layout(replace(settings, gradients="streamed"), simulations, MemoryLimits(room.gpu, None))
+        if roomy is not None and roomy.recording.seconds < _WORTH_SAYING * plan.step_seconds:
+            ram = _plan(settings, simulations, "cuda", precision, card, gpu_limit, roomy, process_bytes).ram_bytes
+            faster = ram, roomy.recording.seconds
+    more = None if faster else _seconds_with_more_ram(settings, simulations, room, found)
+    return replace(plan, seconds_with_more_ram=more, faster_with_ram=faster)
 
 
 def _as_it_runs(simulations: Simulations, found: Found, gpu_limit: int | None) -> Found:
@@ -97,22 +103,45 @@ def _as_it_runs(simulations: Simulations, found: Found, gpu_limit: int | None) -
 
 
 def fastest_layout(settings: Settings, simulations: Simulations, room: MemoryLimits) -> Found | None:
-    """Of all that the settings leave open, in this order: everything that computes is on the GPU; working weights are
-    streamed; boundaries are in RAM; both; and then the same with states on a disk, as few as may be. What comes later
-    takes more RAM, or a disk, and is tried where nothing before it fits, or only what runs forward and backward twice:
-    of these it is the fastest. What a disk costs is no part of the search, since all that streams as much waits for it
-    as long."""
+    """The fastest of all that the settings leave open, list by list: everything that computes is on the GPU; working
+    weights are streamed; boundaries are in RAM; both; and then the same with states on a disk, as few as may be. What
+    comes later takes more RAM, or a disk. It is looked at until something fits whose weights are on the GPU with all
+    gradients, and a disk is used only where nothing fits without, or nothing but what runs forward and backward twice.
+    What a disk costs is no part of the search, since all that streams as much waits for it as long."""
     best = None
     for alternatives in in_order(settings, simulations):
+        on_disk = bool(alternatives[0].disk_units)
+        if best is not None:
+            if on_disk and not best.layout.norm_first:
+                break
+            alternatives = _possibly_faster(alternatives, best)
         below_seconds = math.inf if best is None else best.recording.seconds
-        if alternatives[0].disk_units:
+        if on_disk:
             found = _fastest_with_disk(settings, simulations, alternatives, room, below_seconds)
         else:
             found = _fastest_of(simulations, alternatives, room, below_seconds)[0]
         best = found or best
-        if best is not None and not best.layout.norm_first:
+        if best is not None and not best.layout.whole_batch and best.layout.resident_weights is None:
             break
     return best
+
+
+def _possibly_faster(alternatives: Sequence[Choices], best: Found) -> list[Choices]:
+    """Those that may be faster than `best`, which earlier ones have come to. Forward and backward twice save nothing
+    but waiting then; and boundaries in RAM save time by larger micro-batches alone, for their blocks keep nothing."""
+    left = [which for which in alternatives if not which.norm_first]
+    if best.layout.norm_first:
+        return left
+    larger = {
+        index: [size for size in which.micro_batches if size > best.layout.micro_batch]
+        for index, which in enumerate(left)
+        if which.boundaries_in_ram
+    }
+    return [
+        replace(which, micro_batches=larger.get(index, which.micro_batches))
+        for index, which in enumerate(left)
+        if larger.get(index, which.micro_batches)
+    ]
 
 
 def _fastest_with_disk(
@@ -121,7 +150,7 @@ def _fastest_with_disk(
 ) -> Found | None:  # fmt: skip
     """The fastest layout of several choices that fits with states on a disk, of as few units as RAM asks for. Gradients
     in RAM leave more for a disk, which may take longer than what they save; so the rest is looked at, too."""
-    best, units = None, alternatives[0].disk_units
+    best, units = None, simulations.units
     disk_units = range(units if settings.states == "disk" else 1, units + 1)
     for in_ram in (True, False):
         remaining = [replace(which, disk_units=0) for which in alternatives if which.gradients_in_ram == in_ram]

@@ -69,8 +69,8 @@ class Question:
             stored = json.loads(self._path().read_text(encoding="utf-8"))
             kept = stored["plan"]
             layout, timeline = Layout(**kept["layout"]), [tuple(row) for row in kept["timeline"]]
-            roomy = kept["if_ram_were_free"] and tuple(kept["if_ram_were_free"])
-            kept |= {"layout": layout, "timeline": timeline, "if_ram_were_free": roomy}
+            roomy = kept["faster_with_ram"] and tuple(kept["faster_with_ram"])
+            kept |= {"layout": layout, "timeline": timeline, "faster_with_ram": roomy}
             plan = Plan(**kept, settings=self.settings, card=self.card)
             return plan if self.process is None else self._with_this_process(plan, stored["process_bytes"])
         except (AttributeError, OSError, ValueError, TypeError, KeyError):  # there is none, or not what was written
@@ -87,8 +87,9 @@ class Question:
         over_the_cap = limit is not None and plan.ram_bytes > limit
         not_free = free is not None and plan.ram_bytes - held.now_bytes > free
         faster_now = plan.seconds_with_more_ram is not None and grown < -PROCESS_VARIES_BYTES
-        if plan.if_ram_were_free is not None:
-            faster_now = free is None or plan.if_ram_were_free[0] + grown - held.now_bytes <= free
+        if plan.faster_with_ram is not None:
+            needed = plan.faster_with_ram[0] + grown
+            faster_now |= (limit is None or needed <= limit) and (free is None or needed - held.now_bytes <= free)
         return None if over_the_cap or not_free or faster_now else plan
 
     def _keep(self, plan: Plan) -> None:

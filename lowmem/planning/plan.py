@@ -26,10 +26,10 @@ class Plan:
     `ram`: bytes by phase of the run and by name (ram.py). `fused_kernels`: whether operators.py's are counted on.
     `not_compared`: why a small copy of the model was not compared with its pieces (compatibility.py); None where it
     was. `seconds_with_more_ram`: what a step takes if RAM's cap is 1 GiB higher, or less; None where RAM does not
-    decide. `if_ram_were_free`: RAM and seconds of a step of the plan that what is free here has no room for; None where
-    it has. `checkpoint_bytes`: of one checkpoint. `disk_state_bytes`: of the states that are in --states-folder.
-    `typical_tokens`: of a step whose rows are as long as the data's, where the seconds are that step's; None where they
-    are those of full rows."""
+    decide. `faster_with_ram`: RAM and seconds of a step of a faster plan, for which there is no room in RAM; None where
+    there is, or nobody looked. `checkpoint_bytes`: of one checkpoint. `disk_state_bytes`: of the states that are in
+    --states-folder. `typical_tokens`: of a step whose rows are as long as the data's, where the seconds are that
+    step's; None where they are those of full rows."""
 
     model: str
     parameters: int
@@ -51,7 +51,7 @@ class Plan:
     fused_kernels: bool = False
     not_compared: str | None = None
     seconds_with_more_ram: float | None = None
-    if_ram_were_free: tuple[int, float] | None = None
+    faster_with_ram: tuple[int, float] | None = None
     checkpoint_bytes: int = 0
     disk_state_bytes: int = 0
     typical_tokens: int | None = None
@@ -107,8 +107,8 @@ class Plan:
             },
             "seconds_waiting_for_copies": self.waiting_seconds,
             "step_seconds_with_1_gib_more_ram": self.seconds_with_more_ram,
-            "if_ram_were_free": self.if_ram_were_free
-            and dict(zip(("ram_bytes", "step_seconds"), self.if_ram_were_free, strict=True)),
+            "faster_with_ram": self.faster_with_ram
+            and dict(zip(("ram_bytes", "step_seconds"), self.faster_with_ram, strict=True)),
             "breakdown": self.gpu_breakdown or self.ram_breakdown,
             "ram_breakdown": self.ram_breakdown,
             "ram_phases": self.ram_phases,
@@ -176,11 +176,9 @@ class Plan:
             )
         if self.seconds_with_more_ram is not None:
             lines.append(f"RAM decides: with 1 GiB more a step takes about {self.seconds_with_more_ram:.3g} s")
-        if self.if_ram_were_free is not None:
-            ram_bytes, seconds = self.if_ram_were_free
-            lines.append(
-                f"the RAM that is free here decides: with {format_size(ram_bytes)} a step takes about {seconds:.3g} s"
-            )
+        if self.faster_with_ram is not None:
+            ram_bytes, seconds = self.faster_with_ram
+            lines.append(f"RAM decides: with {format_size(ram_bytes)} a step takes about {seconds:.3g} s")
         if self.not_compared is not None:
             lines.append(
                 f"not compared with the whole model ({self.not_compared}); training does that before its first step"

@@ -90,7 +90,7 @@ def _within_what_is_free(
     except PlanError:
         return plan
     roomy = plan.ram_bytes, plan.step_seconds
-    return replace(less, settings=plan.settings, seconds_with_more_ram=None, if_ram_were_free=roomy)
+    return replace(less, settings=plan.settings, seconds_with_more_ram=None, faster_with_ram=roomy)
 
 
 @contextmanager

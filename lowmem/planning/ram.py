@@ -74,8 +74,8 @@ def on_a_gpu(
 def most_streamed(
     limit_bytes: int, process_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> int:
-    """How many bytes of states may lie in RAM under that cap, in all phases of `on_a_gpu`; negative where not even a
-    run that streams nothing keeps to it."""
+    """How many bytes of states, and of what else is streamed, may lie in RAM under that cap, in all phases of
+    `on_a_gpu`; negative where not even a run that streams nothing keeps to it."""
     room = limit_bytes - process_bytes - RUNS_BYTES
     low = 1 - _share_of_moments(optimizer, dtype)
     while_loading = room - drawn_bytes

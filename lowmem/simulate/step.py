@@ -61,8 +61,9 @@ _NAMES = {  # of what is born in these functions, or in what they call, outside 
     StagingRing.__init__.__code__: "staging_ring",
     StreamedWeights.fit.__code__: "weight_slots",
     StreamedBoundaries._fetch.__code__: "boundaries",
-    **{kind.finish.__code__: "update" for kind in (HeldGradients, DroppedGradients, AppliedGradients)},
-    LeavingGradients.finish.__code__: "update",
+    **{
+        kind.finish.__code__: "update" for kind in (HeldGradients, LeavingGradients, DroppedGradients, AppliedGradients)
+    },
 }
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_step import BATCH, PLAIN, make_batches, train
 
+from lowmem.core import parameters
 from lowmem.core.layout import Layout
 from lowmem.core.offload import _SynchronousCopies
 from reference import tiny_model
@@ -90,3 +91,14 @@ def test_an_attempt_that_fails_leaves_nothing_in_flight():
 def test_several_groups_are_refused():
     with pytest.raises(ValueError, match="only where the whole batch is one group"):
         Layout(1, gradients_in_ram=True).update(2, clips=True, scales_loss=False)
+    with pytest.raises(ValueError, match="need no pass of their own"):
+        Layout(1, gradients_in_ram=True, norm_first=True)
+
+
+def test_what_waits_in_ram_is_page_locked(monkeypatch):
+    locked = []
+    monkeypatch.setattr(parameters, "page_lock", lambda tensor: locked.append(tensor.data_ptr()) or True)
+    _, store = make_step(tiny_model("gpt2", 0.0, 0), **IN_RAM)
+    store.device = torch.device("cuda")
+    assert store.page_lock()
+    assert {part.gradient_home.data_ptr() for part in store.parts if part.unit} <= set(locked)

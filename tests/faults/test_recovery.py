@@ -298,6 +298,17 @@ def test_one_group_of_the_whole_batch_is_not_cut_where_that_takes_all_gradients_
     assert "groups" not in [name for name, _ in smaller_layouts(one_group, one_group, STEP, unclipped)]
 
 
+def test_the_whole_batch_stays_one_group_where_gradients_wait_in_ram():
+    sizes = Sizes(blocks=24, batch=8, row_bytes=10**6, gradient_bytes=10**10, clips=True)
+    layout = Layout(micro_batch=2, group=4, segment_blocks=6, gradients_in_ram=True)
+    assert with_micro_batch(layout, 1, clips=True).group == 8
+    assert with_micro_batch(dataclasses.replace(layout, group=1, micro_batch=8), 4, clips=True).group == 2
+    names = [name for name, _ in smaller_layouts(layout, layout, STEP, sizes)]
+    assert "groups" not in names and "segments" in names
+    held = dataclasses.replace(layout, gradients_in_ram=False)
+    assert activation_bytes(layout, sizes) < sizes.gradient_bytes < activation_bytes(held, sizes)
+
+
 def test_only_states_can_be_given_up_in_updates_and_nothing_of_the_next_steps_layout():
     sizes = Sizes(blocks=48, batch=64, row_bytes=1, gradient_bytes=1, clips=True)
     planned = Layout(2, 4, 2, product_blocks=24, first_group=16, resident_units=3)

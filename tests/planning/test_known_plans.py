@@ -78,7 +78,7 @@ def test_a_plan_for_the_ram_that_was_free_counts_until_there_is_room_for_the_fas
 
     def tight(*arguments):
         plan = make_plan(*arguments)
-        return dataclasses.replace(plan, if_ram_were_free=(plan.ram_bytes + 500 * MIB, plan.step_seconds / 2))
+        return dataclasses.replace(plan, faster_with_ram=(plan.ram_bytes + 500 * MIB, plan.step_seconds / 2))
 
     def asked(more_mib: int):
         return question(process=process, free=made.ram_bytes - GIB + more_mib * MIB)

@@ -6,7 +6,9 @@ the scripts, in test_scripts.py; here the models are small.
 
 import dataclasses
 import json
+import math
 import re
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -326,7 +328,43 @@ def test_gradients_that_the_gpu_does_not_hold_wait_in_ram_and_where_that_has_no_
         twice = plan_for(**caps | more)
         assert twice.layout.norm_first and "streamed_gradients" not in twice.ram["train"]
         assert 1.2 * in_ram.step_seconds < twice.step_seconds
+        said = twice.faster_with_ram
+        assert said == ((in_ram.ram_bytes, in_ram.step_seconds) if "ram_limit_bytes" in more else None)
     assert plan_for(**caps, gradients="streamed").layout == in_ram.layout
+
+
+def test_gradients_in_ram_leave_states_to_the_disk():
+    caps = {"gpu_limit_bytes": 600 * MIB, "micro_batch": 1, "config": DEEP, "weights": "resident"}
+    in_ram = plan_for(**caps)
+    disk = {"states_folder": "/fast", "disk_rate_bytes": 100 * GIB, "ram_limit_bytes": in_ram.ram_bytes - 100 * MIB}
+    plan = plan_for(**caps, **disk)
+    assert plan.layout.gradients_in_ram and 0 < plan.layout.disk_units < plan.units
+    twice = plan_for(**caps, **disk, gradients="resident")
+    assert twice.layout.norm_first and not twice.layout.disk_units and plan.step_seconds < twice.step_seconds
+
+
+def test_no_plan_is_slower_than_one_with_less_memory_or_fewer_ways():
+    """Over caps under which gradients are held, in RAM and twice made, weights and boundaries on the GPU and not."""
+    config = GPT2Config(n_layer=12, n_embd=256, n_head=4, vocab_size=1_000, n_positions=128)
+    case = {"config": config, "seq": 128, "batch": 16, "card": "rtx3060"}
+    ways, before = set(), math.inf
+    for cap_mib in range(190, 260, 6):
+        plan = plan_for(**case, gpu_limit_bytes=cap_mib * MIB)
+        layout = plan.layout
+        ways.add((layout.gradients_in_ram, layout.resident_weights is None, layout.boundaries_in_ram))
+        assert plan.step_seconds <= before
+        before = plan.step_seconds
+        with suppress(PlanError):
+            few = plan_for(**case, gpu_limit_bytes=cap_mib * MIB, gradients="resident", weights="resident")
+            assert plan.step_seconds <= few.step_seconds
+    assert len(ways) > 2
+
+
+def test_on_the_cpu_gradients_that_are_streamed_are_copied_and_counted():
+    plan = plan_for("cpu", "fp32", gradients="streamed")
+    assert plan.layout.gradients_in_ram and plan.layout.group * plan.layout.micro_batch == 8
+    blocks = 4 * plan.blocks * 12 * CONFIG.n_embd**2  # their matrices', in fp32
+    assert blocks < plan.ram["train"]["streamed_gradients"] < 1.01 * blocks
 
 
 def test_weights_are_streamed_where_that_spares_forward_and_backward_a_second_time():
@@ -391,14 +429,14 @@ def test_a_plan_for_a_gpu_that_is_here_keeps_to_the_ram_that_is_free_and_the_mic
         return make_plan(settings, DEEP, "cuda", "bf16", CARDS["rtx3090"], free_bytes, process=process)
 
     roomy = plan(64 * GIB)
-    assert roomy.layout.gradients_in_ram and roomy.if_ram_were_free is None
+    assert roomy.layout.gradients_in_ram and roomy.faster_with_ram is None
     tight = plan(roomy.ram_bytes - GIB - 100 * MIB)
     assert tight.ram_bytes <= roomy.ram_bytes - 100 * MIB and not tight.layout.gradients_in_ram
     assert tight.layout.micro_batch == roomy.layout.micro_batch and tight.settings == settings
-    assert tight.if_ram_were_free == (roomy.ram_bytes, roomy.step_seconds) and roomy.step_seconds < tight.step_seconds
+    assert tight.faster_with_ram == (roomy.ram_bytes, roomy.step_seconds) and roomy.step_seconds < tight.step_seconds
     said = " ".join(tight.describe().split())
-    assert f"the RAM that is free here decides: with {format_size(roomy.ram_bytes)} a step takes" in said
-    assert tight.to_dict()["if_ram_were_free"]["ram_bytes"] == roomy.ram_bytes
+    assert f"RAM decides: with {format_size(roomy.ram_bytes)} a step takes" in said
+    assert tight.to_dict()["faster_with_ram"]["ram_bytes"] == roomy.ram_bytes
     with pytest.raises(PlanError, match="64.0 MiB are free here"):
         plan(64 * MIB)
 

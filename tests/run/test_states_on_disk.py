@@ -36,6 +36,22 @@ def test_an_interrupted_run_goes_on_with_its_states_elsewhere(finished, train, t
         assert_same_run(out, finished)
 
 
+def test_gradients_that_wait_in_ram_beside_the_others_change_nothing_also_on_the_way(
+    finished, train, tmp_path, on_disk, monkeypatch, capsys
+):
+    ways = {"streamed": ["--gradients", "streamed"], "with a disk": ["--gradients", "streamed", *on_disk], "held": []}
+    for number, (before, after) in enumerate([("streamed", "held"), ("held", "with a disk")]):
+        out = tmp_path / str(number)
+        with monkeypatch.context() as patch:
+            at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), call=2)
+            assert train(out, *ways[before]) == 75
+        assert train(out, *ways[after]) == 0
+        assert_same_run(out, finished)
+        plan = stored(out / "plan.json")
+        in_ram = after != "held"
+        assert ("streamed_gradients" in plan["ram_breakdown"], plan["choice"]["gradients_in_ram"]) == (in_ram, in_ram)
+
+
 def test_a_folder_in_ram_is_warned_of(train, tmp_path, on_disk, monkeypatch, capsys):
     monkeypatch.setattr(lowmem.run.train, "in_memory", lambda folder: "tmpfs")
     assert train(tmp_path / "out", *on_disk) == 0
