@@ -116,4 +116,5 @@ def _whole_batch(settings: Settings, choices: Choices) -> list[Choices]:
 
 
 def twice(choices: Choices) -> Choices:
+    """The same with forward and backward twice."""
     return replace(choices, norm_first=True)

@@ -23,8 +23,8 @@ def refusal(settings: Settings, gpu_limit: int | None, room: int | None, ram: in
     """`room`: what the allocator has to have (None: it has enough); `ram`: what the whole run takes of RAM then, and
     where that was measured, what the next process may hold more than this one."""
     caps = [
-        f"{format_size(limit)} of {what}"
-        for what, limit in (("GPU memory", gpu_limit), ("RAM", settings.ram_limit_bytes))
+        f"{format_size(limit)} of {memory}"
+        for memory, limit in (("GPU memory", gpu_limit), ("RAM", settings.ram_limit_bytes))
         if limit is not None
     ]
     wants = [f"--ram-limit {math.ceil(ram / MIB)}MiB"]
@@ -36,4 +36,5 @@ def refusal(settings: Settings, gpu_limit: int | None, room: int | None, ram: in
 
 
 def what(settings: Settings) -> str:
+    """What a plan is for, as refusals name it."""
     return f"{settings.model} at {settings.batch} x {settings.seq} tokens"

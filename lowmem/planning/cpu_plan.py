@@ -30,9 +30,12 @@ CPU_MICRO_BATCH_TOKENS = 4096
 def cpu_plan(
     settings: Settings, decoder: Callable[[], Decoder], precision: str, ram_free_bytes: int | None, process: Process
 ) -> Plan:
+    """make_plan's, for the CPU; PlanError where nothing fits."""
     case = step_case(settings, precision, "cpu")
     simulations = Simulations(decoder, case, cpu_target())
     choices = placements(settings, simulations)[0]  # in RAM they are in any case, and so are boundaries
+    if settings.gradients == "streamed":
+        choices = replace(choices, gradients_in_ram=True, resident_units=[0])
 
     def plan_of(layout: Layout) -> Plan:
         recording = simulations.record(layout)
@@ -74,26 +77,20 @@ def cpu_plan(
     def twice(layout: Layout) -> Layout:
         return replace(layout, norm_first=True, group=settings.batch // layout.micro_batch)
 
-    gradients_streamed = settings.gradients == "streamed"
-
-    def groups_of(micro_batch: int) -> int:
-        groups = choices.groups_of(settings.batch, micro_batch)
-        return settings.batch // micro_batch if gradients_streamed else groups[0]
-
     most = max(CPU_MICRO_BATCH_TOKENS // settings.seq, 1)
     sizes = [size for size in choices.micro_batches if size <= most] or choices.micro_batches[:1]
     layouts = [
         Layout(
-            size, groups_of(size), choices.segments[0],
-            resident_units=0 if gradients_streamed else choices.resident_units[-1],
-            resident_weights=choices.resident_weights, boundaries_in_ram=settings.boundaries == "streamed",
-            disk_units=choices.disk_units, gradients_in_ram=gradients_streamed,
+            size, choices.groups_of(settings.batch, size)[0], choices.segments[0],
+            resident_units=choices.resident_units[-1], resident_weights=choices.resident_weights,
+            boundaries_in_ram=settings.boundaries == "streamed", disk_units=choices.disk_units,
+            gradients_in_ram=choices.gradients_in_ram,
             least_positions=case.layout.least_positions,
         )
         for size in reversed(sizes)
     ]  # fmt: skip
     layouts = [simulations.keeping(layout, choices.kept[0]) for layout in layouts]
-    may_run_twice = settings.clip_norm is not None and settings.group is None and not gradients_streamed
+    may_run_twice = settings.clip_norm is not None and settings.group is None and not choices.gradients_in_ram
     if may_run_twice:
         layouts += map(twice, list(layouts))
     plan = next((plan for plan in map(plan_of, layouts) if fits(plan)), None)

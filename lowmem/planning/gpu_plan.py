@@ -39,8 +39,10 @@ _WORTH_SAYING = 0.995  # of a step's time: what more RAM has to bring it below
 
 def gpu_plan(
     settings: Settings, decoder: Callable[[], Decoder], precision: str, card: Card,
-    fused_kernels: bool | None, process: Process | None,
+    fused_kernels: bool | None, process: Process | None, roomy: Plan | None = None,
 ) -> Plan:  # fmt: skip
+    """make_plan's, for a GPU; PlanError where nothing fits. `roomy`: the plan without this cap of RAM, where that is
+    known to be the faster one."""
     target = gpu_target(card, fused_kernels, settings.disk_rate_bytes)
     decoder = partial(decoder, fused_kernels=target.fused_kernels)
     gpu_limit, card_limit = settings.gpu_limit_bytes, None
@@ -80,14 +82,15 @@ def gpu_plan(
     run = _as_it_runs(simulations, found, gpu_limit)
     plan = _plan(settings, simulations, "cuda", precision, card, gpu_limit, run, process_bytes)
     plan = replace(plan, fused_kernels=target.fused_kernels)
-    faster = None
-    if found.layout.norm_first and room.ram is not None and settings.gradients == "auto":
-        roomy = fastest_layout(replace(settings, gradients="streamed"), simulations, MemoryLimits(room.gpu, None))
-        if roomy is not None and roomy.recording.seconds < _WORTH_SAYING * plan.step_seconds:
-            ram = _plan(settings, simulations, "cuda", precision, card, gpu_limit, roomy, process_bytes).ram_bytes
-            faster = ram, roomy.recording.seconds
-    more = None if faster else _seconds_with_more_ram(settings, simulations, room, found)
-    return replace(plan, seconds_with_more_ram=more, faster_with_ram=faster)
+    may_wait_in_ram = settings.gradients == "auto" and settings.states != "resident"
+    if roomy is None and found.layout.norm_first and room.ram is not None and may_wait_in_ram:
+        streamed = replace(settings, gradients="streamed")
+        faster = fastest_layout(streamed, simulations, MemoryLimits(room.gpu, None))
+        if faster is not None and faster.recording.seconds < _WORTH_SAYING * plan.step_seconds:
+            roomy = _plan(settings, simulations, "cuda", precision, card, gpu_limit, faster, process_bytes)
+    if roomy is not None:
+        return replace(plan, faster_with_ram=(roomy.ram_bytes, roomy.step_seconds))
+    return replace(plan, seconds_with_more_ram=_seconds_with_more_ram(settings, simulations, room, found))
 
 
 def _as_it_runs(simulations: Simulations, found: Found, gpu_limit: int | None) -> Found:
@@ -129,19 +132,14 @@ def fastest_layout(settings: Settings, simulations: Simulations, room: MemoryLim
 def _possibly_faster(alternatives: Sequence[Choices], best: Found) -> list[Choices]:
     """Those that may be faster than `best`, which earlier ones have come to. Forward and backward twice save nothing
     but waiting then; and boundaries in RAM save time by larger micro-batches alone, for their blocks keep nothing."""
-    left = [which for which in alternatives if not which.norm_first]
-    if best.layout.norm_first:
-        return left
-    larger = {
-        index: [size for size in which.micro_batches if size > best.layout.micro_batch]
-        for index, which in enumerate(left)
-        if which.boundaries_in_ram
-    }
-    return [
-        replace(which, micro_batches=larger.get(index, which.micro_batches))
-        for index, which in enumerate(left)
-        if larger.get(index, which.micro_batches)
-    ]
+    left = []
+    for which in alternatives:
+        if which.boundaries_in_ram and not best.layout.norm_first:
+            larger = [size for size in which.micro_batches if size > best.layout.micro_batch]
+            which = replace(which, micro_batches=larger)
+        if which.micro_batches and not which.norm_first:
+            left.append(which)
+    return left
 
 
 def _fastest_with_disk(

@@ -86,11 +86,10 @@ def _within_what_is_free(
     micro-batch is the same: the bits of the result must not depend on what happens to be free."""
     settings = replace(plan.settings, ram_limit_bytes=free_bytes, micro_batch=plan.layout.micro_batch)
     try:
-        less = gpu_plan(settings, decoder, precision, card, fused_kernels, process)
+        less = gpu_plan(settings, decoder, precision, card, fused_kernels, process, roomy=plan)
     except PlanError:
         return plan
-    roomy = plan.ram_bytes, plan.step_seconds
-    return replace(less, settings=plan.settings, seconds_with_more_ram=None, faster_with_ram=roomy)
+    return replace(less, settings=plan.settings)
 
 
 @contextmanager

@@ -333,6 +333,12 @@ def test_gradients_that_the_gpu_does_not_hold_wait_in_ram_and_where_that_has_no_
     assert plan_for(**caps, gradients="streamed").layout == in_ram.layout
 
 
+def test_states_that_have_to_be_resident_leave_no_gradients_to_ram():
+    caps = {"config": DEEP, "micro_batch": 1, "weights": "resident", "states": "resident"}
+    plan = plan_for(**caps, gpu_limit_bytes=1100 * MIB, ram_limit_bytes=8 * GIB)
+    assert plan.layout.norm_first and plan.faster_with_ram is None and plan.layout.resident_units == plan.units
+
+
 def test_gradients_in_ram_leave_states_to_the_disk():
     caps = {"gpu_limit_bytes": 600 * MIB, "micro_batch": 1, "config": DEEP, "weights": "resident"}
     in_ram = plan_for(**caps)

@@ -25,31 +25,33 @@ def test_a_run_is_the_same_with_its_states_on_a_disk_and_leaves_nothing_there(fi
     assert list((tmp_path / "fast" / "states").iterdir()) == []
 
 
-def test_an_interrupted_run_goes_on_with_its_states_elsewhere(finished, train, tmp_path, on_disk, monkeypatch):
-    options = {"disk": on_disk, "elsewhere": []}
-    for number, (before, after) in enumerate([("disk", "elsewhere"), ("elsewhere", "disk")]):
-        out = tmp_path / str(number)
+@pytest.fixture
+def interrupted(finished, train, monkeypatch):
+    """Makes a run that is stopped and goes on with other options, and holds it to the one that was never stopped."""
+
+    def run(out, before: list[str], after: list[str]) -> dict:
+        """The plan with which it has gone on."""
         with monkeypatch.context() as patch:
             at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), call=2)
-            assert train(out, *options[before]) == 75
-        assert train(out, *options[after]) == 0
+            assert train(out, *before) == 75
+        assert train(out, *after) == 0
         assert_same_run(out, finished)
+        return stored(out / "plan.json")
+
+    return run
 
 
-def test_gradients_that_wait_in_ram_beside_the_others_change_nothing_also_on_the_way(
-    finished, train, tmp_path, on_disk, monkeypatch, capsys
-):
-    ways = {"streamed": ["--gradients", "streamed"], "with a disk": ["--gradients", "streamed", *on_disk], "held": []}
-    for number, (before, after) in enumerate([("streamed", "held"), ("held", "with a disk")]):
-        out = tmp_path / str(number)
-        with monkeypatch.context() as patch:
-            at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), call=2)
-            assert train(out, *ways[before]) == 75
-        assert train(out, *ways[after]) == 0
-        assert_same_run(out, finished)
-        plan = stored(out / "plan.json")
-        in_ram = after != "held"
-        assert ("streamed_gradients" in plan["ram_breakdown"], plan["choice"]["gradients_in_ram"]) == (in_ram, in_ram)
+def test_an_interrupted_run_goes_on_with_its_states_elsewhere(interrupted, tmp_path, on_disk):
+    interrupted(tmp_path / "0", on_disk, [])
+    interrupted(tmp_path / "1", [], on_disk)
+
+
+def test_gradients_that_wait_in_ram_beside_the_others_change_nothing_also_on_the_way(interrupted, tmp_path, on_disk):
+    streamed = ["--gradients", "streamed"]
+    held = interrupted(tmp_path / "0", streamed, [])
+    in_ram = interrupted(tmp_path / "1", [], [*streamed, *on_disk])
+    for plan, there in ((held, False), (in_ram, True)):
+        assert ("streamed_gradients" in plan["ram_breakdown"], plan["choice"]["gradients_in_ram"]) == (there, there)
 
 
 def test_a_folder_in_ram_is_warned_of(train, tmp_path, on_disk, monkeypatch, capsys):
