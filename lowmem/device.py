@@ -107,6 +107,17 @@ def take_workspaces(device: torch.device) -> None:
         (matrix @ matrix).sum().backward()
 
 
+def finish_failed_backward(device: torch.device) -> None:
+    """Returns when PyTorch's thread for backward passes on a GPU holds nothing of a pass that failed. It keeps the
+    error, and with it the tensors of all frames that this came through, until it next gets Python's lock: mostly after
+    the caller has caught the error and gone on. Two passes over no numbers, which take no memory, wait for it: when the
+    first is done the error is gone, and tasks that the failed pass had not begun are dropped before the second."""
+    if device.type == "cuda":
+        nothing = torch.empty(0, device=device, requires_grad=True)
+        for _ in range(2):
+            torch.autograd.grad(nothing.view(0), nothing, torch.empty(0, device=device))
+
+
 def forget_allocations(device: torch.device) -> None:
     """What was allocated so far, and is no longer used, goes back to the card and counts for no peak; garbage, too."""
     collect_garbage()

@@ -44,8 +44,20 @@ _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 def begin() -> None:
     """From here on this thread's operators, and those of the backward passes that it begins, compute."""
     library().card_set_computation(_run)
+    torch.cuda.empty_cache = _when_all_is_computed(torch.cuda.empty_cache)
     _mode.append(Values())
     _mode[0].__enter__()
+
+
+def _when_all_is_computed(empty_cache: Callable[[], None]) -> Callable[[], None]:
+    """cudaFree waits for the card, here for computations, which need Python's lock. PyTorch frees with its allocator's
+    lock taken, which another thread may wait for with Python's: then neither goes on. So they are waited for before."""
+
+    def wait_and_empty() -> None:
+        library().card_cudaDeviceSynchronize()
+        empty_cache()
+
+    return wait_and_empty
 
 
 @COMPUTATION

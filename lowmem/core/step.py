@@ -81,6 +81,7 @@ from lowmem.core.recompute import Dropout, SavedSegment, Segment
 from lowmem.core.streamed_boundaries import StreamedBoundaries
 from lowmem.core.streamed_gradients import StreamedGradients
 from lowmem.core.streamed_weights import StreamedWeights
+from lowmem.device import finish_failed_backward
 
 # Where memory runs out: in a step that can be begun again, in one whose updates have begun, in updates alone.
 STEP, PART, UPDATES, EVALUATION = "step", "part of a step", "updates", "evaluation"
@@ -390,6 +391,7 @@ class TrainingStep:
                     raise
                 reason = str(error).splitlines()[0]
             # Only here is the error gone, and with its traceback the tensors of the attempt.
+            finish_failed_backward(self.store.device)
             self._discard_attempt()
             self.make_room(where, reason)
 

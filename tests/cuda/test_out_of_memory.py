@@ -4,6 +4,8 @@ What tests/faults/test_recovery.py imitates at every operation on the CPU happen
 outcome has the bits of the same training on the CPU, which never ran out.
 """
 
+import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +17,7 @@ from transformers import GPT2Config
 
 from experiments.gpu_acceptance.bitwise import PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Outcome, Shape, make_step
 from lowmem.core.kernels import fused
-from lowmem.core.step import TrainingStep
+from lowmem.core.step import STEP, TrainingStep
 from lowmem.device import collect_garbage
 from lowmem.run.recovery import OutOfRoom, Recovery
 from lowmem.run.smaller_layouts import Sizes
@@ -174,6 +176,44 @@ def test_under_a_smaller_cap_than_the_layout_takes_a_run_finds_one_that_fits_and
         assert found[:2] == ["cache", "kept"] and "micro_batch" not in found and len(said) == len(found)
         assert {measure["step"] for measure in recovery.measures} == {2}, "the layout that was found does for step 3"
         assert outcome(step, results).differences(truth) == []
+
+
+class _Fails(torch.autograd.Function):
+    """A backward pass in which memory runs out, in a frame that holds a tensor and takes time to let go of it."""
+
+    @staticmethod
+    def forward(context, tensor):
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context, gradient):
+        class Slow:
+            def __del__(self):
+                time.sleep(0.01)  # lets go of Python's lock, as an operator does
+
+        held = Slow(), torch.empty(2**20, dtype=torch.uint8, device=CUDA)
+        raise torch.OutOfMemoryError(f"out of memory, with {len(held)} things in hand")
+
+
+def test_nothing_of_a_failed_backward_pass_is_held_when_it_is_tried_again():
+    """Without finish_failed_backward PyTorch's thread held the frames in two tries of three."""
+    held = []
+
+    def attempt(fails: bool) -> None:
+        if fails:
+            _Fails.apply(torch.ones(3, device=CUDA, requires_grad=True)).sum().backward()
+
+    with training(TINY, CUDA, {"resident_units": 0, "defer": True}) as (step, _, _):
+        before = torch.cuda.memory_allocated()
+        step.make_room = lambda where, reason: held.append(torch.cuda.memory_allocated() - before)
+        gc.disable()  # what is in no cycle goes without it, and a collection would make the test slower and weaker
+        try:
+            for _ in range(20):
+                tries = iter((True, False))
+                step._retrying(STEP, lambda tries=tries: attempt(next(tries)))
+        finally:
+            gc.enable()
+    assert held == [0] * 20
 
 
 @pytest.mark.parametrize("downwards", [False, True])
