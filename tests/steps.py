@@ -20,31 +20,25 @@ from reference import VOCABULARY
 
 
 def make_step(
-    model: nn.Module, *, precision="fp32", optimizer="adamw", resident_units=99, clip_norm: float | None = 0.5,
-    residual="fp32", fused_kernels=False, loss_scale: LossScale | None = None, dropout_seed=3, defer=True,
-    beta1=0.9, beta2=0.999, epsilon=1e-8, resident_weights: int | None = None, disk_units=0,
-    gradients_in_ram=False, **layout,
+    model: nn.Module, *, precision="fp32", optimizer="adamw", clip_norm: float | None = 0.5, residual="fp32",
+    fused_kernels=False, loss_scale: LossScale | None = None, dropout_seed=3, defer=True,
+    beta1=0.9, beta2=0.999, epsilon=1e-8, **layout,
 ) -> tuple[TrainingStep, Store]:  # fmt: skip
     """The step that trains `model` from the fp32 weights that it has, and its store. The keywords that are not named
-    here are Layout's; micro-batches of 2, if none are given. `defer`: whether updates may wait for the next step."""
+    here are Layout's; micro-batches of 2 and all states on the device, if it is not said. `defer`: whether updates may
+    wait for the next step."""
     initial = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
     dtype = WORKING_DTYPES[precision]
     if precision != "fp32":
         cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)
     decoder, rule = take_apart(model, fused_kernels), get_optimizer(optimizer)
-    units = len(decoder.units)
-    on_disk = Layout(1, resident_units=min(resident_units, units), disk_units=disk_units).units_on_disk(units)
-    store = Store(
-        decoder, torch.device("cpu"), dtype, rule, resident_units, resident_weights=resident_weights,
-        disk_units=on_disk, disk_tensor=DiskStates(Path(tempfile.gettempdir())).tensor,
-        gradients_in_ram=gradients_in_ram,
-    )  # fmt: skip
+    laid_out = Layout(**{"micro_batch": 2, "resident_units": 99} | layout)
+    on_disk = DiskStates(Path(tempfile.gettempdir())).tensor
+    store = Store(decoder, torch.device("cpu"), dtype, rule, laid_out, disk_tensor=on_disk)
     store.write(iter(initial))
-    placed = {"resident_weights": resident_weights, "disk_units": disk_units, "gradients_in_ram": gradients_in_ram}
-    layout = Layout(**{"micro_batch": 2} | placed | layout)
     scale = loss_scale or LossScale(precision == "fp16")
     step = (TrainingStep if defer else FlushedStep)(
-        decoder, store, rule, layout, clip_norm=clip_norm, weight_decay=0.01, seed=dropout_seed, loss_scale=scale,
+        decoder, store, rule, laid_out, clip_norm=clip_norm, weight_decay=0.01, seed=dropout_seed, loss_scale=scale,
         beta1=beta1, beta2=beta2, epsilon=epsilon,
     )  # fmt: skip
     return step, store

@@ -241,9 +241,9 @@ def _made():
 
     config = load_config(MODEL, "random")
     decoder, optimizer = make_decoder(config, "fp32", "fp32"), get_optimizer("adamw")
-    store = Store(decoder, torch.device("cpu"), torch.float32, optimizer, len(decoder.units))
+    layout = Layout(MICRO_BATCH, recompute=False, resident_units=len(decoder.units))
+    store = Store(decoder, torch.device("cpu"), torch.float32, optimizer, layout)
     store.write(random_weights(config, 0))
-    layout = Layout(MICRO_BATCH, recompute=False)
     training = TrainingStep(
         decoder, store, optimizer, layout, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False)
     )

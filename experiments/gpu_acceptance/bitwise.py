@@ -226,9 +226,8 @@ def make_step(
     rule = get_optimizer(optimizer)
     laid_out = Layout(2, resident_units=min(resident_units, len(decoder.units)), **layout)
     store = Store(
-        decoder, device, WORKING_DTYPES[precision], rule, resident_units, host_tensor, laid_out.resident_weights,
-        laid_out.units_on_disk(len(decoder.units)), disk_tensor or DiskStates(Path(tempfile.gettempdir())).tensor,
-        laid_out.gradients_in_ram,
+        decoder, device, WORKING_DTYPES[precision], rule, laid_out, host_tensor,
+        disk_tensor or DiskStates(Path(tempfile.gettempdir())).tensor,
     )  # fmt: skip
     store.write(random_weights(shape.config, seed=0))
     step = (TrainingStep if defer else FlushedStep)(

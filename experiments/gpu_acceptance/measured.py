@@ -102,7 +102,7 @@ def measure(
 
 def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, steps: int) -> Ran:
     """The step as training makes it, on random weights."""
-    store = Store(decoder, device, case.dtype, case.optimizer, case.layout.resident_units)
+    store = Store(decoder, device, case.dtype, case.optimizer, case.layout)
     for part in store.parts:
         part.working.normal_(0, 0.02)
     store.page_lock()

@@ -167,7 +167,7 @@ def step_case(model: str, blocks: int, fused: bool) -> Case:
 
     def make(device: torch.device) -> Callable[[], Run]:
         decoder = make_decoder(config, "bf16", "16bit", fused)
-        store = Store(decoder, device, case.dtype, case.optimizer, case.layout.resident_units)
+        store = Store(decoder, device, case.dtype, case.optimizer, layout)
         step = TrainingStep(
             decoder, store, case.optimizer, layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
             loss_scale=LossScale(enabled=False),

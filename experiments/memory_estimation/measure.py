@@ -86,11 +86,11 @@ def run_lowmem(config: PretrainedConfig, seq: int, batch: int, choice: dict, dev
     devices.make_deterministic(device)
     kernels = fused.available(device)
     decoder, optimizer = make_decoder(config, "bf16", "fp32", kernels), get_optimizer("adamw")
-    store = Store(decoder, device, torch.bfloat16, optimizer, choice["resident_units"])
+    layout = Layout(**{field.name: choice[field.name] for field in fields(Layout) if field.name in choice})
+    store = Store(decoder, device, torch.bfloat16, optimizer, layout)
     for part in store.parts:
         part.working.normal_(0, 0.02)
     store.page_lock()
-    layout = Layout(**{field.name: choice[field.name] for field in fields(Layout) if field.name in choice})
     step = TrainingStep(
         decoder, store, optimizer, layout, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False)
     )  # fmt: skip

@@ -13,7 +13,7 @@ lie in RAM, too: for forward and backward they pass through the device (streamed
 come with their state."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.disk import let_go
+from lowmem.core.layout import Layout
 from lowmem.core.offload import State, host_tensor, page_lock
 from lowmem.core.optimizers import BLOCK, Optimizer, slice_state, state_layout
 from lowmem.core.precision import RUN_ELEMENTS, join, runs, split
@@ -176,12 +177,13 @@ class Part:
 class Store:
     """All parts of a decoder; making it gives the decoder's parameters (on the meta device until then) their storage.
 
-    The first `resident_units` of the decoder's units keep their state on the device: they are needed first in the
-    forward pass and their gradients are final last, so streaming them would overlap least. The rest is streamed, and
-    lies where `host_tensor` puts it, or `disk_tensor` that of the matrices of `disk_units`. The first
-    `resident_weights` units (None: all) and the last one keep their working weights on the device, too; of the others,
-    whose states are streamed then, the matrices are in RAM. With `gradients_in_ram` the gradients of units whose states
-    are streamed have room there, too (final_gradients.py); the embeddings' are final when no time is left for that."""
+    `layout` says what lies where. The first `resident_units` of the decoder's units keep their state on the device:
+    they are needed first in the forward pass and their gradients are final last, so streaming them would overlap least.
+    The rest is streamed, and lies where `host_tensor` puts it, or `disk_tensor` that of the matrices of units on a
+    disk. The first `resident_weights` units (None: all) and the last one keep their working weights on the device, too;
+    of the others, whose states are streamed then, the matrices are in RAM. With `gradients_in_ram` the gradients of
+    units whose states are streamed have room there, too (final_gradients.py); the embeddings' are final when no time is
+    left for that."""
 
     def __init__(
         self,
@@ -189,17 +191,18 @@ class Store:
         device: torch.device,
         dtype: torch.dtype,
         optimizer: Optimizer,
-        resident_units: int,
+        layout: Layout,
         host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor,
-        resident_weights: int | None = None,
-        disk_units: Collection[int] = (),
         disk_tensor: Callable[[int, torch.dtype], Tensor] | None = None,
-        gradients_in_ram: bool = False,
     ):
+        """ValueError where `layout` has states on a disk and there is no `disk_tensor`."""
         last = len(decoder.units) - 1
-        weights_streamed = range(last if resident_weights is None else max(resident_weights, 1), last)
+        weights_streamed = range(last if layout.resident_weights is None else max(layout.resident_weights, 1), last)
+        on_disk = layout.units_on_disk(len(decoder.units))
+        if on_disk and disk_tensor is None:
+            raise ValueError("the layout has states on a disk, and there is nothing to make them with")
         self.parameter_count = sum(p.numel() for p in decoder.model.parameters())
-        self.resident_units, self._host_tensor = min(resident_units, len(decoder.units)), host_tensor
+        self.resident_units, self._host_tensor = min(layout.resident_units, len(decoder.units)), host_tensor
         holders: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied weight has several
         for module in decoder.model.modules():
             for name, parameter in module._parameters.items():
@@ -220,16 +223,12 @@ class Store:
                     dtype if kind == "matrices" else torch.float32,
                     optimizer,
                     decay=kind == "matrices",
-                    streamed=index >= resident_units,
+                    streamed=index >= layout.resident_units,
                     weights_streamed=kind == "matrices" and index in weights_streamed,
-                    gradient_in_ram=gradients_in_ram and index >= max(resident_units, 1),
+                    gradient_in_ram=layout.gradients_in_ram and index >= max(layout.resident_units, 1),
                     host_tensor=host_tensor,
-                    disk_tensor=disk_tensor if kind == "matrices" and index in disk_units else None,
+                    disk_tensor=disk_tensor if kind == "matrices" and index in on_disk else None,
                 )
-                if part.weights_streamed and not part.streamed:
-                    raise ValueError(f"the weights of unit {index} cannot be streamed while its states are resident")
-                if part.on_disk and not part.streamed:
-                    raise ValueError(f"the states of unit {index} cannot be resident and on a disk")
                 self.parts.append(part)
                 for name, parameter in chosen.items():
                     unit.parameters[name] = nn.Parameter(part.placeholder(name))

@@ -195,20 +195,8 @@ def plan_for_here(
 def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan) -> TrainingStep:
     """The step as it was planned; the parameters of `decoder` become its store's, which are still to be written."""
     optimizer = get_optimizer(settings.optimizer)
-    disk = None
-    if plan.layout.disk_units:
-        disk = DiskStates(Path(settings.states_folder))
-    store = Store(
-        decoder,
-        device,
-        WORKING_DTYPES[plan.precision],
-        optimizer,
-        plan.layout.resident_units,
-        resident_weights=plan.layout.resident_weights,
-        disk_units=plan.layout.units_on_disk(plan.units),
-        disk_tensor=None if disk is None else disk.tensor,
-        gradients_in_ram=plan.layout.gradients_in_ram,
-    )
+    disk_tensor = DiskStates(Path(settings.states_folder)).tensor if plan.layout.disk_units else None
+    store = Store(decoder, device, WORKING_DTYPES[plan.precision], optimizer, plan.layout, disk_tensor=disk_tensor)
     return TrainingStep(
         decoder, store, optimizer, plan.layout, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
         beta1=settings.adam_beta1, beta2=settings.adam_beta2, epsilon=settings.adam_epsilon,

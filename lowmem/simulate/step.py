@@ -204,12 +204,7 @@ def record_step(
     outcomes = None if known is None else known.setdefault("outcomes", {})
     recorder = Recorder(target.machine, lambda frame: _NAMES.get(frame.f_code), outcomes)
     # not recorded operation by operation, of which there are thousands: what they leave are these tensors
-    store = Store(
-        decoder, META, case.dtype, case.optimizer, case.layout.resident_units, host_tensor=_never_touched,
-        resident_weights=case.layout.resident_weights,
-        disk_units=case.layout.units_on_disk(len(decoder.units)), disk_tensor=_never_touched,
-        gradients_in_ram=case.layout.gradients_in_ram,
-    )  # fmt: skip
+    store = Store(decoder, META, case.dtype, case.optimizer, case.layout, _never_touched, _never_touched)
     with _no_collection(), recorder:
         recorder.take_workspaces()  # as a run does (device.py)
         for part in store.parts:

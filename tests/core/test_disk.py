@@ -190,13 +190,12 @@ def test_what_a_disk_refuses_is_one_sentence(tmp_path, monkeypatch, trouble):
         disk.write(torch.ones(10), home) if trouble == "writing" else disk.read(home, torch.ones(10))
 
 
-def test_resident_states_cannot_be_on_a_disk(tmp_path):
+def test_states_on_a_disk_need_what_makes_them():
     model = tiny_model("gpt2", 0.0, 0)
-    with pytest.raises(ValueError, match="cannot be resident and on a disk"):
+    with pytest.raises(ValueError, match="nothing to make them with"):
         parameters.Store(
-            Decoder(model), torch.device("cpu"), torch.float32, get_optimizer("adamw"), 99,
-            disk_units=[1], disk_tensor=DiskStates(tmp_path).tensor,
-        )  # fmt: skip
+            Decoder(model), torch.device("cpu"), torch.float32, get_optimizer("adamw"), Layout(1, disk_units=1)
+        )
 
 
 def test_file_systems_in_memory_are_known(tmp_path, monkeypatch):

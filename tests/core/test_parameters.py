@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, OPTConfig
 from lowmem.core import parameters as store_module
 from lowmem.core import precision
 from lowmem.core.decoder import Decoder
+from lowmem.core.layout import Layout
 from lowmem.core.optimizers import BLOCK, OPTIMIZERS, Hyperparameters, update
 from lowmem.core.parameters import Store
 from lowmem.core.precision import split
@@ -34,7 +35,7 @@ def on_meta(config) -> nn.Module:
 
 def make(family: str, dtype=torch.float32, optimizer: str = "adamw", resident_units: int = 99) -> tuple[Decoder, Store]:
     decoder = Decoder(on_meta(tiny_config(family)))
-    return decoder, Store(decoder, CPU, dtype, OPTIMIZERS[optimizer], resident_units)
+    return decoder, Store(decoder, CPU, dtype, OPTIMIZERS[optimizer], Layout(1, resident_units=resident_units))
 
 
 def weights_of(family: str) -> dict[str, torch.Tensor]:
@@ -247,7 +248,7 @@ def test_buffers_are_on_the_stores_device():
     decoder = Decoder(on_meta(tiny_config("llama")))
     buffers = dict(decoder.model.named_buffers())
     assert buffers and all(buffer.device == CPU for buffer in buffers.values())
-    Store(decoder, torch.device("meta"), torch.bfloat16, OPTIMIZERS["adamw"], 99)
+    Store(decoder, torch.device("meta"), torch.bfloat16, OPTIMIZERS["adamw"], Layout(1, resident_units=99))
     assert {name: buffer.device.type for name, buffer in decoder.model.named_buffers()} == dict.fromkeys(
         buffers, "meta"
     )
@@ -261,6 +262,6 @@ def test_a_unit_without_parameters_has_no_part():
     )  # fmt: skip
     decoder = Decoder(on_meta(config))
     assert decoder.units[-1].parameters == {}
-    store = Store(decoder, CPU, torch.float32, OPTIMIZERS["adamw"], 99)
+    store = Store(decoder, CPU, torch.float32, OPTIMIZERS["adamw"], Layout(1, resident_units=99))
     assert {part.unit for part in store.parts} == {0, 1, 2}
     assert store.parameter_count == sum(p.numel() for p in decoder.model.parameters())

@@ -71,11 +71,8 @@ def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
     torch.cuda.memory._record_memory_history(context=None)
     devices.take_workspaces(device)
     layout = case.layout
-    store = Store(
-        decoder, device, case.dtype, case.optimizer, layout.resident_units, resident_weights=layout.resident_weights,
-        disk_units=layout.units_on_disk(len(decoder.units)),
-        disk_tensor=DiskStates(Path(tempfile.gettempdir())).tensor, gradients_in_ram=layout.gradients_in_ram,
-    )  # fmt: skip
+    on_disk = DiskStates(Path(tempfile.gettempdir())).tensor
+    store = Store(decoder, device, case.dtype, case.optimizer, layout, disk_tensor=on_disk)
     step = TrainingStep(
         decoder, store, case.optimizer, case.layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
         loss_scale=LossScale(enabled=case.dtype is torch.float16),

@@ -18,7 +18,7 @@ from transformers import GPT2Config, T5Config
 from experiments.gpu_acceptance import bitwise
 from experiments.gpu_acceptance.bitwise import CASES, PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Shape
 from lowmem.core.kernels import fused
-from lowmem.core.layout import LEAST_POSITIONS
+from lowmem.core.layout import LEAST_POSITIONS, Layout
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.step import TrainingStep
@@ -212,7 +212,7 @@ def test_what_was_tried_before_training_is_given_back():
     try:
         config = GPT2Config(n_layer=3, n_embd=128, n_head=2, n_positions=256, vocab_size=211)
         decoder = make_decoder(config, "bf16", "fp32", True)
-        Store(decoder, CUDA, torch.bfloat16, get_optimizer("adamw"), 99)
+        Store(decoder, CUDA, torch.bfloat16, get_optimizer("adamw"), Layout(1, resident_units=99))
         del decoder
         torch._C._cuda_clearCublasWorkspaces()
         assert torch.cuda.memory_allocated() > before[0]

@@ -484,7 +484,7 @@ def test_a_step_without_its_update_copies_nothing_changes_nothing_and_drops_its_
     layout = dataclasses.replace(layouts.DRY_GRID[0], states="streamed")
     decoder = layout.decoder(fused_kernels=False)
     case = layout.case(len(decoder.units))
-    store = measured.Store(decoder, torch.device("cpu"), case.dtype, case.optimizer, 0)
+    store = measured.Store(decoder, torch.device("cpu"), case.dtype, case.optimizer, case.layout)
     for part in store.parts:
         part.working.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
     step = measured.TrainingStep(

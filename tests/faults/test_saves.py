@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from lowmem import files
 from lowmem.core.decoder import Decoder
+from lowmem.core.layout import Layout
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
@@ -68,7 +69,8 @@ def one_thread():
 def make_store(precision="fp32", optimizer="adamw", resident_units=RESIDENT, model=None, fill=None) -> Store:
     """A tiny decoder's store; `fill` seeds random bytes in every tensor (NaNs, infinities and all)."""
     decoder, dtype = Decoder(model or tiny_model("gpt2")), WORKING_DTYPES[precision]
-    store = Store(decoder, torch.device("cpu"), dtype, get_optimizer(optimizer), resident_units)
+    layout = Layout(1, resident_units=resident_units)
+    store = Store(decoder, torch.device("cpu"), dtype, get_optimizer(optimizer), layout)
     if fill is not None:
         generator = torch.Generator().manual_seed(fill)
         for tensor in tensors_of(store).values():
@@ -139,7 +141,8 @@ def test_every_bit_comes_back_wherever_the_states_lie(tmp_path, precision, optim
 
 def test_parameters_see_what_was_loaded(tmp_path):
     saved, model = make_store(fill=1), tiny_model("gpt2")
-    loaded = Store(Decoder(model), torch.device("cpu"), torch.float32, get_optimizer("adamw"), STREAMED)
+    layout = Layout(1, resident_units=STREAMED)
+    loaded = Store(Decoder(model), torch.device("cpu"), torch.float32, get_optimizer("adamw"), layout)
     load_checkpoint(save(tmp_path, saved, 1), loaded, anything)
     for name, weight in saved.masters():
         assert torch.equal(dict(model.named_parameters())[name].view(torch.int32), weight.view(torch.int32)), name
@@ -731,6 +734,7 @@ import sys
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
+from lowmem.core.layout import Layout
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.decoder import Decoder
 from lowmem.run.checkpoint import find_checkpoints, load_newest, save_checkpoint
@@ -738,7 +742,7 @@ from lowmem.core.parameters import Store
 
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=24000))
-store = Store(Decoder(model), torch.device("cpu"), torch.float32, get_optimizer("adamw"), 3)
+store = Store(Decoder(model), torch.device("cpu"), torch.float32, get_optimizer("adamw"), Layout(1, resident_units=3))
 tensors = [tensor for part in store.parts for tensor in (part.working, *part.state.values())]
 for tensor in tensors:
     tensor.fill_(1.0)  # every page is there

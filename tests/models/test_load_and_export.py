@@ -325,6 +325,7 @@ MEMORY_PROGRAM = """
 import ctypes, json, sys, time
 from pathlib import Path
 import torch, transformers
+from lowmem.core.layout import Layout
 from lowmem.core.optimizers import get_optimizer
 from lowmem.models.export import export_model
 from lowmem.models.build import build_model, load_config, make_decoder
@@ -357,7 +358,8 @@ for name in ("fp32", "bf16", "bin"):
 weights = lambda: read_weights(model, str(folder / "fp32"))
 settings = dict(tokenizer=None, generation_config=None, readme="", shard_bytes=48 * 2**20)
 rows["export"] = measure(lambda: export_model(folder / "out", config, weights(), **settings))
-store = Store(make_decoder(config, "bf16", "fp32"), torch.device("cpu"), torch.bfloat16, get_optimizer("sgd"), 0)
+decoder = make_decoder(config, "bf16", "fp32")
+store = Store(decoder, torch.device("cpu"), torch.bfloat16, get_optimizer("sgd"), Layout(1))
 store.write(weights())  # makes all its pages resident
 rows["into a store"] = measure(lambda: store.write(weights()))
 rows["out of a store"] = measure(lambda: export_model(folder / "out", config, store.masters(), **settings))

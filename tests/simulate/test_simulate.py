@@ -87,11 +87,7 @@ def really_allocated(config, case: StepCase) -> int:
 
     def train() -> None:
         decoder = decoder_of(config)
-        layout = case.layout
-        store = Store(
-            decoder, CPU, case.dtype, case.optimizer, layout.resident_units, resident_weights=layout.resident_weights,
-            gradients_in_ram=layout.gradients_in_ram,
-        )  # fmt: skip
+        store = Store(decoder, CPU, case.dtype, case.optimizer, case.layout)
         step = TrainingStep(
             decoder, store, case.optimizer, case.layout, clip_norm=1.0, weight_decay=0.01, seed=0,
             loss_scale=LossScale(enabled=False),
