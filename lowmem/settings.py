@@ -224,7 +224,7 @@ class Settings:
 
         if self.gradients == "streamed" and self.states == "resident":
             yield "--gradients streamed come back with the states that are streamed: leave out --states resident."
-        if self.gradients == "streamed" and self.clip_norm is None:
+        if self.gradients == "streamed" and self.clip_norm is None and self.precision != "fp16":
             yield "--gradients streamed are those that wait to be clipped: leave out --clip-norm 0."
         if self.gradients == "streamed" and self.group not in (None, most):
             yield "--gradients streamed takes the whole batch as one group: leave out --group."

@@ -36,7 +36,11 @@ def in_order(settings: Settings, simulations: Simulations) -> Iterator[list[Choi
     """All that the settings leave open, as fastest_layout tries it: lists of choices, none of them empty."""
     placed = placements(settings, simulations)
     for on_disk in (False, True):
-        of_each = [_alternatives(settings, choices) for choices in placed if bool(choices.disk_units) == on_disk]
+        of_each = [
+            _alternatives(settings, choices, simulations.base.needs_all_gradients)
+            for choices in placed
+            if bool(choices.disk_units) == on_disk
+        ]
         yield from filter(None, chain.from_iterable(zip_longest(*of_each)))
 
 
@@ -83,12 +87,12 @@ def placements(settings: Settings, simulations: Simulations) -> list[Choices]:
     return on_disk if settings.states == "disk" else placed + on_disk
 
 
-def _alternatives(settings: Settings, choices: Choices) -> list[list[Choices]]:
+def _alternatives(settings: Settings, choices: Choices, needs_all_gradients: bool) -> list[list[Choices]]:
     """The same with gradients in RAM, or with forward and backward twice, too, where that saves something. And, where a
     step has the whole batch as one group, these with boundaries in RAM, for each length of segments."""
-    whole = _whole_batch(settings, choices)
+    whole = _whole_batch(settings, choices) if needs_all_gradients else []
     once = whole if settings.gradients == "streamed" else [choices, *whole]
-    if not whole and settings.clip_norm is not None and settings.boundaries == "auto":
+    if not whole and needs_all_gradients and settings.boundaries == "auto":
         return [once]  # gradients are held, so that inputs of one micro-batch at a time are enough
     lengths = SEGMENTS_OF_A_BATCH if settings.segment_blocks is None else choices.segments
     in_ram = [
@@ -101,10 +105,10 @@ def _alternatives(settings: Settings, choices: Choices) -> list[list[Choices]]:
 
 
 def _whole_batch(settings: Settings, choices: Choices) -> list[Choices]:
-    """The choices that need never hold all gradients at once on the GPU, where gradients are clipped: they wait in RAM,
-    or forward and backward run twice a step."""
+    """The choices that need never hold all gradients at once on the GPU, where the first update waits for all of them:
+    they do so in RAM, or forward and backward run twice a step."""
     one_group = settings.group in (None, settings.batch // choices.micro_batches[0])
-    if settings.clip_norm is None or not one_group:
+    if not one_group:
         return []
     segments = SEGMENTS_OF_A_BATCH if settings.segment_blocks is None else choices.segments
     smallest, *larger = choices.micro_batches

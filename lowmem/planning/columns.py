@@ -95,7 +95,7 @@ class Columns:
     def groups(self, micro_batch: int) -> list[int]:
         """Where all gradients are held, many micro-batches as one group keep more inputs than that saves elsewhere."""
         smallest, *largest = self.choices.groups_of(self.simulations.base.batch, micro_batch)
-        held = self.simulations.base.clip_norm is not None and not self.choices.whole_batch
+        held = self.simulations.base.needs_all_gradients and not self.choices.whole_batch
         return [smallest] if held and largest and largest[0] > _FEW else [smallest, *largest]
 
     def frugal_column(self, micro_batch: int) -> Column:

@@ -90,7 +90,7 @@ def cpu_plan(
         for size in reversed(sizes)
     ]  # fmt: skip
     layouts = [simulations.keeping(layout, choices.kept[0]) for layout in layouts]
-    may_run_twice = settings.clip_norm is not None and settings.group is None and not choices.gradients_in_ram
+    may_run_twice = case.needs_all_gradients and settings.group is None and not choices.gradients_in_ram
     if may_run_twice:
         layouts += map(twice, list(layouts))
     plan = next((plan for plan in map(plan_of, layouts) if fits(plan)), None)

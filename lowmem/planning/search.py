@@ -214,8 +214,8 @@ class _Search(Columns):
             once = _Search(self.simulations, replace(self.choices, norm_first=False), MemoryLimits(None, None))
             return 1.5 * once._least_seconds(micro_batch)
         groups = self.groups(micro_batch)
-        if self.simulations.base.clip_norm is not None:
-            groups = groups[:1]  # without clipping the whole batch as one group updates during backward, otherwise
+        if self.simulations.base.needs_all_gradients:
+            groups = groups[:1]  # else the whole batch as one group updates during backward
         columns = [Column(Family(micro_batch, group), self.choices.segments[0]) for group in groups]
         return min(self.seconds_without_waiting(column, place) for column in columns for place in self.turns())
 

@@ -183,7 +183,7 @@ def recovery_of(step: TrainingStep, store: Store, width: int, plan: Plan, say: C
             batch=settings.batch,
             row_bytes=settings.seq * width * bytes_per_number,
             gradient_bytes=4 * store.parameter_count,
-            clips=settings.clip_norm is not None,
+            clips=settings.clip_norm is not None or plan.precision == "fp16",
             slot_bytes=SLOTS * max((part.working.nbytes for part in store.parts if part.weights_streamed), default=0),
         ),
         say,

@@ -26,7 +26,8 @@ LIVE_BOUNDARIES = 8.5  # what a block keeps for its backward, 34 D per token, in
 @dataclass(frozen=True)
 class Sizes:
     """What of a run decides about its layouts: `row_bytes`, a boundary's per sequence; `gradient_bytes`, of all
-    accumulators; `clips`, whether gradients are clipped; `slot_bytes`, of a streamed block's weights in all slots."""
+    accumulators; `clips`, whether the first update waits for all gradients (StepCase.needs_all_gradients);
+    `slot_bytes`, of a streamed block's weights in all slots."""
 
     blocks: int
     batch: int

@@ -152,6 +152,12 @@ class StepCase:
     lengths: tuple[int, ...] | None = None
     target_tokens: int | None = None
 
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether the first update waits for all gradients: for their norm, by which they are clipped, or, where the
+        loss is scaled, for whether they are finite."""
+        return self.clip_norm is not None or self.dtype is torch.float16
+
 
 @dataclass(frozen=True)
 class Recording:

@@ -317,6 +317,15 @@ def test_what_is_not_clipped_has_no_norm_to_wait_for():
     assert not plan.layout.norm_first and plan.layout.group * plan.layout.micro_batch == 8
 
 
+def test_where_the_loss_is_scaled_gradients_wait_without_clipping_too():
+    """All of them have to be finite before the first update, and a GPU that does not hold them all will do."""
+    caps = {"config": DEEP, "weights": "resident", "micro_batch": 1, "gpu_limit_bytes": 600 * MIB, "precision": "fp16"}
+    clipped, plan = plan_for(**caps), plan_for(**caps, clip_norm=None)
+    assert plan.layout.gradients_in_ram and plan.layout == clipped.layout
+    assert plan_for(**caps, clip_norm=None, gradients="resident").layout.norm_first
+    dataclasses.replace(SMALL, clip_norm=None, gradients="streamed", precision="fp16")  # is not refused
+
+
 def test_gradients_that_the_gpu_does_not_hold_wait_in_ram_and_where_that_has_no_room_everything_runs_twice():
     caps = {"gpu_limit_bytes": 600 * MIB, "micro_batch": 1, "config": DEEP, "weights": "resident"}
     in_ram = plan_for(**caps)
