@@ -112,7 +112,9 @@ def finish_failed_backward(device: torch.device) -> None:
     error, and with it the tensors of all frames that this came through, until it next gets Python's lock: mostly after
     the caller has caught the error and gone on. Two passes over no numbers, which take no memory, wait for it: when the
     first is done the error is gone, and tasks that the failed pass had not begun are dropped before the second."""
-    if device.type == "cuda":
+    if device.type != "cuda":
+        return
+    with torch.inference_mode(False), torch.enable_grad():  # the caller may have switched gradients off
         nothing = torch.empty(0, device=device, requires_grad=True)
         for _ in range(2):
             torch.autograd.grad(nothing.view(0), nothing, torch.empty(0, device=device))

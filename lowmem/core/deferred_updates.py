@@ -38,6 +38,7 @@ class Updates:
         self._store, self._update = store, update
         self._pieces: Sequence[Piece] = ()
         self._next = 0  # the piece that the pass has come to
+        self._torn = False  # whether an error or Ctrl-C has ended the update of a piece, which may be half made
         self.downwards = False  # whether it goes from the last unit to the first
 
     @property
@@ -61,8 +62,12 @@ class Updates:
     def run(self, units: int) -> None:
         """Makes updates until so many units are updated; what the compute stream is given later waits for them. Where
         memory runs out, the next call makes what is left."""
+        if self._torn:
+            raise UpdateInterrupted("an update was ended in the middle of a tensor; load the weights again")
         if self.units_done >= units:
             return
+        if not self.ring.fits:
+            self.move_states(self._store.resident_units)
         if self.downwards:  # their gradients came to be since the pass was begun
             self.ring.copies.wait_for_compute()
         try:
@@ -104,9 +109,15 @@ class Updates:
             self.units_done = before
             return
         if part.has_gradient:  # else nothing of it took part in this step
-            with self.ring.copies.updating():
-                self._update(piece, state)
+            self._torn = True
+            try:
+                with self.ring.copies.updating():
+                    self._update(piece, state)
+            except torch.OutOfMemoryError:  # nothing was changed
+                self._torn = False
+                raise
         self.ring.give_back(piece)
         self._next += 1
+        self._torn = False
         if piece is part.pieces[-1]:
             part.drop_gradient()

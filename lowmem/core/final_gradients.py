@@ -49,15 +49,13 @@ class FinalGradients:
         self._norms = {}
         return norm
 
-    def _take_norms(self, lowest: int) -> list[Tensor]:
-        norms = {
+    def _take_norms(self, lowest: int) -> None:
+        self._norms |= {
             index: self._norm_of(piece)
             for index, piece in enumerate(self._store.pieces)
             if lowest <= piece.part.unit < self._lowest and piece.part.gradient is not None
         }
-        self._norms |= norms
         self._lowest = lowest
-        return list(norms.values())
 
 
 class HeldGradients(FinalGradients):
@@ -122,9 +120,12 @@ class AppliedGradients(FinalGradients):
             self.by_unit, self.held = False, True
 
     def finish(self, lowest: int) -> None:
-        norms = self._take_norms(lowest)
+        self._take_norms(lowest)
         if self.held:
             return
+        # All that are not updated yet, and not the newest alone: this is called again where memory has run out in it.
+        remaining = self._units - self._updates.units_done
+        norms = [norm for index, norm in self._norms.items() if self._store.pieces[index].part.unit < remaining]
         if norms and not math.isfinite(torch.stack(norms).sum().item()):
             raise UpdateInterrupted(
                 f"a gradient of unit {lowest} is not finite, and the units above it have been updated already, so "

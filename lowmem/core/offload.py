@@ -99,6 +99,7 @@ class StagingRing:
         self._device = device
         self._slots: list[State] = [{} for _ in range(AHEAD + 1)]
         self._views: dict[tuple[int, int], State] = {}  # by slot and piece
+        self.fits = True  # whether the slots were made: memory may have run out
         self.fit(pieces)
         self.copies = copies_for(device, beside, host_buffer or host_tensor)
         self.begin(())
@@ -113,11 +114,13 @@ class StagingRing:
         if all(name in slot and slot[name].numel() >= entries for name, (entries, _) in largest.items()):
             return
         self._slots, self._views = [{} for _ in range(AHEAD + 1)], {}  # the old ones' memory is free from here on
+        self.fits = False
         del slot
         self._slots = [
             {name: torch.empty(entries, dtype=dtype, device=self._device) for name, (entries, dtype) in largest.items()}
             for _ in range(AHEAD + 1)
         ]
+        self.fits = True
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         """Begins a pass over `pieces`: each is taken, worked on and given back, one after the other, in this order.

@@ -201,6 +201,7 @@ class Store:
         on_disk = layout.units_on_disk(len(decoder.units))
         if on_disk and disk_tensor is None:
             raise ValueError("the layout has states on a disk, and there is nothing to make them with")
+        self.layout = layout
         self.parameter_count = sum(p.numel() for p in decoder.model.parameters())
         self.resident_units, self._host_tensor = min(layout.resident_units, len(decoder.units)), host_tensor
         holders: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied weight has several

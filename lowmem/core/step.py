@@ -134,7 +134,10 @@ class TrainingStep:
     ):  # fmt: skip
         """`clip_norm`: the largest norm of all gradients, None for no limit; `seed`: of the dropout masks;
         `operations`: what the step runs, if not those of `decoder` on its device. Which states are on the device is
-        the store's to say, whatever `layout` says of that."""
+        the store's to say, whatever `layout` says of that; ValueError where it has something else in RAM or on a disk
+        that the store was not made with."""
+        if _placed(layout) != _placed(store.layout):
+            raise ValueError("the store was made for another layout: other weights, gradients or states lie elsewhere")
         self.store, self.loss_scale = store, loss_scale
         self.operations = operations or Operations(decoder, store, optimizer)
         self.make_room: Callable[[str, str], None] | None = None
@@ -404,9 +407,9 @@ class TrainingStep:
     def _discard_attempt(self) -> None:
         """What gradients there are belong to the step that failed, unless they are those that updates wait with: an
         accumulator is begun only when every unit has been updated."""
-        for unit in self._decoder.units:
-            for parameter in unit.parameters.values():
-                parameter.grad = None  # one that did not reach its accumulator
+        own = (use.own for use in self._decoder.shared if use.own is not None)
+        for parameter in chain(own, *(unit.parameters.values() for unit in self._decoder.units)):
+            parameter.grad = None  # one that did not reach its accumulator
         if self._updating:
             self._accumulation.repeat_part()
         else:
@@ -433,3 +436,8 @@ def summed_loss(step: TrainingStep, batches, limit: int) -> tuple[float, int]:
     """(loss in nats, tokens) of at most `limit` of `batches` (lowmem/data/batches.py)."""
     sums = [step.evaluate(batches.batch(index)) for index in range(min(limit, len(batches)))]
     return math.fsum(loss for loss, _ in sums), sum(tokens for _, tokens in sums)
+
+
+def _placed(layout: Layout) -> tuple:
+    """What of a layout is decided when the store is made."""
+    return layout.resident_weights, layout.gradients_in_ram, layout.disk_units

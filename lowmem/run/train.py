@@ -335,6 +335,11 @@ def train(
         if stop.requested and not ended:
             raise Stopped(f"stopped by {stop.name} after step {done}; the same command goes on from there")
 
+    def save_at_last(number: int) -> None:
+        """Before the run ends since memory has run out, which is what has to be said then."""
+        with suppress(NotSaved, Stopped):
+            save(number)
+
     budget.enter("train")
     if stop.requested:
         save(first)
@@ -355,8 +360,7 @@ def train(
             save(done - 1)
         except OutOfRoom:
             if not step.halfway:
-                with suppress(NotSaved, Stopped):  # that memory ran out is what has to be said
-                    save(done - 1)
+                save_at_last(done - 1)
             raise
         evaluating = data.evaluations and (done == steps or done % (settings.eval_every or steps) == 0)
         due = done % settings.save_every == 0 if interval is None else time.monotonic() - saved_at >= interval
@@ -366,7 +370,12 @@ def train(
         seconds = time.perf_counter() - started
         row = step_row(done, done / data.train.steps_per_epoch, batch, rate, seconds, result, budget.peaks())
         if evaluating:
-            row |= evaluation_after(done)
+            try:
+                row |= evaluation_after(done)
+            except OutOfRoom:
+                log.step(row)
+                save_at_last(done)
+                raise
         log.step(row)
         ended = done == steps
         if "eval_loss" in row:

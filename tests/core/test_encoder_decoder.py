@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import MT5Config, T5Config, T5ForConditionalGeneration, UMT5Config, UMT5ForConditionalGeneration
 
 from families import T5
+from lowmem.core.accumulation import Accumulation
 from lowmem.core.batch import Batch
 from lowmem.core.encoder_decoder import EncoderDecoder, take_apart
 from lowmem.errors import InputError
@@ -247,6 +248,28 @@ def test_16_bit_training_stays_beside_autocast():
     exact = plain(autocast=False)
     ours = train(batches, gated=True, dropout=0.0, precision="bf16", micro_batch=4).losses
     assert 0 < distance(ours) <= 1.5 * distance(plain(autocast=True))
+
+
+def test_a_step_after_one_that_was_interrupted_adds_nothing_of_that(monkeypatch):
+    """Also not to the shared biases' gradients, of which each use has its own."""
+    batch, results = make_batches(1)[0], []
+    for interrupts in (False, True):
+        step, _ = make_step(t5())
+        if interrupts:
+            once, calls = Accumulation._once, []
+
+            def interrupted(accumulation, name, add, once=once, calls=calls):
+                calls.append(" in block " in name)
+                if sum(calls) == 2:
+                    raise KeyboardInterrupt
+                once(accumulation, name, add)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Accumulation, "_once", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    step(batch, 0, RATE)
+        results.append(step(batch, 0, RATE))
+    assert results[0] == results[1]
 
 
 def test_what_is_no_batch_of_this_model_is_refused_and_changes_nothing():

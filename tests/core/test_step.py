@@ -25,6 +25,8 @@ from lowmem.core.batch import Batch
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.final_gradients import FinalGradients
 from lowmem.core.operations import Operations
+from lowmem.core.optimizers import get_optimizer
+from lowmem.core.precision import LossScale
 from lowmem.core.recompute import Dropout
 from lowmem.core.step import StepAbandoned, TrainingStep, summed_loss
 from lowmem.run.learning_rate import Course
@@ -632,6 +634,15 @@ def test_an_evaluation_is_abandoned_between_micro_batches():
         step.evaluate(batch)
     step.abandoned = None
     assert step.evaluate(batch)[0] == loss
+
+
+def test_a_step_takes_the_layout_that_its_store_was_made_for():
+    step, store = make_step(tiny_model("gpt2"), micro_batch=1, group=BATCH, resident_units=0)
+    rest = {"clip_norm": 1.0, "weight_decay": 0.0, "seed": 0, "loss_scale": LossScale(False)}
+    for other in ({"gradients_in_ram": True}, {"resident_weights": 1}, {"disk_units": 1}):
+        layout = dataclasses.replace(step.layout, **other)
+        with pytest.raises(ValueError, match="made for another layout"):
+            TrainingStep(step._decoder, store, get_optimizer("adamw"), layout, **rest)
 
 
 def test_no_step_follows_one_that_was_interrupted_while_it_updated():

@@ -150,6 +150,28 @@ def test_what_a_run_had_come_to_is_saved_when_nothing_is_left_to_give_up(
     assert weights(out) == weights(finished)
 
 
+def test_what_a_run_had_come_to_is_saved_when_an_evaluation_finds_no_memory(
+    finished, train, tmp_path, monkeypatch, capsys
+):
+    """Also after the last step. Seen to fail: all steps since the newest checkpoint were lost."""
+    evaluate = lowmem.core.operations.Operations.evaluate
+    for steps, option in ((2, "2"), (3, "9")):
+        out, calls = tmp_path / option, []
+
+        def failing(operations, batch, calls=calls):
+            calls.append(None)
+            return evaluate(operations, batch) if simulated() or len(calls) <= 2 else run_out()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(lowmem.core.operations.Operations, "evaluate", failing)
+            assert train(out, "--eval-every", option) == 4
+        assert f"step {steps}: out of memory in the evaluation" in last_line(capsys)
+        assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-0000000{steps}"]
+        assert train(out, "--eval-every", option) == 0
+        assert f"{steps} of 3 steps are done" in capsys.readouterr().err
+        assert weights(out) == weights(finished)
+
+
 def test_ram_that_runs_out_in_the_export_is_no_bad_input(finished, train, tmp_path, capsys, monkeypatch):
     """Seen to fail: it said that the config makes no model, with exit code 2 after a whole training."""
 

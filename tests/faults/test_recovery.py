@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import lowmem.core.operations
-from lowmem.core.deferred_updates import Updates
+from lowmem.core.deferred_updates import UpdateInterrupted, Updates
+from lowmem.core.final_gradients import AppliedGradients
 from lowmem.core.layout import Layout
 from lowmem.core.offload import StagingRing
 from lowmem.core.parameters import Store
@@ -60,8 +61,12 @@ ARRANGEMENTS = {
 }
 
 
-def run_out(*_):
+def run_out(*_, **__):
     raise torch.OutOfMemoryError(FULL)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 class RunsOut(TorchDispatchMode):
@@ -353,6 +358,31 @@ def test_a_staging_ring_that_finds_no_room_makes_more_states_go(monkeypatch):
     assert results == expected and training.bits() == bits
 
 
+@pytest.mark.parametrize("resident_units", [1, 99])
+def test_a_staging_ring_without_slots_is_made_before_it_is_used(resident_units, monkeypatch):
+    """Memory runs out in its allocation, when RAM has taken the states already and takes no more."""
+    answers = iter([None])
+    training = make_training(
+        resident_units=resident_units, ram_refuses=lambda moving, moved: next(answers, "RAM is full")
+    )
+    train_on(training, range(2))
+    fit, calls = StagingRing.fit, []
+
+    def failing(ring, pieces):
+        calls.append(len(calls))
+        with monkeypatch.context() as patch:
+            if len(calls) == 1:
+                ring._slots = [{}] * len(ring._slots)  # as if they had been too small
+                patch.setattr(torch, "empty", run_out)
+            fit(ring, pieces)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StagingRing, "fit", failing)
+        results, _ = train_on(training, [2], 100, 100)
+    assert training.names == ["cache", "micro_batch"] and len(calls) == 2 and training.step.ring.fits
+    assert results[0].updated and training.bits()
+
+
 # --- nothing is left
 
 
@@ -388,6 +418,42 @@ def test_a_gradient_that_did_not_reach_its_accumulator_counts_for_nothing(monkey
         at_call(patch, training.store.parts[2], "gradient_of", run_out, 20)
         results, _ = train_on(training, range(4))
     assert training.names == ["cache"] and repr(results) == expected and training.bits() == bits
+
+
+def test_gradients_that_are_not_finite_stop_the_updates_of_a_second_attempt_too(monkeypatch):
+    """Memory runs out where the norms are put together to be looked at."""
+    training = make_training(**IN_BACKWARD)
+    train_on(training, range(2))
+    finish, calls = AppliedGradients.finish, []
+
+    def overflowing(gradients, lowest):
+        calls.append(lowest)
+        with monkeypatch.context() as patch:
+            if len(calls) == 2:
+                for part in training.store.parts:
+                    if part.unit == lowest and part.gradient is not None:
+                        part.gradient[0] = torch.inf
+                patch.setattr(torch, "stack", run_out)
+            finish(gradients, lowest)
+
+    monkeypatch.setattr(AppliedGradients, "finish", overflowing)
+    with pytest.raises(UpdateInterrupted, match="is not finite"):
+        train_on(training, [2])
+    assert training.names == ["cache"] and calls[1] == calls[2]
+    assert all(part.working.isfinite().all() for part in training.store.parts)
+
+
+def test_an_update_that_was_ended_in_the_middle_is_not_made_again(monkeypatch):
+    """By Ctrl-C, say, in somebody's own loop: the moments have the gradient, or not."""
+    training = make_training()
+    train_on(training, [0])
+    with monkeypatch.context() as patch:
+        at_call(patch, training.step._updates, "_update", interrupt, 3)
+        with pytest.raises(KeyboardInterrupt):
+            training.step.flush()
+    for again in (training.step.flush, lambda: train_on(training, [1])):
+        with pytest.raises(UpdateInterrupted, match="load the weights again"):
+            again()
 
 
 def test_the_failed_attempts_tensors_are_gone_when_room_is_made(monkeypatch):
