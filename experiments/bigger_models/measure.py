@@ -229,13 +229,18 @@ def main(arguments: list[str] | None = None) -> int:
     path = options.out / NAME
     failed = 0
     try:
+        work = _work(options)
+        chosen = [name for name, *_ in work if any(text in name for text in options.only)]
+        if not chosen:
+            names = "; ".join(name for name, *_ in work)
+            raise InputError(f"--only {' '.join(options.only)}: no case here has that in its name; there are {names}")
         make_folder(options.out)
         common = row_file.made_by(PROGRAM, arguments) | {"sources": sources()}
         done = {row["name"] for row in row_file.read(path) if row.get("sources") == common["sources"]}
-        for name, kind, work in _work(options):
-            if name in done or not any(text in name for text in options.only):
+        for name, kind, values in work:
+            if name in done or name not in chosen:
                 continue
-            row = {"kind": kind, "name": name} | work() | common
+            row = {"kind": kind, "name": name} | values() | common
             row_file.append(path, row)
             print(line(row), flush=True)
             failed += not all(row["checks"].values())

@@ -165,6 +165,10 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
     chosen = [case for case in CASES if any(text in case.name for text in options.only)]
+    if not chosen:
+        said = f"--only {' '.join(options.only)}: no case has that in its name; --list names them"
+        print(f"plans: {said}", file=sys.stderr)
+        return InputError.exit_code
     if options.list:
         print("\n".join(case.name for case in chosen))
         return 0

@@ -1,7 +1,9 @@
 """What the recipes of this folder share: a call into the main scripts, and --blocks."""
 
 import argparse
+import io
 import sys
+from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from experiments.harness.options import at_least
 from lowmem.errors import InputError, LowmemError
 from lowmem.run.cli import parse_arguments
 from lowmem.run.main import main as train
-from lowmem.run.terminal import say
+from lowmem.run.terminal import escape_what_stdout_lacks, say
 from lowmem.settings import Settings
 
 
@@ -20,7 +22,9 @@ def main(name: str, defaults: Settings, arguments: list[str] | None = None) -> i
     config.json is written beside the run folder."""
     own, words = _parser(name).parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(words):
-        print(_parser(name).format_help())
+        escape_what_stdout_lacks()
+        print(_help(name, defaults), end="")
+        sys.exit(0)
     if own.blocks is None:
         return train(defaults, words)
     sliced = replace(defaults, init="random", out=f"{defaults.out}-{own.blocks}-blocks")
@@ -44,6 +48,15 @@ def _of_slice(name: str, blocks: int, defaults: Settings, words: list[str]) -> S
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}; give another --out") from None
     return replace(defaults, model=str(folder))
+
+
+def _help(name: str, defaults: Settings) -> str:
+    """The main scripts' help under this recipe's own usage, --blocks at its end."""
+    with redirect_stdout(io.StringIO()) as said, suppress(SystemExit):
+        parse_arguments(["--help"], defaults)
+    usage = f"usage: python -m experiments.bigger_models.{Path(sys.argv[0]).stem} [--blocks N] [options]"
+    _, _, rest = said.getvalue().partition("\n\n")  # theirs is how a script is run
+    return f"{usage}\n\n{rest}\n{_parser(name).format_help()}"
 
 
 def _parser(name: str) -> argparse.ArgumentParser:

@@ -62,11 +62,14 @@ def test_a_slice_has_fewer_blocks_of_the_same_widths(tmp_path, capsys):
 # --- the recipe
 
 
-def test_help_lists_blocks_and_the_scripts_own_options(capsys):
+def test_help_says_how_a_recipe_is_run_and_lists_blocks_and_the_scripts_own_options(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["/some/place/train_gptj.py"])
     with pytest.raises(SystemExit) as ended:
         recipe.main("gpt-j-6b", train_gptj.SETTINGS, ["--help"])
     said = capsys.readouterr().out
     assert ended.value.code == 0 and "--blocks N" in said and "--states-folder" in said and "24.0 GiB" in said
+    assert said.startswith("usage: python -m experiments.bigger_models.train_gptj [--blocks N] [options]\n\nTrain")
+    assert said.count("usage:") == 1 and said.index("Exit codes") < said.index("slices:")
 
 
 @pytest.mark.parametrize(
@@ -149,6 +152,14 @@ def test_plans_and_refusals_become_rows_and_are_not_made_again(tiny, tmp_path, m
     assert no_ram["error"].startswith("gpt-j-6b at 1 x 32 tokens does not fit") and "rtx0" in no_card["error"]
     assert not any(str(tmp_path.parent) in json.dumps(row) for row in found)
     assert plans.main(["--list", "--only", "smallest"]) == 0 and capsys.readouterr().out.endswith(f"{cases[1].name}\n")
+
+
+@pytest.mark.parametrize("program, known", [(plans, "--list names them"), (measure, "slice: largest")])
+def test_an_only_that_no_case_has_in_its_name_is_said(program, known, tmp_path, capsys):
+    assert program.main(["--only", "nope", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "--only nope: no case" in said and known in said and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_positions_of_an_encoder_decoder_are_told_where_settings_know_them(tmp_path):
