@@ -6,10 +6,13 @@
 
 Without --before and --after it trains a small GPT-2 with a tokenizer of its own, by `python -m lowmem train`, and
 compares that; a run that was interrupted goes on with the same command. Under --out: report.json, samples.txt,
-samples.html; of a training, `before` and `run`.
+samples.html; of a training, train.jsonl, held_out.jsonl, `before` and `run`.
 """
 
 import argparse
+import json
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -18,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -26,13 +30,19 @@ from experiments.code_generation.corpus import Beginning
 from experiments.code_generation.page import write_page, write_text
 from experiments.harness import rows as row_file
 from experiments.harness.options import SEEDS, at_least, make_folder
+from lowmem.data.sources import StableHash
 from lowmem.data.tokenizer import load_tokenizer
-from lowmem.errors import InputError, LowmemError
+from lowmem.device import select_device
+from lowmem.errors import InputError, LowmemError, Stopped, first_line
+from lowmem.models.recognize import is_hub_name
+from lowmem.run.cli import parse_arguments
 from lowmem.run.log import write_json
+from lowmem.settings import Settings
 from lowmem.units import parse_size
 
 PROGRAM = "experiments.code_generation.compare"
 GOES_ON = "\N{HORIZONTAL ELLIPSIS}"
+MADE_OF = "made_of.json"  # in `before`: what it depends on
 KEYS = ("parsing_lines", "exact_next_lines", "parsing_functions", "compiling_functions")
 
 
@@ -40,8 +50,9 @@ class TrainingEnded(LowmemError):
     """The training did not come to its end, and has said why."""
 
     def __init__(self, exit_code: int):
-        super().__init__("the training ended before it was done; the same command goes on")
-        self.exit_code = exit_code
+        goes_on = "; the same command goes on" if exit_code == Stopped.exit_code else ""
+        super().__init__("the training ended before it was done" + goes_on)
+        self.exit_code = exit_code if exit_code > 0 else 1  # less: of a signal that it did not answer
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,8 +78,17 @@ def run(options: argparse.Namespace, arguments: Sequence[str] = ()) -> dict:
         raise InputError("--before and --after are a pair: give both, or none to train a small model")
     if options.new_tokens >= options.seq:
         raise InputError(f"--new-tokens {options.new_tokens} leaves nothing of --seq {options.seq} to begin with")
+    for name in ("before", "after"):
+        path = getattr(options, name)
+        if path is not None and not Path(path).is_dir() and not is_hub_name(path):
+            raise InputError(f"--{name} {path}: there is no such folder")
+    device = select_device(options.device or "auto")
+    if options.before is None:
+        parse_arguments(training_words(options), Settings())  # refuses what the training would
     began = time.monotonic()
     make_folder(options.out)
+    if options.rows:
+        check_rows(options.rows)
     train, held_out = corpus.split(options.data, options.train_bytes, options.held_out_bytes)
     begun = corpus.beginnings(held_out, options.prefixes, options.seed)
     if not begun:
@@ -80,7 +100,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str] = ()) -> dict:
     models = {}
     for name in ("before", "after"):
         print(f"{name}: {getattr(options, name)}", flush=True)
-        models[name] = judged(str(getattr(options, name)), begun, held_out, options)
+        models[name] = judged(str(getattr(options, name)), begun, held_out, options, device)
     report = {
         "data": options.data,
         "train_bytes": sum(len(text.encode()) for text in train),
@@ -100,30 +120,23 @@ def run(options: argparse.Namespace, arguments: Sequence[str] = ()) -> dict:
     return report
 
 
+def check_rows(path: Path) -> None:
+    """InputError where no row can be added; known before the work is done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise InputError(f"--rows {path} cannot be written: {error.strerror or error}") from error
+
+
 def trained(options: argparse.Namespace, train: Sequence[str], held_out: Sequence[str]) -> dict:
-    """Makes a tokenizer and a model of random weights in `before`, and trains it in `run`."""
-    before, folder = options.out / "before", options.out / "run"
+    """Makes a tokenizer and a model of random weights in `before`, where they are not there yet, and trains it in
+    `run`."""
     began = time.monotonic()
-    tokenizer = corpus.train_tokenizer(train, options.vocabulary)
-    torch.manual_seed(options.seed)
-    blocks, width, heads = options.shape
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=options.seq, n_layer=blocks, n_embd=width, n_head=heads,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,  # less than an epoch: nothing is seen twice
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config)
-    model.save_pretrained(before)
-    tokenizer.save_pretrained(before)
-    for name, texts in (("train", train), ("held_out", held_out)):
-        corpus.write_documents(options.out / f"{name}.jsonl", texts)
-    words = [
-        "--model", before, "--data", options.out / "train.jsonl", "--eval-data", options.out / "held_out.jsonl",
-        "--seq", options.seq, "--batch", options.batch, "--steps", options.steps, "--lr", options.lr,
-        "--adam-beta2", 0.95, "--weight-decay", 0.1, "--log-every", 20, "--eval-every", max(options.steps // 4, 1),
-        "--seed", options.seed, "--out", folder,
-    ]  # fmt: skip
-    code = subprocess.run([sys.executable, "-m", "lowmem", "train", *map(str, words)]).returncode
+    make_before(options, train, held_out)
+    model, tokenizer = loaded(str(options.out / "before"), torch.device("cpu"))
+    code = exit_code_of([sys.executable, "-m", "lowmem", "train", *training_words(options)])
     if code:
         raise TrainingEnded(code)
     return {
@@ -136,9 +149,76 @@ def trained(options: argparse.Namespace, train: Sequence[str], held_out: Sequenc
     }
 
 
-def judged(name: str, begun: Sequence[Beginning], held_out: Sequence[str], options: argparse.Namespace) -> dict:
+def training_words(options: argparse.Namespace) -> list[str]:
+    """What `python -m lowmem train` is given."""
+    out = options.out
+    words = [
+        "--model", out / "before", "--data", out / "train.jsonl", "--eval-data", out / "held_out.jsonl",
+        "--seq", options.seq, "--batch", options.batch, "--steps", options.steps, "--lr", options.lr,
+        "--adam-beta2", 0.95, "--weight-decay", 0.1, "--log-every", 20, "--eval-every", max(options.steps // 4, 1),
+        "--seed", options.seed, "--out", out / "run",
+    ]  # fmt: skip
+    return list(map(str, words))
+
+
+def make_before(options: argparse.Namespace, train: Sequence[str], held_out: Sequence[str]) -> None:
+    """Writes the data, and `before` at once or not at all. One that is there stays, and is refused where it was made
+    of something else."""
+    before, part = options.out / "before", options.out / "before.part"
+    made_of = {
+        "shape": list(options.shape), "seq": options.seq, "vocabulary": options.vocabulary, "seed": options.seed,
+        "data": StableHash(json.dumps([train, held_out])).value(),
+    }  # fmt: skip
+    if before.exists():
+        try:
+            known = json.loads((before / MADE_OF).read_text())
+        except (OSError, ValueError):
+            known = None
+        if known != made_of:
+            raise InputError(f"{before} was made with other data, or another --seed or model: give another --out")
+        return
+    tokenizer = corpus.train_tokenizer(train, options.vocabulary)
+    torch.manual_seed(options.seed)
+    blocks, width, heads = options.shape
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=options.seq, n_layer=blocks, n_embd=width, n_head=heads,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,  # less than an epoch: nothing is seen twice
+    )  # fmt: skip
+    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+    GPT2LMHeadModel(config).save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    write_json(part / MADE_OF, made_of)
+    for name, texts in (("train", train), ("held_out", held_out)):
+        corpus.write_documents(options.out / f"{name}.jsonl", texts)
+    part.rename(before)
+
+
+def exit_code_of(command: Sequence[str]) -> int:
+    """Runs a command that saves its work when it is told to stop, and waits until it has. Ctrl-C is its to answer,
+    since a terminal sends that to both; SIGTERM, which comes to this process alone, is passed on."""
+
+    def pass_on(number: int, _) -> None:
+        process.send_signal(number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        if before[signal.SIGINT] is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, lambda *_: None)  # SIG_IGN would be the command's, too
+        process = subprocess.Popen(command)
+        if before[signal.SIGTERM] is not signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, pass_on)
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def judged(
+    name: str, begun: Sequence[Beginning], held_out: Sequence[str], options: argparse.Namespace, device: torch.device
+) -> dict:
     """Scores of a model's folder or hub name, and under `texts` how it goes on, by beginning."""
-    model, tokenizer = loaded(name, options.device)
+    model, tokenizer = loaded(name, device)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or options.seq
     if options.seq > positions:
         raise InputError(f"{name} has {positions} positions: give --seq {positions}")
@@ -162,14 +242,16 @@ def next_lines(
     return text[1:] if text.startswith("\n") else GOES_ON + text
 
 
-def loaded(name: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """In fp32, on the GPU where there is one."""
+def loaded(name: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """In fp32."""
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    except SafetensorError as error:
+        raise InputError(f"the weights of {name} are truncated or corrupt ({first_line(error)})") from error
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{name} is no model that transformers can load: {str(error).splitlines()[0]}") from error
+        raise InputError(f"{name} is no model that transformers can load: {first_line(error)}") from error
     tokenizer = load_tokenizer(name, "pretrained", model.config.get_text_config().vocab_size)
-    return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu")), tokenizer
+    return model.eval().to(device), tokenizer
 
 
 def shares(begun: Sequence[Beginning], texts: Sequence[str]) -> dict[str, float]:

@@ -2,8 +2,15 @@
 
 import json
 import math
+import os
+import shutil
+import signal
 import subprocess
+import sys
+import time
+from contextlib import suppress
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -206,13 +213,15 @@ def test_what_a_model_writes_is_shown_and_never_obeyed(tmp_path):
     assert "no line that parses; the function does not parse" in (tmp_path / "page.txt").read_text()
 
 
+SMALL = ["--shape", "1x32x2", "--vocabulary", "300", "--steps", "2", "--batch", "2", "--seq", "48"]
+SMALL += ["--new-tokens", "8", "--prefixes", "3", "--held-out-bytes", "30KB", "--train-bytes", "3MB"]
+
+
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory) -> tuple[list[str], dict]:
     """A whole run with a tiny model: its options, and its report."""
     folder = tmp_path_factory.mktemp("code")
-    options = ["--shape", "1x32x2", "--vocabulary", "300", "--steps", "2", "--batch", "2", "--seq", "48"]
-    options += ["--new-tokens", "8", "--prefixes", "3", "--held-out-bytes", "30KB", "--train-bytes", "3MB"]
-    options += ["--out", str(folder)]
+    options = [*SMALL, "--out", str(folder)]
     assert compare.main(options) == 0
     return options, json.loads((folder / "report.json").read_text())
 
@@ -256,10 +265,99 @@ def test_what_cannot_run_is_said_in_a_sentence(words, said, tmp_path, capsys):
     assert code == 2 and said in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_training_that_a_signal_ended_has_its_exit_code(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(compare.subprocess, "run", lambda words: subprocess.CompletedProcess(words, 75))
-    words = ["--shape", "1x32x2", "--vocabulary", "300", "--train-bytes", "3MB", "--out", str(tmp_path)]
-    assert compare.main(words) == 75 and "goes on" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--device cuda", "finds no CUDA device"),
+        ("--lr -1", "--lr -1 must be more than 0"),
+        ("--lr nan", "--lr"),
+        ("--before /nonexistent --after /nonexistent", "--before /nonexistent: there is no such folder"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_written(words, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert compare.main([*SMALL, *words.split(), "--out", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_rows_that_cannot_be_kept_are_refused_before_the_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compare.corpus, "split", lambda *_: pytest.fail("the work was begun"))
+    (tmp_path / "file").touch()
+    for rows in (tmp_path / "file" / "rows.jsonl", tmp_path):
+        assert compare.main(["--rows", str(rows), "--out", str(tmp_path / "out")]) == 2
+        assert f"error: --rows {rows} cannot be written" in capsys.readouterr().err
+
+
+def test_weights_that_were_cut_off_are_said_in_a_sentence(small_run, tmp_path, capsys):
+    options, _ = small_run
+    cut = shutil.copytree(Path(options[-1]) / "before", tmp_path / "cut")
+    os.truncate(cut / "model.safetensors", 1000)
+    assert (
+        compare.main([*options[8:-2], "--before", str(cut), "--after", str(cut), "--out", str(tmp_path / "out")]) == 2
+    )
+    assert f"the weights of {cut} are truncated or corrupt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "other, said",
+    [
+        (["--seed", "1"], "before was made with other data, or another --seed or model"),
+        (["--held-out-bytes", "20KB"], "before was made with other data, or another --seed or model"),
+        (["--lr", "-1"], "--lr -1 must be more than 0"),
+        (["--lr", "0.5"], "the training ended before it was done"),  # and has said that --lr is another
+    ],
+)
+def test_a_refused_command_leaves_a_finished_run_as_it_is(small_run, other, said, capsys):
+    options, _ = small_run
+    folder = Path(options[-1])
+
+    def content() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    before = content()
+    assert compare.main([*options, *other]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors and "goes on" not in errors
+    assert content() == before
+
+
+def test_the_same_command_after_the_end_says_the_same(small_run):
+    options, report = small_run
+    assert compare.main(options) == 0
+    found = json.loads((Path(options[-1]) / "report.json").read_text())
+    for key in ("before", "after", "true"):
+        assert found[key] == report[key]
+    assert found["training"] | {"seconds": 0} == report["training"] | {"seconds": 0}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_training_that_a_signal_ends_is_saved(tmp_path, number):
+    words = [*SMALL, "--steps", "100000", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", compare.PROGRAM, *words]
+    metrics, said = tmp_path / "run" / "metrics.jsonl", tmp_path / "said"
+    with open(said, "w") as file:
+        process = subprocess.Popen(command, cwd=row_file.ROOT, stderr=file, process_group=0)
+    try:
+        while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(0.05)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)
+        process.wait()
+    finally:
+        with suppress(ProcessLookupError):  # a training that was left behind
+            os.killpg(process.pid, signal.SIGKILL)
+    errors = said.read_text()
+    assert process.returncode == 75, errors
+    assert f"stopped by {number.name}" in errors and "the same command goes on" in errors
+    assert list(tmp_path.glob("run/checkpoints/step-*/manifest.json")) and "Traceback" not in errors
+
+
+def test_a_training_that_a_signal_killed_has_no_exit_code_of_its_own():
+    assert compare.exit_code_of([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]) == -signal.SIGKILL
+    ended = compare.TrainingEnded(-signal.SIGKILL)
+    assert ended.exit_code == 1 and "goes on" not in str(ended)
 
 
 # --- the rows
