@@ -15,7 +15,7 @@ ROWS = 16  # of a batch
 def held_out_loss(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], seq: int
 ) -> dict[str, float]:
-    """The mean loss per token, nats, and bits per byte of UTF-8, of every token of `texts`, each with up to `seq` - 1
+    """The mean loss per token, nats, and bits per byte of UTF-8, of every token of `texts`, each with up to `seq`
     tokens before it. Documents are behind each other, an end of text before each, whose bits are counted and which has
     no byte."""
     ids = [number for text in texts for number in (tokenizer.eos_token_id, *encoded(tokenizer, text))]
