@@ -35,7 +35,7 @@ class Updates:
         self.ring = StagingRing(store.device, store.pieces, beside, store.host_buffer)
         self.hyper = hyper
         self.units, self.units_done = units, units
-        self._store, self._update = store, update
+        self._store, self._update_piece = store, update
         self._pieces: Sequence[Piece] = ()
         self._next = 0  # the piece that the pass has come to
         self._torn = False  # whether an error or Ctrl-C has ended the update of a piece, which may be half made
@@ -108,16 +108,19 @@ class Updates:
         if before > self.units_done:  # units without parameters have nothing to update
             self.units_done = before
             return
+        self._torn = True
         if part.has_gradient:  # else nothing of it took part in this step
-            self._torn = True
-            try:
-                with self.ring.copies.updating():
-                    self._update(piece, state)
-            except torch.OutOfMemoryError:  # nothing was changed
-                self._torn = False
-                raise
+            with self.ring.copies.updating():
+                self._update(piece, state)
         self.ring.give_back(piece)
         self._next += 1
         self._torn = False
         if piece is part.pieces[-1]:
             part.drop_gradient()
+
+    def _update(self, piece: Piece, state: State) -> None:
+        try:
+            self._update_piece(piece, state)
+        except torch.OutOfMemoryError:  # nothing was changed
+            self._torn = False
+            raise
