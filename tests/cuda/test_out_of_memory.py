@@ -196,7 +196,7 @@ class _Fails(torch.autograd.Function):
 
 
 def test_nothing_of_a_failed_backward_pass_is_held_when_it_is_tried_again():
-    """Without finish_failed_backward PyTorch's thread held the frames in two tries of three."""
+    """Seen to fail without finish_failed_backward: PyTorch's thread held the frames in most tries."""
     held = []
 
     def attempt(fails: bool) -> None:
