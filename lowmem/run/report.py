@@ -3,11 +3,9 @@
 import json
 import math
 import platform
-import shlex
 import statistics
-import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -16,16 +14,11 @@ from transformers import PretrainedConfig
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.encoder_decoder import EncoderDecoder
-from lowmem.core.parameters import Store
-from lowmem.core.precision import WORKING_DTYPES
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import first_line
-from lowmem.limits import Budget
-from lowmem.models.build import decoder_start, own_generation_config
-from lowmem.models.export import export_model
+from lowmem.models.build import decoder_start
 from lowmem.planning.plan import Plan
-from lowmem.run.log import RunLog, write_json
-from lowmem.run.plots import draw_loss, draw_memory
+from lowmem.run.plots import draw_memory
 from lowmem.settings import Settings
 
 SAMPLE_TOKENS = 64
@@ -151,57 +144,6 @@ def draw_plan(plan: Plan, folder: Path) -> None:
         draw_memory(plan.to_dict(), None, folder / "memory.png", plan.timeline)
 
 
-def finish(
-    settings: Settings,
-    config: PretrainedConfig,
-    decoder: Decoder,
-    store: Store,
-    tokenizer,
-    log: RunLog,
-    budget: Budget,
-    plan: Plan,
-    eval_first: float | None,
-    recoveries: list[dict],
-    exported_step: int,
-) -> None:
-    """Writes model/, with the weights that are in `store`, which are those after `exported_step`, report.json, loss.png
-    and memory.png into the run folder, and says how it went."""
-    folder = Path(settings.out)
-    budget.enter("export")
-    export_model(
-        folder / "model", config, store.masters(), order=store.names(), tokenizer=tokenizer,
-        readme=_model_readme(plan, log.rows, exported_step), dtype=WORKING_DTYPES[settings.export_dtype],
-        generation_config=own_generation_config(settings.model, settings.init),
-    )  # fmt: skip
-    budget.enter("report")
-    budget.check("the export")
-    peaks = asdict(budget.peaks())
-    device = device_name(store.device)
-    report = build_report(plan.to_dict(), log.rows, peaks, device, settings.batch, eval_first, exported_step)
-    report["ram_phases"] = {
-        phase: {"predicted": plan.ram_phases.get(phase), "measured": size} for phase, size in budget.ram_phases.items()
-    }  # bytes
-    report["out_of_memory"] = recoveries  # what was done about it, and the layout from there on
-    write_json(folder / "report.json", report)
-    try:
-        draw_loss(log.rows, folder / "loss.png", eval_first)
-        draw_memory(plan.to_dict(), peaks, folder / "memory.png", plan.timeline, budget.ram_phases)
-        log.pictures(folder / "loss.png", folder / "memory.png")
-    except ImportError:
-        log.say("matplotlib is not installed, so loss.png and memory.png were not drawn")
-    loss = report["loss"]
-    if loss["diverged"]:
-        log.say(
-            f"warning: this run made the model worse: its held-out loss was {loss['eval_first']:.4f} before and is "
-            f"{loss['eval_exported']:.4f} now. A lower --lr, a longer --warmup-steps or fewer epochs may help"
-            + ("" if settings.keep_best else "; --keep-best and --patience keep the best there was")
-        )
-    held_out = "" if loss["eval_last"] is None else f"; held-out {loss['eval_first']:.4f} -> {loss['eval_last']:.4f}"
-    trained = "" if loss["last"] is None else f": loss {loss['first']:.4f} -> {loss['last']:.4f}"
-    log.say(f"done{trained}{held_out}; see {folder}/report.json and {folder}/model")
-    log.close()
-
-
 @torch.no_grad()
 def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
     """What the model makes of `prompt`, greedily, or why it does not, as a sentence."""
@@ -234,13 +176,3 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
     text = tokenizer.decode(tokens[0], skip_special_tokens=pair)
     shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return f"sample: {shown}"  # a terminal would obey control characters
-
-
-def _model_readme(plan: Plan, rows: list[dict], exported_step: int) -> str:
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    losses = [f"{row['loss']:.4f} after {exported_step} steps" for row in rows if row["step"] == exported_step]
-    last = losses[-1] if losses else "not trained"
-    return (
-        f"# {plan.model}, every parameter trained with lowmem\n\n"
-        f"Training loss: {last}. Command:\n\n    {command}\n\nPlan:\n\n```\n{plan.describe()}\n```\n"
-    )
