@@ -130,7 +130,7 @@ def export(model: LoadedModel, folder: str | Path) -> None:
     model.step.flush()
     store = model.step.store
     export_model(
-        Path(folder), model.config, store.masters(), order=store.names(), tokenizer=model.tokenizer,
+        Path(folder).expanduser(), model.config, store.masters(), order=store.names(), tokenizer=model.tokenizer,
         dtype=WORKING_DTYPES[model.settings.export_dtype],
         generation_config=own_generation_config(model.settings.model, model.settings.init),
         readme=f"# {model.plan.model}, every parameter trained with lowmem\n\n```\n{model.plan.describe()}\n```\n",

@@ -22,6 +22,7 @@ from lowmem.errors import first_line
 from lowmem.limits import Budget
 from lowmem.models.build import decoder_start, own_generation_config
 from lowmem.models.export import export_model
+from lowmem.paths import shown
 from lowmem.planning.plan import Plan
 from lowmem.run.log import RunLog, write_json
 from lowmem.run.plots import draw, draw_loss, draw_memory
@@ -245,7 +246,7 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
 
 
 def _model_readme(plan: Plan, rows: list[dict], exported_step: int) -> str:
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    command = shown(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))  # of a program that calls lowmem.train, too
     losses = [f"{row['loss']:.4f} after {exported_step} steps" for row in rows if row["step"] == exported_step]
     last = losses[-1] if losses else "not trained"
     return (
