@@ -1,5 +1,6 @@
 """The end of a run: what fails there is said, the rest is still done, and the weights are where a sentence says."""
 
+import importlib.util
 import shlex
 import sys
 import traceback
@@ -18,10 +19,11 @@ from lowmem.errors import CapExceeded, LowmemError, Stopped, first_line
 from lowmem.limits import Budget
 from lowmem.models.build import own_generation_config
 from lowmem.models.export import BeyondRange, export_model
+from lowmem.paths import shown
 from lowmem.planning.plan import Plan
 from lowmem.run.checkpoint import Check, checkpoint_of, find_checkpoints, load_checkpoint, verify_checkpoint
 from lowmem.run.log import RunLog, write_json
-from lowmem.run.plots import draw_loss, draw_memory
+from lowmem.run.plots import draw, draw_loss, draw_memory
 from lowmem.run.report import Best, build_report, device_name
 from lowmem.settings import Settings
 
@@ -96,7 +98,7 @@ def finish(
         _export(ending, settings, config, store, tokenizer, _model_readme(plan, log.rows, exported_step))
     budget.enter("report")
     budget.check("the export")
-    peaks, report, drawn = asdict(budget.peaks()), None, False
+    peaks, report = asdict(budget.peaks()), None
     with ending.step("report.json"):
         device = device_name(store.device)
         report = build_report(plan.to_dict(), log.rows, peaks, device, settings.batch, eval_first, exported_step)
@@ -107,16 +109,8 @@ def finish(
         report["out_of_memory"] = recoveries  # what was done about it, and the layout from there on
         report["failed"] = ending.failed
         write_json(folder / "report.json", report)
-    with ending.step("drawing the pictures"):
-        try:
-            draw_loss(log.rows, folder / "loss.png", eval_first)
-            draw_memory(plan.to_dict(), peaks, folder / "memory.png", plan.timeline, budget.ram_phases)
-            drawn = True
-        except ImportError:
-            log.say("matplotlib is not installed, so loss.png and memory.png were not drawn")
     with ending.step("showing the pictures to the trackers"):
-        if drawn:
-            log.pictures(folder / "loss.png", folder / "memory.png")
+        log.pictures(*_draw(ending, folder, log, plan, peaks, eval_first, budget.ram_phases))
     with ending.step("the summary"):
         if report is not None:
             _say_how_it_went(log, settings, report["loss"], None if ending.failed else folder)
@@ -140,6 +134,22 @@ def _export(ending: Ending, settings: Settings, config: PretrainedConfig, store:
         ending.note(f"in the exported model {problem}")
 
 
+def _draw(
+    ending: Ending, folder: Path, log: RunLog, plan: Plan, peaks: dict, eval_first: float | None,
+    ram_phases: dict[str, int],
+) -> list[Path]:  # fmt: skip
+    """Draws loss.png and memory.png; those that could be drawn. Without matplotlib nothing has failed."""
+    pictures = {
+        folder / "loss.png": lambda path: draw_loss(log.rows, path, eval_first),
+        folder / "memory.png": lambda path: draw_memory(plan.to_dict(), peaks, path, plan.timeline, ram_phases),
+    }
+    problems = {path: draw(path, partial(picture, path)) for path, picture in pictures.items()}
+    say = ending.note if importlib.util.find_spec("matplotlib") else log.say
+    for problem in filter(None, problems.values()):
+        say(problem)
+    return [path for path, problem in problems.items() if problem is None]
+
+
 def _say_how_it_went(log: RunLog, settings: Settings, loss: dict, folder: Path | None) -> None:
     if loss["diverged"]:
         log.say(
@@ -154,7 +164,7 @@ def _say_how_it_went(log: RunLog, settings: Settings, loss: dict, folder: Path |
 
 
 def _model_readme(plan: Plan, rows: list[dict], exported_step: int) -> str:
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    command = shown(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))  # of a program that calls lowmem.train, too
     losses = [f"{row['loss']:.4f} after {exported_step} steps" for row in rows if row["step"] == exported_step]
     last = losses[-1] if losses else "not trained"
     return (

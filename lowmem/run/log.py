@@ -245,7 +245,7 @@ def _finite(content):
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.partial")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -4,7 +4,6 @@ import json
 import math
 import platform
 import statistics
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +17,7 @@ from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import first_line
 from lowmem.models.build import decoder_start
 from lowmem.planning.plan import Plan
-from lowmem.run.plots import draw_memory
+from lowmem.run.plots import draw, draw_memory
 from lowmem.settings import Settings
 
 SAMPLE_TOKENS = 64
@@ -138,10 +137,10 @@ def versions() -> dict[str, str]:
     return found | {"torch": torch.__version__}  # which says the build, too: +cpu, +cu130
 
 
-def draw_plan(plan: Plan, folder: Path) -> None:
-    """memory.png of a plan alone."""
-    with suppress(ImportError):
-        draw_memory(plan.to_dict(), None, folder / "memory.png", plan.timeline)
+def draw_plan(plan: Plan, folder: Path) -> str | None:
+    """memory.png of a plan alone. Returns a sentence if it could not be drawn."""
+    path = folder / "memory.png"
+    return draw(path, lambda: draw_memory(plan.to_dict(), None, path, plan.timeline))
 
 
 @torch.no_grad()
