@@ -49,6 +49,7 @@ def export_model(
     except InputError as error:  # the model that was trained was built from it: now it is the machine that fails
         raise LowmemError(f"the export to {folder} failed ({error}); what was saved is safe") from error
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    folder = folder.resolve()  # a link stays one, and the folder that it leads to is replaced
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, previous = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "previous"))
     if previous.exists() and not folder.exists():  # a run was killed between the two renames below
