@@ -8,11 +8,14 @@ Everything that a user hands over as text is read here, so that each of these is
 - JSON with the same key twice in one object, with a number too long for Python, or nested too deeply is refused;
 - YAML is refused for the same, and its plain values stay the text that was typed: `yes`, `010` and `1:30` are no
   switch, no octal number and no time.
+
+A library that reads a folder by itself and knows no byte-order marks is given `readable_folder` of it.
 """
 
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,8 @@ from typing import Any
 from lowmem.errors import InputError
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_TEXTS = (".json", ".txt", ".jinja")  # of a model's folder
 _KINDS = {  # by their first bytes: what the file is, and what to do with it
     b"\x1f\x8b": ("compressed with gzip", "unpack it with gunzip"),
     b"BZh": ("compressed with bzip2", "unpack it with bunzip2"),
@@ -33,15 +38,20 @@ _KINDS = {  # by their first bytes: what the file is, and what to do with it
 }
 
 
-def refuse_disguised(path: Path, expected: bytes = b"") -> None:
-    """InputError if `path` is a Git LFS pointer, or of another kind than its name says. A file of text begins with no
-    `expected` bytes; a Parquet file does."""
+def refuse_pointer(path: Path) -> bytes:
+    """InputError if `path` is a Git LFS pointer; else its first bytes."""
     with path.open("rb") as file:
         start = file.read(64)
     if start.startswith(_LFS_POINTER):
         raise InputError(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its repository")
+    return start
+
+
+def refuse_disguised(path: Path) -> None:
+    """InputError if `path` is a Git LFS pointer, or a compressed or binary file under a text file's name."""
+    start = refuse_pointer(path)
     for magic, (kind, advice) in _KINDS.items():
-        if magic != expected and start.startswith(magic):
+        if start.startswith(magic):
             raise InputError(f"{path} is {kind}, whatever its name says; {advice}")
 
 
@@ -85,6 +95,30 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
         number = re.search(rf"[0-9]{{{sys.get_int_max_str_digits() + 1}}}", text)
         line = first_line + text.count("\n", 0, number.start() if number else 0)
         raise InputError(f"{source}:{line}: bad JSON: a number has too many digits{advice}") from None
+
+
+def readable_folder(folder: Path) -> Path:
+    """`folder`, or if text files in it begin with a byte-order mark, a folder of links to its files, in which these are
+    written without it. That folder is removed when the process ends. OSError if a file cannot be read."""
+    marked = [path for path in folder.iterdir() if path.suffix in _TEXTS and path.is_file() and _is_marked(path)]
+    if not marked:
+        return folder
+    _kept.append(tempfile.TemporaryDirectory(prefix="lowmem-"))
+    copy = Path(_kept[-1].name)
+    for path in folder.absolute().iterdir():
+        if path.name not in [other.name for other in marked]:
+            (copy / path.name).symlink_to(path)
+    for path in marked:
+        (copy / path.name).write_bytes(path.read_bytes().removeprefix(_BYTE_ORDER_MARK))
+    return copy
+
+
+def _is_marked(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK
+
+
+_kept: list[tempfile.TemporaryDirectory] = []  # each removes its folder when the process ends
 
 
 class _GivenTwice(Exception):
