@@ -126,12 +126,16 @@ def load(settings: Settings) -> LoadedModel:
 @warnings_end_nothing()
 def export(model: LoadedModel, folder: str | Path) -> None:
     """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it, or an encoder-decoder
-    `AutoModelForSeq2SeqLM`: the master weights in `settings.export_dtype`, the config and the tokenizer."""
+    `AutoModelForSeq2SeqLM`: the master weights in `settings.export_dtype`, the config and the tokenizer. LowmemError
+    where that dtype cannot hold a weight, UserWarning for a weight that is not finite and a file that is not written.
+    """
     model.step.flush()
     store = model.step.store
-    export_model(
+    problems = export_model(
         Path(folder).expanduser(), model.config, store.masters(), order=store.names(), tokenizer=model.tokenizer,
         dtype=WORKING_DTYPES[model.settings.export_dtype],
         generation_config=own_generation_config(model.settings.model, model.settings.init),
         readme=f"# {model.plan.model}, every parameter trained with lowmem\n\n```\n{model.plan.describe()}\n```\n",
     )  # fmt: skip
+    for problem in problems:
+        _warn(problem)
