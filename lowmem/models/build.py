@@ -32,8 +32,10 @@ from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import InputError, first_few, first_line
 from lowmem.models.recognize import config_fields, no_config, not_found
+from lowmem.models.switches import set_padding, without_switches
 from lowmem.models.weight_files import usual_weight_files
 from lowmem.settings import Settings
+from lowmem.text_files import read_json
 
 GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
     "gpt2": (12, 768, 12),
@@ -137,13 +139,22 @@ def load_config(model: str, init: str) -> PretrainedConfig:
 
 
 def own_generation_config(model: str, init: str) -> GenerationConfig | None:
-    """How pretrained `model` (a folder or a hub name) wants to generate; None where its files do not say."""
+    """How pretrained `model` (a folder or a hub name) wants to generate; None if its files do not say. InputError for a
+    generation_config.json that cannot be read."""
     if init == "random":
         return None
     try:
-        return GenerationConfig.from_pretrained(model_folder(model, "config"), local_files_only=True)
-    except (InputError, OSError, ValueError):
+        folder = model_folder(model, "config")
+    except InputError:  # a name whose shape is known here, without files
         return None
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return None
+    fields = read_json(path)
+    try:
+        return GenerationConfig.from_dict(fields)
+    except Exception as error:  # a list in the place of an object, values of other kinds
+        raise InputError(f"{path} is no generation config: {first_line(error)}; correct or remove it") from error
 
 
 def _read_config(path: Path) -> PretrainedConfig:
@@ -160,10 +171,11 @@ def _read_config(path: Path) -> PretrainedConfig:
         if isinstance(size := fields.get(name), int) and size < 1:
             raise InputError(f"{path}: {name} is {size}, and it must be at least 1")
     try:
-        config = CONFIG_MAPPING[kind].from_dict(fields)
+        config = CONFIG_MAPPING[kind].from_dict(without_switches(fields))
         config.get_text_config()  # some have several
     except Exception as error:  # every architecture checks its fields in its own way
         raise InputError(f"{path} is not a valid {kind} config: {' '.join(str(error).split())}") from error
+    set_padding(config, str(path))
     return config
 
 

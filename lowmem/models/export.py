@@ -18,6 +18,8 @@ from lowmem.core.precision import runs
 from lowmem.errors import InputError, LowmemError
 from lowmem.files import flush_path, safetensors_header, write_at
 from lowmem.models.build import build_model, decoder_start, first_few
+from lowmem.models.switches import as_given
+from lowmem.text_files import read_json
 from lowmem.units import MIB, format_size
 
 BESIDE_WEIGHTS_BYTES = 16 * MIB  # tokenizer, config, README of an exported model, about
@@ -164,6 +166,7 @@ def _write_descriptions(
                     setattr(settings, key, token_id)
         tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(as_given(read_json(folder / "config.json")), indent=2) + "\n")
     generation_config.save_pretrained(folder)
 
     names = dict(model.named_parameters())

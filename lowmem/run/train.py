@@ -273,7 +273,7 @@ def train(
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what steps take lies where it lay
 
-    for sentence in opening_remarks(settings, tokenizer, device):
+    for sentence in opening_remarks(settings, config, tokenizer, device):
         log.say(sentence)
     loaded = load_newest(checkpoints, store, same_run, log.say, required=settings.resume != "auto")
     if loaded is None:
