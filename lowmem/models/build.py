@@ -32,9 +32,9 @@ from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import InputError, first_few, first_line
 from lowmem.models.recognize import config_fields, no_config, not_found
-from lowmem.models.switches import set_padding, without_switches
 from lowmem.models.weight_files import usual_weight_files
 from lowmem.settings import Settings
+from lowmem.switches import set_padding, without_switches
 from lowmem.text_files import read_json
 
 GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
@@ -138,23 +138,24 @@ def load_config(model: str, init: str) -> PretrainedConfig:
     return config
 
 
-def own_generation_config(model: str, init: str) -> GenerationConfig | None:
-    """How pretrained `model` (a folder or a hub name) wants to generate; None if its files do not say. InputError for a
-    generation_config.json that cannot be read."""
+def own_generation_config(
+    model: str, init: str, say: Callable[[str], None] = lambda sentence: None
+) -> GenerationConfig | None:
+    """How pretrained `model` (a folder or a hub name) wants to generate; None where its files do not say, and where
+    transformers cannot read what they say, which is said."""
     if init == "random":
         return None
     try:
-        folder = model_folder(model, "config")
-    except InputError:  # a name whose shape is known here, without files
+        path = model_folder(model, "config") / "generation_config.json"
+    except InputError:
         return None
-    path = folder / "generation_config.json"
     if not path.is_file():
         return None
-    fields = read_json(path)
     try:
-        return GenerationConfig.from_dict(fields)
-    except Exception as error:  # a list in the place of an object, values of other kinds
-        raise InputError(f"{path} is no generation config: {first_line(error)}; correct or remove it") from error
+        return GenerationConfig.from_dict(read_json(path))
+    except Exception as error:  # values that generation cannot have, each refused in its own way
+        say(f"warning: {path} is left out of the export, since transformers cannot read it: {first_line(error)}")
+        return None
 
 
 def _read_config(path: Path) -> PretrainedConfig:

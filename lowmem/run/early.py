@@ -16,7 +16,7 @@ from pathlib import Path
 from lowmem.core.states_folder import check_states_folder
 from lowmem.data.sources import is_on_hub, open_source
 from lowmem.errors import InputError, first_line
-from lowmem.models.recognize import recognize
+from lowmem.models.recognize import is_hub_name, recognize
 from lowmem.run.folder import no_folder_to_resume, not_writable
 from lowmem.settings import Settings, each
 from lowmem.simulate.gpus import card_named
@@ -25,12 +25,16 @@ from lowmem.simulate.gpus import card_named
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
     """`settings` of a run, with the model's own folder where another run's was named, which `say` gets; InputError for
     what is known to be wrong without PyTorch."""
+    if Path(settings.out) == Path(settings.model) and not Path(settings.model).exists() and is_hub_name(settings.model):
+        raise InputError(
+            f"--out {settings.out} would be a folder in the way of the hub's model of that name; choose another --out"
+        )
     settings = check_target(settings, say)
     with _paths_refused_in_a_sentence():
         if not settings.plan_only:
             for spec in (*each(settings.data), *each(settings.eval_data)):
                 if not is_on_hub(spec):
-                    open_source(spec, settings.text_field, settings.steps)
+                    open_source(spec, settings.text_field, settings.steps, Path(settings.out))
             if settings.resume not in ("auto", "never") and not Path(settings.resume).is_dir():
                 raise no_folder_to_resume(settings.resume)
         if not settings.plan_only or not (Path(settings.out) / "settings.json").exists():

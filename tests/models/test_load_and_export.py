@@ -669,7 +669,7 @@ def test_config_from_folder_or_bare_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot be read as a config.json"),
+        ("{", "config.json:1: bad JSON: Expecting property name"),
         ("[]", "model.type"),
         ('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}', "needs Python code .* not run here"),
         ('{"model_type": "nosuch"}', "'nosuch' is not known to transformers"),

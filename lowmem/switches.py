@@ -5,12 +5,15 @@ its model. Training sets them as it needs them and says so. The user's own value
 except those with which transformers cannot load a model here.
 """
 
-import json
+from __future__ import annotations
 
-import torch
-from transformers import PretrainedConfig
+import json
+from typing import TYPE_CHECKING
 
 from lowmem.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 OWN = "own_switches"  # a config's attribute: {field: the user's own value}, of fields that are set otherwise
 LEFT_OUT = "left_out_switches"  # the same of fields that are not exported
@@ -23,11 +26,10 @@ _NEEDED = {  # the values under which training runs as it should; any other one 
 _FOR_LOADING = {  # the same of fields whose other values keep transformers from building a model here
     "use_return_dict": (),
     "quantization_config": (None,),
-    **dict.fromkeys(
-        ("_attn_implementation", "attn_implementation", "_attn_implementation_internal"), (None, "eager", "sdpa")
-    ),
+    **dict.fromkeys(("_attn_implementation", "attn_implementation"), (None, "eager", "sdpa")),
     "use_cache": (True, False, None),
 }
+_DTYPES = {"float32", "float", "float64", "double", "float16", "half", "bfloat16"}
 SWITCHES = {*_NEEDED, *_FOR_LOADING}
 
 
@@ -41,17 +43,14 @@ def without_switches(fields: dict) -> dict:
             if name in needed and value not in needed[name]:
                 taken[where][name] = kept.pop(name)
     for name in ("dtype", "torch_dtype"):
-        if name in fields and fields[name] is not None and not _is_dtype(fields[name]):
+        value = fields.get(name)
+        if not (value is None or isinstance(value, dict) or value in _DTYPES):  # a dict has one for each part
             taken[LEFT_OUT][name] = kept.pop(name)
+    if not isinstance(fields.get("bos_token_id"), int | None):  # as a list, which version 4 allowed
+        taken[LEFT_OUT]["bos_token_id"] = kept.pop("bos_token_id")
     if _has_one_class(fields):
         taken[LEFT_OUT]["problem_type"] = kept.pop("problem_type")
     return kept | {where: found for where, found in taken.items() if found}
-
-
-def _is_dtype(name: object) -> bool:
-    """Whether transformers can build a model in a dtype of that name; of several it takes what each part says."""
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    return isinstance(name, dict) or (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1)
 
 
 def _has_one_class(fields: dict) -> bool:
