@@ -110,7 +110,7 @@ def load(settings: Settings) -> LoadedModel:
     Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes).apply(plan.gpu_reserved_peak_bytes)
     devices.make_deterministic(device)
     decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
-    weights = initial_weights(settings, config, decoder)
+    weights = initial_weights(settings, config, decoder, _warn)
     step = make_step(settings, decoder, device, plan)
     step.store.write(weights)
     check_pieces(decoder, config.vocab_size, settings.masks_documents)
