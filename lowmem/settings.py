@@ -18,6 +18,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from lowmem.errors import InputError
+from lowmem.paths import read_path_option, read_text_option
 from lowmem.units import GIB, MIB, format_size, parse_interval
 
 SAVE_EVERY = "30min"
@@ -157,7 +158,12 @@ class Settings:
 
     def __post_init__(self):
         for item in fields(self):
-            object.__setattr__(self, item.name, _checked(item.name, item.type, getattr(self, item.name)))
+            value = _checked(item.name, item.type, getattr(self, item.name))
+            if isinstance(value, str):
+                value = _read(item.name, value)
+            elif isinstance(value, tuple):
+                value = tuple(_read(item.name, text) for text in value)
+            object.__setattr__(self, item.name, value)
         if self.clip_norm == 0:
             object.__setattr__(self, "clip_norm", None)
         for problem in self._problems():
@@ -278,6 +284,7 @@ _AT_LEAST_ONE = (
 _TEXTS = (
     *("gpu", "model", "data", "eval_data", "text_field", "chat_template", "states_folder", "out", "run_name", "resume"),
 )
+_PATHS = ("model", "data", "eval_data", "chat_template", "states_folder", "out", "resume")
 
 # What --demo puts in place of a script's defaults: a small model from random weights, minutes on two CPU cores.
 DEMO = {
@@ -332,6 +339,11 @@ def kind_of(hint: Any) -> tuple[Any, bool]:
 def may_be_several(hint: Any) -> bool:
     """Whether a field of type `hint` holds Specs."""
     return tuple[str, ...] in get_args(hint)
+
+
+def _read(name: str, text: str) -> str:
+    """A text of the field `name` as paths.py reads it; raises InputError."""
+    return (read_path_option if name in _PATHS else read_text_option)(option_name(name), text)
 
 
 def _checked(name: str, hint: Any, value: object) -> object:

@@ -6,9 +6,12 @@ Everything that a user hands over as text is read here, so that each of these is
 - text that is not UTF-8 is refused with its line and column;
 - a file that is not what its name says (a Git LFS pointer, a compressed file) is refused by its real kind;
 - JSON with the same key twice in one object, with a number too long for Python, or nested too deeply is refused.
+
+A library that reads a folder by itself and knows no byte-order marks is given `readable_folder` of it.
 """
 
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from typing import Any
 from lowmem.errors import InputError
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_TEXTS = (".json", ".txt", ".jinja")  # of a model's folder
 _KINDS = {  # by their first bytes: what the file is, and what to do with it
     b"\x1f\x8b": ("compressed with gzip", "unpack it with gunzip"),
     b"BZh": ("compressed with bzip2", "unpack it with bunzip2"),
@@ -29,12 +34,18 @@ _KINDS = {  # by their first bytes: what the file is, and what to do with it
 }
 
 
-def refuse_disguised(path: Path) -> None:
-    """InputError if `path` is a Git LFS pointer, or a compressed or binary file under a text file's name."""
+def refuse_pointer(path: Path) -> bytes:
+    """InputError if `path` is a Git LFS pointer; else its first bytes."""
     with path.open("rb") as file:
         start = file.read(64)
     if start.startswith(_LFS_POINTER):
         raise InputError(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its repository")
+    return start
+
+
+def refuse_disguised(path: Path) -> None:
+    """InputError if `path` is a Git LFS pointer, or a compressed or binary file under a text file's name."""
+    start = refuse_pointer(path)
     for magic, (kind, advice) in _KINDS.items():
         if start.startswith(magic):
             raise InputError(f"{path} is {kind}, whatever its name says; {advice}")
@@ -77,6 +88,30 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
         raise InputError(f"{source}:{first_line}: bad JSON: nested too deeply") from None
     except ValueError:  # Python reads no whole number of more than 4,300 digits
         raise InputError(f"{source}:{first_line}: bad JSON: a number has too many digits") from None
+
+
+def readable_folder(folder: Path) -> Path:
+    """`folder`, or if text files in it begin with a byte-order mark, a folder of links to its files, in which these are
+    written without it. That folder is removed when the process ends. OSError if a file cannot be read."""
+    marked = [path for path in folder.iterdir() if path.suffix in _TEXTS and path.is_file() and _is_marked(path)]
+    if not marked:
+        return folder
+    _kept.append(tempfile.TemporaryDirectory(prefix="lowmem-"))
+    copy = Path(_kept[-1].name)
+    for path in folder.absolute().iterdir():
+        if path.name not in [other.name for other in marked]:
+            (copy / path.name).symlink_to(path)
+    for path in marked:
+        (copy / path.name).write_bytes(path.read_bytes().removeprefix(_BYTE_ORDER_MARK))
+    return copy
+
+
+def _is_marked(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK
+
+
+_kept: list[tempfile.TemporaryDirectory] = []  # each removes its folder when the process ends
 
 
 class _GivenTwice(Exception):

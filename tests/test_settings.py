@@ -619,3 +619,86 @@ def test_nothing_is_written(tmp_path, monkeypatch):
     parse("--out", "there", "--demo")
     refusal("--out", "there", "--stepz", "4")
     assert os.listdir(tmp_path) == []
+
+
+# Paths and names as people write them
+
+PATHS = ("model", "data", "eval_data", "chat_template", "states_folder", "out", "resume")
+
+
+@pytest.mark.parametrize("field", PATHS)
+def test_a_tilde_is_the_home_folder_however_the_option_is_given(tmp_path, monkeypatch, field):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.yaml").write_text(f"{field}: ~/x\n")
+    (tmp_path / "c.json").write_text(json.dumps({field: "~/x"}))
+    made = [
+        parse(f"{option_name(field)}=~/x"),
+        parse("--config", "~/c.yaml"),
+        parse("--config=~/c.json"),
+        Settings(**{field: "~/x"}),
+    ]
+    assert {getattr(settings, field) for settings in made} == {f"{tmp_path}/x"}
+    assert getattr(Settings(**{field: "./~"}), field) == "./~"
+    assert getattr(dataclasses.replace(Settings(**{field: "./~"}), seed=1), field) == "./~"
+    root = Settings(**{field: "~root/x"})
+    assert not getattr(root, field).startswith("~")
+
+
+def test_each_of_several_has_its_home_and_its_weight(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parse("--data=~/a.txt=2", "--data=~/b.txt", "--data=c.txt").data == (
+        *("/home/me/a.txt=2", "/home/me/b.txt", "c.txt"),
+    )
+    assert Settings(run_name="~/x", sample_prompt="~ is $HOME", text_field="$x").run_name == "~/x"
+
+
+@pytest.mark.parametrize("field", PATHS)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("~nobody-of-this-name/x", "there is no home folder ~nobody-of-this-name; write ./~nobody"),
+        ("$HOME/x", "variables are not replaced here"),
+        ("/data/${USER}/x", "variables are not replaced here"),
+        ("n\udcff", "this is not UTF-8; rename it"),
+        ("n\ud83d", "this is not UTF-8; rename it"),
+        ("~/n\udcff", "this is not UTF-8; rename it"),
+        ("~n\ud83d", "this is not UTF-8; rename it"),
+    ],
+)
+def test_a_path_that_nobody_can_mean_is_refused(field, text, said):
+    for refused in (refusal(f"{option_name(field)}={text}"), refusal_in_code(**{field: text})):
+        assert refused.startswith(f"{option_name(field)} ") and said in refused
+        refused.encode()
+
+
+def test_a_file_that_is_called_so_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("$HOME", "~nobody-of-this-name"):
+        (tmp_path / name).touch()
+        assert Settings(data=name).data == name
+
+
+def test_a_home_that_is_not_utf8_or_not_known(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/\udcff")
+    assert "this is not UTF-8" in refusal_in_code(out="~/x")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as without HOME and without an entry in passwd
+    assert "there is no home folder ~" in refusal_in_code(out="~/x")
+
+
+TEXTS = [name for name in FIELD_NAMES if isinstance(getattr(Settings, name), str | None)]
+
+
+@pytest.mark.parametrize("field", TEXTS)
+def test_no_text_that_is_not_utf8_passes(field, tmp_path):
+    (tmp_path / "c.json").write_text(json.dumps({field: "n\udcff"}))
+    for refused in (
+        refusal(option_name(field), "n\udcff"), refusal("--config", str(tmp_path / "c.json")),
+        refusal_in_code(**{field: "n\udcff"}),
+    ):  # fmt: skip
+        assert refused  # of numbers and words: what they are; of texts, that this one is not UTF-8
+
+
+def refusal_in_code(**values) -> str:
+    with pytest.raises(InputError) as error:
+        Settings(**values)
+    return str(error.value)

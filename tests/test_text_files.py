@@ -5,7 +5,7 @@ import gzip
 import pytest
 
 from lowmem.errors import InputError
-from lowmem.text_files import parse_json, read_json, read_text, text_lines
+from lowmem.text_files import parse_json, read_json, read_text, readable_folder, text_lines
 
 
 def test_byte_order_marks_are_skipped_at_the_start_and_where_files_were_joined(tmp_path):
@@ -49,3 +49,15 @@ def test_json_that_python_cannot_hold_is_refused_with_its_line(text, said):
     with pytest.raises(InputError) as refused:
         parse_json(text, "f", 3, ", mend it")
     assert str(refused.value) == said
+
+
+def test_a_folder_for_libraries_that_know_no_byte_order_marks(tmp_path):
+    (tmp_path / "plain.json").write_text("{}")
+    assert readable_folder(tmp_path) == tmp_path
+    (tmp_path / "marked.json").write_text("[]", encoding="utf-8-sig")
+    (tmp_path / "templates").mkdir()
+    readable = readable_folder(tmp_path)
+    assert {path.name: path.is_symlink() for path in readable.iterdir()} == {
+        "plain.json": True, "templates": True, "marked.json": False
+    }  # fmt: skip
+    assert (readable / "marked.json").read_bytes() == b"[]" and (tmp_path / "marked.json").read_bytes()[:1] == b"\xef"

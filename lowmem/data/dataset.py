@@ -59,7 +59,7 @@ def load_data(
     if decoder_start is not None:
         seq -= 1  # all tokens of a row are in it, and none is a label alone (pairs.py)
     sources, evaluated = (
-        [open_source(spec, settings.text_field, steps) for spec in each(specs)]
+        [open_source(spec, settings.text_field, steps, folder) for spec in each(specs)]
         for specs in (settings.data, settings.eval_data)
     )
     for source in evaluated:
@@ -108,10 +108,10 @@ def load_data(
         rows_of = [
             _CutPart(
                 source.spec,
-                source.name,
+                source.name + source.remark,
                 part.train and Rows(source.spec, part.train, seq, source.weight),
                 part.evaluation and Rows(source.spec, part.evaluation, seq),
-                part.held_out,
+                part.held_out + (source.remark if part.train is None else ""),
             )
             for source, part in zip([*sources, *evaluated], parts, strict=True)
         ]

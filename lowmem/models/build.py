@@ -36,6 +36,7 @@ from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import InputError, first_line
 from lowmem.models.recognize import config_fields, needs_code, no_config, not_found
 from lowmem.settings import Settings
+from lowmem.text_files import read_json
 
 GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
     "gpt2": (12, 768, 12),
@@ -166,13 +167,23 @@ def load_config(model: str, init: str) -> PretrainedConfig:
     return config
 
 
-def own_generation_config(model: str, init: str) -> GenerationConfig | None:
-    """How pretrained `model` (a folder or a hub name) wants to generate; None where its files do not say."""
+def own_generation_config(
+    model: str, init: str, say: Callable[[str], None] = lambda sentence: None
+) -> GenerationConfig | None:
+    """How pretrained `model` (a folder or a hub name) wants to generate; None where its files do not say, and where
+    transformers cannot read what they say, which is said."""
     if init == "random":
         return None
     try:
-        return GenerationConfig.from_pretrained(model_folder(model, "config"), local_files_only=True)
-    except (InputError, OSError, ValueError):
+        path = model_folder(model, "config") / "generation_config.json"
+    except InputError:
+        return None
+    if not path.is_file():
+        return None
+    try:
+        return GenerationConfig.from_dict(read_json(path))
+    except Exception as error:  # values that generation cannot have, each refused in its own way
+        say(f"warning: {path} is left out of the export, since transformers cannot read it: {first_line(error)}")
         return None
 
 

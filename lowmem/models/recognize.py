@@ -119,13 +119,13 @@ def _recognize_folder(model: str, folder: Path, with_weights: bool) -> Recognize
             f"anew --model {folder.parent.parent / 'model'}, which a run exports at its end"
         )
     if (folder / "settings.json").is_file() and not _has(folder, "config.json"):
-        exported = folder / "model"
-        if not (exported / "config.json").is_file():
+        exported = f"{model.rstrip('/')}/model"  # "./~" would lose its "./" as a Path
+        if not Path(exported, "config.json").is_file():
             raise InputError(
                 f"{model} is a run of lowmem that has not exported its model yet; let it come to its end first, with "
                 "the command that it was begun with"
             )
-        return Recognized(str(exported), f"{model} is a run of lowmem: its exported model, {exported}, is taken")
+        return Recognized(exported, f"{model} is a run of lowmem: its exported model, {exported}, is taken")
     for kind in _FOLDERS:
         if all(_has(folder, mark) for mark in kind.marks) and not any(_has(folder, other) for other in kind.others):
             raise InputError(f"{model} {kind.said.format(base=_adapted(folder))}")

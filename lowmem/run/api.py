@@ -24,6 +24,7 @@ from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.step import TrainingStep
 from lowmem.data.chat_templates import set_chat_template
 from lowmem.data.tokenizer import load_tokenizer
+from lowmem.environment import warnings_end_nothing
 from lowmem.errors import InputError
 from lowmem.limits import Budget
 from lowmem.models.build import fitted, load_config, make_decoder, own_generation_config
@@ -58,6 +59,7 @@ def _warn(sentence: str) -> None:
     warnings.warn(sentence, stacklevel=3)
 
 
+@warnings_end_nothing()
 def plan(settings: Settings) -> Plan:
     """What training would take: on the card that `settings.gpu` names, for which no GPU is needed, or else on the
     device that is here, which is the CPU where there is no GPU. (`python -m lowmem.plan` takes a card from its table
@@ -71,6 +73,7 @@ def plan(settings: Settings) -> Plan:
     return Question(settings, config, kind, precision, card).answer(make_plan)
 
 
+@warnings_end_nothing()
 def train(settings: Settings) -> dict:
     """A whole run, as the scripts make it; the content of its report.json. A signal saves and ends it (`Stopped`) where
     it is called in the main thread; a second one drops the step first, a third ends the process (signals.py).
@@ -86,6 +89,7 @@ def train(settings: Settings) -> dict:
     return json.loads((Path(settings.out) / "report.json").read_text(encoding="utf-8"))
 
 
+@warnings_end_nothing()
 def load(settings: Settings) -> LoadedModel:
     """Plans for this machine under both caps, caps GPU memory, and loads the weights that `settings` name, piece by
     piece, into their places. RAM is planned for and not watched. For one model a process: the cap and deterministic
@@ -119,13 +123,14 @@ def load(settings: Settings) -> LoadedModel:
     return LoadedModel(settings, config, tokenizer, plan, decoder, step)
 
 
+@warnings_end_nothing()
 def export(model: LoadedModel, folder: str | Path) -> None:
     """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it, or an encoder-decoder
     `AutoModelForSeq2SeqLM`: the master weights in `settings.export_dtype`, the config and the tokenizer."""
     model.step.flush()
     store = model.step.store
     export_model(
-        Path(folder), model.config, store.masters(), order=store.names(), tokenizer=model.tokenizer,
+        Path(folder).expanduser(), model.config, store.masters(), order=store.names(), tokenizer=model.tokenizer,
         dtype=WORKING_DTYPES[model.settings.export_dtype],
         generation_config=own_generation_config(model.settings.model, model.settings.init),
         readme=f"# {model.plan.model}, every parameter trained with lowmem\n\n```\n{model.plan.describe()}\n```\n",

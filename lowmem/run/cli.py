@@ -16,6 +16,7 @@ from pathlib import Path
 from types import NoneType
 
 from lowmem.errors import InputError
+from lowmem.paths import read_path_option
 from lowmem.run.options import FLAGS, NAMES, OPTIONS, REFUSED, SEVERAL, TITLES, switch
 from lowmem.settings import DEMO, Settings, each, option_name, read_json_object, read_yaml_object
 from lowmem.units import format_size
@@ -69,7 +70,7 @@ def parse_arguments(argv: list[str], defaults: Settings) -> Settings:
             raise InputError(f"Unexpected argument {unknown[0]!r}: options begin with --; see --help.")
         raise InputError(_explain_unknown(misspelt.split("=")[0]))
 
-    chosen = {} if known.config is None else _read_config(known.config)
+    chosen = {} if known.config is None else _read_config(read_path_option("--config", known.config))
     typed = {field: value for field, (_, value) in known.typed.items()}
     chosen = _over(chosen, typed)
     base = asdict(defaults)

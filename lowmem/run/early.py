@@ -30,7 +30,7 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
         if not settings.plan_only:
             for spec in (*each(settings.data), *each(settings.eval_data)):
                 if not is_on_hub(spec):
-                    open_source(spec, settings.text_field, settings.steps)
+                    open_source(spec, settings.text_field, settings.steps, Path(settings.out))
             if settings.resume not in ("auto", "never") and not Path(settings.resume).is_dir():
                 raise no_folder_to_resume(settings.resume)
         if not settings.plan_only or not (Path(settings.out) / "settings.json").exists():

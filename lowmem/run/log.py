@@ -213,7 +213,7 @@ class _Lines:
 
     def write(self, lines: str) -> str | None:
         """Why the disk takes no more, when it begins to; else None."""
-        before, self._waiting = self._waiting, self._waiting + lines.encode()
+        before, self._waiting = self._waiting, self._waiting + lines.encode(errors="backslashreplace")
         try:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
@@ -243,7 +243,7 @@ def _finite(content):
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.partial")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -6,7 +6,6 @@ import platform
 import shlex
 import statistics
 import sys
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,9 +22,10 @@ from lowmem.errors import first_line
 from lowmem.limits import Budget
 from lowmem.models.build import decoder_start, own_generation_config
 from lowmem.models.export import export_model
+from lowmem.paths import shown
 from lowmem.planning.plan import Plan
 from lowmem.run.log import RunLog, write_json
-from lowmem.run.plots import draw_loss, draw_memory
+from lowmem.run.plots import draw, draw_loss, draw_memory
 from lowmem.settings import Settings
 
 SAMPLE_TOKENS = 64
@@ -145,10 +145,24 @@ def versions() -> dict[str, str]:
     return found | {"torch": torch.__version__}  # which says the build, too: +cpu, +cu130
 
 
-def draw_plan(plan: Plan, folder: Path) -> None:
-    """memory.png of a plan alone."""
-    with suppress(ImportError):
-        draw_memory(plan.to_dict(), None, folder / "memory.png", plan.timeline)
+def draw_plan(plan: Plan, folder: Path) -> str | None:
+    """memory.png of a plan alone. Returns a sentence if it could not be drawn."""
+    path = folder / "memory.png"
+    return draw(path, lambda: draw_memory(plan.to_dict(), None, path, plan.timeline))
+
+
+def draw_pictures(
+    folder: Path, log: RunLog, plan: Plan, peaks: dict, eval_first: float | None, ram_phases: dict[str, int]
+) -> None:
+    """loss.png and memory.png of a finished run, also for trackers. The log says which could not be drawn, and why."""
+    loss, memory = folder / "loss.png", folder / "memory.png"
+    problems = {
+        loss: draw(loss, lambda: draw_loss(log.rows, loss, eval_first)),
+        memory: draw(memory, lambda: draw_memory(plan.to_dict(), peaks, memory, plan.timeline, ram_phases)),
+    }
+    for problem in filter(None, problems.values()):
+        log.say(problem)
+    log.pictures(*(path for path, problem in problems.items() if problem is None))
 
 
 def finish(
@@ -183,12 +197,7 @@ def finish(
     }  # bytes
     report["out_of_memory"] = recoveries  # what was done about it, and the layout from there on
     write_json(folder / "report.json", report)
-    try:
-        draw_loss(log.rows, folder / "loss.png", eval_first)
-        draw_memory(plan.to_dict(), peaks, folder / "memory.png", plan.timeline, budget.ram_phases)
-        log.pictures(folder / "loss.png", folder / "memory.png")
-    except ImportError:
-        log.say("matplotlib is not installed, so loss.png and memory.png were not drawn")
+    draw_pictures(folder, log, plan, peaks, eval_first, budget.ram_phases)
     loss = report["loss"]
     if loss["diverged"]:
         log.say(
@@ -237,7 +246,7 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
 
 
 def _model_readme(plan: Plan, rows: list[dict], exported_step: int) -> str:
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    command = shown(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))  # of a program that calls lowmem.train, too
     losses = [f"{row['loss']:.4f} after {exported_step} steps" for row in rows if row["step"] == exported_step]
     last = losses[-1] if losses else "not trained"
     return (

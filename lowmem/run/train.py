@@ -92,9 +92,10 @@ def run_planned(settings: Settings, stop: StopRequest, aside: Callable | None) -
         try:
             Path(settings.out).mkdir(parents=True, exist_ok=True)
             write_json(Path(settings.out) / "plan.json", plan.to_dict())
-            draw_plan(plan, Path(settings.out))
         except OSError as error:
             raise not_writable(settings.out, error.strerror) from None
+        if (problem := draw_plan(plan, Path(settings.out))) is not None:
+            say(problem)
         return
     with lock_run(Path(settings.out)):  # two runs with one --out: the second is told so at once
         plan_and_train(settings, config, kind, precision, card, stop, aside)
