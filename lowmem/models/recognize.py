@@ -197,8 +197,8 @@ def config_fields(path: Path) -> dict:
     named = _architecture(fields, kind)
     if senses := [key.removesuffix("_config") for key in _SENSES if isinstance(fields.get(key), dict)]:
         raise InputError(
-            f"{path}: {named} reads {' and '.join(senses)} beside text, and only models of text alone are trained here; "
-            "choose the text-only model of that family"
+            f"{path}: {named} reads {' and '.join(senses)} beside text; only models of text alone are trained here: "
+            "choose one of that family"
         )
     other = kind not in _ENCODER_DECODERS and not str(named).endswith("ForCausalLM")
     if fields.get("is_encoder_decoder") is True and other:

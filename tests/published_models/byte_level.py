@@ -1,6 +1,5 @@
 """Layouts whose vocabulary is made of bytes: GPT-2 and what came after it."""
 
-
 from tokenizers import normalizers, pre_tokenizers
 
 from tests.published_models.layouts import (
@@ -169,8 +168,9 @@ LAYOUTS = [
            ("tokenizer.model",), {}, spm_kind="tiktoken"),
     Layout("truncation and padding in tokenizer.json", LLAMA31, llama3, config=LLAMA3_CONFIG, edit=TRUNCATED),
     Layout("TokenizersBackend, as transformers 5 writes it", LLAMA31, llama3, config={
-           "backend": "tokenizers", "bos_token": LLAMA3[0], "clean_up_tokenization_spaces": True, "eos_token": LLAMA3[4],
-           "extra_special_tokens": LLAMA3[2:4], "is_local": True, "model_input_names": ["input_ids", "attention_mask"],
+           "backend": "tokenizers", "bos_token": LLAMA3[0], "clean_up_tokenization_spaces": True,
+           "eos_token": LLAMA3[4], "extra_special_tokens": LLAMA3[2:4], "is_local": True,
+           "model_input_names": ["input_ids", "attention_mask"],
            "model_max_length": 131072, "tokenizer_class": "TokenizersBackend"},
            extra={"chat_template.jinja": LLAMA3_CHAT}),
     Layout("extra_special_tokens as a list, chat_template.jinja beside", LLAMA31, llama3, config={
@@ -203,8 +203,9 @@ LAYOUTS = [
            "legacy": True, "tokenizer_class": "LlamaTokenizerFast", "use_default_system_prompt": False}),
     Layout("DeepSeek-R1 distilled: LlamaTokenizerFast beside Qwen2", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
            deepseek, config={"add_bos_token": True, "add_eos_token": False, "bos_token": added_token(
-           "<｜begin▁of▁sentence｜>"), "eos_token": added_token("<｜end▁of▁sentence｜>"), "legacy": True, "unk_token": None,
-           "model_max_length": 16384, "sp_model_kwargs": {}, "tokenizer_class": "LlamaTokenizerFast"}),
+           "<｜begin▁of▁sentence｜>"), "eos_token": added_token("<｜end▁of▁sentence｜>"), "legacy": True,
+           "model_max_length": 16384, "sp_model_kwargs": {}, "tokenizer_class": "LlamaTokenizerFast",
+           "unk_token": None}),
     Layout("Phi-4: GPT2Tokenizer with cl100k's Split", "microsoft/phi-4",
            lambda: byte_bpe(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|dummy_87|>"], last=True,
                             pre=split(LLAMA3_SPLIT)), ALL3, {**SMOL, "eos_token": "<|im_end|>", "unk_token": EOT,

@@ -253,5 +253,3 @@ def plain(folder: Path, config: dict) -> None:
         if number is not None:
             said[f"{name}_token"] = f"<|special_{number}|>"
     (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2), encoding="utf-8")
-
-

@@ -1,4 +1,4 @@
-"""What a folder says in the transformers that runs this, 4 or 5: logits, token ids, special tokens, the template's text.
+"""What a folder says in the transformers that runs this, 4 or 5: logits, token ids, special tokens, a conversation.
 
     python probe.py    reads one JSON request a line and answers each in one line; no package of the repository
 
@@ -16,7 +16,8 @@ from pathlib import Path
 
 TEXTS = (
     *("hello", " hello", "hello  world\n\tthe cat", "The dog sat on 2024 mats, 12345!", "x = f(a_b)  # ok\r\n"),
-    *("naïve Ünïcode “quotes” — dash", "日本語 中文", "🙂👍🏽", "a</s>b <|endoftext|> <s>", "", "user: yes\nassistant: no", "don't I'LL we've"),
+    *("naïve Ünïcode “quotes” — dash", "日本語 中文", "🙂👍🏽", "a</s>b <|endoftext|> <s>", ""),
+    *("user: yes\nassistant: no", "don't I'LL we've"),
 )  # fmt: skip
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes no"}]
 OLD_BUFFERS = {  # that earlier versions stored beside the weights, by model type, for each layer
@@ -82,7 +83,9 @@ def rewrite(folder: Path, model, weights: list[str]) -> None:
                 state[name] = torch.ones(8) if "inv_freq" in name else torch.ones(1, 1, 128, 128, dtype=torch.uint8)
     if "t5 table" in weights:
         name = "block.0.layer.{}.relative_attention_bias.weight"
-        state["decoder." + name.format("1.EncDecAttention")] = state["decoder." + name.format("0.SelfAttention")].clone()
+        state["decoder." + name.format("1.EncDecAttention")] = state[
+            "decoder." + name.format("0.SelfAttention")
+        ].clone()
     if path.suffix == ".safetensors":
         save_file(state, path, metadata={"format": "pt"})
     else:
@@ -100,14 +103,18 @@ def forward(model, length: int = 60):
         return model(input_ids=ids, use_cache=False, return_dict=True, **more).logits
 
 
-def logits_of(folder: str):
+def logits_of(folder: str, attention: str | None):
     """Its logits in fp32 for a short and a long text, and the keys that loading missed or that did not fit."""
     import torch
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model, info = model_class(config).from_pretrained(
-        folder, output_loading_info=True, torch_dtype=torch.float32, trust_remote_code=False
+        folder,
+        output_loading_info=True,
+        torch_dtype=torch.float32,
+        trust_remote_code=False,
+        attn_implementation=attention,
     )
     model.eval()
     logits = [forward(model), forward(model, 120)]
@@ -135,17 +142,16 @@ def tokens_of(folder: str) -> dict:
     return said
 
 
-def read(folder: str, logits: str | None) -> dict:
-    """Its answer; `logits`: the file for them, None: the model is not read."""
+def read(folder: str, logits: str, attention: str | None = None) -> dict:
+    """What is said of the model, whose logits go into that file, and of the tokenizer."""
     import torch
 
     found = {}
-    if logits is not None:
-        try:
-            values, found["missing"], found["mismatched"] = logits_of(folder)
-            torch.save(values, logits)
-        except Exception as error:
-            found["model_error"] = reason(error)
+    try:
+        values, found["missing"], found["mismatched"] = logits_of(folder, attention)
+        torch.save(values, logits)
+    except Exception as error:
+        found["model_error"] = reason(error)
     try:
         found["tokens"] = tokens_of(folder)
     except Exception as error:
