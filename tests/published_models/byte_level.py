@@ -1,6 +1,6 @@
 """Layouts whose vocabulary is made of bytes: GPT-2 and what came after it."""
 
-from tokenizers import normalizers, pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers, processors
 
 from tests.published_models.layouts import (
     BLOOM_SPLIT,
@@ -65,6 +65,12 @@ def deepseek():
     return ends(backend, "<｜begin▁of▁sentence｜>", None)
 
 
+def deepseek_r1():
+    backend = byte_bpe([], pre=split(QWEN_SPLIT), normalizer=normalizers.NFC())
+    backend.add_special_tokens(["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"])
+    return ends(backend, "<｜begin▁of▁sentence｜>", None)
+
+
 def digits(special: list[str], individual: bool = True):
     return byte_bpe(special, pre=pre_tokenizers.Sequence([pre_tokenizers.Digits(individual), byte_level()]))
 
@@ -77,7 +83,9 @@ def cohere():
 
 
 def roberta(trim: bool):
-    return byte_bpe(["<s>", "<pad>", "</s>", "<unk>", "<mask>"], pre=byte_level(prefix=True, trim=trim))
+    backend = byte_bpe(["<s>", "<pad>", "</s>", "<unk>", "<mask>"], pre=byte_level(prefix=True, trim=trim))
+    backend.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), trim, True)
+    return backend
 
 
 def opt():
@@ -202,7 +210,7 @@ LAYOUTS = [
            "clean_up_tokenization_spaces": False, "model_max_length": 16384, "sp_model_kwargs": {}, "unk_token": None,
            "legacy": True, "tokenizer_class": "LlamaTokenizerFast", "use_default_system_prompt": False}),
     Layout("DeepSeek-R1 distilled: LlamaTokenizerFast beside Qwen2", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
-           deepseek, config={"add_bos_token": True, "add_eos_token": False, "bos_token": added_token(
+           deepseek_r1, config={"add_bos_token": True, "add_eos_token": False, "bos_token": added_token(
            "<｜begin▁of▁sentence｜>"), "eos_token": added_token("<｜end▁of▁sentence｜>"), "legacy": True,
            "model_max_length": 16384, "sp_model_kwargs": {}, "tokenizer_class": "LlamaTokenizerFast",
            "unk_token": None}),
