@@ -5,10 +5,12 @@ is looked for in a folder, then in the hub's cache, then once, and quickly, on t
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +33,7 @@ from lowmem.core.encoder_decoder import ATTENTION, is_encoder_decoder, take_apar
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import InputError, first_few, first_line
-from lowmem.models.recognize import config_fields, no_config, not_found
+from lowmem.models.recognize import config_fields, needs_code, no_config, not_found
 from lowmem.models.weight_files import usual_weight_files
 from lowmem.settings import Settings
 from lowmem.switches import set_padding, without_switches
@@ -163,10 +165,11 @@ def _read_config(path: Path) -> PretrainedConfig:
     kind = fields["model_type"]
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if "auto_map" in fields:
-            reason = "needs Python code from its repository, which is not run here; choose a model of transformers' own"
-        else:
-            reason = f"is not known to transformers {__version__}; choose another model or a newer transformers"
-        raise InputError(f"{path}: the model type {kind!r} {reason}")
+            raise needs_code(path, f"the model type {kind!r}")
+        raise InputError(
+            f"{path}: the model type {kind!r} is not known to transformers {__version__}; choose another model or a "
+            "newer transformers"
+        )
     theirs = CONFIG_MAPPING[kind].attribute_map
     for name in (own for common in _SIZES for own in (common, theirs.get(common))):
         if isinstance(size := fields.get(name), int) and size < 1:
@@ -186,6 +189,13 @@ def check_length(config: PretrainedConfig, seq: int) -> None:
     positions = most_positions(config)
     if positions is not None and seq > positions:
         raise InputError(f"--seq {seq} is longer than the {positions} positions of this model; lower --seq")
+    rotary = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    table = rotary.get("original_max_position_embeddings")
+    if rotary.get("rope_type") == "longrope" and seq > table:
+        raise InputError(
+            f"--seq {seq} is longer than {table} tokens, from which on longrope (in this config.json) computes with "
+            "other frequencies; lower --seq"
+        )
 
 
 def fitted(settings: Settings, config: PretrainedConfig) -> Settings:
@@ -270,7 +280,16 @@ def model_from_config(config: PretrainedConfig) -> PreTrainedModel:
     if is_encoder_decoder(config):
         kind, options, wanted = AutoModelForSeq2SeqLM, {"attn_implementation": ATTENTION}, "encoder-decoder"
     try:
-        return kind.from_config(config, dtype=torch.float32, trust_remote_code=False, **options)
+        model = kind.from_config(config, dtype=torch.float32, trust_remote_code=False, **options)
     except Exception as error:  # no such model of this type, or fields that every architecture checks itself
         reason = first_line(error)[:300]
         raise InputError(f"this {config.model_type} config makes no {wanted}: {reason}") from error
+    _keep_rotary_frequencies(model)
+    return model
+
+
+def _keep_rotary_frequencies(model: PreTrainedModel) -> None:
+    """Rotary tables whose frequencies follow the sequence keep those of short ones: `check_length` admits no others."""
+    for module in model.modules():
+        if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
+            module.forward = torch.no_grad()(partial(inspect.unwrap(type(module).forward), module))

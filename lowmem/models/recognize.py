@@ -66,6 +66,7 @@ _FOLDERS = (
         ("config.json",),
     ),
 )
+_SENSES = ("vision_config", "audio_config")  # of a model that reads more than text
 _ENCODER_DECODERS = ("t5", "mt5")  # that come apart (core/encoder_decoder.py), said here without importing PyTorch
 _IN_TRANSFORMERS_4 = (
     "holds weights for {} only; give a copy with .safetensors, or convert it with transformers 4: "
@@ -217,6 +218,8 @@ def config_fields(path: Path) -> dict:
             raise
         raise InputError(f"{path} cannot be read as a config.json ({error})") from None
     kind = fields.get("model_type") if isinstance(fields, dict) else None
+    if kind is None and isinstance(fields, dict) and "auto_map" in fields:  # MiniCPM's
+        raise needs_code(path, f"{_architecture(fields, 'the model')}, without a model_type,")
     if kind is None:
         raise InputError(f"{path} names no model_type, so it is no config of a Hugging Face model; give another file")
     if quantised := fields.get("quantization_config"):
@@ -225,11 +228,28 @@ def config_fields(path: Path) -> dict:
             f"{path}: the weights are quantised ({method or 'quantization_config'}), and every parameter is trained "
             "here, with fp32 master weights; choose the model in its original precision"
         )
-    architectures = fields.get("architectures")
-    named = architectures[0] if isinstance(architectures, list) and architectures else kind
+    named = _architecture(fields, kind)
+    if senses := [key.removesuffix("_config") for key in _SENSES if isinstance(fields.get(key), dict)]:
+        raise InputError(
+            f"{path}: {named} reads {' and '.join(senses)} beside text; only models of text alone are trained here: "
+            "choose one of that family"
+        )
     other = kind not in _ENCODER_DECODERS and not str(named).endswith("ForCausalLM")
     if fields.get("is_encoder_decoder") is True and other:
         raise InputError(f"{path}: {named} is an encoder-decoder; of these only T5 and mT5 can be trained here")
     if kind in _ENCODERS and not fields.get("is_decoder"):
         raise InputError(f"{path}: {named} is an encoder: {_NOT_CAUSAL}; choose a decoder, such as gpt2, or T5")
     return fields
+
+
+def _architecture(fields: dict, otherwise: str) -> str:
+    """The class that a config names first."""
+    architectures = fields.get("architectures")
+    return str(architectures[0]) if isinstance(architectures, list) and architectures else otherwise
+
+
+def needs_code(path: Path, model: str) -> InputError:
+    return InputError(
+        f"{path}: {model} needs Python code from its repository, which is not run here; choose a model of "
+        "transformers' own"
+    )

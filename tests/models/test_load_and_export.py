@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
+from families import MORE_FAMILIES
 from lowmem.core import precision
 from lowmem.errors import InputError, LowmemError
 from lowmem.models import build as lowmem_models
@@ -800,3 +801,7 @@ def test_sequences_beyond_the_model_are_refused():
     with pytest.raises(InputError, match="--seq 1025 is longer than the 1024 positions"):
         check_length(config, 1025)
     check_length(family_config("bloom"), 10**6)  # ALiBi: no table of positions
+    longrope = MORE_FAMILIES["longrope"]()
+    check_length(longrope, 32)
+    with pytest.raises(InputError, match="--seq 33 is longer than 32 tokens, from which on longrope"):
+        check_length(longrope, 33)

@@ -37,6 +37,17 @@ MADE_UP = {  # file names and what is in them: a model that is none, what is sai
         },
         ["BartForConditionalGeneration is an encoder-decoder", "only T5"],
     ),
+    **{
+        sense: (
+            {"config.json": {"model_type": "gemma3", "architectures": ["Seer"], f"{sense}_config": {}}},
+            [f"Seer reads {sense} beside text", "models of text alone"],
+        )
+        for sense in ("vision", "audio")
+    },
+    "code of its own, and no model_type": (
+        {"config.json": {"architectures": ["MiniCPMForCausalLM"], "auto_map": {"AutoConfig": "own.Config"}}},
+        ["MiniCPMForCausalLM, without a model_type, needs Python code", "not run here"],
+    ),
     "bert": ({"config.json": {"model_type": "bert"}}, ["bert is an encoder", "attends to later tokens", "a decoder"]),
     **{
         method: (
