@@ -4,6 +4,7 @@
 PYTHON =
 RUN = .venv/bin/python
 TORCH_CUDA = 2.14.1
+TRANSFORMERS_4 = 4.57.6
 RUN_CUDA = .venv-cuda/bin/python
 
 help:
@@ -11,6 +12,7 @@ help:
 	@echo 'make demo    train a small model on the source files of the standard library (minutes on two CPU cores)'
 	@echo 'make test    run the test suite (no GPU, no network)'
 	@echo 'make stand-in   make .venv-cuda: a CUDA build of PyTorch (1.2 GB) and a GPU that is not there to run it on'
+	@echo 'make transformers4   make .venv-transformers4: transformers 4, which make test then tries on exported models'
 	@echo 'make test-cuda  run the tests of what only CUDA does, on that'
 	@echo 'make bench   time plans, steps, loading and saving on this machine (some ten minutes); nothing depends on it'
 	@echo 'make results tables and pictures of the READMEs from the rows that are there'
@@ -66,6 +68,19 @@ stand-in: setup
 test-cuda: stand-in
 	OMP_NUM_THREADS=1 $(RUN_CUDA) -m stand_in --values -- -m pytest -n 2 --dist worksteal tests/cuda
 
+# transformers 4, for the tests of what it makes of exported models; PyTorch is .venv's. make test does without.
+transformers4: setup
+	@set -eu; \
+	if [ "$$(cat .venv-transformers4/installed.txt 2>/dev/null)" != "$(TRANSFORMERS_4)" ]; then \
+		rm -rf .venv-transformers4; \
+		$(RUN) -m venv --without-pip .venv-transformers4; \
+		$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+			> "$$(.venv-transformers4/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"; \
+		$(RUN) -m pip --python .venv-transformers4/bin/python install --disable-pip-version-check --ignore-installed \
+			transformers==$(TRANSFORMERS_4); \
+		echo "$(TRANSFORMERS_4)" > .venv-transformers4/installed.txt; \
+	fi
+
 # Tables and pictures of all READMEs, from the rows that are there; measures nothing.
 results: setup
 	$(RUN) -m experiments.results
@@ -85,4 +100,4 @@ lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-.PHONY: help setup demo test stand-in test-cuda results bench lint
+.PHONY: help setup demo test stand-in test-cuda transformers4 results bench lint

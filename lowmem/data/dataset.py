@@ -59,7 +59,7 @@ def load_data(
     if decoder_start is not None:
         seq -= 1  # all tokens of a row are in it, and none is a label alone (pairs.py)
     sources, evaluated = (
-        [open_source(spec, settings.text_field, steps) for spec in each(specs)]
+        [open_source(spec, settings.text_field, steps, folder) for spec in each(specs)]
         for specs in (settings.data, settings.eval_data)
     )
     for source in evaluated:
@@ -70,6 +70,10 @@ def load_data(
     needed_rows = batch if settings.fixed_batch else math.ceil((steps or 0) * batch / (1 - settings.eval_fraction)) + 1
 
     def read(folder: ArrayFolder) -> list[Part]:
+        files = [path for source in (*sources, *evaluated) for path in source.content if isinstance(path, Path)]
+        folder.source_bytes = sum(path.stat().st_size for path in files)
+        folder.times_written = 1 if evaluated else 2  # again when a share is held out
+
         def load(source: Source, records: Iterable[Record], rows_limit: int) -> Documents:
             return read_documents(
                 source,
@@ -108,10 +112,10 @@ def load_data(
         rows_of = [
             _CutPart(
                 source.spec,
-                source.name,
+                source.name + source.remark,
                 part.train and Rows(source.spec, part.train, seq, source.weight),
                 part.evaluation and Rows(source.spec, part.evaluation, seq),
-                part.held_out,
+                part.held_out + (source.remark if part.train is None else ""),
             )
             for source, part in zip([*sources, *evaluated], parts, strict=True)
         ]

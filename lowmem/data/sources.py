@@ -21,6 +21,7 @@ Of tables, `.jsonl` has an object on each line, `.csv` names its columns in its 
 import csv
 import glob
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -32,6 +33,7 @@ from typing import Any
 
 from lowmem import hub
 from lowmem.errors import InputError, first_line
+from lowmem.run_folder import without_runs
 from lowmem.text_files import text_lines
 
 STRUCTURED_COLUMNS = (
@@ -45,6 +47,7 @@ _DOCUMENT_SUFFIXES = (".txt", ".md", ".py")
 _TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _KNOWN_SUFFIXES = _DOCUMENT_SUFFIXES + _TABLE_SUFFIXES
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_MOST_NAMED = 3  # of the folders that are left out
 _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?|-?\.[0-9]+")
@@ -68,7 +71,8 @@ class Source:
     """`evaluation` is the publisher's own held-out split, where there is one; a `streamed` source is read no further
     than needed; blank rows are `lenient`ly skipped where the user cannot mend them. `content`: the files that it is
     read from, or what the hub's client calls this version of it; empty for a stream, of which nothing is known.
-    `spec`: what was typed for it, without its `weight`: how often each of its rows is in an epoch."""
+    `spec`: what was typed for it, without its `weight`: how often each of its rows is in an epoch. `remark`: what the
+    line that describes the data says behind the name."""
 
     name: str
     train: Iterable[Record]
@@ -78,23 +82,25 @@ class Source:
     content: tuple[Path | str, ...] = ()
     spec: str = ""
     weight: float = 1.0
+    remark: str = ""
 
 
-def open_source(spec: str, text_field: str, steps: int | None) -> Source:
-    """The records behind a `--data` spec; `steps` None means that all of it will be read. Raises InputError."""
+def open_source(spec: str, text_field: str, steps: int | None, out: Path | None = None) -> Source:
+    """The records behind a `--data` spec; `steps` None means that all of it will be read; `out`: the run's own
+    folder, which is no data. Raises InputError."""
     spec, weight = _split_weight(spec)
-    return replace(_open(spec, text_field, steps), spec=spec, weight=weight)
+    return replace(_open(spec, text_field, steps, out), spec=spec, weight=weight)
 
 
-def _open(spec: str, text_field: str, steps: int | None) -> Source:
+def _open(spec: str, text_field: str, steps: int | None, out: Path | None) -> Source:
     if spec == "python-stdlib":
         files = _library_files()
         records = _standard_library(files, text_field)
         return Source("Python's standard library", records, lenient=True, content=tuple(files.values()))
     if Path(spec).exists():
-        return _local(Path(spec), text_field)
+        return _local(Path(spec), text_field, out)
     if glob.has_magic(spec):
-        return _matching(spec, text_field)
+        return _matching(spec, text_field, out)
     if spec == "wikitext":
         source = _hub("Salesforce/wikitext", "wikitext-2-raw-v1", "text", steps)
         train, evaluation = (rows and _articles(rows, text_field) for rows in (source.train, source.evaluation))
@@ -168,7 +174,7 @@ def _standard_library(files: dict[str, Path], text_field: str) -> Iterator[Recor
         yield Record(name, {text_field: text}, whole_file=True)
 
 
-def _local(path: Path, text_field: str) -> Source:
+def _local(path: Path, text_field: str, out: Path | None) -> Source:
     if path.is_file():
         if path.suffix.lower() not in _KNOWN_SUFFIXES:
             raise InputError(
@@ -185,25 +191,32 @@ def _local(path: Path, text_field: str) -> Source:
         if file.is_file()
         and not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(path).parts)
     )
-    return _files(str(path), "the folder holds", files, text_field)
+    return _files(str(path), "the folder holds", files, text_field, path, out)
 
 
-def _matching(pattern: str, text_field: str) -> Source:
+def _matching(pattern: str, text_field: str, out: Path | None) -> Source:
     files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
-    return _files(pattern, "the pattern finds", [file for file in files if file.is_file()], text_field)
+    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts)
+    files = [file for file in files if file.is_file()]
+    return _files(pattern, "the pattern finds", files, text_field, Path(*fixed), out)
 
 
-def _files(name: str, found: str, files: list[Path], text_field: str) -> Source:
-    """The records of all files that can be read, in their order."""
+def _files(name: str, found: str, files: list[Path], text_field: str, root: Path, out: Path | None) -> Source:
+    """The records of all files below `root` that can be read, in their order, but for those that runs wrote."""
+    files, runs = without_runs(files, root, out)
     readable = [file for file in files if file.suffix.lower() in _KNOWN_SUFFIXES]
     others = sorted({file.suffix or file.name for file in files} - {file.suffix for file in readable})
     _refuse_odd_names(readable)
+    named = [str(path) for path in runs[:_MOST_NAMED]]
+    named += [f"{len(runs) - _MOST_NAMED} more"] if len(runs) > _MOST_NAMED else []
+    remark = f" (written by runs and left out: {', '.join(named)})" if runs else ""
     if not readable:
-        raise InputError(f"{name}: {found} no file of the kinds {' '.join(_KNOWN_SUFFIXES)}")
+        raise InputError(f"{name}: {found} no file of the kinds {' '.join(_KNOWN_SUFFIXES)}{remark}")
     return Source(
         f"{name}, {len(readable)} files" + (f" ({', '.join(others)} left out)" if others else ""),
         (record for file in readable for record in _read_file(file, text_field, whole=True)),
         content=tuple(readable),
+        remark=remark,
     )
 
 

@@ -9,17 +9,34 @@ Nothing here waits long for a network: the cache comes first, `--init random` as
 only when it answers.
 """
 
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from json import JSONDecodeError
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from huggingface_hub import try_to_load_from_cache
+from tokenizers import Tokenizer, __version__, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lowmem import hub
 from lowmem.errors import InputError
+from lowmem.switches import without_switches
+from lowmem.text_files import read_json, readable_folder, refuse_pointer
 
 END_OF_TEXT = "<|endoftext|>"
 BYTE_LEVEL_IDS = 257
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+_VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json", "tokenization_*.py")
+_BESIDE_THEM = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "*.jinja")
+_PACKAGE = re.compile(  # how transformers and Python say which package is missing
+    r"You need to install (\S+) to use|[Rr]equires the (\S+) library|No module named '([\w.]+)'"
+    r"|pip install (?:-U )?([\w-]+)"
+)
+_NOT_EXTRACTED = re.compile(r"Could not extract .* due to\s+(.*)\. Falling back", re.DOTALL)
+_MODULES = {"protobuf": "google.protobuf", "mistral-common": "mistral_common"}  # where it is not the package's name
 
 
 def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTokenizerBase:
@@ -30,10 +47,12 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
     embeds. Raises InputError where there is no tokenizer, it has no end-of-text token, or the model has too few ids.
     """
     folder = Path(model)
-    has_files = folder.is_dir() and any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
-    tokenizer = _from_pretrained(model, local_files_only=True)
-    if tokenizer is None and has_files:
-        raise InputError(f"the tokenizer in the folder {model} cannot be read; copy its files there again, complete")
+    tokenizer, error = _from_pretrained(model, local_files_only=True)
+    if tokenizer is None and not folder.is_dir() and init != "random" and hub.is_reachable():
+        tokenizer, error = _from_pretrained(model, local_files_only=False)
+    if tokenizer is None and _is_known(model):
+        where = f"in the folder {model}" if folder.is_dir() else f"of {model}"
+        raise InputError(f"the tokenizer {where} cannot be read: {_reason(model, error)}")
     if tokenizer is None and init == "random":
         tokenizer = byte_level_tokenizer()
     if tokenizer is None and folder.is_dir():
@@ -41,8 +60,6 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
             f"the folder {model} holds no tokenizer; copy the model's tokenizer files (tokenizer.json, "
             f"tokenizer_config.json) there, or train from scratch with --init random"
         )
-    if tokenizer is None and hub.is_reachable():
-        tokenizer = _from_pretrained(model, local_files_only=False)
     if tokenizer is None:
         raise InputError(
             f"the tokenizer of {model} is neither in the cache nor to be had from the hub; check the "
@@ -83,13 +100,129 @@ def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(tokenizer.init_kwargs.get("byte_level")) and len(tokenizer) == BYTE_LEVEL_IDS
 
 
-def _from_pretrained(model: str, local_files_only: bool) -> PreTrainedTokenizerBase | None:
+def _from_pretrained(
+    model: str, local_files_only: bool
+) -> tuple[PreTrainedTokenizerBase, None] | tuple[None, Exception]:
+    """The tokenizer, or why there is none. InputError for a Git LFS pointer."""
+    source = folder = Path(model)
+    if folder.is_dir():
+        for path in _files(folder, *_VOCABULARIES, *_BESIDE_THEM):
+            refuse_pointer(path)
+        source = readable_folder(folder, _config_without_switches(folder / "config.json"))
+    with _held_back() as records:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(source), local_files_only=local_files_only, trust_remote_code=False
+            )
+        except Exception as error:  # a missing or broken file raises anything, down to a bare Exception
+            # transformers tries several readers, raises the error of the last one and logs those of the others.
+            found = (_NOT_EXTRACTED.search(record.getMessage()) for record in records)
+            return None, next((ValueError(match[1]) for match in found if match), error)
+    for record in records:
+        logging.getLogger(record.name).handle(record)
+    tokenizer.name_or_path = model
+    # Without a vocabulary transformers makes a GPT2Tokenizer that turns every text into nothing, or a T5Tokenizer
+    # that turns every character into <unk>.
+    ordinary = tokenizer.get_vocab().keys() - tokenizer.all_special_tokens
+    if len(ordinary) < 2 or not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        return None, ValueError(f"a {type(tokenizer).__name__} with an empty vocabulary comes of its files")
+    return tokenizer, None
+
+
+def _config_without_switches(path: Path) -> dict[str, bytes]:
+    """transformers also reads the model's config, some fields of which it refuses."""
+    fields = read_json(path) if path.is_file() else None
+    if not isinstance(fields, dict) or (readable := without_switches(fields)) == fields:
+        return {}
+    return {path.name: json.dumps(readable).encode()}
+
+
+@contextmanager
+def _held_back() -> Iterator[list[logging.LogRecord]]:
+    """Collects what transformers logs in the block, in place of printing it."""
+    logger, records, handler = logging.getLogger("transformers"), [], logging.Handler()
+    before, logger.handlers = logger.handlers, [handler]
+    handler.emit = records.append
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=local_files_only)
-    except Exception:  # what a missing or broken file raises depends on the model type, down to a bare Exception
-        return None
-    # A folder with a GPT-2 config.json and no vocabulary gives a GPT2Tokenizer that turns every text into nothing.
-    return tokenizer if tokenizer("a", add_special_tokens=False)["input_ids"] else None
+        yield records
+    finally:
+        logger.handlers = before
+
+
+def _files(folder: Path, *patterns: str) -> list[Path]:
+    return [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
+
+
+def _folder(model: str) -> Path | None:
+    """The folder with the files of `model`: its own, or that of the hub's cache; None where there is none."""
+    if Path(model).is_dir():
+        return Path(model)
+    for name in ("tokenizer_config.json", "config.json"):
+        try:
+            cached = try_to_load_from_cache(model, name)
+        except ValueError:  # no name that the hub could know
+            return None
+        if isinstance(cached, str):
+            return Path(cached).parent
+    return None
+
+
+def _is_known(model: str) -> bool:
+    """Whether there is a vocabulary in the folder of `model`."""
+    folder = _folder(model)
+    return folder is not None and bool(_files(folder, *_VOCABULARIES))
+
+
+def _reason(model: str, error: Exception) -> str:
+    """What the library said of the tokenizer's files, and what to do."""
+    folder = _folder(model)
+    said = next(line.strip() for line in [*str(error).splitlines(), type(error).__name__] if line.strip())
+    said = said.split(". ")[0][:300]
+    if package := _missing_package(folder, str(error)):
+        return f"it needs the package {package}, which is not installed here ({said}); pip install {package}"
+    if isinstance(error, JSONDecodeError):
+        broken = [path.name for path in _files(folder, "*.json") if not _is_json(path)]
+        return f"{', '.join(broken) or 'a file'} is no JSON ({said}); copy the files there again, complete"
+    if "trust_remote_code" in str(error):
+        return (
+            "it needs Python code from its repository, which is not run here; give a folder with a tokenizer.json, "
+            "which a fast tokenizer's save_pretrained writes"
+        )
+    if "untagged enum" in said or "Version" in said:
+        return (
+            f"{said} (tokenizers {__version__}); its tokenizer.json is damaged or of a newer version: "
+            "pip install --upgrade transformers tokenizers"
+        )
+    if not (folder / "tokenizer.json").is_file():
+        said += f"; of its vocabulary there is {', '.join(path.name for path in _files(folder, *_VOCABULARIES))} alone"
+        return f"{said}: copy the model's tokenizer.json there"
+    return f"{said} ({type(error).__name__})"
+
+
+def _missing_package(folder: Path, said: str) -> str | None:
+    """The package without which the files in `folder` cannot be read; `said`: the error's text."""
+    named = [next(filter(None, groups)).split(".")[0].lower() for groups in _PACKAGE.findall(said)]
+    if not (folder / "tokenizer.json").is_file():  # the error is often that of another reader, tried in vain
+        for path in _files(folder, "*.model"):
+            named += ["sentencepiece" if path.read_bytes()[:1] == b"\n" else "tiktoken"]  # its message's first field
+        named += ["tiktoken"] * bool(_files(folder, "*.tiktoken"))
+        named += ["mistral-common"] * (folder / "tekken.json").is_file()
+    return next((name for name in named if not _is_installed(_MODULES.get(name, name))), None)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def byte_characters() -> list[str]:

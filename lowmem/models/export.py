@@ -1,6 +1,5 @@
 """A trained model in Hugging Face format, written run by run: a few MiB are in RAM, whatever the model's size."""
 
-import copy
 import json
 import math
 import shutil
@@ -13,14 +12,18 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from lowmem.core.encoder_decoder import is_encoder_decoder
 from lowmem.core.precision import runs
-from lowmem.errors import InputError, LowmemError
+from lowmem.errors import InputError, LowmemError, first_line
 from lowmem.files import flush_path, safetensors_header, write_at
-from lowmem.models.build import build_model, decoder_start, first_few
+from lowmem.models.build import build_model, first_few
+from lowmem.models.description import write_description
 from lowmem.units import MIB, format_size
 
 BESIDE_WEIGHTS_BYTES = 16 * MIB  # tokenizer, config, README of an exported model, about
+
+
+class BeyondRange(LowmemError):
+    """A finite weight that the dtype of the export cannot hold."""
 
 
 def export_model(
@@ -34,7 +37,7 @@ def export_model(
     order: Sequence[str] | None = None,
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = 256 * MIB,
-) -> None:
+) -> list[str]:
     """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it with the same logits, bit for bit.
 
     `parameters` yields each name of `build_model(config).named_parameters()` with its tensor, or with flat runs of it
@@ -42,13 +45,16 @@ def export_model(
     `generation_config`: None for the one that the config makes. `order`: that of the names, by which they are put into
     files; None: the config's. Names in files are those that `save_pretrained` would write. The folder is made beside
     the old one and takes its place only when it is complete and on the disk.
-    Raises LowmemError where disk or RAM are too small, ValueError where `parameters` is not what the config says.
+    Returns a sentence for each weight that is not finite, and for each file beside the weights that could not be
+    written: the rest is there. Raises LowmemError where disk or RAM are too small, BeyondRange where `dtype` is,
+    ValueError where `parameters` is not what the config says.
     """
     try:
         model = build_model(config)
     except InputError as error:  # the model that was trained was built from it: now it is the machine that fails
         raise LowmemError(f"the export to {folder} failed ({error}); what was saved is safe") from error
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    folder = folder.resolve()  # a link leads to a larger disk
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, previous = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "previous"))
     if previous.exists() and not folder.exists():  # a run was killed between the two renames below
@@ -64,8 +70,9 @@ def export_model(
         )
     partial.mkdir()
     try:
-        _write_shards(partial, model, shapes, order or list(shapes), parameters, dtype, shard_bytes)
-        _write_descriptions(partial, model, tokenizer, generation_config, dtype, readme)
+        problems = _write_shards(partial, model, shapes, order or list(shapes), parameters, dtype, shard_bytes)
+        failed = write_description(partial, model, tokenizer, generation_config, dtype, readme)
+        problems += [f"{name} could not be written ({first_line(error)})" for name, error in failed.items()]
         for path in (*partial.rglob("*"), partial):
             flush_path(path)
         if folder.exists():
@@ -77,6 +84,7 @@ def export_model(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(previous, ignore_errors=True)
+    return problems
 
 
 def _write_shards(
@@ -87,8 +95,9 @@ def _write_shards(
     parameters: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     shard_bytes: int,
-) -> None:
-    """Where each value belongs is known from the shapes, so it goes there as it comes."""
+) -> list[str]:
+    """Where each value belongs is known from the shapes, so it goes there as it comes. A sentence on what is not
+    finite, if anything is."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     shards: list[list[str]] = [[]]  # the parameters in each file
     for name in order:
@@ -111,14 +120,18 @@ def _write_shards(
         write_at(path, 0, text)
         places |= {name: (path, len(text) + start) for name, start in zip(names, ends, strict=False)}
 
-    written = dict.fromkeys(shapes, 0)
+    written, not_finite = dict.fromkeys(shapes, 0), {}
     for name, values in parameters:
         known = name in shapes and (values.dim() == 1 or tuple(values.shape) == shapes[name])
         if not known or written[name] + values.numel() * dtype.itemsize > sizes[name]:
             raise ValueError(f"{name} {tuple(values.shape)} is no parameter of this config, or came twice")
         path, start = places[name]
         for run in runs(values.detach()):
-            content = memoryview(run.to("cpu", dtype).view(torch.uint8).numpy())
+            cast = run.to("cpu", dtype)
+            if not cast.isfinite().all():
+                _check_range(name, run, dtype)
+                not_finite[name] = True
+            content = memoryview(cast.view(torch.uint8).numpy())
             write_at(path, start + written[name], content)
             written[name] += len(content)
         del values
@@ -129,6 +142,14 @@ def _write_shards(
         weight_map = {file_name[name]: path.name for name, (path, _) in places.items()}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return [f"{len(not_finite)} weights hold NaN or infinity ({first_few(not_finite)})"] if not_finite else []
+
+
+def _check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:
+    largest = values.abs().max().item()
+    if math.isfinite(largest):
+        kind = str(dtype).removeprefix("torch.")
+        raise BeyondRange(f"{name} holds {largest:.6g}, and {kind} ends at {torch.finfo(dtype).max:.6g}")
 
 
 def _file_names(model: PreTrainedModel) -> dict[str, str]:
@@ -136,44 +157,3 @@ def _file_names(model: PreTrainedModel) -> dict[str, str]:
     parameters = dict(model.named_parameters())
     old_name = {id(tensor): name for name, tensor in revert_weight_conversion(model, parameters).items()}
     return {name: old_name.get(id(parameter), name) for name, parameter in parameters.items()}
-
-
-def _write_descriptions(
-    folder: Path,
-    model: PreTrainedModel,
-    tokenizer,
-    generation_config: GenerationConfig | None,
-    dtype: torch.dtype,
-    readme: str,
-) -> None:
-    config = model.config
-    config.architectures = [type(model).__name__]
-    config.dtype = dtype  # from_pretrained loads in this dtype unless told otherwise
-    if hasattr(config, "auto_map"):  # names Python files of the repository it came from, which are not here
-        del config.auto_map
-    if is_encoder_decoder(config):  # by which it was trained, and without which `generate` does not begin
-        config.decoder_start_token_id = decoder_start(config)
-    generation_config = copy.deepcopy(generation_config) or GenerationConfig.from_model_config(config)
-    if is_encoder_decoder(config) and generation_config.decoder_start_token_id is None:
-        generation_config.decoder_start_token_id = config.decoder_start_token_id
-    if tokenizer is not None:
-        for settings in (config.get_text_config(), generation_config):
-            for key in ("bos_token_id", "eos_token_id"):
-                token_id, old = getattr(tokenizer, key), getattr(settings, key, None)
-                if not (isinstance(old, list) and token_id in old):  # several ends, the tokenizer's among them: keep
-                    setattr(settings, key, token_id)
-        tokenizer.save_pretrained(folder)
-    config.save_pretrained(folder)
-    generation_config.save_pretrained(folder)
-
-    names = dict(model.named_parameters())
-    tied = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]
-    if tied:
-        source = next(name for name, parameter in names.items() if parameter is model.get_parameter(tied[0]))
-        readme = (
-            f"{readme.rstrip()}\n\nThe files hold no `{tied[0]}`: it is tied to `{source}`, and transformers ties it "
-            "on load. Loaders that look every weight up by its name (a strict `load_state_dict` of the files, some "
-            "model classes of vLLM and text-generation-inference) call it missing or, worse, leave it random: "
-            f"give them a copy of `{source}` under that name.\n"
-        )
-    (folder / "README.md").write_text(readme, encoding="utf-8")

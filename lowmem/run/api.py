@@ -24,6 +24,7 @@ from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.step import TrainingStep
 from lowmem.data.chat_templates import set_chat_template
 from lowmem.data.tokenizer import load_tokenizer
+from lowmem.environment import warnings_end_nothing
 from lowmem.errors import InputError
 from lowmem.limits import Budget
 from lowmem.models.build import fitted, load_config, make_decoder, own_generation_config
@@ -34,7 +35,7 @@ from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
 from lowmem.planning.target import planning_target
-from lowmem.run.early import check_states, with_recognized_model
+from lowmem.run.early import check_folders, with_recognized_model
 from lowmem.run.signals import StopRequest
 from lowmem.run.train import initial_weights, make_step, page_locked, plan_for_here, run
 from lowmem.settings import Settings
@@ -55,9 +56,10 @@ class LoadedModel:
 
 
 def _warn(sentence: str) -> None:
-    warnings.warn(sentence, stacklevel=3)
+    warnings.warn(sentence, stacklevel=4)  # of a caller of one of the functions below
 
 
+@warnings_end_nothing()
 def plan(settings: Settings) -> Plan:
     """What training would take: on the card that `settings.gpu` names, for which no GPU is needed, or else on the
     device that is here, which is the CPU where there is no GPU. (`python -m lowmem.plan` takes a card from its table
@@ -71,6 +73,7 @@ def plan(settings: Settings) -> Plan:
     return Question(settings, config, kind, precision, card).answer(make_plan)
 
 
+@warnings_end_nothing()
 def train(settings: Settings) -> dict:
     """A whole run, as the scripts make it; the content of its report.json. A signal saves and ends it (`Stopped`) where
     it is called in the main thread; a second one drops the step first, a third ends the process (signals.py).
@@ -79,13 +82,14 @@ def train(settings: Settings) -> dict:
     if settings.plan_only:
         raise InputError("plan_only=True plans and trains nothing: call lowmem.plan(settings).")
     settings = with_recognized_model(settings, _warn)
-    check_states(settings)
+    check_folders(settings)
     main_thread = threading.current_thread() is threading.main_thread()
     with StopRequest() if main_thread else nullcontext(StopRequest()) as stop:
         run(settings, stop)
     return json.loads((Path(settings.out) / "report.json").read_text(encoding="utf-8"))
 
 
+@warnings_end_nothing()
 def load(settings: Settings) -> LoadedModel:
     """Plans for this machine under both caps, caps GPU memory, and loads the weights that `settings` name, piece by
     piece, into their places. RAM is planned for and not watched. For one model a process: the cap and deterministic
@@ -106,7 +110,7 @@ def load(settings: Settings) -> LoadedModel:
     Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes).apply(plan.gpu_reserved_peak_bytes)
     devices.make_deterministic(device)
     decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
-    weights = initial_weights(settings, config, decoder)
+    weights = initial_weights(settings, config, decoder, _warn)
     step = make_step(settings, decoder, device, plan)
     step.store.write(weights)
     check_pieces(decoder, config.vocab_size, settings.masks_documents)
@@ -119,14 +123,19 @@ def load(settings: Settings) -> LoadedModel:
     return LoadedModel(settings, config, tokenizer, plan, decoder, step)
 
 
+@warnings_end_nothing()
 def export(model: LoadedModel, folder: str | Path) -> None:
     """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it, or an encoder-decoder
-    `AutoModelForSeq2SeqLM`: the master weights in `settings.export_dtype`, the config and the tokenizer."""
+    `AutoModelForSeq2SeqLM`: the master weights in `settings.export_dtype`, the config and the tokenizer. LowmemError
+    where that dtype cannot hold a weight, UserWarning for a weight that is not finite and a file that is not written.
+    """
     model.step.flush()
     store = model.step.store
-    export_model(
-        Path(folder), model.config, store.masters(), order=store.names(), tokenizer=model.tokenizer,
+    problems = export_model(
+        Path(folder).expanduser(), model.config, store.masters(), order=store.names(), tokenizer=model.tokenizer,
         dtype=WORKING_DTYPES[model.settings.export_dtype],
         generation_config=own_generation_config(model.settings.model, model.settings.init),
         readme=f"# {model.plan.model}, every parameter trained with lowmem\n\n```\n{model.plan.describe()}\n```\n",
     )  # fmt: skip
+    for problem in problems:
+        _warn(problem)

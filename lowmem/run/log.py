@@ -116,7 +116,7 @@ class RunLog:
             tqdm.write(for_terminal(sentence), file=sys.stderr)
         if self._text is None:
             self._said.append(at_length or sentence)
-        else:
+        elif not self._text.closed:
             self._text.write(f"{at_length or sentence}\n")
 
     def step(self, row: dict) -> None:
@@ -157,9 +157,11 @@ class RunLog:
         if self._bar is not None:
             with output():
                 self._bar.close()
-        self._trackers.close()
-        self._file.close()
-        self._text.close()
+        try:
+            self._trackers.close()
+        finally:
+            self._file.close()
+            self._text.close()
 
     def _summary(self, row: dict) -> str:
         parts = [f"loss {row['loss']:.4f}"]
@@ -213,7 +215,7 @@ class _Lines:
 
     def write(self, lines: str) -> str | None:
         """Why the disk takes no more, when it begins to; else None."""
-        before, self._waiting = self._waiting, self._waiting + lines.encode()
+        before, self._waiting = self._waiting, self._waiting + lines.encode(errors="backslashreplace")
         try:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
@@ -243,7 +245,7 @@ def _finite(content):
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.partial")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

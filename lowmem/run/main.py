@@ -8,6 +8,7 @@ cause ends in one sentence on stderr; a traceback means a mistake of this code.
 import sys
 from pathlib import Path
 
+from lowmem.environment import variables_blamed, warnings_end_nothing
 from lowmem.errors import CapExceeded, LowmemError, first_line
 from lowmem.run.cli import parse_arguments
 from lowmem.run.early import check_run, packages_needed
@@ -21,11 +22,17 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
 
     Until the run begins Ctrl-C ends it at once; from then on it is a request to save and stop (signals.py)."""
     escape_what_stdout_lacks()
+    with warnings_end_nothing():
+        return _main(defaults, sys.argv[1:] if arguments is None else arguments)
+
+
+def _main(defaults: Settings, arguments: list[str]) -> int:
     try:
         with interrupt_ends_at_once(), packages_needed():
-            settings = parse_arguments(sys.argv[1:] if arguments is None else arguments, defaults)
+            settings = parse_arguments(arguments, defaults)
             settings = check_run(settings, say)
-            from lowmem.run.train import run
+            with variables_blamed():
+                from lowmem.run.train import run
     except LowmemError as error:
         return _fail(error)
     try:

@@ -5,6 +5,7 @@ import json
 import textwrap
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
+from lowmem.environment import variables_blamed, warnings_end_nothing
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.run.early import check_target, packages_needed
 from lowmem.run.signals import interrupt_ends_at_once
@@ -21,13 +22,14 @@ _PRECISIONS = get_args(get_type_hints(Settings)["precision"])
 
 def _answer(options: argparse.Namespace, settings: Settings) -> int:
     """Prints the plan, or with --gpus advice; returns the exit code. Imports what takes seconds to import."""
-    from transformers import logging
+    with variables_blamed():
+        from transformers import logging
 
-    from lowmem.device import set_environment
-    from lowmem.models.build import fitted, load_config
-    from lowmem.planning.known_plans import Question
-    from lowmem.planning.planner import make_plan
-    from lowmem.planning.target import planning_target
+        from lowmem.device import set_environment
+        from lowmem.models.build import fitted, load_config
+        from lowmem.planning.known_plans import Question
+        from lowmem.planning.planner import make_plan
+        from lowmem.planning.target import planning_target
 
     logging.set_verbosity_error()
     set_environment()
@@ -76,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
             gpu_limit_bytes=_size("--gpu-limit", of_card if options.gpu_limit is None else options.gpu_limit),
             ram_limit_bytes=_size("--ram-limit", options.ram_limit),
         )  # fmt: skip
-        with interrupt_ends_at_once(), packages_needed():
+        with warnings_end_nothing(), interrupt_ends_at_once(), packages_needed():
             return _answer(options, check_target(settings, say))
     except LowmemError as error:
         say(f"lowmem.plan: {error}")

@@ -1,17 +1,55 @@
 """Pictures of a run: its loss, and its memory beside what was predicted. Needs matplotlib, imported when drawing.
 
-The figures are made without pyplot, so no window system is asked for and nothing stays open behind a long run.
+The figures are made without pyplot, so no window system is asked for and nothing stays open behind a long run. Neither
+MPLBACKEND nor a matplotlibrc changes a picture, and a picture that cannot be drawn ends no run (`draw`).
 """
 
 import math
+import os
 import statistics
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from lowmem.errors import first_line
 from lowmem.units import GIB, format_size
 
 _MEDIAN_OVER = 25  # steps; drawn when there are four times as many
 _MARKED_UP_TO = 20  # rows: fewer are dots on a line, for one row alone would be no line
+
+
+def draw(path: Path, picture: Callable[[], None]) -> str | None:
+    """Calls `picture`, which draws the file `path`. Returns a sentence if it could not be drawn."""
+    try:
+        _import_matplotlib()
+        from matplotlib import style
+
+        with warnings.catch_warnings(), style.context("default"):
+            warnings.simplefilter("ignore")
+            picture()
+    except ImportError:
+        return f"matplotlib is not installed, so {path.name} was not drawn"
+    except Exception as error:  # of a package, its fonts, its settings, the disk
+        return f"{path.name} could not be drawn ({first_line(error)})"
+    return None
+
+
+def _import_matplotlib() -> None:
+    """A notebook sets MPLBACKEND for the programs that it starts, too. Where matplotlib does not know that backend it
+    cannot be imported, although no picture here uses one."""
+    if "matplotlib" in sys.modules:
+        return
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        import matplotlib
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+    if backend:
+        with suppress(ValueError):
+            matplotlib.rcParams["backend"] = backend  # for who shows pictures of their own in this process
 
 
 def draw_loss(rows: list[dict], path: Path, eval_first: float | None = None) -> None:

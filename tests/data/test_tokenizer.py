@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -60,11 +62,103 @@ def test_pretrained_without_a_tokenizer_is_refused_in_one_sentence(tmp_path, no_
         load_tokenizer("nobody/no-such-model", "pretrained", 50257)
 
 
+def in_file(name: str, old: str, new: str):
+    """Changes a file of a tokenizer's folder."""
+
+    def change(folder):
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new, 1))
+
+    return change
+
+
+def with_files_alone(**files: bytes):
+    """Leaves nothing of a tokenizer but its config and `files`, whose names have __ for a dot."""
+
+    def change(folder):
+        for path in folder.glob("tokenizer.json"):
+            path.unlink()
+        for name, content in files.items():
+            (folder / name.replace("__", ".")).write_bytes(content)
+
+    return change
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+SPM = b"\n\x05rubbish"
+BROKEN = {  # what is done to a folder with a tokenizer: what is said of it
+    "cut": (with_files_alone(tokenizer__json=b"{"), ["tokenizer.json is no JSON", "again, complete"]),
+    "of a newer version": (
+        in_file("tokenizer.json", '"type": "BPE"', '"type": "BPE9"'),
+        ["untagged enum", "(tokenizers ", "pip install --upgrade transformers tokenizers"],
+    ),
+    "sentencepiece": (with_files_alone(tokenizer__model=SPM), ["needs the package sentencepiece", "; pip install"]),
+    "spiece": (with_files_alone(spiece__model=SPM), ["needs the package sentencepiece", "; pip install"]),
+    "tekken": (with_files_alone(tekken__json=b'{"config": {}}'), ["the package mistral-common, ", "; pip install"]),
+    "tiktoken": (with_files_alone(qwen__tiktoken=b"IQ== 0\n"), ["the package tiktoken", "pip install tiktoken"]),
+    "no merges": (
+        with_files_alone(tokenizer_config__json=b'{"tokenizer_class": "GPTNeoXTokenizer"}', vocab__json=b'{"a": 0}'),
+        ["`merges`", "vocab.json alone", "copy the model's tokenizer.json"],
+    ),
+    "bad regex": (
+        in_file(
+            "tokenizer.json",
+            '"pre_tokenizer": {',
+            '"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated", "invert": false},'
+            '"x": {',
+        ),
+        ["cannot be read: Oniguruma error"],
+    ),
+    "a package": (
+        with_files_alone(tokenizer_config__json=b'{"tokenizer_class": "XLMTokenizer"}', vocab__json=b"{}"),
+        ["the package sacremoses", "pip install sacremoses"],
+    ),
+    "code of its own": (
+        with_files_alone(
+            tokenizer_config__json=b'{"tokenizer_class": "QWenTokenizer", '
+            b'"auto_map": {"AutoTokenizer": ["tokenization_qwen.QWenTokenizer", null]}}',
+            tokenization_qwen__py=b"",
+        ),
+        ["Python code from its repository, which is not run here"],
+    ),
+    "pointer": (with_files_alone(tokenizer__json=POINTER), ["tokenizer.json is a Git LFS pointer", "git lfs pull"]),
+    "config pointer": (with_files_alone(tokenizer_config__json=POINTER), ["config.json is a Git LFS pointer"]),
+    "empty vocabulary": (
+        with_files_alone(tokenizer_config__json=b'{"tokenizer_class": "T5Tokenizer"}'),
+        ["holds no tokenizer"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("break_it", "said"), BROKEN.values(), ids=BROKEN)
+def test_the_reason_why_a_tokenizer_cannot_be_read_is_the_librarys(
+    tmp_path, monkeypatch, capfd, bpe_tokenizer, break_it, said
+):
+    monkeypatch.setattr(module, "_is_installed", lambda package: False)
+    bpe_tokenizer.save_pretrained(tmp_path)
+    break_it(tmp_path)
+    with pytest.raises(InputError) as refused:
+        load_tokenizer(str(tmp_path), "pretrained", 50257)
+    assert all(words in str(refused.value) for words in said), refused.value
+    assert "\n" not in str(refused.value) and capfd.readouterr() == ("", "")
+
+
 def test_a_broken_tokenizer_is_not_replaced_by_bytes(tmp_path, bpe_tokenizer):
     bpe_tokenizer.save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match="cannot be read"):
         load_tokenizer(str(tmp_path), "random", 50257)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+def test_byte_order_marks_change_nothing(tmp_path, bpe_tokenizer, name):
+    GPT2Config().save_pretrained(tmp_path)
+    bpe_tokenizer.save_pretrained(tmp_path)
+    (tmp_path / name).write_text((tmp_path / name).read_text(), encoding="utf-8-sig")
+    loaded = load_tokenizer(str(tmp_path), "pretrained", 400)
+    assert loaded.get_vocab() == bpe_tokenizer.get_vocab() and loaded.name_or_path == str(tmp_path)
+    loaded.save_pretrained(tmp_path / "saved")
 
 
 def test_a_model_with_too_few_ids_is_refused(tmp_path, no_hub):
@@ -87,3 +181,11 @@ def test_hub_is_unreachable_without_an_answer_and_when_offline_is_set(monkeypatc
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(module.hub.urllib.request, "urlopen", lambda *_, **__: pytest.fail("the hub was asked"))
     assert not module.hub.is_reachable.__wrapped__()
+
+
+@pytest.mark.parametrize("fields", [{"torch_dtype": "auto"}, {"use_return_dict": True}, {"bos_token_id": [1]}], ids=str)
+def test_switches_in_the_models_config_do_not_stop_its_tokenizer(tmp_path, bpe_tokenizer, fields):
+    config = {name: value for name, value in GPT2Config().to_dict().items() if name != "dtype"}
+    bpe_tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | fields))
+    assert load_tokenizer(str(tmp_path), "pretrained", 400).get_vocab() == bpe_tokenizer.get_vocab()

@@ -4,6 +4,7 @@ What a person sees was looked at; a test sees what was handed to matplotlib.
 """
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -175,3 +176,55 @@ def test_without_matplotlib_the_module_is_imported_and_drawing_raises_import_err
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (result.stdout, result.stderr) == ("said\n", "")
+
+
+# A program that draws loss.png as a run does, with what `draw` says of it on stdout.
+DRAWN = """
+import sys
+from pathlib import Path
+from lowmem.run.plots import draw, draw_loss
+path = Path(sys.argv[1])
+print(draw(path, lambda: draw_loss([{"step": 1, "loss": 2.0}], path)))
+"""
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"MPLBACKEND": "module://matplotlib_inline.backend_inline"},  # what a notebook sets for `!python ...`
+        {"MPLBACKEND": "Qt4Agg"},
+        {"MPLBACKEND": "garbage"},
+        {"MPLBACKEND": ""},
+        {"MPLCONFIGDIR": "/proc/nope"},
+        {"MATPLOTLIBRC": "backend: TkAgg\ntext.usetex: True\nfont.family: Nonesuch\nfigure.dpi: 9"},
+    ],
+    ids=lambda environment: "=".join(*environment.items())[:40],
+)
+def test_a_picture_is_drawn_alike_whatever_the_environment_says(tmp_path, environment):
+    rc = tmp_path / "matplotlibrc"
+    if "MATPLOTLIBRC" in environment:
+        rc.write_text(environment["MATPLOTLIBRC"])
+        environment = {"MATPLOTLIBRC": str(rc)}
+    run = subprocess.run(
+        [sys.executable, "-c", DRAWN, str(tmp_path / "loss.png")],
+        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (run.returncode, run.stdout) == (0, "None\n"), run
+    plots.draw_loss(losses(2.0), tmp_path / "here.png")
+    assert (tmp_path / "loss.png").read_bytes() == (tmp_path / "here.png").read_bytes()
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_sentence(tmp_path, monkeypatch):
+    def failing(error):
+        raise error
+
+    path = tmp_path / "loss.png"
+    assert plots.draw(path, lambda: failing(RuntimeError("no latex\nmore"))) == "loss.png could not be drawn (no latex)"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert plots.draw(path, lambda: failing(AssertionError)) == "matplotlib is not installed, so loss.png was not drawn"
+    (tmp_path / "matplotlibrc").write_bytes(b"\xff: 1\n")  # which matplotlib cannot read, and so is not imported
+    run = subprocess.run(
+        [sys.executable, "-c", DRAWN, str(path)],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0 and run.stdout.startswith("loss.png could not be drawn ('utf-8' codec"), run

@@ -1,0 +1,53 @@
+"""Environment variables reach every package that a run imports. None of them may end it without a sentence.
+
+PYTHONWARNINGS=error makes an error of any warning; a variable that a package cannot read (TQDM_NCOLS=wide) makes one of
+its import. MPLBACKEND is lowmem/run/plots.py's matter, CUDA's variables are lowmem/device.py's.
+"""
+
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lowmem.errors import InputError, first_line
+
+
+@contextmanager
+def warnings_end_nothing() -> Iterator[None]:
+    """Inside the block Python's own filters of warnings hold if there was one that makes errors of them: a warning of
+    an imported package ends no run."""
+    with warnings.catch_warnings():
+        if any(action == "error" for action, *_ in warnings.filters):
+            warnings.simplefilter("default")
+            for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+                warnings.simplefilter("ignore", kind)
+        yield
+
+
+@contextmanager
+def variables_blamed() -> Iterator[None]:
+    """For imports: an InputError, which names the variables that it quotes, of an error that is no ImportError and was
+    raised outside this package."""
+    if sys.flags.optimize > 1:
+        raise InputError("PYTHONOPTIMIZE=2 (python -OO) takes away docstrings, which transformers reads; use 1 or 0")
+    try:
+        yield
+    except (ImportError, InputError):
+        raise
+    except Exception as error:
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        packages = [name.split(".")[0] for name in modules if name]
+        package = [name for name in packages if name not in sys.stdlib_module_names][-1]
+        if package == __package__:
+            raise
+        said = first_line(error)
+        values = [value for value in os.environ.values() if re.search(rf"(?<!\w){re.escape(value)}(?!\w)", said)]
+        longest = max(values, key=len, default="")
+        quoted = [name for name, value in os.environ.items() if value == longest != ""]
+        named = f"{' or '.join(quoted)}; unset it" if quoted else "that it reads; unset those that are yours"
+        raise InputError(
+            f"{package} cannot be imported ({said}), perhaps for the environment variable {named}"
+        ) from None

@@ -1,0 +1,278 @@
+"""What an exported model has beside its weights: its config, its tokenizer, how it generates, and a README.
+
+transformers 4 and what is built on it must read the same as transformers 5, which keeps the parameters of rotary
+embeddings under `rope_parameters` alone and calls tokenizers by classes that version 4 does not have. So both spellings
+are written. A generation config is written as it came: transformers itself refuses to save many published ones once
+anything in them is changed.
+"""
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+from lowmem.core.encoder_decoder import is_encoder_decoder
+from lowmem.errors import InputError
+from lowmem.models.build import build_model, decoder_start
+from lowmem.switches import as_given
+from lowmem.text_files import read_json, read_text
+
+_LOADING = ("auto_map", "is_local", "local_files_only", "name_or_path")  # of a tokenizer: where and how it was read
+_TOKENIZER_TEXTS = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt")
+_TOKENIZER_FILES = (*_TOKENIZER_TEXTS, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
+_ROPE_BY_LAYER = {  # of these families: the names of version 4 for the theta of full and of sliding attention
+    "gemma3_text": ("rope_theta", "rope_local_base_freq"),
+    "gemma3n_text": ("rope_theta", "rope_local_base_freq"),
+    "olmo3": ("rope_theta", None),  # which is the same there
+    "modernbert-decoder": ("global_rope_theta", None),
+}
+_ROPE_NAMES = {  # the same for the theta and the rotated share, where they are not the common ones
+    "gpt_neox": ("rotary_emb_base", "rotary_pct"),
+    "gpt_neox_japanese": ("rotary_emb_base", "rotary_pct"),
+}
+_OF_TWO_KEYS = ("olmo", "olmo2", "chameleon", "fuyu", "hunyuan_v1_dense", "hunyuan_v1_moe")  # scaling: type and factor
+
+
+def rehearse(
+    folder: Path, config: PretrainedConfig, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype
+) -> list[str]:
+    """Writes all that an export of `config`'s model has beside its weights into `folder`, which is made for it and
+    removed. Sentences on what the export does otherwise than transformers; InputError for a file that cannot be made.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        failed = write_description(folder, build_model(config), tokenizer, generation_config, dtype, "")
+        for name, error in failed.items():
+            if isinstance(error, OSError):
+                raise error
+            reason = " ".join(str(error).split())
+            raise InputError(f"the model could not be exported after training: {name} cannot be written ({reason})")
+        remarks = _remarks_on_generation(generation_config)
+        if not _in_version_4(read_json(folder / "config.json")):
+            remarks.append(
+                "the exported config.json is for transformers 5: version 4 has no words for its rotary embedding"
+            )
+        return remarks
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_description(
+    folder: Path, model: PreTrainedModel, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype,
+    readme: str,
+) -> dict[str, Exception]:  # fmt: skip
+    """Writes the files of `model`, whose weights are exported in `dtype`, into `folder`; what could not be written, and
+    why. `generation_config`: None for the one that the config makes."""
+    trained = partial(_trained, model, tokenizer, dtype)
+    parts: dict[str, Callable[[], None]] = {
+        "config.json": lambda: _write_json(folder / "config.json", as_given(config_fields(trained()))),
+        "generation_config.json": lambda: _write_generation(folder, trained(), generation_config, tokenizer),
+        "the tokenizer": lambda: _write_tokenizer(folder, tokenizer),
+        "README.md": lambda: _write(folder / "README.md", f"{readme.rstrip()}\n{_on_ties(model)}"),
+    }
+    failed = {}
+    for name, write in parts.items():
+        try:
+            write()
+        except Exception as error:  # none of them is worth the weights
+            failed[name] = error
+    return failed
+
+
+def _trained(model: PreTrainedModel, tokenizer, dtype: torch.dtype) -> PretrainedConfig:
+    """The config of `model` as it was trained, and as its files are to be read."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype  # from_pretrained loads in this dtype unless told otherwise
+    if hasattr(config, "auto_map"):  # names Python files of the repository it came from, which are not here
+        del config.auto_map
+    if is_encoder_decoder(config):  # by which it was trained, and without which `generate` does not begin
+        config.decoder_start_token_id = decoder_start(config)
+    _set_ends(config.get_text_config(), tokenizer)
+    return config
+
+
+def _set_ends(settings: PretrainedConfig | GenerationConfig, tokenizer) -> None:
+    for key in ("bos_token_id", "eos_token_id") if tokenizer is not None else ():
+        token_id, old = getattr(tokenizer, key), getattr(settings, key, None)
+        several = isinstance(old, list) and token_id in old  # ends, the tokenizer's among them
+        if token_id is not None and not several:
+            setattr(settings, key, token_id)
+
+
+def _write_generation(
+    folder: Path, config: PretrainedConfig, generation_config: GenerationConfig | None, tokenizer
+) -> None:
+    generation_config = copy.deepcopy(generation_config) or GenerationConfig.from_model_config(config)
+    if is_encoder_decoder(config) and generation_config.decoder_start_token_id is None:
+        generation_config.decoder_start_token_id = config.decoder_start_token_id
+    _set_ends(generation_config, tokenizer)
+    # save_pretrained would refuse values that have no effect, and that published files have
+    generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+
+
+def _remarks_on_generation(generation_config: GenerationConfig | None) -> list[str]:
+    try:
+        if generation_config is not None:
+            generation_config.validate(strict=True)
+    except ValueError as error:
+        found = ", ".join(line.split("`")[1] for line in str(error).splitlines() if line.startswith("- `"))
+        return [
+            f"the model's generation_config.json sets {found or 'values'} that have no effect beside its other values; "
+            "it is exported as it came"
+        ]
+    return []
+
+
+# ------------------------------------------------------------------------------------------------------------ config
+
+
+def config_fields(config: PretrainedConfig) -> dict:
+    """The content of config.json that transformers 4 and 5 read alike, or 5 alone where that cannot be written."""
+    fields = json.loads(config.to_json_string())
+    try:
+        both = _in_both_spellings(copy.deepcopy(fields))
+        again = type(config).from_dict(copy.deepcopy(both))
+    except Exception:  # every family checks its fields in its own way
+        return fields
+    wanted, found = _all_fields(config), _all_fields(again)
+    return both if all(found.get(name) == wanted[name] for name in wanted if name != "_name_or_path") else fields
+
+
+def _all_fields(config: PretrainedConfig) -> dict:
+    """Defaults, too; of the two names of a rotary embedding's type the newer."""
+    values = json.loads(config.to_json_string(use_diff=False))
+    rope = values.get("rope_parameters") or {}
+    for part in (rope, *rope.values()):
+        if isinstance(part, dict):
+            part.pop("type", None)
+    return values
+
+
+def _in_both_spellings(fields: dict) -> dict:
+    """`fields` as transformers 5 writes them, with the names of version 4 added, in configs within them, too."""
+    for value in fields.values():
+        if isinstance(value, dict) and "model_type" in value:
+            _in_both_spellings(value)
+    if "dtype" in fields:
+        fields["torch_dtype"] = fields["dtype"]
+    kind, rope = fields.get("model_type"), fields.get("rope_parameters")
+    if not rope:
+        return fields
+    full = rope.get("full_attention", rope)
+    if full is not rope and kind not in _ROPE_BY_LAYER:  # version 4 has no such model
+        return fields
+    theta_name, share_name = _ROPE_NAMES.get(kind, ("rope_theta", "partial_rotary_factor"))
+    if full is not rope:
+        theta_name, sliding_name = _ROPE_BY_LAYER[kind]
+        if sliding_name is not None:
+            fields[sliding_name] = rope["sliding_attention"]["rope_theta"]
+    fields[theta_name] = full["rope_theta"]
+    if "partial_rotary_factor" in full:
+        fields[share_name] = full["partial_rotary_factor"]
+    fields["rope_scaling"] = _rope_scaling(kind, full)
+    return fields
+
+
+def _in_version_4(fields: dict) -> bool:
+    """Whether `fields`, an exported config's, tell version 4 all that they tell version 5."""
+    rope, kind = fields.get("rope_parameters") or {}, fields["model_type"]
+    thetas = [rope.get(layers, {}).get("rope_theta") for layers in ("full_attention", "sliding_attention")]
+    one_theta = kind in _ROPE_BY_LAYER and _ROPE_BY_LAYER[kind][1] is None
+    return "torch_dtype" in fields and not (one_theta and thetas[0] != thetas[1])
+
+
+def _rope_scaling(kind: str, rope: dict) -> dict | None:
+    """What version 4 has under that name: nothing of a rotary embedding as it was invented."""
+    of_type = rope["rope_type"]
+    rest = {
+        name: value
+        for name, value in rope.items()
+        if name not in ("rope_theta", "partial_rotary_factor", "rope_type", "type")
+    }
+    if kind in ("phi3", "phi4_multimodal") and of_type == "longrope":  # which allow no other keys
+        return {"type": of_type, "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
+    if of_type == "default" and not rest:
+        return None
+    return {"type" if kind in _OF_TWO_KEYS else "rope_type": of_type} | rest
+
+
+# --------------------------------------------------------------------------------------------------------- tokenizer
+
+
+def _write_tokenizer(folder: Path, tokenizer) -> None:
+    """As it came, but for the class and for where it was read from, with the template that conversations had."""
+    if tokenizer is None:
+        return
+    tokenizer.save_pretrained(folder)
+    source = _source(tokenizer)
+    path = folder / "tokenizer_config.json"
+    saved = read_json(path)
+    published = source and (source / path.name).is_file() and read_json(source / path.name)
+    fields = {name: value for name, value in (published or saved).items() if name not in _LOADING}
+    own = type(tokenizer).__name__
+    plain = own == "TokenizersBackend"  # what tokenizer.json says, and nothing else
+    fields["tokenizer_class"] = "PreTrainedTokenizerFast" if plain else fields.get("tokenizer_class") or own
+    if not plain:  # version 4 goes by these where version 5 goes by tokenizer.json
+        ids = tokenizer("a")["input_ids"]
+        fields["add_bos_token"] = ids[:1] == [tokenizer.bos_token_id]
+        fields["add_eos_token"] = ids[-1:] == [tokenizer.eos_token_id]
+    if isinstance(fields.get("extra_special_tokens"), list):  # version 4 wants a dict there
+        fields["additional_special_tokens"] = fields.pop("extra_special_tokens")
+    fields.pop("chat_template", None)
+    if template := tokenizer.chat_template:  # version 4 had no file for it until late
+        several = isinstance(template, dict)
+        fields["chat_template"] = [{"name": n, "template": t} for n, t in template.items()] if several else template
+    _write_json(path, fields)
+    for name in _TOKENIZER_FILES if source else ():  # transformers 5 writes tokenizer.json alone
+        if (source / name).is_file() and not (folder / name).exists():
+            if name in _TOKENIZER_TEXTS:
+                _write(folder / name, read_text(source / name))
+            else:
+                shutil.copyfile(source / name, folder / name)
+
+
+def _source(tokenizer) -> Path | None:
+    """The folder that `tokenizer` was read from, where there is one."""
+    name = tokenizer.name_or_path
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    for file in ("tokenizer_config.json", "tokenizer.json", "vocab.json"):
+        if (found := cached_file(name, file, local_files_only=True, **quiet)) is not None:
+            return Path(found).parent
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------- README
+
+
+def _on_ties(model: PreTrainedModel) -> str:
+    """What a README says of weights that are not in the files."""
+    names = dict(model.named_parameters())
+    tied = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]
+    if not tied:
+        return ""
+    source = next(name for name, parameter in names.items() if parameter is model.get_parameter(tied[0]))
+    return (
+        f"\nThe files hold no `{tied[0]}`: it is tied to `{source}`, and transformers ties it "
+        "on load. Loaders that look every weight up by its name (a strict `load_state_dict` of the files, some "
+        "model classes of vLLM and text-generation-inference) call it missing or, worse, leave it random: "
+        f"give them a copy of `{source}` under that name.\n"
+    )
+
+
+def _write_json(path: Path, content: dict) -> None:
+    _write(path, json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """In UTF-8; what is none, as in a command with names from another system, is written as escapes."""
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")

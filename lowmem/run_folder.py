@@ -1,0 +1,113 @@
+"""A run's folder: the names in it, and how it is told from a folder of data.
+
+`--data .` with `--out runs/x` below it must not read what the run writes there. So a folder of data is read without
+
+    run folders           --out, and every other folder with a settings.json and a plan.json in it
+    what they consist of  checkpoints, kept tokens, exported models (whoever exported them), wandb's own files
+    this run's output     the file that stdout or stderr is written to
+
+wherever they are below it. A folder that is asked for itself loses what a run has written into it, and nothing else.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+FILES = (
+    *("settings.json", "plan.json", "report.json", "metrics.jsonl", "samples.jsonl", "log.txt", "wandb-run-id"),
+    *("loss.png", "memory.png"),
+)
+FOLDERS = ("data", "checkpoints", "model", "tensorboard", "wandb")
+_REPLACED = ("data", "model")  # of FOLDERS, those that a new one takes the place of by a rename
+_OF_A_DISK = {"lost+found"}  # in a folder that is otherwise empty
+
+
+def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[list[Path], list[Path]]:
+    """Those of `files`, all below the folder `root`, that no run has written, and the folders and files left out."""
+    out = None if out is None else out.resolve()
+    output = {(status.st_dev, status.st_ino) for status in _of_output()}
+    known: dict[Path, Path | None] = {}
+
+    def source(path: Path) -> Path | None:
+        """Which file or folder is to be left out for `path` to go, or None."""
+        if path in (root, path.parent):
+            return None
+        if path not in known:
+            above = path.parent
+            known[path] = source(above) or (path if _is_of_a_run(path, above, out) else None)
+        return known[path]
+
+    kept, left_out = [], {}
+    for file in files:
+        status = file.stat()
+        found = file if (status.st_dev, status.st_ino) in output else source(file)
+        if found is None:
+            kept.append(file)
+        else:
+            left_out[found] = None
+    return kept, list(left_out)
+
+
+def _is_of_a_run(path: Path, above: Path, out: Path | None) -> bool:
+    """Whether a run or an export wrote `path`, which is in the folder `above`."""
+    if path.name in (*FILES, *FOLDERS) and (is_run(above) or above.resolve() == out):
+        return True
+    if path.is_file():
+        return path.name == "plan.json" and _is_plan(path)
+    return (
+        path.resolve() == out
+        or is_run(path)
+        or _has(path, "manifest.json")
+        and (_has(path, "state.json") or _has(path, "data.json"))
+        or _has(path, "config.json")
+        and (_has(path, "*.safetensors") or _has(path, "pytorch_model*.bin"))
+        or path.name == "wandb"
+        and (_has(path, "run-*") or _has(path, "offline-run-*"))
+    )
+
+
+def _has(folder: Path, pattern: str) -> bool:
+    return next(folder.glob(pattern), None) is not None
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has begun in `folder`."""
+    return (folder / "settings.json").is_file() and _is_plan(folder / "plan.json")
+
+
+def why_not(out: Path) -> str | None:
+    """Why a run cannot write its files into the folder `out`, as far as its parts tell; None if nothing is known."""
+    for path in (out, *(out / name for name in (*FOLDERS, *FILES))):
+        name = str(path.relative_to(out)) if path != out else "it"
+        if path.is_symlink() and not path.exists():
+            return f"{name} is a link to {os.readlink(path)}, which is not there"
+        if path.exists() and path.is_dir() == (path.name in FILES and path != out):
+            return f"{name} is {'a folder and no file' if path.is_dir() else 'a file and no folder'}"
+    for name in _REPLACED:
+        path = (out / name).resolve()
+        if not path.exists():
+            continue
+        if os.path.ismount(path):
+            return f"a disk is mounted at {path}, which no folder can replace; make {name} a link to a folder on it"
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            return f"{name} is a link to {path}, and the folder around that cannot be written"
+        if not is_run(out) and set(os.listdir(path)) - _OF_A_DISK:
+            return f"there is a folder {name} in it that no run has written, and a run's own would replace it"
+    return None
+
+
+def _is_plan(path: Path) -> bool:
+    try:
+        return json.loads(path.read_bytes()).keys() >= {"fits", "tokens_per_step", "predicted"}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
+
+
+def _of_output() -> Iterable[os.stat_result]:
+    """Of the files that stdout and stderr are written to."""
+    for stream in (1, 2):
+        try:
+            yield os.fstat(stream)
+        except OSError:  # closed
+            continue
