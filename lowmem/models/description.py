@@ -124,8 +124,8 @@ def _remarks_on_generation(generation_config: GenerationConfig | None) -> list[s
     except ValueError as error:
         found = ", ".join(line.split("`")[1] for line in str(error).splitlines() if line.startswith("- `"))
         return [
-            f"the model's generation_config.json sets {found or 'values'} that have no effect beside its other values; "
-            "it is exported as it came"
+            f"the model's generation_config.json has values without effect beside its others ({found or error}); it is "
+            "exported as it came"
         ]
     return []
 
