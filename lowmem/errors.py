@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+NO_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # what is raised and has not failed
+
 
 def first_line(error: BaseException) -> str:
     """What `error` says, or its kind where it says nothing, for a sentence of ours."""

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from lowmem.core.encoder_decoder import is_encoder_decoder
-from lowmem.errors import InputError
+from lowmem.errors import NO_ERRORS, InputError
 from lowmem.models.build import build_model, decoder_start
 from lowmem.switches import as_given
 from lowmem.text_files import read_json, read_text
@@ -67,7 +67,7 @@ def rehearse(
 def write_description(
     folder: Path, model: PreTrainedModel, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype,
     readme: str,
-) -> dict[str, Exception]:  # fmt: skip
+) -> dict[str, BaseException]:  # fmt: skip
     """Writes the files of `model`, whose weights are exported in `dtype`, into `folder`; what could not be written, and
     why. `generation_config`: None for the one that the config makes."""
     trained = partial(_trained, model, tokenizer, dtype)
@@ -81,7 +81,9 @@ def write_description(
     for name, write in parts.items():
         try:
             write()
-        except Exception as error:  # none of them is worth the weights
+        except NO_ERRORS:
+            raise
+        except BaseException as error:  # a panic of `tokenizers` is none of Exception; no file is worth the weights
             failed[name] = error
     return failed
 
@@ -163,6 +165,8 @@ def _in_both_spellings(fields: dict) -> dict:
             _in_both_spellings(value)
     if "dtype" in fields:
         fields["torch_dtype"] = fields["dtype"]
+    if fields.get("model_type") == "gpt2":  # llama.cpp's converter wants the name that the published ones have, too
+        fields.setdefault("n_ctx", fields["n_positions"])
     kind, rope = fields.get("model_type"), fields.get("rope_parameters")
     if not rope:
         return fields

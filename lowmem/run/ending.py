@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.errors import CapExceeded, LowmemError, Stopped, first_line
+from lowmem.errors import NO_ERRORS, CapExceeded, LowmemError, Stopped, first_line
 from lowmem.limits import Budget
 from lowmem.models.build import own_generation_config
 from lowmem.models.export import BeyondRange, export_model
@@ -41,9 +41,9 @@ class Ending:
         """A step that the steps after it can do without. A cap that was exceeded and a signal end the run as ever."""
         try:
             yield
-        except (CapExceeded, Stopped):
+        except (CapExceeded, Stopped, *NO_ERRORS):
             raise
-        except Exception as error:
+        except BaseException as error:
             said = isinstance(error, LowmemError)
             self.note(f"{name} failed: {error if said else first_line(error)}", "" if said else traceback.format_exc())
 

@@ -47,6 +47,10 @@ class Broken(Exception):
     pass
 
 
+class Panic(BaseException):
+    """As those of `tokenizers`."""
+
+
 def is_path(given) -> bool:
     return isinstance(given, Path)
 
