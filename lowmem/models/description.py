@@ -1,9 +1,9 @@
-"""What an exported model has beside its weights: its config, its tokenizer, how it generates, and a README.
+"""The files that an exported model has beside its weights: config, tokenizer, generation config, README.
 
-transformers 4 and what is built on it must read the same as transformers 5, which keeps the parameters of rotary
-embeddings under `rope_parameters` alone and calls tokenizers by classes that version 4 does not have. So both spellings
-are written. A generation config is written as it came: transformers itself refuses to save many published ones once
-anything in them is changed.
+transformers 4, and programs built on it, must read in them the same as transformers 5. Version 5 keeps the parameters
+of rotary embeddings under `rope_parameters` alone, and its classes of tokenizers are unknown to version 4. So both
+spellings are written. A generation config is written as it came: transformers refuses to save many published ones once
+a value in them is changed.
 """
 
 import copy
@@ -137,7 +137,8 @@ def _remarks_on_generation(generation_config: GenerationConfig | None) -> list[s
 
 
 def config_fields(config: PretrainedConfig) -> dict:
-    """The content of config.json that transformers 4 and 5 read alike, or 5 alone where that cannot be written."""
+    """The content of config.json, which transformers 4 and 5 read alike. If both spellings do not go together, version
+    5's alone."""
     fields = json.loads(config.to_json_string())
     try:
         both = _in_both_spellings(copy.deepcopy(fields))

@@ -1,4 +1,4 @@
-"""The end of a run: what fails there is said, the rest is still done, and the weights are where a sentence says."""
+"""The end of a run. Each step of it may fail: a sentence says so, the others are done, and the weights are kept."""
 
 import importlib.util
 import shlex
@@ -87,9 +87,8 @@ def finish(
     ending: Ending, settings: Settings, config: PretrainedConfig, store: Store, tokenizer, log: RunLog, budget: Budget,
     plan: Plan, eval_first: float | None, recoveries: list[dict], exported_step: int | None,
 ) -> None:  # fmt: skip
-    """Writes model/, with the weights that are in `store`, which are those after `exported_step` (None: they are not
-    whole), report.json, loss.png and memory.png into the run folder, and says how it went. LowmemError where something
-    of the end failed."""
+    """Writes model/, report.json, loss.png and memory.png into the run folder, and says how it went. `store` has the
+    weights after step `exported_step`; None: it has no whole ones. LowmemError if a step of the end failed."""
     folder = Path(settings.out)
     budget.enter("export")
     with ending.step("the export"):

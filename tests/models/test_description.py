@@ -1,4 +1,4 @@
-"""What is exported beside the weights, from what people publish: kept, mended aloud, or refused before training."""
+"""Files beside the weights, as people publish them: exported as they came, mended aloud, or refused before training."""
 
 import json
 

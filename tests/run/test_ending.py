@@ -20,7 +20,7 @@ from lowmem.models import description, export
 from lowmem.run.trackers import Trackers
 from runs import assert_same_run, at_call, last_line, stored, weights
 
-# What fails, what the sentence says of it, and the file that is missing in model/ then.
+# A function that fails, words of the sentence on it, and the file that model/ lacks then.
 FAULTS = {
     "the last sample": (lowmem.run.train, "sample", "the last sample", None),
     "samples.jsonl": (lowmem.run.log.RunLog, "sample", "the last sample", None),
