@@ -108,7 +108,8 @@ def not_found(model: str) -> InputError:
 
 
 def no_config(folder: str) -> InputError:
-    return InputError(f"{folder} holds no config.json; give the folder of a Hugging Face model")
+    hidden = f", or rename this one if the hub's {folder} is meant, which it hides" if is_hub_name(folder) else ""
+    return InputError(f"{folder} holds no config.json; give the folder of a Hugging Face model{hidden}")
 
 
 def _recognize_folder(model: str, folder: Path, with_weights: bool) -> Recognized:

@@ -135,3 +135,21 @@ def test_it_is_said_in_a_real_process(tmp_path, program):
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1) and "GGUF" in run.stderr
+
+
+@pytest.mark.parametrize("name", ["gpt2", "org/name"])
+def test_a_folder_that_is_called_like_a_model_of_the_hub_is_said_to_hide_it(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(InputError, match=f"holds no config.json.*, or rename this one if the hub's {name} is meant"):
+        recognize(name, with_weights=True)
+    with pytest.raises(InputError, match="holds no config.json; give the folder of a Hugging Face model$"):
+        recognize(f"./{name}", with_weights=True)
+
+
+def test_a_run_in_a_folder_called_tilde_keeps_its_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "~/model").mkdir(parents=True)
+    (tmp_path / "~/settings.json").touch()
+    (tmp_path / "~/model/config.json").write_text('{"model_type": "gpt2"}')
+    assert recognize("./~", with_weights=False).model == "./~/model"  # "~/model" would be in the home folder
