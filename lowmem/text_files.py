@@ -97,19 +97,21 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
         raise InputError(f"{source}:{line}: bad JSON: a number has too many digits{advice}") from None
 
 
-def readable_folder(folder: Path) -> Path:
+def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Path:
     """`folder`, or if text files in it begin with a byte-order mark, a folder of links to its files, in which these are
-    written without it. That folder is removed when the process ends. OSError if a file cannot be read."""
+    written without it, and those of `instead` with that content. It is removed when the process ends. OSError if a file
+    cannot be read."""
     marked = [path for path in folder.iterdir() if path.suffix in _TEXTS and path.is_file() and _is_marked(path)]
-    if not marked:
+    written = {path.name: path.read_bytes().removeprefix(_BYTE_ORDER_MARK) for path in marked} | (instead or {})
+    if not written:
         return folder
     _kept.append(tempfile.TemporaryDirectory(prefix="lowmem-"))
     copy = Path(_kept[-1].name)
     for path in folder.absolute().iterdir():
-        if path.name not in [other.name for other in marked]:
+        if path.name not in written:
             (copy / path.name).symlink_to(path)
-    for path in marked:
-        (copy / path.name).write_bytes(path.read_bytes().removeprefix(_BYTE_ORDER_MARK))
+    for name, content in written.items():
+        (copy / name).write_bytes(content)
     return copy
 
 

@@ -110,7 +110,7 @@ def load(settings: Settings) -> LoadedModel:
     Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes).apply(plan.gpu_reserved_peak_bytes)
     devices.make_deterministic(device)
     decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
-    weights = initial_weights(settings, config, decoder)
+    weights = initial_weights(settings, config, decoder, _warn)
     step = make_step(settings, decoder, device, plan)
     step.store.write(weights)
     check_pieces(decoder, config.vocab_size, settings.masks_documents)
@@ -126,12 +126,16 @@ def load(settings: Settings) -> LoadedModel:
 @warnings_end_nothing()
 def export(model: LoadedModel, folder: str | Path) -> None:
     """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it, or an encoder-decoder
-    `AutoModelForSeq2SeqLM`: the master weights in `settings.export_dtype`, the config and the tokenizer."""
+    `AutoModelForSeq2SeqLM`: the master weights in `settings.export_dtype`, the config and the tokenizer. LowmemError
+    where that dtype cannot hold a weight, UserWarning for a weight that is not finite and a file that is not written.
+    """
     model.step.flush()
     store = model.step.store
-    export_model(
+    problems = export_model(
         Path(folder).expanduser(), model.config, store.masters(), order=store.names(), tokenizer=model.tokenizer,
         dtype=WORKING_DTYPES[model.settings.export_dtype],
         generation_config=own_generation_config(model.settings.model, model.settings.init),
         readme=f"# {model.plan.model}, every parameter trained with lowmem\n\n```\n{model.plan.describe()}\n```\n",
     )  # fmt: skip
+    for problem in problems:
+        _warn(problem)

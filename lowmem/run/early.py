@@ -16,7 +16,7 @@ from pathlib import Path
 from lowmem.core.states_folder import check_states_folder
 from lowmem.data.sources import is_on_hub, open_source
 from lowmem.errors import InputError, first_line
-from lowmem.models.recognize import recognize
+from lowmem.models.recognize import is_hub_name, recognize
 from lowmem.run.folder import no_folder_to_resume, not_writable
 from lowmem.run_folder import why_not
 from lowmem.settings import Settings, each
@@ -26,6 +26,10 @@ from lowmem.simulate.gpus import card_named
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
     """`settings` of a run, with the model's own folder where another run's was named, which `say` gets; InputError for
     what is known to be wrong without PyTorch."""
+    if Path(settings.out) == Path(settings.model) and not Path(settings.model).exists() and is_hub_name(settings.model):
+        raise InputError(
+            f"--out {settings.out} would be a folder in the way of the hub's model of that name; choose another --out"
+        )
     settings = check_target(settings, say)
     with _paths_refused_in_a_sentence():
         if not settings.plan_only:

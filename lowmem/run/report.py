@@ -19,11 +19,12 @@ from lowmem.models.build import decoder_start
 from lowmem.planning.plan import Plan
 from lowmem.run.plots import draw, draw_memory
 from lowmem.settings import Settings
+from lowmem.switches import SWITCHES, as_given, remarks
 
 SAMPLE_TOKENS = 64
 _NOT_COMPUTED = {  # what a config.json holds beside the model: where it came from, how others use it
     *("_name_or_path", "architectures", "auto_map", "dtype", "task_specific_params", "torch_dtype"),
-    *("transformers_version", "use_cache"),
+    *("transformers_version", "use_cache", *SWITCHES),
 }
 
 
@@ -51,18 +52,18 @@ def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: s
 
 def config_identity(config: PretrainedConfig) -> dict:
     """The same of a model's config: every field, defaults too, that says what is computed."""
-    fields = json.loads(config.to_json_string(use_diff=False))
+    fields = as_given(json.loads(config.to_json_string(use_diff=False)))
     return {name: value for name, value in fields.items() if name not in _NOT_COMPUTED}
 
 
-def opening_remarks(settings: Settings, tokenizer, device: torch.device) -> list[str]:
+def opening_remarks(settings: Settings, config: PretrainedConfig, tokenizer, device: torch.device) -> list[str]:
     """Sentences on what a user might not expect."""
     said = [f"training on {device_name(device)}"]
     if settings.init == "random":
         said.append("weights are random (--init random), not pretrained")
     if is_byte_level(tokenizer):
         said.append("the tokenizer is the byte-level one: a token is a byte (256, and one for the end of a text)")
-    return said
+    return said + remarks(config)
 
 
 def device_name(device: torch.device) -> str:

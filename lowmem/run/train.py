@@ -207,10 +207,13 @@ def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: 
     )  # fmt: skip
 
 
-def initial_weights(settings: Settings, config: PretrainedConfig, decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter's name and fp32 CPU tensor, or runs of it; InputError where a model's files do not fit it."""
+def initial_weights(
+    settings: Settings, config: PretrainedConfig, decoder: Decoder, say: Callable[[str], None]
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter's name and fp32 CPU tensor, or runs of it; `say` gets what is to be said of a model's files,
+    InputError if these do not fit it."""
     if settings.init == "pretrained":
-        return read_weights(decoder.model, settings.model)
+        return read_weights(decoder.model, settings.model, say)
     return random_weights(config, settings.seed)
 
 
@@ -246,7 +249,7 @@ def train(
     budget.enter("load")
     devices.make_deterministic(device)
     # Before anything is allocated: what does not fit is refused here.
-    weights = None if checkpoints else initial_weights(settings, config, decoder)
+    weights = None if checkpoints else initial_weights(settings, config, decoder, log.say)
     step = make_step(settings, decoder, device, plan)
     store, loss_scale = step.store, step.loss_scale
     recovery = recovery_of(step, store, decoder.head_weight.shape[1], plan, log.say)
@@ -273,11 +276,11 @@ def train(
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what steps take lies where it lay
 
-    for sentence in opening_remarks(settings, tokenizer, device):
+    for sentence in opening_remarks(settings, config, tokenizer, device):
         log.say(sentence)
     loaded = load_newest(checkpoints, store, same_run, log.say, required=settings.resume != "auto")
     if loaded is None:
-        store.write(weights or initial_weights(settings, config, decoder))
+        store.write(weights or initial_weights(settings, config, decoder, log.say))
         check_pieces(decoder, config.vocab_size, settings.masks_documents)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what only that needed
