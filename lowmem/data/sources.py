@@ -356,7 +356,7 @@ def _parquet_rows(path: Path, text_field: str) -> Iterator[Record]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise InputError(f"{path}: reading Parquet needs pyarrow; install it with: pip install pyarrow") from error
+        raise InputError(f"{path}: reading Parquet needs pyarrow ({first_line(error)}): pip install pyarrow") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = _wanted(file.schema_arrow.names, text_field)
@@ -377,8 +377,8 @@ def _hub(path: str, config: str | None, text_field: str, steps: int | None, stre
         import datasets
     except ImportError as error:
         raise InputError(
-            f"{spec} is on the hub and needs the package datasets; install it with: pip install "
-            f"datasets, or use python-stdlib or a local file"
+            f"{spec} is on the hub and needs the package datasets ({first_line(error)}): pip install datasets, or use "
+            "python-stdlib or a local file"
         ) from error
     if streamed and steps is None:
         raise InputError(f"{spec} is too large to be read to its end; give --steps instead of --epochs")
