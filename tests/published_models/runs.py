@@ -93,7 +93,7 @@ def portable(sentence: str, room: Path) -> str:
 def named(case: Case, sentence: str) -> bool:
     """Whether a refusal says by name which model, file, package or token it is about."""
     names = [case.config.get("model_type"), *case.config.get("architectures", ())]
-    names += ["tokenizer", "sentencepiece", "tiktoken", "quantised", "eos_token", "model_type"]
+    names += ["T5", "tokenizer", "sentencepiece", "tiktoken", "quantised", "eos_token", "model_type"]
     return any(name.lower() in sentence.lower() for name in names if name)
 
 
