@@ -1,9 +1,16 @@
 """The errors that a user can cause, each with its exit code (the scripts print one sentence and no traceback)."""
 
+from collections.abc import Iterable
+
 
 def first_line(error: BaseException) -> str:
     """What `error` says, or its kind where it says nothing, for a sentence of ours."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def first_few(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 class LowmemError(Exception):

@@ -19,6 +19,8 @@ FILES = (
     *("loss.png", "memory.png"),
 )
 FOLDERS = ("data", "checkpoints", "model", "tensorboard", "wandb")
+_REPLACED = ("data", "model")  # of FOLDERS, those that a new one takes the place of by a rename
+_OF_A_DISK = {"lost+found"}  # in a folder that is otherwise empty
 
 
 def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[list[Path], list[Path]]:
@@ -72,6 +74,27 @@ def _has(folder: Path, pattern: str) -> bool:
 def is_run(folder: Path) -> bool:
     """Whether a run has begun in `folder`."""
     return (folder / "settings.json").is_file() and _is_plan(folder / "plan.json")
+
+
+def why_not(out: Path) -> str | None:
+    """Why a run cannot write its files into the folder `out`, as far as its parts tell; None if nothing is known."""
+    for path in (out, *(out / name for name in (*FOLDERS, *FILES))):
+        name = str(path.relative_to(out)) if path != out else "it"
+        if path.is_symlink() and not path.exists():
+            return f"{name} is a link to {os.readlink(path)}, which is not there"
+        if path.exists() and path.is_dir() == (path.name in FILES and path != out):
+            return f"{name} is {'a folder and no file' if path.is_dir() else 'a file and no folder'}"
+    for name in _REPLACED:
+        path = (out / name).resolve()
+        if not path.exists():
+            continue
+        if os.path.ismount(path):
+            return f"a disk is mounted at {path}, which no folder can replace; make {name} a link to a folder on it"
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            return f"{name} is a link to {path}, and the folder around that cannot be written"
+        if not is_run(out) and set(os.listdir(path)) - _OF_A_DISK:
+            return f"there is a folder {name} in it that no run has written, and a run's own would replace it"
+    return None
 
 
 def _is_plan(path: Path) -> bool:

@@ -9,7 +9,6 @@ says. Scripts fill it in themselves: ``Settings(model="gpt2-xl", ram_limit_bytes
 environment does (``wandb``, ``report_to``), or the thing is left out (``clip_norm``, a memory cap).
 """
 
-import json
 import math
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from lowmem.errors import InputError
 from lowmem.paths import read_path_option, read_text_option
+from lowmem.text_files import parse_json, parse_yaml
 from lowmem.units import GIB, MIB, format_size, parse_interval
 
 SAVE_EVERY = "30min"
@@ -59,7 +59,7 @@ class Settings:
                         "several, each with its weight", "SPEC[=X]")
     eval_data: Specs | None = _option(None, "held-out text, written like --data, without a weight", "SPEC",
                                       "a share of --data is held out")
-    eval_fraction: float = _option(0.01, "share of --data that is held out, between 0 and 1")
+    eval_fraction: float = _option(0.01, "share of --data that is held out; 0 holds nothing out")
     text_field: str = _option("text", "the column that holds the text", "NAME")
     train_on: Literal["completion", "all"] = _option("completion", "for prompts with answers: learn the answers only, "
                                                      "or everything")
@@ -189,8 +189,11 @@ class Settings:
                 yield f"{option_name(name)} {getattr(self, name):g} must be at least 0 and below 1."
         if not 0 <= self.seed < 2**32:
             yield f"--seed {self.seed} must be a whole number from 0 to {2**32 - 1}."
-        if not 0 < self.eval_fraction < 1:
-            yield f"--eval-fraction {self.eval_fraction:g} must lie between 0 and 1: it is the share that is held out."
+        if not 0 <= self.eval_fraction < 1:
+            yield (
+                f"--eval-fraction {self.eval_fraction:g} must be at least 0 and below 1: it is the share that is held "
+                f"out; 0 holds nothing out."
+            )
 
         if self.steps is not None and self.epochs is not None:
             yield "--steps and --epochs both say how long the run is: give one of them."
@@ -298,35 +301,13 @@ def option_name(name: str) -> str:
     return "--" + name.removesuffix("_bytes").replace("_", "-")
 
 
-def read_json_object(text: str, source: str) -> dict[str, object]:
-    """The JSON object in `text`; raises InputError, with the line where the text stops being JSON."""
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{source}:{error.lineno}: not valid JSON: {error.msg}.") from None
-    except (ValueError, RecursionError):  # a number of thousands of digits, or brackets thousands deep
-        raise InputError(f"{source}: not settings: a number is too long or the nesting too deep.") from None
+def read_object(text: str, source: str, yaml: bool = False) -> dict[str, object]:
+    """The JSON object or YAML mapping in `text`; raises InputError. YAML's plain values are the texts that were typed,
+    but for null."""
+    values = (parse_yaml if yaml else parse_json)(text, source)
     if not isinstance(values, dict):
-        raise InputError(f'{source}: settings are one JSON object, such as {{"steps": 100}}.')
-    return values
-
-
-def read_yaml_object(text: str, source: str) -> dict[str, object]:
-    """The same of a YAML mapping. Its keys are made text, for YAML 1.1 takes some words for true and false."""
-    import yaml
-
-    try:
-        values = yaml.safe_load(text)
-    except yaml.reader.ReaderError as error:  # a control character
-        line = text.count("\n", 0, error.position) + 1
-        raise InputError(f"{source}:{line}: not valid YAML: {error.reason}.") from None
-    except yaml.MarkedYAMLError as error:
-        raise InputError(f"{source}:{error.problem_mark.line + 1}: not valid YAML: {error.problem}.") from None
-    except (ValueError, KeyError, AttributeError, RecursionError):  # 2026-13-01, !!bool maybe, !!timestamp now
-        said = "a value is too long or not what it seems, or the nesting too deep"
-        raise InputError(f"{source}: not settings: {said}.") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{source}: settings are one YAML mapping, with lines such as `steps: 100`.")
+        shape = "YAML mapping, with lines such as `steps: 100`" if yaml else 'JSON object, such as {"steps": 100}'
+        raise InputError(f"{source}: settings are one {shape}")
     return {str(key): value for key, value in values.items()}
 
 

@@ -1,16 +1,20 @@
-"""Text files and JSON that other people wrote: config.json, tokenizers, templates, settings, rows of data.
+"""Text, JSON and YAML that other people wrote: config.json, tokenizers, templates, settings, rows of data.
 
 Everything that a user hands over as text is read here, so that each of these is treated the same way everywhere:
 
 - a byte-order mark, at the beginning or where `cat a b` put one at the beginning of a line, is skipped;
 - text that is not UTF-8 is refused with its line and column;
 - a file that is not what its name says (a Git LFS pointer, a compressed file) is refused by its real kind;
-- JSON with the same key twice in one object, with a number too long for Python, or nested too deeply is refused.
+- JSON with the same key twice in one object, with a number too long for Python, or nested too deeply is refused;
+- YAML is refused for the same, and its plain values stay the text that was typed: `yes`, `010` and `1:30` are no
+  switch, no octal number and no time.
 
 A library that reads a folder by itself and knows no byte-order marks is given `readable_folder` of it.
 """
 
 import json
+import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,27 +86,32 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
     except json.JSONDecodeError as error:
         where = f"{source}:{first_line + error.lineno - 1}"
         raise InputError(f"{where}: bad JSON: {error.msg} in column {error.colno}{advice}") from None
-    except _GivenTwice as error:
-        raise InputError(f"{source}:{first_line}: bad JSON: the key {error.args[0]!r} is given twice") from None
+    except _GivenTwice:
+        key, line = _given_twice(text)
+        raise InputError(f"{source}:{first_line + line}: bad JSON: the key {key!r} is given twice{advice}") from None
     except RecursionError:
-        raise InputError(f"{source}:{first_line}: bad JSON: nested too deeply") from None
+        raise InputError(f"{source}:{first_line}: bad JSON: nested too deeply{advice}") from None
     except ValueError:  # Python reads no whole number of more than 4,300 digits
-        raise InputError(f"{source}:{first_line}: bad JSON: a number has too many digits") from None
+        number = re.search(rf"[0-9]{{{sys.get_int_max_str_digits() + 1}}}", text)
+        line = first_line + text.count("\n", 0, number.start() if number else 0)
+        raise InputError(f"{source}:{line}: bad JSON: a number has too many digits{advice}") from None
 
 
-def readable_folder(folder: Path) -> Path:
+def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Path:
     """`folder`, or if text files in it begin with a byte-order mark, a folder of links to its files, in which these are
-    written without it. That folder is removed when the process ends. OSError if a file cannot be read."""
+    written without it, and those of `instead` with that content. It is removed when the process ends. OSError if a file
+    cannot be read."""
     marked = [path for path in folder.iterdir() if path.suffix in _TEXTS and path.is_file() and _is_marked(path)]
-    if not marked:
+    written = {path.name: path.read_bytes().removeprefix(_BYTE_ORDER_MARK) for path in marked} | (instead or {})
+    if not written:
         return folder
     _kept.append(tempfile.TemporaryDirectory(prefix="lowmem-"))
     copy = Path(_kept[-1].name)
     for path in folder.absolute().iterdir():
-        if path.name not in [other.name for other in marked]:
+        if path.name not in written:
             (copy / path.name).symlink_to(path)
-    for path in marked:
-        (copy / path.name).write_bytes(path.read_bytes().removeprefix(_BYTE_ORDER_MARK))
+    for name, content in written.items():
+        (copy / name).write_bytes(content)
     return copy
 
 
@@ -122,6 +131,64 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of `pairs`; the last value would win in silence if a key were allowed twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _GivenTwice(next(name for name in names if names.count(name) > 1))
+        raise _GivenTwice
     return values
+
+
+def _given_twice(text: str) -> tuple[str, int]:
+    """The first key that an object of this JSON has twice, and how many line ends precede it."""
+    objects: list[set[str]] = []
+    line, last = 0, ""
+    for token in re.findall(r'"(?:[^"\\]|\\.)*"|[{}:\n]', text):
+        if token == "{":
+            objects.append(set())
+        elif token == "}":
+            objects.pop()
+        elif token == "\n":
+            line += 1
+        elif token != ":":
+            last = token
+        elif (key := json.loads(last)) in objects[-1]:
+            return key, line
+        else:
+            objects[-1].add(key)
+    raise AssertionError("no key is given twice")
+
+
+def parse_yaml(text: str, source: str, first_line: int = 1) -> Any:
+    """The value in `text`: mappings, lists, null and texts, for a plain value stays as it was typed. InputError."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers = {
+            character: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in ("null", "merge")]
+            for character, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+        def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+            node, seen = super().compose_mapping_node(anchor), set()
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+            return node
+
+    def refusal(line: int, problem: str) -> InputError:
+        return InputError(f"{source}:{first_line + line}: not valid YAML: {problem}")
+
+    try:
+        return yaml.load(text, Loader)
+    except yaml.reader.ReaderError as error:  # a control character
+        raise refusal(text.count("\n", 0, error.position), error.reason) from None
+    except yaml.composer.ComposerError as error:
+        several = "single document" in str(error.context)
+        problem = "a second document begins here; keep one" if several else error.problem
+        raise refusal(error.problem_mark.line, problem) from None
+    except yaml.MarkedYAMLError as error:
+        raise refusal(error.problem_mark.line, error.problem) from None
+    except RecursionError:
+        raise refusal(0, "nested too deeply") from None
+    except (ValueError, KeyError, AttributeError):  # !!bool maybe, !!timestamp now
+        raise refusal(0, "a value is not what its tag says") from None

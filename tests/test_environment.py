@@ -60,6 +60,8 @@ def test_a_warning_is_no_error_inside_and_filters_are_what_they_were_outside():
         ("HF_HUB_ETAG_TIMEOUT=abc", "-m lowmem.plan --model gpt2", 2, "environment variable HF_HUB_ETAG_TIMEOUT"),
         ("TORCH_LOGS=nonsense", "train_gpt2_large.py --out {out}", 2, "environment variable TORCH_LOGS"),
         ("TQDM_NCOLS=wide", "-c 'import lowmem; lowmem.train'", 1, "environment variable TQDM_NCOLS"),
+        ("TORCHINDUCTOR_CACHE_DIR=/proc/no", "-m lowmem.plan --model gpt2", 2, "torch cannot be imported"),
+        ("PYTHONOPTIMIZE=2", "train_gpt2_large.py --out {out}", 2, "python -OO"),
         ("PYTHONWARNINGS=error", "-c 'import lowmem; lowmem.train'", 0, ""),
     ],
 )

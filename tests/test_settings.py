@@ -76,6 +76,7 @@ OPTION_VALUES = [
     ("--eval-data held.jsonl", "eval_data", "held.jsonl"),
     ("--eval-data held.jsonl --eval-data wikitext", "eval_data", ("held.jsonl", "wikitext")),
     ("--eval-fraction 0.1", "eval_fraction", 0.1),
+    ("--eval-fraction 0", "eval_fraction", 0.0),
     ("--text-field content", "text_field", "content"),
     ("--chat-template-path chat.jinja", "chat_template", "chat.jinja"),
     ("--train-on all", "train_on", "all"),
@@ -313,7 +314,7 @@ BAD_VALUES = [
     *itertools.product([f"--{name}" for name in WHOLE], ["0", "-1", "1.5", "x", "", "nan", "inf", "1e3", "9" * 30]),
     *itertools.product(["--lr", "--epochs"], ["0", "-1", "nan", "inf", "-inf", "1e400", "x", ""]),
     *itertools.product(["--weight-decay", "--clip-norm", "--warmup-steps"], ["-0.1", "nan", "inf", "x", ""]),
-    *itertools.product(["--eval-fraction"], ["0", "1", "-0.1", "1.5", "nan", "x"]),
+    *itertools.product(["--eval-fraction"], ["1", "-0.1", "1.5", "nan", "x"]),
     *itertools.product(["--warmup_ratio"], ["1", "-0.1", "nan"]),
     *itertools.product(["--seed"], ["-1", "0.5", str(2**32), "x"]),
     *itertools.product(
@@ -461,10 +462,12 @@ def test_typed_wins_over_the_file_and_the_file_over_defaults_and_demo(tmp_path):
         ({"seq": None}, "--seq"),
         ('{"lr": NaN}', "lr"),
         ('{"lr": 1e999}', "lr"),
-        ('{"lr": %s}' % ("9" * 5000), "too long"),
-        ("[" * 100_000, "too deep"),
-        ('{\n"steps": 5,\n}', "config.json:3: not valid JSON"),
-        ("", "config.json:1: not valid JSON"),
+        ('{"steps": 5,\n"lr": %s}' % ("9" * 5000), "config.json:2: bad JSON: a number has too many digits"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{\n"steps": 5,\n}', "config.json:3: bad JSON"),
+        ('{"steps": 5,\n"seq": 8,\n"steps": 6}', "config.json:3: bad JSON: the key 'steps' is given twice"),
+        ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        ("", "config.json:1: bad JSON"),
         ("[]", "one JSON object"),
         ("3", "one JSON object"),
     ],
@@ -505,21 +508,25 @@ report_to: all
         ("steps: [5]", "steps: a list is no value of --steps"),
         ("seq: 8\nlearning_rate:\n  top: 1e-4\n", "learning_rate: a mapping is no value of --lr"),
         ("model: [gpt2]", "model: a list is no value of --model"),
-        ("steps: 2026-01-01", "steps: a date is no value of --steps"),
-        ("run_name: 2026-01-01", "run_name: a date is no value of --run-name"),
-        ("run_name: 7", "--run-name: 7 is not text"),
-        ("on: 5", "Unknown option True"),
+        ("steps: 2026-01-01", "steps: '2026-01-01' is not a whole number"),
+        ("steps: 1_000", "steps: '1_000' is not a whole number"),
+        ("save_every: 1:30", "save_every: '1:30' is neither"),
+        ("steps: .inf", "steps: '.inf' is not a whole number"),
+        ("plan_only: y", "plan_only: 'y' is neither on nor off"),
+        ("steps: 5\nseq: 8\nsteps: 6", "config.yaml:3: not valid YAML: the key 'steps' is given twice"),
+        ("data: &a [*a]", "data: a list is no value of --data"),
+        ("on: 5", "Unknown option on"),
         ("lr: .nan", "lr"),
         ("steps: 5\nmax_steps: 6", "max_steps is given twice"),
         ("steps: 5\nseq: [8\n", "config.yaml:3: not valid YAML: "),
         ("steps: 5\n\tseq: 8\n", "config.yaml:2: not valid YAML: "),
         ("steps: 5\nmodel: \0\n", "config.yaml:2: not valid YAML: "),
         ("steps: !!python/object:os.system 5", "config.yaml:1: not valid YAML: "),
-        ("steps: 5\n---\nsteps: 6\n", "config.yaml:2: not valid YAML: "),
+        ("steps: 5\n---\nsteps: 6\n", "config.yaml:2: not valid YAML: a second document begins here"),
         ("? [steps]\n: 5\n", "config.yaml:1: not valid YAML: "),
-        ("steps: " + "9" * 5000, "too long"),
-        *[(f"steps: {value}", "not what it seems") for value in ("2026-13-01", "!!bool maybe", "!!timestamp now")],
-        ("[" * 10_000, "too deep"),
+        ("steps: " + "9" * 5000, "is not a whole number"),
+        *[(f"steps: {value}", "not what its tag says") for value in ("!!bool maybe", "!!timestamp now")],
+        ("[" * 10_000, "nested too deeply"),
         ("", "one YAML mapping"),
         ("- steps", "one YAML mapping"),
     ],
@@ -534,6 +541,29 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path):
     assert str(tmp_path) in refusal("--config", str(tmp_path))
     (tmp_path / "latin.json").write_bytes(b'{"run_name": "\xe9"}')
     assert "latin.json" in refusal("--config", str(tmp_path / "latin.json"))
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "value"),
+    [
+        ("seed: 010", "seed", 10),  # 8 in YAML 1.1
+        ("run_name: 1:30", "run_name", "1:30"),  # 90
+        ("run_name: 2026-01-01", "run_name", "2026-01-01"),
+        ("run_name: 7", "run_name", "7"),
+        ("run_name: no", "run_name", "no"),
+        ("sample_prompt: 1e3", "sample_prompt", "1e3"),
+        ("lr: 1e-3", "lr", 1e-3),
+        ("document_mask: ON", "document_mask", True),
+        ("eval_data: ~", "eval_data", None),
+        ("eval_data: null", "eval_data", None),
+        ("run_name: 'null'", "run_name", "null"),
+        ("data: [1, yes]", "data", ("1", "yes")),
+        ("seq: &length 128\nbatch: *length", "batch", 128),
+        ("\ufeffseq: 128", "seq", 128),
+    ],
+)
+def test_a_value_in_yaml_is_read_as_if_it_were_typed(tmp_path, content, name, value):
+    assert getattr(parse(*config(tmp_path, content, "config.yaml")), name) == value
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import gzip
 import pytest
 
 from lowmem.errors import InputError
-from lowmem.text_files import parse_json, read_json, read_text, readable_folder, text_lines
+from lowmem.text_files import parse_json, parse_yaml, read_json, read_text, readable_folder, text_lines
 
 
 def test_byte_order_marks_are_skipped_at_the_start_and_where_files_were_joined(tmp_path):
@@ -39,15 +39,39 @@ def test_what_is_no_text_is_named(tmp_path, content, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"a": 1, "b": {"c": 1, "c": 2}}', "f:3: bad JSON: the key 'c' is given twice"),
-        ("[" * 100_000, "f:3: bad JSON: nested too deeply"),
-        ("9" * 5_000, "f:3: bad JSON: a number has too many digits"),
+        ('{"a": 1,\n"b": {"c": "\\"c:{",\n"c": 2}}', "f:5: bad JSON: the key 'c' is given twice, mend it"),
+        ('[{"a": 1}, {"a": 2, "\\u0061": 3}]', "f:3: bad JSON: the key 'a' is given twice, mend it"),
+        ("[" * 100_000, "f:3: bad JSON: nested too deeply, mend it"),
+        ("[\n" + "9" * 5_000, "f:4: bad JSON: a number has too many digits, mend it"),
         ('{\n"a": }', "f:4: bad JSON: Expecting value in column 6, mend it"),
     ],
 )
 def test_json_that_python_cannot_hold_is_refused_with_its_line(text, said):
     with pytest.raises(InputError) as refused:
         parse_json(text, "f", 3, ", mend it")
+    assert str(refused.value) == said
+
+
+def test_plain_values_of_yaml_stay_as_they_were_typed():
+    text = "a: &a {x: yes, y: 010}\nb: &b {<<: *a, y: 1:30}\nc: *b\nd: [~, null, 'null', 2026-01-01, .inf, ]"
+    a, b = {"x": "yes", "y": "010"}, {"x": "yes", "y": "1:30"}
+    assert parse_yaml(text, "f") == {"a": a, "b": b, "c": b, "d": [None, None, "null", "2026-01-01", ".inf"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: {c: 1,\n  c: 2}", "f:5: not valid YAML: the key 'c' is given twice"),
+        ("a: 1\n---\na: 2", "f:4: not valid YAML: a second document begins here; keep one"),
+        ("[" * 10_000, "f:3: not valid YAML: nested too deeply"),
+        ("a: !!int five", "f:3: not valid YAML: a value is not what its tag says"),
+        ("a: \x07", "f:3: not valid YAML: special characters are not allowed"),
+        ("a: b: c", "f:3: not valid YAML: mapping values are not allowed here"),
+    ],
+)
+def test_bad_yaml_is_refused_with_its_line(text, said):
+    with pytest.raises(InputError) as refused:
+        parse_yaml(text, "f", 3)
     assert str(refused.value) == said
 
 

@@ -118,7 +118,9 @@ def read_documents(
     skipped = 0
     for record in _with_progress(itertools.chain([first], records), source.name, writer):
         try:
-            writer.add(record, writer.format.segments(record))
+            segments = writer.format.segments(record)
+            folder.count_read(sum(len(text.encode(errors="replace")) for text, _ in segments))
+            writer.add(record, segments)
         except UntrainableRow:
             if not (source.lenient or record.whole_file):
                 raise

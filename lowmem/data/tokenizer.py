@@ -24,7 +24,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lowmem import hub
 from lowmem.errors import InputError
-from lowmem.text_files import readable_folder, refuse_pointer
+from lowmem.switches import without_switches
+from lowmem.text_files import read_json, readable_folder, refuse_pointer
 
 END_OF_TEXT = "<|endoftext|>"
 BYTE_LEVEL_IDS = 257
@@ -107,7 +108,7 @@ def _from_pretrained(
     if folder.is_dir():
         for path in _files(folder, *_VOCABULARIES, *_BESIDE_THEM):
             refuse_pointer(path)
-        source = readable_folder(folder)
+        source = readable_folder(folder, _config_without_switches(folder / "config.json"))
     with _held_back() as records:
         try:
             tokenizer = AutoTokenizer.from_pretrained(
@@ -126,6 +127,14 @@ def _from_pretrained(
     if len(ordinary) < 2 or not tokenizer("a", add_special_tokens=False)["input_ids"]:
         return None, ValueError(f"a {type(tokenizer).__name__} with an empty vocabulary comes of its files")
     return tokenizer, None
+
+
+def _config_without_switches(path: Path) -> dict[str, bytes]:
+    """transformers also reads the model's config, some fields of which it refuses."""
+    fields = read_json(path) if path.is_file() else None
+    if not isinstance(fields, dict) or (readable := without_switches(fields)) == fields:
+        return {}
+    return {path.name: json.dumps(readable).encode()}
 
 
 @contextmanager

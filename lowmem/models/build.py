@@ -6,8 +6,7 @@ is looked for in a folder, then in the hub's cache, then once, and quickly, on t
 
 import copy
 import inspect
-import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -33,9 +32,11 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.encoder_decoder import ATTENTION, is_encoder_decoder, take_apart
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.errors import InputError, first_line
+from lowmem.errors import InputError, first_few, first_line
 from lowmem.models.recognize import config_fields, needs_code, no_config, not_found
+from lowmem.models.weight_files import usual_weight_files
 from lowmem.settings import Settings
+from lowmem.switches import set_padding, without_switches
 from lowmem.text_files import read_json
 
 GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
@@ -46,10 +47,6 @@ GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
 }
 DEMO_MODEL = "gpt2-demo"  # the small model of `make demo`: its tokens are bytes
 _DEMO = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 256, "vocab_size": 257}
-_WEIGHT_FILES = (  # a single file and the index of several, in the order in which they are looked for
-    ("model.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
-)
 _WEIGHT_PATTERNS = (("model.safetensors*", "model-*.safetensors"), ("pytorch_model.bin*", "pytorch_model-*.bin"))
 _SIZES = (  # of a model, by transformers' common names
     *("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size", "intermediate_size"),
@@ -105,33 +102,9 @@ def model_folder(model: str, part: str) -> Path:
 
 def _has_part(folder: Path, part: str) -> bool:
     try:
-        return part == "config" or bool(weight_files(folder))
+        return part == "config" or bool(usual_weight_files(folder))
     except InputError:
         return False
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights in `folder`; InputError where there are none or a shard is missing."""
-    for single, index in _WEIGHT_FILES:
-        if (folder / single).is_file():
-            return [folder / single]
-        if (folder / index).is_file():
-            try:
-                names = sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError) as error:
-                raise InputError(f"{folder / index} is not an index of weights: {error}; download it again") from None
-            missing = [name for name in names if not (folder / name).is_file()]
-            if missing:
-                raise InputError(
-                    f"{folder} lacks {len(missing)} of {len(names)} weight files ({first_few(missing)}): download again"
-                )
-            return [folder / name for name in names]
-    raise InputError(f"{folder} holds no model.safetensors and no pytorch_model.bin, whole or in shards with an index")
-
-
-def first_few(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def load_config(model: str, init: str) -> PretrainedConfig:
@@ -202,10 +175,11 @@ def _read_config(path: Path) -> PretrainedConfig:
         if isinstance(size := fields.get(name), int) and size < 1:
             raise InputError(f"{path}: {name} is {size}, and it must be at least 1")
     try:
-        config = CONFIG_MAPPING[kind].from_dict(fields)
+        config = CONFIG_MAPPING[kind].from_dict(without_switches(fields))
         config.get_text_config()  # some have several
     except Exception as error:  # every architecture checks its fields in its own way
         raise InputError(f"{path} is not a valid {kind} config: {' '.join(str(error).split())}") from error
+    set_padding(config, str(path))
     return config
 
 

@@ -47,9 +47,13 @@ def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = F
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # that is the card's error and says nothing of the model
     except RuntimeError as error:
-        raise InputError(
-            f"{decoder.architecture} cannot run in this precision: {first_line(error)}; try --precision fp32"
-        ) from error
+        said, advice = f"{decoder.architecture} cannot run in this precision", "try --precision fp32"
+        if decoder.head_weight.dtype is torch.float32:
+            said, advice = (
+                f"{decoder.architecture} cannot run with these weights",
+                "take others, perhaps these are damaged",
+            )
+        raise InputError(f"{said}: {first_line(error)}; {advice}") from error
     if found is not None:
         raise InputError(found)
 

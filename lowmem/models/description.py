@@ -20,6 +20,7 @@ from transformers.utils import cached_file
 from lowmem.core.encoder_decoder import is_encoder_decoder
 from lowmem.errors import InputError
 from lowmem.models.build import build_model, decoder_start
+from lowmem.switches import as_given
 from lowmem.text_files import read_json, read_text
 
 _LOADING = ("auto_map", "is_local", "local_files_only", "name_or_path")  # of a tokenizer: where and how it was read
@@ -71,7 +72,7 @@ def write_description(
     why. `generation_config`: None for the one that the config makes."""
     trained = partial(_trained, model, tokenizer, dtype)
     parts: dict[str, Callable[[], None]] = {
-        "config.json": lambda: _write_json(folder / "config.json", config_fields(trained())),
+        "config.json": lambda: _write_json(folder / "config.json", as_given(config_fields(trained()))),
         "generation_config.json": lambda: _write_generation(folder, trained(), generation_config, tokenizer),
         "the tokenizer": lambda: _write_tokenizer(folder, tokenizer),
         "README.md": lambda: _write(folder / "README.md", f"{readme.rstrip()}\n{_on_ties(model)}"),

@@ -18,7 +18,8 @@ from types import NoneType
 from lowmem.errors import InputError
 from lowmem.paths import read_path_option
 from lowmem.run.options import FLAGS, NAMES, OPTIONS, REFUSED, SEVERAL, TITLES, switch
-from lowmem.settings import DEMO, Settings, each, option_name, read_json_object, read_yaml_object
+from lowmem.settings import DEMO, Settings, each, option_name, read_object
+from lowmem.text_files import read_text
 from lowmem.units import format_size
 
 
@@ -116,17 +117,17 @@ def _read_config(path: str) -> dict[str, object]:
     """The settings in a file, by field: YAML where its name ends so, else JSON. Its keys are names of fields or
     options, sizes may be text."""
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            content = file.read()
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that cannot be
+        content = read_object(read_text(Path(path)), path, Path(path).suffix.lower() in (".yaml", ".yml"))
+    except InputError as error:
+        raise InputError(f"{error}.") from None
+    except (OSError, ValueError) as error:  # ValueError: a path that cannot be
         raise InputError(f"--config {path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     chosen: dict[str, object] = {}
-    read = read_yaml_object if Path(path).suffix.lower() in (".yaml", ".yml") else read_json_object
-    for key, value in read(content, path).items():
+    for key, value in content.items():
         if _dashed(key) not in NAMES:
             raise InputError(f"{path}: {_explain_unknown(key)}")
         field, parse = NAMES[_dashed(key)]
-        if field in SEVERAL and isinstance(value, list):
+        if field in SEVERAL and isinstance(value, list) and not any(isinstance(item, list | dict) for item in value):
             parse = str  # Settings look at what is in it
         elif not isinstance(value, str | int | float | NoneType):  # what JSON and YAML have for text, numbers, switches
             kind = {list: "a list", dict: "a mapping"}.get(type(value), f"a {type(value).__name__}")

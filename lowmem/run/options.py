@@ -123,7 +123,7 @@ SYNONYMS = {  # of values, in lower case with underscores, by field
     "schedule": {"constant_with_warmup": "constant"},
     "precision": _DTYPES,
     "export_dtype": _DTYPES,
-    "recompute": {"true": "on", "false": "off"},  # what YAML makes of the two words
+    "recompute": {"true": "on", "false": "off"},  # as JSON has the two words
     "resume": {"true": "auto", "false": "never"},  # what Hugging Face's users type
     "optimizer": {
         **{"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},

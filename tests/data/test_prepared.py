@@ -1,6 +1,8 @@
 """What was tokenized is found again by who goes on from a run, and only while it is what would be read again."""
 
+import errno
 import json
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -14,7 +16,7 @@ from lowmem.data.dataset import load_data
 from lowmem.data.documents import TOKENIZING_BYTES
 from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
 from lowmem.data.tokenizer import byte_level_tokenizer
-from lowmem.errors import InputError
+from lowmem.errors import InputError, PlanError
 from lowmem.settings import Settings
 
 
@@ -159,3 +161,36 @@ def test_an_array_in_a_file_is_read_by_slices(tmp_path):
     part = array.part(2, 7)
     assert (len(part), part[1:3].tolist(), part[4:99].tolist()) == (5, [3, 4], [6])
     assert ArrayFolder(tmp_path / "..").entries == {}
+
+
+@pytest.mark.parametrize("weights_held_out", [True, False])
+@pytest.mark.parametrize("free_after_mib", [0, 3, 6])
+def test_a_disk_that_is_too_small_for_the_tokens_is_refused_before_it_is_full(
+    tmp_path, monkeypatch, weights_held_out, free_after_mib
+):
+    """8 MiB of text are 16 MiB of tokens, and as many again where a share is held out."""
+    (tmp_path / "a.txt").write_text("0123456 8\n" * (8 * 2**20 // 10))
+    (tmp_path / "b.txt").write_text("some more text " * 20)
+    room = (free_after_mib + 2) * 2**20  # 2 stay free
+
+    def usage(path):
+        written = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        return SimpleNamespace(free=room - written)
+
+    monkeypatch.setattr("lowmem.data.stored.shutil.disk_usage", usage)
+    options = {} if weights_held_out else {"eval_data": str(tmp_path / "b.txt")}
+    with pytest.raises(PlanError, match="the tokens of the data need about") as error:
+        prepare(tmp_path / "run", tmp_path / "a.txt", **options)
+    said = float(re.search(r"about ([0-9.]+) MiB in all", str(error.value))[1])
+    assert error.value.exit_code == 3 and not list((tmp_path / "run").rglob("*"))
+    if free_after_mib:
+        assert said == pytest.approx(32 if weights_held_out else 16, rel=0.3)
+
+
+def test_a_quota_is_a_disk_that_is_too_small(tmp_path, monkeypatch):
+    def write(*_):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr("lowmem.data.stored.HashedFile.write", write)
+    with pytest.raises(PlanError, match="the tokens of the data need about"):
+        prepare(tmp_path / "run", book(tmp_path / "a.txt"))

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -179,3 +181,11 @@ def test_hub_is_unreachable_without_an_answer_and_when_offline_is_set(monkeypatc
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(module.hub.urllib.request, "urlopen", lambda *_, **__: pytest.fail("the hub was asked"))
     assert not module.hub.is_reachable.__wrapped__()
+
+
+@pytest.mark.parametrize("fields", [{"torch_dtype": "auto"}, {"use_return_dict": True}, {"bos_token_id": [1]}], ids=str)
+def test_switches_in_the_models_config_do_not_stop_its_tokenizer(tmp_path, bpe_tokenizer, fields):
+    config = {name: value for name, value in GPT2Config().to_dict().items() if name != "dtype"}
+    bpe_tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | fields))
+    assert load_tokenizer(str(tmp_path), "pretrained", 400).get_vocab() == bpe_tokenizer.get_vocab()
