@@ -225,7 +225,11 @@ def _write_tokenizer(folder: Path, tokenizer) -> None:
     own = type(tokenizer).__name__
     plain = own == "TokenizersBackend"  # what tokenizer.json says, and nothing else
     fields["tokenizer_class"] = "PreTrainedTokenizerFast" if plain else fields.get("tokenizer_class") or own
-    if not plain:  # version 4 goes by these where version 5 goes by tokenizer.json
+    if plain:  # some tokens have their names in tokenizer.json's padding alone, which is not exported
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            if getattr(tokenizer, name) is not None and fields.get(name) is None:
+                fields[name] = getattr(tokenizer, name)
+    else:  # version 4 goes by these where version 5 goes by tokenizer.json
         ids = tokenizer("a")["input_ids"]
         fields["add_bos_token"] = ids[:1] == [tokenizer.bos_token_id]
         fields["add_eos_token"] = ids[-1:] == [tokenizer.eos_token_id]
