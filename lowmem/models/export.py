@@ -45,8 +45,9 @@ def export_model(
     `generation_config`: None for the one that the config makes. `order`: that of the names, by which they are put into
     files; None: the config's. Names in files are those that `save_pretrained` would write. The folder is made beside
     the old one and takes its place only when it is complete and on the disk.
-    Returns sentences on weights that are not finite and on files beside the weights that could not be written. Raises LowmemError where disk or RAM are too small, BeyondRange where `dtype` is,
-    ValueError where `parameters` is not what the config says.
+    Returns sentences on weights that are not finite and on files beside the weights that could not be written. Raises
+    LowmemError where disk or RAM are too small, BeyondRange where `dtype` is, ValueError where `parameters` is not what
+    the config says.
     """
     try:
         model = build_model(config)
