@@ -34,6 +34,7 @@ from typing import Any
 from lowmem import hub
 from lowmem.errors import InputError, first_line
 from lowmem.run_folder import without_runs
+from lowmem.text_files import text_lines
 
 STRUCTURED_COLUMNS = (
     *("messages", "conversations", "system", "tools", "prompt", "completion"),
@@ -243,7 +244,7 @@ def _read_file(path: Path, text_field: str, whole: bool = False) -> Iterator[Rec
     try:
         if suffix in _DOCUMENT_SUFFIXES:
             piece, begun = "", False
-            for following in _pieces(_lines(path)):
+            for following in _pieces(text_lines(path, PIECE_CHARACTERS)):
                 if piece:
                     yield Record(str(path), {text_field: piece}, whole, goes_on=True, begun=begun)
                     begun = True
@@ -275,13 +276,10 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _pieces(lines: Iterable[str]) -> Iterator[str]:
-    """A text's `lines` in pieces of PIECE_CHARACTERS or more, cut where a token ends: between two lines, at a line end
-    with no other white space beside it, nor a slash behind it (encoder.py). Where there is none for long (lines that
-    end in CR LF), any line end will do, so that what is in memory stays bounded."""
+    """A text's `lines` in pieces of PIECE_CHARACTERS or more."""
     piece, characters = [], 0
     for line in lines:
-        clean = piece and not line[0].isspace() and line[0] != "/" and piece[-1][-2:-1].strip()
-        if characters >= PIECE_CHARACTERS and clean or characters >= 16 * PIECE_CHARACTERS:
+        if characters >= PIECE_CHARACTERS:
             yield "".join(piece)
             piece, characters = [], 0
         piece.append(line)
