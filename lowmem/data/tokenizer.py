@@ -70,7 +70,7 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
             "`hf auth login`), or give a local folder"
         )
 
-    if tokenizer.eos_token_id is None:
+    if not tokenizer.eos_token or tokenizer.eos_token_id is None:  # the first LLaMA's was "", which has no id
         raise InputError(
             f"the tokenizer of {model} has no end-of-text token, which ends every document here; set "
             f"eos_token in its tokenizer_config.json"

@@ -125,8 +125,8 @@ def _remarks_on_generation(generation_config: GenerationConfig | None) -> list[s
     except ValueError as error:
         found = ", ".join(line.split("`")[1] for line in str(error).splitlines() if line.startswith("- `"))
         return [
-            f"the model's generation_config.json sets {found or 'values'} that have no effect beside its other values; "
-            "it is exported as it came"
+            f"the model's generation_config.json has values without effect beside its others ({found or error}); it is "
+            "exported as it came"
         ]
     return []
 
@@ -220,7 +220,11 @@ def _write_tokenizer(folder: Path, tokenizer) -> None:
     own = type(tokenizer).__name__
     plain = own == "TokenizersBackend"  # what tokenizer.json says, and nothing else
     fields["tokenizer_class"] = "PreTrainedTokenizerFast" if plain else fields.get("tokenizer_class") or own
-    if not plain:  # version 4 goes by these where version 5 goes by tokenizer.json
+    if plain:  # some tokens have their names in tokenizer.json's padding alone, which is not exported
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            if getattr(tokenizer, name) is not None and fields.get(name) is None:
+                fields[name] = getattr(tokenizer, name)
+    else:  # version 4 goes by these where version 5 goes by tokenizer.json
         ids = tokenizer("a")["input_ids"]
         fields["add_bos_token"] = ids[:1] == [tokenizer.bos_token_id]
         fields["add_eos_token"] = ids[-1:] == [tokenizer.eos_token_id]

@@ -142,7 +142,7 @@ def _write_shards(
         weight_map = {file_name[name]: path.name for name, (path, _) in places.items()}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    return [f"{len(not_finite)} weights hold NaN or infinity ({first_few(not_finite)})"] if not_finite else []
+    return [f"NaN or infinity in {len(not_finite)} tensors ({first_few(not_finite)})"] if not_finite else []
 
 
 def _check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:

@@ -138,7 +138,7 @@ def _refusal(
     problems = (*problems, ("merged or split", fit.converted))
     said = [f"{len(names)} {problem} ({first_few(names)})" for problem, names in problems if names]
     advice = _advice(model, fit, [*entries], sizes, untrainable)
-    return InputError(f"the weights in {source} do not fit the model: {'; '.join(said)}; {advice}")
+    return InputError(f"the weights in {source} do not fit {type(model).__name__}: {'; '.join(said)}; {advice}")
 
 
 def _advice(

@@ -131,7 +131,7 @@ def _export(ending: Ending, settings: Settings, config: PretrainedConfig, store:
         problems = write(store.masters(), dtype=torch.float32)
     ending.exported = True
     for problem in problems:
-        ending.note(f"in the exported model {problem}")
+        ending.note(f"in the exported model: {problem}")
 
 
 def _draw(

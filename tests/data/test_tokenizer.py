@@ -166,8 +166,11 @@ def test_a_model_with_too_few_ids_is_refused(tmp_path, no_hub):
         load_tokenizer("nobody/no-such-model", "random", 256)
 
 
-def test_a_tokenizer_without_an_end_of_text_token_is_refused(tmp_path, bpe_tokenizer):
+@pytest.mark.parametrize("end", [None, ""])  # the second: in the first conversions of LLaMA
+def test_a_tokenizer_without_an_end_of_text_token_is_refused(tmp_path, bpe_tokenizer, end):
     PreTrainedTokenizerFast(tokenizer_object=bpe_tokenizer.backend_tokenizer).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": end}))
     with pytest.raises(InputError, match="no end-of-text token"):
         load_tokenizer(str(tmp_path), "pretrained", 400)
 

@@ -117,9 +117,9 @@ def word_piece() -> Tokenizer:
 
 def spm(backend: Tokenizer, kind: str) -> bytes:
     """A sentencepiece model with the vocabulary of `backend`; `kind`: "bpe" or "unigram"."""
-    from transformers.utils import sentencepiece_model_pb2_new as messages
+    from transformers.convert_slow_tokenizer import import_protobuf  # sentencepiece's own, if it is installed
 
-    proto = messages.ModelProto()
+    proto = import_protobuf().ModelProto()
     content = json.loads(backend.to_str())["model"]["vocab"]
     scores = dict(content) if isinstance(content, list) else {}
     control = {token["content"] for token in json.loads(backend.to_str())["added_tokens"]} - {"<unk>"}

@@ -93,7 +93,7 @@ def portable(sentence: str, room: Path) -> str:
 def named(case: Case, sentence: str) -> bool:
     """Whether a refusal says by name which model, file, package or token it is about."""
     names = [case.config.get("model_type"), *case.config.get("architectures", ())]
-    names += ["tokenizer", "sentencepiece", "tiktoken", "quantised", "eos_token", "model_type"]
+    names += ["T5", "tokenizer", "sentencepiece", "tiktoken", "quantised", "eos_token", "model_type"]
     return any(name.lower() in sentence.lower() for name in names if name)
 
 
@@ -126,20 +126,24 @@ def train(case: Case, folder: Path, out: Path, room: Path) -> torch.Tensor:
     if not case.chat and not case.config.get("is_encoder_decoder"):
         data = room / "data.txt"
         data.write_text("the cat sat on the mat and said hello to the dog. \n" * 60, encoding="utf-8")
-    found = []
+    trained, found = [], []
 
-    def finish(settings, config, decoder, *more):
-        decoder.model.eval()
-        found.append(probe.forward(decoder.model))
-        decoder.model.train()
-        return finished(settings, config, decoder, *more)
+    def make_step(settings, decoder, *more):
+        trained.append(decoder.model)
+        return made(settings, decoder, *more)
 
-    finished = training.finish
+    def finish(*arguments):
+        trained[0].eval()
+        found.append(probe.forward(trained[0]))
+        trained[0].train()
+        return finished(*arguments)
+
+    made, finished = training.make_step, training.finish
     settings = Settings(
         model=str(folder), data=str(data), out=str(out), device="cpu", gpu_limit_bytes=None, seq=64, batch=2,
         micro_batch=1, steps=2, warmup_steps=0, lr=1e-3, recompute="on", report_to="none",
     )  # fmt: skip
-    with patch.object(training, "finish", finish):
+    with patch.multiple(training, make_step=make_step, finish=finish):
         lowmem.train(settings)
     return found[0]
 

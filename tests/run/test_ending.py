@@ -6,13 +6,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import lowmem.run.checkpoint
 import lowmem.run.ending
 import lowmem.run.log
 import lowmem.run.train
+from lowmem.core.parameters import Store
 from lowmem.errors import CapExceeded
 from lowmem.models import description, export
 from lowmem.run.trackers import Trackers
@@ -108,6 +110,21 @@ def test_a_last_step_that_is_not_evaluated_or_saved_is_exported(
     assert train(tmp_path / "out", *OPTIONS) == 1
     assert f"{said} failed: it broke. The weights are in {tmp_path}/out/model" in last_line(capsys)
     assert weights(tmp_path / "out") == weights(expected)
+
+
+def test_weights_beyond_the_range_of_fp16_are_exported_in_fp32(train, trained, expected, monkeypatch, capsys):
+    def masters(store):
+        for name, values in real(store):
+            yield name, values * (1e6 if name == "transformer.wpe.weight" else 1)
+
+    real = Store.masters
+    monkeypatch.setattr(Store, "masters", masters)
+    assert train(trained, *OPTIONS[2:], "--export-dtype", "fp16") == 1
+    sentence = last_line(capsys)
+    assert "transformer.wpe.weight holds" in sentence and "exported in fp32" in sentence
+    assert f"The weights are in {trained}/model" in sentence
+    model = AutoModelForCausalLM.from_pretrained(trained / "model")
+    assert model.dtype == torch.float32 and model.transformer.wpe.weight.isfinite().all()
 
 
 @pytest.mark.parametrize("both", [False, True])
