@@ -1,7 +1,7 @@
-"""Tokenizers as published folders have them, small: what the files of each layout are called, and what they say.
+"""Small tokenizers with the files of published ones.
 
-A backend makes the vocabulary with the parts that the family has (normalizer, pre-tokenizer, decoder); a layout names
-the files, and what tokenizer_config.json says beside it.
+A backend has a small vocabulary and the family's parts (normalizer, pre-tokenizer, decoder). A layout names the files
+and the content of tokenizer_config.json.
 """
 
 import json

@@ -149,7 +149,7 @@ def train(case: Case, folder: Path, out: Path, room: Path) -> torch.Tensor:
 
 
 def compare(folder: Path, exported: Path, logits: torch.Tensor, room: Path, later: Later | None):
-    """Whether what was trained is what both read; `checks`, `values` and what else is to be said."""
+    """Compares the export with the training in both versions; returns `checks`, `values` and remarks."""
     checks, values, said = {}, {}, []
     before, after = probe.read(str(folder), str(room / "first in 5.pt")), probe.read(str(exported), str(room / "5.pt"))
     checks["model in 5"] = _loaded(after, "5", said) and _near(
@@ -200,8 +200,8 @@ def _near(values: dict, name: str, one: torch.Tensor, other: torch.Tensor, toler
 
 
 def _same_tokens(expected: list[dict], found: dict, said: list[str], where: str) -> bool:
-    """Whether all that `found` says of the tokenizer is what one of `expected` says: the tokenizer that was trained
-    with, or the published one in the same transformers."""
+    """Whether each fact of the tokenizer `found` is that of one of `expected`: the tokenizer of training, or the
+    published one in the same transformers."""
     errors = [answer["tokens_error"] for answer in (expected[0], found) if "tokens_error" in answer]
     if errors:
         said.append(f"the tokenizer in {where}: {errors[-1]}")
