@@ -48,6 +48,8 @@ _TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _KNOWN_SUFFIXES = _DOCUMENT_SUFFIXES + _TABLE_SUFFIXES
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _MOST_NAMED = 3  # of the folders that are left out
+_STDLIB = "python-stdlib"
+_NAMES = (_STDLIB, "wikitext", "codeparrot")
 _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?|-?\.[0-9]+")
@@ -89,11 +91,21 @@ def open_source(spec: str, text_field: str, steps: int | None, out: Path | None 
     """The records behind a `--data` spec; `steps` None means that all of it will be read; `out`: the run's own
     folder, which is no data. Raises InputError."""
     spec, weight = _split_weight(spec)
-    return replace(_open(spec, text_field, steps, out), spec=spec, weight=weight)
+    in_the_way = Path(spec).is_dir() and (spec in _NAMES or _HUB_NAME.fullmatch(spec) is not None)
+    try:
+        source = _open(spec, text_field, steps, out)
+    except InputError as error:
+        if not in_the_way:
+            raise
+        raise InputError(f"{error}; rename this folder if the hub's {spec} is meant, which it hides") from None
+    remark = source.remark
+    if in_the_way and spec in _NAMES:
+        remark += " (not the folder here, which is ./python-stdlib)" if spec == _STDLIB else " (the folder here)"
+    return replace(source, spec=spec, weight=weight, remark=remark)
 
 
 def _open(spec: str, text_field: str, steps: int | None, out: Path | None) -> Source:
-    if spec == "python-stdlib":
+    if spec == _STDLIB:
         files = _library_files()
         records = _standard_library(files, text_field)
         return Source("Python's standard library", records, lenient=True, content=tuple(files.values()))
@@ -149,7 +161,7 @@ def _split_weight(spec: str) -> tuple[str, float]:
 def is_on_hub(spec: str) -> bool:
     """Whether the records behind `spec` are looked for on the hub, by their name."""
     spec, _ = _split_weight(spec)
-    if spec == "python-stdlib" or Path(spec).exists():
+    if spec == _STDLIB or Path(spec).exists():
         return False
     a_file = Path(spec).suffix in _KNOWN_SUFFIXES
     return spec in ("wikitext", "codeparrot") or (bool(_HUB_NAME.fullmatch(spec)) and not a_file)
@@ -342,7 +354,7 @@ def _parquet_rows(path: Path, text_field: str) -> Iterator[Record]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise InputError(f"{path}: reading Parquet needs pyarrow; install it with: pip install pyarrow") from error
+        raise InputError(f"{path}: reading Parquet needs pyarrow ({first_line(error)}): pip install pyarrow") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = _wanted(file.schema_arrow.names, text_field)
@@ -363,8 +375,8 @@ def _hub(path: str, config: str | None, text_field: str, steps: int | None, stre
         import datasets
     except ImportError as error:
         raise InputError(
-            f"{spec} is on the hub and needs the package datasets; install it with: pip install "
-            f"datasets, or use python-stdlib or a local file"
+            f"{spec} is on the hub and needs the package datasets ({first_line(error)}): pip install datasets, or use "
+            "python-stdlib or a local file"
         ) from error
     if streamed and steps is None:
         raise InputError(f"{spec} is too large to be read to its end; give --steps instead of --epochs")

@@ -138,7 +138,7 @@ def _refusal(
     problems = (*problems, ("merged or split", fit.converted))
     said = [f"{len(names)} {problem} ({first_few(names)})" for problem, names in problems if names]
     advice = _advice(model, fit, [*entries], sizes, untrainable)
-    return InputError(f"the weights in {source} do not fit the model: {'; '.join(said)}; {advice}")
+    return InputError(f"the weights in {source} do not fit {type(model).__name__}: {'; '.join(said)}; {advice}")
 
 
 def _advice(
@@ -149,6 +149,8 @@ def _advice(
         return "transformers converts these weights on load, which reading them one by one cannot do"
     if any(_ADAPTER.search(name) for name in names):
         return "they hold adapters (LoRA) that are not merged: merge_and_unload, then save_pretrained (peft)"
+    if any(name.endswith("_flat_param") for name in names):
+        return "they are the flattened pieces of FSDP: save the whole there (StateDictType.FULL_STATE_DICT)"
     if untrainable or any(_QUANTISED.search(name) for name in fit.unexpected):
         return "they are quantised or integers: choose the model in its original precision"
     head = _names_of(model, model.get_output_embeddings())

@@ -66,7 +66,7 @@ _FOLDERS = (
         ("config.json",),
     ),
 )
-_SENSES = ("vision_config", "audio_config")  # of a model that reads more than text
+_SENSES = ("vision_config", "audio_config")  # a model that has one reads more than text
 _ENCODER_DECODERS = ("t5", "mt5")  # that come apart (core/encoder_decoder.py), said here without importing PyTorch
 _IN_TRANSFORMERS_4 = (
     "holds weights for {} only; give a copy with .safetensors, or convert it with transformers 4: "

@@ -1,7 +1,7 @@
-"""Tokenizers as published folders have them, small: what the files of each layout are called, and what they say.
+"""Small tokenizers with the files of published ones.
 
-A backend makes the vocabulary with the parts that the family has (normalizer, pre-tokenizer, decoder); a layout names
-the files, and what tokenizer_config.json says beside it.
+A backend has a small vocabulary and the family's parts (normalizer, pre-tokenizer, decoder). A layout names the files
+and the content of tokenizer_config.json.
 """
 
 import json
@@ -117,9 +117,9 @@ def word_piece() -> Tokenizer:
 
 def spm(backend: Tokenizer, kind: str) -> bytes:
     """A sentencepiece model with the vocabulary of `backend`; `kind`: "bpe" or "unigram"."""
-    from transformers.utils import sentencepiece_model_pb2_new as messages
+    from transformers.convert_slow_tokenizer import import_protobuf  # sentencepiece's own, if it is installed
 
-    proto = messages.ModelProto()
+    proto = import_protobuf().ModelProto()
     content = json.loads(backend.to_str())["model"]["vocab"]
     scores = dict(content) if isinstance(content, list) else {}
     control = {token["content"] for token in json.loads(backend.to_str())["added_tokens"]} - {"<unk>"}

@@ -20,7 +20,7 @@ TEXTS = (
     *("user: yes\nassistant: no", "don't I'LL we've"),
 )  # fmt: skip
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes no"}]
-OLD_BUFFERS = {  # that earlier versions stored beside the weights, by model type, for each layer
+OLD_BUFFERS = {  # by model type: the buffers of a layer that earlier versions saved
     "gpt2": ("h.{}.attn.bias", "h.{}.attn.masked_bias"),
     "gpt_neo": ("transformer.h.{}.attn.attention.bias", "transformer.h.{}.attn.attention.masked_bias"),
     "gptj": ("transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias"),
@@ -143,7 +143,7 @@ def tokens_of(folder: str) -> dict:
 
 
 def read(folder: str, logits: str, attention: str | None = None) -> dict:
-    """What is said of the model, whose logits go into that file, and of the tokenizer."""
+    """Describes the model and the tokenizer in `folder`; saves the model's logits in the file `logits`."""
     import torch
 
     found = {}

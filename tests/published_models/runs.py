@@ -93,7 +93,7 @@ def portable(sentence: str, room: Path) -> str:
 def named(case: Case, sentence: str) -> bool:
     """Whether a refusal says by name which model, file, package or token it is about."""
     names = [case.config.get("model_type"), *case.config.get("architectures", ())]
-    names += ["tokenizer", "sentencepiece", "tiktoken", "quantised", "eos_token", "model_type"]
+    names += ["T5", "tokenizer", "sentencepiece", "tiktoken", "quantised", "eos_token", "model_type"]
     return any(name.lower() in sentence.lower() for name in names if name)
 
 
@@ -126,26 +126,30 @@ def train(case: Case, folder: Path, out: Path, room: Path) -> torch.Tensor:
     if not case.chat and not case.config.get("is_encoder_decoder"):
         data = room / "data.txt"
         data.write_text("the cat sat on the mat and said hello to the dog. \n" * 60, encoding="utf-8")
-    found = []
+    trained, found = [], []
 
-    def finish(settings, config, decoder, *more):
-        decoder.model.eval()
-        found.append(probe.forward(decoder.model))
-        decoder.model.train()
-        return finished(settings, config, decoder, *more)
+    def make_step(settings, decoder, *more):
+        trained.append(decoder.model)
+        return made(settings, decoder, *more)
 
-    finished = training.finish
+    def finish(*arguments):
+        trained[0].eval()
+        found.append(probe.forward(trained[0]))
+        trained[0].train()
+        return finished(*arguments)
+
+    made, finished = training.make_step, training.finish
     settings = Settings(
         model=str(folder), data=str(data), out=str(out), device="cpu", gpu_limit_bytes=None, seq=64, batch=2,
         micro_batch=1, steps=2, warmup_steps=0, lr=1e-3, recompute="on", report_to="none",
     )  # fmt: skip
-    with patch.object(training, "finish", finish):
+    with patch.multiple(training, make_step=make_step, finish=finish):
         lowmem.train(settings)
     return found[0]
 
 
 def compare(folder: Path, exported: Path, logits: torch.Tensor, room: Path, later: Later | None):
-    """Whether what was trained is what both read; `checks`, `values` and what else is to be said."""
+    """Compares the export with the training in both versions; returns `checks`, `values` and remarks."""
     checks, values, said = {}, {}, []
     before, after = probe.read(str(folder), str(room / "first in 5.pt")), probe.read(str(exported), str(room / "5.pt"))
     checks["model in 5"] = _loaded(after, "5", said) and _near(
@@ -196,8 +200,8 @@ def _near(values: dict, name: str, one: torch.Tensor, other: torch.Tensor, toler
 
 
 def _same_tokens(expected: list[dict], found: dict, said: list[str], where: str) -> bool:
-    """Whether all that `found` says of the tokenizer is what one of `expected` says: the tokenizer that was trained
-    with, or the published one in the same transformers."""
+    """Whether each fact of the tokenizer `found` is that of one of `expected`: the tokenizer of training, or the
+    published one in the same transformers."""
     errors = [answer["tokens_error"] for answer in (expected[0], found) if "tokens_error" in answer]
     if errors:
         said.append(f"the tokenizer in {where}: {errors[-1]}")

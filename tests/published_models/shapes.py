@@ -1,7 +1,7 @@
 """Published config.json files at a small size: every key stays, in its spelling; the sizes shrink together.
 
-configs.jsonl has one row a file: its name on the hub, what its weights look like there, the config with its real
-numbers, and the generation_config.json, where one is known.
+A row of configs.jsonl has a model's name on the hub, its config with the real numbers, how its weights are saved, and
+its generation_config.json if that is known.
 """
 
 import json

@@ -20,6 +20,8 @@ AGAIN = {  # case: its outcome
     ("config", "mistralai/Mixtral-8x7B-v0.1"): "refused",
     ("tokenizer", "Llama 2 with tokens as words, LlamaTokenizerFast, legacy true"): "trained",
     ("tokenizer", "XGLM without tokenizer.json"): "refused",
+    ("tokenizer", "truncation and padding in tokenizer.json"): "trained",
+    ("tokenizer", "Llama 1 as first converted: LLaMATokenizer"): "refused",
 }
 
 
