@@ -1,8 +1,9 @@
 """From the documents of a source to token ids end to end, and the share of them that is held out.
 
 Token ids lie in files, 2 bytes each up to 65,536 ids, else 4; examples one more for what is trained. RAM holds 32 bytes
-per document, the name of each file, and what is being tokenized: TOKENIZING_BYTES at most, however long a text is. (A
-`.json` list and a row of a table are read whole.) While the held-out share is taken out, the disk holds twice the data.
+per document, the name of each file, and what is being tokenized: TOKENIZING_BYTES at most, however long a text is; a
+text that Unigram or WordPiece reads as one long word takes more (long_text.py). (A `.json` list and a row of a table
+are read whole.) While the held-out share is taken out, the disk holds twice the data.
 """
 
 import dataclasses

@@ -156,6 +156,10 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
             "input_ids": tokenized["input_ids"].new_tensor([source]),
             "decoder_start_token_id": decoder_start(decoder.model.config),
         }
+    elif not prompt.endswith(tokenizer.eos_token) and inputs["input_ids"][0, 1:].tolist()[-1:] == [
+        tokenizer.eos_token_id
+    ]:
+        inputs = {name: values[:, :-1] for name, values in inputs.items()}  # of a tokenizer that ends every text
     prompt_tokens = inputs["input_ids"].shape[1]
     positions = getattr(decoder.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     if not 0 < prompt_tokens < positions:

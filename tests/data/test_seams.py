@@ -6,11 +6,13 @@ import json
 import re
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import ByT5Tokenizer, PreTrainedTokenizer
+from transformers import ByT5Tokenizer, LlamaConfig, PreTrainedTokenizer
 
 from lowmem.data import documents
 from lowmem.data.encoder import Encoder
@@ -19,6 +21,7 @@ from lowmem.data.seams import Seams
 from lowmem.data.sources import Record, Source
 from lowmem.data.stored import ArrayFolder
 from lowmem.data.tokenizer import byte_level_tokenizer
+from lowmem.run.report import sample
 from tests.data.test_long_text import TEXTS, small_windows
 from tests.data.tokenizer_kinds import KINDS, tokenizer
 
@@ -230,3 +233,15 @@ def test_a_token_that_straddles_the_beginning_of_an_answer_is_trained_and_counte
         shown = of_kind(kind).convert_ids_to_tokens(ids[trained].tolist())
         assert len("".join(shown)) >= len(" cat"), "its space, too"
     assert notes["the"] == [] and ["in 1 of them one token" in note for note in notes["the "]] == [True]
+
+
+@pytest.mark.parametrize(("begins", "ends"), itertools.product((False, True), repeat=2))
+def test_a_sample_goes_on_from_the_tokens_that_examples_begin_with(begins, ends, tmp_path):
+    """A tokenizer that ends every text would end the prompt, too."""
+    of, given = tokenizer("llama2", begins, ends), []
+    model = SimpleNamespace(
+        config=LlamaConfig(), eval=lambda: None, generate=lambda input_ids, **_: given.append(input_ids) or input_ids
+    )
+    sample(SimpleNamespace(model=model, head_weight=torch.zeros(1)), of, "the cat")
+    ids, _ = example(of, {"prompt": "the cat", "completion": "\n"}, tmp_path)
+    assert given[0][0].tolist() == ids[:-2]
