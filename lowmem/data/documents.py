@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from lowmem.data.encoder import BATCH_CHARACTERS, Encoder
-from lowmem.data.formats import Format, Segments, UntrainableRow, find_format
+from lowmem.data.formats import Format, Segments, UntrainableRow, find_format, with_first_filled
 from lowmem.data.sources import Record, Source, StableHash
 from lowmem.data.stored import ArrayFolder, StoredArray
 from lowmem.errors import InputError
@@ -109,14 +109,13 @@ def read_documents(
 ) -> Documents:
     """All documents of `records` as tokens, or as many as fill `rows_limit` rows, written into `folder`.
     `target_tokens`: how many of a row's seq + 1 tokens are the target's, for encoder-decoders (pairs.py)."""
-    records = iter(records)
-    first = next(records, None)
+    first, records = with_first_filled(iter(records))
     if first is None:
         raise InputError(f"{source.name}: there is no document in it")
     format = find_format(first, text_field, train_on, tokenizer)
     writer = _Writer(format, tokenizer, vocabulary_size, seq, target_tokens, folder)
     skipped = 0
-    for record in _with_progress(itertools.chain([first], records), source.name, writer):
+    for record in _with_progress(records, source.name, writer):
         try:
             writer.add(record, writer.format.segments(record))
         except UntrainableRow:
@@ -143,10 +142,10 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
     target = max(fraction * sizes.sum(), smallest)
 
     def nothing(why: str) -> tuple[Documents, Documents, str]:
-        return documents, documents.select(np.zeros(len(documents.lengths), bool), folder), f"nothing held out{why}"
+        return documents, documents.select(np.zeros(len(documents.lengths), bool), folder), f"nothing held out ({why})"
 
     if fraction == 0 or sizes.sum() < target + smallest:
-        return nothing(" (there is too little of it)" if fraction else "")
+        return nothing("there is too little of it" if fraction else "--eval-fraction 0")
     hashes, group = np.unique(documents.keys, return_inverse=True)
     group_sizes = np.bincount(group, weights=sizes)
     chosen, share = np.zeros(len(hashes), bool), 0
@@ -164,7 +163,7 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
             f"held out: {held_out.sum():,} of its documents, by hash",
         )
     if not packed:
-        return nothing(" (its examples are too few or all the same)")
+        return nothing("its examples are too few or all the same")
     total = len(documents.tokens)
     cut = total - math.ceil(target)
     train, tail = documents.between(0, cut), documents.between(cut, total)

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from lowmem.data.fast_bpe import FastBPE
-from lowmem.data.sources import PIECE_CHARACTERS
+from lowmem.data.tables import PIECE_CHARACTERS
 from lowmem.data.tokenizer import BYTE_LEVEL_IDS, END_OF_TEXT, is_byte_level
 
 # The Rust tokenizer keeps about 150 bytes per token until a call returns, so a call gets only so many characters, long

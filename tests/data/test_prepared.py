@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lowmem.data import documents, sources
+from lowmem.data import documents, sources, tables
 from lowmem.data.dataset import load_data
 from lowmem.data.documents import TOKENIZING_BYTES
 from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
@@ -123,7 +123,7 @@ def test_a_long_text_is_read_in_pieces_and_is_one_document_all_the_same(tmp_path
     for name in ("a.txt", "b.py"):
         (tmp_path / name).write_text(text, newline="")
     whole = prepare(None, tmp_path)
-    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(tables, "PIECE_CHARACTERS", 50)
     pieces = [len(record.columns["text"]) for record in sources.open_source(str(tmp_path), "text", None).train]
     assert len(pieces) > (4 if line_end == "\r\n" else 20) and sum(pieces) == 2 * len(text)
     assert the_same(whole, prepare(None, tmp_path))
