@@ -10,6 +10,8 @@ as it is. Three ways of writing conversations are understood:
 | `conversations` of `from` and `value` (or of `role` and `content`) | ShareGPT's |
 | `prompt` and `completion`, both lists of messages | TRL's |
 
+An answer whose `weight` is 0, or whose `loss`, `train` or `training` is false, is not trained on.
+
 A column `tools` beside them lists the functions that may be called, as JSON schemas or as that list written as text.
 OpenAI's older names are understood, too: `functions` for that column, `function_call` in a message for its one call. A
 `system` column beside a conversation without a system message is said first.
@@ -35,6 +37,7 @@ _ROLES = {  # what others call them, in lower case without a colon behind it
 }
 _KEPT_IF_NAMED = ("developer", "ipython")  # by the chat template, as it may know both names
 _CALLS = ("function_call", "tool_call")  # roles whose text is a call of a function, or a list of them, in JSON
+_TRAINED = ("loss", "train", "training")  # keys of messages: whether they are trained on
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
 
 
@@ -58,7 +61,10 @@ class Conversation:
         return [
             index
             for index, message in enumerate(self.messages)
-            if message["role"] == "assistant" and index >= self.given and message.get("weight") != 0
+            if message["role"] == "assistant"
+            and index >= self.given
+            and message.get("weight") != 0
+            and not any(message.get(name) is False for name in _TRAINED)
         ]
 
     @property

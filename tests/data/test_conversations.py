@@ -73,13 +73,14 @@ def test_calls_of_tools_read_alike_from_openai_and_sharegpt_rows(tmp_path):
         read(tmp_path, {"messages": openai, "tools": schema})  # the default template knows none
 
 
-def test_parts_of_text_are_joined_and_a_weight_of_0_is_not_trained(tmp_path):
+@pytest.mark.parametrize("untrained", [{"weight": 0}, {"loss": False}, {"train": False}, {"training": False}])
+def test_parts_of_text_are_joined_and_a_weight_of_0_is_not_trained(tmp_path, untrained):
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     first = {"role": "assistant", "content": parts}
     rows = [{"messages": [CONVERSATION[0], first, *CONVERSATION[2:]]}]
     assert read(tmp_path, *rows) == read(tmp_path, {"messages": CONVERSATION})
     assert (
-        read(tmp_path, {"messages": [CONVERSATION[0], {**first, "weight": 0}, *CONVERSATION[2:]]})[0][1] == " See you"
+        read(tmp_path, {"messages": [CONVERSATION[0], {**first, **untrained}, *CONVERSATION[2:]]})[0][1] == " See you"
     )
 
 
