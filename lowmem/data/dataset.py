@@ -88,7 +88,8 @@ def load_data(
         def held_out_of(source: Source) -> Part:
             records = source.train if source.evaluation is None else source.evaluation
             documents = load(source, records, STREAMED_EVALUATION_ROWS)
-            return Part(None, documents, ", ".join([f"evaluated on {source.name}", *documents.notes]))
+            said = [f"evaluated on {source.name}"] + [f"split {source.held_out}"] * bool(source.held_out)
+            return Part(None, documents, ", ".join([*said, *documents.notes]))
 
         parts = []
         for source in sources:

@@ -38,10 +38,11 @@ Splits = dict[str, list[Path]]
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of the split that is trained on, and of the one that is held out; what is to be said of that."""
+    """The files of the trained split and of the held-out one, with its name; what is to be said of them."""
 
     train: list[Path]
     held_out: list[Path]
+    name: str
     remark: str
 
 
@@ -71,7 +72,7 @@ def find_layout(folder: Path, files: list[Path], config: str | None) -> Layout |
         if file.suffix.lower() not in KNOWN_SUFFIXES:
             raise InputError(f"{file}: files of kind {file.suffix or '(none)'} are not read; unpack or convert it")
     readable = [file for file in splits.get(held_out, ()) if file.suffix.lower() in KNOWN_SUFFIXES]
-    return Layout(splits[train], readable, f"{name and f' (configuration {name})'}{remark}")
+    return Layout(splits[train], readable, held_out or "", f"{name and f' (configuration {name})'}{remark}")
 
 
 def _card(folder: Path) -> dict[str, Any] | None:

@@ -70,6 +70,7 @@ def hub_source(path: str, config: str | None, text_field: str, steps: int | None
             str(getattr(splits[name], "_fingerprint", name)) for name in (train, held_out) if name and not streamed
         ),
         remark=remark,
+        held_out=held_out or "",
     )
 
 
@@ -104,7 +105,7 @@ def saved_to_disk(path: Path, text_field: str) -> Source | None:
 
     return Source(
         str(path), rows(train), None if held_out is None else rows(held_out), lenient=True, content=tuple(files),
-        remark=remark,
+        remark=remark, held_out=held_out or "",
     )  # fmt: skip
 
 

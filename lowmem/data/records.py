@@ -23,7 +23,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Source:
-    """`evaluation` is the publisher's own held-out split, where there is one; a `streamed` source is read no further
+    """`evaluation` is the publisher's own held-out split, called `held_out`, where there is one; a `streamed` source is read no further
     than needed; blank rows are `lenient`ly skipped where the user cannot mend them. `content`: the files that it is
     read from, or what the hub's client calls this version of it; empty for a stream, of which nothing is known.
     `spec`: what was typed for it, without its `weight`: how often each of its rows is in an epoch. `remark`: what the
@@ -38,6 +38,7 @@ class Source:
     spec: str = ""
     weight: float = 1.0
     remark: str = ""
+    held_out: str = ""
 
 
 class StableHash:

@@ -157,6 +157,7 @@ def _local(path: Path, text_field: str, out: Path | None, config: str | None = N
         evaluation=_rows(layout.held_out, text_field) if layout.held_out else None,
         lenient=True,
         content=(*layout.train, *layout.held_out),
+        held_out=layout.name,
     )
 
 
