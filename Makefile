@@ -85,6 +85,7 @@ transformers4: setup
 results: setup
 	$(RUN) -m experiments.results
 	$(RUN) -m tests.faults.table
+	$(RUN) -m tests.published_models.table
 	$(RUN) -m tests.stream_order.table
 	$(RUN) -m tests.mutations.table
 	$(RUN) -m tests.published.table

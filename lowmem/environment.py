@@ -4,12 +4,14 @@ PYTHONWARNINGS=error makes an error of any warning; a variable that a package ca
 its import. MPLBACKEND is lowmem/run/plots.py's matter, CUDA's variables are lowmem/device.py's.
 """
 
+import getpass
 import os
 import re
+import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from lowmem.errors import InputError, first_line
 
@@ -30,17 +32,20 @@ def warnings_end_nothing() -> Iterator[None]:
 def variables_blamed() -> Iterator[None]:
     """For imports: an InputError, which names the variables that it quotes, of an error that is no ImportError and was
     raised outside this package."""
+    _name_the_user()
+    if sys.flags.optimize > 1:
+        raise InputError("PYTHONOPTIMIZE=2 (python -OO) takes away docstrings, which transformers reads; use 1 or 0")
     try:
         yield
     except (ImportError, InputError):
         raise
     except Exception as error:
-        frame = error.__traceback__
-        while frame.tb_next is not None:
-            frame = frame.tb_next
-        if Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parent):
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        packages = [name.split(".")[0] for name in modules if name]
+        package = [name for name in packages if name not in sys.stdlib_module_names][-1]
+        if package == __package__:
             raise
-        package, said = frame.tb_frame.f_globals.get("__name__", "a package").split(".")[0], first_line(error)
+        said = first_line(error)
         values = [value for value in os.environ.values() if re.search(rf"(?<!\w){re.escape(value)}(?!\w)", said)]
         longest = max(values, key=len, default="")
         quoted = [name for name, value in os.environ.items() if value == longest != ""]
@@ -48,3 +53,11 @@ def variables_blamed() -> Iterator[None]:
         raise InputError(
             f"{package} cannot be imported ({said}), perhaps for the environment variable {named}"
         ) from None
+
+
+def _name_the_user() -> None:
+    """PyTorch before 2.13 asks for the user's name when it is imported, and in a container a number may have none."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["USER"] = f"uid-{os.getuid()}"

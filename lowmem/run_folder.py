@@ -14,11 +14,15 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from lowmem.paths import shown
+
 FILES = (
     *("settings.json", "plan.json", "report.json", "metrics.jsonl", "samples.jsonl", "log.txt", "wandb-run-id"),
     *("loss.png", "memory.png"),
 )
 FOLDERS = ("data", "checkpoints", "model", "tensorboard", "wandb")
+_REPLACED = ("data", "model")  # of FOLDERS, those that a new one takes the place of by a rename
+_OF_A_DISK = {"lost+found"}  # in a folder that is otherwise empty
 
 
 def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[list[Path], list[Path]]:
@@ -72,6 +76,29 @@ def _has(folder: Path, pattern: str) -> bool:
 def is_run(folder: Path) -> bool:
     """Whether a run has begun in `folder`."""
     return (folder / "settings.json").is_file() and _is_plan(folder / "plan.json")
+
+
+def why_not(out: Path) -> str | None:
+    """Why a run cannot write its files into the folder `out`, as far as its parts tell; None if nothing is known."""
+    for path in (*reversed(out.parents), out, *(out / name for name in (*FOLDERS, *FILES))):
+        name = path.name if path.parent == out else str(path)
+        if path.is_symlink() and not path.exists():
+            return f"{name} is a link to {os.readlink(path)}, which is not there"
+        if path.exists() and path.is_dir() == (path.parent == out and path.name in FILES):
+            return f"{name} is {'a folder and no file' if path.is_dir() else 'a file and no folder'}"
+    for name in _REPLACED:
+        path = (out / name).resolve()
+        if shown(str(path)) != str(path):
+            return f"it would be {shown(str(path.parent))}, and that name is not UTF-8"
+        if not path.exists():
+            continue
+        if os.path.ismount(path):
+            return f"a disk is mounted at {path}, which no folder can replace; make {name} a link to a folder on it"
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            return f"{name} is a link to {path}, and the folder around that cannot be written"
+        if not is_run(out.resolve()) and set(os.listdir(path)) - _OF_A_DISK:
+            return f"there is a folder {name} in it that no run has written, and a run's own would replace it"
+    return None
 
 
 def _is_plan(path: Path) -> bool:

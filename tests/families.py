@@ -5,6 +5,7 @@ from transformers import (
     BloomConfig,
     CodeGenConfig,
     CohereConfig,
+    DeepseekV2Config,
     Ernie4_5Config,
     Exaone4Config,
     FalconConfig,
@@ -46,6 +47,10 @@ SPECIAL = {"vocab_size": V, "bos_token_id": 0, "eos_token_id": 0}
 OLD = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 64, **SPECIAL}  # GPT-2's names for the sizes
 NEW = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64, **SPECIAL}
 LLAMA = {**NEW, "intermediate_size": 64, "num_key_value_heads": 2}
+LONGROPE = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 2.0},
+    **{"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]},
+}
 OPT = {**NEW, "ffn_dim": 64, "pad_token_id": 1}
 
 FAMILIES = {
@@ -99,6 +104,23 @@ MORE_FAMILIES = POST_NORM | {  # that show themselves in one way only
     "starcoder2": lambda: Starcoder2Config(**LLAMA),
     # Falcon-7B's layout: one head of keys for all queries, where the CPU's fused attention wants as many as of queries
     "falcon": lambda: FalconConfig(multi_query=True, alibi=False, **NEW),
+    # rotary tables whose frequencies follow the length: those of short sequences are kept (models/build.py)
+    "dynamic": lambda: LlamaConfig(**LLAMA, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+    "longrope": lambda: Phi3Config(**LLAMA, pad_token_id=1, rope_parameters=LONGROPE),
+    # heads whose values are narrower than their keys
+    "deepseek_v2": lambda: DeepseekV2Config(
+        **{**LLAMA, "num_key_value_heads": 4},
+        q_lora_rank=None,
+        kv_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+    ),  # fmt: skip
     "falcon_alibi": lambda: FalconConfig(multi_query=False, alibi=True, **NEW),
     "mixtral": lambda: MixtralConfig(num_local_experts=4, **LLAMA),
     "olmoe": lambda: OlmoeConfig(num_experts=8, num_experts_per_tok=2, **LLAMA),

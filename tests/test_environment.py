@@ -1,5 +1,6 @@
 """What the environment says to packages that a run imports, and what becomes of the run."""
 
+import getpass
 import os
 import shlex
 import subprocess
@@ -41,6 +42,18 @@ def test_a_package_that_is_missing_is_not_the_environment_s_matter(tmp_path, mon
         failing_import(tmp_path, monkeypatch, "import nonesuch_package")
 
 
+def test_a_user_without_a_name_gets_one(monkeypatch):
+    def nobody(number):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.setenv("USER", "")
+    with variables_blamed():
+        assert getpass.getuser() == os.environ["USER"] == f"uid-{os.getuid()}"
+
+
 def test_a_warning_is_no_error_inside_and_filters_are_what_they_were_outside():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -60,6 +73,8 @@ def test_a_warning_is_no_error_inside_and_filters_are_what_they_were_outside():
         ("HF_HUB_ETAG_TIMEOUT=abc", "-m lowmem.plan --model gpt2", 2, "environment variable HF_HUB_ETAG_TIMEOUT"),
         ("TORCH_LOGS=nonsense", "train_gpt2_large.py --out {out}", 2, "environment variable TORCH_LOGS"),
         ("TQDM_NCOLS=wide", "-c 'import lowmem; lowmem.train'", 1, "environment variable TQDM_NCOLS"),
+        ("TORCHINDUCTOR_CACHE_DIR=/proc/no", "-m lowmem.plan --model gpt2", 2, "torch cannot be imported"),
+        ("PYTHONOPTIMIZE=2", "train_gpt2_large.py --out {out}", 2, "python -OO"),
         ("PYTHONWARNINGS=error", "-c 'import lowmem; lowmem.train'", 0, ""),
     ],
 )

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from experiments.harness.rows import ROOT
 from lowmem.errors import LowmemError
-from lowmem.run import report, train
+from lowmem.run import ending, train
 from lowmem.units import format_size
 
 DISK_MARGIN_BYTES = 2**30
@@ -66,7 +66,7 @@ def memory_alone() -> Iterator[None]:
             patch.object(train, "random_weights", lambda *arguments: iter(())),
             patch.object(train, "save_checkpoint"),
             patch.object(train, "check_disk"),
-            patch.object(report, "export_model"),
+            patch.object(ending, "export_model"),
             patch.object(train, "ram_available_bytes", lambda: (2**62, "nothing of it is touched")),
         ):
             stack.enter_context(patched)

@@ -145,7 +145,7 @@ class Decoder:
         """Block `index` on `hidden` [B, T, D]."""
         arguments, keywords = extra
         output = self.blocks[index](hidden, *arguments, **keywords)
-        return output[0] if isinstance(output, tuple) else output
+        return output[0] if isinstance(output, tuple | list) else output  # OpenAI GPT's give a list
 
     def before_blocks(self, indices: Iterable[int], call: Callable[[int], None]) -> None:
         """Has `call(index)` made before each of these blocks runs, whoever runs it; earlier calls are made no more."""

@@ -71,6 +71,10 @@ def load_data(
     needed_rows = batch if settings.fixed_batch else math.ceil((steps or 0) * batch / (1 - settings.eval_fraction)) + 1
 
     def read(folder: ArrayFolder) -> list[Part]:
+        files = [path for source in (*sources, *evaluated) for path in source.content if isinstance(path, Path)]
+        folder.source_bytes = sum(path.stat().st_size for path in files)
+        folder.times_written = 1 if evaluated else 2  # again when a share is held out
+
         def load(source: Source, records: Iterable[Record], rows_limit: int) -> Documents:
             return read_documents(
                 source,

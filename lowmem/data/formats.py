@@ -22,11 +22,11 @@ Beside them are used, as LLaMA-Factory and Axolotl use them:
 
 All other columns are named in the line that describes the data. A column of nulls is as good as none.
 
-`--train-on all` trains on the prompts too. A text is handed on in segments, (text, trained), and each is tokenized by
-itself: a generating model is given the prompt's tokens alone, so no token may straddle the place where its own words
-begin. An end-of-text token follows and is trained like the segment that it ends, or generation would never stop.
+`--train-on all` trains on the prompts too. A text is handed on in segments, (text, trained), which are tokenized
+together (seams.py). An end-of-text token follows and is trained like the segment that it ends, or generation would
+never stop.
 
-Where the tokenizer begins every text with a beginning-of-text token (Llama's and Gemma's do, GPT-2's does not), texts
+If the tokenizer begins every text with a beginning-of-text token (Llama's and Gemma's do, GPT-2's does not), texts
 begin with it here too. A chat template writes it itself, if its author wants it.
 """
 
@@ -36,7 +36,7 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem.data.answers import Answers, Segments
+from lowmem.data.answers import Answers
 from lowmem.data.conversations import (
     UntrainableRow,
     encodable,
@@ -45,6 +45,7 @@ from lowmem.data.conversations import (
     read_prompt_and_completion,
     system_text,
 )
+from lowmem.data.seams import Segments
 from lowmem.data.sources import Record
 from lowmem.data.tables import LABEL_COLUMNS, SYSTEM_COLUMNS
 from lowmem.errors import InputError
@@ -77,14 +78,15 @@ _MOST_BLANK = 10_000  # rows that are looked over for the first one that is fill
 @dataclass(frozen=True)
 class Format:
     """How the rows of one source are read. `packed`: documents may be cut and joined; otherwise one row is one example.
-    `write` gives a row's text and raises InputError or UntrainableRow with the row's place. Of the columns, `needed`
-    are those that each row must have, `used` all that are read, `rivals` those that would be another reading, if they
-    were filled. `first`: the place of the row that decided."""
+    `write` gives a row's text and raises InputError or UntrainableRow with the row's place. `begin`: ids that stand
+    before each text. Of the columns, `needed` are those that each row must have, `used` all that are read, `rivals`
+    those that would be another reading, if they were filled. `first`: the place of the row that decided."""
 
     summary: str
     packed: bool
     write: Callable[[Record], Segments]
     answers: Answers | None = None
+    begin: tuple[int, ...] = ()
     needed: tuple[str, ...] = ()
     used: frozenset[str] = frozenset()
     rivals: tuple[tuple[str, ...], ...] = ()
@@ -158,8 +160,8 @@ def _format(
     """The format called `name`, and the columns that it uses beside those that it needs."""
     begin = _beginning_of_text(tokenizer)
     if name == "text":
-        begin = "" if begin == tokenizer.eos_token else begin  # the end of one document then begins the next
-        return Format("", True, lambda row: _begun("" if row.begun else begin, [(_filled(row, text_field), True)])), ()
+        begin = () if begin == (tokenizer.eos_token_id,) else begin  # the end of one document then begins the next
+        return Format("", True, lambda row: [(_filled(row, text_field), True)], begin=begin), ()
     if name in ("messages", "conversations") or (
         name == "prompt" and any(isinstance(record.columns[column], list) for column in _STRUCTURED["prompt"])
     ):
@@ -173,7 +175,8 @@ def _format(
         return Format(
             f"prompt + completion, {trained}",
             False,
-            lambda row: _begun(begin, [(prompt(row), everything), (_filled(row, "completion"), True)]),
+            lambda row: [(prompt(row), everything), (_filled(row, "completion"), True)],
+            begin=begin,
         ), SYSTEM_COLUMNS
     given, answer = ("input", "output") if name == "alpaca" else ("context", "response")
     if given not in record.columns and {"input", "context"} & record.columns.keys():
@@ -181,14 +184,15 @@ def _format(
     return Format(
         f"instruction + {answer} in Alpaca's wording, {trained}",
         False,
-        lambda row: _begun(begin, _alpaca(row, given, answer, everything, tokenizer.eos_token)),
+        lambda row: _alpaca(row, given, answer, everything, tokenizer.eos_token),
+        begin=begin,
     ), (given, "history", *SYSTEM_COLUMNS)
 
 
 def _conversations(column: str, everything: bool, tokenizer: PreTrainedTokenizerBase) -> Format:
     said = "the chat template"
     if not tokenizer.chat_template or tokenizer.chat_template in _DEFAULT_CHAT_TEMPLATES:
-        tokenizer.chat_template = _DEFAULT_CHAT_TEMPLATES[bool(_beginning_of_text(tokenizer))]
+        tokenizer.chat_template = _DEFAULT_CHAT_TEMPLATES[_beginning_of_text(tokenizer) == (tokenizer.bos_token_id,)]
         said = "the default chat template ('User: ...' and 'Assistant: ...', the tokenizer has none)"
     finder = Answers(tokenizer)
 
@@ -214,18 +218,11 @@ def _conversations(column: str, everything: bool, tokenizer: PreTrainedTokenizer
     return Format(f"{names} through {said}{finder.template.note}, {trained}", False, segments, finder)
 
 
-def _beginning_of_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The token that the tokenizer puts before a text, as text; "" where it puts none."""
-    with_special, without = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
-    begins = with_special[:1] == [tokenizer.bos_token_id] != without[:1]
-    return tokenizer.bos_token if begins else ""
-
-
-def _begun(begin: str, segments: Segments) -> Segments:
-    """`segments` after the token `begin`, unless they begin with it already."""
-    if not begin or "".join(text for text, _ in segments).startswith(begin):
-        return segments
-    return [(begin, segments[0][1]), *segments]
+def _beginning_of_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids that the tokenizer puts before a text."""
+    whole, text = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    starts = [start for start in range(len(whole)) if whole[start : start + len(text)] == text]
+    return tuple(whole[: starts[0]]) if starts else ()
 
 
 def _filled_columns(record: Record, columns: Iterable[str]) -> bool:

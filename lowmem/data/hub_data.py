@@ -79,8 +79,8 @@ def _datasets(spec: str) -> Any:
         import datasets
     except ImportError as error:
         raise InputError(
-            f"{spec} is read by the package datasets; install it with: pip install datasets, or use python-stdlib or "
-            f"a local file of another kind"
+            f"{spec} is read by the package datasets ({first_line(error)}): pip install datasets, or use python-stdlib "
+            f"or a local file of another kind"
         ) from error
     return datasets
 

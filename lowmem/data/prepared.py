@@ -8,7 +8,8 @@
 The key has the content of the files that are read, the tokenizer, the settings that matter and this package's code that
 reads data. A stream has no content that could be hashed: what was read of it is what the run trains on.
 
-While a run is being prepared the same files lie in `.data-partial/`; a run that is refused leaves nothing of it.
+While a run is being prepared the same files lie in `.data-partial/`; a run that is refused leaves nothing of it. Where
+`data` is a link, to a folder on a larger disk perhaps, that is beside the folder that it leads to, and the link stays.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ from lowmem.errors import LowmemError
 from lowmem.files import CHUNK_BYTES, Manifest, flush_path, to_json, write, write_manifest
 from lowmem.settings import Settings
 
-FOLDER, _PARTIAL, _CONTENT = "data", ".data-partial", "data.json"
+FOLDER, _CONTENT = "data", "data.json"
 _SETTINGS = ("eval_fraction", "text_field", "train_on", "seq", "target_tokens")
 
 
@@ -49,7 +50,7 @@ class Preparation:
     """A data set's documents as they lie in a run's folder, or, where `folder` is None, in files without a name."""
 
     def __init__(self, folder: Path | None, key: str):
-        self._folder, self._key = folder, key
+        self._folder, self._key = None if folder is None else (folder / FOLDER).resolve(), key
         self._arrays: ArrayFolder | None = None
 
     def find(self, tokenizer: PreTrainedTokenizerBase) -> list[Part] | None:
@@ -57,7 +58,7 @@ class Preparation:
         were written with."""
         if self._folder is None:
             return None
-        folder = self._folder / FOLDER
+        folder = self._folder
         try:
             manifest = Manifest(folder)
             content = json.loads(manifest.read(_CONTENT))
@@ -79,7 +80,7 @@ class Preparation:
         if self._folder is None:
             with tempfile.TemporaryDirectory() as place:  # open files outlive their names
                 return prepare(ArrayFolder(Path(place)))
-        partial = self._folder / _PARTIAL
+        partial = self._folder.with_name(f".{self._folder.name}-partial")
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -93,7 +94,7 @@ class Preparation:
         """From here on the run's folder has them; nothing is done where it had them before."""
         if self._arrays is None:
             return
-        partial, folder = self._arrays.path, self._folder / FOLDER
+        partial, folder = self._arrays.path, self._folder
         used: set[str] = set()
         kept = [
             part._replace(train=self._kept(part.train, used), evaluation=self._kept(part.evaluation, used))._asdict()

@@ -23,11 +23,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Source:
-    """`evaluation` is the publisher's own held-out split, called `held_out`, where there is one; a `streamed` source is read no further
-    than needed; blank rows are `lenient`ly skipped where the user cannot mend them. `content`: the files that it is
-    read from, or what the hub's client calls this version of it; empty for a stream, of which nothing is known.
-    `spec`: what was typed for it, without its `weight`: how often each of its rows is in an epoch. `remark`: what the
-    line that describes the data says behind the name."""
+    """`evaluation` is the publisher's own held-out split, called `held_out`, where there is one; a `streamed` source is
+    read no further than needed; blank rows are `lenient`ly skipped where the user cannot mend them. `content`: the
+    files that it is read from, or what the hub's client calls this version of it; empty for a stream, of which nothing
+    is known. `spec`: what was typed for it, without its `weight`: how often each of its rows is in an epoch. `remark`:
+    what the line that describes the data says behind the name."""
 
     name: str
     train: Iterable[Record]

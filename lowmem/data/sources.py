@@ -35,6 +35,8 @@ from lowmem.text_files import refuse_disguised
 MOST_WEIGHT = 1000
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _MOST_NAMED = 3  # of the folders that are left out
+_STDLIB = "python-stdlib"
+_NAMES = (_STDLIB, "wikitext", "codeparrot")
 _ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}  # in which there are no rows
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?|-?\.[0-9]+")
@@ -44,11 +46,21 @@ def open_source(spec: str, text_field: str, steps: int | None, out: Path | None 
     """The records behind a `--data` spec; `steps` None means that all of it will be read; `out`: the run's own
     folder, which is no data. Raises InputError."""
     spec, weight = _split_weight(spec)
-    return replace(_open(spec, text_field, steps, out), spec=spec, weight=weight)
+    in_the_way = Path(spec).is_dir() and (spec in _NAMES or _HUB_NAME.fullmatch(spec) is not None)
+    try:
+        source = _open(spec, text_field, steps, out)
+    except InputError as error:
+        if not in_the_way:
+            raise
+        raise InputError(f"{error}; rename this folder if the hub's {spec} is meant, which it hides") from None
+    remark = source.remark
+    if in_the_way and spec in _NAMES:
+        remark += " (not the folder here, which is ./python-stdlib)" if spec == _STDLIB else " (the folder here)"
+    return replace(source, spec=spec, weight=weight, remark=remark)
 
 
 def _open(spec: str, text_field: str, steps: int | None, out: Path | None) -> Source:
-    if spec == "python-stdlib":
+    if spec == _STDLIB:
         files = _library_files()
         records = _standard_library(files, text_field)
         return Source("Python's standard library", records, lenient=True, content=tuple(files.values()))
@@ -93,7 +105,7 @@ def _split_weight(spec: str) -> tuple[str, float]:
 def is_on_hub(spec: str) -> bool:
     """Whether the records behind `spec` are looked for on the hub, by their name."""
     spec, _ = _split_weight(spec)
-    if spec == "python-stdlib" or Path(spec).exists() or _folder_of_config(spec):
+    if spec == _STDLIB or Path(spec).exists() or _folder_of_config(spec):
         return False
     a_file = Path(spec).suffix in KNOWN_SUFFIXES
     return spec in ("wikitext", "codeparrot") or (bool(_HUB_NAME.fullmatch(spec)) and not a_file)

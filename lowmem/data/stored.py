@@ -4,15 +4,21 @@ Tokens are read in rows of some KiB from anywhere in the file, so the system's o
 when memory is wanted for more; a mapping of the file would count as this process's resident set, page by page.
 """
 
+import errno
 import os
+import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from lowmem.errors import LowmemError
+from lowmem.errors import LowmemError, PlanError
 from lowmem.files import CHUNK_BYTES, HashedFile
-from lowmem.units import MIB
+from lowmem.units import MIB, format_size
+
+_NEARLY_ALL = 1.02  # bytes of texts by those that were read: what is written now is a held-out share
+_MARGIN_BYTES = 2 * MIB  # that stay free: what a file system and a manifest need
 
 
 class StoredArray:
@@ -20,8 +26,9 @@ class StoredArray:
 
     def __init__(self, path: Path, dtype: np.dtype, start: int = 0, stop: int | None = None):
         self.path, self.dtype, self.start = path, np.dtype(dtype), start
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  (open as long as it is used, wherever it is moved)
-        self.stop = os.fstat(self._file.fileno()).st_size // self.dtype.itemsize if stop is None else stop
+        self._descriptor = os.open(path, os.O_RDONLY)  # open as long as it is used, wherever the file is moved
+        weakref.finalize(self, os.close, self._descriptor)
+        self.stop = os.fstat(self._descriptor).st_size // self.dtype.itemsize if stop is None else stop
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -46,18 +53,45 @@ class StoredArray:
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         wanted, offset_bytes = (stop - start) * self.dtype.itemsize, (self.start + start) * self.dtype.itemsize
-        content = os.pread(self._file.fileno(), wanted, offset_bytes)
+        content = os.pread(self._descriptor, wanted, offset_bytes)
         if len(content) != wanted:
             raise LowmemError(f"{self.path} was cut off while it was in use; start the run again")
         return np.frombuffer(content, self.dtype)
 
 
 class ArrayFolder:
-    """A folder into which arrays are written one after another. `entries`: each finished file's, for a manifest."""
+    """A folder into which arrays are written one after another. `entries`: each finished file's, for a manifest.
+
+    Its disk is never filled: PlanError before that. What the data need in all follows from what was written of as much
+    as was read so far, `source_bytes`, which all texts have (0: nobody knows), and `times_written`."""
 
     def __init__(self, path: Path):
         self.path = path
         self.entries: dict[str, dict] = {}
+        self.source_bytes, self.times_written = 0, 1
+        self._written_bytes = self._read_bytes = self._written_of_read_bytes = 0
+
+    def count_read(self, size_bytes: int) -> None:
+        """So much more of the texts is about to be written."""
+        self._read_bytes += size_bytes
+        self._written_of_read_bytes = self._written_bytes
+
+    def take_room(self, size_bytes: int) -> None:
+        """To be called before so much is written."""
+        self._written_bytes += size_bytes
+        if shutil.disk_usage(self.path).free < size_bytes + _MARGIN_BYTES:
+            raise self.too_small()
+
+    def too_small(self) -> PlanError:
+        left = self.source_bytes / max(self._read_bytes, 1)  # of what was read, as often as this
+        once = self._written_bytes * left if left > _NEARLY_ALL else self._written_of_read_bytes
+        needed_bytes = max(once * self.times_written, self._written_bytes) + _MARGIN_BYTES
+        about = "about" if self.source_bytes else "more than"
+        return PlanError(
+            f"{self.path.parent} is on a disk with room for {format_size(shutil.disk_usage(self.path).free)} more, and "
+            f"the tokens of the data need {about} {format_size(round(needed_bytes))} in all: free some room, or give "
+            "another --out"
+        )
 
     def write(self, chunks: Iterator[np.ndarray], dtype: np.dtype) -> StoredArray:
         """A new file with all of `chunks` [n], which have that dtype."""
@@ -96,5 +130,12 @@ class ArrayWriter:
 
     def _flush(self) -> None:
         if self._waiting:
-            self._file.write(np.concatenate(self._waiting).view(np.uint8).data)
+            piece = np.concatenate(self._waiting).view(np.uint8).data
+            self._folder.take_room(len(piece))
+            try:
+                self._file.write(piece)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a quota, or somebody else's files
+                    raise
+                raise self._folder.too_small() from None
         self._waiting, self._waiting_bytes = [], 0

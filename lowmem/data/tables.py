@@ -39,7 +39,7 @@ def read_file(path: Path, text_field: str, whole: bool = False) -> Iterator[Reco
     try:
         if suffix in DOCUMENT_SUFFIXES:
             piece, begun = "", False
-            for following in _pieces(text_lines(path)):
+            for following in _pieces(text_lines(path, PIECE_CHARACTERS)):
                 if piece:
                     yield Record(str(path), {text_field: piece}, whole, goes_on=True, begun=begun)
                     begun = True
@@ -58,13 +58,10 @@ def read_file(path: Path, text_field: str, whole: bool = False) -> Iterator[Reco
 
 
 def _pieces(lines: Iterable[str]) -> Iterator[str]:
-    """A text's `lines` in pieces of PIECE_CHARACTERS or more, cut where a token ends: between two lines, at a line end
-    with no other white space beside it, nor a slash behind it (encoder.py). Where there is none for long (lines that
-    end in CR LF), any line end will do, so that what is in memory stays bounded."""
+    """A text's `lines` in pieces of PIECE_CHARACTERS or more."""
     piece, characters = [], 0
     for line in lines:
-        clean = piece and not line[0].isspace() and line[0] != "/" and piece[-1][-2:-1].strip()
-        if characters >= PIECE_CHARACTERS and clean or characters >= 16 * PIECE_CHARACTERS:
+        if characters >= PIECE_CHARACTERS:
             yield "".join(piece)
             piece, characters = [], 0
         piece.append(line)
@@ -135,7 +132,7 @@ def _parquet_rows(path: Path, text_field: str) -> Iterator[Record]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise InputError(f"{path}: reading Parquet needs pyarrow; install it with: pip install pyarrow") from error
+        raise InputError(f"{path}: reading Parquet needs pyarrow ({first_line(error)}): pip install pyarrow") from error
     refuse_pointer(path)
     number = 0
     try:

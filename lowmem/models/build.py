@@ -5,11 +5,13 @@ is looked for in a folder, then in the hub's cache, then once, and quickly, on t
 """
 
 import copy
-import json
-from collections.abc import Callable, Iterable, Iterator
+import errno
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,9 +33,11 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.encoder_decoder import ATTENTION, is_encoder_decoder, take_apart
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.errors import InputError, first_line
-from lowmem.models.recognize import config_fields, no_config, not_found
+from lowmem.errors import InputError, first_few, first_line
+from lowmem.models.recognize import config_fields, needs_code, no_config, not_found
+from lowmem.models.weight_files import usual_weight_files
 from lowmem.settings import Settings
+from lowmem.switches import set_padding, without_switches
 from lowmem.text_files import read_json
 
 GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
@@ -44,10 +48,6 @@ GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
 }
 DEMO_MODEL = "gpt2-demo"  # the small model of `make demo`: its tokens are bytes
 _DEMO = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 256, "vocab_size": 257}
-_WEIGHT_FILES = (  # a single file and the index of several, in the order in which they are looked for
-    ("model.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
-)
 _WEIGHT_PATTERNS = (("model.safetensors*", "model-*.safetensors"), ("pytorch_model.bin*", "pytorch_model-*.bin"))
 _SIZES = (  # of a model, by transformers' common names
     *("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size", "intermediate_size"),
@@ -82,7 +82,7 @@ def model_folder(model: str, part: str) -> Path:
             patterns += found[0]
         wanted = [name for name in files if any(fnmatch(name, pattern) for pattern in patterns)]
         return Path(snapshot_download(repository, allow_patterns=wanted, etag_timeout=hub.TIMEOUT_SECONDS))
-    except (errors.HFValidationError, ValueError):
+    except errors.HFValidationError:
         raise not_found(model) from None
     except errors.GatedRepoError:
         raise InputError(
@@ -95,41 +95,23 @@ def model_folder(model: str, part: str) -> Path:
     except InputError:
         raise
     except Exception as error:  # the client's network errors differ from version to version
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise InputError(
+                f"{error.filename or constants.HF_HUB_CACHE}: {error.strerror}, so the {part} of {model} cannot be "
+                "stored in the hub's cache; set HF_HOME to another folder, or give --model a local one"
+            ) from error
         raise InputError(
             f"the {part} of {model} is not (or not completely) in the hub's cache, and the hub cannot be reached "
-            f"({type(error).__name__}): connect to the network and run again, or give --model a local folder"
+            f"({type(error).__name__}: {first_line(error)[:200]}): connect to the network and run again, "
+            "or give --model a local folder"
         ) from error
 
 
 def _has_part(folder: Path, part: str) -> bool:
     try:
-        return part == "config" or bool(weight_files(folder))
+        return part == "config" or bool(usual_weight_files(folder))
     except InputError:
         return False
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights in `folder`; InputError where there are none or a shard is missing."""
-    for single, index in _WEIGHT_FILES:
-        if (folder / single).is_file():
-            return [folder / single]
-        if (folder / index).is_file():
-            try:
-                names = sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError) as error:
-                raise InputError(f"{folder / index} is not an index of weights: {error}; download it again") from None
-            missing = [name for name in names if not (folder / name).is_file()]
-            if missing:
-                raise InputError(
-                    f"{folder} lacks {len(missing)} of {len(names)} weight files ({first_few(missing)}): download again"
-                )
-            return [folder / name for name in names]
-    raise InputError(f"{folder} holds no model.safetensors and no pytorch_model.bin, whole or in shards with an index")
-
-
-def first_few(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def load_config(model: str, init: str) -> PretrainedConfig:
@@ -190,19 +172,21 @@ def _read_config(path: Path) -> PretrainedConfig:
     kind = fields["model_type"]
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if "auto_map" in fields:
-            reason = "needs Python code from its repository, which is not run here; choose a model of transformers' own"
-        else:
-            reason = f"is not known to transformers {__version__}; choose another model or a newer transformers"
-        raise InputError(f"{path}: the model type {kind!r} {reason}")
+            raise needs_code(path, f"the model type {kind!r}")
+        raise InputError(
+            f"{path}: the model type {kind!r} is not known to transformers {__version__}; choose another model or a "
+            "newer transformers"
+        )
     theirs = CONFIG_MAPPING[kind].attribute_map
     for name in (own for common in _SIZES for own in (common, theirs.get(common))):
         if isinstance(size := fields.get(name), int) and size < 1:
             raise InputError(f"{path}: {name} is {size}, and it must be at least 1")
     try:
-        config = CONFIG_MAPPING[kind].from_dict(fields)
+        config = CONFIG_MAPPING[kind].from_dict(without_switches(fields))
         config.get_text_config()  # some have several
     except Exception as error:  # every architecture checks its fields in its own way
         raise InputError(f"{path} is not a valid {kind} config: {' '.join(str(error).split())}") from error
+    set_padding(config, str(path))
     return config
 
 
@@ -212,6 +196,13 @@ def check_length(config: PretrainedConfig, seq: int) -> None:
     positions = most_positions(config)
     if positions is not None and seq > positions:
         raise InputError(f"--seq {seq} is longer than the {positions} positions of this model; lower --seq")
+    rotary = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    table = rotary.get("original_max_position_embeddings")
+    if rotary.get("rope_type") == "longrope" and seq > table:
+        raise InputError(
+            f"--seq {seq} is longer than {table} tokens, from which on longrope (in this config.json) computes with "
+            "other frequencies; lower --seq"
+        )
 
 
 def fitted(settings: Settings, config: PretrainedConfig) -> Settings:
@@ -296,7 +287,16 @@ def model_from_config(config: PretrainedConfig) -> PreTrainedModel:
     if is_encoder_decoder(config):
         kind, options, wanted = AutoModelForSeq2SeqLM, {"attn_implementation": ATTENTION}, "encoder-decoder"
     try:
-        return kind.from_config(config, dtype=torch.float32, trust_remote_code=False, **options)
+        model = kind.from_config(config, dtype=torch.float32, trust_remote_code=False, **options)
     except Exception as error:  # no such model of this type, or fields that every architecture checks itself
         reason = first_line(error)[:300]
         raise InputError(f"this {config.model_type} config makes no {wanted}: {reason}") from error
+    _keep_rotary_frequencies(model)
+    return model
+
+
+def _keep_rotary_frequencies(model: PreTrainedModel) -> None:
+    """Rotary tables whose frequencies follow the sequence keep those of short ones: `check_length` admits no others."""
+    for module in model.modules():
+        if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
+            module.forward = torch.no_grad()(partial(inspect.unwrap(type(module).forward), module))

@@ -4,12 +4,13 @@ People give what they have: an adapter, a file for llama.cpp, a checkpoint of an
 what it is and the way out, in a sentence, before PyTorch is imported: nothing here needs more than JSON.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 from lowmem.errors import InputError
+from lowmem.models.weight_files import weight_files
+from lowmem.text_files import read_json
 
 _HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 _NOT_CAUSAL = "each token attends to later tokens, so it is no causal language model"
@@ -40,7 +41,6 @@ class _Kind(NamedTuple):
     others: tuple[str, ...] = ()
 
 
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _FOLDERS = (
     _Kind(
         ("adapter_config.json",),
@@ -66,11 +66,36 @@ _FOLDERS = (
         ("config.json",),
     ),
 )
+_SENSES = ("vision_config", "audio_config")  # a model that has one reads more than text
 _ENCODER_DECODERS = ("t5", "mt5")  # that come apart (core/encoder_decoder.py), said here without importing PyTorch
-_OTHER_FRAMEWORKS = {
-    ("tf_model*.h5", "*.ckpt.index"): "TensorFlow",
-    ("flax_model*.msgpack",): "Flax",
-}
+_IN_TRANSFORMERS_4 = (
+    "holds weights for {} only; give a copy with .safetensors, or convert it with transformers 4: "
+    "AutoModelForCausalLM.from_pretrained(DIR, from_{}=True).save_pretrained(NEW)"
+)
+_OTHER_WEIGHTS = (  # of folders with a config.json; one of the marks is enough
+    _Kind(("tf_model*.h5", "*.ckpt.index"), _IN_TRANSFORMERS_4.format("TensorFlow", "tf")),
+    _Kind(("flax_model*.msgpack",), _IN_TRANSFORMERS_4.format("Flax", "flax")),
+    _Kind(("*.onnx", "onnx/*.onnx"), "holds weights for ONNX only; give the model that it was exported from"),
+    _Kind(("*.gguf",), f"holds a .gguf file, which {_FILES['.gguf', '.ggml']}"),
+    _Kind(
+        ("consolidated*",),
+        "holds weights under Meta's or Mistral's own names (consolidated...); give the copy of the model in the format "
+        "of transformers, or convert it with the convert_*_weights_to_hf.py of its family there",
+    ),
+    _Kind(
+        ("zero_to_fp32.py", "global_step*/*.pt"),
+        "is a checkpoint of DeepSpeed in pieces; put them together with its zero_to_fp32.py: python zero_to_fp32.py "
+        "DIR DIR/pytorch_model.bin",
+    ),
+    _Kind(
+        ("*.distcp", "*/*.distcp"),
+        "is a sharded checkpoint of PyTorch (FSDP); put it together with accelerate merge-weights",
+    ),
+    _Kind(
+        ("lit_model.pth",),
+        "is a checkpoint of litgpt, with names of its own; convert it with litgpt convert_from_litgpt",
+    ),
+)
 
 
 class Recognized(NamedTuple):
@@ -108,7 +133,13 @@ def not_found(model: str) -> InputError:
 
 
 def no_config(folder: str) -> InputError:
-    return InputError(f"{folder} holds no config.json; give the folder of a Hugging Face model")
+    said = f"{folder} holds no config.json; give the folder of a Hugging Face model"
+    if is_hub_name(folder):
+        said = (
+            f"the folder {folder} here is in the way of the hub's model of that name, and holds no config.json itself; "
+            "rename the folder, or start elsewhere, to get the hub's"
+        )
+    return InputError(said)
 
 
 def _recognize_folder(model: str, folder: Path, with_weights: bool) -> Recognized:
@@ -131,14 +162,14 @@ def _recognize_folder(model: str, folder: Path, with_weights: bool) -> Recognize
     if not _has(folder, "config.json"):
         raise _newest_checkpoint(model, folder) or no_config(model)
     config_fields(folder / "config.json")
-    if with_weights and not any(_has(folder, pattern) for pattern in _WEIGHTS):
-        for patterns, framework in _OTHER_FRAMEWORKS.items():
-            if any(_has(folder, pattern) for pattern in patterns):
-                short = "tf" if framework == "TensorFlow" else "flax"
-                raise InputError(
-                    f"{model} holds weights for {framework} only; give a copy with .safetensors, or convert it with "
-                    f"transformers 4: AutoModelForCausalLM.from_pretrained(DIR, from_{short}=True).save_pretrained(NEW)"
-                )
+    if with_weights:
+        try:
+            weight_files(folder)
+        except InputError as none_found:
+            for kind in _OTHER_WEIGHTS:
+                if any(_has(folder, mark) for mark in kind.marks):
+                    raise InputError(f"{model} {kind.said}") from None
+            raise none_found
     if with_weights and _has(folder, "trainer_state.json"):
         return Recognized(
             model,
@@ -155,8 +186,8 @@ def _has(folder: Path, pattern: str) -> bool:
 def _adapted(folder: Path) -> str:
     """Of which model the adapter in `folder` is, in words, where it says so."""
     try:
-        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError):
+        base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
+    except (OSError, InputError, KeyError, TypeError):
         return ""
     return f" of {base}" if base else ""
 
@@ -179,10 +210,16 @@ def _newest_checkpoint(model: str, folder: Path) -> InputError | None:
 def config_fields(path: Path) -> dict:
     """What a config.json says. InputError where it is none, or that of a model which is not trained here."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read as a config.json: {error}") from None
+        fields = read_json(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except InputError as error:
+        if path.name == "config.json":
+            raise
+        raise InputError(f"{path} cannot be read as a config.json ({error})") from None
     kind = fields.get("model_type") if isinstance(fields, dict) else None
+    if kind is None and isinstance(fields, dict) and "auto_map" in fields:  # MiniCPM's
+        raise needs_code(path, f"{_architecture(fields, 'the model')}, without a model_type,")
     if kind is None:
         raise InputError(f"{path} names no model_type, so it is no config of a Hugging Face model; give another file")
     if quantised := fields.get("quantization_config"):
@@ -191,11 +228,28 @@ def config_fields(path: Path) -> dict:
             f"{path}: the weights are quantised ({method or 'quantization_config'}), and every parameter is trained "
             "here, with fp32 master weights; choose the model in its original precision"
         )
-    architectures = fields.get("architectures")
-    named = architectures[0] if isinstance(architectures, list) and architectures else kind
+    named = _architecture(fields, kind)
+    if senses := [key.removesuffix("_config") for key in _SENSES if isinstance(fields.get(key), dict)]:
+        raise InputError(
+            f"{path}: {named} reads {' and '.join(senses)} beside text; only models of text alone are trained here: "
+            "choose one of that family"
+        )
     other = kind not in _ENCODER_DECODERS and not str(named).endswith("ForCausalLM")
     if fields.get("is_encoder_decoder") is True and other:
         raise InputError(f"{path}: {named} is an encoder-decoder; of these only T5 and mT5 can be trained here")
     if kind in _ENCODERS and not fields.get("is_decoder"):
         raise InputError(f"{path}: {named} is an encoder: {_NOT_CAUSAL}; choose a decoder, such as gpt2, or T5")
     return fields
+
+
+def _architecture(fields: dict, otherwise: str) -> str:
+    """The class that a config names first."""
+    architectures = fields.get("architectures")
+    return str(architectures[0]) if isinstance(architectures, list) and architectures else otherwise
+
+
+def needs_code(path: Path, model: str) -> InputError:
+    return InputError(
+        f"{path}: {model} needs Python code from its repository, which is not run here; choose a model of "
+        "transformers' own"
+    )

@@ -35,7 +35,7 @@ from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
 from lowmem.planning.target import planning_target
-from lowmem.run.early import check_states, with_recognized_model
+from lowmem.run.early import check_folders, with_recognized_model
 from lowmem.run.signals import StopRequest
 from lowmem.run.train import initial_weights, make_step, page_locked, plan_for_here, run
 from lowmem.settings import Settings
@@ -56,7 +56,7 @@ class LoadedModel:
 
 
 def _warn(sentence: str) -> None:
-    warnings.warn(sentence, stacklevel=3)
+    warnings.warn(sentence, stacklevel=4)  # of a caller of one of the functions below
 
 
 @warnings_end_nothing()
@@ -82,7 +82,7 @@ def train(settings: Settings) -> dict:
     if settings.plan_only:
         raise InputError("plan_only=True plans and trains nothing: call lowmem.plan(settings).")
     settings = with_recognized_model(settings, _warn)
-    check_states(settings)
+    check_folders(settings)
     main_thread = threading.current_thread() is threading.main_thread()
     with StopRequest() if main_thread else nullcontext(StopRequest()) as stop:
         run(settings, stop)
@@ -110,7 +110,7 @@ def load(settings: Settings) -> LoadedModel:
     Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes).apply(plan.gpu_reserved_peak_bytes)
     devices.make_deterministic(device)
     decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
-    weights = initial_weights(settings, config, decoder)
+    weights = initial_weights(settings, config, decoder, _warn)
     step = make_step(settings, decoder, device, plan)
     step.store.write(weights)
     check_pieces(decoder, config.vocab_size, settings.masks_documents)
@@ -126,12 +126,16 @@ def load(settings: Settings) -> LoadedModel:
 @warnings_end_nothing()
 def export(model: LoadedModel, folder: str | Path) -> None:
     """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it, or an encoder-decoder
-    `AutoModelForSeq2SeqLM`: the master weights in `settings.export_dtype`, the config and the tokenizer."""
+    `AutoModelForSeq2SeqLM`: the master weights in `settings.export_dtype`, the config and the tokenizer. LowmemError
+    where that dtype cannot hold a weight, UserWarning for a weight that is not finite and a file that is not written.
+    """
     model.step.flush()
     store = model.step.store
-    export_model(
+    problems = export_model(
         Path(folder).expanduser(), model.config, store.masters(), order=store.names(), tokenizer=model.tokenizer,
         dtype=WORKING_DTYPES[model.settings.export_dtype],
         generation_config=own_generation_config(model.settings.model, model.settings.init),
         readme=f"# {model.plan.model}, every parameter trained with lowmem\n\n```\n{model.plan.describe()}\n```\n",
     )  # fmt: skip
+    for problem in problems:
+        _warn(problem)

@@ -104,7 +104,7 @@ def check_disk(folder: Path, disk: dict[str, int], saves: int | None, states_fol
     for part, size_bytes in places.items():
         place = (folder / part).resolve()
         disk_of = (place if place.exists() else folder).stat().st_dev
-        half_made = folder.glob(f".{part}.*")  # by an export that was killed
+        half_made = place.parent.glob(f".{place.name}.*")  # by an export that was killed
         written = itertools.chain(place.rglob("*"), *(path.rglob("*") for path in half_made))
         there = sum(path.stat().st_size for path in written if path.is_file())
         free.setdefault(disk_of, shutil.disk_usage(place if place.exists() else folder).free)
@@ -221,7 +221,10 @@ def _sweep(root: Path) -> None:
         final = root / aside.name.removeprefix(_ASIDE)
         os.rename(aside, root / (_TEMPORARY + aside.name) if final.exists() else final)
     for stale in root.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(stale, ignore_errors=True)
+        if stale.is_symlink():  # a checkpoint that was moved to another disk
+            stale.unlink()
+        else:
+            shutil.rmtree(stale, ignore_errors=True)
 
 
 def _checkpoints(root: Path) -> list[Path]:

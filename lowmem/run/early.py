@@ -16,8 +16,9 @@ from pathlib import Path
 from lowmem.core.states_folder import check_states_folder
 from lowmem.data.sources import is_on_hub, open_source
 from lowmem.errors import InputError, first_line
-from lowmem.models.recognize import recognize
+from lowmem.models.recognize import is_hub_name, recognize
 from lowmem.run.folder import no_folder_to_resume, not_writable
+from lowmem.run_folder import why_not
 from lowmem.settings import Settings, each
 from lowmem.simulate.gpus import card_named
 
@@ -25,6 +26,10 @@ from lowmem.simulate.gpus import card_named
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
     """`settings` of a run, with the model's own folder where another run's was named, which `say` gets; InputError for
     what is known to be wrong without PyTorch."""
+    if Path(settings.out) == Path(settings.model) and not Path(settings.model).exists() and is_hub_name(settings.model):
+        raise InputError(
+            f"--out {settings.out} would be a folder in the way of the hub's model of that name; choose another --out"
+        )
     settings = check_target(settings, say)
     with _paths_refused_in_a_sentence():
         if not settings.plan_only:
@@ -35,7 +40,7 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
                 raise no_folder_to_resume(settings.resume)
         if not settings.plan_only or not (Path(settings.out) / "settings.json").exists():
             _check_writable(Path(settings.out))
-        check_states(settings)
+        check_folders(settings)
     return settings
 
 
@@ -61,10 +66,15 @@ def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Set
     return replace(settings, model=found.model)
 
 
-def check_states(settings: Settings) -> None:
-    """InputError where a run's --states-folder cannot be written; a plan may name one of another machine. Asked under
-    --states auto, too: whether the folder is needed depends on the RAM that is free when the data has been read."""
-    if settings.states_folder is not None and not settings.plan_only:
+def check_folders(settings: Settings) -> None:
+    """InputError where a run's --out has a part that cannot be written or replaced, or its --states-folder cannot be
+    written; a plan may name folders of another machine. Asked under --states auto, too: whether that folder is needed
+    depends on the RAM that is free when the data has been read."""
+    if settings.plan_only:
+        return
+    if (reason := why_not(Path(settings.out))) is not None:
+        raise not_writable(settings.out, reason)
+    if settings.states_folder is not None:
         check_states_folder(Path(settings.states_folder))
 
 

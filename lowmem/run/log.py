@@ -116,7 +116,7 @@ class RunLog:
             tqdm.write(for_terminal(sentence), file=sys.stderr)
         if self._text is None:
             self._said.append(at_length or sentence)
-        else:
+        elif not self._text.closed:
             self._text.write(f"{at_length or sentence}\n")
 
     def step(self, row: dict) -> None:
@@ -157,9 +157,11 @@ class RunLog:
         if self._bar is not None:
             with output():
                 self._bar.close()
-        self._trackers.close()
-        self._file.close()
-        self._text.close()
+        try:
+            self._trackers.close()
+        finally:
+            self._file.close()
+            self._text.close()
 
     def _summary(self, row: dict) -> str:
         parts = [f"loss {row['loss']:.4f}"]

@@ -3,10 +3,8 @@
 import json
 import math
 import platform
-import shlex
 import statistics
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -15,23 +13,18 @@ from transformers import PretrainedConfig
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.encoder_decoder import EncoderDecoder
-from lowmem.core.parameters import Store
-from lowmem.core.precision import WORKING_DTYPES
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import first_line
-from lowmem.limits import Budget
-from lowmem.models.build import decoder_start, own_generation_config
-from lowmem.models.export import export_model
-from lowmem.paths import shown
+from lowmem.models.build import decoder_start
 from lowmem.planning.plan import Plan
-from lowmem.run.log import RunLog, write_json
-from lowmem.run.plots import draw, draw_loss, draw_memory
+from lowmem.run.plots import draw, draw_memory
 from lowmem.settings import Settings
+from lowmem.switches import SWITCHES, as_given, remarks
 
 SAMPLE_TOKENS = 64
 _NOT_COMPUTED = {  # what a config.json holds beside the model: where it came from, how others use it
     *("_name_or_path", "architectures", "auto_map", "dtype", "task_specific_params", "torch_dtype"),
-    *("transformers_version", "use_cache"),
+    *("transformers_version", "use_cache", *SWITCHES),
 }
 
 
@@ -59,18 +52,18 @@ def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: s
 
 def config_identity(config: PretrainedConfig) -> dict:
     """The same of a model's config: every field, defaults too, that says what is computed."""
-    fields = json.loads(config.to_json_string(use_diff=False))
+    fields = as_given(json.loads(config.to_json_string(use_diff=False)))
     return {name: value for name, value in fields.items() if name not in _NOT_COMPUTED}
 
 
-def opening_remarks(settings: Settings, tokenizer, device: torch.device) -> list[str]:
+def opening_remarks(settings: Settings, config: PretrainedConfig, tokenizer, device: torch.device) -> list[str]:
     """Sentences on what a user might not expect."""
     said = [f"training on {device_name(device)}"]
     if settings.init == "random":
         said.append("weights are random (--init random), not pretrained")
     if is_byte_level(tokenizer):
         said.append("the tokenizer is the byte-level one: a token is a byte (256, and one for the end of a text)")
-    return said
+    return said + remarks(config)
 
 
 def device_name(device: torch.device) -> str:
@@ -151,66 +144,6 @@ def draw_plan(plan: Plan, folder: Path) -> str | None:
     return draw(path, lambda: draw_memory(plan.to_dict(), None, path, plan.timeline))
 
 
-def draw_pictures(
-    folder: Path, log: RunLog, plan: Plan, peaks: dict, eval_first: float | None, ram_phases: dict[str, int]
-) -> None:
-    """loss.png and memory.png of a finished run, also for trackers. The log says which could not be drawn, and why."""
-    loss, memory = folder / "loss.png", folder / "memory.png"
-    problems = {
-        loss: draw(loss, lambda: draw_loss(log.rows, loss, eval_first)),
-        memory: draw(memory, lambda: draw_memory(plan.to_dict(), peaks, memory, plan.timeline, ram_phases)),
-    }
-    for problem in filter(None, problems.values()):
-        log.say(problem)
-    log.pictures(*(path for path, problem in problems.items() if problem is None))
-
-
-def finish(
-    settings: Settings,
-    config: PretrainedConfig,
-    decoder: Decoder,
-    store: Store,
-    tokenizer,
-    log: RunLog,
-    budget: Budget,
-    plan: Plan,
-    eval_first: float | None,
-    recoveries: list[dict],
-    exported_step: int,
-) -> None:
-    """Writes model/, with the weights that are in `store`, which are those after `exported_step`, report.json, loss.png
-    and memory.png into the run folder, and says how it went."""
-    folder = Path(settings.out)
-    budget.enter("export")
-    export_model(
-        folder / "model", config, store.masters(), order=store.names(), tokenizer=tokenizer,
-        readme=_model_readme(plan, log.rows, exported_step), dtype=WORKING_DTYPES[settings.export_dtype],
-        generation_config=own_generation_config(settings.model, settings.init),
-    )  # fmt: skip
-    budget.enter("report")
-    budget.check("the export")
-    peaks = asdict(budget.peaks())
-    device = device_name(store.device)
-    report = build_report(plan.to_dict(), log.rows, peaks, device, settings.batch, eval_first, exported_step)
-    report["ram_phases"] = {
-        phase: {"predicted": plan.ram_phases.get(phase), "measured": size} for phase, size in budget.ram_phases.items()
-    }  # bytes
-    report["out_of_memory"] = recoveries  # what was done about it, and the layout from there on
-    write_json(folder / "report.json", report)
-    draw_pictures(folder, log, plan, peaks, eval_first, budget.ram_phases)
-    loss = report["loss"]
-    if loss["diverged"]:
-        log.say(
-            f"warning: this run made the model worse: its held-out loss was {loss['eval_first']:.4f} before and is "
-            f"{loss['eval_exported']:.4f} now. A lower --lr, a longer --warmup-steps or fewer epochs may help"
-            + ("" if settings.keep_best else "; --keep-best and --patience keep the best there was")
-        )
-    held_out = "" if loss["eval_last"] is None else f"; held-out {loss['eval_first']:.4f} -> {loss['eval_last']:.4f}"
-    trained = "" if loss["last"] is None else f": loss {loss['first']:.4f} -> {loss['last']:.4f}"
-    log.say(f"done{trained}{held_out}; see {folder}/report.json and {folder}/model")
-    log.close()
-
-
 @torch.no_grad()
 def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
     """What the model makes of `prompt`, greedily, or why it does not, as a sentence."""
@@ -243,13 +176,3 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
     text = tokenizer.decode(tokens[0], skip_special_tokens=pair)
     shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return f"sample: {shown}"  # a terminal would obey control characters
-
-
-def _model_readme(plan: Plan, rows: list[dict], exported_step: int) -> str:
-    command = shown(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))  # of a program that calls lowmem.train, too
-    losses = [f"{row['loss']:.4f} after {exported_step} steps" for row in rows if row["step"] == exported_step]
-    last = losses[-1] if losses else "not trained"
-    return (
-        f"# {plan.model}, every parameter trained with lowmem\n\n"
-        f"Training loss: {last}. Command:\n\n    {command}\n\nPlan:\n\n```\n{plan.describe()}\n```\n"
-    )

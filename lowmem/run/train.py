@@ -26,8 +26,9 @@ from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError, LowmemError, Stopped
 from lowmem.limits import Budget, ram_available_bytes
-from lowmem.models.build import decoder_start, first_few, fitted, load_config, make_decoder
+from lowmem.models.build import decoder_start, first_few, fitted, load_config, make_decoder, own_generation_config
 from lowmem.models.compatibility import check_pieces
+from lowmem.models.description import rehearse
 from lowmem.models.load import random_weights, read_weights
 from lowmem.planning.known_plans import Question
 from lowmem.planning.plan import Plan
@@ -38,16 +39,14 @@ from lowmem.planning.target import planning_target
 from lowmem.run.checkpoint import (
     NotSaved,
     check_disk,
-    checkpoint_of,
     find_checkpoints,
-    load_checkpoint,
     load_newest,
     lock_run,
     newest_state,
     refuse_differences,
     save_checkpoint,
-    verify_checkpoint,
 )
+from lowmem.run.ending import Ending, finish, take_best
 from lowmem.run.folder import not_writable
 from lowmem.run.learning_rate import course_of, longer, say_longer
 from lowmem.run.log import RunLog, step_row, write_json
@@ -56,7 +55,6 @@ from lowmem.run.report import (
     best_evaluation,
     config_identity,
     draw_plan,
-    finish,
     opening_remarks,
     run_identity,
     sample,
@@ -116,6 +114,10 @@ def plan_and_train(
         device = devices.select_device(settings.device)
         tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
         with closing(load_data(settings, tokenizer, config.vocab_size, folder, decoder_start(config))) as data:
+            generation = own_generation_config(settings.model, settings.init, log.say)
+            dtype = WORKING_DTYPES[settings.export_dtype]
+            for remark in rehearse(folder / ".model.rehearsal", config, tokenizer, generation, dtype):
+                log.say(remark)
             devices.release_freed_memory()  # training does not hold what tokenizing took
             plan, remark = plan_for_here(settings, config, device, precision, card, aside)
             if (lengths := data.train.typical_lengths()) is not None:
@@ -205,10 +207,13 @@ def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: 
     )  # fmt: skip
 
 
-def initial_weights(settings: Settings, config: PretrainedConfig, decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter's name and fp32 CPU tensor, or runs of it; InputError where a model's files do not fit it."""
+def initial_weights(
+    settings: Settings, config: PretrainedConfig, decoder: Decoder, say: Callable[[str], None]
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter's name and fp32 CPU tensor, or runs of it; `say` gets what is to be said of a model's files,
+    InputError if these do not fit it."""
     if settings.init == "pretrained":
-        return read_weights(decoder.model, settings.model)
+        return read_weights(decoder.model, settings.model, say)
     return random_weights(config, settings.seed)
 
 
@@ -244,7 +249,7 @@ def train(
     budget.enter("load")
     devices.make_deterministic(device)
     # Before anything is allocated: what does not fit is refused here.
-    weights = None if checkpoints else initial_weights(settings, config, decoder)
+    weights = None if checkpoints else initial_weights(settings, config, decoder, log.say)
     step = make_step(settings, decoder, device, plan)
     store, loss_scale = step.store, step.loss_scale
     recovery = recovery_of(step, store, decoder.head_weight.shape[1], plan, log.say)
@@ -271,11 +276,11 @@ def train(
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what steps take lies where it lay
 
-    for sentence in opening_remarks(settings, tokenizer, device):
+    for sentence in opening_remarks(settings, config, tokenizer, device):
         log.say(sentence)
     loaded = load_newest(checkpoints, store, same_run, log.say, required=settings.resume != "auto")
     if loaded is None:
-        store.write(weights or initial_weights(settings, config, decoder))
+        store.write(weights or initial_weights(settings, config, decoder, log.say))
         check_pieces(decoder, config.vocab_size, settings.masks_documents)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what only that needed
@@ -305,7 +310,7 @@ def train(
     if first == 0 and settings.sample_prompt is not None:
         take_sample(0)
 
-    saved = None if loaded is None else first
+    ending, saved = Ending(log), None if loaded is None else first
     saved_at, interval = time.monotonic(), interval_seconds(settings.save_every)
 
     def out_of_patience() -> bool:
@@ -372,7 +377,8 @@ def train(
         row = step_row(done, done / data.train.steps_per_epoch, batch, rate, seconds, result, budget.peaks())
         if evaluating:
             try:
-                row |= evaluation_after(done)
+                with ending.step("the last evaluation") if done == steps else nullcontext():
+                    row |= evaluation_after(done)
             except OutOfRoom:
                 log.step(row)
                 save_at_last(done)
@@ -391,7 +397,8 @@ def train(
             texts = data.train.where(done - 1)
             log.say(f"{said}; its batch: {first_few(texts)} (all in log.txt)", f"{said}; its batch: {', '.join(texts)}")
         if saving or ended or stop.requested or skipped == SKIPPED_IN_A_ROW:
-            save(done, must=False)
+            with ending.step("the last save") if ended else nullcontext():
+                save(done, must=False)
         if ended:
             break
     if skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):
@@ -403,14 +410,8 @@ def train(
         log.say(f"ended early, after {done} of {steps} steps: {said}")
     exported, best = done, best_evaluation(log.rows, None)
     if settings.keep_best and best.step not in (0, done):
-        checkpoint = checkpoint_of(folder, best.step)
-        try:
-            verify_checkpoint(checkpoint)  # before the last weights make room for it
-            load_checkpoint(checkpoint, store, same_run)
-            exported = best.step
-            log.say(f"the model is exported as it was at its best: held-out {best}")
-        except LowmemError as problem:
-            log.say(f"warning: the best, held-out {best}, cannot be exported, and the last is: {problem}")
+        exported = take_best(ending, folder, store, best, done, same_run, log.say)
     if settings.sample_prompt is not None:
-        take_sample(done, last=True)
-    finish(settings, config, decoder, store, tokenizer, log, budget, plan, eval_first, recovery.measures, exported)
+        with ending.step("the last sample"):
+            take_sample(done, last=True)
+    finish(ending, settings, config, store, tokenizer, log, budget, plan, eval_first, recovery.measures, exported)

@@ -97,7 +97,7 @@ class CpuAttention(TorchFunctionMode):
 
 def _attention_on_the_cpu(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **more) -> Tensor:
     same_heads = query.shape[1] == key.shape[1] == value.shape[1] or more.get("enable_gqa", False)
-    if dropout_p > 0 or not same_heads:
+    if dropout_p > 0 or not same_heads or query.shape[-1] != value.shape[-1]:  # DeepSeek's values are narrower
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **more)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)

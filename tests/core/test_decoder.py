@@ -13,8 +13,10 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
+    CTRLConfig,
     GPT2Config,
     LlamaConfig,
+    OpenAIGPTConfig,
     OPTConfig,
     logging,
 )
@@ -114,10 +116,15 @@ def test_a_model_on_the_meta_device_is_taken_apart_into_the_same_units(family):
 
 
 def test_a_model_that_replaces_its_buffers_while_it_runs_is_refused():
-    """A dynamic rotary table grows with the sequence; on meta the question whether it must is answered with yes."""
-    config = LlamaConfig(**LLAMA, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    with pytest.raises(InputError, match="LlamaForCausalLM: the model replaces its buffers while it runs"):
-        Decoder(build_model(config))
+    """CTRL's table of positions follows the device of what it computes with."""
+    with pytest.raises(InputError, match="CTRLLMHeadModel: the model replaces its buffers while it runs"):
+        Decoder(build_model(CTRLConfig(**OLD, dff=32)))
+
+
+def test_blocks_that_give_lists_are_understood():
+    """OpenAI's first GPT."""
+    sizes = {key: size for key, size in OLD.items() if not key.endswith("_id")}
+    check_pieces(Decoder(build(OpenAIGPTConfig(**sizes))), V)
 
 
 def test_a_gpt2_whose_config_names_a_padding_token_is_taken_apart_on_meta_too():

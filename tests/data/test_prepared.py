@@ -1,6 +1,8 @@
 """What was tokenized is found again by who goes on from a run, and only while it is what would be read again."""
 
+import errno
 import json
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -14,8 +16,9 @@ from lowmem.data.dataset import load_data
 from lowmem.data.documents import TOKENIZING_BYTES
 from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
 from lowmem.data.tokenizer import byte_level_tokenizer
-from lowmem.errors import InputError
+from lowmem.errors import InputError, PlanError
 from lowmem.settings import Settings
+from tests.data.test_long_text import small_windows
 
 
 def prepare(folder, spec, tokenizer=None, **options):
@@ -117,23 +120,31 @@ def test_data_that_are_refused_leave_nothing(tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", ""])
 def test_a_long_text_is_read_in_pieces_and_is_one_document_all_the_same(tmp_path, monkeypatch, line_end):
-    text = "".join(f"{'  ' * (n % 3)}line {n}{line_end}" + line_end * (n % 4 == 0) for n in range(200))
+    text = "".join(f"{'  ' * (n % 3)}line {n} é🙂{line_end}" + line_end * (n % 4 == 0) for n in range(200))
     for name in ("a.txt", "b.py"):
-        (tmp_path / name).write_text(text, newline="")
+        (tmp_path / name).write_text(text + "<|endoftext|>", newline="")
     whole = prepare(None, tmp_path)
     monkeypatch.setattr(tables, "PIECE_CHARACTERS", 50)
-    pieces = [len(record.columns["text"]) for record in sources.open_source(str(tmp_path), "text", None).train]
-    assert len(pieces) > (4 if line_end == "\r\n" else 20) and sum(pieces) == 2 * len(text)
+    small_windows(monkeypatch, 64, 32)
+    pieces = [record.columns["text"] for record in sources.open_source(str(tmp_path), "text", None).train]
+    assert len(pieces) > 50 and max(map(len, pieces)) < 100 and "".join(pieces) == 2 * (text + "<|endoftext|>")
     assert the_same(whole, prepare(None, tmp_path))
 
 
 def test_tokenizing_takes_no_more_ram_than_is_stated(tmp_path, gpt2_tokenizer):
-    """Of 12 MB in one text, in a process of its own."""
+    """Of 12 MB in one text, whatever its shape, in a process of its own."""
     gpt2_tokenizer.save_pretrained(tmp_path / "model")
     library = "".join(record.columns["text"] for record in sources.open_source("python-stdlib", "text", None).train)
-    (tmp_path / "long.txt").write_text(library[:12_000_000])
+    random = np.random.default_rng(0)
+    shapes = {
+        "lines": library[:12_000_000],
+        "one line": " ".join(library.split())[:4_000_000],
+        "no spaces": "".join(map(chr, random.integers(0x4E00, 0x9FA5, 1_500_000))),
+    }
+    for name, text in shapes.items():
+        (tmp_path / f"{name}.txt").write_text(text)
     program = """
 import sys
 from transformers import AutoTokenizer
@@ -141,14 +152,18 @@ from lowmem.data.dataset import load_data
 from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
 from lowmem.settings import Settings
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-before = ram_now_bytes()
-begin_ram_peak_anew()
-data = load_data(Settings(data=sys.argv[2], seq=128), tokenizer, 50257)
-print(ram_peak_bytes() - before, len(data.train.parts[0].documents.tokens))
+for path in sys.argv[2:]:
+    before = ram_now_bytes()
+    begin_ram_peak_anew()
+    data = load_data(Settings(data=path, seq=128), tokenizer, 50257)
+    print(ram_peak_bytes() - before, len(data.train.parts[0].documents.tokens))
 """
-    command = [sys.executable, "-c", program, str(tmp_path / "model"), str(tmp_path / "long.txt")]
-    grown, tokens = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
-    assert grown < TOKENIZING_BYTES and tokens > 3_000_000
+    command = [sys.executable, "-c", program, str(tmp_path / "model"), *(str(tmp_path / f"{n}.txt") for n in shapes)]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert len(lines) == len(shapes)
+    for line, name in zip(lines, shapes, strict=True):
+        grown, tokens = map(int, line.split())
+        assert grown < TOKENIZING_BYTES and tokens > 1_000_000, name
 
 
 def test_an_array_in_a_file_is_read_by_slices(tmp_path):
@@ -159,3 +174,36 @@ def test_an_array_in_a_file_is_read_by_slices(tmp_path):
     part = array.part(2, 7)
     assert (len(part), part[1:3].tolist(), part[4:99].tolist()) == (5, [3, 4], [6])
     assert ArrayFolder(tmp_path / "..").entries == {}
+
+
+@pytest.mark.parametrize("weights_held_out", [True, False])
+@pytest.mark.parametrize("free_after_mib", [0, 3, 6])
+def test_a_disk_that_is_too_small_for_the_tokens_is_refused_before_it_is_full(
+    tmp_path, monkeypatch, weights_held_out, free_after_mib
+):
+    """8 MiB of text are 16 MiB of tokens, and as many again where a share is held out."""
+    (tmp_path / "a.txt").write_text("0123456 8\n" * (8 * 2**20 // 10))
+    (tmp_path / "b.txt").write_text("some more text " * 20)
+    room = (free_after_mib + 2) * 2**20  # 2 stay free
+
+    def usage(path):
+        written = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        return SimpleNamespace(free=room - written)
+
+    monkeypatch.setattr("lowmem.data.stored.shutil.disk_usage", usage)
+    options = {} if weights_held_out else {"eval_data": str(tmp_path / "b.txt")}
+    with pytest.raises(PlanError, match="the tokens of the data need about") as error:
+        prepare(tmp_path / "run", tmp_path / "a.txt", **options)
+    said = float(re.search(r"about ([0-9.]+) MiB in all", str(error.value))[1])
+    assert error.value.exit_code == 3 and not list((tmp_path / "run").rglob("*"))
+    if free_after_mib:
+        assert said == pytest.approx(32 if weights_held_out else 16, rel=0.3)
+
+
+def test_a_quota_is_a_disk_that_is_too_small(tmp_path, monkeypatch):
+    def write(*_):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr("lowmem.data.stored.HashedFile.write", write)
+    with pytest.raises(PlanError, match="the tokens of the data need about"):
+        prepare(tmp_path / "run", book(tmp_path / "a.txt"))

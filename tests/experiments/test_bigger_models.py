@@ -243,13 +243,12 @@ def test_runs_on_a_card_become_rows(tmp_path, monkeypatch):
 
 
 def test_what_is_not_on_the_card_is_left_out(tmp_path):
-    from lowmem.run import report as reporting
-    from lowmem.run import train
+    from lowmem.run import ending, train
 
-    before = train.save_checkpoint, reporting.export_model
+    before = train.save_checkpoint, ending.export_model
     with whole_runs.memory_alone():
         assert list(train.random_weights(None, 0)) == [] and train.save_checkpoint is not before[0]
-    assert (train.save_checkpoint, reporting.export_model) == before
+    assert (train.save_checkpoint, ending.export_model) == before
     assert on_card.main is recipe.main
 
 

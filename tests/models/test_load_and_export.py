@@ -21,11 +21,12 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
+from families import MORE_FAMILIES
 from lowmem.core import precision
 from lowmem.errors import InputError, LowmemError
 from lowmem.models import build as lowmem_models
+from lowmem.models import entries
 from lowmem.models import export as lowmem_export
-from lowmem.models import load
 from lowmem.models.build import build_model, check_length, load_config, model_folder
 from lowmem.models.export import export_model
 from lowmem.models.load import random_weights, read_weights
@@ -185,7 +186,7 @@ def test_tied_weights_that_differ_are_refused(gpt2, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_16_bit_files_become_fp32_exactly(dtype, suffix, gpt2, tmp_path, monkeypatch):
-    monkeypatch.setattr(load, "RUN_ELEMENTS", 50)  # several runs and a remainder
+    monkeypatch.setattr(entries, "RUN_ELEMENTS", 50)  # several runs and a remainder
     tensors = {name: tensor.detach().to(dtype) for name, tensor in gpt2.named_parameters()}
     if suffix == "bin":
         torch.save(tensors, tmp_path / "pytorch_model.bin")
@@ -239,7 +240,7 @@ def test_what_does_not_fit_is_listed_before_a_byte_is_read(gpt2, tmp_path, monke
     tensors["score.weight"] = torch.ones(3)
     tensors["transformer.wte.weight"] = torch.ones(60, 16)
     save_file(tensors, tmp_path / "model.safetensors")
-    monkeypatch.setattr(load, "_chunks", lambda entry: pytest.fail("data were read"))
+    monkeypatch.setattr(entries, "chunks", lambda entry: pytest.fail("data were read"))
     with pytest.raises(InputError) as caught:
         read_weights(build_model(gpt2.config), str(tmp_path))  # the call alone: nothing is iterated
     for part in (
@@ -305,7 +306,7 @@ def test_bin_of_before_torch_1_6_and_folder_without_weights_are_refused(gpt2, tm
 
 def test_bin_that_would_run_code_is_refused(gpt2, tmp_path):
     torch.save({"transformer.wte.weight": Path("x")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(InputError, match="pytorch_model.bin is truncated, corrupt or no state_dict"):
+    with pytest.raises(InputError, match="pytorch_model.bin holds a Python object beside tensors .pathlib"):
         read_weights(build_model(gpt2.config), str(tmp_path))
 
 
@@ -669,7 +670,7 @@ def test_config_from_folder_or_bare_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot be read as a config.json"),
+        ("{", "config.json:1: bad JSON: Expecting property name"),
         ("[]", "model.type"),
         ('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}', "needs Python code .* not run here"),
         ('{"model_type": "nosuch"}', "'nosuch' is not known to transformers"),
@@ -703,6 +704,24 @@ def test_complete_cache_is_enough_without_a_hub(hub, gpt2, tmp_path):
 def test_offline_mode_does_not_ask_the_hub(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match=r"not \(or not completely\) in the hub's cache.*OfflineMode"):
+        load_config("someone/tiny", "pretrained")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device", "/cache/blob"), "/cache/blob: No space left on device.*set HF_HOME"),
+        (OSError(30, "Read-only file system"), "cache: Read-only file system, so the config of someone/tiny cannot be"),
+        (ValueError("Expecting value: line 1"), r"cannot be reached \(ValueError: Expecting value: line 1\)"),
+        (RuntimeError("tunnel:\n  407 Proxy Authentication Required"), "RuntimeError: tunnel: 407 Proxy"),
+    ],
+)
+def test_what_keeps_a_model_from_the_hub_is_said(hub, monkeypatch, error, said):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fails)
+    with pytest.raises(InputError, match=said):
         load_config("someone/tiny", "pretrained")
 
 
@@ -800,3 +819,7 @@ def test_sequences_beyond_the_model_are_refused():
     with pytest.raises(InputError, match="--seq 1025 is longer than the 1024 positions"):
         check_length(config, 1025)
     check_length(family_config("bloom"), 10**6)  # ALiBi: no table of positions
+    longrope = MORE_FAMILIES["longrope"]()
+    check_length(longrope, 32)
+    with pytest.raises(InputError, match="--seq 33 is longer than 32 tokens, from which on longrope"):
+        check_length(longrope, 33)

@@ -12,6 +12,7 @@ from lowmem.models.recognize import Recognized, is_hub_name, recognize
 from lowmem.run.main import main
 from runs import ROOT, SCRIPTS
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 8, "n_head": 1}
 MADE_UP = {  # file names and what is in them: a model that is none, what is said of it, and the way out
     "adapter": (
@@ -36,6 +37,17 @@ MADE_UP = {  # file names and what is in them: a model that is none, what is sai
         },
         ["BartForConditionalGeneration is an encoder-decoder", "only T5"],
     ),
+    **{
+        sense: (
+            {"config.json": {"model_type": "gemma3", "architectures": ["Seer"], f"{sense}_config": {}}},
+            [f"Seer reads {sense} beside text", "models of text alone"],
+        )
+        for sense in ("vision", "audio")
+    },
+    "code of its own, and no model_type": (
+        {"config.json": {"architectures": ["MiniCPMForCausalLM"], "auto_map": {"AutoConfig": "own.Config"}}},
+        ["MiniCPMForCausalLM, without a model_type, needs Python code", "not run here"],
+    ),
     "bert": ({"config.json": {"model_type": "bert"}}, ["bert is an encoder", "attends to later tokens", "a decoder"]),
     **{
         method: (
@@ -53,6 +65,21 @@ MADE_UP = {  # file names and what is in them: a model that is none, what is sai
     "diffusers": ({"model_index.json": {}}, ["diffusers pipeline"]),
     "tensorflow": ({"config.json": GPT2, "tf_model.h5": ""}, ["TensorFlow only", "from_tf=True"]),
     "flax": ({"config.json": GPT2, "flax_model.msgpack": ""}, ["Flax only", "from_flax=True"]),
+    "onnx": ({"config.json": GPT2, "onnx/decoder.onnx": ""}, ["ONNX only"]),
+    "gguf beside a config": ({"config.json": GPT2, "x.gguf": ""}, ["holds a .gguf file", "llama.cpp"]),
+    "meta": ({"config.json": GPT2, "consolidated.00.pth": "", "params.json": {}}, ["Meta's", "convert_"]),
+    "mistral": ({"config.json": GPT2, "consolidated.safetensors": ""}, ["Mistral's", "convert_"]),
+    "deepspeed": ({"config.json": GPT2, "zero_to_fp32.py": "", "latest": ""}, ["DeepSpeed", "zero_to_fp32.py"]),
+    "fsdp": ({"config.json": GPT2, "pytorch_model_fsdp_0/__0_0.distcp": ""}, ["FSDP", "accelerate merge-weights"]),
+    "litgpt": ({"config.json": GPT2, "lit_model.pth": ""}, ["litgpt", "convert_from_litgpt"]),
+    "pointer": ({"config.json": GPT2, "model.safetensors": POINTER}, ["model.safetensors is a Git LFS pointer"]),
+    "pointer config": ({"config.json": POINTER, "model.safetensors": ""}, ["config.json is a Git LFS pointer"]),
+    "no weights": ({"config.json": GPT2, "training_args.bin": ""}, ["no model.safetensors and no pytorch_model.bin"]),
+    "no shard": (
+        {"config.json": GPT2, "pytorch_model.bin.index.json": {"weight_map": {"x": "a-00001-of-00001.bin"}}},
+        ["lacks 1 of 1 weight files (a-00001-of-00001.bin)"],
+    ),
+    "no index": ({"config.json": GPT2, "model.safetensors.index.json": []}, ["has no weight_map"]),
     "no config": ({"model.safetensors": ""}, ["weights and no config.json", "copy config.json"]),
     "nothing": ({"notes.txt": ""}, ["holds no config.json"]),
 }
@@ -128,6 +155,18 @@ def test_a_path_that_leads_nowhere_is_no_name_on_the_hub(name):
         recognize(name, with_weights=False)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "org/name"])
+def test_a_folder_in_the_way_of_a_name_on_the_hub_is_said_to_be_that(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(InputError, match=f"folder {name} here is in the way of the hub's model of that name"):
+        recognize(name, with_weights=True)
+    with pytest.raises(InputError, match="holds no config.json; give the folder"):
+        recognize(str(tmp_path / name), with_weights=True)
+    assert main(SCRIPTS["large"].SETTINGS, ["--model", "org/other", "--out", "org/other/"]) == 2
+    assert "would be a folder in the way" in capsys.readouterr().err and not (tmp_path / "org/other").exists()
+
+
 @pytest.mark.parametrize("program", [["train_gpt2_large.py"], ["-m", "lowmem.plan"]], ids=" ".join)
 def test_it_is_said_in_a_real_process(tmp_path, program):
     run = subprocess.run(
@@ -135,3 +174,11 @@ def test_it_is_said_in_a_real_process(tmp_path, program):
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1) and "GGUF" in run.stderr
+
+
+def test_a_run_in_a_folder_called_tilde_keeps_its_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "~/model").mkdir(parents=True)
+    (tmp_path / "~/settings.json").touch()
+    (tmp_path / "~/model/config.json").write_text('{"model_type": "gpt2"}')
+    assert recognize("./~", with_weights=False).model == "./~/model"  # "~/model" would be in the home folder

@@ -593,7 +593,10 @@ SMALL_LLAMA = LLAMA | {"model_type": "llama", "num_hidden_layers": 2}
         (SMALL_LLAMA | {"num_attention_heads": 5}, "not a multiple"),
         (SMALL_LLAMA | {"num_key_value_heads": 3}, "cannot be simulated"),
         (SMALL_LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised (gptq)"),
-        (SMALL_LLAMA | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "replaces its buffers"),
+        (
+            {"model_type": "ctrl", "n_layer": 2, "n_embd": 32, "n_head": 2, "dff": 32, "n_positions": 9999},
+            "its buffers",
+        ),
         ({"model_type": "bert", "num_hidden_layers": 2, "max_position_embeddings": 1024}, "attends to later tokens"),
         ({"model_type": "xlnet", "d_model": 64, "n_layer": 2, "n_head": 4}, "XLNetLMHeadModel cannot be taken apart"),
         ({"model_type": "mpt", "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 512}, "512 positions"),

@@ -1,0 +1,196 @@
+"""Which tensor of a checkpoint is which parameter of the model.
+
+Names may lack the base model's prefix, be older ones that transformers renames, and hold a tied weight under either or
+both of its names. torch.compile, DDP, FSDP, Lightning, PEFT and others write a prefix before the names. It is left off
+if the names without it are the model's, all of them, with the right shapes. So is a value or reward head beside them.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from lowmem.core.encoder_decoder import is_encoder_decoder
+from lowmem.errors import InputError, first_few
+from lowmem.models.entries import Entry, same_values
+
+# Masks, rotary tables and the like that older versions of transformers and other programs stored beside the weights.
+_OLD_BUFFERS = re.compile(
+    r"(^|\.)((attn|attention|crossattention)\.(bias|masked_bias|causal_mask|scale_attn|embed_positions)"
+    r"|rotary_emb\.\w+|inv_freq|position_ids|decoder\.version|_extra_state)$"
+)
+# Modules that torch.compile, FSDP and others put around a module, at any depth.
+_WRAPPERS = re.compile(
+    r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_fpw_module|_checkpoint_wrapped_module|_forward_module)\."
+)
+_OTHER_HEADS = re.compile(r"(^|\.)(v_head|value_head|score|reward_head|rm_head|regression_head|classifier|q_heads?)\.")
+_ADAPTER = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|base_layer|modules_to_save|original_module)\.")
+_QUANTISED = re.compile(r"\.(qweight|qzeros|scales|weight_scale(_inv)?|weight_packed|SCB|absmax|quant_state\.\S+)$")
+
+
+@dataclass
+class _Fit:
+    """How the names of a checkpoint fit a model, each with a change of names."""
+
+    prefix: str  # that is left off
+    target: dict[str, str] = field(default_factory=dict)  # {name in the files: parameter}
+    missing: list[str] = field(default_factory=list)  # parameters
+    wrong: list[str] = field(default_factory=list)  # of those in `target`, by name in the files: of another shape
+    unexpected: list[str] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)  # that are no part of a language model
+    converted: list[str] = field(default_factory=list)
+
+    def problems(self) -> int:
+        return len(self.missing) + len(self.wrong) + len(self.unexpected) + len(self.converted)
+
+
+def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tuple[dict[str, Entry], list[str]]:
+    """{parameter name: entry} in the order of `entries`, complete, and what is to be said of it; InputError says what
+    does not fit."""
+    fits = _fits(model, entries)
+    fit = min(fits, key=_Fit.problems)
+    untrainable = [name for name in fit.target if entries[name].dtype is None]
+    if fit.problems() or untrainable:
+        raise _refusal(model, entries, source, fit, untrainable)
+    matched: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        if name in fit.target:
+            first = matched.setdefault(fit.target[name], entry)
+            if first is not entry and not same_values(entry, first):
+                raise _differing(model, name, entry, fit.target)
+    return matched, _remarks(fit, entries, source)
+
+
+def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
+    """The names as they are, and if these do not fit, without wrappers and each prefix that many of them share."""
+    plain = _fit(model, entries, lambda name: name, "")
+    if not plain.problems():
+        return [plain]
+    unwrapped = {name: _WRAPPERS.sub("", name) for name in entries}
+    parts = Counter(name[: dot.end()] for name in unwrapped.values() for dot in re.finditer(r"\.", name))
+    least = sum(1 for _ in model.parameters()) / 2
+    prefixes = ["", *sorted((prefix for prefix, count in parts.items() if count >= least), key=len)]
+    return [plain] + [
+        _fit(model, entries, lambda name, prefix=prefix: unwrapped[name].removeprefix(prefix), prefix)
+        for prefix in prefixes
+    ]
+
+
+def _fit(model: PreTrainedModel, entries: dict[str, Entry], rename: Callable[[str], str], prefix: str) -> _Fit:
+    parameters = dict(model.named_parameters())
+    own_name = {id(parameter): name for name, parameter in parameters.items()}
+    aliases = {name: own_name[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+
+    # T5's files on the hub have a table that no model uses. Decoders' patterns also match weights that are needed.
+    ignored = model._keys_to_ignore_on_load_unexpected or () if is_encoder_decoder(model.config) else ()
+    fit = _Fit(prefix)
+    for name in sorted(entries, key=rename):  # some renamings want the names sorted
+        bare = rename(name)
+        renamed, conversion = rename_source_key(bare, renamings, converters)
+        own = aliases.get(renamed) or aliases.get(f"{model.base_model_prefix}.{renamed}")
+        if conversion is not None:
+            fit.converted.append(name)
+        elif own:
+            fit.target[name] = own
+        elif _OTHER_HEADS.search(bare):
+            fit.heads.append(name)
+        elif not _OLD_BUFFERS.search(bare) and not any(re.search(key, bare) for key in ignored):
+            fit.unexpected.append(name)
+    found = set(fit.target.values())
+    fit.missing = [name for name in parameters if name not in found]
+    fit.wrong = [
+        name for name in entries if name in fit.target and entries[name].shape != parameters[fit.target[name]].shape
+    ]
+    return fit
+
+
+def _remarks(fit: _Fit, entries: dict[str, Entry], source: str) -> list[str]:
+    wrappers = {f"{found}." for name in fit.target for found in _WRAPPERS.findall(name)}
+    left_off = [*sorted(wrappers), *([fit.prefix] if fit.prefix else [])] if fit.target else []
+    renamed = [name for name in fit.target if _WRAPPERS.search(name) or name.startswith(fit.prefix or " ")]
+    said = []
+    if left_off and renamed:
+        said.append(f"the names of {len(renamed)} weights in {source} are taken without {' and '.join(left_off)}")
+    if fit.heads:
+        said.append(f"{source} holds a head beside the language model ({first_few(fit.heads)}), which is left out")
+    double = sum(entries[name].stored in ("F64", "float64") for name in fit.target)
+    if double:
+        said.append(f"{double} weights in {source} are fp64, and rounded to fp32")
+    return said
+
+
+def _refusal(
+    model: PreTrainedModel, entries: dict[str, Entry], source: str, fit: _Fit, untrainable: list[str]
+) -> InputError:
+    parameters = dict(model.named_parameters())
+    sizes = {name: (list(entries[name].shape), list(parameters[fit.target[name]].shape)) for name in fit.wrong}
+    wrong = [f"{name}: {there} in the file, {here} in the config" for name, (there, here) in sizes.items()]
+    wrong += [f"{name}: neither fp32, fp16 nor bf16, but {entries[name].stored}" for name in untrainable]
+    unexpected = fit.unexpected + fit.heads
+    problems = (("missing", fit.missing), ("unexpected", unexpected), ("unfit", wrong))
+    problems = (*problems, ("merged or split", fit.converted))
+    said = [f"{len(names)} {problem} ({first_few(names)})" for problem, names in problems if names]
+    advice = _advice(model, fit, [*entries], sizes, untrainable)
+    return InputError(f"the weights in {source} do not fit {type(model).__name__}: {'; '.join(said)}; {advice}")
+
+
+def _advice(
+    model: PreTrainedModel, fit: _Fit, names: list[str], sizes: dict[str, tuple[list, list]], untrainable: list[str]
+) -> str:
+    """The way out, by what does not fit."""
+    if fit.converted:
+        return "transformers converts these weights on load, which reading them one by one cannot do"
+    if any(_ADAPTER.search(name) for name in names):
+        return "they hold adapters (LoRA) that are not merged: merge_and_unload, then save_pretrained (peft)"
+    if any(name.endswith("_flat_param") for name in names):
+        return "they are the flattened pieces of FSDP: save the whole there (StateDictType.FULL_STATE_DICT)"
+    if untrainable or any(_QUANTISED.search(name) for name in fit.unexpected):
+        return "they are quantised or integers: choose the model in its original precision"
+    head = _names_of(model, model.get_output_embeddings())
+    vocabulary = head | _names_of(model, model.get_input_embeddings())
+    rows = {there[0] for there, here in sizes.values() if there[1:] == here[1:] and there}
+    if len(rows) == 1 and {fit.target[name] for name in sizes} <= vocabulary:
+        return f'set "vocab_size": {rows.pop()} in config.json'
+    if fit.missing and set(fit.missing) <= head and not fit.unexpected and not sizes:
+        return (
+            'the files hold no head: set "tie_word_embeddings": true in config.json if the model shares it with its '
+            "embedding"
+        )
+    own = {part for name, _ in model.named_parameters(remove_duplicate=False) for part in name.split(".")[:2]}
+    begin = sorted({_WRAPPERS.sub("", name).removeprefix(fit.prefix).split(".")[0] for name in fit.unexpected})
+    if fit.unexpected and not fit.missing and own.isdisjoint(begin):
+        return f"the files hold more than this model, under {first_few(begin)}: save the model alone (save_pretrained)"
+    if fit.unexpected and (not fit.target or own.isdisjoint(begin)):
+        return (
+            f"names that begin with {first_few(begin)} are not those of this architecture in transformers: "
+            "save them under its names (save_pretrained), or with the converter of the program that wrote them"
+        )
+    return "use the config.json that came with the weights, or --init random"
+
+
+def _names_of(model: PreTrainedModel, module) -> set[str]:
+    mine = {id(parameter) for parameter in module.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in mine}
+
+
+def _differing(model: PreTrainedModel, name: str, entry: Entry, target: dict[str, str]) -> InputError:
+    """Of a weight that the files hold twice."""
+    others: Iterable[str] = [other for other in target if target[other] == target[name] and other != name]
+    tied = {
+        alias for alias, p in model.named_parameters(remove_duplicate=False) if p is model.get_parameter(target[name])
+    }
+    if len(tied) == 1:
+        return InputError(
+            f"{entry.path}: {name} and {first_few(others)} are the same weight with different values; leave one"
+        )
+    advice = 'set "tie_word_embeddings": false in config.json if they are meant to differ'
+    if is_encoder_decoder(model.config):  # transformers 5 ties it whatever the config says
+        advice = "a T5 with a head of its own (version 1.1, FLAN) cannot be trained here"
+    return InputError(f"{entry.path}: {name} differs from the weight that the config ties it to; {advice}")

@@ -1,0 +1,89 @@
+"""Which files in a model's folder hold its weights. Nothing here imports PyTorch."""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from lowmem.errors import InputError, first_few
+from lowmem.text_files import read_json, refuse_pointer
+
+_USUAL = (  # a single file and the index of several, in the order in which they are looked for
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)(\.safetensors|\.bin)")
+_ENDS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+_NO_WEIGHTS = re.compile(  # of trainers, and of programs with names of their own for a model's weights
+    r"(adapter_|consolidated|lit_model|optim|scheduler|scaler|rng_state|random_states|training_args|trainer_state"
+    r"|.*(optim|train|trainer|training)_states?\.|dataloader|tokenizer)"
+)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights in `folder`, under their usual names, as shards without an index, or the only
+    file that can. InputError if there is none, several could be meant, a shard is missing or is a Git LFS pointer."""
+    files = usual_weight_files(folder) or _shards(folder) or _only_one(folder)
+    for path in files:
+        refuse_pointer(path)
+    return files
+
+
+def usual_weight_files(folder: Path) -> list[Path]:
+    """Those under the names that transformers looks for; none if there are none. InputError if a shard is missing."""
+    for single, index in _USUAL:
+        if (folder / single).is_file():
+            return [folder / single]
+        if (folder / index).is_file():
+            content = read_json(folder / index)
+            try:
+                names = sorted(set(content["weight_map"].values()))
+                paths = [folder / name for name in names]
+            except (KeyError, AttributeError, TypeError):
+                raise InputError(f"{folder / index} has no weight_map of tensors to files; download it again") from None
+            return _complete(folder, paths)
+    return []
+
+
+def _complete(folder: Path, paths: list[Path]) -> list[Path]:
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise InputError(
+            f"{folder} lacks {len(missing)} of {len(paths)} weight files ({first_few(missing)}): download again"
+        )
+    return paths
+
+
+def _candidates(folder: Path) -> list[Path]:
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.suffix in _ENDS and not _NO_WEIGHTS.match(path.name) and path.is_file()
+    ]
+
+
+def _shards(folder: Path) -> list[Path]:
+    """Those numbered m-of-n, all of one name."""
+    sets = defaultdict(list)
+    for path in _candidates(folder):
+        if match := _SHARD.fullmatch(path.name):
+            name, number, count, end = match.groups()
+            sets[name, count, end].append(len(number))
+    for (name, count, end), (digits, *_) in sorted(sets.items(), key=lambda item: item[0][2] != ".safetensors"):
+        numbers = range(1, int(count) + 1)
+        return _complete(folder, [folder / f"{name}-{number:0{digits}d}-of-{count}{end}" for number in numbers])
+    return []
+
+
+def _only_one(folder: Path) -> list[Path]:
+    candidates = _candidates(folder)
+    candidates = [path for path in candidates if path.suffix == ".safetensors"] or candidates
+    if len(candidates) > 1:
+        raise InputError(
+            f"{folder} holds several files that could be the weights ({first_few(path.name for path in candidates)}); "
+            "rename the right one to model.safetensors or pytorch_model.bin, by its kind"
+        )
+    if not candidates:
+        raise InputError(
+            f"{folder} holds no model.safetensors and no pytorch_model.bin, whole or in shards; copy the weights there"
+        )
+    return candidates

@@ -1,0 +1,291 @@
+"""Checkpoints as people have them: names under wrappers, state_dicts in dictionaries, other heads, other files."""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from lowmem.errors import InputError
+from lowmem.models.build import build_model
+from lowmem.models.load import read_weights
+
+GPT2 = transformers.GPT2Config(
+    n_embd=16, n_layer=2, n_head=2, n_positions=32, vocab_size=61, bos_token_id=0, eos_token_id=0
+)
+LLAMA = transformers.LlamaConfig(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32,
+    vocab_size=61, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def model_of(config):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+MODELS = {"gpt2": model_of(GPT2), "llama": model_of(LLAMA)}
+HEAD = {"v_head.summary.weight": torch.zeros(1, 16), "v_head.summary.bias": torch.zeros(1)}
+
+
+def under(prefix):
+    return lambda tensors: {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def each_block(wrapper):
+    """As FSDP or torch.compile of single blocks name what is in them."""
+    return lambda tensors: {
+        name.replace(".h.", f".h.{wrapper}").replace(f".h.{wrapper}0.", f".h.0.{wrapper}").replace(
+            f".h.{wrapper}1.", f".h.1.{wrapper}"
+        ): tensor
+        for name, tensor in tensors.items()
+    }  # fmt: skip
+
+
+def within(*keys, **beside):
+    def change(tensors):
+        for key in reversed(keys):
+            tensors = {key: tensors} | beside
+        return tensors
+
+    return change
+
+
+TAKEN = {  # how the weights are saved: what is said
+    "torch.compile": (under("_orig_mod."), "without _orig_mod."),
+    "DDP": (under("module."), "without module."),
+    "FSDP": (under("_fsdp_wrapped_module."), "without _fsdp_wrapped_module."),
+    "DDP of compiled": (under("module._orig_mod."), "without _orig_mod. and module."),
+    "compiled DDP": (under("_orig_mod.module."), "without _orig_mod. and module."),
+    "Fabric": (under("_forward_module."), "without _forward_module."),
+    "Lightning": (under("model."), "without model."),
+    "Lightning of DDP": (under("model.module."), "without model.module."),
+    "PEFT": (under("base_model.model."), "without base_model.model."),
+    "TRL": (under("pretrained_model."), "without pretrained_model."),
+    "doubled": (under("transformer."), "without transformer."),
+    "TRL of PEFT": (under("pretrained_model.base_model.model."), "without pretrained_model.base_model.model."),
+    "a policy": (under("policy."), "without policy."),
+    "blocks": (each_block("_fsdp_wrapped_module."), "without _fsdp_wrapped_module."),
+    "recomputed blocks": (each_block("_checkpoint_wrapped_module."), "without _checkpoint_wrapped_module."),
+    "PPO": (lambda tensors: tensors | HEAD, "a head beside the language model (v_head.summary."),
+    "PPO under DDP": (lambda tensors: under("module.")(tensors | HEAD), "without module."),
+    "a reward model": (lambda tensors: tensors | {"score.weight": torch.zeros(2, 16)}, "score.weight"),
+    "fp64": (lambda tensors: {name: tensor.double() for name, tensor in tensors.items()}, "are fp64, and rounded"),
+}  # fmt: skip
+NESTED = {
+    "state_dict": (within("state_dict", epoch=3, optim_states=[{"state": {0: {"m": torch.ones(1)}}}]), "state_dict"),
+    "model": (within("model", optimizer={"state": {}}, iter_num=torch.tensor(5)), "model"),
+    "twice": (within("model", "state_dict"), "model.state_dict"),
+    "module": (within("module", dp_world_size=1), "module"),
+    "model_state_dict": (lambda tensors: {"model_state_dict": under("module.")(tensors)}, "without module."),
+    "Lightning": (lambda tensors: {"state_dict": under("model._orig_mod.")(tensors), "loops": {}}, "_orig_mod. and "),
+}  # fmt: skip
+
+
+def read(folder: Path, config) -> tuple[dict, str]:
+    said = []
+    runs = read_weights(build_model(config), str(folder), said.append)
+    return {name: values.clone() for name, values in runs}, "; ".join(said)
+
+
+def assert_taken(folder: Path, kind: str, words: str) -> None:
+    found, said = read(folder, MODELS[kind].config)
+    for name, parameter in MODELS[kind].named_parameters():
+        assert torch.equal(found[name], parameter), name
+    assert words in said and len(found) == len(list(MODELS[kind].parameters()))
+
+
+def tensors_of(kind: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in MODELS[kind].named_parameters()}
+
+
+CASES = {name: ("gpt2", *case) for name, case in TAKEN.items()}
+CASES |= {
+    f"Llama {name}": ("llama", *TAKEN[name])
+    for name in ("torch.compile", "DDP of compiled", "Lightning", "PEFT", "PPO", "a reward model", "fp64")
+}
+
+
+@pytest.mark.parametrize(("kind", "change", "words"), CASES.values(), ids=CASES)
+def test_weights_are_found_under_the_names_of_wrappers_and_beside_other_heads(tmp_path, kind, change, words):
+    save_file(change(tensors_of(kind)), tmp_path / "model.safetensors")
+    assert_taken(tmp_path, kind, words)
+
+
+@pytest.mark.parametrize(("change", "words"), NESTED.values(), ids=NESTED)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "last.ckpt"])
+def test_a_state_dict_is_found_within_a_trainers_checkpoint(tmp_path, change, words, name):
+    torch.save(change(tensors_of("gpt2")), tmp_path / name)
+    torch.save({"state": {}}, tmp_path / "optimizer.pt")
+    assert_taken(tmp_path, "gpt2", words)
+
+
+REFUSED = {  # what is in the folder: the words of the sentence
+    "lora": (
+        lambda t: {
+            "base_model.model." + name.replace("c_attn.", "c_attn.base_layer."): tensor for name, tensor in t.items()
+        } | {"base_model.model.transformer.h.0.attn.c_attn.lora_A.default.weight": torch.zeros(2, 16)},
+        ["adapters (LoRA) that are not merged", "merge_and_unload"],
+    ),
+    "two models": (
+        lambda t: under("policy.")(t) | under("ref.")({name: tensor + 1 for name, tensor in t.items()}),
+        ["28 unexpected (policy.", "more than this model, under policy: save the model alone"],
+    ),
+    "Meta's names": (
+        lambda t: {"layers.0.attention.wq.weight": torch.zeros(2), "tok_embeddings.weight": torch.zeros(2)},
+        ["begin with layers, tok_embeddings are not", "converter"],
+    ),
+    "FSDP's pieces": (
+        lambda t: {"_fsdp_wrapped_module._flat_param": torch.zeros(9)},
+        ["flattened pieces of FSDP", "FULL_STATE_DICT"],
+    ),
+    "fp8": (
+        lambda t: {name: tensor.to(torch.float8_e4m3fn) if tensor.dim() > 1 else tensor for name, tensor in t.items()},
+        ["but F8_E4M3", "original precision"],
+    ),
+    "I8": (lambda t: t | {"transformer.h.0.mlp.c_fc.bias": torch.zeros(64, dtype=torch.int8)}, ["but I8", "quant"]),
+    "GPTQ": (
+        lambda t: t | {"transformer.h.0.mlp.c_fc.qweight": torch.zeros(2, 2, dtype=torch.int32)},
+        ["qweight", "quantised"],
+    ),
+    "resized vocabulary": (
+        lambda t: t | {"transformer.wte.weight": torch.zeros(64, 16)},
+        ["[64, 16] in the file, [61, 16] in the config", 'set "vocab_size": 64 in config.json'],
+    ),
+    "resized vocabulary under a wrapper": (
+        lambda t: under("module.")(t | {"transformer.wte.weight": torch.zeros(64, 16)}),
+        ['set "vocab_size": 64 in config.json'],
+    ),
+    "of another model": (
+        lambda t: {name: tensor for name, tensor in t.items() if ".h.1." not in name},
+        ["12 missing", "use the config.json that came with the weights"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_taken_is_refused_with_the_way_out(tmp_path, change, words):
+    save_file(change(tensors_of("gpt2")), tmp_path / "model.safetensors")
+    with pytest.raises(InputError) as refused:
+        read(tmp_path, GPT2)
+    assert all(part in str(refused.value) for part in words), refused.value
+    assert ("use the config.json" in str(refused.value)) == ("use the config.json" in words[-1])
+
+
+@pytest.mark.parametrize("names", [("lm_head.weight",), ("model.embed_tokens.weight", "lm_head.weight")])
+def test_a_missing_or_a_resized_head_is_named(tmp_path, names):
+    tensors = tensors_of("llama")
+    if len(names) == 1:
+        del tensors["lm_head.weight"]
+    tensors |= {name: torch.zeros(64, 16) for name in names[1:]} | {
+        n: torch.zeros(64, 16) for n in names if len(names) > 1
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match='"vocab_size": 64' if len(names) > 1 else 'hold no head: set "tie_word_emb'):
+        read(tmp_path, LLAMA)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e300])
+def test_a_weight_that_is_not_finite_is_named(tmp_path, value):
+    tensors = {name: tensor.double() for name, tensor in tensors_of("gpt2").items()}
+    tensors["transformer.h.1.ln_2.bias"][3] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(
+        InputError, match=r"model.safetensors: transformer.h.1.ln_2.bias has values that are NaN or inf"
+    ):
+        read(tmp_path, GPT2)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"model": {"a": torch.ones(1)}, "state_dict": {"a": torch.ones(1)}}, "several dictionaries of weights (mod"),
+        ({"state": {0: {"exp_avg": torch.ones(1)}}, "param_groups": []}, "no state_dict: it holds state, param_groups"),
+        ([torch.ones(1)], "is no state_dict: it holds list"),
+        ({"args": argparse.Namespace(lr=1)}, "a Python object beside tensors (argparse.Namespace)"),
+        ({}, "it holds nothing"),
+    ],
+    ids=["two", "an optimizer's", "a list", "an object", "nothing"],
+)  # fmt: skip
+def test_a_file_without_a_state_dict_is_named(tmp_path, content, words):
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError) as refused:
+        read(tmp_path, GPT2)
+    assert words in str(refused.value)
+
+
+def saved_in_two(folder: Path, names: list[str], index: str | None = None) -> None:
+    tensors = tensors_of("gpt2")
+    halves = [dict(list(tensors.items())[:9]), dict(list(tensors.items())[9:])]
+    for name, half in zip(names, halves, strict=True):
+        (folder / name).parent.mkdir(exist_ok=True)
+        save_file(half, folder / name) if name.endswith("safetensors") else torch.save(half, folder / name)
+    if index:
+        weight_map = {key: name for name, half in zip(names, halves, strict=True) for key in half}
+        (folder / index).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8-sig")
+
+
+@pytest.mark.parametrize(
+    ("names", "index"),
+    [
+        (["a/model-00001-of-00002.safetensors", "b/model-00002-of-00002.safetensors"], "model.safetensors.index.json"),
+        (["ft-model-00001-of-00002.safetensors", "ft-model-00002-of-00002.safetensors"], None),
+        (["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"], None),
+    ],
+    ids=["subfolders", "safetensors without index", "bin without index"],
+)
+def test_shards_wherever_they_are(tmp_path, names, index):
+    saved_in_two(tmp_path, names, index)
+    torch.save({}, tmp_path / "training_args.bin")
+    assert_taken(tmp_path, "gpt2", "" if index else "the weights are read from")
+
+
+def test_shards_that_are_links_are_followed(tmp_path):
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    saved_in_two(tmp_path, names, "model.safetensors.index.json")
+    for name in names:
+        shutil.move(tmp_path / name, tmp_path / f"blob-{name[:11]}")
+        (tmp_path / name).symlink_to(f"blob-{name[:11]}")
+    assert_taken(tmp_path, "gpt2", "")
+
+
+def test_safetensors_come_before_bin_files(tmp_path):
+    save_file(tensors_of("gpt2"), tmp_path / "model.safetensors")
+    torch.save({"x": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    assert_taken(tmp_path, "gpt2", "")
+
+
+def test_files_that_leave_a_choice_or_a_gap_are_refused(tmp_path):
+    saved_in_two(tmp_path, ["m-00001-of-00003.safetensors", "m-00002-of-00003.safetensors"])
+    with pytest.raises(InputError, match="lacks 1 of 3 weight files .m-00003-of-00003.safetensors"):
+        read(tmp_path, GPT2)
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    saved_in_two(tmp_path, ["one.pt", "two.pt"])
+    with pytest.raises(InputError, match="several files that could be the weights .one.pt, two.pt"):
+        read(tmp_path, GPT2)
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    (tmp_path / "consolidated.00.pth").write_text("")
+    with pytest.raises(InputError, match="no model.safetensors"):
+        read(tmp_path, GPT2)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(InputError, match="model.safetensors is a Git LFS pointer.*git lfs pull"):
+        read(tmp_path, GPT2)
+
+
+def test_a_weight_that_is_in_two_shards_must_be_the_same(tmp_path):
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    saved_in_two(tmp_path, names)
+    both = tensors_of("gpt2")
+    save_file(both, tmp_path / names[1])
+    assert_taken(tmp_path, "gpt2", "")
+    both["transformer.wpe.weight"] += 1
+    save_file(both, tmp_path / names[1])
+    with pytest.raises(InputError, match="transformer.wpe.weight is in .* with different values"):
+        read(tmp_path, GPT2)

@@ -1,0 +1,216 @@
+"""One case: a published folder is written, trained for two steps, exported, and read in transformers 5 and 4."""
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+import lowmem
+from lowmem.errors import InputError
+from lowmem.models.build import load_config
+from lowmem.run import train as training
+from lowmem.settings import Settings
+from tests.published_models import probe
+from tests.published_models.shapes import shrunk
+
+TOLERANCE_5, TOLERANCE_4 = 1e-5, 1e-4  # of the largest logit; 4 computes some products in another order
+PROBE = Path(probe.__file__)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published folder. `tokenizer` writes its tokenizer's files for a config; `config` has the real sizes."""
+
+    name: str
+    kind: str
+    config: dict
+    tokenizer: Callable[[Path, dict], None]
+    weights: tuple[str, ...] = ()
+    generation: dict | None = None
+    chat: bool = False
+
+
+class Later:
+    """probe.py under `python`, whose transformers is another: one process for many requests."""
+
+    def __init__(self, python: Path):
+        self.process = subprocess.Popen(
+            [python, PROBE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def ask(self, do: str, **request) -> dict:
+        self.process.stdin.write(json.dumps({"do": do, **request}) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def transformers_4(python: Path | None) -> Iterator[Later | None]:
+    """None where there is no such environment."""
+    later = Later(python) if python is not None and Path(python).exists() else None
+    try:
+        yield later
+    finally:
+        if later is not None:
+            later.close()
+
+
+def run(case: Case, room: Path, later: Later | None) -> dict:
+    """What became of `case`, in an empty folder `room`: its row's `outcome`, `said`, `checks` and `values`."""
+    folder, out = room / "model", room / "out"
+    folder.mkdir(parents=True)
+    write(case, folder, later)
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(open(room / "log.txt", "w", encoding="utf-8"))
+        stack.enter_context(contextlib.redirect_stdout(log))
+        stack.enter_context(contextlib.redirect_stderr(log))
+        try:
+            logits = train(case, folder, out, room)
+        except InputError as error:
+            written = sorted(path.name for path in out.iterdir()) if out.exists() else []
+            checks = {"nothing was written": not written, "named": named(case, str(error))}
+            return {"outcome": "refused", "said": portable(str(error), room), "checks": checks, "values": {}}
+        except Exception as error:
+            said = portable(probe.reason(error), room)
+            return {"outcome": "failed", "said": said, "checks": {"trained": False}, "values": {}}
+        checks, values, said = compare(folder, out / "model", logits, room, later)
+    return {"outcome": "trained", "said": portable("; ".join(said), room), "checks": checks, "values": values}
+
+
+def portable(sentence: str, room: Path) -> str:
+    return sentence.replace(str(room) + "/", "")
+
+
+def named(case: Case, sentence: str) -> bool:
+    """Whether a refusal says by name which model, file, package or token it is about."""
+    names = [case.config.get("model_type"), *case.config.get("architectures", ())]
+    names += ["T5", "tokenizer", "sentencepiece", "tiktoken", "quantised", "eos_token", "model_type"]
+    return any(name.lower() in sentence.lower() for name in names if name)
+
+
+def write(case: Case, folder: Path, later: Later | None) -> None:
+    """The folder as it is on the hub: weights as transformers 4 names them, where it knows the model."""
+    config = shrunk(case.config)
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    try:
+        load_config(str(folder), "pretrained")
+        answer = (
+            later.ask("make", folder=str(folder), weights=list(case.weights)) if later is not None else {"error": ""}
+        )
+        if "error" in answer:
+            probe.make(str(folder), list(case.weights))
+    except InputError:  # it is refused before its weights are read
+        (folder / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    if case.generation is not None:
+        generation = case.generation | shrunk(case.generation)
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
+    case.tokenizer(folder, config)
+
+
+def train(case: Case, folder: Path, out: Path, room: Path) -> torch.Tensor:
+    """Two steps and the export; the logits of the trained weights where they lie."""
+    data = room / "data.jsonl"
+    pair = {"prompt": "the cat sat on ", "completion": "the mat and said hello"}
+    row = {"messages": probe.CHAT} if case.chat else pair
+    data.write_text("".join(json.dumps(row) + "\n" for _ in range(40)), encoding="utf-8")
+    if not case.chat and not case.config.get("is_encoder_decoder"):
+        data = room / "data.txt"
+        data.write_text("the cat sat on the mat and said hello to the dog. \n" * 60, encoding="utf-8")
+    trained, found = [], []
+
+    def make_step(settings, decoder, *more):
+        trained.append(decoder.model)
+        return made(settings, decoder, *more)
+
+    def finish(*arguments):
+        trained[0].eval()
+        found.append(probe.forward(trained[0]))
+        trained[0].train()
+        return finished(*arguments)
+
+    made, finished = training.make_step, training.finish
+    settings = Settings(
+        model=str(folder), data=str(data), out=str(out), device="cpu", gpu_limit_bytes=None, seq=64, batch=2,
+        micro_batch=1, steps=2, warmup_steps=0, lr=1e-3, recompute="on", report_to="none",
+    )  # fmt: skip
+    with patch.multiple(training, make_step=make_step, finish=finish):
+        lowmem.train(settings)
+    return found[0]
+
+
+def compare(folder: Path, exported: Path, logits: torch.Tensor, room: Path, later: Later | None):
+    """Compares the export with the training in both versions; returns `checks`, `values` and remarks."""
+    checks, values, said = {}, {}, []
+    before, after = probe.read(str(folder), str(room / "first in 5.pt")), probe.read(str(exported), str(room / "5.pt"))
+    checks["model in 5"] = _loaded(after, "5", said) and _near(
+        values, "5 from training", logits, torch.load(room / "5.pt")[0], TOLERANCE_5
+    )
+    checks["tokens in 5"] = _same_tokens([before], after, said, "5")
+    if later is None:
+        return checks, values, said
+    first = later.ask("read", folder=str(folder), logits=str(room / "first in 4.pt"))
+    last = later.ask("read", folder=str(exported), logits=str(room / "4.pt"))
+    if "model_error" in first:
+        said.append(f"transformers 4 does not load the published model ({first['model_error']})")
+    else:
+        _near(values, "published, 4 from 5", *(torch.cat(torch.load(room / f"first in {n}.pt"), 1) for n in "54"), 0)
+        checks["model in 4"] = _loaded(last, "4", said) and _near(
+            values, "4 from 5", *(torch.cat(torch.load(room / f"{n}.pt"), 1) for n in "54"), TOLERANCE_4
+        )
+        if "4 from 5" in values and not checks["model in 4"]:  # 4's fused attention leaves some settings out
+            eager = {"folder": str(exported), "attention": "eager"}
+            probe.read(**eager, logits=str(room / "eager 5.pt"))
+            later.ask("read", **eager, logits=str(room / "eager 4.pt"))
+            checks["model in 4"] = _near(
+                values, "4 from 5, both eager", *(torch.cat(torch.load(room / f"eager {n}.pt"), 1) for n in "54"), 1e-4
+            )
+    if "tokens_error" in first:
+        said.append(f"transformers 4 does not load the published tokenizer ({first['tokens_error']})")
+    else:
+        checks["tokens in 4"] = _same_tokens([before, first], last, said, "4")
+        if first["tokens"] != before.get("tokens"):
+            keys = [key for key in first["tokens"] if first["tokens"][key] != before.get("tokens", {}).get(key)]
+            said.append(f"4 and 5 read the published tokenizer differently ({', '.join(keys)})")
+    return checks, values, said
+
+
+def _loaded(answer: dict, where: str, said: list[str]) -> bool:
+    problem = answer.get("model_error")
+    if problem is None and (answer["missing"] or answer["mismatched"]):
+        problem = f"missing {answer['missing'][:3]}, of another shape {answer['mismatched'][:3]}"
+    if problem is not None:
+        said.append(f"the model in {where}: {problem}")
+    return problem is None
+
+
+def _near(values: dict, name: str, one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    """Whether the largest difference, as a share of the largest logit, is within `tolerance`; kept in `values`."""
+    values[name] = float(f"{(one - other).abs().max() / one.abs().max():.2g}")
+    return values[name] <= tolerance
+
+
+def _same_tokens(expected: list[dict], found: dict, said: list[str], where: str) -> bool:
+    """Whether each fact of the tokenizer `found` is that of one of `expected`: the tokenizer of training, or the
+    published one in the same transformers."""
+    errors = [answer["tokens_error"] for answer in (expected[0], found) if "tokens_error" in answer]
+    if errors:
+        said.append(f"the tokenizer in {where}: {errors[-1]}")
+        return False
+    wanted, found = [answer["tokens"] for answer in expected], found["tokens"]
+    differs = [key for key in found if all(found[key] != each[key] for each in wanted)]
+    if differs:
+        one, other = wanted[0][differs[0]], found[differs[0]]
+        if isinstance(one, list) and len(one) == len(other):
+            one, other = next((a, b) for a, b in zip(one, other, strict=True) if a != b)
+        said.append(f"the tokenizer in {where}: {', '.join(differs)}: {str(one)[:60]} became {str(other)[:60]}")
+    return not differs

@@ -1,0 +1,43 @@
+"""README.md's tables, of the rows that `python -m tests.published_models` leaves in results.jsonl.
+
+python -m tests.published_models.table
+"""
+
+from collections import Counter
+from pathlib import Path
+
+from experiments.harness import rows as row_file
+from experiments.harness.tables import markdown, put
+
+FOLDER = Path(__file__).resolve().parent
+RESULTS, README = FOLDER / "results.jsonl", FOLDER / "README.md"
+BEGIN = "<!-- made by python -m tests.published_models.table -->"
+KINDS = {"config": "config.json", "tokenizer": "tokenizer"}
+VALUES = ("5 from training", "4 from 5", "published, 4 from 5")
+OUTCOMES = ("trained", "refused")
+
+
+def tables(rows: list[dict]) -> str:
+    """How many of each kind came to what, then every case."""
+    counts = Counter((row["kind"], row["outcome"] if row["ok"] else "wrong") for row in rows)
+    lines = [[name, *(str(counts[kind, outcome]) for outcome in (*OUTCOMES, "wrong"))] for kind, name in KINDS.items()]
+    made = sorted({f"commit {row['commit']}, transformers {row['versions']['transformers']}" for row in rows})
+    parts = [markdown(("published", *OUTCOMES, "wrong"), lines), f"Made by `{rows[0]['command']}`; {'; '.join(made)}."]
+    for kind, name in KINDS.items():
+        header = (name, "outcome", *VALUES, "said")
+        parts.append(markdown(header, [_line(row) for row in rows if row["kind"] == kind]))
+    return "\n\n".join(parts)
+
+
+def _line(row: dict) -> list[str]:
+    outcome = row["outcome"] if row["ok"] else f"WRONG: {row['outcome']}"
+    values = (row["values"].get(name) for name in VALUES)
+    return [row["name"], outcome, *("" if value is None else f"{value:.0e}" for value in values), row["said"]]
+
+
+def put_tables() -> None:
+    put(README, BEGIN, tables(row_file.read(RESULTS)))
+
+
+if __name__ == "__main__":
+    put_tables()

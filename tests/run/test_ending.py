@@ -1,0 +1,169 @@
+"""The end of a run: a failure in any step of it costs neither the weights nor the other steps."""
+
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import lowmem.run.checkpoint
+import lowmem.run.ending
+import lowmem.run.log
+import lowmem.run.train
+from lowmem.core.parameters import Store
+from lowmem.errors import CapExceeded
+from lowmem.models import description, export
+from lowmem.run.trackers import Trackers
+from runs import assert_same_run, at_call, last_line, stored, weights
+
+# A function that fails, words of the sentence on it, and the file that model/ lacks then.
+FAULTS = {
+    "the last sample": (lowmem.run.train, "sample", "the last sample", None),
+    "samples.jsonl": (lowmem.run.log.RunLog, "sample", "the last sample", None),
+    "a tracker's sample": (Trackers, "sample", "the last sample", None),
+    "weights": (export, "_write_shards", "the export", "model.safetensors"),
+    "room": (export.shutil, "disk_usage", "the export", "model.safetensors"),
+    "config.json": (description, "config_fields", "config.json could not be written", "config.json"),
+    "generation config": (description, "_write_generation", "generation_config.json", "generation_config.json"),
+    "tokenizer": (PreTrainedTokenizerFast, "save_pretrained", "the tokenizer could not", "tokenizer.json"),
+    "README": (description, "_on_ties", "README.md could not be written", "README.md"),
+    "report": (lowmem.run.ending, "build_report", "report.json", None),
+    "report.json": (lowmem.run.ending, "write_json", "report.json", None),
+    "loss.png": (lowmem.run.ending, "draw_loss", "loss.png", None),
+    "memory.png": (lowmem.run.ending, "draw_memory", "memory.png", None),
+    "a tracker's pictures": (Trackers, "pictures", "the trackers", None),
+    "the summary": (lowmem.run.ending, "_say_how_it_went", "the summary", None),
+    "a tracker's end": (Trackers, "close", "closing the log and the trackers", None),
+}
+MADE_AT_THE_END = ("report.json", "loss.png", "memory.png")
+OPTIONS = ["--sample-prompt", "one 1", "--schedule", "constant"]
+
+
+class Broken(Exception):
+    pass
+
+
+class Panic(BaseException):
+    """As those of `tokenizers`."""
+
+
+def is_path(given) -> bool:
+    return isinstance(given, Path)
+
+
+def fail(error: type[BaseException] = Broken):
+    raise error("it broke\nfor a reason")
+
+
+def after_training(patch, *fault) -> None:
+    """Arranges `fault` for when training has begun, when all that is rehearsed has been."""
+    at_call(patch, lowmem.run.train, "course_of", lambda: at_call(patch, *fault))
+
+
+@pytest.fixture(scope="module")
+def expected(train, tmp_path_factory):
+    out = tmp_path_factory.mktemp("ending") / "expected"
+    assert train(out, *OPTIONS) == 0
+    return out
+
+
+@pytest.fixture
+def trained(expected, tmp_path):
+    """A run all of whose steps are done, and nothing of its end."""
+    shutil.copytree(expected, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out/model")
+    for name in MADE_AT_THE_END:
+        (tmp_path / "out" / name).unlink()
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failure_at_the_end_costs_neither_the_weights_nor_the_rest(
+    fault, train, expected, trained, monkeypatch, capsys
+):
+    owner, name, said, missing = FAULTS[fault]
+    with monkeypatch.context() as patch:
+        after_training(patch, owner, name, fail)
+        assert train(trained, *OPTIONS) == 1
+    sentence = last_line(capsys)
+    assert said in sentence and "it broke" in sentence and "for a reason" not in sentence
+    if missing == "model.safetensors":
+        assert f"The weights are in {trained}/checkpoints/step-00000003" in sentence
+        assert not (trained / "model").exists()
+    else:
+        assert f"The weights are in {trained}/model" in sentence and weights(trained) == weights(expected)
+        there, wanted = (set(os.listdir(folder / "model")) for folder in (trained, expected))
+        assert missing in wanted - there if missing else there == wanted
+    for name in MADE_AT_THE_END:
+        assert (trained / name).exists() == (name != said), name
+    if fault == "config.json":
+        assert train(trained, *OPTIONS) == 0  # the same command does the end again
+        assert_same_run(trained, expected)
+        assert stored(trained / "report.json")["failed"] == []
+
+
+@pytest.mark.parametrize(("name", "said"), [("evaluated", "the last evaluation"), ("save_checkpoint", "the last save")])
+def test_a_last_step_that_is_not_evaluated_or_saved_is_exported(
+    name, said, train, expected, tmp_path, monkeypatch, capsys
+):
+    after_training(monkeypatch, lowmem.run.train, name, fail)
+    assert train(tmp_path / "out", *OPTIONS) == 1
+    assert f"{said} failed: it broke. The weights are in {tmp_path}/out/model" in last_line(capsys)
+    assert weights(tmp_path / "out") == weights(expected)
+
+
+def test_weights_beyond_the_range_of_fp16_are_exported_in_fp32(train, trained, expected, monkeypatch, capsys):
+    def masters(store):
+        for name, values in real(store):
+            yield name, values * (1e6 if name == "transformer.wpe.weight" else 1)
+
+    real = Store.masters
+    monkeypatch.setattr(Store, "masters", masters)
+    assert train(trained, *OPTIONS[2:], "--export-dtype", "fp16") == 1
+    sentence = last_line(capsys)
+    assert "transformer.wpe.weight holds" in sentence and "exported in fp32" in sentence
+    assert f"The weights are in {trained}/model" in sentence
+    model = AutoModelForCausalLM.from_pretrained(trained / "model")
+    assert model.dtype == torch.float32 and model.transformer.wpe.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_best_checkpoint_that_breaks_off_half_way_leaves_the_last_or_none(both, train, tmp_path, monkeypatch, capsys):
+    real, losses = lowmem.run.train.evaluated, iter([5.0, 3.0, 4.0, 5.0])
+    monkeypatch.setattr(lowmem.run.train, "evaluated", lambda *given: real(*given) | {"eval_loss": next(losses)})
+
+    def break_off(checkpoint, store, check):
+        loads.append(checkpoint.name)
+        if both or len(loads) == 1:
+            store.clear()
+            fail()
+        return load(checkpoint, store, check)
+
+    load, loads, out = lowmem.run.ending.load_checkpoint, [], tmp_path / "out"
+    monkeypatch.setattr(lowmem.run.ending, "load_checkpoint", break_off)
+    options = ["--keep-best", "--eval-every", "1", "--keep-last", "3", "--save-every", "1"]
+    assert train(out, *options) == 1 and loads == ["step-00000001", "step-00000003"]
+    sentence = last_line(capsys)
+    assert "loading the weights after step 1 failed: it broke" in sentence
+    if both:
+        assert f"The weights are in {out}/checkpoints/step-00000003" in sentence and not (out / "model").exists()
+    else:
+        assert (
+            f"The weights are in {out}/model" in sentence and stored(out / "report.json")["loss"]["exported_step"] == 3
+        )
+        assert load_file(out / "model/model.safetensors")["transformer.wte.weight"].any()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CapExceeded])
+def test_an_interrupt_and_an_exceeded_cap_are_no_failures_of_a_step(error, train, trained, monkeypatch):
+    after_training(monkeypatch, lowmem.run.train, "sample", partial(fail, error))
+    if error is KeyboardInterrupt:
+        with pytest.raises(error):
+            train(trained, *OPTIONS)
+    else:
+        assert train(trained, *OPTIONS) == CapExceeded.exit_code
+    assert not (trained / "model").exists() and (trained / "checkpoints/step-00000003").exists()
