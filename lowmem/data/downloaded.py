@@ -1,4 +1,4 @@
-"""A data set of the hub that was downloaded into a folder: which of its files are trained on, and which are held out.
+"""Data sets of the hub in a folder: finds the files that are trained on and those that are held out.
 
 It is told from a folder of somebody's texts by its card, a README.md that begins with YAML about a data set, or by
 its files: some tables (or all .txt files) are called after a training split and some after a held-out one. Splits are
@@ -38,7 +38,7 @@ Splits = dict[str, list[Path]]
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of the trained split and of the held-out one, with its name; what is to be said of them."""
+    """The files of the trained split and of the held-out one, called `name`; `remark`: text for the data's line."""
 
     train: list[Path]
     held_out: list[Path]
@@ -76,7 +76,7 @@ def find_layout(folder: Path, files: list[Path], config: str | None) -> Layout |
 
 
 def _card(folder: Path) -> dict[str, Any] | None:
-    """What the data set's card says at its beginning; None where there is none."""
+    """The YAML at the beginning of the data set's card; None if there is no such card."""
     try:
         text = read_text(folder / _CARD).replace("\r\n", "\n")
         begun, _, rest = text.partition("---\n")
@@ -132,7 +132,7 @@ def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: An
 
 
 def _of_one_kind(files: list[Path]) -> list[Path]:
-    """Those of the most common kind of table, packed or not, or else the .txt files."""
+    """The files of the most common kind of table, packed or not; the .txt files if there is no table."""
     kinds = {file: _kind(file) for file in files}
     counted = Counter(kinds.values())
     most = max(TABLE_SUFFIXES, key=lambda kind: counted[kind])

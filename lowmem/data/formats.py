@@ -72,7 +72,7 @@ _STRUCTURED = {  # the columns that each reading needs
 _QUESTIONS = ("prompt", "question", "query", "problem", "instruction", "input")  # other people's names, likeliest first
 _ANSWERS = ("completion", "answer", "response", "output", "solution", "target")
 _MOST_NAMED = 20  # columns, in one sentence
-_MOST_BLANK = 10_000  # rows that are looked over for the first one that is filled
+_MOST_BLANK = 10_000  # rows before the first one that is filled
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Data sets of the Hugging Face hub, by their name or as `save_to_disk` wrote them, read by the package `datasets`.
 
-One split is trained on: train, or the first one whose name begins so. Of the others, the publisher's validation split
-(or else its test split) is held out; the rest is not read. The line that describes the data names them.
+One split is trained on: train, or the first one whose name begins so. The publisher's validation split, or else its
+test split, is held out. Other splits are not read. The line that describes the data names them.
 """
 
 import re
@@ -26,14 +26,14 @@ _WORD_ENDS = re.compile(r"[-._ 0-9]+")
 
 
 def split_of(name: str) -> str | None:
-    """Which of SPLIT_WORDS a name such as `train_sft` or `dev-00000-of-00001.parquet` has in it. Where there are words
-    of several, it is not train."""
+    """The kind of split that a name such as `train_sft` or `dev-00000-of-00001.parquet` says: a key of SPLIT_WORDS. A
+    name with words of several kinds is not train."""
     words = set(_WORD_ENDS.split(name.lower()))
     return next((split for split in ("validation", "test", "train") if words & {*SPLIT_WORDS[split]}), None)
 
 
 def choose_splits(names: Sequence[str]) -> tuple[str, str | None, str]:
-    """Which split is trained on, which one is held out, and what is to be said of that."""
+    """The split that is trained on, the one that is held out, and a remark for the line that describes the data."""
     train = "train" if "train" in names else next((name for name in names if split_of(name) == "train"), names[0])
     others = [name for name in names if name != train]
     same = [name for name in others if _WORD_ENDS.split(name)[1:] == _WORD_ENDS.split(train)[1:]]  # test_sft, train_sft

@@ -2,7 +2,7 @@
 
 `.jsonl` has an object on each line, `.csv` names its columns in its first line, `.parquet` knows them; a `.json` file
 is a list of objects, an object with one such list in it ({"data": [...]}), one object, or JSON lines. A column that is
-given twice is refused. Of Parquet, columns that nothing is made of are named and not read.
+given twice is refused. Parquet columns that are not used are named and not read.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""Data sets as they lie on a disk: downloaded from the hub, saved by `datasets`, or fetched without Git LFS."""
+"""Data sets in folders: downloaded from the hub, saved by `datasets`, or fetched without Git LFS."""
 
 import json
 
