@@ -179,7 +179,8 @@ def _with_progress(records: Iterable[Record], name: str, writer: "_Writer") -> I
     """`records`, with a line at a terminal where they take long."""
     hidden = sys.stderr is None or not sys.stderr.isatty()
     with tqdm(
-        desc=f"tokenizing {name[-40:]}", unit=" tokens", unit_scale=True, delay=_PROGRESS_AFTER_SECONDS, disable=hidden,
+        desc=f"tokenizing {name[-40:]}", file=sys.stderr, unit=" tokens", unit_scale=True,
+        delay=_PROGRESS_AFTER_SECONDS, disable=hidden,
         dynamic_ncols=True, leave=False, bar_format="{desc}: {n_fmt} tokens, {rate_fmt}, {elapsed}",
     ) as bar:  # fmt: skip
         for record in records:
