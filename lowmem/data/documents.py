@@ -238,6 +238,7 @@ class _Writer:
         room = f"{self.seq:,} tokens"
         if self.target_tokens is not None:
             room = f"{self.seq + 1 - self.target_tokens:,} tokens of source or {self.target_tokens:,} of target"
+        notes += self.mark.notes
         notes += [f"{self.truncated:,} cut off at {room}"] if self.truncated else []
         notes += [f"{self.dropped:,} of these dropped, with no trained token left"] if self.dropped else []
         return Documents(
