@@ -4,6 +4,7 @@ PYTHONWARNINGS=error makes an error of any warning; a variable that a package ca
 its import. MPLBACKEND is lowmem/run/plots.py's matter, CUDA's variables are lowmem/device.py's.
 """
 
+import getpass
 import os
 import re
 import sys
@@ -31,6 +32,7 @@ def warnings_end_nothing() -> Iterator[None]:
 def variables_blamed() -> Iterator[None]:
     """For imports: an InputError, which names the variables that it quotes, of an error that is no ImportError and was
     raised outside this package."""
+    _name_the_user()
     if sys.flags.optimize > 1:
         raise InputError("PYTHONOPTIMIZE=2 (python -OO) takes away docstrings, which transformers reads; use 1 or 0")
     try:
@@ -51,3 +53,11 @@ def variables_blamed() -> Iterator[None]:
         raise InputError(
             f"{package} cannot be imported ({said}), perhaps for the environment variable {named}"
         ) from None
+
+
+def _name_the_user() -> None:
+    """PyTorch before 2.13 asks for the user's name when it is imported, and in a container a number may have none."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["USER"] = f"uid-{os.getuid()}"

@@ -2,10 +2,14 @@
 
 from collections.abc import Iterable
 
+NO_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # what is raised and has not failed
+
 
 def first_line(error: BaseException) -> str:
-    """What `error` says, or its kind where it says nothing, for a sentence of ours."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What `error` says, or its kind if it says nothing, for a sentence of ours: its first line, and the second one
+    if that only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def first_few(names: Iterable[str]) -> str:

@@ -9,23 +9,29 @@ import http.client
 import urllib.error
 import urllib.request
 
+from lowmem.errors import first_line
+
 TIMEOUT_SECONDS = 5.0
 
 
-@functools.cache
 def is_reachable() -> bool:
-    """Whether the hub answers in time (through a proxy, if the environment names one); False where HF_HUB_OFFLINE is
-    set. It is asked once in a process."""
+    """Whether the hub answers in time (through a proxy, if the environment names one)."""
+    return why_unreachable() is None
+
+
+@functools.cache
+def why_unreachable() -> str | None:
+    """Why the hub does not answer; None if it does. It is asked once in a process."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return False
+        return "HF_HUB_OFFLINE is set"
     try:
         urllib.request.urlopen(
             urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=TIMEOUT_SECONDS
         ).close()
     except urllib.error.HTTPError:
-        return True  # it answered, if only to complain about the question
-    except (OSError, ValueError, http.client.HTTPException):
-        return False
-    return True
+        return None  # it answered, if only to complain about the question
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return first_line(error)
+    return None

@@ -14,6 +14,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from lowmem.paths import shown
+
 FILES = (
     *("settings.json", "plan.json", "report.json", "metrics.jsonl", "samples.jsonl", "log.txt", "wandb-run-id"),
     *("loss.png", "memory.png"),
@@ -78,21 +80,23 @@ def is_run(folder: Path) -> bool:
 
 def why_not(out: Path) -> str | None:
     """Why a run cannot write its files into the folder `out`, as far as its parts tell; None if nothing is known."""
-    for path in (out, *(out / name for name in (*FOLDERS, *FILES))):
-        name = str(path.relative_to(out)) if path != out else "it"
+    for path in (*reversed(out.parents), out, *(out / name for name in (*FOLDERS, *FILES))):
+        name = path.name if path.parent == out else str(path)
         if path.is_symlink() and not path.exists():
             return f"{name} is a link to {os.readlink(path)}, which is not there"
-        if path.exists() and path.is_dir() == (path.name in FILES and path != out):
+        if path.exists() and path.is_dir() == (path.parent == out and path.name in FILES):
             return f"{name} is {'a folder and no file' if path.is_dir() else 'a file and no folder'}"
     for name in _REPLACED:
         path = (out / name).resolve()
+        if shown(str(path)) != str(path):
+            return f"it would be {shown(str(path.parent))}, and that name is not UTF-8"
         if not path.exists():
             continue
         if os.path.ismount(path):
             return f"a disk is mounted at {path}, which no folder can replace; make {name} a link to a folder on it"
         if not os.access(path.parent, os.W_OK | os.X_OK):
             return f"{name} is a link to {path}, and the folder around that cannot be written"
-        if not is_run(out) and set(os.listdir(path)) - _OF_A_DISK:
+        if not is_run(out.resolve()) and set(os.listdir(path)) - _OF_A_DISK:
             return f"there is a folder {name} in it that no run has written, and a run's own would replace it"
     return None
 

@@ -12,6 +12,7 @@ Everything that a user hands over as text is read here, so that each of these is
 A library that reads a folder by itself and knows no byte-order marks is given `readable_folder` of it.
 """
 
+import codecs
 import json
 import re
 import sys
@@ -55,18 +56,27 @@ def refuse_disguised(path: Path) -> None:
             raise InputError(f"{path} is {kind}, whatever its name says; {advice}")
 
 
-def text_lines(path: Path) -> Iterator[str]:
-    """The file's lines with their ends, one at a time. InputError as the module says; OSError if it cannot be read."""
+def text_lines(path: Path, most_bytes: int = -1) -> Iterator[str]:
+    """The file's lines with their ends, one at a time; a line of more than `most_bytes` comes in several parts.
+    InputError as the module says; OSError if it cannot be read."""
     refuse_disguised(path)
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    number, column, at_start = 1, 0, True  # of the next byte
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        while part := file.readline(most_bytes):
+            ended = part.endswith(b"\n") or not file.peek(1)
+            begun = len(decoder.getstate()[0])  # bytes of a character that the last part cut in two
             try:
-                yield line.decode().removeprefix("\ufeff")
+                text = decoder.decode(part, final=ended)
             except UnicodeDecodeError as error:
                 raise InputError(
-                    f"{path}:{number}: not UTF-8 (byte {line[error.start]:#04x} in column {error.start + 1}); "
-                    "save the file as UTF-8"
+                    f"{path}:{number}: not UTF-8 (byte {error.object[error.start]:#04x} in column "
+                    f"{column - begun + error.start + 1}); save the file as UTF-8"
                 ) from None
+            if text:
+                yield text.removeprefix("\ufeff") if at_start else text
+            number, column = (number + 1, 0) if ended else (number, column + len(part))
+            at_start = ended or (at_start and not text)
 
 
 def read_text(path: Path) -> str:

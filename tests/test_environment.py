@@ -1,5 +1,6 @@
 """What the environment says to packages that a run imports, and what becomes of the run."""
 
+import getpass
 import os
 import shlex
 import subprocess
@@ -39,6 +40,18 @@ def test_a_variable_that_a_package_cannot_read_is_named(tmp_path, monkeypatch, c
 def test_a_package_that_is_missing_is_not_the_environment_s_matter(tmp_path, monkeypatch):
     with pytest.raises(ModuleNotFoundError):
         failing_import(tmp_path, monkeypatch, "import nonesuch_package")
+
+
+def test_a_user_without_a_name_gets_one(monkeypatch):
+    def nobody(number):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.setenv("USER", "")
+    with variables_blamed():
+        assert getpass.getuser() == os.environ["USER"] == f"uid-{os.getuid()}"
 
 
 def test_a_warning_is_no_error_inside_and_filters_are_what_they_were_outside():

@@ -14,6 +14,20 @@ def test_byte_order_marks_are_skipped_at_the_start_and_where_files_were_joined(t
     assert list(text_lines(joined)) == ['{"text": "a"}\n', '{"text": "b\ufeff"}\n']
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 7, 100])
+def test_a_long_line_comes_in_parts_and_says_where_it_is_not_utf_8(tmp_path, most):
+    text = "\ufeffa é🙂中\n" * 3 + "\ufeff\r\n" + "\ufeffé🙂"
+    (path := tmp_path / "a.txt").write_bytes(text.encode())
+    parts = list(text_lines(path, most))
+    assert "".join(parts) == text.replace("\ufeff", "") and max(len(part.encode()) for part in parts) <= most + 3
+    path.write_bytes(b"a\n" + "é🙂".encode() + b"ab\xff\n")
+    with pytest.raises(InputError, match=r":2: not UTF-8 \(byte 0xff in column 9\)"):
+        list(text_lines(path, most))
+    path.write_bytes(b"a\n" + "é".encode() + "🙂".encode()[:3])  # cut off within a character
+    with pytest.raises(InputError, match=r":2: not UTF-8 \(byte 0xf0 in column 3\)"):
+        list(text_lines(path, most))
+
+
 def test_json_after_a_byte_order_mark(tmp_path):
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "gpt2"}', encoding="utf-8-sig")

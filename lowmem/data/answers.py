@@ -21,9 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem.data.chat_templates import ChatTemplate, Span
 from lowmem.data.conversations import Conversation
+from lowmem.data.seams import Segments
 from lowmem.errors import InputError
-
-Segments = list[tuple[str, bool]]  # (text, whether it is trained)
 
 
 class Answers:

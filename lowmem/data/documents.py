@@ -18,14 +18,17 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from lowmem.data.encoder import BATCH_CHARACTERS, Encoder
-from lowmem.data.formats import Format, Segments, UntrainableRow, find_format
+from lowmem.data.encoder import Encoder
+from lowmem.data.formats import Format, UntrainableRow, find_format
+from lowmem.data.long_text import LongText
+from lowmem.data.seams import Seams, Segments
 from lowmem.data.sources import Record, Source, StableHash
 from lowmem.data.stored import ArrayFolder, StoredArray
 from lowmem.errors import InputError
 from lowmem.units import MIB
 
 TOKENIZING_BYTES = 300 * MIB  # a test holds it to that
+_BATCH_CHARACTERS = 2**20  # of texts that are tokenized together
 _PLACE = re.compile(r"(.*?)([1-9][0-9]{0,8})?", re.DOTALL)  # "a.jsonl:17": what its neighbours share, and the number
 _PROGRESS_AFTER_SECONDS = 2
 
@@ -186,7 +189,7 @@ def _with_progress(records: Iterable[Record], name: str, writer: "_Writer") -> I
 
 
 class _Writer:
-    """Tokenizes documents by BATCH_CHARACTERS and lays their ids end to end."""
+    """Tokenizes documents by _BATCH_CHARACTERS and lays their ids end to end."""
 
     def __init__(
         self, format: Format, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, seq: int,
@@ -195,6 +198,9 @@ class _Writer:
         self.format, self.tokenizer, self.vocabulary_size, self.seq = format, tokenizer, vocabulary_size, seq
         self.target_tokens = target_tokens
         self.encode = Encoder(tokenizer)
+        self.mark = Seams(self.encode, target_tokens is not None)
+        self.begin = np.array(format.begin, np.int32)
+        self.begin_text = "".join(tokenizer.convert_ids_to_tokens(format.begin))
         self.pending: list[tuple[Record, Segments]] = []
         self.pending_characters = 0
         self.tokens = folder.writer(np.uint16 if vocabulary_size <= 2**16 else np.uint32)
@@ -202,16 +208,23 @@ class _Writer:
         self.lengths, self.keys, self.places = array("q"), array("Q"), array("i")
         self.files: dict[str, int] = {}
         self.token_count = self.truncated = self.dropped = 0
-        self.begun_tokens, self.begun_hash = 0, StableHash()  # of a document whose text goes on in the next record
+        self.long_text: LongText | None = None  # of a document whose text goes on in the next record
+        self.begun_tokens, self.begun_hash, self.begun_end = 0, StableHash(), ""
 
     @property
     def rows(self) -> int:
         return self.token_count // self.seq if self.format.packed else len(self.lengths)
 
     def add(self, record: Record, segments: Segments) -> None:
+        if record.goes_on or record.begun:
+            self._flush()
+            self.long_text = self.long_text or self.encode.long_text()
+            ids = self.long_text.add(segments[0][0], last=not record.goes_on)[:, 0]
+            self._write(record, segments, ids, np.ones(len(ids), bool))
+            return
         self.pending.append((record, segments))
         self.pending_characters += sum(len(text) for text, _ in segments)
-        if self.pending_characters >= BATCH_CHARACTERS:
+        if self.pending_characters >= _BATCH_CHARACTERS:
             self._flush()
 
     def finish(self, name: str, notes: list[str]) -> Documents:
@@ -240,25 +253,27 @@ class _Writer:
         )
 
     def _flush(self) -> None:
-        texts = [text for _, segments in self.pending for text, _ in segments]
-        encoded = iter(self.encode(texts))
-        for record, segments in self.pending:
-            self._write(record, segments, [(next(encoded), trained) for _, trained in segments])
-        self.pending, self.pending_characters = [], 0
+        pending, self.pending, self.pending_characters = self.pending, [], 0
+        examples = self.mark([segments for _, segments in pending])
+        for (record, segments), (ids, trained) in zip(pending, examples, strict=True):
+            self._write(record, segments, ids, trained)
 
-    def _write(self, record: Record, segments: Segments, parts: list[tuple[np.ndarray, bool]]) -> None:
-        """One record's tokens, `parts` of (ids, trained), with the end-of-text token where its document ends."""
-        ended = segments[-1][0][-64:].rstrip().endswith(self.tokenizer.eos_token)  # as a chat template does
+    def _write(self, record: Record, segments: Segments, ids: np.ndarray, trained: np.ndarray) -> None:
+        """One record's tokens, with the tokens that begin and end its document where it does."""
+        texts = [text for text, _ in segments]
+        if not record.begun and not "".join(texts).startswith(self.begin_text):
+            texts = [self.begin_text, *texts]
+            ids, trained = _joined((self.begin, segments[0][1]), (ids, trained))
+        self.begun_end = (self.begun_end + texts[-1][-64:])[-64:]
+        ended = self.begun_end.rstrip().endswith(self.tokenizer.eos_token)  # as a chat template does
         if not record.goes_on and not ended:
-            parts = [*parts, (np.array([self.tokenizer.eos_token_id], np.int32), segments[-1][1])]
-        ids = np.concatenate([ids for ids, _ in parts])
+            ids, trained = _joined((ids, trained), ([self.tokenizer.eos_token_id], segments[-1][1]))
         if ids.max(initial=0) >= self.vocabulary_size:
             raise InputError(
                 f"{record.where}: the tokenizer gives token id {ids.max()}, but the model has only "
                 f"{self.vocabulary_size} ids; use the tokenizer that belongs to the model"
             )
         if self.trained is not None:
-            trained = np.concatenate([np.full(len(ids), trained) for ids, trained in parts])
             kept = self._room_for(trained)
             self.truncated += len(kept) < len(ids)
             ids, trained = ids[kept], trained[kept]
@@ -269,7 +284,7 @@ class _Writer:
         self.tokens.append(ids)
         self.token_count += len(ids)
         self.begun_tokens += len(ids)
-        for text, _ in segments:
+        for text in texts:
             self.begun_hash.update(text)
         if not record.goes_on:
             self._end_document(record)
@@ -289,4 +304,11 @@ class _Writer:
         self.keys.append(self.begun_hash.value())
         file, number = _PLACE.fullmatch(record.where).groups(default="0")
         self.places.extend((self.files.setdefault(file, len(self.files)), int(number)))
-        self.begun_tokens, self.begun_hash = 0, StableHash()
+        self.long_text = None
+        self.begun_tokens, self.begun_hash, self.begun_end = 0, StableHash(), ""
+
+
+def _joined(*parts: tuple[np.ndarray, np.ndarray | bool]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids, and whether each is trained, end to end."""
+    trained = [np.broadcast_to(trained, len(ids)) for ids, trained in parts]
+    return np.concatenate([np.asarray(ids, np.int32) for ids, _ in parts]), np.concatenate(trained)

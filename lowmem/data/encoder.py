@@ -1,70 +1,94 @@
-"""From texts to token ids: by all processors, in bounded memory, long texts in the fastest way to the same ids."""
+"""From texts to token ids: by all processors, in bounded memory, in the fastest way to the tokenizer's ids."""
 
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase
 
 from lowmem.data.fast_bpe import FastBPE
-from lowmem.data.sources import PIECE_CHARACTERS
-from lowmem.data.tokenizer import BYTE_LEVEL_IDS, END_OF_TEXT, is_byte_level
+from lowmem.data.long_text import WINDOW, LongText, Tokens
+from lowmem.data.tokenizer import BYTE_LEVEL_IDS, END_OF_TEXT, byte_characters, is_byte_level
 
-# The Rust tokenizer keeps about 150 bytes per token until a call returns, so a call gets only so many characters, long
-# texts in pieces; each piece is encoded by one thread.
-BATCH_CHARACTERS = 2**21
-_THREADS_PIECE_CHARACTERS = 2**16
+# The Rust tokenizer keeps about 150 bytes per token until a call returns, and a byte is one token at most.
+BATCH_BYTES = 2**20
 _FAST_FROM_CHARACTERS = 2**23  # making FastBPE takes as long as encoding some MiB without it
-# Not within a run of spaces and line ends, which may be one token; a slash may belong to the line end (o200k's words).
-_LINE_END = re.compile(r"(?<=\S\n)(?=[^\s/])")
-_PROBE = "".join(f"{before}\n{after}" for before in "a1.)é中\u0301🙂" for after in "b2(#/'ü文🙂")  # around a line end
+_PROBE = "".join(f"{before}\n{after}" for before in "a1.)é中\u0301🙂" for after in "b2(#/'ü文🙂 ")
+_NO_TOKEN = b"\xff\xff"  # stands in no text
 
 
 class Encoder:
     """Encodes by `tokenizer`, without added special tokens; special tokens written out in a text (an <|endoftext|>
     between two books) become their ids, as everywhere in Hugging Face's tokenizers.
 
-    Long texts are encoded in pieces cut at line ends, by all processors (RAYON_NUM_THREADS says how many). For
-    tokenizers that never join a line end with the next line's first word (the byte-level ones: GPT-2, Llama 3, Qwen)
-    the ids are the same; what others get is cut every 2**20 characters only.
+    Texts are encoded by all processors (RAYON_NUM_THREADS says how many), long ones in windows (long_text.py).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
         self._bytes = is_byte_level(tokenizer)
         self._backend = None if self._bytes else _plain_backend(tokenizer)
-        free = self._backend is not None and _cuts_freely(self._backend)
-        self._piece_characters = _THREADS_PIECE_CHARACTERS if free else PIECE_CHARACTERS
+        self._word_starts = _word_starts(self._backend)
         self._fast: FastBPE | None = None
         self._encoded_characters = 0
+        self._token_bytes = _token_bytes(tokenizer, self._backend) if self._bytes or self._backend else None
+        added = tokenizer.added_tokens_decoder.items()
+        self._stripping = [number for number, token in added if token.lstrip or token.rstrip]
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, int32 [tokens]."""
-        if self._bytes:
-            return [_encode_bytes(text) for text in texts]  # the same ids, 30 times faster
-        pieces = [(index, piece) for index, text in enumerate(texts) for piece in _cut(text, self._piece_characters)]
-        encoded: list[list[np.ndarray]] = [[np.empty(0, np.int32)] for _ in texts]
-        start = 0
-        while start < len(pieces):
-            end, characters = start, 0
-            while end < len(pieces) and characters < BATCH_CHARACTERS:
-                characters += len(pieces[end][1])
+        return [tokens[:, 0] for tokens in self._all(texts, self._encode)]
+
+    def long_text(self) -> LongText:
+        """For a text that comes in pieces."""
+        return self._long_text(self._encode)
+
+    def _long_text(self, encode: Callable[[list[str]], list[Tokens]]) -> LongText:
+        return LongText(lambda texts: self._in_batches(texts, encode), self._word_starts)
+
+    def with_places(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        """The ids of each text, and where in it each token begins and ends, in characters, int32 [tokens, 2]; None
+        where the tokenizer does not say that. White space that an added token strips is not part of the token."""
+        if self._token_bytes is not None:
+            ids = self(texts)
+            places = [_places_by_bytes(one, text, self._token_bytes) for one, text in zip(ids, texts, strict=True)]
+        elif self._backend is None:
+            return [(one, None) for one in self(texts)]
+        else:
+            ids, places = [None] * len(texts), [None] * len(texts)
+        rest = [index for index, place in enumerate(places) if place is None]
+        rest_tokens = self._all([texts[index] for index in rest], self._encode_with_offsets) if self._backend else []
+        for index, tokens in zip(rest, rest_tokens, strict=False):
+            ids[index], places[index] = tokens[:, 0], tokens[:, 1:]
+            self._strip(tokens, texts[index])
+        return list(zip(ids, places, strict=True))
+
+    def _strip(self, tokens: Tokens, text: str) -> None:
+        for row in np.flatnonzero(np.isin(tokens[:, 0], self._stripping)):
+            _, start, end = tokens[row].tolist()
+            stripped = text[start:end].strip()
+            start += text[start:end].find(stripped)
+            tokens[row, 1:] = start, start + len(stripped)
+
+    def _all(self, texts: list[str], encode: Callable[[list[str]], list[Tokens]]) -> list[Tokens]:
+        short = iter(self._in_batches([text for text in texts if len(text) <= WINDOW], encode))
+        return [next(short) if len(text) <= WINDOW else self._long_text(encode).add(text, last=True) for text in texts]
+
+    def _in_batches(self, texts: list[str], encode: Callable[[list[str]], list[Tokens]]) -> list[Tokens]:
+        found, start = [], 0
+        while start < len(texts):
+            end, size = start, 0
+            while end < len(texts) and size < BATCH_BYTES:
+                size += len(texts[end]) if texts[end].isascii() else len(texts[end].encode())
                 end += 1
-            ids = self._encode([piece for _, piece in pieces[start:end]])
-            for (index, _), piece_ids in zip(pieces[start:end], ids, strict=True):
-                encoded[index].append(piece_ids)
-            self._count(characters, [piece for _, piece in pieces[start:end]])
+            found += encode(texts[start:end])
             start = end
-        return [np.concatenate(parts) for parts in encoded]
+        return found
 
-    def _count(self, characters: int, texts: list[str]) -> None:
-        """Takes the faster way from here on, if there is one, where texts turn out to be long."""
-        before, self._encoded_characters = self._encoded_characters, self._encoded_characters + characters
-        if before < _FAST_FROM_CHARACTERS <= self._encoded_characters and self._backend is not None:
-            self._fast = FastBPE.like(self._backend, texts)
-
-    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+    def _encode(self, texts: list[str]) -> list[Tokens]:
+        """The ids alone, int32 [tokens, 1]."""
+        if self._bytes:
+            return [_encode_bytes(text)[:, None] for text in texts]  # the same ids, 30 times faster
         ids: list[np.ndarray | None] = [None] * len(texts)
         if self._fast is not None:
             taken = [index for index, text in enumerate(texts) if self._fast.takes(text)]
@@ -73,7 +97,15 @@ class Encoder:
         rest = [index for index, found in enumerate(ids) if found is None]
         for index, found in zip(rest, self._encode_slowly([texts[index] for index in rest]), strict=True):
             ids[index] = found
-        return ids
+        self._count(texts)
+        return [one[:, None] for one in ids]
+
+    def _count(self, texts: list[str]) -> None:
+        """Takes the faster way from here on, if there is one, where texts turn out to be long."""
+        before = self._encoded_characters
+        self._encoded_characters += sum(map(len, texts))
+        if before < _FAST_FROM_CHARACTERS <= self._encoded_characters and self._backend is not None:
+            self._fast = FastBPE.like(self._backend, texts)
 
     def _encode_slowly(self, texts: list[str]) -> Iterator[np.ndarray]:
         if self._backend is None:
@@ -85,6 +117,19 @@ class Encoder:
         for one in self._backend.encode_batch_fast(texts, add_special_tokens=False):
             yield np.asarray(one.ids, np.int32)  # one list of Python's numbers at a time
 
+    def _encode_with_offsets(self, texts: list[str]) -> list[Tokens]:
+        """Ids and places, int32 [tokens, 3]. A postprocessor would trim the white space off a token's place."""
+        processor, self._backend.post_processor = self._backend.post_processor, None
+        try:
+            encoded = self._backend.encode_batch(texts, add_special_tokens=False)
+        finally:
+            self._backend.post_processor = processor
+        found = []
+        for one in encoded:
+            ids, places = np.asarray(one.ids, np.int32)[:, None], np.asarray(one.offsets, np.int32).reshape(-1, 2)
+            found.append(np.hstack([ids, places]))
+        return found
+
 
 def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     """The Rust tokenizer behind `tokenizer`, where calling that does nothing more than to call this; it need not be
@@ -95,21 +140,49 @@ def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     return backend if same == ids[0] else None
 
 
-def _cuts_freely(backend: Tokenizer) -> bool:
-    """Whether a text of every kind of neighbours of a line end has the same ids when it is cut at the line ends."""
-    lines = [backend.encode(line, add_special_tokens=False).ids for line in _LINE_END.split(_PROBE)]
-    return [token for line in lines for token in line] == backend.encode(_PROBE, add_special_tokens=False).ids
+def _word_starts(backend: Tokenizer | None) -> str | None:
+    """The white space before which a Unigram tokenizer ends a word; None for other models."""
+    if backend is None or not isinstance(backend.model, models.Unigram):
+        return None
+    found = ""
+    for space in " \n\t\r\u3000":
+        encoding = backend.encode(f"a{space}b", add_special_tokens=False)
+        before, behind = set(), set()
+        for word, (start, end) in zip(encoding.word_ids, encoding.offsets, strict=True):
+            (before if start < 1 else behind).add(word)
+            (behind if end > 1 else before).add(word)
+        found += space * before.isdisjoint(behind)
+    return found
+
+
+def _token_bytes(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer | None) -> list[bytes] | None:
+    """What each id of a byte-level tokenizer is written for, by id; None for another tokenizer."""
+    if backend is not None and not isinstance(backend.decoder, decoders.ByteLevel):
+        return None
+    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+    added = {number: token.content.encode() for number, token in tokenizer.added_tokens_decoder.items()}
+    found = []
+    for token, number in tokenizer.get_vocab().items():
+        found += [_NO_TOKEN] * (number + 1 - len(found))
+        if number not in added and byte_of.keys() >= set(token):
+            found[number] = bytes(byte_of[character] for character in token)
+        else:
+            found[number] = added.get(number, _NO_TOKEN)
+    return found
+
+
+def _places_by_bytes(ids: np.ndarray, text: str, token_bytes: list[bytes]) -> np.ndarray | None:
+    """Where each token begins and ends in `text`, in characters, if the text is what the ids are written for."""
+    parts, written = [token_bytes[number] for number in ids.tolist()], text.encode()
+    if b"".join(parts) != written:
+        return None
+    ends = np.cumsum([len(part) for part in parts], dtype=np.int32)
+    characters = np.cumsum(np.frombuffer(written, np.uint8) & 0xC0 != 0x80, dtype=np.int32)  # up to and with a byte
+    begins = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
+    return np.stack([characters[begins] - 1, characters[ends - 1]], axis=1)
 
 
 def _encode_bytes(text: str) -> np.ndarray:
     parts = [np.frombuffer(part.encode(), np.uint8).astype(np.int32) for part in text.split(END_OF_TEXT)]
     end_of_text = np.array([BYTE_LEVEL_IDS - 1], np.int32)
     return np.concatenate([parts[0], *(piece for part in parts[1:] for piece in (end_of_text, part))])
-
-
-def _cut(text: str, characters: int) -> Iterator[str]:
-    start = 0
-    while cut := _LINE_END.search(text, start + characters):
-        yield text[start : cut.start()]
-        start = cut.start()
-    yield text[start:]

@@ -10,11 +10,11 @@ Which columns are there decides (the `text` column's name is `--text-field`):
 | `instruction`, `input` (may be missing or empty), `output` | Alpaca's wording; the output |
 | `instruction`, `context` (may be missing or empty), `response` | Dolly's columns in Alpaca's wording; the response |
 
-`--train-on all` trains on the prompts too. A text is handed on in segments, (text, trained), and each is tokenized by
-itself: a generating model is given the prompt's tokens alone, so no token may straddle the place where its own words
-begin. An end-of-text token follows and is trained like the segment that it ends, or generation would never stop.
+`--train-on all` trains on the prompts too. A text is handed on in segments, (text, trained), which are tokenized
+together (seams.py). An end-of-text token follows and is trained like the segment that it ends, or generation would
+never stop.
 
-Where the tokenizer begins every text with a beginning-of-text token (Llama's and Gemma's do, GPT-2's does not), texts
+If the tokenizer begins every text with a beginning-of-text token (Llama's and Gemma's do, GPT-2's does not), texts
 begin with it here too. A chat template writes it itself, if its author wants it.
 """
 
@@ -24,13 +24,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem.data.answers import Answers, Segments
+from lowmem.data.answers import Answers
 from lowmem.data.conversations import (
     UntrainableRow,
     encodable,
     read_conversation,
     read_prompt_and_completion,
 )
+from lowmem.data.seams import Segments
 from lowmem.data.sources import Record
 from lowmem.errors import InputError
 
@@ -58,12 +59,14 @@ _STRUCTURED = {
 @dataclass(frozen=True)
 class Format:
     """How the rows of one source are read. `packed`: documents may be cut and joined; otherwise one row is one example.
-    `segments` gives a row's text and raises InputError or UntrainableRow with the row's place."""
+    `segments` gives a row's text and raises InputError or UntrainableRow with the row's place. `begin`: ids that stand
+    before each text."""
 
     summary: str
     packed: bool
     segments: Callable[[Record], Segments]
     answers: Answers | None = None
+    begin: tuple[int, ...] = ()
 
     @property
     def description(self) -> str:
@@ -79,8 +82,8 @@ def find_format(record: Record, text_field: str, train_on: str, tokenizer: PreTr
     found = [name for name, columns in _STRUCTURED.items() if record.columns.keys() >= set(columns)]
     begin = _beginning_of_text(tokenizer)
     if text_field in record.columns and (not found or text_field != "text"):
-        begin = "" if begin == tokenizer.eos_token else begin  # the end of one document then begins the next
-        return Format("text", True, lambda row: _begun("" if row.begun else begin, [(_filled(row, text_field), True)]))
+        begin = () if begin == (tokenizer.eos_token_id,) else begin  # the end of one document then begins the next
+        return Format("text", True, lambda row: [(_filled(row, text_field), True)], begin=begin)
     ignored = ""
     if "text" in record.columns and found == ["alpaca"]:
         ignored = "; the column text beside them is not used"  # Alpaca's own files bring their rendering along
@@ -96,20 +99,22 @@ def find_format(record: Record, text_field: str, train_on: str, tokenizer: PreTr
         return Format(
             f"prompt + completion, {trained}",
             False,
-            lambda row: _begun(begin, [(_string(row, "prompt"), everything), (_filled(row, "completion"), True)]),
+            lambda row: [(_string(row, "prompt"), everything), (_filled(row, "completion"), True)],
+            begin=begin,
         )
     given, answer = ("input", "output") if found == ["alpaca"] else ("context", "response")
     return Format(
         f"instruction + {answer} in Alpaca's wording{ignored}, {trained}",
         False,
-        lambda row: _begun(begin, [(_alpaca_prompt(row, given), everything), (_filled(row, answer), True)]),
+        lambda row: [(_alpaca_prompt(row, given), everything), (_filled(row, answer), True)],
+        begin=begin,
     )
 
 
 def _conversations(column: str, everything: bool, tokenizer: PreTrainedTokenizerBase) -> Format:
     said = "the chat template"
     if not tokenizer.chat_template or tokenizer.chat_template in _DEFAULT_CHAT_TEMPLATES:
-        tokenizer.chat_template = _DEFAULT_CHAT_TEMPLATES[bool(_beginning_of_text(tokenizer))]
+        tokenizer.chat_template = _DEFAULT_CHAT_TEMPLATES[_beginning_of_text(tokenizer) == (tokenizer.bos_token_id,)]
         said = "the default chat template ('User: ...' and 'Assistant: ...', the tokenizer has none)"
     finder = Answers(tokenizer)
 
@@ -131,18 +136,11 @@ def _conversations(column: str, everything: bool, tokenizer: PreTrainedTokenizer
     return Format(f"{names} through {said}{finder.template.note}, {trained}", False, segments, finder)
 
 
-def _beginning_of_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The token that the tokenizer puts before a text, as text; "" where it puts none."""
-    with_special, without = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
-    begins = with_special[:1] == [tokenizer.bos_token_id] != without[:1]
-    return tokenizer.bos_token if begins else ""
-
-
-def _begun(begin: str, segments: Segments) -> Segments:
-    """`segments` after the token `begin`, unless they begin with it already."""
-    if not begin or "".join(text for text, _ in segments).startswith(begin):
-        return segments
-    return [(begin, segments[0][1]), *segments]
+def _beginning_of_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids that the tokenizer puts before a text."""
+    whole, text = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    starts = [start for start in range(len(whole)) if whole[start : start + len(text)] == text]
+    return tuple(whole[: starts[0]]) if starts else ()
 
 
 def _refuse(record: Record, text_field: str, found: list[str]) -> None:

@@ -34,6 +34,7 @@ from typing import Any
 from lowmem import hub
 from lowmem.errors import InputError, first_line
 from lowmem.run_folder import without_runs
+from lowmem.text_files import text_lines
 
 STRUCTURED_COLUMNS = (
     *("messages", "conversations", "system", "tools", "prompt", "completion"),
@@ -47,6 +48,8 @@ _TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _KNOWN_SUFFIXES = _DOCUMENT_SUFFIXES + _TABLE_SUFFIXES
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _MOST_NAMED = 3  # of the folders that are left out
+_STDLIB = "python-stdlib"
+_NAMES = (_STDLIB, "wikitext", "codeparrot")
 _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?|-?\.[0-9]+")
@@ -88,11 +91,21 @@ def open_source(spec: str, text_field: str, steps: int | None, out: Path | None 
     """The records behind a `--data` spec; `steps` None means that all of it will be read; `out`: the run's own
     folder, which is no data. Raises InputError."""
     spec, weight = _split_weight(spec)
-    return replace(_open(spec, text_field, steps, out), spec=spec, weight=weight)
+    in_the_way = Path(spec).is_dir() and (spec in _NAMES or _HUB_NAME.fullmatch(spec) is not None)
+    try:
+        source = _open(spec, text_field, steps, out)
+    except InputError as error:
+        if not in_the_way:
+            raise
+        raise InputError(f"{error}; rename this folder if the hub's {spec} is meant, which it hides") from None
+    remark = source.remark
+    if in_the_way and spec in _NAMES:
+        remark += " (not the folder here, which is ./python-stdlib)" if spec == _STDLIB else " (the folder here)"
+    return replace(source, spec=spec, weight=weight, remark=remark)
 
 
 def _open(spec: str, text_field: str, steps: int | None, out: Path | None) -> Source:
-    if spec == "python-stdlib":
+    if spec == _STDLIB:
         files = _library_files()
         records = _standard_library(files, text_field)
         return Source("Python's standard library", records, lenient=True, content=tuple(files.values()))
@@ -148,7 +161,7 @@ def _split_weight(spec: str) -> tuple[str, float]:
 def is_on_hub(spec: str) -> bool:
     """Whether the records behind `spec` are looked for on the hub, by their name."""
     spec, _ = _split_weight(spec)
-    if spec == "python-stdlib" or Path(spec).exists():
+    if spec == _STDLIB or Path(spec).exists():
         return False
     a_file = Path(spec).suffix in _KNOWN_SUFFIXES
     return spec in ("wikitext", "codeparrot") or (bool(_HUB_NAME.fullmatch(spec)) and not a_file)
@@ -231,7 +244,7 @@ def _read_file(path: Path, text_field: str, whole: bool = False) -> Iterator[Rec
     try:
         if suffix in _DOCUMENT_SUFFIXES:
             piece, begun = "", False
-            for following in _pieces(_lines(path)):
+            for following in _pieces(text_lines(path, PIECE_CHARACTERS)):
                 if piece:
                     yield Record(str(path), {text_field: piece}, whole, goes_on=True, begun=begun)
                     begun = True
@@ -263,13 +276,10 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _pieces(lines: Iterable[str]) -> Iterator[str]:
-    """A text's `lines` in pieces of PIECE_CHARACTERS or more, cut where a token ends: between two lines, at a line end
-    with no other white space beside it, nor a slash behind it (encoder.py). Where there is none for long (lines that
-    end in CR LF), any line end will do, so that what is in memory stays bounded."""
+    """A text's `lines` in pieces of PIECE_CHARACTERS or more."""
     piece, characters = [], 0
     for line in lines:
-        clean = piece and not line[0].isspace() and line[0] != "/" and piece[-1][-2:-1].strip()
-        if characters >= PIECE_CHARACTERS and clean or characters >= 16 * PIECE_CHARACTERS:
+        if characters >= PIECE_CHARACTERS:
             yield "".join(piece)
             piece, characters = [], 0
         piece.append(line)
@@ -344,7 +354,7 @@ def _parquet_rows(path: Path, text_field: str) -> Iterator[Record]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise InputError(f"{path}: reading Parquet needs pyarrow; install it with: pip install pyarrow") from error
+        raise InputError(f"{path}: reading Parquet needs pyarrow ({first_line(error)}): pip install pyarrow") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = _wanted(file.schema_arrow.names, text_field)
@@ -365,8 +375,8 @@ def _hub(path: str, config: str | None, text_field: str, steps: int | None, stre
         import datasets
     except ImportError as error:
         raise InputError(
-            f"{spec} is on the hub and needs the package datasets; install it with: pip install "
-            f"datasets, or use python-stdlib or a local file"
+            f"{spec} is on the hub and needs the package datasets ({first_line(error)}): pip install datasets, or use "
+            "python-stdlib or a local file"
         ) from error
     if streamed and steps is None:
         raise InputError(f"{spec} is too large to be read to its end; give --steps instead of --epochs")

@@ -7,6 +7,7 @@ when memory is wanted for more; a mapping of the file would count as this proces
 import errno
 import os
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,8 +26,9 @@ class StoredArray:
 
     def __init__(self, path: Path, dtype: np.dtype, start: int = 0, stop: int | None = None):
         self.path, self.dtype, self.start = path, np.dtype(dtype), start
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  (open as long as it is used, wherever it is moved)
-        self.stop = os.fstat(self._file.fileno()).st_size // self.dtype.itemsize if stop is None else stop
+        self._descriptor = os.open(path, os.O_RDONLY)  # open as long as it is used, wherever the file is moved
+        weakref.finalize(self, os.close, self._descriptor)
+        self.stop = os.fstat(self._descriptor).st_size // self.dtype.itemsize if stop is None else stop
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -51,7 +53,7 @@ class StoredArray:
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         wanted, offset_bytes = (stop - start) * self.dtype.itemsize, (self.start + start) * self.dtype.itemsize
-        content = os.pread(self._file.fileno(), wanted, offset_bytes)
+        content = os.pread(self._descriptor, wanted, offset_bytes)
         if len(content) != wanted:
             raise LowmemError(f"{self.path} was cut off while it was in use; start the run again")
         return np.frombuffer(content, self.dtype)

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, __version__, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lowmem import hub
-from lowmem.errors import InputError
+from lowmem.errors import InputError, first_line
 from lowmem.switches import without_switches
 from lowmem.text_files import read_json, readable_folder, refuse_pointer
 
@@ -47,7 +47,10 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
     embeds. Raises InputError where there is no tokenizer, it has no end-of-text token, or the model has too few ids.
     """
     folder = Path(model)
-    tokenizer, error = _from_pretrained(model, local_files_only=True)
+    try:
+        tokenizer, error = _from_pretrained(model, local_files_only=True)
+    except OSError as error:  # of a file in the folder
+        raise InputError(f"{error.filename}: {error.strerror}, so the tokenizer cannot be read") from None
     if tokenizer is None and not folder.is_dir() and init != "random" and hub.is_reachable():
         tokenizer, error = _from_pretrained(model, local_files_only=False)
     if tokenizer is None and _is_known(model):
@@ -62,8 +65,9 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
         )
     if tokenizer is None:
         raise InputError(
-            f"the tokenizer of {model} is neither in the cache nor to be had from the hub; check the "
-            f"name and the network (a gated model needs `hf auth login`), or give a local folder"
+            f"the tokenizer of {model} is neither in the cache nor to be had from the hub "
+            f"({hub.why_unreachable() or first_line(error)}); check the name and the network (a gated model needs "
+            "`hf auth login`), or give a local folder"
         )
 
     if not tokenizer.eos_token or tokenizer.eos_token_id is None:  # the first LLaMA's was "", which has no id
@@ -176,8 +180,7 @@ def _is_known(model: str) -> bool:
 def _reason(model: str, error: Exception) -> str:
     """What the library said of the tokenizer's files, and what to do."""
     folder = _folder(model)
-    said = next(line.strip() for line in [*str(error).splitlines(), type(error).__name__] if line.strip())
-    said = said.split(". ")[0][:300]
+    said = first_line(error).split(". ")[0][:300]
     if package := _missing_package(folder, str(error)):
         return f"it needs the package {package}, which is not installed here ({said}); pip install {package}"
     if isinstance(error, JSONDecodeError):
@@ -188,7 +191,7 @@ def _reason(model: str, error: Exception) -> str:
             "it needs Python code from its repository, which is not run here; give a folder with a tokenizer.json, "
             "which a fast tokenizer's save_pretrained writes"
         )
-    if "untagged enum" in said or "Version" in said:
+    if type(error) is Exception:  # the package tokenizers has no other
         return (
             f"{said} (tokenizers {__version__}); its tokenizer.json is damaged or of a newer version: "
             "pip install --upgrade transformers tokenizers"

@@ -5,6 +5,7 @@ is looked for in a folder, then in the hub's cache, then once, and quickly, on t
 """
 
 import copy
+import errno
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,7 +82,7 @@ def model_folder(model: str, part: str) -> Path:
             patterns += found[0]
         wanted = [name for name in files if any(fnmatch(name, pattern) for pattern in patterns)]
         return Path(snapshot_download(repository, allow_patterns=wanted, etag_timeout=hub.TIMEOUT_SECONDS))
-    except (errors.HFValidationError, ValueError):
+    except errors.HFValidationError:
         raise not_found(model) from None
     except errors.GatedRepoError:
         raise InputError(
@@ -94,9 +95,15 @@ def model_folder(model: str, part: str) -> Path:
     except InputError:
         raise
     except Exception as error:  # the client's network errors differ from version to version
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise InputError(
+                f"{error.filename or constants.HF_HUB_CACHE}: {error.strerror}, so the {part} of {model} cannot be "
+                "stored in the hub's cache; set HF_HOME to another folder, or give --model a local one"
+            ) from error
         raise InputError(
             f"the {part} of {model} is not (or not completely) in the hub's cache, and the hub cannot be reached "
-            f"({type(error).__name__}): connect to the network and run again, or give --model a local folder"
+            f"({type(error).__name__}: {first_line(error)[:200]}): connect to the network and run again, "
+            "or give --model a local folder"
         ) from error
 
 

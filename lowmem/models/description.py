@@ -1,9 +1,9 @@
-"""What an exported model has beside its weights: its config, its tokenizer, how it generates, and a README.
+"""The files that an exported model has beside its weights: config, tokenizer, generation config, README.
 
-transformers 4 and what is built on it must read the same as transformers 5, which keeps the parameters of rotary
-embeddings under `rope_parameters` alone and calls tokenizers by classes that version 4 does not have. So both spellings
-are written. A generation config is written as it came: transformers itself refuses to save many published ones once
-anything in them is changed.
+transformers 4, and programs built on it, must read in them the same as transformers 5. Version 5 keeps the parameters
+of rotary embeddings under `rope_parameters` alone, and its classes of tokenizers are unknown to version 4. So both
+spellings are written. A generation config is written as it came: transformers refuses to save many published ones once
+a value in them is changed.
 """
 
 import copy
@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from lowmem.core.encoder_decoder import is_encoder_decoder
-from lowmem.errors import InputError
+from lowmem.errors import NO_ERRORS, InputError
 from lowmem.models.build import build_model, decoder_start
 from lowmem.switches import as_given
 from lowmem.text_files import read_json, read_text
@@ -67,7 +67,7 @@ def rehearse(
 def write_description(
     folder: Path, model: PreTrainedModel, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype,
     readme: str,
-) -> dict[str, Exception]:  # fmt: skip
+) -> dict[str, BaseException]:  # fmt: skip
     """Writes the files of `model`, whose weights are exported in `dtype`, into `folder`; what could not be written, and
     why. `generation_config`: None for the one that the config makes."""
     trained = partial(_trained, model, tokenizer, dtype)
@@ -81,7 +81,9 @@ def write_description(
     for name, write in parts.items():
         try:
             write()
-        except Exception as error:  # none of them is worth the weights
+        except NO_ERRORS:
+            raise
+        except BaseException as error:  # a panic of `tokenizers` is none of Exception; no file is worth the weights
             failed[name] = error
     return failed
 
@@ -125,8 +127,8 @@ def _remarks_on_generation(generation_config: GenerationConfig | None) -> list[s
     except ValueError as error:
         found = ", ".join(line.split("`")[1] for line in str(error).splitlines() if line.startswith("- `"))
         return [
-            f"the model's generation_config.json sets {found or 'values'} that have no effect beside its other values; "
-            "it is exported as it came"
+            f"the model's generation_config.json has values without effect beside its others ({found or error}); it is "
+            "exported as it came"
         ]
     return []
 
@@ -135,7 +137,8 @@ def _remarks_on_generation(generation_config: GenerationConfig | None) -> list[s
 
 
 def config_fields(config: PretrainedConfig) -> dict:
-    """The content of config.json that transformers 4 and 5 read alike, or 5 alone where that cannot be written."""
+    """The content of config.json, which transformers 4 and 5 read alike. If both spellings do not go together, version
+    5's alone."""
     fields = json.loads(config.to_json_string())
     try:
         both = _in_both_spellings(copy.deepcopy(fields))
@@ -163,6 +166,8 @@ def _in_both_spellings(fields: dict) -> dict:
             _in_both_spellings(value)
     if "dtype" in fields:
         fields["torch_dtype"] = fields["dtype"]
+    if fields.get("model_type") == "gpt2":  # llama.cpp's converter wants the name that the published ones have, too
+        fields.setdefault("n_ctx", fields["n_positions"])
     kind, rope = fields.get("model_type"), fields.get("rope_parameters")
     if not rope:
         return fields

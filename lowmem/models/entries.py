@@ -58,7 +58,9 @@ def _safetensors_entries(path: Path) -> dict[str, Entry]:
     try:
         with safe_open(path, framework="pt"):  # checks the header, and that the data have the length that it promises
             pass
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
         raise InputError(f"{path} is truncated or corrupt ({error}); download or copy it again") from None
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")

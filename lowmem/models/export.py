@@ -45,9 +45,9 @@ def export_model(
     `generation_config`: None for the one that the config makes. `order`: that of the names, by which they are put into
     files; None: the config's. Names in files are those that `save_pretrained` would write. The folder is made beside
     the old one and takes its place only when it is complete and on the disk.
-    Returns a sentence for each weight that is not finite, and for each file beside the weights that could not be
-    written: the rest is there. Raises LowmemError where disk or RAM are too small, BeyondRange where `dtype` is,
-    ValueError where `parameters` is not what the config says.
+    Returns sentences on weights that are not finite and on files beside the weights that could not be written. Raises
+    LowmemError where disk or RAM are too small, BeyondRange where `dtype` is, ValueError where `parameters` is not what
+    the config says.
     """
     try:
         model = build_model(config)
@@ -142,7 +142,7 @@ def _write_shards(
         weight_map = {file_name[name]: path.name for name, (path, _) in places.items()}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    return [f"{len(not_finite)} weights hold NaN or infinity ({first_few(not_finite)})"] if not_finite else []
+    return [f"NaN or infinity in {len(not_finite)} tensors ({first_few(not_finite)})"] if not_finite else []
 
 
 def _check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:

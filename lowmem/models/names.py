@@ -149,6 +149,8 @@ def _advice(
         return "transformers converts these weights on load, which reading them one by one cannot do"
     if any(_ADAPTER.search(name) for name in names):
         return "they hold adapters (LoRA) that are not merged: merge_and_unload, then save_pretrained (peft)"
+    if any(name.endswith("_flat_param") for name in names):
+        return "they are the flattened pieces of FSDP: save the whole there (StateDictType.FULL_STATE_DICT)"
     if untrainable or any(_QUANTISED.search(name) for name in fit.unexpected):
         return "they are quantised or integers: choose the model in its original precision"
     head = _names_of(model, model.get_output_embeddings())

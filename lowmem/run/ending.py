@@ -1,4 +1,4 @@
-"""The end of a run: what fails there is said, the rest is still done, and the weights are where a sentence says."""
+"""The end of a run. Each step of it may fail: a sentence says so, the others are done, and the weights are kept."""
 
 import importlib.util
 import shlex
@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.errors import CapExceeded, LowmemError, Stopped, first_line
+from lowmem.errors import NO_ERRORS, CapExceeded, LowmemError, Stopped, first_line
 from lowmem.limits import Budget
 from lowmem.models.build import own_generation_config
 from lowmem.models.export import BeyondRange, export_model
@@ -41,9 +41,9 @@ class Ending:
         """A step that the steps after it can do without. A cap that was exceeded and a signal end the run as ever."""
         try:
             yield
-        except (CapExceeded, Stopped):
+        except (CapExceeded, Stopped, *NO_ERRORS):
             raise
-        except Exception as error:
+        except BaseException as error:
             said = isinstance(error, LowmemError)
             self.note(f"{name} failed: {error if said else first_line(error)}", "" if said else traceback.format_exc())
 
@@ -87,9 +87,8 @@ def finish(
     ending: Ending, settings: Settings, config: PretrainedConfig, store: Store, tokenizer, log: RunLog, budget: Budget,
     plan: Plan, eval_first: float | None, recoveries: list[dict], exported_step: int | None,
 ) -> None:  # fmt: skip
-    """Writes model/, with the weights that are in `store`, which are those after `exported_step` (None: they are not
-    whole), report.json, loss.png and memory.png into the run folder, and says how it went. LowmemError where something
-    of the end failed."""
+    """Writes model/, report.json, loss.png and memory.png into the run folder, and says how it went. `store` has the
+    weights after step `exported_step`; None: it has no whole ones. LowmemError if a step of the end failed."""
     folder = Path(settings.out)
     budget.enter("export")
     with ending.step("the export"):
@@ -131,7 +130,7 @@ def _export(ending: Ending, settings: Settings, config: PretrainedConfig, store:
         problems = write(store.masters(), dtype=torch.float32)
     ending.exported = True
     for problem in problems:
-        ending.note(f"in the exported model {problem}")
+        ending.note(f"in the exported model: {problem}")
 
 
 def _draw(

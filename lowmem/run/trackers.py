@@ -166,8 +166,9 @@ class _TensorBoard:
     def __init__(self, folder: Path):
         try:
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise InputError("--report-to tensorboard needs that package: pip install tensorboard") from None
+        except ImportError as error:
+            said = f"--report-to tensorboard needs that package ({first_line(error)}): pip install tensorboard"
+            raise InputError(said) from None
         self._open = partial(SummaryWriter, str(folder / "tensorboard"))
         threading.excepthook = partial(_but_not_of_tensorboard, threading.excepthook)
 

@@ -1,4 +1,4 @@
-"""Texts to ids: in pieces, by threads and by tiktoken they are what the tokenizer itself gives."""
+"""Texts to ids: in batches and by tiktoken they are what the tokenizer itself gives."""
 
 import json
 import sys
@@ -10,28 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from lowmem.data import encoder as module
 from lowmem.data.encoder import Encoder
 from lowmem.data.fast_bpe import FastBPE
 from lowmem.data.sources import open_source
+from tests.data.test_long_text import small_windows
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
-@given(st.lists(st.text("ab \n\té'1", max_size=80), max_size=5))
-@settings(deadline=None)
-def test_long_texts_cut_in_pieces_give_the_same_ids(bpe_tokenizer, texts):
-    whole = [bpe_tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_THREADS_PIECE_CHARACTERS", 3)
-        encoded = Encoder(bpe_tokenizer)(texts)
-    assert [ids.tolist() for ids in encoded] == whole
-    assert all(ids.dtype == np.int32 for ids in encoded)
 
 
 def test_gpt2s_vocabulary_gives_openais_ids(gpt2_tokenizer):
@@ -45,38 +34,14 @@ def test_gpt2s_vocabulary_gives_openais_ids(gpt2_tokenizer):
     assert Encoder(gpt2_tokenizer)(["a<|endoftext|>"])[0].tolist() == [64, 50256]
 
 
-def test_threads_share_long_texts_and_change_no_id(gpt2_tokenizer):
+def test_long_texts_in_windows_and_short_ones_in_batches_change_no_id(gpt2_tokenizer, monkeypatch):
     text = "".join(path.read_text() for path in sorted(Path(module.__file__).parent.glob("*.py")))
-    assert len(text) > module._THREADS_PIECE_CHARACTERS / 2
-    whole = gpt2_tokenizer(text, add_special_tokens=False)["input_ids"]
-    backend = module._plain_backend(gpt2_tokenizer)
-    assert module._cuts_freely(backend)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_THREADS_PIECE_CHARACTERS", 500)
-        patch.setattr(module, "BATCH_CHARACTERS", 5000)
-        assert Encoder(gpt2_tokenizer)([text, text[:7]])[0].tolist() == whole
-
-
-def test_a_tokenizer_that_marks_where_a_text_begins_is_not_given_small_pieces():
-    backend = Tokenizer(models.BPE(vocab={"▁": 0, "a": 1, "b": 2, "\n": 3}, merges=[], unk_token="a"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="b")
-    assert not module._cuts_freely(backend)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_THREADS_PIECE_CHARACTERS", 1)
-        assert Encoder(tokenizer)(["a\na\na"])[0].tolist() == tokenizer("a\na\na")["input_ids"]
-
-
-def test_words_that_go_over_a_line_end_are_not_cut(monkeypatch):
-    """As those of o200k do: a slash behind a line end belongs to the punctuation before it. Other words that do are
-    noticed."""
-    for after in "/b":
-        vocabulary = {"a": 0, "\n": 1, after: 2, f"\n{after}": 3}
-        backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("\n", after)], unk_token="a"))
-        assert module._cuts_freely(backend) == (after == "/")
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="a")
-        monkeypatch.setattr(module, "_THREADS_PIECE_CHARACTERS", 1)
-        assert Encoder(tokenizer)([f"a\na\n{after}a\na"])[0].tolist() == [0, 1, 0, 3, 0, 1, 0]
+    texts = [text, text[:7], "", text[:4000], text[4000:9000]]
+    small_windows(monkeypatch, 500, 100)
+    monkeypatch.setattr(module, "BATCH_BYTES", 3000)
+    encoded = Encoder(gpt2_tokenizer)(texts)
+    assert [found.tolist() for found in encoded] == [ids(gpt2_tokenizer.backend_tokenizer, one) for one in texts]
+    assert all(found.dtype == np.int32 for found in encoded)
 
 
 # tiktoken
@@ -201,7 +166,7 @@ def test_long_texts_are_encoded_by_tiktoken_where_it_is_there(gpt2_tokenizer, mo
     if not there:
         monkeypatch.setitem(sys.modules, "tiktoken", None)
     monkeypatch.setattr(module, "_FAST_FROM_CHARACTERS", 1000)
-    monkeypatch.setattr(module, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(module, "BATCH_BYTES", 2000)
     encoder = Encoder(gpt2_tokenizer)
     source = Path(textwrap.__file__).read_text()
     for text in (source[:900], source, f"{source}<|endoftext|>{source}"):

@@ -18,6 +18,7 @@ from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError, PlanError
 from lowmem.settings import Settings
+from tests.data.test_long_text import small_windows
 
 
 def prepare(folder, spec, tokenizer=None, **options):
@@ -119,23 +120,31 @@ def test_data_that_are_refused_leave_nothing(tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", ""])
 def test_a_long_text_is_read_in_pieces_and_is_one_document_all_the_same(tmp_path, monkeypatch, line_end):
-    text = "".join(f"{'  ' * (n % 3)}line {n}{line_end}" + line_end * (n % 4 == 0) for n in range(200))
+    text = "".join(f"{'  ' * (n % 3)}line {n} é🙂{line_end}" + line_end * (n % 4 == 0) for n in range(200))
     for name in ("a.txt", "b.py"):
-        (tmp_path / name).write_text(text, newline="")
+        (tmp_path / name).write_text(text + "<|endoftext|>", newline="")
     whole = prepare(None, tmp_path)
     monkeypatch.setattr(sources, "PIECE_CHARACTERS", 50)
-    pieces = [len(record.columns["text"]) for record in sources.open_source(str(tmp_path), "text", None).train]
-    assert len(pieces) > (4 if line_end == "\r\n" else 20) and sum(pieces) == 2 * len(text)
+    small_windows(monkeypatch, 64, 32)
+    pieces = [record.columns["text"] for record in sources.open_source(str(tmp_path), "text", None).train]
+    assert len(pieces) > 50 and max(map(len, pieces)) < 100 and "".join(pieces) == 2 * (text + "<|endoftext|>")
     assert the_same(whole, prepare(None, tmp_path))
 
 
 def test_tokenizing_takes_no_more_ram_than_is_stated(tmp_path, gpt2_tokenizer):
-    """Of 12 MB in one text, in a process of its own."""
+    """Of 12 MB in one text, whatever its shape, in a process of its own."""
     gpt2_tokenizer.save_pretrained(tmp_path / "model")
     library = "".join(record.columns["text"] for record in sources.open_source("python-stdlib", "text", None).train)
-    (tmp_path / "long.txt").write_text(library[:12_000_000])
+    random = np.random.default_rng(0)
+    shapes = {
+        "lines": library[:12_000_000],
+        "one line": " ".join(library.split())[:4_000_000],
+        "no spaces": "".join(map(chr, random.integers(0x4E00, 0x9FA5, 1_500_000))),
+    }
+    for name, text in shapes.items():
+        (tmp_path / f"{name}.txt").write_text(text)
     program = """
 import sys
 from transformers import AutoTokenizer
@@ -143,14 +152,18 @@ from lowmem.data.dataset import load_data
 from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
 from lowmem.settings import Settings
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-before = ram_now_bytes()
-begin_ram_peak_anew()
-data = load_data(Settings(data=sys.argv[2], seq=128), tokenizer, 50257)
-print(ram_peak_bytes() - before, len(data.train.parts[0].documents.tokens))
+for path in sys.argv[2:]:
+    before = ram_now_bytes()
+    begin_ram_peak_anew()
+    data = load_data(Settings(data=path, seq=128), tokenizer, 50257)
+    print(ram_peak_bytes() - before, len(data.train.parts[0].documents.tokens))
 """
-    command = [sys.executable, "-c", program, str(tmp_path / "model"), str(tmp_path / "long.txt")]
-    grown, tokens = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
-    assert grown < TOKENIZING_BYTES and tokens > 3_000_000
+    command = [sys.executable, "-c", program, str(tmp_path / "model"), *(str(tmp_path / f"{n}.txt") for n in shapes)]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert len(lines) == len(shapes)
+    for line, name in zip(lines, shapes, strict=True):
+        grown, tokens = map(int, line.split())
+        assert grown < TOKENIZING_BYTES and tokens > 1_000_000, name
 
 
 def test_an_array_in_a_file_is_read_by_slices(tmp_path):

@@ -1,4 +1,4 @@
-"""A folder of texts that holds runs, too: what runs write there is never trained on."""
+"""Which files of a folder are data: none that a run wrote there; and a folder that hides a data set of the hub."""
 
 import os
 import shutil
@@ -102,3 +102,22 @@ def test_nothing_but_runs_is_refused_with_their_names(project):
         shutil.copytree("runs/x", f"runs/{number}")
     with pytest.raises(InputError, match=r"left out: runs/0, runs/1, runs/2, 3 more\)"):
         read("runs")
+
+
+@pytest.mark.parametrize("name", ["wikitext", "codeparrot", "org/name"])
+def test_a_folder_that_is_called_like_a_data_set_of_the_hub_is_said_to_hide_it(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir(parents=True)
+    with pytest.raises(InputError, match=f"holds no file .*; rename this folder if the hub's {name} is meant"):
+        open_source(name, "text", 1)
+    Path(name, "a.txt").write_text("a text")
+    said = "" if "/" in name else " (the folder here)"
+    assert open_source(name, "text", 1).remark == open_source(f"{name}=2", "text", 1).remark == said
+    assert open_source(f"./{name}", "text", 1).remark == ""
+
+
+def test_the_standard_library_is_not_a_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert open_source("python-stdlib", "text", 1).remark == ""
+    Path("python-stdlib").mkdir()
+    assert open_source("python-stdlib", "text", 1).remark == " (not the folder here, which is ./python-stdlib)"

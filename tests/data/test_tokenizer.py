@@ -16,7 +16,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 
 @pytest.fixture
 def no_hub(monkeypatch):
-    monkeypatch.setattr(module.hub, "is_reachable", lambda: False)
+    monkeypatch.setattr(module.hub, "why_unreachable", lambda: "no network")
 
 
 @given(TEXT)
@@ -48,7 +48,7 @@ def test_a_folders_own_tokenizer_is_used_for_either_init(tmp_path, bpe_tokenizer
 
 
 def test_random_weights_without_a_tokenizer_get_bytes_and_never_ask_the_network(tmp_path, monkeypatch):
-    monkeypatch.setattr(module.hub, "is_reachable", lambda: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(module.hub, "why_unreachable", lambda: pytest.fail("the hub was asked"))
     GPT2Config().save_pretrained(tmp_path)  # AutoTokenizer makes an empty GPT2Tokenizer of this
     assert is_byte_level(load_tokenizer(str(tmp_path), "random", 50257))
     assert is_byte_level(load_tokenizer("nobody/no-such-model", "random", 257))
@@ -58,7 +58,7 @@ def test_pretrained_without_a_tokenizer_is_refused_in_one_sentence(tmp_path, no_
     GPT2Config().save_pretrained(tmp_path)
     with pytest.raises(InputError, match="holds no tokenizer"):
         load_tokenizer(str(tmp_path), "pretrained", 50257)
-    with pytest.raises(InputError, match="neither in the cache nor to be had from the hub"):
+    with pytest.raises(InputError, match="neither in the cache nor to be had from the hub .no network"):
         load_tokenizer("nobody/no-such-model", "pretrained", 50257)
 
 
@@ -108,7 +108,7 @@ BROKEN = {  # what is done to a folder with a tokenizer: what is said of it
             '"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated", "invert": false},'
             '"x": {',
         ),
-        ["cannot be read: Oniguruma error"],
+        ["cannot be read: Oniguruma error", "damaged or of a newer version"],
     ),
     "a package": (
         with_files_alone(tokenizer_config__json=b'{"tokenizer_class": "XLMTokenizer"}', vocab__json=b"{}"),
@@ -180,10 +180,10 @@ def test_hub_is_unreachable_without_an_answer_and_when_offline_is_set(monkeypatc
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    assert not module.hub.is_reachable.__wrapped__()
+    assert "refused" in module.hub.why_unreachable.__wrapped__()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(module.hub.urllib.request, "urlopen", lambda *_, **__: pytest.fail("the hub was asked"))
-    assert not module.hub.is_reachable.__wrapped__()
+    assert module.hub.why_unreachable.__wrapped__() == "HF_HUB_OFFLINE is set"
 
 
 @pytest.mark.parametrize("fields", [{"torch_dtype": "auto"}, {"use_return_dict": True}, {"bos_token_id": [1]}], ids=str)

@@ -68,6 +68,7 @@ TAKEN = {  # how the weights are saved: what is said
     "PEFT": (under("base_model.model."), "without base_model.model."),
     "TRL": (under("pretrained_model."), "without pretrained_model."),
     "doubled": (under("transformer."), "without transformer."),
+    "TRL of PEFT": (under("pretrained_model.base_model.model."), "without pretrained_model.base_model.model."),
     "a policy": (under("policy."), "without policy."),
     "blocks": (each_block("_fsdp_wrapped_module."), "without _fsdp_wrapped_module."),
     "recomputed blocks": (each_block("_checkpoint_wrapped_module."), "without _checkpoint_wrapped_module."),
@@ -138,6 +139,10 @@ REFUSED = {  # what is in the folder: the words of the sentence
     "Meta's names": (
         lambda t: {"layers.0.attention.wq.weight": torch.zeros(2), "tok_embeddings.weight": torch.zeros(2)},
         ["begin with layers, tok_embeddings are not", "converter"],
+    ),
+    "FSDP's pieces": (
+        lambda t: {"_fsdp_wrapped_module._flat_param": torch.zeros(9)},
+        ["flattened pieces of FSDP", "FULL_STATE_DICT"],
     ),
     "fp8": (
         lambda t: {name: tensor.to(torch.float8_e4m3fn) if tensor.dim() > 1 else tensor for name, tensor in t.items()},

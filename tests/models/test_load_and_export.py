@@ -707,6 +707,24 @@ def test_offline_mode_does_not_ask_the_hub(hub, monkeypatch):
         load_config("someone/tiny", "pretrained")
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device", "/cache/blob"), "/cache/blob: No space left on device.*set HF_HOME"),
+        (OSError(30, "Read-only file system"), "cache: Read-only file system, so the config of someone/tiny cannot be"),
+        (ValueError("Expecting value: line 1"), r"cannot be reached \(ValueError: Expecting value: line 1\)"),
+        (RuntimeError("tunnel:\n  407 Proxy Authentication Required"), "RuntimeError: tunnel: 407 Proxy"),
+    ],
+)
+def test_what_keeps_a_model_from_the_hub_is_said(hub, monkeypatch, error, said):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fails)
+    with pytest.raises(InputError, match=said):
+        load_config("someone/tiny", "pretrained")
+
+
 def test_hub_that_never_answers_is_given_up(hub, monkeypatch):
     monkeypatch.setattr(lowmem_models.hub, "TIMEOUT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:

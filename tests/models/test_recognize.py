@@ -174,3 +174,11 @@ def test_it_is_said_in_a_real_process(tmp_path, program):
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1) and "GGUF" in run.stderr
+
+
+def test_a_run_in_a_folder_called_tilde_keeps_its_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "~/model").mkdir(parents=True)
+    (tmp_path / "~/settings.json").touch()
+    (tmp_path / "~/model/config.json").write_text('{"model_type": "gpt2"}')
+    assert recognize("./~", with_weights=False).model == "./~/model"  # "~/model" would be in the home folder

@@ -6,19 +6,21 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import lowmem.run.checkpoint
 import lowmem.run.ending
 import lowmem.run.log
 import lowmem.run.train
+from lowmem.core.parameters import Store
 from lowmem.errors import CapExceeded
 from lowmem.models import description, export
 from lowmem.run.trackers import Trackers
 from runs import assert_same_run, at_call, last_line, stored, weights
 
-# What fails, what the sentence says of it, and the file that is missing in model/ then.
+# A function that fails, words of the sentence on it, and the file that model/ lacks then.
 FAULTS = {
     "the last sample": (lowmem.run.train, "sample", "the last sample", None),
     "samples.jsonl": (lowmem.run.log.RunLog, "sample", "the last sample", None),
@@ -43,6 +45,10 @@ OPTIONS = ["--sample-prompt", "one 1", "--schedule", "constant"]
 
 class Broken(Exception):
     pass
+
+
+class Panic(BaseException):
+    """As those of `tokenizers`."""
 
 
 def is_path(given) -> bool:
@@ -108,6 +114,21 @@ def test_a_last_step_that_is_not_evaluated_or_saved_is_exported(
     assert train(tmp_path / "out", *OPTIONS) == 1
     assert f"{said} failed: it broke. The weights are in {tmp_path}/out/model" in last_line(capsys)
     assert weights(tmp_path / "out") == weights(expected)
+
+
+def test_weights_beyond_the_range_of_fp16_are_exported_in_fp32(train, trained, expected, monkeypatch, capsys):
+    def masters(store):
+        for name, values in real(store):
+            yield name, values * (1e6 if name == "transformer.wpe.weight" else 1)
+
+    real = Store.masters
+    monkeypatch.setattr(Store, "masters", masters)
+    assert train(trained, *OPTIONS[2:], "--export-dtype", "fp16") == 1
+    sentence = last_line(capsys)
+    assert "transformer.wpe.weight holds" in sentence and "exported in fp32" in sentence
+    assert f"The weights are in {trained}/model" in sentence
+    model = AutoModelForCausalLM.from_pretrained(trained / "model")
+    assert model.dtype == torch.float32 and model.transformer.wpe.weight.isfinite().all()
 
 
 @pytest.mark.parametrize("both", [False, True])

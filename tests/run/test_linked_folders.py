@@ -61,7 +61,7 @@ def test_a_link_that_leads_nowhere_and_what_is_of_the_other_kind_are_refused(tmp
     path.parent.mkdir(exist_ok=True)
     for target in ("nowhere", path.name):  # a link to itself leads nowhere, either
         path.symlink_to(target)
-        assert f"{name or 'it'} is a link to {target}, which is not there; give another" in refused(out)
+        assert f"{name or out} is a link to {target}, which is not there; give another" in refused(out)
         path.unlink()
     (tmp_path / "file").touch()
     if name in FILES:
@@ -69,7 +69,16 @@ def test_a_link_that_leads_nowhere_and_what_is_of_the_other_kind_are_refused(tmp
         assert f"{name} is a folder and no file" in refused(out)
     else:
         path.symlink_to(tmp_path / "file")
-        assert f"{name or 'it'} is a file and no folder" in refused(out)
+        assert f"{name or out} is a file and no folder" in refused(out)
+
+
+def test_a_folder_behind_a_link_that_leads_nowhere_or_in_one_that_is_not_utf8_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to("nowhere")
+    assert f"{tmp_path}/link is a link to nowhere, which is not there" in refused(tmp_path / "link/runs/x")
+    (tmp_path / "disk\udcff/model").mkdir(parents=True)
+    for name in ("out", "model"):  # the folder itself, and a part of it
+        (tmp_path / name).symlink_to(tmp_path / f"disk\udcff{'/model' if name == 'model' else ''}")
+        assert "disk\ufffd, and that name is not UTF-8" in refused(tmp_path / ("out" if name == "out" else ""))
 
 
 @pytest.mark.parametrize("name", ["data", "model"])

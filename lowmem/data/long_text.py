@@ -1,0 +1,130 @@
+"""The tokens of a text that is too long to tokenize at once, in bounded memory and by all processors.
+
+The text is cut at any place into windows of WINDOW characters, and each window begins OVERLAP characters before the end
+of the last one. The overlap is also tokenized by itself. At least half of its tokens must be those that the first
+window ends with, and also those that the second window begins with; the windows are joined in the middle of these. So
+the edges of a window may have any tokens: those of a word cut in two, or a space that is written before a text.
+
+For BPE that is exact. If a text is cut at the end of a token, its tokens are those of both parts, and a merge across
+the joint would have happened in one of the windows, too. Unigram adds up a word's scores from its beginning, and how
+the sums are rounded decides between equal ones; so its windows begin at a word. Digits that are counted from the right
+end of a long number may agree by accident, so the overlap without its last character must agree, too.
+
+If two windows do not agree (as in a run of one letter, whose tokens are pairs), the second window begins up to _SHIFTS
+characters earlier. If that does not help, the first window grows to twice its length, at worst to the whole text: to
+WordPiece a word of any length is one unknown token, and a word of Unigram may be as long as a text. The tokens are then
+still right, and RAM grows with the window.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+
+WINDOW, OVERLAP = 2**16, 2**10  # characters; WordPiece's longest word (100) must be shorter than an overlap
+_AT_ONCE = 16  # windows
+_SHIFTS, _SHIFTS_TRIED = 128, 4
+
+Tokens = np.ndarray  # int32 [tokens, 1 or 3]: the id, and where the token begins and ends, in characters
+
+
+class LongText:
+    """The tokens of one text that comes in pieces; `encode` gives those of each of some shorter texts. `word_starts`:
+    the characters that begin a word, if a window must; None if it may begin at any character."""
+
+    def __init__(self, encode: Callable[[list[str]], list[Tokens]], word_starts: str | None = None):
+        self._encode, self._word_starts = encode, word_starts
+        self._text = ""  # from the beginning of the last window on
+        self._before = 0  # characters before that
+        self._window: Tokens | None = None  # the last window's; None until there is enough text for it
+        self._end = WINDOW  # of the last window in _text
+        self._given = 0  # tokens of the last window that the window before it has, too
+
+    def add(self, piece: str, last: bool = False) -> Tokens:
+        """The tokens that are certain now that the text goes on with `piece`; all of them where it is the `last`."""
+        self._text += piece
+        found = []
+        while self._window is not None or len(self._text) >= self._end or last:
+            if self._window is None:
+                self._end = min(self._end, len(self._text))
+                [self._window] = self._encode([self._text[: self._end]])
+            ends = [*range(self._end + WINDOW, len(self._text) + 1, WINDOW)][:_AT_ONCE]
+            if last and not ends and self._end < len(self._text):
+                ends = [len(self._text)]
+            if not ends:
+                break
+            found += self._join(ends)
+        if last:
+            found.append(self._placed(0, len(self._window)))
+        return np.concatenate(found) if found else np.empty((0, 1), np.int32)
+
+    def _join(self, ends: list[int]) -> list[Tokens]:
+        """Goes on with windows that end there, as far as they can be joined; the tokens that are certain then."""
+        spans = []
+        for cut, end in zip([self._end, *ends[:-1]], ends, strict=True):
+            if not (begins := self._begins(cut, most=1)):
+                break
+            spans.append((*begins, cut, end))
+        encoded = iter(self._encode([text for span in spans for text in self._around(*span)]))
+        found, begun = [], 0
+        for begin, cut, end in spans:
+            window, joint = self._joint(*(next(encoded) for _ in range(3)))
+            if joint is None:
+                begin, window, joint = self._begun_earlier(cut, end)
+            if joint is None:
+                break
+            found.append(self._placed(begun, joint[0]))
+            self._window, self._end, self._given, begun = window, end, joint[1], begin
+        if len(found) < len(ends):
+            self._window, self._end = None, 2 * self._end - begun
+        self._text, self._before, self._end = self._text[begun:], self._before + begun, self._end - begun
+        return found
+
+    def _begins(self, cut: int, most: int) -> list[int]:
+        """Where the window may begin that goes over `cut`, the latest first."""
+        latest = cut - OVERLAP
+        if self._word_starts is None:
+            return [*range(latest, max(latest - most, 0), -1)]
+        places = range(latest, max(latest - WINDOW // 2, 0), -1)
+        return [*itertools.islice((place for place in places if self._text[place] in self._word_starts), most)]
+
+    def _around(self, begin: int, cut: int, end: int) -> list[str]:
+        """The overlap, the overlap without its last character, and the window."""
+        return [self._text[begin:cut], self._text[begin : cut - 1], self._text[begin:end]]
+
+    def _begun_earlier(self, cut: int, end: int) -> tuple[int, Tokens | None, tuple[int, int] | None]:
+        """Where the next window can begin to be joined, its tokens, and the joint; None where it cannot."""
+        begins = self._begins(cut, most=_SHIFTS)[1:]
+        overlaps = self._encode([self._text[begin:cut] for begin in begins])
+        agreeing = [
+            begin
+            for begin, overlap in zip(begins, overlaps, strict=True)
+            if _common(overlap[::-1], self._window[::-1]) > len(overlap) / 2
+        ]
+        for begin in agreeing[:_SHIFTS_TRIED]:
+            window, joint = self._joint(*self._encode(self._around(begin, cut, end)))
+            if joint:
+                return begin, window, joint
+        return 0, None, None
+
+    def _joint(self, overlap: Tokens, shorter: Tokens, window: Tokens) -> tuple[Tokens, tuple[int, int] | None]:
+        """The next window, up to which token of the last one the text's tokens are its, and from which of the next."""
+        first = len(overlap) - _common(overlap[::-1], self._window[::-1])
+        after = min(_common(overlap, window), _common(overlap, shorter))
+        middle = (first + after) // 2
+        place = len(self._window) - len(overlap) + middle
+        agree = after - first >= max(len(overlap) / 2, 2) and place >= self._given
+        return window, (place, middle) if agree else None
+
+    def _placed(self, begun: int, stop: int) -> Tokens:
+        """Tokens of the last window, which begins at `begun`, with their places in the whole text."""
+        tokens = self._window[self._given : stop].copy()
+        tokens[:, 1:] += self._before + begun
+        return tokens
+
+
+def _common(one: Tokens, other: Tokens) -> int:
+    """How many tokens both begin with."""
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length, 0] != other[:length, 0])
+    return int(different[0]) if len(different) else length

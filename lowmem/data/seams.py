@@ -1,0 +1,79 @@
+"""From an example's segments to its tokens and which of them are trained.
+
+The tokens are those of the whole text, as `tokenizer(prompt + completion)` and `apply_chat_template(tokenize=True)`
+give them: some tokenizers write a space before every text, and would write one before every segment. A token is trained
+if any of its characters is. So a token that straddles a seam is trained: it holds the first characters of an answer,
+which the model could never begin otherwise, or the last ones. White space that an added token strips from its
+neighbours (`rstrip`) is not counted.
+
+The place of a byte-level token follows from the bytes that it is written for, that of another one from the offsets of
+the Rust tokenizer. A tokenizer written in Python gives none, so it also tokenizes the text up to each seam. The tokens
+that both begin with stand before the seam. If the text up to the seam has more tokens, the next one straddles it.
+
+An encoder-decoder reads the prompt as one text and writes the answer as another, so source and target are two texts.
+"""
+
+import itertools
+
+import numpy as np
+
+from lowmem.data.encoder import Encoder
+
+Segments = list[tuple[str, bool]]  # (text, whether it is trained)
+Example = tuple[np.ndarray, np.ndarray]  # int32 [tokens], and bool [tokens]: whether each is trained
+
+
+class Seams:
+    """Tokenizes examples; `pairs`: for an encoder-decoder."""
+
+    def __init__(self, encode: Encoder, pairs: bool):
+        self._encode, self._pairs = encode, pairs
+
+    def __call__(self, examples: list[Segments]) -> list[Example]:
+        parts = [self._parts(segments) for segments in examples]
+        flat = [part for example in parts for part in example]
+        mixed = [len({trained for text, trained in part if text}) > 1 for part in flat]
+        texts = ["".join(text for text, _ in part) for part in flat]
+        placed = iter(self._encode.with_places(list(itertools.compress(texts, mixed))))
+        plain = iter(self._encode([text for text, both in zip(texts, mixed, strict=True) if not both]))
+        marked = (
+            self._marked(part, *next(placed)) if both else self._uniform(part, next(plain))
+            for part, both in zip(flat, mixed, strict=True)
+        )
+        found = []
+        for example in parts:
+            ids, trained = zip(*(next(marked) for _ in example), strict=True)
+            found.append((np.concatenate(ids), np.concatenate(trained)))
+        return found
+
+    def _parts(self, segments: Segments) -> list[Segments]:
+        """The segments of each text that is tokenized by itself."""
+        if not self._pairs:
+            return [segments]
+        source = list(itertools.takewhile(lambda segment: not segment[1], segments))
+        return [source, segments[len(source) :]]
+
+    def _uniform(self, segments: Segments, ids: np.ndarray) -> Example:
+        return ids, np.full(len(ids), any(trained for text, trained in segments if text))
+
+    def _marked(self, segments: Segments, ids: np.ndarray, places: np.ndarray | None) -> Example:
+        ends = [0, *itertools.accumulate(len(text) for text, _ in segments)]
+        spans = [span for span, (_, trained) in zip(itertools.pairwise(ends), segments, strict=True) if trained]
+        trained = np.zeros(len(ids), bool)
+        for start, end in spans:
+            if places is not None:
+                begins, stops = places[:, 0], np.maximum(places[:, 1], places[:, 0] + 1)
+                trained |= (begins < end) & (stops > start)
+            elif start < end:
+                text = "".join(text for text, _ in segments)
+                first, last = (self._tokens_before(text, seam, ids) for seam in (start, end))
+                trained[first[0] : sum(last)] = True
+        return ids, trained
+
+    def _tokens_before(self, text: str, seam: int, ids: np.ndarray) -> tuple[int, bool]:
+        """How many tokens stand before the seam, and whether the next one straddles it."""
+        [before] = self._encode([text[:seam]])
+        length = min(len(before), len(ids))
+        different = np.flatnonzero(before[:length] != ids[:length])
+        count = int(different[0]) if len(different) else length
+        return count, count < len(before)

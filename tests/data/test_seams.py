@@ -1,0 +1,220 @@
+"""Examples have the tokens of their whole text, for every kind of tokenizer, split where the trained text begins."""
+
+import functools
+import itertools
+import json
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import ByT5Tokenizer, PreTrainedTokenizer
+
+from lowmem.data import documents
+from lowmem.data.encoder import Encoder
+from lowmem.data.formats import find_format
+from lowmem.data.seams import Seams
+from lowmem.data.sources import Record, Source
+from lowmem.data.stored import ArrayFolder
+from lowmem.data.tokenizer import byte_level_tokenizer
+from tests.data.test_long_text import TEXTS, small_windows
+from tests.data.tokenizer_kinds import KINDS, tokenizer
+
+PAIRS = [
+    ("question : the cat", " yes"),
+    ("question :\n", "yes"),
+    ("### Response:\n", "\nyes"),
+    ("the ", "cat"),
+    ("the", "cat"),
+    ("", "yes"),
+    ("no?  ", "  yes  "),
+    ("no", " "),
+    ("no ", "\n"),
+    ("sat.", "\n\nthe dog"),
+    ("12", "345 22"),
+    ("aaaa", "aaaaaa"),
+    ("e", "\u0301x"),
+    ("été é", "é naïve"),
+    ("中文", "字中"),
+    ("🙂", "🙂 🙂"),
+    ("ﬁ", "ﬁ ①"),
+    ("<|user|>hello<|assistant|>", " yes"),
+    ("hello<|end|>", "yes<|end|>"),
+    ("hello</s>", " yes</s>"),
+    ("<s>the", "cat"),
+    ("the <|strip|>", "  cat"),
+    ("the  ", "<|strip|> cat"),
+    ("the<|word|>", " cat"),
+    ("the <|word|>", "s cat"),
+]
+TEMPLATES = {
+    "chatml": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}",
+    "zephyr": "{% for m in messages %}<|{{ m['role'] }}|>\n{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] ~ eos_token }}{% endgeneration %}{% else %}{{ m['content'] ~ eos_token }}{% endif %}\n"
+    "{% endfor %}",
+    "llama2": "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token }}[INST] {{ m['content'] }} [/INST]"
+    "{% else %}{% generation %} {{ m['content'] }} {{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}",
+    "plain": "{% for m in messages %}{% if m['role'] == 'user' %}Human: {{ m['content'] }}   Assistant: "
+    "{% else %}{% generation %}{{ m['content'] }}{% endgeneration %}\n\n{% endif %}{% endfor %}",
+}
+CHAT = [
+    {"role": "user", "content": "who are you?"},
+    {"role": "assistant", "content": "the cat. "},
+    {"role": "user", "content": "é 🙂 <|strip|>"},
+    {"role": "assistant", "content": " yes, the dog's"},
+]
+
+
+class Words(PreTrainedTokenizer):
+    """Written in Python, with a space before each text, as SentencePiece writes it."""
+
+    def __init__(self):
+        self.ids = {}
+        super().__init__(eos_token="</s>", unk_token="<unk>")
+
+    vocab_size = property(lambda self: len(self.ids))
+
+    def get_vocab(self):
+        return self.ids | self._added_tokens_encoder
+
+    def _tokenize(self, text):
+        return re.findall("▁?[^▁]{1,3}|▁", "▁" + text.replace(" ", "▁"))
+
+    def _convert_token_to_id(self, token):
+        return self.ids.setdefault(token, 10 + len(self.ids))
+
+    def _convert_id_to_token(self, index):
+        return {number: token for token, number in self.ids.items()}.get(index, "<unk>")
+
+
+@functools.cache
+def of_kind(kind: str, begins: bool = False, ends: bool = False):
+    others = {"bytes": byte_level_tokenizer, "python": ByT5Tokenizer, "python, prefix space": Words}
+    return others[kind]() if kind in others else tokenizer(kind, begins, ends)
+
+
+OTHERS = ["bytes", "python", "python, prefix space"]
+ALL = [(kind, begins, ends) for kind in KINDS for begins, ends in itertools.product((False, True), repeat=2)]
+ALL += [(kind, False, False) for kind in OTHERS]
+
+
+def example(of, columns: dict, tmp_path, train_on="completions", **more) -> tuple[list[int], list[bool]]:
+    """The tokens of a row and whether each is trained, as they are written."""
+    record = Record("a.jsonl:1", columns)
+    given = {"text_field": "text", "train_on": train_on, "rows_limit": None, "seq": 10_000, "target_tokens": None}
+    found = documents.read_documents(
+        Source("a", []),
+        [record],
+        tokenizer=of,
+        vocabulary_size=2**20,
+        folder=ArrayFolder(Path(tempfile.mkdtemp(dir=tmp_path))),
+        **given | more,
+    )
+    trained = [True] * len(found.tokens) if found.trained is None else found.trained[:].tolist()
+    return found.tokens[:].tolist(), trained
+
+
+def whole(of, text: str) -> tuple[int, list[int]]:
+    """How many tokens are put before the text, and the tokens: the tokenizer's, with one end of text behind them."""
+    begun, body = of(text)["input_ids"], of(text, add_special_tokens=False)["input_ids"]
+    before = int(bool(of.bos_token_id) and begun[:1] == [of.bos_token_id] and not text.startswith(of.bos_token))
+    end = [] if text.rstrip().endswith(of.eos_token) else [of.eos_token_id]
+    if "<s>" not in text and "</s>" not in text:
+        assert begun == [of.bos_token_id] * before + body + [of.eos_token_id] * (len(begun) - before - len(body))
+    return before, [of.bos_token_id] * before + body + end
+
+
+def joins_at_the_seam(kind: str, prompt: str) -> bool:
+    """Whether one token is the end of the prompt and the beginning of an answer although its id is that of the end."""
+    return (kind, prompt) in {("t5", "no?  "), ("wordpiece", "ﬁ")}  # spaces in a row are one; an unknown word is one
+
+
+@pytest.mark.parametrize(("kind", "begins", "ends"), ALL)
+def test_prompt_and_completion_are_the_tokens_of_their_text(kind, begins, ends, tmp_path):
+    of = of_kind(kind, begins, ends)
+    for prompt, completion in PAIRS:
+        ids, trained = example(of, {"prompt": prompt, "completion": completion}, tmp_path)
+        before, expected = whole(of, prompt + completion)
+        assert ids == expected, (prompt, completion)
+        first = trained.index(True)
+        assert trained == [index >= first for index in range(len(ids))], (prompt, completion)
+        given = of(prompt, add_special_tokens=False)["input_ids"]
+        if ids[before : before + len(given)] == given and not joins_at_the_seam(kind, prompt):
+            assert first == before + len(given), (prompt, completion)
+
+
+@pytest.mark.parametrize(("kind", "begins", "ends"), ALL)
+def test_alpaca_and_packed_text_are_the_tokens_of_their_text(kind, begins, ends, tmp_path):
+    of = of_kind(kind, begins, ends)
+    ids, trained = example(of, {"instruction": "the cat", "output": "yes"}, tmp_path)
+    prompt = (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nthe cat\n\n### Response:\n"
+    )
+    before, expected = whole(of, prompt + "yes")
+    given = [*expected[:before], *of(prompt, add_special_tokens=False)["input_ids"]]
+    assert ids == expected
+    if ids[: len(given)] == given:  # no token straddles the seam
+        assert trained == [index >= len(given) for index in range(len(ids))]
+    for text in (" the cat  sat\n", "yes</s>\n", "<s>the cat"):
+        ids, _ = example(of, {"text": text}, tmp_path)
+        assert ids == whole(of, text)[1]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+@pytest.mark.parametrize("name", [*TEMPLATES, "default"])
+def test_a_chat_is_the_tokens_that_apply_chat_template_gives(kind, name, tmp_path):
+    of = of_kind(kind)
+    of.chat_template = TEMPLATES.get(name)
+    ids, trained = example(of, {"messages": CHAT}, tmp_path)
+    text = of.apply_chat_template(CHAT, tokenize=False)
+    end = [] if text.rstrip().endswith(of.eos_token) else [of.eos_token_id]
+    assert ids == of.apply_chat_template(CHAT, tokenize=True, return_dict=False) + end
+    if name != "default" and of.is_fast and kind not in ("t5", "wordpiece"):  # transformers looks for dropped spaces
+        encoded = of.apply_chat_template(CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        mask = encoded["assistant_masks"]
+        assert trained[: len(mask)] == [bool(one) for one in mask]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+@given(TEXTS, st.lists(st.integers(0, 600), max_size=5))
+@settings(deadline=None, max_examples=15)
+def test_any_text_cut_into_segments_keeps_its_tokens(kind, text, cuts):
+    of = of_kind(kind)
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    segments = [(text[start:end], index % 2 == 1) for index, (start, end) in enumerate(itertools.pairwise(edges))]
+    encode = Encoder(of)
+    [(ids, trained)] = Seams(encode, pairs=False)([segments])
+    assert ids.tolist() == of(text, add_special_tokens=False)["input_ids"]
+    with pytest.MonkeyPatch.context() as patch:
+        small_windows(patch, 64, 32)
+        if of.is_fast and kind != "bytes":
+            patch.setattr(encode, "_token_bytes", None)  # places by bytes are the offsets
+        [(again, trained_again)] = Seams(encode, pairs=False)([segments])
+    assert again.tolist() == ids.tolist() and trained_again.tolist() == trained.tolist()
+
+
+def test_sources_and_targets_are_texts_of_their_own(tmp_path):
+    """An encoder-decoder is given the one and writes the other, which begins as every text of its tokenizer does."""
+    of = of_kind("t5", ends=True)
+    ids, trained = example(of, {"prompt": "the cat", "completion": "yes, the dog"}, tmp_path, target_tokens=50)
+    source, target = (of(text, add_special_tokens=False)["input_ids"] for text in ("the cat", "yes, the dog"))
+    assert ids == [*source, *target, of.eos_token_id]
+    assert trained == [False] * len(source) + [True] * (len(target) + 1)
+
+
+def test_what_is_put_before_a_text_may_be_several_tokens(tmp_path):
+    """As GLM's [gMASK]<sop>."""
+    from tokenizers import processors
+
+    of = tokenizer("gpt2")
+    special = [(token, of.convert_tokens_to_ids(token)) for token in ("<|user|>", "<s>")]
+    of.backend_tokenizer.post_processor = processors.TemplateProcessing("<|user|> <s> $A", None, special)
+    for text, begun in (("the cat", True), ("<|user|><s>the cat", False)):
+        ids, _ = example(of, {"text": text}, tmp_path)
+        assert ids == [*(number for _, number in special * begun), *of(text, add_special_tokens=False)["input_ids"], 2]
+    assert json.loads(of.backend_tokenizer.to_str())["post_processor"], "it is there as before"
+    assert find_format(Record("a:1", {"messages": CHAT}), "text", "completions", of).begin == ()
