@@ -54,7 +54,7 @@ def without_switches(fields: dict) -> dict:
 
 
 def _has_one_class(fields: dict) -> bool:
-    """Whether it is of a classifier of one class, which transformers refuses whatever is built from the config."""
+    """Whether the config describes a classifier of a single class, which transformers refuses for any model."""
     labels = fields.get("id2label")
     one = len(labels) == 1 if isinstance(labels, dict) else fields.get("num_labels") == 1
     return one and fields.get("problem_type") == "single_label_classification"

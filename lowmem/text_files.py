@@ -98,13 +98,13 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
         raise InputError(f"{where}: bad JSON: {error.msg} in column {error.colno}{advice}") from None
     except _GivenTwice:
         key, line = _given_twice(text)
-        raise InputError(f"{source}:{first_line + line}: bad JSON: the key {key!r} is given twice{advice}") from None
+        raise InputError(f"{source}:{first_line + line}: bad JSON: the key {key!r} is given twice") from None
     except RecursionError:
-        raise InputError(f"{source}:{first_line}: bad JSON: nested too deeply{advice}") from None
+        raise InputError(f"{source}:{first_line}: bad JSON: nested too deeply") from None
     except ValueError:  # Python reads no whole number of more than 4,300 digits
         number = re.search(rf"[0-9]{{{sys.get_int_max_str_digits() + 1}}}", text)
         line = first_line + text.count("\n", 0, number.start() if number else 0)
-        raise InputError(f"{source}:{line}: bad JSON: a number has too many digits{advice}") from None
+        raise InputError(f"{source}:{line}: bad JSON: a number has too many digits") from None
 
 
 def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Path:

@@ -23,6 +23,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from lowmem.data.conversations import Conversation, Message, encodable
 from lowmem.errors import InputError, first_line
+from lowmem.text_files import read_text
 
 Span = tuple[int, int]  # of characters
 
@@ -35,9 +36,9 @@ _QUESTION, _ANSWER = "a question", "an answer"
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
     """Give the tokenizer the template in `file`; it is exported with the model. Raises InputError."""
     try:
-        template = Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"--chat-template {file}: cannot be read, since it is not UTF-8") from error
+        template = read_text(Path(file)).replace("\r\n", "\n").replace("\r", "\n")
+    except InputError as error:
+        raise InputError(f"--chat-template {error}") from None
     except OSError as error:
         raise InputError(f"--chat-template {file}: cannot be read ({error.strerror or error})") from error
     try:

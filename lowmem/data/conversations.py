@@ -1,33 +1,43 @@
 """From a row to a conversation: messages as the chat templates of Hugging Face's models expect them.
 
-A message is {"role": ..., "content": ...}; its role is system, user, assistant or tool. What else it holds
-(`tool_calls`, `tool_call_id`, `name`, `reasoning_content`) is handed to the template as it is. Three ways of writing
-conversations are understood:
+A message is {"role": ..., "content": ...}; its role is system, user, assistant or tool, or another one that the chat
+template names. What else it holds (`tool_calls`, `tool_call_id`, `name`, `reasoning_content`) is handed to the template
+as it is. Three ways of writing conversations are understood:
 
 | columns | whose |
 |---|---|
 | `messages`; `content` a text or a list of parts, {"type": "text", "text": ...}; `tool_calls`, `weight` 0 | OpenAI's |
-| `conversations` of `from` and `value` (or of `role` and `content`), and a `system` text beside it | ShareGPT's |
+| `conversations` of `from` and `value` (or of `role` and `content`) | ShareGPT's |
 | `prompt` and `completion`, both lists of messages | TRL's |
 
+An answer whose `weight` is 0, or whose `loss`, `train` or `training` is false, is not trained on.
+
 A column `tools` beside them lists the functions that may be called, as JSON schemas or as that list written as text.
+OpenAI's older names are understood, too: `functions` for that column, `function_call` in a message for its one call. A
+`system` column beside a conversation without a system message is said first.
 """
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from lowmem.data.sources import Record
+from lowmem.data.tables import SYSTEM_COLUMNS
 from lowmem.errors import InputError
+from lowmem.text_files import parse_json
 
 Message = dict[str, Any]
 
-_ROLES = {  # what ShareGPT's users call them
-    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"},
-    **{"function_call": "assistant", "tool_call": "assistant"},
-    **{"observation": "tool", "function_response": "tool", "function": "tool", "tool_response": "tool"},
+_ROLES = {  # what others call them, in lower case without a colon behind it
+    **dict.fromkeys(("system", "user", "assistant", "tool")),
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "chatbot", "model", "ai", "bard", "bing"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "function", "tool_response", "ipython"), "tool"),
+    "developer": "system",
 }
+_KEPT_IF_NAMED = ("developer", "ipython")  # by the chat template, as it may know both names
 _CALLS = ("function_call", "tool_call")  # roles whose text is a call of a function, or a list of them, in JSON
+_TRAINED = ("loss", "train", "training")  # keys of messages: whether they are trained on
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
 
 
@@ -51,7 +61,10 @@ class Conversation:
         return [
             index
             for index, message in enumerate(self.messages)
-            if message["role"] == "assistant" and index >= self.given and message.get("weight") != 0
+            if message["role"] == "assistant"
+            and index >= self.given
+            and message.get("weight") != 0
+            and not any(message.get(name) is False for name in _TRAINED)
         ]
 
     @property
@@ -65,19 +78,42 @@ class Conversation:
         return [thought.strip() for thought in thoughts]
 
 
-def read_conversation(record: Record, column: str) -> Conversation:
-    """The conversation in the column `messages` or `conversations`. Raises InputError."""
-    messages = _messages(record, column)
-    system = record.columns.get("system")
-    if isinstance(system, str) and system and not (messages and messages[0]["role"] == "system"):
-        messages = [{"role": "system", "content": encodable(system, record.where, "system")}, *messages]
-    return Conversation(record.where, messages, _tools(record))
+def read_conversation(record: Record, column: str, template: str = "") -> Conversation:
+    """The conversation in the column `messages` or `conversations`, for the chat `template`. Raises InputError."""
+    return Conversation(record.where, _with_system(record, _messages(record, column, template)), _tools(record))
 
 
-def read_prompt_and_completion(record: Record) -> Conversation:
+def read_prompt_and_completion(record: Record, template: str = "") -> Conversation:
     """The conversation of which `prompt` lists the messages that are given, and `completion` those that answer."""
-    prompt = _messages(record, "prompt")
-    return Conversation(record.where, prompt + _messages(record, "completion"), _tools(record), len(prompt))
+    prompt = _with_system(record, _messages(record, "prompt", template))
+    messages = prompt + _messages(record, "completion", template)
+    return Conversation(record.where, messages, _tools(record), len(prompt))
+
+
+def system_text(record: Record) -> str:
+    """What a column beside a conversation or an instruction says to the system; "" where there is none."""
+    filled = {name: record.columns[name] for name in SYSTEM_COLUMNS if record.columns.get(name)}
+    for name, text in filled.items():
+        if not isinstance(text, str):
+            raise InputError(f"{record.where}: {name} must be text, not {type(text).__name__}")
+    if len({*filled.values()}) > 1:
+        raise InputError(f"{record.where}: {' and '.join(filled)} hold different texts; keep one of them")
+    return next((encodable(text, record.where, name) for name, text in filled.items()), "")
+
+
+def _with_system(record: Record, messages: list[Message]) -> list[Message]:
+    text = system_text(record)
+    if not text or messages and messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": text}, *messages]
+
+
+def parse_within(text: str, place: str, this_is: str) -> Any:
+    """The value of the JSON `text` in a row. `this_is`, for the InputError: "tools is", "the arguments are"."""
+    try:
+        return parse_json(text, "line")
+    except InputError as error:
+        raise InputError(f"{place}: {this_is} not JSON ({error})") from None
 
 
 def encodable(text: str, where: str, name: str) -> str:
@@ -92,14 +128,17 @@ def encodable(text: str, where: str, name: str) -> str:
     return text
 
 
-def _messages(record: Record, column: str) -> list[Message]:
+def _messages(record: Record, column: str, template: str) -> list[Message]:
     values = record.columns.get(column)
+    if values is None:
+        raise UntrainableRow(f"{record.where}: {column} is empty (null); remove the row")
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise InputError(f"{record.where}: {column} must be a list of objects with the texts role and content")
-    return [_message(value, f"{record.where}: {column}, message {index}") for index, value in enumerate(values, 1)]
+    places = (f"{record.where}: {column}, message {index}" for index in range(1, len(values) + 1))
+    return [_message(value, place, template) for value, place in zip(values, places, strict=True)]
 
 
-def _message(value: dict[str, Any], place: str) -> Message:
+def _message(value: dict[str, Any], place: str, template: str) -> Message:
     """`value` with the keys and roles that chat templates read, and without those whose value is null."""
     message = {key: item for key, item in value.items() if item is not None}
     said = message.pop("from", None)
@@ -108,18 +147,39 @@ def _message(value: dict[str, Any], place: str) -> Message:
     content = message.pop("content", content)
     if not isinstance(said, str):
         raise InputError(f"{place}: there is no role; write who says it: system, user, assistant or tool")
-    message["role"] = _ROLES.get(said, said)
-    if said in _CALLS:
-        message["tool_calls"], content = [{"function": call} for call in _listed(content, place, said)], None
+    message["role"] = _role(said, place, template)
+    called = message.pop("function_call", None)
+    if _plain(said) in _CALLS:
+        called, content = content, None
+    if called and not (isinstance(called, dict) and not any(called.values())):  # tables fill what is missing with null
+        message["tool_calls"] = [{"function": call} for call in _listed(called, place, "function_call")]
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)
         if content is None:
-            raise InputError(f"{place}: there is no content; write the text that is said")
+            raise UntrainableRow(f"{place}: there is no content; write the text that is said")
     else:
         message["tool_calls"] = [_call(call, place) for call in _listed(message["tool_calls"], place, "tool_calls")]
     if content is not None:
         message["content"] = encodable(_text(content, place), place, "content")
     return message
+
+
+def _role(said: str, place: str, template: str) -> str:
+    """The role as chat templates call it."""
+    plain = _plain(said)
+    named = f"'{said}'" in template or f'"{said}"' in template
+    if plain in _ROLES and not (named and said in _KEPT_IF_NAMED):
+        return _ROLES[plain] or plain
+    if not named:
+        raise InputError(
+            f"{place}: the role {said!r} is not known; write system, user, assistant or tool, or give --chat-template "
+            f"FILE with one that names it"
+        )
+    return said
+
+
+def _plain(said: str) -> str:
+    return said.strip().rstrip(":").rstrip().lower()
 
 
 def _text(content: Any, place: str) -> str:
@@ -143,10 +203,7 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
         )
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError as error:
-            raise InputError(f"{place}: the arguments of {function['name']} are not JSON ({error})") from error
+        arguments = parse_within(arguments or "{}", place, f"the arguments of {function['name']} are")
     kept = {key: item for key, item in call.items() if key not in ("function", "name", "arguments")}
     return {"type": "function", **kept, "function": {**function, "arguments": arguments}}
 
@@ -154,10 +211,7 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
 def _listed(value: Any, place: str, name: str) -> list[dict[str, Any]]:
     """A list of objects, which may be written as text, as may one alone."""
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise InputError(f"{place}: {name} is not JSON ({error})") from error
+        value = parse_within(value, place, f"{name} is")
     values = [value] if isinstance(value, dict) else value
     if not isinstance(values, list) or not all(isinstance(item, dict) for item in values):
         raise InputError(f"{place}: {name} must be a list of objects")
@@ -165,5 +219,8 @@ def _listed(value: Any, place: str, name: str) -> list[dict[str, Any]]:
 
 
 def _tools(record: Record) -> list[dict[str, Any]] | None:
-    tools = record.columns.get("tools")
-    return _listed(tools, record.where, "tools") or None if tools else None
+    tools, functions = record.columns.get("tools"), record.columns.get("functions")
+    if tools:
+        return _listed(tools, record.where, "tools") or None
+    listed = _listed(functions, record.where, "functions") if functions else []
+    return [{"type": "function", "function": function} for function in listed] or None

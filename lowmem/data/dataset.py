@@ -51,7 +51,8 @@ def load_data(
     the id that targets begin behind, of an encoder-decoder, None for decoders.
 
     Held out is what `eval_data` names, or of each source its own validation split, or `eval_fraction` of it (by
-    document). `steps` bounds what is read of a streamed source. Raises InputError with the place in the data.
+    document); nothing, if that is 0. `steps` bounds what is read of a streamed source. Raises InputError with the place
+    in the data.
     """
     if settings.chat_template is not None:
         set_chat_template(tokenizer, settings.chat_template)
@@ -91,14 +92,15 @@ def load_data(
         def held_out_of(source: Source) -> Part:
             records = source.train if source.evaluation is None else source.evaluation
             documents = load(source, records, STREAMED_EVALUATION_ROWS)
-            return Part(None, documents, ", ".join([f"evaluated on {source.name}", *documents.notes]))
+            said = [f"evaluated on {source.name}"] + [f"split {source.held_out}"] * bool(source.held_out)
+            return Part(None, documents, ", ".join([*said, *documents.notes]))
 
         parts = []
         for source in sources:
             train = load(source, source.train, needed_rows)
             if evaluated:
                 parts.append(Part(train, None, ""))
-            elif source.evaluation is not None:
+            elif source.evaluation is not None and settings.eval_fraction > 0:
                 parts.append(held_out_of(source)._replace(train=train))
             else:
                 parts.append(Part(*hold_out(train, settings.eval_fraction, seq, folder)))
@@ -228,6 +230,6 @@ def _describe_rows(
             else "attention crosses document ends (--document-mask off)"
         )
     else:
-        kind, rest = "examples", f"one per row; {documents.description}"
+        kind, rest = "examples", "one per row"
     text = f"{source}: {len(documents.lengths):,} {kind}, {len(documents.tokens):,} {unit}, {rest}"
-    return "; ".join([text, *documents.notes])
+    return "; ".join(filter(None, [text, documents.description, *documents.notes]))

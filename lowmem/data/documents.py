@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from lowmem.data.encoder import Encoder
-from lowmem.data.formats import Format, UntrainableRow, find_format
+from lowmem.data.formats import Format, UntrainableRow, find_format, with_first_filled
 from lowmem.data.long_text import LongText
 from lowmem.data.seams import Seams, Segments
 from lowmem.data.sources import Record, Source, StableHash
@@ -112,14 +112,13 @@ def read_documents(
 ) -> Documents:
     """All documents of `records` as tokens, or as many as fill `rows_limit` rows, written into `folder`.
     `target_tokens`: how many of a row's seq + 1 tokens are the target's, for encoder-decoders (pairs.py)."""
-    records = iter(records)
-    first = next(records, None)
+    first, records = with_first_filled(iter(records))
     if first is None:
         raise InputError(f"{source.name}: there is no document in it")
     format = find_format(first, text_field, train_on, tokenizer)
     writer = _Writer(format, tokenizer, vocabulary_size, seq, target_tokens, folder)
     skipped = 0
-    for record in _with_progress(itertools.chain([first], records), source.name, writer):
+    for record in _with_progress(records, source.name, writer):
         try:
             segments = writer.format.segments(record)
             folder.count_read(sum(len(text.encode(errors="replace")) for text, _ in segments))
@@ -148,10 +147,10 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
     target = max(fraction * sizes.sum(), smallest)
 
     def nothing(why: str) -> tuple[Documents, Documents, str]:
-        return documents, documents.select(np.zeros(len(documents.lengths), bool), folder), f"nothing held out{why}"
+        return documents, documents.select(np.zeros(len(documents.lengths), bool), folder), f"nothing held out ({why})"
 
     if fraction == 0 or sizes.sum() < target + smallest:
-        return nothing(" (there is too little of it)" if fraction else "")
+        return nothing("there is too little of it" if fraction else "--eval-fraction 0")
     hashes, group = np.unique(documents.keys, return_inverse=True)
     group_sizes = np.bincount(group, weights=sizes)
     chosen, share = np.zeros(len(hashes), bool), 0
@@ -169,7 +168,7 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
             f"held out: {held_out.sum():,} of its documents, by hash",
         )
     if not packed:
-        return nothing(" (its examples are too few or all the same)")
+        return nothing("its examples are too few or all the same")
     total = len(documents.tokens)
     cut = total - math.ceil(target)
     train, tail = documents.between(0, cut), documents.between(cut, total)
@@ -180,7 +179,8 @@ def _with_progress(records: Iterable[Record], name: str, writer: "_Writer") -> I
     """`records`, with a line at a terminal where they take long."""
     hidden = sys.stderr is None or not sys.stderr.isatty()
     with tqdm(
-        desc=f"tokenizing {name[-40:]}", unit=" tokens", unit_scale=True, delay=_PROGRESS_AFTER_SECONDS, disable=hidden,
+        desc=f"tokenizing {name[-40:]}", file=sys.stderr, unit=" tokens", unit_scale=True,
+        delay=_PROGRESS_AFTER_SECONDS, disable=hidden,
         dynamic_ncols=True, leave=False, bar_format="{desc}: {n_fmt} tokens, {rate_fmt}, {elapsed}",
     ) as bar:  # fmt: skip
         for record in records:
@@ -238,6 +238,7 @@ class _Writer:
         room = f"{self.seq:,} tokens"
         if self.target_tokens is not None:
             room = f"{self.seq + 1 - self.target_tokens:,} tokens of source or {self.target_tokens:,} of target"
+        notes += self.mark.notes
         notes += [f"{self.truncated:,} cut off at {room}"] if self.truncated else []
         notes += [f"{self.dropped:,} of these dropped, with no trained token left"] if self.dropped else []
         return Documents(

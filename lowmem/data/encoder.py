@@ -28,11 +28,11 @@ class Encoder:
         self._tokenizer = tokenizer
         self._bytes = is_byte_level(tokenizer)
         self._backend = None if self._bytes else _plain_backend(tokenizer)
-        self._word_starts = _word_starts(self._backend)
+        self._word_starts = "" if hasattr(tokenizer, "sp_model") else _word_starts(self._backend)
         self._fast: FastBPE | None = None
         self._encoded_characters = 0
         self._token_bytes = _token_bytes(tokenizer, self._backend) if self._bytes or self._backend else None
-        added = tokenizer.added_tokens_decoder.items()
+        added = tokenizer.added_tokens_decoder.items() if self._backend else ()  # mistral-common's has none
         self._stripping = [number for number, token in added if token.lstrip or token.rstrip]
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:

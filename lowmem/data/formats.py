@@ -6,9 +6,21 @@ Which columns are there decides (the `text` column's name is `--text-field`):
 |---|---|
 | `text` | all of it; documents are packed |
 | `messages`, or ShareGPT's `conversations` | the chat template, or `DEFAULT_CHAT_TEMPLATE`; the assistant's turns |
-| `prompt`, `completion` | the two joined as they are, the completion; where both are lists of messages, as above |
+| `prompt`, `completion` | the two joined as they are, the completion; if both are lists of messages, as above |
 | `instruction`, `input` (may be missing or empty), `output` | Alpaca's wording; the output |
 | `instruction`, `context` (may be missing or empty), `response` | Dolly's columns in Alpaca's wording; the response |
+
+Beside them are used, as LLaMA-Factory and Axolotl use them:
+
+| columns | beside | become |
+|---|---|---|
+| `system` (or `system_prompt`, `system_message`, `system_instruction`) | conversations without one | a message |
+| | `prompt` + `completion` | the prompt's first paragraph |
+| | Alpaca's and Dolly's | what stands in place of the wording's first sentences |
+| `history`, a list of pairs | Alpaca's and Dolly's | earlier instructions and responses, which are trained on, too |
+| `tools`, or OpenAI's older `functions` | conversations | what the chat template is told of tools |
+
+All other columns are named in the line that describes the data. A column of nulls is as good as none.
 
 `--train-on all` trains on the prompts too. A text is handed on in segments, (text, trained), which are tokenized
 together (seams.py). An end-of-text token follows and is trained like the segment that it ends, or generation would
@@ -18,9 +30,9 @@ If the tokenizer begins every text with a beginning-of-text token (Llama's and G
 begin with it here too. A chat template writes it itself, if its author wants it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -28,11 +40,14 @@ from lowmem.data.answers import Answers
 from lowmem.data.conversations import (
     UntrainableRow,
     encodable,
+    parse_within,
     read_conversation,
     read_prompt_and_completion,
+    system_text,
 )
 from lowmem.data.seams import Segments
 from lowmem.data.sources import Record
+from lowmem.data.tables import LABEL_COLUMNS, SYSTEM_COLUMNS
 from lowmem.errors import InputError
 
 # No space after the last colon: GPT-2's vocabulary joins a space with the word that follows it.
@@ -48,30 +63,67 @@ _ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
 )
 _ALPACA_WITH_INPUT = ", paired with an input that provides further context"
-_STRUCTURED = {
+_STRUCTURED = {  # the columns that each reading needs
     **{name: (name,) for name in ("messages", "conversations")},
     "prompt": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
     "dolly": ("instruction", "response"),
 }
+_QUESTIONS = ("prompt", "question", "query", "problem", "instruction", "input")  # other people's names, likeliest first
+_ANSWERS = ("completion", "answer", "response", "output", "solution", "target")
+_MOST_NAMED = 20  # columns, in one sentence
+_MOST_BLANK = 10_000  # rows before the first one that is filled
 
 
 @dataclass(frozen=True)
 class Format:
     """How the rows of one source are read. `packed`: documents may be cut and joined; otherwise one row is one example.
-    `segments` gives a row's text and raises InputError or UntrainableRow with the row's place. `begin`: ids that stand
-    before each text."""
+    `write` gives a row's text and raises InputError or UntrainableRow with the row's place. `begin`: ids that stand
+    before each text. Of the columns, `needed` are those that each row must have, `used` all that are read, `rivals`
+    those that would be another reading, if they were filled. `first`: the place of the row that decided."""
 
     summary: str
     packed: bool
-    segments: Callable[[Record], Segments]
+    write: Callable[[Record], Segments]
     answers: Answers | None = None
     begin: tuple[int, ...] = ()
+    needed: tuple[str, ...] = ()
+    used: frozenset[str] = frozenset()
+    rivals: tuple[tuple[str, ...], ...] = ()
+    first: str = ""
+    unused: dict[str, None] = field(default_factory=dict)  # columns that were seen, in their order
 
     @property
     def description(self) -> str:
         """The summary, and what has to be said of the rows that have been read."""
-        return "; ".join([self.summary, *(self.answers.notes if self.answers else ())])
+        said = [self.summary, *(self.answers.notes if self.answers else ())]
+        said += [f"columns not used: {_listed(self.unused)}"] if self.unused else []
+        return "; ".join(filter(None, said))
+
+    def segments(self, record: Record) -> Segments:
+        """The text of a row."""
+        for name in (*record.columns, *record.unread):
+            if name not in self.used:
+                self.unused[name] = None
+        for name in self.needed:
+            if name not in record.columns:
+                raise InputError(
+                    f"{record.where}: the column {name}, which the first row ({self.first}) has, is missing here"
+                )
+        for columns in self.rivals:
+            if _filled_columns(record, columns):
+                raise _in_two_ways(record, (self.needed, columns))
+        return self.write(record)
+
+
+def with_first_filled(records: Iterator[Record]) -> tuple[Record | None, Iterable[Record]]:
+    """The first of `records` that says what its source holds, and all of them; None where there is none."""
+    seen: list[Record] = []
+    for record in itertools.islice(records, _MOST_BLANK):
+        seen.append(record)
+        if record.unread or any(value is not None for value in record.columns.values()):
+            break
+    return (seen[-1] if seen else None), itertools.chain(seen, records)
 
 
 def find_format(record: Record, text_field: str, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Format:
@@ -79,36 +131,62 @@ def find_format(record: Record, text_field: str, train_on: str, tokenizer: PreTr
 
     A tokenizer without a chat template is given the default one, so that the exported model carries what it learnt.
     """
-    found = [name for name, columns in _STRUCTURED.items() if record.columns.keys() >= set(columns)]
+    readings = _STRUCTURED | {"text": (text_field,)}
+    found = [name for name, columns in readings.items() if record.columns.keys() >= {*columns}]
+    if "text" in found and text_field != "text":
+        found = ["text"]
+    elif "text" in found and {"alpaca", "dolly"} & {*found}:
+        found.remove("text")  # Alpaca's own files bring their rendering along
+    filled = [name for name in found if _filled_columns(record, readings[name])] if len(found) > 1 else found
+    if len(filled) > 1:
+        raise _in_two_ways(record, [readings[name] for name in found])
+    if not filled:
+        raise _unreadable(record, text_field)
+    name = filled[0]
+    _refuse_labels(record, name)
+    format, beside = _format(name, record, text_field, train_on == "all", tokenizer)
+    return replace(
+        format,
+        needed=readings[name],
+        used=frozenset((*readings[name], *beside)),
+        rivals=tuple(readings[other] for other in found if other != name),
+        first=record.where,
+    )
+
+
+def _format(
+    name: str, record: Record, text_field: str, everything: bool, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Format, tuple[str, ...]]:
+    """The format called `name`, and the columns that it uses beside those that it needs."""
     begin = _beginning_of_text(tokenizer)
-    if text_field in record.columns and (not found or text_field != "text"):
+    if name == "text":
         begin = () if begin == (tokenizer.eos_token_id,) else begin  # the end of one document then begins the next
-        return Format("text", True, lambda row: [(_filled(row, text_field), True)], begin=begin)
-    ignored = ""
-    if "text" in record.columns and found == ["alpaca"]:
-        ignored = "; the column text beside them is not used"  # Alpaca's own files bring their rendering along
-    elif len(found) != 1 or "text" in record.columns:
-        _refuse(record, text_field, found)
-    everything = train_on == "all"
-    if found[0] in ("messages", "conversations") or (
-        found == ["prompt"] and isinstance(record.columns["prompt"], list)
+        return Format("", True, lambda row: [(_filled(row, text_field), True)], begin=begin), ()
+    if name in ("messages", "conversations") or (
+        name == "prompt" and any(isinstance(record.columns[column], list) for column in _STRUCTURED["prompt"])
     ):
-        return _conversations(found[0], everything, tokenizer)
+        return _conversations(name, everything, tokenizer), (*SYSTEM_COLUMNS, "tools", "functions")
     trained = "trained on every token" if everything else "trained on the completions"
-    if found == ["prompt"]:
+    if name == "prompt":
+
+        def prompt(row: Record) -> str:
+            return "\n\n".join(filter(None, [system_text(row), _string(row, "prompt")]))
+
         return Format(
             f"prompt + completion, {trained}",
             False,
-            lambda row: [(_string(row, "prompt"), everything), (_filled(row, "completion"), True)],
+            lambda row: [(prompt(row), everything), (_filled(row, "completion"), True)],
             begin=begin,
-        )
-    given, answer = ("input", "output") if found == ["alpaca"] else ("context", "response")
+        ), SYSTEM_COLUMNS
+    given, answer = ("input", "output") if name == "alpaca" else ("context", "response")
+    if given not in record.columns and {"input", "context"} & record.columns.keys():
+        given = "context" if name == "alpaca" else "input"
     return Format(
-        f"instruction + {answer} in Alpaca's wording{ignored}, {trained}",
+        f"instruction + {answer} in Alpaca's wording, {trained}",
         False,
-        lambda row: [(_alpaca_prompt(row, given), everything), (_filled(row, answer), True)],
+        lambda row: _alpaca(row, given, answer, everything, tokenizer.eos_token),
         begin=begin,
-    )
+    ), (given, "history", *SYSTEM_COLUMNS)
 
 
 def _conversations(column: str, everything: bool, tokenizer: PreTrainedTokenizerBase) -> Format:
@@ -119,7 +197,11 @@ def _conversations(column: str, everything: bool, tokenizer: PreTrainedTokenizer
     finder = Answers(tokenizer)
 
     def segments(row: Record) -> Segments:
-        conversation = read_prompt_and_completion(row) if column == "prompt" else read_conversation(row, column)
+        template = str(tokenizer.chat_template)
+        if column == "prompt":
+            conversation = read_prompt_and_completion(row, template)
+        else:
+            conversation = read_conversation(row, column, template)
         messages = conversation.messages
         answers = [messages[index] for index in conversation.answers]
         if not messages or not (
@@ -143,29 +225,61 @@ def _beginning_of_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(whole[: starts[0]]) if starts else ()
 
 
-def _refuse(record: Record, text_field: str, found: list[str]) -> None:
-    columns = ", ".join(record.columns) or "none"
-    if found:
-        sets = " or ".join(
-            [" + ".join(_STRUCTURED[name]) for name in found] + (["text"] if "text" in record.columns else [])
-        )
-        raise InputError(
-            f"{record.where}: the columns ({columns}) can be read in more than one way ({sets}); remove "
-            f"or rename those that are not to be trained on"
-        )
-    raise InputError(
-        f"{record.where}: nothing to train on in the columns ({columns}); name the text with --text-field "
-        f"(now {text_field}), or give messages, conversations, prompt + completion, instruction + input + output, or "
-        f"instruction + context + response"
+def _filled_columns(record: Record, columns: Iterable[str]) -> bool:
+    return all(record.columns.get(column) is not None for column in columns)
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = [name if name.isprintable() and name else repr(name) for name in names]
+    more = [f"{len(shown) - _MOST_NAMED:,} more"] if len(shown) > _MOST_NAMED else []
+    return ", ".join(shown[:_MOST_NAMED] + more) or "none"
+
+
+def _in_two_ways(record: Record, readings: Iterable[Iterable[str]]) -> InputError:
+    return InputError(
+        f"{record.where}: the columns ({_listed(record.columns)}) can be read in more than one way "
+        f"({' or '.join(' + '.join(columns) for columns in readings)}); remove or rename those that are not to be "
+        f"trained on"
     )
 
 
+def _unreadable(record: Record, text_field: str) -> InputError:
+    names = (*record.columns, *record.unread)
+    asked, answered = (next((name for name in known if name in names), None) for known in (_QUESTIONS, _ANSWERS))
+    if {"chosen", "rejected"} <= {*names}:
+        advice = (
+            "chosen and rejected are for training on preferences, which is not done here; to train on the chosen "
+            "answers, rename chosen to completion, beside a prompt, or to messages, if it lists them all"
+        )
+    elif "input_ids" in names:
+        advice = "rows that are tokenized already are not read; give their text"
+    elif asked and answered:
+        renamed = [(asked, "prompt"), (answered, "completion")]
+        advice = "rename " + " and ".join(f"{old} to {new}" for old, new in renamed if old != new)
+    else:
+        advice = (
+            f"name the text with --text-field (now {text_field}), or give messages, conversations, prompt + "
+            f"completion, instruction + input + output, or instruction + context + response"
+        )
+    return InputError(f"{record.where}: nothing to train on in the columns ({_listed(names)}); {advice}")
+
+
+def _refuse_labels(record: Record, name: str) -> None:
+    """InputError for rows that say of their answer whether it is a good one: bad ones are not to be learnt."""
+    for column in LABEL_COLUMNS if name != "text" else ():
+        if isinstance(record.columns.get(column), bool):
+            raise InputError(
+                f"{record.where}: {column} says whether the answer is to be preferred or avoided (KTO), and all would "
+                f"be trained on; keep the rows with the good ones, without that column"
+            )
+
+
 def _string(record: Record, column: str) -> str:
-    if column not in record.columns:
-        raise InputError(f"{record.where}: the column {column}, which the first row has, is missing here")
     value = record.columns[column]
+    if value is None:
+        raise UntrainableRow(f"{record.where}: {column} is empty (null); remove the row")
     if not isinstance(value, str):
-        raise InputError(f"{record.where}: {column} must be text, not {_kind(value)}")
+        raise InputError(f"{record.where}: {column} must be text, not {type(value).__name__}")
     return encodable(value, record.where, column)
 
 
@@ -176,12 +290,27 @@ def _filled(record: Record, column: str) -> str:
     return text
 
 
-def _alpaca_prompt(record: Record, given: str) -> str:
-    instruction = _string(record, "instruction")
+def _alpaca(record: Record, given: str, answer: str, everything: bool, end_of_text: str) -> Segments:
     context = _string(record, given) if record.columns.get(given) is not None else ""
-    prompt = _ALPACA.format(_ALPACA_WITH_INPUT if context else "") + f"### Instruction:\n{instruction}\n\n"
-    return prompt + (f"### Input:\n{context}\n\n" if context else "") + "### Response:\n"
+    begun = _ALPACA.format(_ALPACA_WITH_INPUT if context else "")
+    if system := system_text(record):
+        begun = f"{system}\n\n"
+    segments = []
+    for question, reply in _history(record):
+        segments += [(f"{begun}### Instruction:\n{question}\n\n### Response:\n", everything)]
+        segments += [(reply + end_of_text, True)]
+        begun = "\n\n"
+    prompt = f"{begun}### Instruction:\n{_string(record, 'instruction')}\n\n"
+    prompt += f"### Input:\n{context}\n\n" if context else ""
+    return [*segments, (f"{prompt}### Response:\n", everything), (_filled(record, answer), True)]
 
 
-def _kind(value: Any) -> str:
-    return "missing (null)" if value is None else type(value).__name__
+def _history(record: Record) -> list[list[str]]:
+    """The earlier turns, [instruction, response] each; a table of text has the list as JSON."""
+    turns = record.columns.get("history")
+    if isinstance(turns, str):
+        turns = parse_within(turns, record.where, "history is") if turns.strip() else []
+    pairs = [list(turn) if isinstance(turn, list | tuple) else [] for turn in turns] if isinstance(turns, list) else []
+    if not isinstance(turns, list | None) or any([type(text) for text in pair] != [str, str] for pair in pairs):
+        raise InputError(f"{record.where}: history must be a list of pairs of texts, [instruction, response]")
+    return [[encodable(text, record.where, "history") for text in pair] for pair in pairs]

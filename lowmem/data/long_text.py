@@ -12,8 +12,8 @@ end of a long number may agree by accident, so the overlap without its last char
 
 If two windows do not agree (as in a run of one letter, whose tokens are pairs), the second window begins up to _SHIFTS
 characters earlier. If that does not help, the first window grows to twice its length, at worst to the whole text: to
-WordPiece a word of any length is one unknown token, and a word of Unigram may be as long as a text. The tokens are then
-still right, and RAM grows with the window.
+WordPiece a word of any length is one unknown token, a word of Unigram may be as long as a text, and SentencePiece's own
+library scores a text as one word. The tokens are then still right, and RAM grows with the window.
 """
 
 import itertools

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from lowmem import text_files
 from lowmem.data.documents import Documents
 from lowmem.data.sources import Source
 from lowmem.data.stored import ArrayFolder, StoredArray
@@ -137,7 +138,7 @@ def content_key(
 ) -> str:  # fmt: skip
     """A hash of all that the tokens of a data set follow from; `rows_limit` matters where a source is streamed."""
     digest = hashlib.blake2b(digest_size=16)
-    code = sorted(Path(__file__).parent.glob("*.py"))
+    code = [*sorted(Path(__file__).parent.glob("*.py")), Path(text_files.__file__)]
     for part in (*code, *(part for source in (*sources, *evaluated) for part in (source.name, *source.content))):
         digest.update(f"\0{part}\0".encode())
         if isinstance(part, Path):

@@ -28,6 +28,16 @@ class Seams:
 
     def __init__(self, encode: Encoder, pairs: bool):
         self._encode, self._pairs = encode, pairs
+        self._straddled = 0
+
+    @property
+    def notes(self) -> list[str]:
+        """What the log says about the examples so far."""
+        note = (
+            f"in {self._straddled:,} of them one token is the end of a prompt and the beginning of an answer, so the "
+            f"prompt alone has other tokens; let answers begin with the space"
+        )
+        return [note] * (self._straddled > 0)
 
     def __call__(self, examples: list[Segments]) -> list[Example]:
         parts = [self._parts(segments) for segments in examples]
@@ -59,15 +69,18 @@ class Seams:
     def _marked(self, segments: Segments, ids: np.ndarray, places: np.ndarray | None) -> Example:
         ends = [0, *itertools.accumulate(len(text) for text, _ in segments)]
         spans = [span for span, (_, trained) in zip(itertools.pairwise(ends), segments, strict=True) if trained]
-        trained = np.zeros(len(ids), bool)
+        trained, straddled = np.zeros(len(ids), bool), False
         for start, end in spans:
             if places is not None:
                 begins, stops = places[:, 0], np.maximum(places[:, 1], places[:, 0] + 1)
                 trained |= (begins < end) & (stops > start)
+                straddled |= bool(((begins < start) & (stops > start)).any())
             elif start < end:
                 text = "".join(text for text, _ in segments)
                 first, last = (self._tokens_before(text, seam, ids) for seam in (start, end))
                 trained[first[0] : sum(last)] = True
+                straddled |= first[1]
+        self._straddled += straddled
         return ids, trained
 
     def _tokens_before(self, text: str, seam: int, ids: np.ndarray) -> tuple[int, bool]:

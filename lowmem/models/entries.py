@@ -135,7 +135,7 @@ def _holds_tensors(content: dict) -> bool:
 
 
 def exact_empty(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """Zeros in a mapping of their own, which ends with the tensor: malloc would keep freed pieces of up to 32 MiB."""
+    """Zeros in a memory mapping that is freed with the tensor: malloc would keep freed pieces of up to 32 MiB."""
     shape = tuple(shape)
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
@@ -156,8 +156,8 @@ def chunks(entry: Entry) -> Iterator[Tensor]:
 
 
 def read_runs(entry: Entry) -> Iterator[Tensor]:
-    """The tensor in fp32, rounded if it is fp64: whole, or as flat runs if it has more than RUN_ELEMENTS elements that
-    lie in their order."""
+    """Yields the tensor in fp32; fp64 is rounded. A contiguous tensor of more than RUN_ELEMENTS elements comes as flat
+    runs, any other one whole."""
     if entry.elements > RUN_ELEMENTS and entry.is_contiguous:
         for chunk in chunks(entry):
             yield chunk.to(torch.float32, copy=True)

@@ -2,7 +2,7 @@
 
 Names may lack the base model's prefix, be older ones that transformers renames, and hold a tied weight under either or
 both of its names. torch.compile, DDP, FSDP, Lightning, PEFT and others write a prefix before the names. It is left off
-if the names without it are the model's, all of them, with the right shapes. So is a value or reward head beside them.
+if the names without it are the model's, all of them, with the right shapes. A value or reward head is left out.
 """
 
 import re
@@ -66,7 +66,7 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
 
 
 def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
-    """The names as they are, and if these do not fit, without wrappers and each prefix that many of them share."""
+    """The fit of the plain names; if they do not match, also of the names without wrappers and each common prefix."""
     plain = _fit(model, entries, lambda name: name, "")
     if not plain.problems():
         return [plain]
@@ -181,7 +181,7 @@ def _names_of(model: PreTrainedModel, module) -> set[str]:
 
 
 def _differing(model: PreTrainedModel, name: str, entry: Entry, target: dict[str, str]) -> InputError:
-    """Of a weight that the files hold twice."""
+    """The error for a weight that the files hold twice with different values."""
     others: Iterable[str] = [other for other in target if target[other] == target[name] and other != name]
     tied = {
         alias for alias, p in model.named_parameters(remove_duplicate=False) if p is model.get_parameter(target[name])

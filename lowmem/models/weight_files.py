@@ -29,7 +29,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def usual_weight_files(folder: Path) -> list[Path]:
-    """Those under the names that transformers looks for; none if there are none. InputError if a shard is missing."""
+    """Files under the names that transformers looks for; an empty list if there are none. InputError if a shard is
+    missing."""
     for single, index in _USUAL:
         if (folder / single).is_file():
             return [folder / single]
@@ -62,7 +63,7 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """Those numbered m-of-n, all of one name."""
+    """Files that are numbered m-of-n and share a name."""
     sets = defaultdict(list)
     for path in _candidates(folder):
         if match := _SHARD.fullmatch(path.name):

@@ -39,6 +39,7 @@ from lowmem.run.early import check_folders, with_recognized_model
 from lowmem.run.signals import StopRequest
 from lowmem.run.train import initial_weights, make_step, page_locked, plan_for_here, run
 from lowmem.settings import Settings
+from lowmem.switches import remarks
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def load(settings: Settings) -> LoadedModel:
     if device.type == "cuda":
         devices.release_freed_memory()
     plan, slow_copies = page_locked(step.store, plan)
-    for remark in (no_kernels, slow_copies):
+    for remark in (no_kernels, slow_copies, *remarks(config)):
         if remark is not None:
             _warn(remark)
     return LoadedModel(settings, config, tokenizer, plan, decoder, step)

@@ -51,6 +51,10 @@ def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
             "Windows has no limits and signals of the kind that a run needs; use WSL 2 there (wsl --install), where "
             "this runs as on Linux"
         )
+    try:
+        os.getcwd()
+    except OSError:
+        raise InputError("the current folder is not there any more; cd into one that is, and run again") from None
     if settings.gpu is not None:
         card_named(settings.gpu)
     return with_recognized_model(settings, say)

@@ -106,7 +106,8 @@ def finish(
             for phase, size in budget.ram_phases.items()
         }  # bytes
         report["out_of_memory"] = recoveries  # what was done about it, and the layout from there on
-        report["failed"] = ending.failed
+        if ending.failed:
+            report["failed"] = ending.failed
         write_json(folder / "report.json", report)
     with ending.step("showing the pictures to the trackers"):
         log.pictures(*_draw(ending, folder, log, plan, peaks, eval_first, budget.ram_phases))

@@ -102,8 +102,8 @@ class RunLog:
         self._predicted, self._planned = plan["predicted"], planned(plan)
         self._step_ms: deque[float] = deque(maxlen=_ETA_OVER)
         self._bar = tqdm(
-            total=last_step, initial=first_step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True,
-            bar_format="{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt}{postfix}",
+            total=last_step, initial=first_step, unit="step", file=sys.stderr, disable=not sys.stderr.isatty(),
+            dynamic_ncols=True, bar_format="{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt}{postfix}",
         )  # fmt: skip
         self._trackers.start(first_step, asdict(self._settings) | _flat("plan", plan))
         if held_out:

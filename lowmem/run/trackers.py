@@ -110,7 +110,10 @@ def wandb_mode(settings: Settings) -> str:
         return settings.wandb
     if settings.report_to is not None and not named:
         return "disabled"
-    return os.environ.get("WANDB_MODE") or ("online" if named else "disabled")
+    disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")  # as Hugging Face's Trainer
+    if disabled and not named:
+        return "disabled"
+    return os.environ.get("WANDB_MODE", "").lower() or ("online" if named else "disabled")
 
 
 def charts(row: dict, tokens: int) -> dict[str, float]:

@@ -61,7 +61,7 @@ from lowmem.run.report import (
     settings_identity,
 )
 from lowmem.run.signals import StopRequest
-from lowmem.run.terminal import say
+from lowmem.run.terminal import output, say
 from lowmem.settings import Settings
 from lowmem.simulate.gpus import Card
 from lowmem.units import interval_seconds
@@ -83,7 +83,8 @@ def run_planned(settings: Settings, stop: StopRequest, aside: Callable | None) -
     settings = fitted(settings, config)
     if settings.plan_only:
         plan = Question(settings, config, kind, precision, card).answer(make_plan)
-        print(plan.describe())
+        with output():
+            print(plan.describe(), flush=True)
         if (Path(settings.out) / "settings.json").exists():
             say(f"{settings.out} holds a run, so its plan.json is left alone")
             return

@@ -288,7 +288,8 @@ def test_chat_template_file_is_used_and_left_on_the_tokenizer(tmp_path):
     [
         (None, r"chat.jinja: cannot be read \(No such file"),
         (b"one\n{% if %}", r"chat.jinja:2: not a Jinja template"),
-        (b"\xff", r"chat.jinja: cannot be read"),
+        (b"one\n\xff", r"chat.jinja:2: not UTF-8"),
+        (b"version https://git-lfs.github.com/spec/v1\n", r"chat.jinja is a Git LFS pointer"),
     ],
 )
 def test_a_missing_or_broken_chat_template_file_is_refused(tmp_path, content, message):
@@ -298,6 +299,14 @@ def test_a_missing_or_broken_chat_template_file_is_refused(tmp_path, content, me
     with pytest.raises(InputError, match=message) as caught:
         load(path, chat_template=str(tmp_path / "chat.jinja"))
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+def test_a_byte_order_mark_before_a_chat_template_is_skipped(tmp_path):
+    (tmp_path / "chat.jinja").write_bytes(b"\xef\xbb\xbf{% for m in messages %}\r\n{{ m.content }}{% endfor %}")
+    tokenizer = byte_level_tokenizer()
+    load(write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}]), tokenizer, seq=128, train_on="all",
+         chat_template=str(tmp_path / "chat.jinja"))  # fmt: skip
+    assert tokenizer.chat_template == "{% for m in messages %}\n{{ m.content }}{% endfor %}"
 
 
 def test_what_a_template_raises_is_said_with_the_row(tmp_path):

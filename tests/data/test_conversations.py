@@ -73,13 +73,14 @@ def test_calls_of_tools_read_alike_from_openai_and_sharegpt_rows(tmp_path):
         read(tmp_path, {"messages": openai, "tools": schema})  # the default template knows none
 
 
-def test_parts_of_text_are_joined_and_a_weight_of_0_is_not_trained(tmp_path):
+@pytest.mark.parametrize("untrained", [{"weight": 0}, {"loss": False}, {"train": False}, {"training": False}])
+def test_parts_of_text_are_joined_and_a_weight_of_0_is_not_trained(tmp_path, untrained):
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     first = {"role": "assistant", "content": parts}
     rows = [{"messages": [CONVERSATION[0], first, *CONVERSATION[2:]]}]
     assert read(tmp_path, *rows) == read(tmp_path, {"messages": CONVERSATION})
     assert (
-        read(tmp_path, {"messages": [CONVERSATION[0], {**first, "weight": 0}, *CONVERSATION[2:]]})[0][1] == " See you"
+        read(tmp_path, {"messages": [CONVERSATION[0], {**first, **untrained}, *CONVERSATION[2:]]})[0][1] == " See you"
     )
 
 
@@ -189,3 +190,147 @@ def test_a_pattern_reads_what_it_finds_in_order(tmp_path):
     for pattern in ("*.rst", "*.txt"):
         with pytest.raises(InputError, match="the pattern finds no file of the kinds"):
             load(tmp_path / pattern)
+
+
+# Columns beside them, roles, nulls
+
+
+PAIR = {"prompt": "a", "completion": "b"}
+SYSTEM = {"system": "Be kind."}
+ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
+RESPONSE = "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n"
+
+
+def test_alpaca_s_system_and_history_are_used(tmp_path):
+    history = [["Hello", "AHOY"], ["Bye", "SO LONG"]]
+    earlier = "### Instruction:\nHello\n\n### Response:\nAHOY$\n\n### Instruction:\nBye\n\n### Response:\nSO LONG$\n\n"
+    plain = read(tmp_path, ALPACA)[0][0]
+    opening = plain.removesuffix(f"{RESPONSE}3")
+    assert opening.startswith("Below is an instruction") and opening.endswith("request.\n\n")
+    for rows, expected in (
+        (SYSTEM, f"Be kind.\n\n{RESPONSE}3"),
+        ({"system_prompt": "Be kind."}, f"Be kind.\n\n{RESPONSE}3"),
+        ({"history": history}, f"{opening}{earlier}{RESPONSE}3"),
+        (SYSTEM | {"history": json.dumps(history)}, f"Be kind.\n\n{earlier}{RESPONSE}3"),
+        ({"system": None, "history": None}, plain),
+        ({"system": "", "history": []}, plain),
+    ):
+        assert read(tmp_path, ALPACA | rows)[0][0] == expected
+        dolly = {"instruction": "Add.", "context": "1 2", "response": "3"}
+        assert read(tmp_path, dolly | rows)[0][0] == expected
+    assert read(tmp_path, ALPACA | {"history": history})[0][1] == "AHOY$SO LONG$3"
+    assert read(tmp_path, {"instruction": "Add.", "context": "1 2", "output": "3"})[0][0] == plain
+
+
+def test_a_system_column_is_said_before_prompts_of_both_kinds(tmp_path):
+    texts = {"prompt": "Hi", "completion": " Hello"}
+    lists = {"prompt": CONVERSATION[:1], "completion": CONVERSATION[1:2]}
+    messages = [{"role": "system", "content": "Be kind."}]
+    for name in ("system", "system_prompt", "system_message", "system_instruction"):
+        assert read(tmp_path, texts | {name: "Be kind."}) == [("Be kind.\n\nHi Hello", " Hello")]
+        expected = read(tmp_path, lists | {"prompt": messages + CONVERSATION[:1]})
+        assert read(tmp_path, lists | {name: "Be kind."}) == expected
+        assert messages_of({"messages": CONVERSATION, name: "Be kind."}) == messages + CONVERSATION
+    assert read(tmp_path, texts | {"system": None}) == read(tmp_path, texts)
+
+
+@pytest.mark.parametrize(
+    ("said", "role"),
+    [
+        *[(said, "user") for said in ("User", "USER:", "human", "Human", " prompter ")],
+        *[(said, "assistant") for said in ("Assistant", "gpt", "GPT", "AI", "Chatbot", "model", "bing")],
+        *[(said, "system") for said in ("System", "developer")],
+        *[(said, "tool") for said in ("Tool", "ipython", "function", "observation")],
+    ],
+)
+def test_other_spellings_of_roles_are_understood(said, role):
+    assert messages_of({"messages": [{"role": said, "content": "a"}]})[0]["role"] == role
+
+
+def test_roles_that_the_chat_template_names_stay_and_others_are_refused():
+    for role in ("developer", "ipython", "critic"):
+        record = Record("rows.jsonl:1", {"messages": [{"role": role, "content": "a"}]})
+        assert read_conversation(record, "messages", f"{{% if m.role == '{role}' %}}").messages[0]["role"] == role
+    with pytest.raises(InputError, match=r"rows\.jsonl:1: messages, message 1: the role 'critic' is not known; write"):
+        messages_of({"messages": [{"role": "critic", "content": "a"}]})
+
+
+def test_openai_s_older_calls_are_calls_of_tools(tmp_path):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = TOOL_TEMPLATE
+    call = {"name": "add", "arguments": '{"a": 2}'}
+    question, answer = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "Two"}
+    returned = {"role": "function", "name": "add", "content": "2", "function_call": {"name": None, "arguments": None}}
+    asked = {"role": "assistant", "content": None, "function_call": call}
+    row = {"messages": [question, asked, returned, answer], "functions": [{"name": "add", "parameters": {}}]}
+    expected = [('1 tools;[user]2?;[assistant]<add {"a": 2}>;[tool]2;[assistant]Two;', '<add {"a": 2}>;Two;')]
+    assert read(tmp_path, row, tokenizer=tokenizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "count"),
+    [
+        ([{"text": "a" * 20}, {"text": None}, {"text": ""}], 2),
+        ([{"text": None}, {"text": "a" * 20}], 1),
+        (
+            [
+                {"prompt": "a", "completion": "b"},
+                {"prompt": None, "completion": "b"},
+                {"prompt": "a", "completion": None},
+            ],
+            2,
+        ),
+        ([{"prompt": None, "completion": None}, {"prompt": CONVERSATION[:1], "completion": CONVERSATION[1:2]}], 1),
+        ([ALPACA, ALPACA | {"output": None}, ALPACA | {"instruction": None}], 2),
+        ([{"messages": CONVERSATION}, {"messages": None}, {"messages": []}], 2),
+        ([{"messages": CONVERSATION}, {"messages": [CONVERSATION[0], {"role": "assistant", "content": None}]}], 1),
+        ([{"text": None, "messages": CONVERSATION}, {"text": None, "messages": CONVERSATION}], 0),
+        ([{"text": None, "messages": None}, {"text": None, "messages": CONVERSATION}], 1),
+    ],
+)
+def test_nulls_are_empty_and_a_column_of_nulls_is_no_second_reading(tmp_path, rows, count):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    data = load(tmp_path / "saved", seq=512 if "text" not in rows[-1] or "messages" in rows[-1] else 16)
+    assert (f"{count} empty ones skipped" in data.description) == (count > 0)
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    if count:
+        with pytest.raises(InputError, match=r"rows\.jsonl:\d: .*(null|is empty|no answer|no content)"):
+            load(path)
+
+
+BAD_COLUMNS = {
+    "preferences": ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"chosen and rejected are .*rename chosen to"),
+    "KTO": ({"prompt": "a", "completion": "b", "label": False}, r"label says whether the answer is to be preferred"),
+    "KTO of LLaMA-Factory": (ALPACA | {"kto_tag": True}, r"kto_tag says whether"),
+    "question": ({"question": "a", "answer": "b"}, r"rename question to prompt and answer to completion"),
+    "query": ({"query": "a", "response": "b", "id": 1}, r"rename query to prompt and response to completion"),
+    "response": ({"prompt": "a", "response": "b"}, r"; rename response to completion$"),
+    "OpenOrca": ({"system_prompt": "s", "question": "a", "response": "b"}, "rename question to prompt"),
+    "tokens": ({"input_ids": [1, 2], "labels": [1, 2]}, "rows that are tokenized already are not read"),
+    "two systems": (ALPACA | {"system": "a", "system_prompt": "b"}, "system and system_prompt hold different texts"),
+    "a number": (ALPACA | {"system": 5}, "system must be text, not int"),
+    "history": (ALPACA | {"history": [["a"]]}, "history must be a list of pairs"),
+    "history of nulls": (ALPACA | {"history": [["a", None]]}, "history must be a list of pairs"),
+    "history as text": (ALPACA | {"history": "a, b"}, "history is not JSON"),
+    "half a pair": (ALPACA | {"system": "\ud800"}, "system holds half a surrogate pair"),
+    "deep": ({"messages": CONVERSATION, "tools": "[" * 99_999}, "tools is not JSON .*nested too deeply"),
+    "given twice": ({"messages": CONVERSATION, "tools": '{"a": 1, "a": 2}'}, "tools is not JSON .*'a' is given twice"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_COLUMNS)
+def test_columns_that_say_what_is_not_done_here_are_refused_with_advice(tmp_path, case):
+    row, message = BAD_COLUMNS[case]
+    with pytest.raises(InputError, match=rf"rows\.jsonl:1: .*{message}") as caught:
+        read(tmp_path, row)
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+def test_a_second_reading_that_fills_later_is_refused_there(tmp_path):
+    rows = [{"text": None, "messages": CONVERSATION}, {"text": "a", "messages": CONVERSATION}]
+    with pytest.raises(InputError, match=r"rows\.jsonl:2: .*more than one way \(messages or text\)"):
+        load(write_rows(tmp_path / "rows.jsonl", rows), seq=512)
+    rows = [{"text": "a" * 20}, {"content": "b"}]
+    with pytest.raises(InputError, match=r"rows\.jsonl:2: the column text, which the first row \(.*:1\) has"):
+        load(write_rows(tmp_path / "rows.jsonl", rows))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lowmem.core.batch import Batch
-from lowmem.data import sources
+from lowmem.data import hub_data
 from lowmem.data.dataset import load_data
 from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
 from lowmem.data.sources import open_source
@@ -24,7 +24,7 @@ END = 256
 
 
 def load(spec, tokenizer=None, vocabulary_size=257, **options):
-    """load_data; its settings may hold what Settings refuse (--eval-fraction 0). Examples are padded as they lie."""
+    """load_data, with nothing held out and examples padded in their order."""
     chosen = dataclasses.asdict(Settings(seq=16, batch=2, pack="padded"))
     chosen |= {"data": str(spec), "eval_fraction": 0} | options
     return load_data(SimpleNamespace(**chosen), tokenizer or byte_level_tokenizer(), vocabulary_size)
@@ -194,7 +194,7 @@ def test_alpaca_columns_use_alpacas_wording_with_and_without_input(tmp_path):
     assert "request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3" in prompts[0]
     assert "request.\n\n### Instruction:\nGreet.\n\n### Response:\nHi" in prompts[1] and "Input" not in prompts[1]
     assert [trained_text(batch, row) for row in (0, 1)] == ["3$", "Hi$"]
-    assert "column text beside them is not used" in data.description
+    assert "columns not used: text;" in data.description
 
 
 CONVERSATION = [
@@ -406,7 +406,7 @@ BAD_FILES = {
     "empty completion": ("a.jsonl", b'{"prompt": "a", "completion": ""}\n', r"a\.jsonl:1: completion is empty"),
     "no answer": ("a.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}\n', r"a\.jsonl:1: .*no answer"),
     "messages are text": ("a.jsonl", b'{"messages": "a"}\n', r"a\.jsonl:1: messages must be a list"),
-    "null": ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', r"a\.jsonl:2: text must be text, not missing"),
+    "null": ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', r"a\.jsonl:2: text is empty \(null\)"),
     "a number": ("a.jsonl", b'{"text": 5}\n', r"a\.jsonl:1: text must be text, not int"),
     "a column missing later": ("a.jsonl", b'{"text": "a"}\n\n{"b": "b"}\n', r"a\.jsonl:3: the column text"),
     "unknown columns": ("a.jsonl", b'{"question": "a", "reply": "b"}\n', r"columns \(question, reply\).*--text-field"),
@@ -479,7 +479,7 @@ def test_fingerprint_changes_with_tokens_vocabulary_and_rows(tmp_path):
 def hub(tmp_path, monkeypatch):
     """A folder per hub id; `datasets` loads from there what it would load from the hub."""
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(sources.hub, "is_reachable", lambda: True)
+    monkeypatch.setattr(hub_data.hub, "is_reachable", lambda: True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     asked = []
 
@@ -518,7 +518,7 @@ def test_wikitext_lines_are_joined_to_articles_and_its_validation_split_is_used(
         train=[{"text": line} for line in lines],
         validation=[{"text": " = Held out = \n"}, {"text": " for evaluation only . \n"}],
     )
-    data = load("wikitext", steps=4)
+    data = load("wikitext", steps=4, eval_fraction=0.01)
     expected = ("".join(lines[:6]).encode(), "".join(lines[6:]).encode())
     assert data.train.parts[0].documents.tokens[:].tolist() == [*expected[0], END, *expected[1], END]
     assert bytes(data.evaluations[0].batch(0).input_ids[0].tolist()).startswith(b" = Held out = ")
@@ -531,7 +531,7 @@ def test_codeparrot_is_streamed_as_far_as_needed(hub):
         train=[{"content": f"x = {index}\n" * 50_000, "size": 1} for index in range(12)],
     )
     hub("codeparrot/codeparrot-clean-valid", train=[{"content": "held out " * 9}])
-    data = load("codeparrot", steps=3)
+    data = load("codeparrot", steps=3, eval_fraction=0.01)
     assert len(data.train.parts[0].documents.lengths) < 12 and data.train.rows >= 6
     assert bytes(data.evaluations[0].batch(0).input_ids[0].tolist()) == b"held out held ou"
     assert asked[0] == ("codeparrot/codeparrot-clean-train", None, True) and "streamed" in data.description
@@ -548,13 +548,13 @@ def test_a_hub_data_set_is_read_by_its_columns_and_blank_rows_are_skipped(hub, m
     data = load("org/chat:small", steps=2, seq=128)
     assert data.train.rows == 3 and "1 empty ones skipped" in data.description
     assert trained_text(data.train.batch(0)) == " Hello$" and asked[-1] == ("org/chat", "small", False)
-    monkeypatch.setattr(sources, "STREAM_ABOVE_BYTES", -1)
+    monkeypatch.setattr(hub_data, "STREAM_ABOVE_BYTES", -1)
     assert load("org/chat", steps=1, batch=1, seq=128).train.rows >= 1 and asked[-1] == ("org/chat", None, True)
 
 
 def test_an_unreachable_hub_is_one_sentence_and_no_wait(monkeypatch):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(sources.hub, "is_reachable", lambda: False)
+    monkeypatch.setattr(hub_data.hub, "is_reachable", lambda: False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     start = time.perf_counter()
     for spec in ("org/no-such-data", "wikitext", "codeparrot"):
@@ -566,7 +566,7 @@ def test_an_unreachable_hub_is_one_sentence_and_no_wait(monkeypatch):
 
 def test_a_data_set_with_a_script_and_a_missing_package_are_named(monkeypatch):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(sources.hub, "is_reachable", lambda: True)
+    monkeypatch.setattr(hub_data.hub, "is_reachable", lambda: True)
 
     def refuse(*_, **__):
         raise RuntimeError("Dataset scripts are no longer supported, but found old.py")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lowmem.data import documents, sources
+from lowmem.data import documents, sources, tables
 from lowmem.data.dataset import load_data
 from lowmem.data.documents import TOKENIZING_BYTES
 from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
@@ -126,7 +126,7 @@ def test_a_long_text_is_read_in_pieces_and_is_one_document_all_the_same(tmp_path
     for name in ("a.txt", "b.py"):
         (tmp_path / name).write_text(text + "<|endoftext|>", newline="")
     whole = prepare(None, tmp_path)
-    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(tables, "PIECE_CHARACTERS", 50)
     small_windows(monkeypatch, 64, 32)
     pieces = [record.columns["text"] for record in sources.open_source(str(tmp_path), "text", None).train]
     assert len(pieces) > 50 and max(map(len, pieces)) < 100 and "".join(pieces) == 2 * (text + "<|endoftext|>")

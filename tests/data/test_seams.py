@@ -218,3 +218,15 @@ def test_what_is_put_before_a_text_may_be_several_tokens(tmp_path):
         assert ids == [*(number for _, number in special * begun), *of(text, add_special_tokens=False)["input_ids"], 2]
     assert json.loads(of.backend_tokenizer.to_str())["post_processor"], "it is there as before"
     assert find_format(Record("a:1", {"messages": CHAT}), "text", "completions", of).begin == ()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "metaspace first", "t5", "python, prefix space"])
+def test_a_token_that_straddles_the_beginning_of_an_answer_is_trained_and_counted(kind, tmp_path):
+    notes = {}
+    for prompt, completion in (("the", " cat"), ("the ", "cat")):
+        mark = Seams(Encoder(of_kind(kind)), pairs=False)
+        [(ids, trained)] = mark([[(prompt, False), (completion, True)]])
+        notes[prompt] = mark.notes
+        shown = of_kind(kind).convert_ids_to_tokens(ids[trained].tolist())
+        assert len("".join(shown)) >= len(" cat"), "its space, too"
+    assert notes["the"] == [] and ["in 1 of them one token" in note for note in notes["the "]] == [True]

@@ -73,6 +73,15 @@ def test_a_states_folder_is_asked_of_runs_alone_and_nothing_is_left_of_the_quest
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "file", there]
 
 
+def test_a_current_folder_that_is_gone_is_said_to_be(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(SCRIPTS["large"].SETTINGS, ["--out", str(tmp_path / "out")]) == 2
+    assert plan_command.main(["--model", "gpt2"]) == 2
+    assert capsys.readouterr().err.count("the current folder is not there any more") == 2
+
+
 def test_windows_is_said_to_need_wsl(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "platform", "win32")
     assert main(SCRIPTS["large"].SETTINGS, ["--out", str(tmp_path / "out")]) == 2

@@ -362,6 +362,8 @@ def test_samples_and_pictures_are_in_wandbs_run(tmp_path):
     [
         ({}, None, "disabled"),
         ({}, "offline", "offline"),
+        ({}, "OFFLINE", "offline"),
+        ({}, "Disabled", "disabled"),
         ({"report_to": "wandb"}, None, "online"),
         ({"report_to": "all"}, "offline", "offline"),
         ({"report_to": "wandb", "wandb": "offline"}, "disabled", "offline"),
@@ -374,6 +376,8 @@ def test_wandbs_mode_is_what_was_typed_or_the_environment_says(monkeypatch, type
     if environment is not None:
         monkeypatch.setenv("WANDB_MODE", environment)
     assert trackers.wandb_mode(Settings(**typed)) == mode
+    monkeypatch.setenv("WANDB_DISABLED", "true")  # what Hugging Face's Trainer reads
+    assert trackers.wandb_mode(Settings(**typed)) == (mode if typed else "disabled")
 
 
 def test_plans_for_a_gpu_draw_its_lines_and_those_for_the_cpu_none_of_a_gpu():

@@ -1,0 +1,167 @@
+"""Data sets of the hub in a folder: finds the files that are trained on and those that are held out.
+
+It is told from a folder of somebody's texts by its card, a README.md that begins with YAML about a data set, or by
+its files: some tables (or all .txt files) are called after a training split and some after a held-out one. Splits are
+found as the hub's client finds them, in this order:
+
+    the card's `configs`   name:config says which, if there are several and none is the default
+    data/NAME-00000-of-00001.parquet   the split NAME
+    words in names         of the folder first, then of the file: train, validation, valid, dev, val, test, eval, ...
+    none of these          all files are trained on
+
+Only files of one kind count: the most common kind of table, or .txt. The rest, such as the card, is left out.
+"""
+
+import glob
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowmem.data.hub_data import choose_splits, split_of
+from lowmem.data.tables import KNOWN_SUFFIXES, TABLE_SUFFIXES
+from lowmem.errors import InputError
+from lowmem.text_files import parse_yaml, read_text
+
+_CARD = "README.md"
+_OF_DATA_SETS = {  # keys of cards
+    *("license", "configs", "dataset_info", "task_categories", "task_ids", "size_categories", "pretty_name", "viewer"),
+    *("annotations_creators", "language_creators", "multilinguality", "source_datasets", "paperswithcode_id"),
+}
+_OF_OTHERS = {"sdk", "library_name", "pipeline_tag", "base_model"}  # apps and models
+_SHARD = re.compile(r"data/([\w.]+)-[0-9]{5}-of-[0-9]{5}.*")
+_PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
+
+Splits = dict[str, list[Path]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of the trained split and of the held-out one, called `name`; `remark`: text for the data's line."""
+
+    train: list[Path]
+    held_out: list[Path]
+    name: str
+    remark: str
+
+
+def find_layout(folder: Path, files: list[Path], config: str | None) -> Layout | None:
+    """How the data set in `folder`, which holds `files`, is split; None for a folder that is no downloaded data set.
+    `config`: which of its configurations. Raises InputError."""
+    card = _card(folder)
+    name, chosen = _configuration(folder, card, config)
+    if "data_dir" in chosen:
+        files = [file for file in files if folder / str(chosen["data_dir"]) in file.parents]
+    files = [file for file in files if file.name != _CARD]
+    if chosen.get("data_files"):
+        splits = _splits_of_card(folder, files, name, chosen["data_files"])
+    else:
+        files = _of_one_kind(files)
+        splits = _splits_by_name(folder, files)
+        if card is None and not _tell_splits(splits, files):
+            return None
+    if not splits and not files:
+        raise InputError(
+            f"{folder}: it has the card of a data set and no file of the kinds .txt {' '.join(TABLE_SUFFIXES)}; "
+            f"download it complete (scripts that load data are not run)"
+        )
+    splits = splits or {"train": files}
+    train, held_out, remark = choose_splits(list(splits))
+    for file in splits[train]:
+        if file.suffix.lower() not in KNOWN_SUFFIXES:
+            raise InputError(f"{file}: files of kind {file.suffix or '(none)'} are not read; unpack or convert it")
+    readable = [file for file in splits.get(held_out, ()) if file.suffix.lower() in KNOWN_SUFFIXES]
+    return Layout(splits[train], readable, held_out or "", f"{name and f' (configuration {name})'}{remark}")
+
+
+def _card(folder: Path) -> dict[str, Any] | None:
+    """The YAML at the beginning of the data set's card; None if there is no such card."""
+    try:
+        text = read_text(folder / _CARD).replace("\r\n", "\n")
+        begun, _, rest = text.partition("---\n")
+        said = None if begun else parse_yaml(rest.partition("\n---")[0], _CARD)
+    except (OSError, InputError):
+        return None
+    is_card = isinstance(said, dict) and said.keys() & _OF_DATA_SETS and not said.keys() & _OF_OTHERS
+    return said if is_card else None
+
+
+def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None) -> tuple[str, dict[str, Any]]:
+    """Name and content of the configuration that is `asked` for, or of the default; ("", {}) where there is none."""
+    items = (card or {}).get("configs")
+    items = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+    configs = {str(item.get("config_name")): item for item in items}
+    names = ", ".join(configs)
+    if asked is not None:
+        if asked not in configs:
+            instead = f"it has {names}" if configs else f"if {folder}/{asked} is a folder, give that"
+            raise InputError(f"{folder}: its card names no configuration {asked}; {instead}")
+        return asked, configs[asked]
+    if len(configs) == 1:
+        return "", items[0]
+    for name, item in configs.items():
+        if name == "default" or str(item.get("default")).lower() == "true":
+            return name, item
+    if configs:
+        raise InputError(
+            f"{folder} has {len(configs)} configurations ({names}); name one as {folder}:{next(iter(configs))}"
+        )
+    return "", {}
+
+
+def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: Any) -> Splits:
+    """The files that a configuration names for each split, of which some may not have been downloaded."""
+    patterns: dict[str, list[str]] = {}
+    for item in data_files if isinstance(data_files, list) else [data_files]:
+        split, paths = (item.get("split"), item.get("path")) if isinstance(item, dict) else ("train", item)
+        patterns.setdefault(str(split), []).extend(map(str, paths if isinstance(paths, list) else [paths]))
+    there = {file.relative_to(folder).as_posix(): file for file in files}
+    splits: Splits = {}
+    for split, names in patterns.items():
+        names = [f"{name.rstrip('/')}/**" if (folder / name).is_dir() else name for name in names]
+        found = {name for pattern in names for name in glob.glob(pattern, root_dir=folder, recursive=True)}
+        splits[split] = [there[name] for name in sorted(found) if name in there]
+    train, _, _ = choose_splits(list(splits))
+    if not splits[train]:
+        raise InputError(
+            f"{folder / _CARD}: it names {', '.join(patterns[train])} for the split {train}"
+            f"{config and f' of {config}'}, and there is no such file; download the data set complete"
+        )
+    return {split: found for split, found in splits.items() if found}
+
+
+def _of_one_kind(files: list[Path]) -> list[Path]:
+    """The files of the most common kind of table, packed or not; the .txt files if there is no table."""
+    kinds = {file: _kind(file) for file in files}
+    counted = Counter(kinds.values())
+    most = max(TABLE_SUFFIXES, key=lambda kind: counted[kind])
+    return [file for file in files if kinds[file] == (most if counted[most] else ".txt")]
+
+
+def _kind(file: Path) -> str:
+    name = file.name.lower()
+    return Path(name.removesuffix(Path(name).suffix) if name.endswith(_PACKED) else name).suffix
+
+
+def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
+    names = {file: file.relative_to(folder) for file in files}
+    for split in (
+        lambda name: (match := _SHARD.fullmatch(name.as_posix())) and match[1],
+        lambda name: split_of(" ".join(name.parent.parts)),
+        lambda name: split_of(name.name),
+    ):
+        splits: Splits = {}
+        for file, name in names.items():
+            if found := split(name):
+                splits.setdefault(found, []).append(file)
+        if splits:
+            return splits
+    return {}
+
+
+def _tell_splits(splits: Splits, files: list[Path]) -> bool:
+    """Whether names alone say that this is a data set with a held-out split. Somebody's `test of time.txt` does not."""
+    told = {split_of(split) for split in splits}
+    whole = sum(map(len, splits.values())) == len(files)
+    return "train" in told and len(told) > 1 and (whole or _kind(files[0]) != ".txt")

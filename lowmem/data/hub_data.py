@@ -1,0 +1,162 @@
+"""Data sets of the Hugging Face hub, by their name or as `save_to_disk` wrote them, read by the package `datasets`.
+
+One split is trained on: train, or the first one whose name begins so. The publisher's validation split, or else its
+test split, is held out. Other splits are not read. The line that describes the data names them.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowmem import hub
+from lowmem.data.records import Record, Source
+from lowmem.data.tables import wanted
+from lowmem.errors import InputError, first_line
+from lowmem.text_files import read_json, refuse_pointer
+
+STREAM_ABOVE_BYTES = 2**30
+SPLIT_WORDS = {  # in names of splits and files
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_ARTICLE_TITLE = re.compile(r" = [^=].*[^=] = \n?")
+_WORD_ENDS = re.compile(r"[-._ 0-9]+")
+
+
+def split_of(name: str) -> str | None:
+    """The kind of split that a name such as `train_sft` or `dev-00000-of-00001.parquet` says: a key of SPLIT_WORDS. A
+    name with words of several kinds is not train."""
+    words = set(_WORD_ENDS.split(name.lower()))
+    return next((split for split in ("validation", "test", "train") if words & {*SPLIT_WORDS[split]}), None)
+
+
+def choose_splits(names: Sequence[str]) -> tuple[str, str | None, str]:
+    """The split that is trained on, the one that is held out, and a remark for the line that describes the data."""
+    train = "train" if "train" in names else next((name for name in names if split_of(name) == "train"), names[0])
+    others = [name for name in names if name != train]
+    same = [name for name in others if _WORD_ENDS.split(name)[1:] == _WORD_ENDS.split(train)[1:]]  # test_sft, train_sft
+    kinds = ("validation", "test")
+    held_out = next((name for kind in kinds for name in (*same, *others) if split_of(name) == kind), None)
+    unused = [name for name in others if name != held_out]
+    said = [f"split {train}"] if train != "train" else []
+    said += [f"splits not used: {', '.join(unused)}"] if unused else []
+    return train, held_out, f" ({'; '.join(said)})" if said else ""
+
+
+def hub_source(path: str, config: str | None, text_field: str, steps: int | None, streamed: bool = False) -> Source:
+    """A data set of the hub, in the cache or over the network. Raises InputError."""
+    spec = f"{path}:{config}" if config else path
+    datasets = _datasets(spec)
+    if streamed and steps is None:
+        raise InputError(f"{spec} is too large to be read to its end; give --steps instead of --epochs")
+    try:
+        if not hub.is_reachable():
+            datasets.config.HF_HUB_OFFLINE = True  # the cache at once, instead of 25 seconds of retries before it
+        if not streamed and steps is not None:
+            streamed = (datasets.load_dataset_builder(path, config).info.dataset_size or 0) > STREAM_ABOVE_BYTES
+        splits = datasets.load_dataset(path, config, streaming=streamed)
+    except Exception as error:  # datasets, the hub's client and its transport each have their own family of errors
+        raise _hub_error(spec, error) from error
+    train, held_out, remark = choose_splits(list(splits))
+    return Source(
+        spec,
+        _rows(spec, train, splits[train], text_field),
+        held_out and _rows(spec, held_out, splits[held_out], text_field),
+        streamed,
+        lenient=True,
+        content=tuple(
+            str(getattr(splits[name], "_fingerprint", name)) for name in (train, held_out) if name and not streamed
+        ),
+        remark=remark,
+        held_out=held_out or "",
+    )
+
+
+def _datasets(spec: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise InputError(
+            f"{spec} is read by the package datasets ({first_line(error)}): pip install datasets, or use python-stdlib "
+            f"or a local file of another kind"
+        ) from error
+    return datasets
+
+
+def saved_to_disk(path: Path, text_field: str) -> Source | None:
+    """The data set that `save_to_disk` wrote into this folder; None where it did not."""
+    train, held_out, remark = "", None, ""
+    if (path / "dataset_dict.json").is_file():
+        train, held_out, remark = choose_splits(read_json(path / "dataset_dict.json")["splits"])
+    elif not (path / "dataset_info.json").is_file() or not (path / "state.json").is_file():
+        return None
+    files = sorted(path.rglob("*.arrow"))
+
+    def rows(split: str) -> Iterator[Record]:
+        for file in (path / split).glob("*.arrow"):
+            refuse_pointer(file)
+        try:
+            found = _datasets(str(path)).load_from_disk(str(path / split))
+        except Exception as error:  # as above
+            raise InputError(f"{path / split}: datasets cannot read it ({first_line(error).rstrip('.')})") from error
+        yield from _rows(str(path), split, found, text_field)
+
+    return Source(
+        str(path), rows(train), None if held_out is None else rows(held_out), lenient=True, content=tuple(files),
+        remark=remark, held_out=held_out or "",
+    )  # fmt: skip
+
+
+def _rows(spec: str, split: str, rows: Any, text_field: str) -> Iterator[Record]:
+    place, unread, number = f"{spec}, {split} row" if split else f"{spec}: row", (), 0
+    if rows.column_names is not None:  # streams do not always know them
+        columns = wanted(rows.column_names, text_field)
+        unread = tuple(name for name in rows.column_names if name not in columns)
+        if not columns:
+            yield Record(f"{place} 1", {}, unread=unread)
+            return
+        rows = rows.select_columns(columns)
+    try:
+        for number, row in enumerate(rows, 1):
+            yield Record(f"{place} {number}", row, unread=unread)
+    except (ValueError, OverflowError) as error:  # a date of the year 10000
+        raise InputError(f"{place} {number + 1}: cannot be read ({first_line(error).rstrip('.')})") from error
+    except Exception as error:  # as above: a stream meets the network here
+        raise _hub_error(spec, error) from error
+
+
+def _hub_error(spec: str, error: Exception) -> InputError:
+    if "scripts are no longer supported" in str(error):
+        return InputError(
+            f"{spec} is a data set with a loading script, which the package datasets no longer runs; use "
+            f"a copy of it in Parquet or JSON"
+        )
+    if "Config name is missing" in str(error):
+        return InputError(
+            f"{spec} has several configurations; name one as {spec}:CONFIG ({first_line(error).rstrip('.')})"
+        )
+    return InputError(
+        f"{spec} is neither in the cache nor to be had from the hub ({first_line(error).rstrip('.')}); check the "
+        f"name and the network (a gated data set needs `hf auth login`), or use python-stdlib or a local "
+        f"file"
+    )
+
+
+def joined_articles(rows: Iterable[Record], text_field: str) -> Iterator[Record]:
+    """WikiText's rows are lines; an article begins at a line ` = Title = `."""
+    lines: list[str] = []
+    where = ""
+    for row in rows:
+        if _ARTICLE_TITLE.fullmatch(row.columns["text"]) and lines:
+            yield Record(where, {text_field: "".join(lines)})
+            lines = []
+        where = where if lines else row.where
+        lines.append(row.columns["text"])
+    if lines:
+        yield Record(where, {text_field: "".join(lines)})
+
+
+def renamed(rows: Iterable[Record], column: str, text_field: str) -> Iterator[Record]:
+    return (Record(row.where, {text_field: row.columns[column]}, unread=row.unread) for row in rows)

@@ -1,0 +1,158 @@
+"""Local files to rows: text, JSON, JSON lines, CSV and Parquet.
+
+`.jsonl` has an object on each line, `.csv` names its columns in its first line, `.parquet` knows them; a `.json` file
+is a list of objects, an object with one such list in it ({"data": [...]}), one object, or JSON lines. A column that is
+given twice is refused. Parquet columns that are not used are named and not read.
+"""
+
+import csv
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lowmem.data.records import Record
+from lowmem.errors import InputError, first_line
+from lowmem.text_files import parse_json, read_text, refuse_pointer, text_lines
+
+STRUCTURED_COLUMNS = (
+    *("messages", "conversations", "system", "tools", "prompt", "completion"),
+    *("instruction", "input", "output", "context", "response"),
+)
+SYSTEM_COLUMNS = ("system", "system_prompt", "system_message", "system_instruction")
+LABEL_COLUMNS = ("label", "kto_tag")  # whether an answer is to be preferred or avoided
+_KNOWN_COLUMNS = {*STRUCTURED_COLUMNS, *SYSTEM_COLUMNS, *LABEL_COLUMNS, "functions", "history"}
+PIECE_CHARACTERS = 2**20  # of a text file that are in memory at once
+DOCUMENT_SUFFIXES = (".txt", ".md", ".py")
+TABLE_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
+KNOWN_SUFFIXES = (*DOCUMENT_SUFFIXES, ".jsonl", ".json", ".csv", ".parquet")
+_JSON_ADVICE = "; a .jsonl file has one object on each line, a .json file may be one list of them"
+
+
+def wanted(names: Iterable[str], text_field: str) -> list[str]:
+    """The columns of these `names` that could be trained on."""
+    return [name for name in names if name == text_field or name in _KNOWN_COLUMNS]
+
+
+def read_file(path: Path, text_field: str, whole: bool = False) -> Iterator[Record]:
+    """`whole`: whether a file of text may be empty, as one of many may."""
+    suffix = path.suffix.lower()
+    try:
+        if suffix in DOCUMENT_SUFFIXES:
+            piece, begun = "", False
+            for following in _pieces(text_lines(path, PIECE_CHARACTERS)):
+                if piece:
+                    yield Record(str(path), {text_field: piece}, whole, goes_on=True, begun=begun)
+                    begun = True
+                piece = following
+            yield Record(str(path), {text_field: piece}, whole, begun=begun)
+        elif suffix == ".csv":
+            yield from _csv_rows(path)
+        elif suffix == ".parquet":
+            yield from _parquet_rows(path, text_field)
+        elif suffix == ".json" and not _begins_with_a_row(path):
+            yield from _json_whole(path, text_field)
+        else:
+            yield from _json_lines(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _pieces(lines: Iterable[str]) -> Iterator[str]:
+    """A text's `lines` in pieces of PIECE_CHARACTERS or more."""
+    piece, characters = [], 0
+    for line in lines:
+        if characters >= PIECE_CHARACTERS:
+            yield "".join(piece)
+            piece, characters = [], 0
+        piece.append(line)
+        characters += len(line)
+    if piece:
+        yield "".join(piece)
+
+
+def _begins_with_a_row(path: Path) -> bool:
+    """Whether the file's first line is a whole JSON object and others follow: JSON lines, whatever its name says."""
+    lines = (line for line in text_lines(path) if line.strip())
+    try:
+        return isinstance(parse_json(next(lines, "{}"), str(path)), dict) and next(lines, None) is not None
+    except InputError:
+        return False
+
+
+def _json_lines(path: Path) -> Iterator[Record]:
+    for number, line in enumerate(text_lines(path), 1):
+        if line.strip():
+            yield _json_record(f"{path}:{number}", parse_json(line.rstrip(), str(path), number, _JSON_ADVICE))
+
+
+def _json_whole(path: Path, text_field: str) -> Iterator[Record]:
+    """A file that is a list of rows, an object with exactly one list of rows in it, or one row."""
+    value = parse_json(read_text(path), str(path), advice=_JSON_ADVICE)
+    if isinstance(value, dict) and not value.keys() & {text_field, *STRUCTURED_COLUMNS}:
+        lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
+        value = lists[0] if len(lists) == 1 else value
+    if isinstance(value, list):
+        for number, item in enumerate(value, 1):
+            yield _json_record(f"{path}: item {number}", item)
+    else:
+        yield _json_record(f"{path}:1", value)
+
+
+def _json_record(where: str, value: Any) -> Record:
+    if not isinstance(value, dict):
+        raise InputError(f'{where}: a row must be a JSON object such as {{"text": "..."}}, not {type(value).__name__}')
+    return Record(where, value)
+
+
+def _csv_rows(path: Path) -> Iterator[Record]:
+    csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than a long document
+    reader = csv.DictReader(text_lines(path), strict=True)
+    try:
+        _refuse_twice(reader.fieldnames or (), f"{path}:1")
+        for row in reader:
+            if None in row or None in row.values():
+                raise InputError(
+                    f"{path}:{reader.line_num}: the row does not have the {len(reader.fieldnames or ())} "
+                    f"fields that the first line names; quote fields that contain commas"
+                )
+            yield Record(f"{path}:{reader.line_num}", row)
+    except csv.Error as error:
+        raise InputError(f"{path}:{reader.reader.line_num}: bad CSV: {error}") from error
+
+
+def _refuse_twice(names: Iterable[str], where: str) -> None:
+    names = [name for name in names if name]  # spreadsheets write columns without a name, and nothing in them
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"{where}: the column {name} is given twice; remove or rename one of them")
+
+
+def _parquet_rows(path: Path, text_field: str) -> Iterator[Record]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise InputError(f"{path}: reading Parquet needs pyarrow ({first_line(error)}): pip install pyarrow") from error
+    refuse_pointer(path)
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            _refuse_twice(names, str(path))
+            columns = wanted(names, text_field)
+            unread = tuple(name for name in names if name not in columns)
+            if not columns and file.metadata.num_rows:
+                yield Record(f"{path}: row 1", {}, unread=unread)
+                return
+            for rows in file.iter_batches(batch_size=256, columns=columns):
+                for row in rows.to_pylist():
+                    number += 1
+                    yield Record(f"{path}: row {number}", row, unread=unread)
+    except pyarrow.ArrowException as error:
+        raise InputError(f"{path}: not a Parquet file that can be read ({first_line(error).rstrip('.')})") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 within 256 rows of row {number + 1}; write the file again") from error
+    except (ValueError, OverflowError) as error:  # a date of the year 10000
+        raise InputError(
+            f"{path}: Python cannot hold a value within 256 rows of row {number + 1} ({first_line(error).rstrip('.')})"
+        ) from error
