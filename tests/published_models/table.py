@@ -31,8 +31,14 @@ def tables(rows: list[dict]) -> str:
 
 def _line(row: dict) -> list[str]:
     outcome = row["outcome"] if row["ok"] else f"WRONG: {row['outcome']}"
-    values = (row["values"].get(name) for name in VALUES)
-    return [row["name"], outcome, *("" if value is None else f"{value:.0e}" for value in values), row["said"]]
+    return [row["name"], outcome, *(_shown(row["values"], name) for name in VALUES), row["said"]]
+
+
+def _shown(values: dict[str, float], name: str) -> str:
+    """A difference of logits, "" if it was not measured; the one with eager attention, if that was compared."""
+    eager = values.get(f"{name}, both eager")
+    value = values.get(name) if eager is None else eager
+    return "" if value is None else f"{value:.0e}".replace("0e+00", "0") + " (eager)" * (eager is not None)
 
 
 def put_tables() -> None:
