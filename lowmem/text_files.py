@@ -2,7 +2,7 @@
 
 Everything that a user hands over as text is read here, so that each of these is treated the same way everywhere:
 
-- a byte-order mark, at the beginning or where `cat a b` put one at the beginning of a line, is skipped;
+- byte-order marks, at the beginning or where `cat a b` put one at the beginning of a line, are skipped;
 - text that is not UTF-8 is refused with its line and column;
 - a file that is not what its name says (a Git LFS pointer, a compressed file) is refused by its real kind;
 - JSON with the same key twice in one object, with a number too long for Python, or nested too deeply is refused;
@@ -25,15 +25,23 @@ from lowmem.errors import InputError
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_PARQUET = b"PAR1"
+_START_BYTES = 512  # that tell what a file is; the head of a tar archive
 _TEXTS = (".json", ".txt", ".jinja")  # of a model's folder
 _KINDS = {  # by their first bytes: what the file is, and what to do with it
     b"\x1f\x8b": ("compressed with gzip", "unpack it with gunzip"),
     b"BZh": ("compressed with bzip2", "unpack it with bunzip2"),
     b"\xfd7zXZ\0": ("compressed with xz", "unpack it with unxz"),
     b"\x28\xb5\x2f\xfd": ("compressed with zstd", "unpack it with unzstd"),
+    b"\x04\x22\x4d\x18": ("compressed with lz4", "unpack it with unlz4"),
+    b"]\0\0": ("compressed with lzma", "unpack it with unlzma"),
+    b"\x1f\x9d": ("compressed with compress", "unpack it with uncompress"),
     b"PK\x03\x04": ("a zip archive", "unpack it with unzip"),
+    b"PK\x05\x06": ("an empty zip archive", "give the file that should be in it"),
+    b"Rar!\x1a\x07": ("a RAR archive", "unpack it with unrar"),
     b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it with 7z"),
-    b"PAR1": ("a Parquet file", "rename it to .parquet"),
+    _PARQUET: ("a Parquet file", "rename it to .parquet"),
+    b"ARROW1": ("an Arrow file", "write its rows as Parquet or JSON lines"),
     b"%PDF-": ("a PDF", "extract its text first"),
     b"SQLite format 3\0": ("an SQLite database", "export the table that holds the text, as .csv"),
 }
@@ -42,18 +50,23 @@ _KINDS = {  # by their first bytes: what the file is, and what to do with it
 def refuse_pointer(path: Path) -> bytes:
     """InputError if `path` is a Git LFS pointer; else its first bytes."""
     with path.open("rb") as file:
-        start = file.read(64)
+        start = file.read(_START_BYTES)
     if start.startswith(_LFS_POINTER):
         raise InputError(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its repository")
     return start
 
 
-def refuse_disguised(path: Path) -> None:
-    """InputError if `path` is a Git LFS pointer, or a compressed or binary file under a text file's name."""
+def refuse_disguised(path: Path, is_text: bool = True) -> None:
+    """InputError if `path` is a Git LFS pointer, or compressed or binary under the name of a text file, or of a Parquet
+    file if it is not to be text."""
     start = refuse_pointer(path)
     for magic, (kind, advice) in _KINDS.items():
-        if start.startswith(magic):
+        if start.startswith(magic) and (is_text or magic != _PARQUET):
             raise InputError(f"{path} is {kind}, whatever its name says; {advice}")
+    if start[257:].startswith(b"ustar"):
+        raise InputError(f"{path} is a tar archive, whatever its name says; unpack it with tar -xf")
+    if is_text and b"\0" in start:
+        raise InputError(f"{path} begins with zero bytes: it is binary, or UTF-16; give text, saved as UTF-8")
 
 
 def text_lines(path: Path, most_bytes: int = -1) -> Iterator[str]:
@@ -73,8 +86,10 @@ def text_lines(path: Path, most_bytes: int = -1) -> Iterator[str]:
                     f"{path}:{number}: not UTF-8 (byte {error.object[error.start]:#04x} in column "
                     f"{column - begun + error.start + 1}); save the file as UTF-8"
                 ) from None
+            if at_start:
+                text = text.lstrip("\ufeff")
             if text:
-                yield text.removeprefix("\ufeff") if at_start else text
+                yield text
             number, column = (number + 1, 0) if ended else (number, column + len(part))
             at_start = ended or (at_start and not text)
 

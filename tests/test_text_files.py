@@ -10,13 +10,13 @@ from lowmem.text_files import parse_json, parse_yaml, read_json, read_text, read
 
 def test_byte_order_marks_are_skipped_at_the_start_and_where_files_were_joined(tmp_path):
     joined = tmp_path / "ab.jsonl"
-    joined.write_bytes(b"\xef\xbb\xbf" + b'{"text": "a"}\n' + b"\xef\xbb\xbf" + '{"text": "b\ufeff"}\n'.encode())
+    joined.write_bytes(b"\xef\xbb\xbf" * 2 + b'{"text": "a"}\n' + b"\xef\xbb\xbf" + '{"text": "b\ufeff"}\n'.encode())
     assert list(text_lines(joined)) == ['{"text": "a"}\n', '{"text": "b\ufeff"}\n']
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 7, 100])
 def test_a_long_line_comes_in_parts_and_says_where_it_is_not_utf_8(tmp_path, most):
-    text = "\ufeffa é🙂中\n" * 3 + "\ufeff\r\n" + "\ufeffé🙂"
+    text = "\ufeffa é🙂中\n" * 3 + "\ufeff\r\n" + "\ufeff\ufeffé🙂"
     (path := tmp_path / "a.txt").write_bytes(text.encode())
     parts = list(text_lines(path, most))
     assert "".join(parts) == text.replace("\ufeff", "") and max(len(part.encode()) for part in parts) <= most + 3
@@ -40,6 +40,8 @@ def test_json_after_a_byte_order_mark(tmp_path):
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "Git LFS pointer"),
         (gzip.compress(b"text"), "compressed with gzip"),
         (b"PK\x03\x04rest", "a zip archive"),
+        (b"a.txt".ljust(257, b"\0") + b"ustar  \0", "a tar archive"),
+        ("text".encode("utf-16-le"), "begins with zero bytes: it is binary, or UTF-16"),
         (b"good\nbad \xff\n", ":2: not UTF-8 (byte 0xff in column 5)"),
     ],
 )

@@ -89,13 +89,13 @@ def saved_to_disk(path: Path, text_field: str) -> Source | None:
     """The data set that `save_to_disk` wrote into this folder; None where it did not."""
     train, held_out, remark = "", None, ""
     if (path / "dataset_dict.json").is_file():
-        train, held_out, remark = choose_splits(read_json(path / "dataset_dict.json")["splits"])
+        train, held_out, remark = choose_splits(_splits_in(path / "dataset_dict.json"))
     elif not (path / "dataset_info.json").is_file() or not (path / "state.json").is_file():
         return None
     files = sorted(path.rglob("*.arrow"))
 
     def rows(split: str) -> Iterator[Record]:
-        for file in (path / split).glob("*.arrow"):
+        for file in filter(Path.is_file, (path / split).glob("*")):
             refuse_pointer(file)
         try:
             found = _datasets(str(path)).load_from_disk(str(path / split))
@@ -107,6 +107,14 @@ def saved_to_disk(path: Path, text_field: str) -> Source | None:
         str(path), rows(train), None if held_out is None else rows(held_out), lenient=True, content=tuple(files),
         remark=remark, held_out=held_out or "",
     )  # fmt: skip
+
+
+def _splits_in(file: Path) -> list[str]:
+    content = read_json(file)
+    names = content.get("splits") if isinstance(content, dict) else None
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{file}: it must name the splits that save_to_disk wrote; write the data set again")
+    return names
 
 
 def _rows(spec: str, split: str, rows: Any, text_field: str) -> Iterator[Record]:

@@ -27,16 +27,17 @@ from pathlib import Path
 from lowmem.data.downloaded import find_layout
 from lowmem.data.hub_data import hub_source, joined_articles, renamed, saved_to_disk
 from lowmem.data.records import Record, Source, StableHash
-from lowmem.data.tables import KNOWN_SUFFIXES, read_file
+from lowmem.data.tables import KNOWN_SUFFIXES, TABLE_SUFFIXES, read_file
 from lowmem.errors import InputError
 from lowmem.run_folder import without_runs
-from lowmem.text_files import refuse_disguised
+from lowmem.text_files import refuse_disguised, refuse_pointer
 
 MOST_WEIGHT = 1000
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _MOST_NAMED = 3  # of the folders that are left out
 _STDLIB = "python-stdlib"
 _NAMES = (_STDLIB, "wikitext", "codeparrot")
+_README = "readme.md"  # beside tables it is about them
 _ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}  # in which there are no rows
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?|-?\.[0-9]+")
@@ -141,6 +142,7 @@ def _local(path: Path, text_field: str, out: Path | None, config: str | None = N
         _refuse_odd_names([path])
         if path.suffix.lower() not in KNOWN_SUFFIXES:
             if path.suffix == ".arrow":
+                refuse_pointer(path)
                 raise _is_arrow(path)
             refuse_disguised(path)
             raise InputError(
@@ -193,11 +195,17 @@ def _files(
 ) -> Source:  # fmt: skip
     """The records of all `files` that can be read, in their order; `beside`: all that lie beside them."""
     readable = [file for file in files if file.suffix.lower() in KNOWN_SUFFIXES and file.name not in _ABOUT_DATA]
-    others = sorted({file.suffix or file.name for file in beside or files} - {file.suffix for file in readable})
+    readable = [file for file in readable if file.name != "state.json" or not any(file.parent.glob("*.arrow"))]
+    about = {_README} if any(file.suffix.lower() in TABLE_SUFFIXES for file in readable) else set()
+    readable = [file for file in readable if file.name.lower() not in about]
+    kinds = {file.name if file.name.lower() in about else file.suffix or file.name for file in beside or files}
+    others = sorted(kinds - {file.suffix for file in readable})
     _refuse_odd_names(readable)
     if not readable:
-        if ".arrow" in others:
-            raise _is_arrow(next(file for file in files if file.suffix == ".arrow"))
+        for file in beside or files:
+            if file.suffix == ".arrow":
+                refuse_pointer(file)
+                raise _is_arrow(file)
         raise InputError(f"{name}: {found} no file of the kinds {' '.join(KNOWN_SUFFIXES)}{remark}")
     return Source(
         f"{name}, {len(readable)} files" + (f" ({', '.join(others)} left out)" if others else ""),

@@ -1,5 +1,6 @@
 """Data sets in folders: downloaded from the hub, saved by `datasets`, or fetched without Git LFS."""
 
+import gzip
 import json
 
 import pytest
@@ -95,6 +96,16 @@ TEXTS = {
     "a model's card": (["a.md", "train.txt"], "---\nlicense: mit\nbase_model: gpt2\n---\nHi\n"),
     "a broken card": (["a.md", "b.txt"], "---\nlicense: [\n---\nHi\n"),
 }
+NO_CARDS = ["# About these data\n", "---\nlicense: [\n---\nHi\n", "---\ntags:\n- text\n---\nHi\n", POINTER]
+
+
+@pytest.mark.parametrize("text", NO_CARDS)
+@pytest.mark.parametrize("name", ["README.md", "readme.md"])
+def test_a_readme_beside_tables_is_no_text_whether_or_not_it_is_a_card(tmp_path, name, text):
+    folder = make(tmp_path / "set", "data/train-00000-of-00001.parquet", "notes.md", f"sub/{name}")
+    (folder / name).write_text(text)
+    assert read(folder) == (["data/train-00000-of-00001.parquet", "notes.md"], [])
+    assert f"({name} left out)" in open_source(str(folder), "text", None).name
 
 
 @pytest.mark.parametrize("case", TEXTS)
@@ -176,18 +187,36 @@ def test_what_save_to_disk_wrote_is_read(tmp_path):
     assert both.evaluations[0].parts[0].documents.files == (f"{tmp_path / 'both'}, test row ",)
     with pytest.raises(InputError, match="give that folder"):
         load(next((tmp_path / "one").glob("*.arrow")))
-    next((tmp_path / "one").glob("*.arrow")).write_text(POINTER)
-    with pytest.raises(InputError, match="git lfs pull"):
-        load(tmp_path / "one")
+    with pytest.raises(InputError, match="give that folder"):
+        load(tmp_path)
+    for file in [tmp_path / "one" / "state.json", *(tmp_path / "one").glob("*.arrow")]:
+        content = file.read_bytes()
+        file.write_text(POINTER)
+        with pytest.raises(InputError, match=f"{file.name} is a Git LFS pointer"):
+            load(tmp_path / "one")
+        file.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.py", "a.jsonl", "a.json", "a.csv", "a.parquet"])
+@pytest.mark.parametrize("content", ["{}", "[]", '{"splits": []}', '{"splits": "train"}'])
+def test_a_damaged_list_of_splits_is_named(tmp_path, content):
+    (tmp_path / "dataset_dict.json").write_text(content)
+    with pytest.raises(InputError, match=r"dataset_dict\.json: it must name the splits"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.py", "a.jsonl", "a.json", "a.csv", "a.parquet", "a.arrow"])
 def test_git_lfs_pointers_are_named(tmp_path, name):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / name).write_text(POINTER)
     for spec in (tmp_path / "set", tmp_path / "set" / name):
         with pytest.raises(InputError, match="git lfs pull"):
             load(spec)
+
+
+def test_a_compressed_parquet_file_is_named(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(gzip.compress(b"rows"))
+    with pytest.raises(InputError, match="a.parquet is compressed with gzip"):
+        load(tmp_path / "a.parquet")
 
 
 def test_the_folder_of_the_hub_s_client_is_what_its_main_branch_is(tmp_path):
