@@ -25,6 +25,7 @@ SAVE_EVERY = "30min"
 TRACKERS = ("tensorboard", "wandb")  # what a run can report to
 _ALONE = ("none", "all")  # of them: words that stand alone
 DEFAULT_EPOCHS = 1.0  # the length of a run that was given neither steps nor epochs
+MOST_EPOCHS = 10**6
 MOST_TOKENS = 2**26  # of a step; four times Llama 3's largest. Planning takes longer the more there are
 AUTO = "auto, the planner chooses"  # where "auto" stands for None
 
@@ -181,6 +182,8 @@ class Settings:
         for name in ("lr", "epochs", "adam_epsilon"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 yield f"{option_name(name)} {getattr(self, name):g} must be more than 0."
+        if self.epochs is not None and self.epochs > MOST_EPOCHS:
+            yield f"--epochs {self.epochs:g} is too large: it must be at most {MOST_EPOCHS:,}."
         for name in ("weight_decay", "clip_norm", "warmup_steps"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 yield f"{option_name(name)} {getattr(self, name):g} must not be negative."

@@ -57,15 +57,15 @@ def refuse_pointer(path: Path) -> bytes:
 
 
 def refuse_disguised(path: Path, is_text: bool = True) -> None:
-    """InputError if `path` is a Git LFS pointer, or compressed or binary under the name of a text file, or of a Parquet
-    file if it is not to be text."""
+    """InputError if `path` is a Git LFS pointer, or a compressed file or an archive under another name; if it must be
+    text, also if it is binary."""
     start = refuse_pointer(path)
     for magic, (kind, advice) in _KINDS.items():
         if start.startswith(magic) and (is_text or magic != _PARQUET):
             raise InputError(f"{path} is {kind}, whatever its name says; {advice}")
     if start[257:].startswith(b"ustar"):
         raise InputError(f"{path} is a tar archive, whatever its name says; unpack it with tar -xf")
-    if is_text and b"\0" in start:
+    if is_text and b"\0" in start[:4]:
         raise InputError(f"{path} begins with zero bytes: it is binary, or UTF-16; give text, saved as UTF-8")
 
 

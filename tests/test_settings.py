@@ -313,6 +313,7 @@ WHOLE = (
 BAD_VALUES = [
     *itertools.product([f"--{name}" for name in WHOLE], ["0", "-1", "1.5", "x", "", "nan", "inf", "1e3", "9" * 30]),
     *itertools.product(["--lr", "--epochs"], ["0", "-1", "nan", "inf", "-inf", "1e400", "x", ""]),
+    ("--epochs", "1e308"),
     *itertools.product(["--weight-decay", "--clip-norm", "--warmup-steps"], ["-0.1", "nan", "inf", "x", ""]),
     *itertools.product(["--eval-fraction"], ["1", "-0.1", "1.5", "nan", "x"]),
     *itertools.product(["--warmup_ratio"], ["1", "-0.1", "nan"]),

@@ -10,7 +10,7 @@ as it is. Three ways of writing conversations are understood:
 | `conversations` of `from` and `value` (or of `role` and `content`) | ShareGPT's |
 | `prompt` and `completion`, both lists of messages | TRL's |
 
-An answer whose `weight` is 0, or whose `loss`, `train` or `training` is false, is not trained on.
+An answer whose `weight` is 0, or whose `loss`, `train` or `training` is false or 0, is not trained on.
 
 A column `tools` beside them lists the functions that may be called, as JSON schemas or as that list written as text.
 OpenAI's older names are understood, too: `functions` for that column, `function_call` in a message for its one call. A
@@ -64,7 +64,7 @@ class Conversation:
             if message["role"] == "assistant"
             and index >= self.given
             and message.get("weight") != 0
-            and not any(message.get(name) is False for name in _TRAINED)
+            and not any(message.get(name) in (0, False) for name in _TRAINED)
         ]
 
     @property
@@ -141,10 +141,8 @@ def _messages(record: Record, column: str, template: str) -> list[Message]:
 def _message(value: dict[str, Any], place: str, template: str) -> Message:
     """`value` with the keys and roles that chat templates read, and without those whose value is null."""
     message = {key: item for key, item in value.items() if item is not None}
-    said = message.pop("from", None)
-    said = message.setdefault("role", said)
-    content = message.pop("value", None)
-    content = message.pop("content", content)
+    said, content = _either(message, "role", "from", place), _either(message, "content", "value", place)
+    message.pop("content", None)
     if not isinstance(said, str):
         raise InputError(f"{place}: there is no role; write who says it: system, user, assistant or tool")
     message["role"] = _role(said, place, template)
@@ -162,6 +160,14 @@ def _message(value: dict[str, Any], place: str, template: str) -> Message:
     if content is not None:
         message["content"] = encodable(_text(content, place), place, "content")
     return message
+
+
+def _either(message: Message, name: str, other: str, place: str) -> Any:
+    """The value under one of two names; the `other` is taken out."""
+    value = message.pop(other, None)
+    if value is not None and message.get(name, value) != value:
+        raise InputError(f"{place}: {name} and {other} differ; keep one of them")
+    return message.get(name, value)
 
 
 def _role(said: str, place: str, template: str) -> str:

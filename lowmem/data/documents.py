@@ -118,21 +118,21 @@ def read_documents(
         raise InputError(f"{source.name}: there is no document in it")
     format = find_format(first, text_field, train_on, tokenizer)
     writer = _Writer(format, tokenizer, vocabulary_size, seq, target_tokens, folder)
-    skipped = 0
+    skipped, why = 0, ""
     for record in _with_progress(records, source.name, writer):
         try:
             segments = writer.format.segments(record)
             folder.count_read(sum(len(text.encode(errors="replace")) for text, _ in segments))
             writer.add(record, segments)
-        except UntrainableRow:
+        except UntrainableRow as row:
             if not (source.lenient or record.whole_file):
                 raise
-            skipped += 1
+            skipped, why = skipped + 1, why or f" ({row})"
         if rows_limit is not None and writer.rows >= rows_limit:
             break
     notes = [f"{source.name} is streamed and was read as far as needed"] if rows_limit is not None else []
     notes += [f"{skipped:,} empty ones skipped"] if skipped else []
-    return writer.finish(source.name, notes)
+    return writer.finish(source.name, notes, why)
 
 
 def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolder) -> tuple[Documents, Documents, str]:
@@ -228,13 +228,13 @@ class _Writer:
         if self.pending_characters >= _BATCH_CHARACTERS:
             self._flush()
 
-    def finish(self, name: str, notes: list[str]) -> Documents:
+    def finish(self, name: str, notes: list[str], why_empty: str) -> Documents:
         self._flush()
         if not self.lengths:
             raise InputError(
                 f"{name}: no example has a token to train on within {self.seq} tokens; raise --seq"
                 if self.dropped
-                else f"{name}: every document in it is empty"
+                else f"{name}: every document in it is empty{why_empty}"
             )
         room = f"{self.seq:,} tokens"
         if self.target_tokens is not None:

@@ -152,6 +152,8 @@ def _local(path: Path, text_field: str, out: Path | None, config: str | None = N
         if path.stat().st_size == 0:
             raise InputError(f"{path}: the file is empty")
         return Source(str(path), read_file(path, text_field), content=(path,))
+    if not path.is_dir():  # a pipe, as <(zcat a.gz) is
+        raise InputError(f"{path}: this is neither a file nor a folder; write the text into a file first")
     if (path / "snapshots").is_dir() and (path / "refs" / "main").is_file():  # of the hub's client
         path = path / "snapshots" / (path / "refs" / "main").read_text().strip()
     if saved := saved_to_disk(path, text_field):

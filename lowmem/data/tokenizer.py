@@ -25,12 +25,19 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from lowmem import hub
 from lowmem.errors import InputError, first_line
 from lowmem.switches import without_switches
-from lowmem.text_files import read_json, readable_folder, refuse_pointer
+from lowmem.text_files import read_json, readable_folder, refuse_disguised
 
 END_OF_TEXT = "<|endoftext|>"
 BYTE_LEVEL_IDS = 257
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json", "tokenization_*.py")
-_BESIDE_THEM = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "*.jinja")
+_BESIDE_THEM = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+)
 _PACKAGE = re.compile(  # how transformers and Python say which package is missing
     r"You need to install (\S+) to use|[Rr]equires the (\S+) library|No module named '([\w.]+)'"
     r"|pip install (?:-U )?([\w-]+)"
@@ -107,11 +114,11 @@ def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _from_pretrained(
     model: str, local_files_only: bool
 ) -> tuple[PreTrainedTokenizerBase, None] | tuple[None, Exception]:
-    """The tokenizer, or why there is none. InputError for a Git LFS pointer."""
+    """The tokenizer, or why there is none. InputError for a Git LFS pointer or a compressed file."""
     source = folder = Path(model)
     if folder.is_dir():
         for path in _files(folder, *_VOCABULARIES, *_BESIDE_THEM):
-            refuse_pointer(path)
+            refuse_disguised(path, is_text=False)
         source = readable_folder(folder, _config_without_switches(folder / "config.json"))
     with _held_back() as records:
         try:

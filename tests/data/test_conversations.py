@@ -73,7 +73,9 @@ def test_calls_of_tools_read_alike_from_openai_and_sharegpt_rows(tmp_path):
         read(tmp_path, {"messages": openai, "tools": schema})  # the default template knows none
 
 
-@pytest.mark.parametrize("untrained", [{"weight": 0}, {"loss": False}, {"train": False}, {"training": False}])
+@pytest.mark.parametrize(
+    "untrained", [{"weight": 0}, {"loss": False}, {"train": False}, {"training": False}, {"loss": 0}]
+)
 def test_parts_of_text_are_joined_and_a_weight_of_0_is_not_trained(tmp_path, untrained):
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     first = {"role": "assistant", "content": parts}
@@ -115,6 +117,11 @@ BAD_ROWS = {
         "messages, message 1: a part of kind image_url is not text",
     ),
     "no role": ({"messages": [{"content": "Hi"}]}, "messages, message 1: there is no role"),
+    "two roles": ({"messages": [{"role": "user", "from": "gpt", "content": "a"}]}, "message 1: role and from differ"),
+    "two contents": (
+        {"messages": [{"role": "user", "content": "a", "value": "b"}]},
+        "message 1: content and value differ",
+    ),
     "no content": ({"messages": [{"role": "user", "content": None}]}, "message 1: there is no content"),
     "a number": ({"messages": [{"role": "user", "content": 5}]}, "message 1: content must be text or a list of parts"),
     "half a pair": ({"messages": [{"role": "user", "content": "\ud800"}]}, "message 1: content holds half a surrogate"),

@@ -441,6 +441,7 @@ def test_unknown_names_and_empty_folders_are_refused(tmp_path):
     for spec, message in (
         (tmp_path, "holds no file of the kinds"),
         (tmp_path / "no.txt", "no such file or folder"),
+        ("/dev/null", "neither a file nor a folder"),
         ("wikitex", "not a known name"),
         ("data/no.jsonl", "no such file"),
     ):

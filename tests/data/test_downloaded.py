@@ -237,6 +237,14 @@ def test_values_that_python_cannot_hold_are_refused_with_their_row(tmp_path):
         load(tmp_path / "late.parquet")
 
 
+def test_a_data_set_of_which_every_row_is_skipped_says_why(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"messages": [{"role": "user", "text": "a"}, {"role": "assistant", "text": "b"}]}] * 3
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    with pytest.raises(InputError, match=r"every document in it is empty \(.*row 1: messages, message 1: .*no content"):
+        load(tmp_path / "saved")
+
+
 def test_a_column_that_is_given_twice_is_refused(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], ["text", "text"])

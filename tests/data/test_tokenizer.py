@@ -1,3 +1,4 @@
+import gzip
 import json
 
 import pytest
@@ -123,6 +124,7 @@ BROKEN = {  # what is done to a folder with a tokenizer: what is said of it
         ["Python code from its repository, which is not run here"],
     ),
     "pointer": (with_files_alone(tokenizer__json=POINTER), ["tokenizer.json is a Git LFS pointer", "git lfs pull"]),
+    "compressed": (with_files_alone(tokenizer__json=gzip.compress(b"{}")), ["tokenizer.json is compressed with gzip"]),
     "config pointer": (with_files_alone(tokenizer_config__json=POINTER), ["config.json is a Git LFS pointer"]),
     "empty vocabulary": (
         with_files_alone(tokenizer_config__json=b'{"tokenizer_class": "T5Tokenizer"}'),
