@@ -73,7 +73,7 @@ def load_data(
     def read(folder: ArrayFolder) -> list[Part]:
         files = [path for source in (*sources, *evaluated) for path in source.content if isinstance(path, Path)]
         folder.source_bytes = sum(path.stat().st_size for path in files)
-        folder.times_written = 1 if evaluated else 2  # again when a share is held out
+        folder.times_written = 1 if evaluated or settings.eval_fraction == 0 else 2  # again when a share is held out
 
         def load(source: Source, records: Iterable[Record], rows_limit: int) -> Documents:
             return read_documents(
