@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lowmem.data.conversations import read_conversation
-from lowmem.data.sources import Record
+from lowmem.data.records import Record
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
 from tests.data.test_dataset import CONVERSATION, END, load, shown, trained_text, write_rows

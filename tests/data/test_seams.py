@@ -17,8 +17,8 @@ from transformers import ByT5Tokenizer, LlamaConfig, PreTrainedTokenizer
 from lowmem.data import documents
 from lowmem.data.encoder import Encoder
 from lowmem.data.formats import find_format
+from lowmem.data.records import Record, Source
 from lowmem.data.seams import Seams
-from lowmem.data.sources import Record, Source
 from lowmem.data.stored import ArrayFolder
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.run.report import sample

@@ -88,7 +88,7 @@ def with_files_alone(**files: bytes):
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 SPM = b"\n\x05rubbish"
 BROKEN = {  # what is done to a folder with a tokenizer: what is said of it
-    "cut": (with_files_alone(tokenizer__json=b"{"), ["tokenizer.json is no JSON", "again, complete"]),
+    "cut": (with_files_alone(tokenizer__json=b"{"), ["tokenizer.json is not JSON", "again, complete"]),
     "of a newer version": (
         in_file("tokenizer.json", '"type": "BPE"', '"type": "BPE9"'),
         ["untagged enum", "(tokenizers ", "pip install --upgrade transformers tokenizers"],
