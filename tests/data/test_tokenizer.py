@@ -99,7 +99,7 @@ BROKEN = {  # what is done to a folder with a tokenizer: what is said of it
     "tiktoken": (with_files_alone(qwen__tiktoken=b"IQ== 0\n"), ["the package tiktoken", "pip install tiktoken"]),
     "no merges": (
         with_files_alone(tokenizer_config__json=b'{"tokenizer_class": "GPTNeoXTokenizer"}', vocab__json=b'{"a": 0}'),
-        ["`merges`", "vocab.json alone", "copy the model's tokenizer.json"],
+        ["`merges`", "its vocabulary is only in vocab.json", "copy the model's tokenizer.json"],
     ),
     "bad regex": (
         in_file(
