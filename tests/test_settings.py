@@ -718,7 +718,7 @@ def test_no_text_that_is_not_utf8_passes(field, tmp_path):
         refusal(option_name(field), "n\udcff"), refusal("--config", str(tmp_path / "c.json")),
         refusal_in_code(**{field: "n\udcff"}),
     ):  # fmt: skip
-        assert refused  # of numbers and words: what they are; of texts, that this one is not UTF-8
+        assert refused  # a number or a word is refused as such, a text because it is not UTF-8
 
 
 def refusal_in_code(**values) -> str:

@@ -1,4 +1,4 @@
-"""Which files of a folder are data: none that a run wrote there; and a folder that hides a data set of the hub."""
+"""Files that a run wrote into a folder are no data; and a folder that hides a data set of the hub is named."""
 
 import os
 import shutil

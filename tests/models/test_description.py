@@ -1,4 +1,4 @@
-"""Files beside the weights, as people publish them: exported as they came, mended aloud, or refused before training."""
+"""Published generation configs, configs and tokenizers: exported as they came, mended aloud, or refused before training."""
 
 import json
 

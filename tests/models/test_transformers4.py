@@ -1,4 +1,4 @@
-"""What transformers 4 makes of exported models: the logits and ids of transformers 5. Needs `make transformers4`."""
+"""transformers 4 gives the logits and ids of transformers 5 for exported models. Needs `make transformers4`."""
 
 import json
 import subprocess

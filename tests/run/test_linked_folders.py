@@ -1,4 +1,4 @@
-"""Run folders whose parts lie on another disk, behind links; and what cannot be a run's folder or a part of it."""
+"""Run folders with links to another disk work; what cannot be a run's folder or a part of it is refused."""
 
 import os
 import signal
