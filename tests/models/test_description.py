@@ -1,4 +1,4 @@
-"""Published generation configs, configs and tokenizers: exported as they came, mended aloud, or refused before training."""
+"""Published configs, generation configs and tokenizers are exported as they came, mended aloud, or refused early."""
 
 import json
 
