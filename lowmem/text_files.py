@@ -164,7 +164,7 @@ def _given_twice(text: str) -> tuple[str, int]:
     raise AssertionError("no key is given twice")
 
 
-def parse_yaml(text: str, source: str, first_line: int = 1) -> Any:
+def parse_yaml(text: str, source: str) -> Any:
     """The value in `text`: mappings, lists, null and texts; a plain value stays the text that was typed. InputError."""
     import yaml
 
@@ -185,7 +185,7 @@ def parse_yaml(text: str, source: str, first_line: int = 1) -> Any:
             return node
 
     def refusal(line: int, problem: str) -> InputError:
-        return InputError(f"{source}:{first_line + line}: not valid YAML: {problem}")
+        return InputError(f"{source}:{line + 1}: not valid YAML: {problem}")
 
     try:
         return yaml.load(text, Loader)
