@@ -4,15 +4,17 @@
 PYTHON =
 RUN = .venv/bin/python
 TORCH_CUDA = 2.14.1
-TRANSFORMERS_4 = 4.57.6
 RUN_CUDA = .venv-cuda/bin/python
+TRANSFORMERS_4 = 4.57.6
+RUN_4 = .venv-transformers4/bin/python
+PRINT_PACKAGES = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 help:
 	@echo 'make setup   make .venv and install what requirements.txt pins; a second call installs nothing'
 	@echo 'make demo    train a small model on the source files of the standard library (minutes on two CPU cores)'
 	@echo 'make test    run the test suite (no GPU, no network)'
 	@echo 'make stand-in   make .venv-cuda: a CUDA build of PyTorch (1.2 GB) and a GPU that is not there to run it on'
-	@echo 'make transformers4   make .venv-transformers4: transformers 4, which make test then tries on exported models'
+	@echo 'make transformers4   make .venv-transformers4, in which make test then reads exported models (transformers 4)'
 	@echo 'make test-cuda  run the tests of what only CUDA does, on that'
 	@echo 'make bench   time plans, steps, loading and saving on this machine (some ten minutes); nothing depends on it'
 	@echo 'make results tables and pictures of the READMEs from the rows that are there'
@@ -58,8 +60,7 @@ stand-in: setup
 	if [ "$$(cat .venv-cuda/installed.txt 2>/dev/null)" != "$$wanted" ]; then \
 		rm -rf .venv-cuda; \
 		$(RUN) -m venv --without-pip .venv-cuda; \
-		$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-			> "$$($(RUN_CUDA) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"; \
+		$(RUN) $(PRINT_PACKAGES) > "$$($(RUN_CUDA) $(PRINT_PACKAGES))/beside.pth"; \
 		$(RUN) -m pip --python $(RUN_CUDA) install --disable-pip-version-check --no-deps torch==$(TORCH_CUDA); \
 	fi; \
 	$(RUN_CUDA) -m stand_in.build; \
@@ -68,15 +69,14 @@ stand-in: setup
 test-cuda: stand-in
 	OMP_NUM_THREADS=1 $(RUN_CUDA) -m stand_in --values -- -m pytest -n 2 --dist worksteal tests/cuda
 
-# transformers 4, for the tests of what it makes of exported models; PyTorch is .venv's. make test does without.
+# transformers 4, which reads exported models in tests; PyTorch is .venv's. Without it make test skips these tests.
 transformers4: setup
 	@set -eu; \
 	if [ "$$(cat .venv-transformers4/installed.txt 2>/dev/null)" != "$(TRANSFORMERS_4)" ]; then \
 		rm -rf .venv-transformers4; \
 		$(RUN) -m venv --without-pip .venv-transformers4; \
-		$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-			> "$$(.venv-transformers4/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"; \
-		$(RUN) -m pip --python .venv-transformers4/bin/python install --disable-pip-version-check --ignore-installed \
+		$(RUN) $(PRINT_PACKAGES) > "$$($(RUN_4) $(PRINT_PACKAGES))/beside.pth"; \
+		$(RUN) -m pip --python $(RUN_4) install --disable-pip-version-check --ignore-installed \
 			transformers==$(TRANSFORMERS_4); \
 		echo "$(TRANSFORMERS_4)" > .venv-transformers4/installed.txt; \
 	fi

@@ -39,7 +39,7 @@ _HOMES |= {"Plan": "planning.plan", "Settings": "settings"}
 def __getattr__(name: str):
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lowmem.environment import variables_blamed, warnings_end_nothing
+    from lowmem.run.environment import variables_blamed, warnings_end_nothing
 
     with warnings_end_nothing(), variables_blamed():
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -6,13 +6,13 @@ NO_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # what is raised and
 
 
 def first_line(error: BaseException) -> str:
-    """What `error` says, or its kind if it says nothing, for a sentence of ours: its first line, and the second one
-    if that only announces it."""
+    """The first line of the error's text, and the second one if a colon announces it; its kind if there is no text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def first_few(names: Iterable[str]) -> str:
+    """Up to three of the names, for a sentence."""
     names = list(names)
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 

@@ -8,6 +8,7 @@ import functools
 import http.client
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 from lowmem.errors import first_line
 
@@ -15,7 +16,7 @@ TIMEOUT_SECONDS = 5.0
 
 
 def is_reachable() -> bool:
-    """Whether the hub answers in time (through a proxy, if the environment names one)."""
+    """True if the hub answers in time (through a proxy, if the environment names one)."""
     return why_unreachable() is None
 
 
@@ -34,4 +35,20 @@ def why_unreachable() -> str | None:
         return None  # it answered, if only to complain about the question
     except (OSError, ValueError, http.client.HTTPException) as error:
         return first_line(error)
+    return None
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder with the files of `model`: itself, or that of a hub name in the cache; None if there is none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(model).is_dir():
+        return Path(model)
+    for name in ("tokenizer_config.json", "config.json", "tokenizer.json", "vocab.json"):
+        try:
+            cached = try_to_load_from_cache(model, name)
+        except ValueError:  # no name that the hub could know
+            return None
+        if isinstance(cached, str):
+            return Path(cached).parent
     return None

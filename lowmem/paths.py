@@ -1,7 +1,7 @@
 """Texts and paths of options as people write them, wherever they come from: typed, read from a file, given in code.
 
-A shell replaces `~` and `$NAME` at the start of a word; behind `--out=`, in a YAML file and in Python nobody does.
-`~` and `~user` are then the home folder. `$NAME` is refused: a folder of that name is never meant.
+A shell replaces `~` and `$NAME` at the start of a word, but not after `--out=`, and not in a YAML file or in Python.
+Here `~` and `~user` become the home folder, and `$NAME` is refused.
 """
 
 import os
@@ -14,7 +14,7 @@ _NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 
 def shown(text: str) -> str:
-    """`text` for a sentence or a file: what is not UTF-8 in it is replaced."""
+    """`text` for a sentence or a file, with characters that are not UTF-8 replaced."""
     return _NOT_UTF8.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -26,8 +26,8 @@ def read_text_option(option: str, text: str) -> str:
 
 
 def read_path_option(option: str, path: str) -> str:
-    """`path` with the home folder in the place of a leading `~`. InputError for a home that is not known, for a
-    variable that no shell has replaced, and as above."""
+    """`path` with the home folder for a leading `~`. InputError for an unknown home, a variable such as `$HOME`, and
+    text that is not UTF-8."""
     expanded = os.path.expanduser(read_text_option(option, path))
     if expanded.startswith("~") and not os.path.exists(expanded):
         user = path.split("/")[0]

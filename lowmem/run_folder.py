@@ -1,6 +1,6 @@
-"""A run's folder: the names in it, and how it is told from a folder of data.
+"""A run's folder: the names in it, why it cannot be written, and how it differs from a folder of data.
 
-`--data .` with `--out runs/x` below it must not read what the run writes there. So a folder of data is read without
+`--data .` with `--out runs/x` below it must not read the files of that run. So a folder of data is read without
 
     run folders           --out, and every other folder with a settings.json and a plan.json in it
     what they consist of  checkpoints, kept tokens, exported models (whoever exported them), wandb's own files
@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from lowmem.errors import InputError
 from lowmem.paths import shown
 
 FILES = (
@@ -21,18 +22,18 @@ FILES = (
     *("loss.png", "memory.png"),
 )
 FOLDERS = ("data", "checkpoints", "model", "tensorboard", "wandb")
-_REPLACED = ("data", "model")  # of FOLDERS, those that a new one takes the place of by a rename
+_REPLACED = ("data", "model")  # a new one takes the old one's place by a rename
 _OF_A_DISK = {"lost+found"}  # in a folder that is otherwise empty
 
 
 def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[list[Path], list[Path]]:
-    """Those of `files`, all below the folder `root`, that no run has written, and the folders and files left out."""
+    """The `files`, all below the folder `root`, that no run has written; the folders and files that are left out."""
     out = None if out is None else out.resolve()
     output = {(status.st_dev, status.st_ino) for status in _of_output()}
     known: dict[Path, Path | None] = {}
 
     def source(path: Path) -> Path | None:
-        """Which file or folder is to be left out for `path` to go, or None."""
+        """The file or folder of a run that holds `path`; None if there is none."""
         if path in (root, path.parent):
             return None
         if path not in known:
@@ -52,7 +53,7 @@ def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[l
 
 
 def _is_of_a_run(path: Path, above: Path, out: Path | None) -> bool:
-    """Whether a run or an export wrote `path`, which is in the folder `above`."""
+    """True if a run or an export wrote `path`, which is in the folder `above`."""
     if path.name in (*FILES, *FOLDERS) and (is_run(above) or above.resolve() == out):
         return True
     if path.is_file():
@@ -74,12 +75,12 @@ def _has(folder: Path, pattern: str) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has begun in `folder`."""
+    """True if a run has begun in `folder`."""
     return (folder / "settings.json").is_file() and _is_plan(folder / "plan.json")
 
 
-def why_not(out: Path) -> str | None:
-    """Why a run cannot write its files into the folder `out`, as far as its parts tell; None if nothing is known."""
+def why_not_writable(out: Path) -> str | None:
+    """Why a run cannot write its files into the folder `out`; None if there is no known reason."""
     for path in (*reversed(out.parents), out, *(out / name for name in (*FOLDERS, *FILES))):
         name = path.name if path.parent == out else str(path)
         if path.is_symlink() and not path.exists():
@@ -101,6 +102,15 @@ def why_not(out: Path) -> str | None:
     return None
 
 
+def not_writable(out: str | Path, reason: str | None) -> InputError:
+    """`reason`: the system's words, or those of `why_not_writable`."""
+    return InputError(f"--out {out} cannot be written: {reason}; give another folder")
+
+
+def no_folder_to_resume(path: str | Path) -> InputError:
+    return InputError(f"--resume {path}: there is no such folder")
+
+
 def _is_plan(path: Path) -> bool:
     try:
         return json.loads(path.read_bytes()).keys() >= {"fits", "tokens_per_step", "predicted"}
@@ -109,7 +119,7 @@ def _is_plan(path: Path) -> bool:
 
 
 def _of_output() -> Iterable[os.stat_result]:
-    """Of the files that stdout and stderr are written to."""
+    """The files that stdout and stderr are written to."""
     for stream in (1, 2):
         try:
             yield os.fstat(stream)

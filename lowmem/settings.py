@@ -326,7 +326,7 @@ def may_be_several(hint: Any) -> bool:
 
 
 def _read(name: str, text: str) -> str:
-    """A text of the field `name` as paths.py reads it; raises InputError."""
+    """The text of the field `name` as paths.py reads it; raises InputError."""
     return (read_path_option if name in _PATHS else read_text_option)(option_name(name), text)
 
 

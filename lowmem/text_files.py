@@ -1,15 +1,14 @@
 """Text, JSON and YAML that other people wrote: config.json, tokenizers, templates, settings, rows of data.
 
-Everything that a user hands over as text is read here, so that each of these is treated the same way everywhere:
+All text from users is read here, by the same rules:
 
-- byte-order marks, at the beginning or where `cat a b` put one at the beginning of a line, are skipped;
-- text that is not UTF-8 is refused with its line and column;
-- a file that is not what its name says (a Git LFS pointer, a compressed file) is refused by its real kind;
-- JSON with the same key twice in one object, with a number too long for Python, or nested too deeply is refused;
-- YAML is refused for the same, and its plain values stay the text that was typed: `yes`, `010` and `1:30` are no
-  switch, no octal number and no time.
+- Byte-order marks are skipped at the beginning of the file and of a line (`cat a b` puts one there).
+- Text that is not UTF-8 is refused with its line and column.
+- A file of another kind than its name says is refused by that kind: a Git LFS pointer, a compressed file.
+- JSON is refused if an object has a key twice, a number is too long for Python, or the nesting is too deep.
+- YAML is refused for the same. Its plain values stay text: `yes`, `010` and `1:30` are no switch, octal number or time.
 
-A library that reads a folder by itself and knows no byte-order marks is given `readable_folder` of it.
+A library that reads a folder itself and knows no byte-order marks gets `readable_folder` of it.
 """
 
 import codecs
@@ -28,7 +27,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PARQUET = b"PAR1"
 _START_BYTES = 512  # that tell what a file is; the head of a tar archive
 _TEXTS = (".json", ".txt", ".jinja")  # of a model's folder
-_KINDS = {  # by their first bytes: what the file is, and what to do with it
+_KINDS = {  # by the first bytes of a file: its kind, and advice
     b"\x1f\x8b": ("compressed with gzip", "unpack it with gunzip"),
     b"BZh": ("compressed with bzip2", "unpack it with bunzip2"),
     b"\xfd7zXZ\0": ("compressed with xz", "unpack it with unxz"),
@@ -105,7 +104,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") -> Any:
-    """The value in `text`, which begins at line `first_line` of `source`. InputError, `advice` after it."""
+    """The value in `text`, which begins at line `first_line` of `source`. InputError, which ends with `advice`."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
@@ -123,9 +122,9 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
 
 
 def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Path:
-    """`folder`, or if text files in it begin with a byte-order mark, a folder of links to its files, in which these are
-    written without it, and those of `instead` with that content. It is removed when the process ends. OSError if a file
-    cannot be read."""
+    """`folder` if no text file in it begins with a byte-order mark and `instead` is empty. Otherwise a folder of links
+    to its files, in which marked files lack the mark and the files of `instead` have that content; it is removed when
+    the process ends. OSError if a file cannot be read."""
     marked = [path for path in folder.iterdir() if path.suffix in _TEXTS and path.is_file() and _is_marked(path)]
     written = {path.name: path.read_bytes().removeprefix(_BYTE_ORDER_MARK) for path in marked} | (instead or {})
     if not written:
@@ -153,7 +152,7 @@ class _GivenTwice(Exception):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of `pairs`; the last value would win in silence if a key were allowed twice."""
+    """The object of `pairs`. Without the check the last of two equal keys would win silently."""
     values = dict(pairs)
     if len(values) < len(pairs):
         raise _GivenTwice
@@ -180,8 +179,8 @@ def _given_twice(text: str) -> tuple[str, int]:
     raise AssertionError("no key is given twice")
 
 
-def parse_yaml(text: str, source: str, first_line: int = 1) -> Any:
-    """The value in `text`: mappings, lists, null and texts, for a plain value stays as it was typed. InputError."""
+def parse_yaml(text: str, source: str) -> Any:
+    """The value in `text`: mappings, lists, null and texts; a plain value stays the text that was typed. InputError."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -201,7 +200,7 @@ def parse_yaml(text: str, source: str, first_line: int = 1) -> Any:
             return node
 
     def refusal(line: int, problem: str) -> InputError:
-        return InputError(f"{source}:{first_line + line}: not valid YAML: {problem}")
+        return InputError(f"{source}:{line + 1}: not valid YAML: {problem}")
 
     try:
         return yaml.load(text, Loader)

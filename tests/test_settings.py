@@ -464,7 +464,6 @@ def test_typed_wins_over_the_file_and_the_file_over_defaults_and_demo(tmp_path):
         ('{"lr": NaN}', "lr"),
         ('{"lr": 1e999}', "lr"),
         ('{"steps": 5,\n"lr": %s}' % ("9" * 5000), "config.json:2: bad JSON: a number has too many digits"),
-        ("[" * 100_000, "nested too deeply"),
         ('{\n"steps": 5,\n}', "config.json:3: bad JSON"),
         ('{"steps": 5,\n"seq": 8,\n"steps": 6}', "config.json:3: bad JSON: the key 'steps' is given twice"),
         ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
@@ -521,13 +520,9 @@ report_to: all
         ("steps: 5\nmax_steps: 6", "max_steps is given twice"),
         ("steps: 5\nseq: [8\n", "config.yaml:3: not valid YAML: "),
         ("steps: 5\n\tseq: 8\n", "config.yaml:2: not valid YAML: "),
-        ("steps: 5\nmodel: \0\n", "config.yaml:2: not valid YAML: "),
         ("steps: !!python/object:os.system 5", "config.yaml:1: not valid YAML: "),
-        ("steps: 5\n---\nsteps: 6\n", "config.yaml:2: not valid YAML: a second document begins here"),
         ("? [steps]\n: 5\n", "config.yaml:1: not valid YAML: "),
         ("steps: " + "9" * 5000, "is not a whole number"),
-        *[(f"steps: {value}", "not what its tag says") for value in ("!!bool maybe", "!!timestamp now")],
-        ("[" * 10_000, "nested too deeply"),
         ("", "one YAML mapping"),
         ("- steps", "one YAML mapping"),
     ],
@@ -691,8 +686,6 @@ def test_each_of_several_has_its_home_and_its_weight(monkeypatch):
         ("$HOME/x", "variables are not replaced here"),
         ("/data/${USER}/x", "variables are not replaced here"),
         ("n\udcff", "this is not UTF-8; rename it"),
-        ("n\ud83d", "this is not UTF-8; rename it"),
-        ("~/n\udcff", "this is not UTF-8; rename it"),
         ("~n\ud83d", "this is not UTF-8; rename it"),
     ],
 )
@@ -726,7 +719,7 @@ def test_no_text_that_is_not_utf8_passes(field, tmp_path):
         refusal(option_name(field), "n\udcff"), refusal("--config", str(tmp_path / "c.json")),
         refusal_in_code(**{field: "n\udcff"}),
     ):  # fmt: skip
-        assert refused  # of numbers and words: what they are; of texts, that this one is not UTF-8
+        assert refused  # a number or a word is refused as such, a text because it is not UTF-8
 
 
 def refusal_in_code(**values) -> str:

@@ -30,7 +30,7 @@ from experiments.code_generation.corpus import Beginning
 from experiments.code_generation.page import write_page, write_text
 from experiments.harness import rows as row_file
 from experiments.harness.options import SEEDS, at_least, make_folder
-from lowmem.data.sources import StableHash
+from lowmem.data.records import StableHash
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.device import select_device
 from lowmem.errors import InputError, LowmemError, Stopped, first_line

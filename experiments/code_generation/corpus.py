@@ -16,7 +16,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from experiments.code_generation.scoring import line_parses
-from lowmem.data.sources import Record, StableHash, open_source
+from lowmem.data.records import Record, StableHash
+from lowmem.data.sources import open_source
 from lowmem.errors import InputError
 
 HELD_OUT_EVERY = 20

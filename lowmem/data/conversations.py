@@ -1,8 +1,8 @@
 """From a row to a conversation: messages as the chat templates of Hugging Face's models expect them.
 
 A message is {"role": ..., "content": ...}; its role is system, user, assistant or tool, or another one that the chat
-template names. What else it holds (`tool_calls`, `tool_call_id`, `name`, `reasoning_content`) is handed to the template
-as it is. Three ways of writing conversations are understood:
+template names. Its other keys (`tool_calls`, `tool_call_id`, `name`, `reasoning_content`) reach the template unchanged.
+Three ways of writing conversations are understood:
 
 | columns | whose |
 |---|---|
@@ -13,21 +13,21 @@ as it is. Three ways of writing conversations are understood:
 An answer whose `weight` is 0, or whose `loss`, `train` or `training` is false or 0, is not trained on.
 
 A column `tools` beside them lists the functions that may be called, as JSON schemas or as that list written as text.
-OpenAI's older names are understood, too: `functions` for that column, `function_call` in a message for its one call. A
-`system` column beside a conversation without a system message is said first.
+OpenAI's older names are understood, too: `functions` for that column, `function_call` in a message for its one call.
+The text of a `system` column becomes the first message if the conversation has no system message.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem.data.sources import Record
+from lowmem.data.records import Record
 from lowmem.data.tables import SYSTEM_COLUMNS
 from lowmem.errors import InputError
 from lowmem.text_files import parse_json
 
 Message = dict[str, Any]
 
-_ROLES = {  # what others call them, in lower case without a colon behind it
+_ROLES = {  # other names of roles, in lower case and without a colon at the end
     **dict.fromkeys(("system", "user", "assistant", "tool")),
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "chatbot", "model", "ai", "bard", "bing"), "assistant"),
@@ -35,9 +35,9 @@ _ROLES = {  # what others call them, in lower case without a colon behind it
     **dict.fromkeys(("observation", "function_response", "function", "tool_response", "ipython"), "tool"),
     "developer": "system",
 }
-_KEPT_IF_NAMED = ("developer", "ipython")  # by the chat template, as it may know both names
-_CALLS = ("function_call", "tool_call")  # roles whose text is a call of a function, or a list of them, in JSON
-_TRAINED = ("loss", "train", "training")  # keys of messages: whether they are trained on
+_KEPT_IF_NAMED = ("developer", "ipython")  # a chat template that names one of these may know both names
+_CALLS = ("function_call", "tool_call")  # roles whose text is one function call or a list of calls, in JSON
+_TRAINED = ("loss", "train", "training")  # keys of messages: false keeps an answer from being trained on
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
 
 
@@ -84,14 +84,14 @@ def read_conversation(record: Record, column: str, template: str = "") -> Conver
 
 
 def read_prompt_and_completion(record: Record, template: str = "") -> Conversation:
-    """The conversation of which `prompt` lists the messages that are given, and `completion` those that answer."""
+    """The messages of `prompt`, which are not trained on, and those of `completion`. Raises InputError."""
     prompt = _with_system(record, _messages(record, "prompt", template))
     messages = prompt + _messages(record, "completion", template)
     return Conversation(record.where, messages, _tools(record), len(prompt))
 
 
 def system_text(record: Record) -> str:
-    """What a column beside a conversation or an instruction says to the system; "" where there is none."""
+    """The text of the row's system column; "" if there is none. Raises InputError."""
     filled = {name: record.columns[name] for name in SYSTEM_COLUMNS if record.columns.get(name)}
     for name, text in filled.items():
         if not isinstance(text, str):
@@ -150,13 +150,13 @@ def _message(value: dict[str, Any], place: str, template: str) -> Message:
     if _plain(said) in _CALLS:
         called, content = content, None
     if called and not (isinstance(called, dict) and not any(called.values())):  # tables fill what is missing with null
-        message["tool_calls"] = [{"function": call} for call in _listed(called, place, "function_call")]
+        message["tool_calls"] = [{"function": call} for call in _objects(called, place, "function_call")]
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)
         if content is None:
             raise UntrainableRow(f"{place}: there is no content; write the text that is said")
     else:
-        message["tool_calls"] = [_call(call, place) for call in _listed(message["tool_calls"], place, "tool_calls")]
+        message["tool_calls"] = [_call(call, place) for call in _objects(message["tool_calls"], place, "tool_calls")]
     if content is not None:
         message["content"] = encodable(_text(content, place), place, "content")
     return message
@@ -214,8 +214,8 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
     return {"type": "function", **kept, "function": {**function, "arguments": arguments}}
 
 
-def _listed(value: Any, place: str, name: str) -> list[dict[str, Any]]:
-    """A list of objects, which may be written as text, as may one alone."""
+def _objects(value: Any, place: str, name: str) -> list[dict[str, Any]]:
+    """The list of objects in `value`, which may be JSON text, or a single object. Raises InputError."""
     if isinstance(value, str):
         value = parse_within(value, place, f"{name} is")
     values = [value] if isinstance(value, dict) else value
@@ -227,6 +227,6 @@ def _listed(value: Any, place: str, name: str) -> list[dict[str, Any]]:
 def _tools(record: Record) -> list[dict[str, Any]] | None:
     tools, functions = record.columns.get("tools"), record.columns.get("functions")
     if tools:
-        return _listed(tools, record.where, "tools") or None
-    listed = _listed(functions, record.where, "functions") if functions else []
+        return _objects(tools, record.where, "tools") or None
+    listed = _objects(functions, record.where, "functions") if functions else []
     return [{"type": "function", "function": function} for function in listed] or None

@@ -17,7 +17,8 @@ from lowmem.data.chat_templates import set_chat_template
 from lowmem.data.documents import Documents, hold_out, read_documents
 from lowmem.data.pairs import PairBatches
 from lowmem.data.prepared import Part, Preparation, content_key
-from lowmem.data.sources import Record, Source, open_source
+from lowmem.data.records import Record, Source
+from lowmem.data.sources import open_source
 from lowmem.data.stored import ArrayFolder
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import InputError

@@ -1,9 +1,9 @@
 """From the documents of a source to token ids end to end, and the share of them that is held out.
 
-Token ids lie in files, 2 bytes each up to 65,536 ids, else 4; examples one more for what is trained. RAM holds 32 bytes
-per document, the name of each file, and what is being tokenized: TOKENIZING_BYTES at most, however long a text is; a
-text that Unigram or WordPiece reads as one long word takes more (long_text.py). (A `.json` list and a row of a table
-are read whole.) While the held-out share is taken out, the disk holds twice the data.
+Token ids are in files, 2 bytes each up to 65,536 ids, else 4; examples take one more byte for the trained mask. RAM
+holds 32 bytes per document, the name of each file, and the text that is being tokenized: TOKENIZING_BYTES at most,
+however long the text is. Exceptions (long_text.py): a long word to Unigram or WordPiece, SentencePiece's own library, a
+`.json` list, and a row of a table. While the held-out share is written, the disk holds twice the data.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from lowmem.data.encoder import Encoder
 from lowmem.data.formats import Format, UntrainableRow, find_format, with_first_filled
 from lowmem.data.long_text import LongText
+from lowmem.data.records import Record, Source, StableHash
 from lowmem.data.seams import Seams, Segments
-from lowmem.data.sources import Record, Source, StableHash
 from lowmem.data.stored import ArrayFolder, StoredArray
 from lowmem.errors import InputError
 from lowmem.units import MIB
@@ -261,7 +261,7 @@ class _Writer:
             self._write(record, segments, ids, trained)
 
     def _write(self, record: Record, segments: Segments, ids: np.ndarray, trained: np.ndarray) -> None:
-        """One record's tokens, with the tokens that begin and end its document where it does."""
+        """Writes a record's tokens, and the tokens that begin or end its document if they are missing."""
         texts = [text for text, _ in segments]
         if not record.begun and not "".join(texts).startswith(self.begin_text):
             texts = [self.begin_text, *texts]

@@ -1,8 +1,8 @@
 """Data sets of the hub in a folder: finds the files that are trained on and those that are held out.
 
-It is told from a folder of somebody's texts by its card, a README.md that begins with YAML about a data set, or by
-its files: some tables (or all .txt files) are called after a training split and some after a held-out one. Splits are
-found as the hub's client finds them, in this order:
+A folder is such a data set if it has a card: a README.md that begins with YAML about a data set. Without a card, some
+tables (or all .txt files) must have names of a training split and some of a held-out split. Splits are found as the
+hub's client finds them, in this order:
 
     the card's `configs`   name:config says which, if there are several and none is the default
     data/NAME-00000-of-00001.parquet   the split NAME
@@ -38,7 +38,7 @@ Splits = dict[str, list[Path]]
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of the trained split and of the held-out one, called `name`; `remark`: text for the data's line."""
+    """The files of the trained split and of the held-out split, called `name`; `remark`: for the data's description."""
 
     train: list[Path]
     held_out: list[Path]
@@ -47,8 +47,8 @@ class Layout:
 
 
 def find_layout(folder: Path, files: list[Path], config: str | None) -> Layout | None:
-    """How the data set in `folder`, which holds `files`, is split; None for a folder that is no downloaded data set.
-    `config`: which of its configurations. Raises InputError."""
+    """The splits of the data set in `folder`, which holds `files`; None if the folder is no downloaded data set.
+    `config`: the name of a configuration. Raises InputError."""
     card = _card(folder)
     name, chosen = _configuration(folder, card, config)
     if "data_dir" in chosen:
@@ -161,7 +161,7 @@ def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
 
 
 def _tell_splits(splits: Splits, files: list[Path]) -> bool:
-    """Whether names alone say that this is a data set with a held-out split. Somebody's `test of time.txt` does not."""
+    """True if the names say that this is a data set with a held-out split; a lone `test of time.txt` does not."""
     told = {split_of(split) for split in splits}
     whole = sum(map(len, splits.values())) == len(files)
     return "train" in told and len(told) > 1 and (whole or _kind(files[0]) != ".txt")

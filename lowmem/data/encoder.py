@@ -47,21 +47,25 @@ class Encoder:
         return LongText(lambda texts: self._in_batches(texts, encode), self._word_starts)
 
     def with_places(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """The ids of each text, and where in it each token begins and ends, in characters, int32 [tokens, 2]; None
-        where the tokenizer does not say that. White space that an added token strips is not part of the token."""
-        if self._token_bytes is not None:
-            ids = self(texts)
-            places = [_places_by_bytes(one, text, self._token_bytes) for one, text in zip(ids, texts, strict=True)]
-        elif self._backend is None:
-            return [(one, None) for one in self(texts)]
-        else:
-            ids, places = [None] * len(texts), [None] * len(texts)
-        rest = [index for index, place in enumerate(places) if place is None]
-        rest_tokens = self._all([texts[index] for index in rest], self._encode_with_offsets) if self._backend else []
-        for index, tokens in zip(rest, rest_tokens, strict=False):
-            ids[index], places[index] = tokens[:, 0], tokens[:, 1:]
-            self._strip(tokens, texts[index])
-        return list(zip(ids, places, strict=True))
+        """The ids of each text, and the characters at which each token begins and ends, int32 [tokens, 2]; None if the
+        tokenizer does not say that. White space that an added token strips is not part of the token."""
+        if self._backend is not None and self._token_bytes is None:
+            return self._by_offsets(texts)
+        ids = self(texts)
+        places = [
+            self._token_bytes and _places_by_bytes(one, text, self._token_bytes)
+            for one, text in zip(ids, texts, strict=True)
+        ]
+        if self._backend is None:
+            return list(zip(ids, places, strict=True))
+        rest = iter(self._by_offsets([text for text, place in zip(texts, places, strict=True) if place is None]))
+        return [next(rest) if place is None else (one, place) for one, place in zip(ids, places, strict=True)]
+
+    def _by_offsets(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        found = self._all(texts, self._encode_with_offsets)
+        for tokens, text in zip(found, texts, strict=True):
+            self._strip(tokens, text)
+        return [(tokens[:, 0], tokens[:, 1:]) for tokens in found]
 
     def _strip(self, tokens: Tokens, text: str) -> None:
         for row in np.flatnonzero(np.isin(tokens[:, 0], self._stripping)):
@@ -86,7 +90,7 @@ class Encoder:
         return found
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
-        """The ids alone, int32 [tokens, 1]."""
+        """The ids, int32 [tokens, 1]."""
         if self._bytes:
             return [_encode_bytes(text)[:, None] for text in texts]  # the same ids, 30 times faster
         ids: list[np.ndarray | None] = [None] * len(texts)
@@ -101,7 +105,7 @@ class Encoder:
         return [one[:, None] for one in ids]
 
     def _count(self, texts: list[str]) -> None:
-        """Takes the faster way from here on, if there is one, where texts turn out to be long."""
+        """Counts characters; after _FAST_FROM_CHARACTERS takes the faster way, if there is one."""
         before = self._encoded_characters
         self._encoded_characters += sum(map(len, texts))
         if before < _FAST_FROM_CHARACTERS <= self._encoded_characters and self._backend is not None:
@@ -156,7 +160,7 @@ def _word_starts(backend: Tokenizer | None) -> str | None:
 
 
 def _token_bytes(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer | None) -> list[bytes] | None:
-    """What each id of a byte-level tokenizer is written for, by id; None for another tokenizer."""
+    """The bytes of each id of a byte-level tokenizer, by id; None for another tokenizer."""
     if backend is not None and not isinstance(backend.decoder, decoders.ByteLevel):
         return None
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
@@ -172,7 +176,7 @@ def _token_bytes(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer | None) 
 
 
 def _places_by_bytes(ids: np.ndarray, text: str, token_bytes: list[bytes]) -> np.ndarray | None:
-    """Where each token begins and ends in `text`, in characters, if the text is what the ids are written for."""
+    """The characters at which each token begins and ends in `text`; None if the ids' bytes are not the text's."""
     parts, written = [token_bytes[number] for number in ids.tolist()], text.encode()
     if b"".join(parts) != written:
         return None

@@ -1,6 +1,6 @@
 """From a row's columns to the text that is trained on: plain text, conversations, prompts with completions.
 
-Which columns are there decides (the `text` column's name is `--text-field`):
+The columns of a source's first row decide (`--text-field` renames the `text` column).
 
 | columns | trained text |
 |---|---|
@@ -10,17 +10,17 @@ Which columns are there decides (the `text` column's name is `--text-field`):
 | `instruction`, `input` (may be missing or empty), `output` | Alpaca's wording; the output |
 | `instruction`, `context` (may be missing or empty), `response` | Dolly's columns in Alpaca's wording; the response |
 
-Beside them are used, as LLaMA-Factory and Axolotl use them:
+More columns are used, as in LLaMA-Factory and Axolotl.
 
-| columns | beside | become |
+| columns | in rows of | become |
 |---|---|---|
 | `system` (or `system_prompt`, `system_message`, `system_instruction`) | conversations without one | a message |
 | | `prompt` + `completion` | the prompt's first paragraph |
-| | Alpaca's and Dolly's | what stands in place of the wording's first sentences |
+| | Alpaca's and Dolly's | the text in place of the wording's first sentences |
 | `history`, a list of pairs | Alpaca's and Dolly's | earlier instructions and responses, which are trained on, too |
-| `tools`, or OpenAI's older `functions` | conversations | what the chat template is told of tools |
+| `tools`, or OpenAI's older `functions` | conversations | the tools given to the chat template |
 
-All other columns are named in the line that describes the data. A column of nulls is as good as none.
+All other columns are named in the line that describes the data. A null is no text: a column of nulls does not count.
 
 `--train-on all` trains on the prompts too. A text is handed on in segments, (text, trained), which are tokenized
 together (seams.py). An end-of-text token follows and is trained like the segment that it ends, or generation would
@@ -45,8 +45,8 @@ from lowmem.data.conversations import (
     read_prompt_and_completion,
     system_text,
 )
+from lowmem.data.records import Record
 from lowmem.data.seams import Segments
-from lowmem.data.sources import Record
 from lowmem.data.tables import LABEL_COLUMNS, SYSTEM_COLUMNS
 from lowmem.errors import InputError
 
@@ -78,9 +78,9 @@ _MOST_BLANK = 10_000  # rows before the first one that is filled
 @dataclass(frozen=True)
 class Format:
     """How the rows of one source are read. `packed`: documents may be cut and joined; otherwise one row is one example.
-    `write` gives a row's text and raises InputError or UntrainableRow with the row's place. `begin`: ids that stand
-    before each text. Of the columns, `needed` are those that each row must have, `used` all that are read, `rivals`
-    those that would be another reading, if they were filled. `first`: the place of the row that decided."""
+    `write` gives a row's text and raises InputError or UntrainableRow with the row's place. `begin`: ids before each
+    text. `needed`: columns that each row must have. `used`: all columns that are read. `rivals`: the columns of
+    other formats; a row that fills them, too, is refused. `first`: the place of the row that decided."""
 
     summary: str
     packed: bool
@@ -95,7 +95,7 @@ class Format:
 
     @property
     def description(self) -> str:
-        """The summary, and what has to be said of the rows that have been read."""
+        """The summary, and notes on the rows that have been read."""
         said = [self.summary, *(self.answers.notes if self.answers else ())]
         said += [f"columns not used: {_listed(self.unused)}"] if self.unused else []
         return "; ".join(filter(None, said))
@@ -117,7 +117,7 @@ class Format:
 
 
 def with_first_filled(records: Iterator[Record]) -> tuple[Record | None, Iterable[Record]]:
-    """The first of `records` that says what its source holds, and all of them; None where there is none."""
+    """The first of `records` with a value that is not null, and all records; None if there are no records."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)
@@ -157,7 +157,7 @@ def find_format(record: Record, text_field: str, train_on: str, tokenizer: PreTr
 def _format(
     name: str, record: Record, text_field: str, everything: bool, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Format, tuple[str, ...]]:
-    """The format called `name`, and the columns that it uses beside those that it needs."""
+    """The format called `name`, and the columns that it uses but does not need."""
     begin = _beginning_of_text(tokenizer)
     if name == "text":
         begin = () if begin == (tokenizer.eos_token_id,) else begin  # the end of one document then begins the next
@@ -265,12 +265,12 @@ def _unreadable(record: Record, text_field: str) -> InputError:
 
 
 def _refuse_labels(record: Record, name: str) -> None:
-    """InputError for rows that say of their answer whether it is a good one: bad ones are not to be learnt."""
+    """InputError for rows with a label for good and bad answers: bad ones must not be trained on."""
     for column in LABEL_COLUMNS if name != "text" else ():
         if isinstance(record.columns.get(column), bool):
             raise InputError(
-                f"{record.where}: {column} says whether the answer is to be preferred or avoided (KTO), and all would "
-                f"be trained on; keep the rows with the good ones, without that column"
+                f"{record.where}: {column} marks answers as good or bad (KTO), and bad ones would be trained on, too; "
+                f"keep the rows with good ones, and remove that column"
             )
 
 
@@ -306,7 +306,7 @@ def _alpaca(record: Record, given: str, answer: str, everything: bool, end_of_te
 
 
 def _history(record: Record) -> list[list[str]]:
-    """The earlier turns, [instruction, response] each; a table of text has the list as JSON."""
+    """The earlier turns, [instruction, response] each; CSV has the list as JSON text."""
     turns = record.columns.get("history")
     if isinstance(turns, str):
         turns = parse_within(turns, record.where, "history is") if turns.strip() else []

@@ -26,14 +26,14 @@ _WORD_ENDS = re.compile(r"[-._ 0-9]+")
 
 
 def split_of(name: str) -> str | None:
-    """The kind of split that a name such as `train_sft` or `dev-00000-of-00001.parquet` says: a key of SPLIT_WORDS. A
-    name with words of several kinds is not train."""
+    """The kind of split in a name such as `train_sft` or `dev-00000-of-00001.parquet`: a key of SPLIT_WORDS. With words
+    of several kinds it is not train."""
     words = set(_WORD_ENDS.split(name.lower()))
     return next((split for split in ("validation", "test", "train") if words & {*SPLIT_WORDS[split]}), None)
 
 
 def choose_splits(names: Sequence[str]) -> tuple[str, str | None, str]:
-    """The split that is trained on, the one that is held out, and a remark for the line that describes the data."""
+    """The trained split, the held-out split, and a remark for the line that describes the data."""
     train = "train" if "train" in names else next((name for name in names if split_of(name) == "train"), names[0])
     others = [name for name in names if name != train]
     same = [name for name in others if _WORD_ENDS.split(name)[1:] == _WORD_ENDS.split(train)[1:]]  # test_sft, train_sft
@@ -86,7 +86,7 @@ def _datasets(spec: str) -> Any:
 
 
 def saved_to_disk(path: Path, text_field: str) -> Source | None:
-    """The data set that `save_to_disk` wrote into this folder; None where it did not."""
+    """The data set that `save_to_disk` wrote into this folder; None for another folder."""
     train, held_out, remark = "", None, ""
     if (path / "dataset_dict.json").is_file():
         train, held_out, remark = choose_splits(_splits_in(path / "dataset_dict.json"))

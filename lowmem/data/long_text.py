@@ -1,19 +1,20 @@
 """The tokens of a text that is too long to tokenize at once, in bounded memory and by all processors.
 
-The text is cut at any place into windows of WINDOW characters, and each window begins OVERLAP characters before the end
-of the last one. The overlap is also tokenized by itself. At least half of its tokens must be those that the first
-window ends with, and also those that the second window begins with; the windows are joined in the middle of these. So
-the edges of a window may have any tokens: those of a word cut in two, or a space that is written before a text.
+The text is cut at any place into windows of WINDOW characters. Each window begins OVERLAP characters before the end of
+the one before it. The overlap is also tokenized by itself. At least half of its tokens must also be tokens of both
+windows; the windows are joined in the middle of these. So the tokens at the edges of a window do not matter: parts of a
+word, a space written before a text.
 
-For BPE that is exact. If a text is cut at the end of a token, its tokens are those of both parts, and a merge across
-the joint would have happened in one of the windows, too. Unigram adds up a word's scores from its beginning, and how
-the sums are rounded decides between equal ones; so its windows begin at a word. Digits that are counted from the right
-end of a long number may agree by accident, so the overlap without its last character must agree, too.
+For BPE that is exact: a merge across the joint would have happened in one of the windows, too. Unigram adds up a word's
+scores from its beginning, and rounding decides between equal sums; so its windows begin at a word. Digits that are
+counted from the right end of a long number may agree by accident; so the overlap without its last character must
+agree, too.
 
-If two windows do not agree (as in a run of one letter, whose tokens are pairs), the second window begins up to _SHIFTS
-characters earlier. If that does not help, the first window grows to twice its length, at worst to the whole text: to
-WordPiece a word of any length is one unknown token, a word of Unigram may be as long as a text, and SentencePiece's own
-library scores a text as one word. The tokens are then still right, and RAM grows with the window.
+If two windows do not agree (in a run of one letter, whose tokens are pairs), the second window begins up to _SHIFTS
+characters earlier. If that does not help, the first window grows to twice its length, at worst to the whole text. The
+tokens are then still right, and RAM grows with the window. It happens with long words: WordPiece makes one unknown
+token of a word of any length, a word of Unigram may be a whole text, and to SentencePiece's own library any text is one
+word.
 """
 
 import itertools
@@ -29,8 +30,8 @@ Tokens = np.ndarray  # int32 [tokens, 1 or 3]: the id, and where the token begin
 
 
 class LongText:
-    """The tokens of one text that comes in pieces; `encode` gives those of each of some shorter texts. `word_starts`:
-    the characters that begin a word, if a window must; None if it may begin at any character."""
+    """The tokens of one text that comes in pieces; `encode` gives the tokens of shorter texts. `word_starts`: the
+    characters that a window may begin with; None for any character."""
 
     def __init__(self, encode: Callable[[list[str]], list[Tokens]], word_starts: str | None = None):
         self._encode, self._word_starts = encode, word_starts
@@ -41,7 +42,7 @@ class LongText:
         self._given = 0  # tokens of the last window that the window before it has, too
 
     def add(self, piece: str, last: bool = False) -> Tokens:
-        """The tokens that are certain now that the text goes on with `piece`; all of them where it is the `last`."""
+        """The next tokens that are certain once `piece` follows the text so far; all others if it is the `last`."""
         self._text += piece
         found = []
         while self._window is not None or len(self._text) >= self._end or last:
@@ -59,7 +60,7 @@ class LongText:
         return np.concatenate(found) if found else np.empty((0, 1), np.int32)
 
     def _join(self, ends: list[int]) -> list[Tokens]:
-        """Goes on with windows that end there, as far as they can be joined; the tokens that are certain then."""
+        """Joins windows that end at `ends`, as far as they agree. The tokens that are certain then."""
         spans = []
         for cut, end in zip([self._end, *ends[:-1]], ends, strict=True):
             if not (begins := self._begins(cut, most=1)):
@@ -81,7 +82,7 @@ class LongText:
         return found
 
     def _begins(self, cut: int, most: int) -> list[int]:
-        """Where the window may begin that goes over `cut`, the latest first."""
+        """At most `most` places at which the window across `cut` may begin, the latest first."""
         latest = cut - OVERLAP
         if self._word_starts is None:
             return [*range(latest, max(latest - most, 0), -1)]
@@ -93,13 +94,13 @@ class LongText:
         return [self._text[begin:cut], self._text[begin : cut - 1], self._text[begin:end]]
 
     def _begun_earlier(self, cut: int, end: int) -> tuple[int, Tokens | None, tuple[int, int] | None]:
-        """Where the next window can begin to be joined, its tokens, and the joint; None where it cannot."""
+        """An earlier begin of the next window, its tokens, and the joint; None for both if no begin gives a joint."""
         begins = self._begins(cut, most=_SHIFTS)[1:]
         overlaps = self._encode([self._text[begin:cut] for begin in begins])
         agreeing = [
             begin
             for begin, overlap in zip(begins, overlaps, strict=True)
-            if _common(overlap[::-1], self._window[::-1]) > len(overlap) / 2
+            if common_start(overlap[::-1, 0], self._window[::-1, 0]) > len(overlap) / 2
         ]
         for begin in agreeing[:_SHIFTS_TRIED]:
             window, joint = self._joint(*self._encode(self._around(begin, cut, end)))
@@ -108,9 +109,10 @@ class LongText:
         return 0, None, None
 
     def _joint(self, overlap: Tokens, shorter: Tokens, window: Tokens) -> tuple[Tokens, tuple[int, int] | None]:
-        """The next window, up to which token of the last one the text's tokens are its, and from which of the next."""
-        first = len(overlap) - _common(overlap[::-1], self._window[::-1])
-        after = min(_common(overlap, window), _common(overlap, shorter))
+        """The next window's tokens, and the joint: the token at which the last window stops, and the one at which the
+        next begins; None if they do not agree."""
+        first = len(overlap) - common_start(overlap[::-1, 0], self._window[::-1, 0])
+        after = min(common_start(overlap[:, 0], other[:, 0]) for other in (window, shorter))
         middle = (first + after) // 2
         place = len(self._window) - len(overlap) + middle
         agree = after - first >= max(len(overlap) / 2, 2) and place >= self._given
@@ -123,8 +125,8 @@ class LongText:
         return tokens
 
 
-def _common(one: Tokens, other: Tokens) -> int:
-    """How many tokens both begin with."""
+def common_start(one: np.ndarray, other: np.ndarray) -> int:
+    """The number of equal ids that both [tokens] begin with."""
     length = min(len(one), len(other))
-    different = np.flatnonzero(one[:length, 0] != other[:length, 0])
+    different = np.flatnonzero(one[:length] != other[:length])
     return int(different[0]) if len(different) else length

@@ -8,8 +8,8 @@
 The key has the content of the files that are read, the tokenizer, the settings that matter and this package's code that
 reads data. A stream has no content that could be hashed: what was read of it is what the run trains on.
 
-While a run is being prepared the same files lie in `.data-partial/`; a run that is refused leaves nothing of it. Where
-`data` is a link, to a folder on a larger disk perhaps, that is beside the folder that it leads to, and the link stays.
+While a run is being prepared, the files are in `.data-partial/`; a run that is refused removes them. If `data` is a
+link to another disk, `.data-partial/` is on that disk, too, and the link stays.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem import text_files
 from lowmem.data.documents import Documents
-from lowmem.data.sources import Source
+from lowmem.data.records import Source
 from lowmem.data.stored import ArrayFolder, StoredArray
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import LowmemError

@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Record:
-    """One row or file. `where` is said in errors; `whole_file` records may be empty (an `__init__.py`), rows may not.
-    The text of one that `goes_on` has its next piece in the next record, and that one is `begun`. `unread`: columns of
-    the row that are not read, since nothing is made of them."""
+    """One row or file. `where`: its place, for errors. `whole_file` records may be empty (an `__init__.py`), rows may
+    not. `goes_on`: the next record holds the next piece of this text, and is `begun`. `unread`: the row's columns that
+    are not read, because no format uses them."""
 
     where: str
     columns: dict[str, Any]
@@ -23,11 +23,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Source:
-    """`evaluation` is the publisher's own held-out split, called `held_out`, where there is one; a `streamed` source is
-    read no further than needed; blank rows are `lenient`ly skipped where the user cannot mend them. `content`: the
-    files that it is read from, or what the hub's client calls this version of it; empty for a stream, of which nothing
-    is known. `spec`: what was typed for it, without its `weight`: how often each of its rows is in an epoch. `remark`:
-    what the line that describes the data says behind the name."""
+    """`evaluation`: the publisher's held-out split, called `held_out`, if there is one. A `streamed` source is read no
+    further than needed. `lenient`: blank rows are skipped, because the user cannot mend them. `content`: the files of
+    the source, or the hub client's name of this version; empty for a stream. `spec`: the typed text without the
+    `weight`, which says how often each row is in an epoch. `remark`: stands behind the name in the line that describes
+    the data."""
 
     name: str
     train: Iterable[Record]

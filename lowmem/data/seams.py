@@ -1,14 +1,13 @@
 """From an example's segments to its tokens and which of them are trained.
 
-The tokens are those of the whole text, as `tokenizer(prompt + completion)` and `apply_chat_template(tokenize=True)`
-give them: some tokenizers write a space before every text, and would write one before every segment. A token is trained
-if any of its characters is. So a token that straddles a seam is trained: it holds the first characters of an answer,
-which the model could never begin otherwise, or the last ones. White space that an added token strips from its
-neighbours (`rstrip`) is not counted.
+The whole text is tokenized at once, as `tokenizer(prompt + completion)` and `apply_chat_template(tokenize=True)` do.
+Some tokenizers write a space before every text, and would write one before every segment. A token is trained if any of
+its characters is. So a token across a seam is trained: it holds the first or last characters of an answer. White space
+that an added token strips from its neighbours (`rstrip`) is not counted.
 
-The place of a byte-level token follows from the bytes that it is written for, that of another one from the offsets of
-the Rust tokenizer. A tokenizer written in Python gives none, so it also tokenizes the text up to each seam. The tokens
-that both begin with stand before the seam. If the text up to the seam has more tokens, the next one straddles it.
+The place of a byte-level token follows from its bytes, that of another token from the offsets of the Rust tokenizer.
+A tokenizer written in Python gives no offsets, so it also tokenizes the text up to each seam. The tokens that both
+begin with stand before the seam. If the text up to the seam has more tokens, the next token is across the seam.
 
 An encoder-decoder reads the prompt as one text and writes the answer as another, so source and target are two texts.
 """
@@ -18,6 +17,7 @@ import itertools
 import numpy as np
 
 from lowmem.data.encoder import Encoder
+from lowmem.data.long_text import common_start
 
 Segments = list[tuple[str, bool]]  # (text, whether it is trained)
 Example = tuple[np.ndarray, np.ndarray]  # int32 [tokens], and bool [tokens]: whether each is trained
@@ -32,7 +32,7 @@ class Seams:
 
     @property
     def notes(self) -> list[str]:
-        """What the log says about the examples so far."""
+        """Sentences for the log on the examples so far."""
         note = (
             f"in {self._straddled:,} of them one token is the end of a prompt and the beginning of an answer, so the "
             f"prompt alone has other tokens; let answers begin with the space"
@@ -84,9 +84,7 @@ class Seams:
         return ids, trained
 
     def _tokens_before(self, text: str, seam: int, ids: np.ndarray) -> tuple[int, bool]:
-        """How many tokens stand before the seam, and whether the next one straddles it."""
+        """The number of tokens before the seam; true if the next one straddles it."""
         [before] = self._encode([text[:seam]])
-        length = min(len(before), len(ids))
-        different = np.flatnonzero(before[:length] != ids[:length])
-        count = int(different[0]) if len(different) else length
+        count = common_start(before, ids)
         return count, count < len(before)

@@ -29,6 +29,7 @@ from lowmem.data.hub_data import hub_source, joined_articles, renamed, saved_to_
 from lowmem.data.records import Record, Source, StableHash
 from lowmem.data.tables import KNOWN_SUFFIXES, TABLE_SUFFIXES, read_file
 from lowmem.errors import InputError
+from lowmem.paths import shown
 from lowmem.run_folder import without_runs
 from lowmem.text_files import refuse_disguised, refuse_pointer
 
@@ -53,7 +54,7 @@ def open_source(spec: str, text_field: str, steps: int | None, out: Path | None 
     except InputError as error:
         if not in_the_way:
             raise
-        raise InputError(f"{error}; rename this folder if the hub's {spec} is meant, which it hides") from None
+        raise InputError(f"{error}; this folder hides the hub's {spec}: rename it if you mean that") from None
     remark = source.remark
     if in_the_way and spec in _NAMES:
         remark += " (not the folder here, which is ./python-stdlib)" if spec == _STDLIB else " (the folder here)"
@@ -185,7 +186,7 @@ def _matching(pattern: str, text_field: str, out: Path | None) -> Source:
 
 
 def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list[Path], str]:
-    """Those of the `files` below `root` that no run wrote, and what is to be said of the others."""
+    """The `files` below `root` that no run wrote, and a remark on the others."""
     files, runs = without_runs(files, root, out)
     named = [str(path) for path in runs[:_MOST_NAMED]]
     named += [f"{len(runs) - _MOST_NAMED} more"] if len(runs) > _MOST_NAMED else []
@@ -195,7 +196,7 @@ def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list
 def _files(
     name: str, found: str, files: list[Path], text_field: str, remark: str, beside: list[Path] | None = None
 ) -> Source:  # fmt: skip
-    """The records of all `files` that can be read, in their order; `beside`: all that lie beside them."""
+    """The records of all `files` that can be read, in their order; `beside`: all files of their folder."""
     readable = [file for file in files if file.suffix.lower() in KNOWN_SUFFIXES and file.name not in _ABOUT_DATA]
     readable = [file for file in readable if file.name != "state.json" or not any(file.parent.glob("*.arrow"))]
     about = {_README} if any(file.suffix.lower() in TABLE_SUFFIXES for file in readable) else set()
@@ -230,5 +231,5 @@ def _is_arrow(file: Path) -> InputError:
 
 def _refuse_odd_names(files: list[Path]) -> None:
     for file in files:
-        if "\ufffd" in (shown := os.fsencode(file).decode(errors="replace")):
-            raise InputError(f"{shown}: this file's name is not UTF-8; rename it")
+        if (name := shown(str(file))) != str(file):
+            raise InputError(f"{name}: this file's name is not UTF-8; rename it")

@@ -17,8 +17,8 @@ from lowmem.errors import LowmemError, PlanError
 from lowmem.files import CHUNK_BYTES, HashedFile
 from lowmem.units import MIB, format_size
 
-_NEARLY_ALL = 1.02  # bytes of texts by those that were read: what is written now is a held-out share
-_MARGIN_BYTES = 2 * MIB  # that stay free: what a file system and a manifest need
+_NEARLY_ALL = 1.02  # bytes of texts / bytes that were read: below it a held-out share is being written
+_MARGIN_BYTES = 2 * MIB  # stay free for the file system and a manifest
 
 
 class StoredArray:
@@ -62,8 +62,8 @@ class StoredArray:
 class ArrayFolder:
     """A folder into which arrays are written one after another. `entries`: each finished file's, for a manifest.
 
-    Its disk is never filled: PlanError before that. What the data need in all follows from what was written of as much
-    as was read so far, `source_bytes`, which all texts have (0: nobody knows), and `times_written`."""
+    PlanError before its disk is full. That says how much the data need in all, from the share that was read and
+    written so far. `source_bytes`: the size of all texts, 0 if unknown; `times_written`: how often each is written."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -72,18 +72,18 @@ class ArrayFolder:
         self._written_bytes = self._read_bytes = self._written_of_read_bytes = 0
 
     def count_read(self, size_bytes: int) -> None:
-        """So much more of the texts is about to be written."""
+        """To be called before the tokens of so much text are written."""
         self._read_bytes += size_bytes
         self._written_of_read_bytes = self._written_bytes
 
     def take_room(self, size_bytes: int) -> None:
-        """To be called before so much is written."""
+        """To be called before so much is written. Raises PlanError."""
         self._written_bytes += size_bytes
         if shutil.disk_usage(self.path).free < size_bytes + _MARGIN_BYTES:
             raise self.too_small()
 
     def too_small(self) -> PlanError:
-        left = self.source_bytes / max(self._read_bytes, 1)  # of what was read, as often as this
+        left = self.source_bytes / max(self._read_bytes, 1)
         once = self._written_bytes * left if left > _NEARLY_ALL else self._written_of_read_bytes
         needed_bytes = max(once * self.times_written, self._written_bytes) + _MARGIN_BYTES
         about = "about" if self.source_bytes else "more than"

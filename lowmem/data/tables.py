@@ -1,8 +1,8 @@
 """Local files to rows: text, JSON, JSON lines, CSV and Parquet.
 
-`.jsonl` has an object on each line, `.csv` names its columns in its first line, `.parquet` knows them; a `.json` file
-is a list of objects, an object with one such list in it ({"data": [...]}), one object, or JSON lines. A column that is
-given twice is refused. Parquet columns that are not used are named and not read.
+`.jsonl` has an object on each line. `.csv` names its columns in its first line. A `.json` file is a list of objects, an
+object that holds one such list ({"data": [...]}), one object, or JSON lines. A column that is given twice is refused.
+Unused columns of Parquet are named and not read.
 """
 
 import csv
@@ -19,9 +19,9 @@ STRUCTURED_COLUMNS = (
     *("instruction", "input", "output", "context", "response"),
 )
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message", "system_instruction")
-LABEL_COLUMNS = ("label", "kto_tag")  # whether an answer is to be preferred or avoided
+LABEL_COLUMNS = ("label", "kto_tag")  # true for a preferred answer, false for one to avoid
 _KNOWN_COLUMNS = {*STRUCTURED_COLUMNS, *SYSTEM_COLUMNS, *LABEL_COLUMNS, "functions", "history"}
-PIECE_CHARACTERS = 2**20  # of a text file that are in memory at once
+PIECE_CHARACTERS = 2**20  # of a text file in memory at once
 DOCUMENT_SUFFIXES = (".txt", ".md", ".py")
 TABLE_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 KNOWN_SUFFIXES = (*DOCUMENT_SUFFIXES, ".jsonl", ".json", ".csv", ".parquet")
@@ -34,7 +34,7 @@ def wanted(names: Iterable[str], text_field: str) -> list[str]:
 
 
 def read_file(path: Path, text_field: str, whole: bool = False) -> Iterator[Record]:
-    """`whole`: whether a file of text may be empty, as one of many may."""
+    """The rows of a file. `whole`: a file of text may be empty. Raises InputError."""
     suffix = path.suffix.lower()
     try:
         if suffix in DOCUMENT_SUFFIXES:
@@ -71,7 +71,7 @@ def _pieces(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _begins_with_a_row(path: Path) -> bool:
-    """Whether the file's first line is a whole JSON object and others follow: JSON lines, whatever its name says."""
+    """True for JSON lines, whatever the file's name: its first line is a whole JSON object, and others follow."""
     lines = (line for line in text_lines(path) if line.strip())
     try:
         return isinstance(parse_json(next(lines, "{}"), str(path)), dict) and next(lines, None) is not None

@@ -18,13 +18,12 @@ from importlib.util import find_spec
 from json import JSONDecodeError
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer, __version__, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lowmem import hub
+from lowmem.config_switches import without_switches
 from lowmem.errors import InputError, first_line
-from lowmem.switches import without_switches
 from lowmem.text_files import read_json, readable_folder, refuse_disguised
 
 END_OF_TEXT = "<|endoftext|>"
@@ -43,7 +42,7 @@ _PACKAGE = re.compile(  # how transformers and Python say which package is missi
     r"|pip install (?:-U )?([\w-]+)"
 )
 _NOT_EXTRACTED = re.compile(r"Could not extract .* due to\s+(.*)\. Falling back", re.DOTALL)
-_MODULES = {"protobuf": "google.protobuf", "mistral-common": "mistral_common"}  # where it is not the package's name
+_MODULES = {"protobuf": "google.protobuf", "mistral-common": "mistral_common"}  # by packages with other names
 
 
 def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTokenizerBase:
@@ -126,7 +125,7 @@ def _from_pretrained(
                 str(source), local_files_only=local_files_only, trust_remote_code=False
             )
         except Exception as error:  # a missing or broken file raises anything, down to a bare Exception
-            # transformers tries several readers, raises the error of the last one and logs those of the others.
+            # transformers tries several readers, raises the last one's error and logs the others.
             found = (_NOT_EXTRACTED.search(record.getMessage()) for record in records)
             return None, next((ValueError(match[1]) for match in found if match), error)
     for record in records:
@@ -136,7 +135,7 @@ def _from_pretrained(
     # that turns every character into <unk>.
     ordinary = tokenizer.get_vocab().keys() - tokenizer.all_special_tokens
     if len(ordinary) < 2 or not tokenizer("a", add_special_tokens=False)["input_ids"]:
-        return None, ValueError(f"a {type(tokenizer).__name__} with an empty vocabulary comes of its files")
+        return None, ValueError(f"a {type(tokenizer).__name__} with an empty vocabulary is all that its files give")
     return tokenizer, None
 
 
@@ -150,7 +149,7 @@ def _config_without_switches(path: Path) -> dict[str, bytes]:
 
 @contextmanager
 def _held_back() -> Iterator[list[logging.LogRecord]]:
-    """Collects what transformers logs in the block, in place of printing it."""
+    """Collects the log records of transformers in the block; nothing is printed."""
     logger, records, handler = logging.getLogger("transformers"), [], logging.Handler()
     before, logger.handlers = logger.handlers, [handler]
     handler.emit = records.append
@@ -164,35 +163,21 @@ def _files(folder: Path, *patterns: str) -> list[Path]:
     return [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 
-def _folder(model: str) -> Path | None:
-    """The folder with the files of `model`: its own, or that of the hub's cache; None where there is none."""
-    if Path(model).is_dir():
-        return Path(model)
-    for name in ("tokenizer_config.json", "config.json"):
-        try:
-            cached = try_to_load_from_cache(model, name)
-        except ValueError:  # no name that the hub could know
-            return None
-        if isinstance(cached, str):
-            return Path(cached).parent
-    return None
-
-
 def _is_known(model: str) -> bool:
-    """Whether there is a vocabulary in the folder of `model`."""
-    folder = _folder(model)
+    """True if the folder of `model` holds a vocabulary."""
+    folder = hub.local_folder(model)
     return folder is not None and bool(_files(folder, *_VOCABULARIES))
 
 
 def _reason(model: str, error: Exception) -> str:
-    """What the library said of the tokenizer's files, and what to do."""
-    folder = _folder(model)
+    """The library's words on the tokenizer's files, and advice."""
+    folder = hub.local_folder(model)
     said = first_line(error).split(". ")[0][:300]
     if package := _missing_package(folder, str(error)):
         return f"it needs the package {package}, which is not installed here ({said}); pip install {package}"
     if isinstance(error, JSONDecodeError):
         broken = [path.name for path in _files(folder, "*.json") if not _is_json(path)]
-        return f"{', '.join(broken) or 'a file'} is no JSON ({said}); copy the files there again, complete"
+        return f"{', '.join(broken) or 'a file'} is not JSON ({said}); copy the files there again, complete"
     if "trust_remote_code" in str(error):
         return (
             "it needs Python code from its repository, which is not run here; give a folder with a tokenizer.json, "
@@ -204,7 +189,7 @@ def _reason(model: str, error: Exception) -> str:
             "pip install --upgrade transformers tokenizers"
         )
     if not (folder / "tokenizer.json").is_file():
-        said += f"; of its vocabulary there is {', '.join(path.name for path in _files(folder, *_VOCABULARIES))} alone"
+        said += f"; its vocabulary is only in {', '.join(path.name for path in _files(folder, *_VOCABULARIES))}"
         return f"{said}: copy the model's tokenizer.json there"
     return f"{said} ({type(error).__name__})"
 
@@ -229,8 +214,8 @@ def _is_installed(module: str) -> bool:
 
 def _is_json(path: Path) -> bool:
     try:
-        json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError):
+        read_json(path)
+    except InputError:
         return False
     return True
 

@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from lowmem import hub
+from lowmem.config_switches import set_padding, without_switches
 from lowmem.core.decoder import Decoder
 from lowmem.core.encoder_decoder import ATTENTION, is_encoder_decoder, take_apart
 from lowmem.core.layers import cast_explicitly, fuse_gelu
@@ -37,7 +38,6 @@ from lowmem.errors import InputError, first_few, first_line
 from lowmem.models.recognize import config_fields, needs_code, no_config, not_found
 from lowmem.models.weight_files import usual_weight_files
 from lowmem.settings import Settings
-from lowmem.switches import set_padding, without_switches
 from lowmem.text_files import read_json
 
 GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
@@ -150,8 +150,8 @@ def load_config(model: str, init: str) -> PretrainedConfig:
 def own_generation_config(
     model: str, init: str, say: Callable[[str], None] = lambda sentence: None
 ) -> GenerationConfig | None:
-    """How pretrained `model` (a folder or a hub name) wants to generate; None where its files do not say, and where
-    transformers cannot read what they say, which is said."""
+    """The generation config of pretrained `model` (a folder or a hub name); None if it has none, or if transformers
+    cannot read it, which `say` gets as a sentence."""
     if init == "random":
         return None
     try:

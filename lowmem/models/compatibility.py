@@ -47,13 +47,10 @@ def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = F
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # that is the card's error and says nothing of the model
     except RuntimeError as error:
-        said, advice = f"{decoder.architecture} cannot run in this precision", "try --precision fp32"
+        where, advice = "in this precision", "try --precision fp32"
         if decoder.head_weight.dtype is torch.float32:
-            said, advice = (
-                f"{decoder.architecture} cannot run with these weights",
-                "take others, perhaps these are damaged",
-            )
-        raise InputError(f"{said}: {first_line(error)}; {advice}") from error
+            where, advice = "with these weights", "they may be damaged: take others"
+        raise InputError(f"{decoder.architecture} cannot run {where}: {first_line(error)}; {advice}") from error
     if found is not None:
         raise InputError(found)
 

@@ -1,9 +1,8 @@
-"""The files that an exported model has beside its weights: config, tokenizer, generation config, README.
+"""The files of an exported model that are not weights: config, tokenizer, generation config, README.
 
-transformers 4, and programs built on it, must read in them the same as transformers 5. Version 5 keeps the parameters
-of rotary embeddings under `rope_parameters` alone, and its classes of tokenizers are unknown to version 4. So both
-spellings are written. A generation config is written as it came: transformers refuses to save many published ones once
-a value in them is changed.
+transformers 4, and programs built on it, must read the same in them as transformers 5. Version 5 keeps the parameters
+of rotary embeddings only under `rope_parameters`, and version 4 does not know version 5's classes of tokenizers. So
+both spellings are written. A generation config is written as it came: transformers refuses to save many published ones.
 """
 
 import copy
@@ -15,24 +14,24 @@ from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.utils import cached_file
 
+from lowmem import hub
+from lowmem.config_switches import as_given
 from lowmem.core.encoder_decoder import is_encoder_decoder
 from lowmem.errors import NO_ERRORS, InputError
 from lowmem.models.build import build_model, decoder_start
-from lowmem.switches import as_given
 from lowmem.text_files import read_json, read_text
 
-_LOADING = ("auto_map", "is_local", "local_files_only", "name_or_path")  # of a tokenizer: where and how it was read
+_LOADING = ("auto_map", "is_local", "local_files_only", "name_or_path")  # how a tokenizer was read: not exported
 _TOKENIZER_TEXTS = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt")
 _TOKENIZER_FILES = (*_TOKENIZER_TEXTS, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
-_ROPE_BY_LAYER = {  # of these families: the names of version 4 for the theta of full and of sliding attention
+_ROPE_BY_LAYER = {  # version 4's names of the theta of full and of sliding attention, by family
     "gemma3_text": ("rope_theta", "rope_local_base_freq"),
     "gemma3n_text": ("rope_theta", "rope_local_base_freq"),
-    "olmo3": ("rope_theta", None),  # which is the same there
+    "olmo3": ("rope_theta", None),  # both have one theta there
     "modernbert-decoder": ("global_rope_theta", None),
 }
-_ROPE_NAMES = {  # the same for the theta and the rotated share, where they are not the common ones
+_ROPE_NAMES = {  # version 4's names of the theta and the rotated share, if they are not the common ones
     "gpt_neox": ("rotary_emb_base", "rotary_pct"),
     "gpt_neox_japanese": ("rotary_emb_base", "rotary_pct"),
 }
@@ -42,9 +41,8 @@ _OF_TWO_KEYS = ("olmo", "olmo2", "chameleon", "fuyu", "hunyuan_v1_dense", "hunyu
 def rehearse(
     folder: Path, config: PretrainedConfig, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype
 ) -> list[str]:
-    """Writes all that an export of `config`'s model has beside its weights into `folder`, which is made for it and
-    removed. Sentences on what the export does otherwise than transformers; InputError for a file that cannot be made.
-    """
+    """Writes all files of an export but the weights into `folder`, and removes it. Sentences on differences from what
+    transformers would write; InputError for a file that cannot be made."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
@@ -57,7 +55,7 @@ def rehearse(
         remarks = _remarks_on_generation(generation_config)
         if not _in_version_4(read_json(folder / "config.json")):
             remarks.append(
-                "the exported config.json is for transformers 5: version 4 has no words for its rotary embedding"
+                "the exported config.json is for transformers 5 only: version 4 has no fields for its rotary embedding"
             )
         return remarks
     finally:
@@ -68,8 +66,8 @@ def write_description(
     folder: Path, model: PreTrainedModel, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype,
     readme: str,
 ) -> dict[str, BaseException]:  # fmt: skip
-    """Writes the files of `model`, whose weights are exported in `dtype`, into `folder`; what could not be written, and
-    why. `generation_config`: None for the one that the config makes."""
+    """Writes the files of `model` into `folder`. {file that could not be written: error}. `dtype`: of the exported
+    weights; `generation_config`: None for the one that follows from the config."""
     trained = partial(_trained, model, tokenizer, dtype)
     parts: dict[str, Callable[[], None]] = {
         "config.json": lambda: _write_json(folder / "config.json", as_given(config_fields(trained()))),
@@ -83,13 +81,13 @@ def write_description(
             write()
         except NO_ERRORS:
             raise
-        except BaseException as error:  # a panic of `tokenizers` is none of Exception; no file is worth the weights
+        except BaseException as error:  # a panic of `tokenizers` is no Exception
             failed[name] = error
     return failed
 
 
 def _trained(model: PreTrainedModel, tokenizer, dtype: torch.dtype) -> PretrainedConfig:
-    """The config of `model` as it was trained, and as its files are to be read."""
+    """The config of `model` for the export."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype  # from_pretrained loads in this dtype unless told otherwise
@@ -126,10 +124,7 @@ def _remarks_on_generation(generation_config: GenerationConfig | None) -> list[s
             generation_config.validate(strict=True)
     except ValueError as error:
         found = ", ".join(line.split("`")[1] for line in str(error).splitlines() if line.startswith("- `"))
-        return [
-            f"the model's generation_config.json has values without effect beside its others ({found or error}); it is "
-            "exported as it came"
-        ]
+        return [f"generation_config.json has values without effect ({found or error}); it is exported as it came"]
     return []
 
 
@@ -137,8 +132,8 @@ def _remarks_on_generation(generation_config: GenerationConfig | None) -> list[s
 
 
 def config_fields(config: PretrainedConfig) -> dict:
-    """The content of config.json, which transformers 4 and 5 read alike. If both spellings do not go together, version
-    5's alone."""
+    """The content of config.json, which transformers 4 and 5 read alike; version 5's spelling if both together change
+    what version 5 reads."""
     fields = json.loads(config.to_json_string())
     try:
         both = _in_both_spellings(copy.deepcopy(fields))
@@ -187,7 +182,7 @@ def _in_both_spellings(fields: dict) -> dict:
 
 
 def _in_version_4(fields: dict) -> bool:
-    """Whether `fields`, an exported config's, tell version 4 all that they tell version 5."""
+    """True if `fields`, of an exported config, tell version 4 all that they tell version 5."""
     rope, kind = fields.get("rope_parameters") or {}, fields["model_type"]
     thetas = [rope.get(layers, {}).get("rope_theta") for layers in ("full_attention", "sliding_attention")]
     one_theta = kind in _ROPE_BY_LAYER and _ROPE_BY_LAYER[kind][1] is None
@@ -195,7 +190,7 @@ def _in_version_4(fields: dict) -> bool:
 
 
 def _rope_scaling(kind: str, rope: dict) -> dict | None:
-    """What version 4 has under that name: nothing of a rotary embedding as it was invented."""
+    """Version 4's `rope_scaling`; None for the original rotary embedding."""
     of_type = rope["rope_type"]
     rest = {
         name: value
@@ -217,7 +212,7 @@ def _write_tokenizer(folder: Path, tokenizer) -> None:
     if tokenizer is None:
         return
     tokenizer.save_pretrained(folder)
-    source = _source(tokenizer)
+    source = tokenizer.name_or_path and hub.local_folder(tokenizer.name_or_path)
     path = folder / "tokenizer_config.json"
     saved = read_json(path)
     published = source and (source / path.name).is_file() and read_json(source / path.name)
@@ -225,7 +220,7 @@ def _write_tokenizer(folder: Path, tokenizer) -> None:
     own = type(tokenizer).__name__
     plain = own == "TokenizersBackend"  # what tokenizer.json says, and nothing else
     fields["tokenizer_class"] = "PreTrainedTokenizerFast" if plain else fields.get("tokenizer_class") or own
-    if plain:  # some tokens have their names in tokenizer.json's padding alone, which is not exported
+    if plain:  # the padding in tokenizer.json, which is not exported, may be all that names a token
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
             if getattr(tokenizer, name) is not None and fields.get(name) is None:
                 fields[name] = getattr(tokenizer, name)
@@ -248,23 +243,11 @@ def _write_tokenizer(folder: Path, tokenizer) -> None:
                 shutil.copyfile(source / name, folder / name)
 
 
-def _source(tokenizer) -> Path | None:
-    """The folder that `tokenizer` was read from, where there is one."""
-    name = tokenizer.name_or_path
-    if not name or Path(name).is_dir():
-        return Path(name) if name else None
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    for file in ("tokenizer_config.json", "tokenizer.json", "vocab.json"):
-        if (found := cached_file(name, file, local_files_only=True, **quiet)) is not None:
-            return Path(found).parent
-    return None
-
-
 # ------------------------------------------------------------------------------------------------------------- README
 
 
 def _on_ties(model: PreTrainedModel) -> str:
-    """What a README says of weights that are not in the files."""
+    """The README's paragraph on tied weights, which are not in the files; "" if there are none."""
     names = dict(model.named_parameters())
     tied = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]
     if not tied:
@@ -283,5 +266,5 @@ def _write_json(path: Path, content: dict) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """In UTF-8; what is none, as in a command with names from another system, is written as escapes."""
+    """In UTF-8, with escapes for anything else, such as a name from another system in the command."""
     path.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""Where each tensor lies in a file of weights, and its values, read from there.
+"""The place of each tensor in a file of weights, and its values, read from there.
 
 Both kinds of file (.safetensors and zipped .bin) are only a list of (name, dtype, shape, offset) followed by raw bytes.
 So the lists of all files are read first and compared with the model; then the bytes are read by offset. Mapping the
@@ -22,13 +22,13 @@ from lowmem.core.precision import RUN_ELEMENTS
 from lowmem.errors import InputError, first_few
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Under what keys trainers put a model's state_dict into their checkpoints.
+# Trainers' keys for a model's state_dict in their checkpoints.
 _NESTED = ("model", "state_dict", "model_state_dict", "module", "model_state", "weights", "params", "net", "network")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies in a file; `dtype` is None where it is none that can be trained."""
+    """The place of one tensor in a file; `dtype` is None if it cannot be trained in that dtype."""
 
     path: Path
     offset_bytes: int
@@ -50,7 +50,7 @@ class Entry:
 
 
 def entries_of(path: Path) -> tuple[dict[str, Entry], list[str]]:
-    """{name: entry} of a file of weights, in the order of its bytes; under which keys they were found in it."""
+    """{name: entry} of a file of weights, in the order of its bytes; the keys under which they were in it."""
     return (_safetensors_entries(path), []) if path.suffix == ".safetensors" else _bin_entries(path)
 
 
@@ -75,7 +75,7 @@ def _safetensors_entries(path: Path) -> dict[str, Entry]:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a tensor whose elements lie one after the other."""
+    """The strides of a contiguous tensor."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
@@ -86,8 +86,8 @@ def _bin_entries(path: Path) -> tuple[dict[str, Entry], list[str]]:
     except Exception as error:  # pickle, zip and torch each have their own
         if found := re.search(r"Unsupported (?:global: GLOBAL|class) ([\w.]+)", str(error)):
             raise InputError(
-                f"{path} holds a Python object beside tensors ({found[1]}), which is not read, since it may run code; "
-                "load it where you trust it, and save its state_dict alone as pytorch_model.bin"
+                f"{path} holds a Python object ({found[1]}), which is not read, since it may run code; load it where "
+                "you trust it, and save only its state_dict, as pytorch_model.bin"
             ) from None
         reason = (str(error).strip().rpartition("WeightsUnpickler error: ")[2] or type(error).__name__).splitlines()[0]
         raise InputError(f"{path} is truncated, corrupt or no state_dict ({reason[:200]}); download it again") from None
@@ -110,7 +110,7 @@ def _bin_entries(path: Path) -> tuple[dict[str, Entry], list[str]]:
 
 
 def _state_dict(path: Path, content: object) -> tuple[dict, list[str]]:
-    """The dictionary of tensors in what a file holds, and under which keys it was."""
+    """The dictionary of tensors in the `content` of a file, and the keys under which it was."""
     keys = []
     while isinstance(content, dict):
         inner = [key for key in _NESTED if isinstance(content.get(key), dict) and _holds_tensors(content[key])]
@@ -171,7 +171,7 @@ def read_runs(entry: Entry) -> Iterator[Tensor]:
 
 
 def same_values(one: Entry, other: Entry) -> bool:
-    """Whether two tensors are equal; of those that cannot be trained, whether they are of one kind."""
+    """True if two tensors are equal, or cannot be trained and have one dtype and shape."""
     if (one.path, one.offset_bytes) == (other.path, other.offset_bytes):
         return True
     if one.dtype is None:

@@ -13,9 +13,9 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lowmem.core.precision import runs
-from lowmem.errors import InputError, LowmemError, first_line
+from lowmem.errors import InputError, LowmemError, first_few, first_line
 from lowmem.files import flush_path, safetensors_header, write_at
-from lowmem.models.build import build_model, first_few
+from lowmem.models.build import build_model
 from lowmem.models.description import write_description
 from lowmem.units import MIB, format_size
 
@@ -45,9 +45,8 @@ def export_model(
     `generation_config`: None for the one that the config makes. `order`: that of the names, by which they are put into
     files; None: the config's. Names in files are those that `save_pretrained` would write. The folder is made beside
     the old one and takes its place only when it is complete and on the disk.
-    Returns sentences on weights that are not finite and on files beside the weights that could not be written. Raises
-    LowmemError where disk or RAM are too small, BeyondRange where `dtype` is, ValueError where `parameters` is not what
-    the config says.
+    Returns sentences on weights that are not finite and on other files that could not be written. Raises LowmemError if
+    disk or RAM are too small, BeyondRange if `dtype` is, ValueError if `parameters` are not the config's.
     """
     try:
         model = build_model(config)
@@ -96,8 +95,8 @@ def _write_shards(
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> list[str]:
-    """Where each value belongs is known from the shapes, so it goes there as it comes. A sentence on what is not
-    finite, if anything is."""
+    """The shapes tell the place of each value, so values are written as they come. A sentence on values that are not
+    finite, if there are any."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     shards: list[list[str]] = [[]]  # the parameters in each file
     for name in order:

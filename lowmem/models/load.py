@@ -10,12 +10,11 @@ consumes the stream puts each tensor where it belongs (split into halves, on the
 
 A tensor of more than 1 MiB comes as runs of its elements, in their order, one after the other.
 
-weight_files.py finds the files, entries.py the tensors in them, names.py the parameter that each is.
+weight_files.py finds the files, entries.py the tensors in them, names.py the parameter of each tensor.
 
-Limits: fp32, fp16, bf16 and fp64 files (the last are rounded), no quantised ones; .bin files from before torch 1.6 are
-not zipped and are refused; weights that transformers merges or splits on load (experts of some mixtures) are refused,
-its renamings are followed.
-A flipped bit inside a tensor cannot be seen: neither format has checksums.
+Limits: Files are fp32, fp16, bf16 or fp64, which is rounded; quantised ones are refused. So are .bin files from before
+torch 1.6, which are not zipped, and weights that transformers merges or splits on load (experts of some mixtures). A
+flipped bit inside a tensor cannot be seen: neither format has checksums.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,10 +38,9 @@ def read_weights(
     than RUN_ELEMENTS elements as flat runs, the name with each.
 
     `source` is a folder or a hub name. Everything is compared with the model's names and shapes before this function
-    returns (names.py); InputError lists what is missing, unexpected or of another shape. `say` gets sentences on what
-    was not taken as it stands. The stream raises InputError at a value that is not finite. RAM: one run, 1 MiB, and the
-    previous run for as long as the caller's loop still holds it; a tensor of a .bin file whose elements lie there in
-    another order (a transposed one) comes whole.
+    returns (names.py); InputError lists what is missing, unexpected or of another shape. `say` gets sentences on names
+    and values that are changed. The stream raises InputError at a value that is not finite. RAM: one run, 1 MiB, and
+    the previous run while the caller's loop holds it. A transposed tensor of a .bin file comes whole.
     """
     folder = model_folder(source, "weights")
     entries: dict[str, Entry] = {}

@@ -1,8 +1,8 @@
 """Which tensor of a checkpoint is which parameter of the model.
 
-Names may lack the base model's prefix, be older ones that transformers renames, and hold a tied weight under either or
+Names may lack the base model's prefix, or be older ones that transformers renames. A tied weight may have either or
 both of its names. torch.compile, DDP, FSDP, Lightning, PEFT and others write a prefix before the names. It is left off
-if the names without it are the model's, all of them, with the right shapes. A value or reward head is left out.
+if all names without it are the model's, with the right shapes. A value or reward head is left out.
 """
 
 import re
@@ -18,7 +18,7 @@ from lowmem.core.encoder_decoder import is_encoder_decoder
 from lowmem.errors import InputError, first_few
 from lowmem.models.entries import Entry, same_values
 
-# Masks, rotary tables and the like that older versions of transformers and other programs stored beside the weights.
+# Masks, rotary tables and the like, which older versions of transformers and other programs stored with the weights.
 _OLD_BUFFERS = re.compile(
     r"(^|\.)((attn|attention|crossattention)\.(bias|masked_bias|causal_mask|scale_attn|embed_positions)"
     r"|rotary_emb\.\w+|inv_freq|position_ids|decoder\.version|_extra_state)$"
@@ -34,7 +34,7 @@ _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|weight_scale(_inv)?|weight_pa
 
 @dataclass
 class _Fit:
-    """How the names of a checkpoint fit a model, each with a change of names."""
+    """How the names of a checkpoint, after one way of renaming, fit a model."""
 
     prefix: str  # that is left off
     target: dict[str, str] = field(default_factory=dict)  # {name in the files: parameter}
@@ -49,8 +49,7 @@ class _Fit:
 
 
 def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tuple[dict[str, Entry], list[str]]:
-    """{parameter name: entry} in the order of `entries`, complete, and what is to be said of it; InputError says what
-    does not fit."""
+    """{parameter name: entry} of all parameters in the order of `entries`, and remarks; raises InputError."""
     fits = _fits(model, entries)
     fit = min(fits, key=_Fit.problems)
     untrainable = [name for name in fit.target if entries[name].dtype is None]
@@ -134,9 +133,8 @@ def _refusal(
     wrong = [f"{name}: {there} in the file, {here} in the config" for name, (there, here) in sizes.items()]
     wrong += [f"{name}: neither fp32, fp16 nor bf16, but {entries[name].stored}" for name in untrainable]
     unexpected = fit.unexpected + fit.heads
-    problems = (("missing", fit.missing), ("unexpected", unexpected), ("unfit", wrong))
-    problems = (*problems, ("merged or split", fit.converted))
-    said = [f"{len(names)} {problem} ({first_few(names)})" for problem, names in problems if names]
+    problems = {"missing": fit.missing, "unexpected": unexpected, "unfit": wrong, "merged or split": fit.converted}
+    said = [f"{len(names)} {problem} ({first_few(names)})" for problem, names in problems.items() if names]
     advice = _advice(model, fit, [*entries], sizes, untrainable)
     return InputError(f"the weights in {source} do not fit {type(model).__name__}: {'; '.join(said)}; {advice}")
 
@@ -144,13 +142,13 @@ def _refusal(
 def _advice(
     model: PreTrainedModel, fit: _Fit, names: list[str], sizes: dict[str, tuple[list, list]], untrainable: list[str]
 ) -> str:
-    """The way out, by what does not fit."""
+    """Advice, by the kind of misfit."""
     if fit.converted:
         return "transformers converts these weights on load, which reading them one by one cannot do"
     if any(_ADAPTER.search(name) for name in names):
         return "they hold adapters (LoRA) that are not merged: merge_and_unload, then save_pretrained (peft)"
     if any(name.endswith("_flat_param") for name in names):
-        return "they are the flattened pieces of FSDP: save the whole there (StateDictType.FULL_STATE_DICT)"
+        return "they are FSDP's flattened pieces: save the full state_dict there (StateDictType.FULL_STATE_DICT)"
     if untrainable or any(_QUANTISED.search(name) for name in fit.unexpected):
         return "they are quantised or integers: choose the model in its original precision"
     head = _names_of(model, model.get_output_embeddings())

@@ -136,8 +136,8 @@ def no_config(folder: str) -> InputError:
     said = f"{folder} holds no config.json; give the folder of a Hugging Face model"
     if is_hub_name(folder):
         said = (
-            f"the folder {folder} here is in the way of the hub's model of that name, and holds no config.json itself; "
-            "rename the folder, or start elsewhere, to get the hub's"
+            f"the folder {folder} hides the hub's model of that name, and holds no config.json; rename the folder, or "
+            "start in another one, to get the hub's"
         )
     return InputError(said)
 

@@ -13,7 +13,7 @@ _USUAL = (  # a single file and the index of several, in the order in which they
 )
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)(\.safetensors|\.bin)")
 _ENDS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-_NO_WEIGHTS = re.compile(  # of trainers, and of programs with names of their own for a model's weights
+_NO_WEIGHTS = re.compile(  # files of trainers, and weights under the names of other programs
     r"(adapter_|consolidated|lit_model|optim|scheduler|scaler|rng_state|random_states|training_args|trainer_state"
     r"|.*(optim|train|trainer|training)_states?\.|dataloader|tokenizer)"
 )

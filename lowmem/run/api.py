@@ -19,12 +19,12 @@ from pathlib import Path
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lowmem import device as devices
+from lowmem.config_switches import remarks
 from lowmem.core.decoder import Decoder
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.step import TrainingStep
 from lowmem.data.chat_templates import set_chat_template
 from lowmem.data.tokenizer import load_tokenizer
-from lowmem.environment import warnings_end_nothing
 from lowmem.errors import InputError
 from lowmem.limits import Budget
 from lowmem.models.build import fitted, load_config, make_decoder, own_generation_config
@@ -36,10 +36,10 @@ from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
 from lowmem.planning.target import planning_target
 from lowmem.run.early import check_folders, with_recognized_model
+from lowmem.run.environment import warnings_end_nothing
 from lowmem.run.signals import StopRequest
 from lowmem.run.train import initial_weights, make_step, page_locked, plan_for_here, run
 from lowmem.settings import Settings
-from lowmem.switches import remarks
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def load(settings: Settings) -> LoadedModel:
 def export(model: LoadedModel, folder: str | Path) -> None:
     """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it, or an encoder-decoder
     `AutoModelForSeq2SeqLM`: the master weights in `settings.export_dtype`, the config and the tokenizer. LowmemError
-    where that dtype cannot hold a weight, UserWarning for a weight that is not finite and a file that is not written.
+    if that dtype cannot hold a weight; UserWarning for a weight that is not finite, and for a file that is not written.
     """
     model.step.flush()
     store = model.step.store

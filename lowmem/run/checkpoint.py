@@ -50,7 +50,7 @@ from lowmem.files import (
     write_manifest,
 )
 from lowmem.models.export import BESIDE_WEIGHTS_BYTES
-from lowmem.run.folder import no_folder_to_resume, not_writable
+from lowmem.run_folder import no_folder_to_resume, not_writable
 from lowmem.settings import FIELD_NAMES, Settings, option_name
 from lowmem.units import MIB, format_size
 

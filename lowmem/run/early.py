@@ -17,8 +17,7 @@ from lowmem.core.states_folder import check_states_folder
 from lowmem.data.sources import is_on_hub, open_source
 from lowmem.errors import InputError, first_line
 from lowmem.models.recognize import is_hub_name, recognize
-from lowmem.run.folder import no_folder_to_resume, not_writable
-from lowmem.run_folder import why_not
+from lowmem.run_folder import no_folder_to_resume, not_writable, why_not_writable
 from lowmem.settings import Settings, each
 from lowmem.simulate.gpus import card_named
 
@@ -28,7 +27,7 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
     what is known to be wrong without PyTorch."""
     if Path(settings.out) == Path(settings.model) and not Path(settings.model).exists() and is_hub_name(settings.model):
         raise InputError(
-            f"--out {settings.out} would be a folder in the way of the hub's model of that name; choose another --out"
+            f"--out {settings.out} would be a folder that hides the hub's model of that name; choose another --out"
         )
     settings = check_target(settings, say)
     with _paths_refused_in_a_sentence():
@@ -54,7 +53,7 @@ def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
     try:
         os.getcwd()
     except OSError:
-        raise InputError("the current folder is not there any more; cd into one that is, and run again") from None
+        raise InputError("the current folder no longer exists; cd into another one, and run again") from None
     if settings.gpu is not None:
         card_named(settings.gpu)
     return with_recognized_model(settings, say)
@@ -71,12 +70,11 @@ def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Set
 
 
 def check_folders(settings: Settings) -> None:
-    """InputError where a run's --out has a part that cannot be written or replaced, or its --states-folder cannot be
-    written; a plan may name folders of another machine. Asked under --states auto, too: whether that folder is needed
-    depends on the RAM that is free when the data has been read."""
+    """InputError if a part of --out cannot be written or replaced, or --states-folder cannot be written. A plan may
+    name folders of another machine. Under --states auto, too: free RAM decides later if that folder is needed."""
     if settings.plan_only:
         return
-    if (reason := why_not(Path(settings.out))) is not None:
+    if (reason := why_not_writable(Path(settings.out))) is not None:
         raise not_writable(settings.out, reason)
     if settings.states_folder is not None:
         check_states_folder(Path(settings.states_folder))

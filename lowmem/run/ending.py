@@ -1,4 +1,4 @@
-"""The end of a run. Each step of it may fail: a sentence says so, the others are done, and the weights are kept."""
+"""The end of a run. If one of its steps fails, a sentence says so, the others are done, and the weights are kept."""
 
 import importlib.util
 import shlex
@@ -29,7 +29,7 @@ from lowmem.settings import Settings
 
 
 class Ending:
-    """`failed`: what did; `exported`: whether the weights are in model/."""
+    """`failed`: a sentence for each failure; `exported`: true once the weights are in model/."""
 
     def __init__(self, log: RunLog):
         self.failed: list[str] = []
@@ -38,7 +38,7 @@ class Ending:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """A step that the steps after it can do without. A cap that was exceeded and a signal end the run as ever."""
+        """A step that later steps do not need. An exceeded cap and a signal still end the run."""
         try:
             yield
         except (CapExceeded, Stopped, *NO_ERRORS):
@@ -53,22 +53,22 @@ class Ending:
         self._say(f"warning: {sentence}", f"warning: {sentence}\n{details}".rstrip())
 
     def check(self, folder: Path) -> None:
-        """LowmemError, which says where the weights are, if anything failed."""
+        """Raises LowmemError, with the place of the weights, if anything failed."""
         if not self.failed:
             return
         kept = [] if self.exported else find_checkpoints(folder, "auto", lambda sentence: None)
         where = f"in {folder}/model" if self.exported else f"in {kept[0]}" if kept else "lost"
         raise LowmemError(
-            f"all steps are done, but not the end of the run: {'; '.join(self.failed)}. The weights are {where}; "
-            "the same command does the end again"
+            f"all steps are done, but the end of the run failed: {'; '.join(self.failed)}. The weights are {where}; "
+            "give the same command again to repeat the end"
         )
 
 
 def take_best(
     ending: Ending, folder: Path, store: Store, best: Best, last: int, same_run: Check, say: Callable[[str], None]
 ) -> int | None:
-    """Loads the best checkpoint into `store`, which has the weights after step `last`. After which step the weights are
-    that it has then; None where it has no whole ones."""
+    """Loads the best checkpoint into `store`, which has the weights after step `last`. The step of the weights in it
+    then; None if they are not whole."""
     try:
         verify_checkpoint(checkpoint_of(folder, best.step))  # before the last weights make room for it
     except (LowmemError, OSError) as problem:
@@ -87,8 +87,8 @@ def finish(
     ending: Ending, settings: Settings, config: PretrainedConfig, store: Store, tokenizer, log: RunLog, budget: Budget,
     plan: Plan, eval_first: float | None, recoveries: list[dict], exported_step: int | None,
 ) -> None:  # fmt: skip
-    """Writes model/, report.json, loss.png and memory.png into the run folder, and says how it went. `store` has the
-    weights after step `exported_step`; None: it has no whole ones. LowmemError if a step of the end failed."""
+    """Writes model/, report.json, loss.png and memory.png into the run folder, and logs a summary. `store` has the
+    weights after step `exported_step`; None if they are not whole. Raises LowmemError if a step of the end failed."""
     folder = Path(settings.out)
     budget.enter("export")
     with ending.step("the export"):

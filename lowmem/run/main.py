@@ -8,10 +8,10 @@ cause ends in one sentence on stderr; a traceback means a mistake of this code.
 import sys
 from pathlib import Path
 
-from lowmem.environment import variables_blamed, warnings_end_nothing
 from lowmem.errors import CapExceeded, LowmemError, first_line
 from lowmem.run.cli import parse_arguments
 from lowmem.run.early import check_run, packages_needed
+from lowmem.run.environment import variables_blamed, warnings_end_nothing
 from lowmem.run.signals import StopRequest, interrupt_ends_at_once
 from lowmem.run.terminal import escape_what_stdout_lacks, say
 from lowmem.settings import Settings

@@ -5,9 +5,9 @@ import json
 import textwrap
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
-from lowmem.environment import variables_blamed, warnings_end_nothing
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.run.early import check_target, packages_needed
+from lowmem.run.environment import variables_blamed, warnings_end_nothing
 from lowmem.run.signals import interrupt_ends_at_once
 from lowmem.run.terminal import escape_what_stdout_lacks, say
 from lowmem.settings import Settings

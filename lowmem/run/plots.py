@@ -37,8 +37,8 @@ def draw(path: Path, picture: Callable[[], None]) -> str | None:
 
 
 def _import_matplotlib() -> None:
-    """A notebook sets MPLBACKEND for the programs that it starts, too. Where matplotlib does not know that backend it
-    cannot be imported, although no picture here uses one."""
+    """A notebook passes MPLBACKEND on to the programs that it starts. matplotlib cannot be imported if it does not know
+    that backend, although no picture here uses one."""
     if "matplotlib" in sys.modules:
         return
     backend = os.environ.pop("MPLBACKEND", None)
@@ -49,7 +49,7 @@ def _import_matplotlib() -> None:
             os.environ["MPLBACKEND"] = backend
     if backend:
         with suppress(ValueError):
-            matplotlib.rcParams["backend"] = backend  # for who shows pictures of their own in this process
+            matplotlib.rcParams["backend"] = backend  # the caller of `lowmem.train` may show pictures
 
 
 def draw_loss(rows: list[dict], path: Path, eval_first: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What stands around a run: what is said before it, what identifies it, and what it leaves behind."""
+"""Remarks before a run, its identity, report.json and samples."""
 
 import json
 import math
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from lowmem.config_switches import SWITCHES, as_given, remarks
 from lowmem.core.decoder import Decoder
 from lowmem.core.encoder_decoder import EncoderDecoder
 from lowmem.data.tokenizer import is_byte_level
@@ -19,10 +20,9 @@ from lowmem.models.build import decoder_start
 from lowmem.planning.plan import Plan
 from lowmem.run.plots import draw, draw_memory
 from lowmem.settings import Settings
-from lowmem.switches import SWITCHES, as_given, remarks
 
 SAMPLE_TOKENS = 64
-_NOT_COMPUTED = {  # what a config.json holds beside the model: where it came from, how others use it
+_NOT_COMPUTED = {  # fields of a config.json on its origin and use, and not on the model
     *("_name_or_path", "architectures", "auto_map", "dtype", "task_specific_params", "torch_dtype"),
     *("transformers_version", "use_cache", *SWITCHES),
 }
@@ -139,7 +139,7 @@ def versions() -> dict[str, str]:
 
 
 def draw_plan(plan: Plan, folder: Path) -> str | None:
-    """memory.png of a plan alone. Returns a sentence if it could not be drawn."""
+    """Draws memory.png of a plan without a run. Returns a sentence if it could not be drawn."""
     path = folder / "memory.png"
     return draw(path, lambda: draw_memory(plan.to_dict(), None, path, plan.timeline))
 

@@ -24,9 +24,9 @@ from lowmem.core.step import StepAbandoned, TrainingStep, summed_loss
 from lowmem.data.batches import PACKED, Batches
 from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer
-from lowmem.errors import InputError, LowmemError, Stopped
+from lowmem.errors import InputError, LowmemError, Stopped, first_few
 from lowmem.limits import Budget, ram_available_bytes
-from lowmem.models.build import decoder_start, first_few, fitted, load_config, make_decoder, own_generation_config
+from lowmem.models.build import decoder_start, fitted, load_config, make_decoder, own_generation_config
 from lowmem.models.compatibility import check_pieces
 from lowmem.models.description import rehearse
 from lowmem.models.load import random_weights, read_weights
@@ -47,7 +47,6 @@ from lowmem.run.checkpoint import (
     save_checkpoint,
 )
 from lowmem.run.ending import Ending, finish, take_best
-from lowmem.run.folder import not_writable
 from lowmem.run.learning_rate import course_of, longer, say_longer
 from lowmem.run.log import RunLog, step_row, write_json
 from lowmem.run.recovery import OutOfRoom, recovery_of, with_pageable_copies
@@ -62,6 +61,7 @@ from lowmem.run.report import (
 )
 from lowmem.run.signals import StopRequest
 from lowmem.run.terminal import output, say
+from lowmem.run_folder import not_writable
 from lowmem.settings import Settings
 from lowmem.simulate.gpus import Card
 from lowmem.units import interval_seconds
@@ -211,8 +211,8 @@ def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: 
 def initial_weights(
     settings: Settings, config: PretrainedConfig, decoder: Decoder, say: Callable[[str], None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter's name and fp32 CPU tensor, or runs of it; `say` gets what is to be said of a model's files,
-    InputError if these do not fit it."""
+    """Every parameter's name and fp32 CPU tensor, or runs of it; `say` gets remarks on a model's files. InputError if
+    they do not fit it."""
     if settings.init == "pretrained":
         return read_weights(decoder.model, settings.model, say)
     return random_weights(config, settings.seed)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lowmem.data.conversations import read_conversation
-from lowmem.data.sources import Record
+from lowmem.data.records import Record
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
 from tests.data.test_dataset import CONVERSATION, END, load, shown, trained_text, write_rows
@@ -308,8 +308,8 @@ def test_nulls_are_empty_and_a_column_of_nulls_is_no_second_reading(tmp_path, ro
 
 BAD_COLUMNS = {
     "preferences": ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"chosen and rejected are .*rename chosen to"),
-    "KTO": ({"prompt": "a", "completion": "b", "label": False}, r"label says whether the answer is to be preferred"),
-    "KTO of LLaMA-Factory": (ALPACA | {"kto_tag": True}, r"kto_tag says whether"),
+    "KTO": ({"prompt": "a", "completion": "b", "label": False}, r"label marks answers as good or bad"),
+    "KTO of LLaMA-Factory": (ALPACA | {"kto_tag": True}, r"kto_tag marks answers"),
     "question": ({"question": "a", "answer": "b"}, r"rename question to prompt and answer to completion"),
     "query": ({"query": "a", "response": "b", "id": 1}, r"rename query to prompt and response to completion"),
     "response": ({"prompt": "a", "response": "b"}, r"; rename response to completion$"),

@@ -1,4 +1,4 @@
-"""Which files of a folder are data: none that a run wrote there; and a folder that hides a data set of the hub."""
+"""Files that a run wrote into a folder are no data; and a folder that hides a data set of the hub is named."""
 
 import os
 import shutil
@@ -108,7 +108,7 @@ def test_nothing_but_runs_is_refused_with_their_names(project):
 def test_a_folder_that_is_called_like_a_data_set_of_the_hub_is_said_to_hide_it(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     Path(name).mkdir(parents=True)
-    with pytest.raises(InputError, match=f"holds no file .*; rename this folder if the hub's {name} is meant"):
+    with pytest.raises(InputError, match=f"holds no file .*; this folder hides the hub's {name}: rename it"):
         open_source(name, "text", 1)
     Path(name, "a.txt").write_text("a text")
     said = "" if "/" in name else " (the folder here)"

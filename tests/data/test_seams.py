@@ -17,8 +17,8 @@ from transformers import ByT5Tokenizer, LlamaConfig, PreTrainedTokenizer
 from lowmem.data import documents
 from lowmem.data.encoder import Encoder
 from lowmem.data.formats import find_format
+from lowmem.data.records import Record, Source
 from lowmem.data.seams import Seams
-from lowmem.data.sources import Record, Source
 from lowmem.data.stored import ArrayFolder
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.run.report import sample
@@ -104,24 +104,26 @@ ALL = [(kind, begins, ends) for kind in KINDS for begins, ends in itertools.prod
 ALL += [(kind, False, False) for kind in OTHERS]
 
 
-def example(of, columns: dict, tmp_path, train_on="completions", **more) -> tuple[list[int], list[bool]]:
-    """The tokens of a row and whether each is trained, as they are written."""
-    record = Record("a.jsonl:1", columns)
-    given = {"text_field": "text", "train_on": train_on, "rows_limit": None, "seq": 10_000, "target_tokens": None}
+def examples(of, rows: list[dict], tmp_path, **more) -> list[tuple[list[int], list[bool]]]:
+    """The tokens of each row and whether each is trained, as they are written."""
+    records = [Record(f"a.jsonl:{number}", columns) for number, columns in enumerate(rows, 1)]
+    given = {"text_field": "text", "train_on": "completions", "rows_limit": None, "seq": 10_000, "target_tokens": None}
+    folder = ArrayFolder(Path(tempfile.mkdtemp(dir=tmp_path)))
     found = documents.read_documents(
-        Source("a", []),
-        [record],
-        tokenizer=of,
-        vocabulary_size=2**20,
-        folder=ArrayFolder(Path(tempfile.mkdtemp(dir=tmp_path))),
-        **given | more,
+        Source("a", []), records, tokenizer=of, vocabulary_size=2**20, folder=folder, **given | more
     )
     trained = [True] * len(found.tokens) if found.trained is None else found.trained[:].tolist()
-    return found.tokens[:].tolist(), trained
+    spans = itertools.pairwise([0, *itertools.accumulate(found.lengths.tolist())])
+    return [(found.tokens[start:end].tolist(), trained[start:end]) for start, end in spans]
+
+
+def example(of, columns: dict, tmp_path, **more) -> tuple[list[int], list[bool]]:
+    [found] = examples(of, [columns], tmp_path, **more)
+    return found
 
 
 def whole(of, text: str) -> tuple[int, list[int]]:
-    """How many tokens are put before the text, and the tokens: the tokenizer's, with one end of text behind them."""
+    """The number of tokens before the text, and all tokens: the tokenizer's, and one end of text."""
     begun, body = of(text)["input_ids"], of(text, add_special_tokens=False)["input_ids"]
     before = int(bool(of.bos_token_id) and begun[:1] == [of.bos_token_id] and not text.startswith(of.bos_token))
     end = [] if text.rstrip().endswith(of.eos_token) else [of.eos_token_id]
@@ -131,15 +133,15 @@ def whole(of, text: str) -> tuple[int, list[int]]:
 
 
 def joins_at_the_seam(kind: str, prompt: str) -> bool:
-    """Whether one token is the end of the prompt and the beginning of an answer although its id is that of the end."""
+    """True if the prompt alone has the same last id, although that token also begins the answer."""
     return (kind, prompt) in {("t5", "no?  "), ("wordpiece", "ﬁ")}  # spaces in a row are one; an unknown word is one
 
 
 @pytest.mark.parametrize(("kind", "begins", "ends"), ALL)
 def test_prompt_and_completion_are_the_tokens_of_their_text(kind, begins, ends, tmp_path):
     of = of_kind(kind, begins, ends)
-    for prompt, completion in PAIRS:
-        ids, trained = example(of, {"prompt": prompt, "completion": completion}, tmp_path)
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in PAIRS]
+    for (prompt, completion), (ids, trained) in zip(PAIRS, examples(of, rows, tmp_path), strict=True):
         before, expected = whole(of, prompt + completion)
         assert ids == expected, (prompt, completion)
         first = trained.index(True)
@@ -150,8 +152,16 @@ def test_prompt_and_completion_are_the_tokens_of_their_text(kind, begins, ends, 
 
 
 @pytest.mark.parametrize(("kind", "begins", "ends"), ALL)
-def test_alpaca_and_packed_text_are_the_tokens_of_their_text(kind, begins, ends, tmp_path):
+def test_packed_text_is_the_tokens_of_its_text(kind, begins, ends, tmp_path):
     of = of_kind(kind, begins, ends)
+    texts = (" the cat  sat\n", "yes</s>\n", "<s>the cat")
+    for text, (ids, _) in zip(texts, examples(of, [{"text": text} for text in texts], tmp_path), strict=True):
+        assert ids == whole(of, text)[1]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+def test_alpaca_is_the_tokens_of_its_text(kind, tmp_path):
+    of = of_kind(kind)
     ids, trained = example(of, {"instruction": "the cat", "output": "yes"}, tmp_path)
     prompt = (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -162,9 +172,6 @@ def test_alpaca_and_packed_text_are_the_tokens_of_their_text(kind, begins, ends,
     assert ids == expected
     if ids[: len(given)] == given:  # no token straddles the seam
         assert trained == [index >= len(given) for index in range(len(ids))]
-    for text in (" the cat  sat\n", "yes</s>\n", "<s>the cat"):
-        ids, _ = example(of, {"text": text}, tmp_path)
-        assert ids == whole(of, text)[1]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *OTHERS])

@@ -89,7 +89,7 @@ def with_files_alone(**files: bytes):
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 SPM = b"\n\x05rubbish"
 BROKEN = {  # what is done to a folder with a tokenizer: what is said of it
-    "cut": (with_files_alone(tokenizer__json=b"{"), ["tokenizer.json is no JSON", "again, complete"]),
+    "cut": (with_files_alone(tokenizer__json=b"{"), ["tokenizer.json is not JSON", "again, complete"]),
     "of a newer version": (
         in_file("tokenizer.json", '"type": "BPE"', '"type": "BPE9"'),
         ["untagged enum", "(tokenizers ", "pip install --upgrade transformers tokenizers"],
@@ -100,7 +100,7 @@ BROKEN = {  # what is done to a folder with a tokenizer: what is said of it
     "tiktoken": (with_files_alone(qwen__tiktoken=b"IQ== 0\n"), ["the package tiktoken", "pip install tiktoken"]),
     "no merges": (
         with_files_alone(tokenizer_config__json=b'{"tokenizer_class": "GPTNeoXTokenizer"}', vocab__json=b'{"a": 0}'),
-        ["`merges`", "vocab.json alone", "copy the model's tokenizer.json"],
+        ["`merges`", "its vocabulary is only in vocab.json", "copy the model's tokenizer.json"],
     ),
     "bad regex": (
         in_file(

@@ -20,7 +20,7 @@ from experiments.code_generation import compare, corpus, generation, page, scori
 from experiments.code_generation.corpus import Beginning
 from experiments.harness import rows as row_file
 from experiments.harness.tables import written
-from lowmem.data.sources import Record, Source
+from lowmem.data.records import Record, Source
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
 

@@ -142,7 +142,7 @@ REFUSED = {  # what is in the folder: the words of the sentence
     ),
     "FSDP's pieces": (
         lambda t: {"_fsdp_wrapped_module._flat_param": torch.zeros(9)},
-        ["flattened pieces of FSDP", "FULL_STATE_DICT"],
+        ["FSDP's flattened pieces", "FULL_STATE_DICT"],
     ),
     "fp8": (
         lambda t: {name: tensor.to(torch.float8_e4m3fn) if tensor.dim() > 1 else tensor for name, tensor in t.items()},
@@ -207,7 +207,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path, value):
         ({"model": {"a": torch.ones(1)}, "state_dict": {"a": torch.ones(1)}}, "several dictionaries of weights (mod"),
         ({"state": {0: {"exp_avg": torch.ones(1)}}, "param_groups": []}, "no state_dict: it holds state, param_groups"),
         ([torch.ones(1)], "is no state_dict: it holds list"),
-        ({"args": argparse.Namespace(lr=1)}, "a Python object beside tensors (argparse.Namespace)"),
+        ({"args": argparse.Namespace(lr=1)}, "a Python object (argparse.Namespace)"),
         ({}, "it holds nothing"),
     ],
     ids=["two", "an optimizer's", "a list", "an object", "nothing"],

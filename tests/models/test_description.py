@@ -1,4 +1,4 @@
-"""Files beside the weights, as people publish them: exported as they came, mended aloud, or refused before training."""
+"""Published configs, generation configs and tokenizers are exported as they came, mended aloud, or refused early."""
 
 import json
 
@@ -24,8 +24,8 @@ def gpt2():
 @pytest.mark.parametrize(
     ("published", "said"),
     [
-        ({"do_sample": False} | SAMPLING, "values without effect beside its others (temperature, top_p)"),
-        (SAMPLING, "values without effect beside its others (temperature, top_p)"),
+        ({"do_sample": False} | SAMPLING, "values without effect (temperature, top_p)"),
+        (SAMPLING, "values without effect (temperature, top_p)"),
         ({"temperature": 0, "do_sample": False}, "(temperature)"),
         ({"num_beams": 1, "early_stopping": True, "length_penalty": 2.0}, "(early_stopping, length_penalty)"),
         ({"output_attentions": True, "return_dict_in_generate": False}, "(output_attentions)"),

@@ -306,7 +306,7 @@ def test_bin_of_before_torch_1_6_and_folder_without_weights_are_refused(gpt2, tm
 
 def test_bin_that_would_run_code_is_refused(gpt2, tmp_path):
     torch.save({"transformer.wte.weight": Path("x")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(InputError, match="pytorch_model.bin holds a Python object beside tensors .pathlib"):
+    with pytest.raises(InputError, match="pytorch_model.bin holds a Python object .pathlib"):
         read_weights(build_model(gpt2.config), str(tmp_path))
 
 

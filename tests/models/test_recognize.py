@@ -159,12 +159,15 @@ def test_a_path_that_leads_nowhere_is_no_name_on_the_hub(name):
 def test_a_folder_in_the_way_of_a_name_on_the_hub_is_said_to_be_that(tmp_path, monkeypatch, capsys, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).mkdir(parents=True)
-    with pytest.raises(InputError, match=f"folder {name} here is in the way of the hub's model of that name"):
+    with pytest.raises(InputError, match=f"folder {name} hides the hub's model of that name"):
         recognize(name, with_weights=True)
     with pytest.raises(InputError, match="holds no config.json; give the folder"):
         recognize(str(tmp_path / name), with_weights=True)
     assert main(SCRIPTS["large"].SETTINGS, ["--model", "org/other", "--out", "org/other/"]) == 2
-    assert "would be a folder in the way" in capsys.readouterr().err and not (tmp_path / "org/other").exists()
+    assert (
+        "would be a folder that hides the hub's model" in capsys.readouterr().err
+        and not (tmp_path / "org/other").exists()
+    )
 
 
 @pytest.mark.parametrize("program", [["train_gpt2_large.py"], ["-m", "lowmem.plan"]], ids=" ".join)

@@ -1,17 +1,19 @@
-"""What transformers 4 makes of exported models: the logits and ids of transformers 5. Needs `make transformers4`."""
+"""transformers 4 gives the logits and ids of transformers 5 for exported models. Needs `make transformers4`."""
 
 import json
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from test_load_and_export import real_model
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lowmem.models.export import export_model
+from tests.data.tokenizer_kinds import tokenizer as tokenizer_of
 
 PYTHON = Path(__file__).parents[2] / ".venv-transformers4/bin/python"
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="transformers 4 is not here: make transformers4")
@@ -143,40 +145,11 @@ def test_version_4_computes_the_same_logits(name, exported):
 # --------------------------------------------------------------------------------------------------------- tokenizers
 
 
-CORPUS = ["the cat sat on the mat and said hello to the dog . yes no maybe answer question user assistant\n"] * 20
 TEXTS = ["hello", " the  cat", "the cat</s> sat\n\n on\tit", "été <|tool|> 12345", "<s>mat", "", "▁x "]
 
 
-def byte_level(**changes) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(
-        vocab_size=320, special_tokens=["<|endoftext|>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))  # fmt: skip
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", **changes)
-
-
-def metaspace(**changes) -> PreTrainedTokenizerFast:
-    """As Llama 2's: byte fallback, a space before each text, <s> in front."""
-    special = ["<unk>", "<s>", "</s>"]
-    backend = Tokenizer(models.BPE(unk_token="<unk>"))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.train_from_iterator(
-        CORPUS,
-        trainers.BpeTrainer(
-            vocab_size=420, special_tokens=special + [f"<0x{byte:02X}>" for byte in range(256)], show_progress=False
-        ),
-    )
-    content = json.loads(backend.to_str())
-    content["model"]["byte_fallback"] = content["model"]["fuse_unk"] = True
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] in special]
-    backend = Tokenizer.from_str(json.dumps(content))
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", **changes)  # fmt: skip
+byte_level = partial(tokenizer_of, "gpt2")
+metaspace = partial(tokenizer_of, "llama2", begins=True)  # byte fallback, a space before each text, <s> in front
 
 
 def with_more(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -204,7 +177,7 @@ TOKENIZERS = {
     "more special tokens": (lambda: with_more(byte_level()), {"tokenizer_class": "PreTrainedTokenizerFast"}),
     "more of version 5": (lambda: with_more(metaspace()), {}),
     "a template": (
-        lambda: byte_level(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"),
+        lambda: byte_level(template="{% for m in messages %}{{ m.content }}{% endfor %}"),
         {"tokenizer_class": "PreTrainedTokenizerFast"},
     ),
 }
@@ -214,7 +187,7 @@ TOKENIZERS = {
 def tokenizers(tmp_path_factory):
     """Every tokenizer as it is trained with, its exported folder, and what version 4 says of that."""
     root, ours, asked = tmp_path_factory.mktemp("tokenizers"), {}, []
-    config = transformers.CONFIG_MAPPING["llama"].from_dict(NEW | {"vocab_size": 512})
+    config = transformers.CONFIG_MAPPING["llama"].from_dict(NEW | {"vocab_size": 700})
     real = real_model(config)
     for number, (name, (make, changes)) in enumerate(TOKENIZERS.items()):
         source, folder = root / f"{number}", root / f"{number}-out"

@@ -228,7 +228,7 @@ class Layout:
 
 
 def described(token: str) -> dict:
-    """What a tokenizer_config.json says of a special token."""
+    """A special token in tokenizer_config.json."""
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     return {"content": token, **flags}
 

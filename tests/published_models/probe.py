@@ -1,9 +1,9 @@
-"""What a folder says in the transformers that runs this, 4 or 5: logits, token ids, special tokens, a conversation.
+"""Reads a folder in transformers 4 or 5: its logits, token ids, special tokens, and the text of a conversation.
 
     python probe.py    reads one JSON request a line and answers each in one line; no package of the repository
 
 {"do": "make", "folder", "weights"} writes random weights, as save_pretrained names them, for the config.json there;
-{"do": "read", "folder", "logits"} answers with what is said, and leaves the logits in a file.
+{"do": "read", "folder", "logits"} answers with these, and leaves the logits in a file.
 """
 
 import json

@@ -65,7 +65,7 @@ def transformers_4(python: Path | None) -> Iterator[Later | None]:
 
 
 def run(case: Case, room: Path, later: Later | None) -> dict:
-    """What became of `case`, in an empty folder `room`: its row's `outcome`, `said`, `checks` and `values`."""
+    """Runs `case` in an empty folder `room`: its row's `outcome`, `said`, `checks` and `values`."""
     folder, out = room / "model", room / "out"
     folder.mkdir(parents=True)
     write(case, folder, later)
@@ -91,7 +91,7 @@ def portable(sentence: str, room: Path) -> str:
 
 
 def named(case: Case, sentence: str) -> bool:
-    """Whether a refusal says by name which model, file, package or token it is about."""
+    """True if a refusal names the model, file, package or token that it is about."""
     names = [case.config.get("model_type"), *case.config.get("architectures", ())]
     names += ["T5", "tokenizer", "sentencepiece", "tiktoken", "quantised", "eos_token", "model_type"]
     return any(name.lower() in sentence.lower() for name in names if name)
@@ -194,7 +194,7 @@ def _loaded(answer: dict, where: str, said: list[str]) -> bool:
 
 
 def _near(values: dict, name: str, one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
-    """Whether the largest difference, as a share of the largest logit, is within `tolerance`; kept in `values`."""
+    """True if the largest difference, as a share of the largest logit, is within `tolerance`; kept in `values`."""
     values[name] = float(f"{(one - other).abs().max() / one.abs().max():.2g}")
     return values[name] <= tolerance
 

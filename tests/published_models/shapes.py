@@ -1,7 +1,7 @@
 """Published config.json files at a small size: every key stays, in its spelling; the sizes shrink together.
 
-A row of configs.jsonl has a model's name on the hub, its config with the real numbers, how its weights are saved, and
-its generation_config.json if that is known.
+A row of configs.jsonl has a model's name on the hub, its config with the real numbers, the way its weights are saved,
+and the known generation configs.
 """
 
 import json

@@ -18,7 +18,7 @@ OUTCOMES = ("trained", "refused")
 
 
 def tables(rows: list[dict]) -> str:
-    """How many of each kind came to what, then every case."""
+    """The number of cases by kind and outcome, then every case."""
     counts = Counter((row["kind"], row["outcome"] if row["ok"] else "wrong") for row in rows)
     lines = [[name, *(str(counts[kind, outcome]) for outcome in (*OUTCOMES, "wrong"))] for kind, name in KINDS.items()]
     made = sorted({f"commit {row['commit']}, transformers {row['versions']['transformers']}" for row in rows})

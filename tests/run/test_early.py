@@ -79,7 +79,7 @@ def test_a_current_folder_that_is_gone_is_said_to_be(tmp_path, monkeypatch, caps
     (tmp_path / "gone").rmdir()
     assert main(SCRIPTS["large"].SETTINGS, ["--out", str(tmp_path / "out")]) == 2
     assert plan_command.main(["--model", "gpt2"]) == 2
-    assert capsys.readouterr().err.count("the current folder is not there any more") == 2
+    assert capsys.readouterr().err.count("the current folder no longer exists") == 2
 
 
 def test_windows_is_said_to_need_wsl(monkeypatch, capsys, tmp_path):

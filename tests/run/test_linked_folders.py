@@ -1,4 +1,4 @@
-"""Run folders whose parts lie on another disk, behind links; and what cannot be a run's folder or a part of it."""
+"""Run folders with links to another disk work; what cannot be a run's folder or a part of it is refused."""
 
 import os
 import signal
@@ -16,9 +16,9 @@ from runs import at_call, content, weights
 PARTS = ("data", "checkpoints", "model")
 
 
-@pytest.mark.parametrize("parts", [*([part] for part in PARTS), [*PARTS, ""]], ids="-".join)
+@pytest.mark.parametrize("parts", [PARTS, ("model", "")], ids="-".join)
 def test_a_run_whose_parts_are_links_lives_as_any_other(train, finished, tmp_path, monkeypatch, parts):
-    """It is stopped, goes on, ends, begins anew over what is there, and is refused nothing."""
+    """It is stopped, goes on and ends, and starts again over the old files."""
     out, disk = tmp_path / "out", tmp_path / "disk"
     if "" in parts:  # the folder of the run itself
         out.symlink_to("disk/run")
@@ -29,7 +29,7 @@ def test_a_run_whose_parts_are_links_lives_as_any_other(train, finished, tmp_pat
     with monkeypatch.context() as patch:
         at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM))
         assert train(out) == 75
-    for more in ([], ["--resume", "never"], []):
+    for more in ([], ["--resume", "never"]):
         assert train(out, *more) == 0
         assert weights(out) == weights(finished)
         assert all((out / part).is_symlink() == (part in parts) for part in PARTS)

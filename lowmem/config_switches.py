@@ -15,15 +15,15 @@ from lowmem.errors import InputError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-OWN = "own_switches"  # a config's attribute: {field: the user's own value}, of fields that are set otherwise
-LEFT_OUT = "left_out_switches"  # the same of fields that are not exported
-_NEEDED = {  # the values under which training runs as it should; any other one is taken out
+OWN = "own_switches"  # a config's attribute: {field: the user's value}, of fields that training sets otherwise
+LEFT_OUT = "left_out_switches"  # the same for fields that are not exported
+_NEEDED = {  # the values that training can have; another value is taken out
     **dict.fromkeys(
         ("gradient_checkpointing", "output_hidden_states", "output_attentions", "torchscript"), (False, None)
     ),
     "return_dict": (True,),
 }
-_FOR_LOADING = {  # the same of fields whose other values keep transformers from building a model here
+_FOR_LOADING = {  # the values with which transformers can build a model here
     "use_return_dict": (),
     "quantization_config": (None,),
     **dict.fromkeys(("_attn_implementation", "attn_implementation"), (None, "eager", "sdpa")),
@@ -34,7 +34,7 @@ SWITCHES = {*_NEEDED, *_FOR_LOADING}
 
 
 def without_switches(fields: dict) -> dict:
-    """The fields of a config.json as training needs them; what they were stands in them under OWN and LEFT_OUT."""
+    """The fields of a config.json as training needs them; OWN and LEFT_OUT in them hold the values taken out."""
     kept, taken = dict(fields), {OWN: {}, LEFT_OUT: {}}
     for name, value in fields.items():
         if isinstance(value, dict) and (name.endswith("_config") and name != "quantization_config"):
@@ -54,7 +54,7 @@ def without_switches(fields: dict) -> dict:
 
 
 def _has_one_class(fields: dict) -> bool:
-    """Whether the config describes a classifier of a single class, which transformers refuses for any model."""
+    """True for a classifier of a single class, which transformers refuses for any model."""
     labels = fields.get("id2label")
     one = len(labels) == 1 if isinstance(labels, dict) else fields.get("num_labels") == 1
     return one and fields.get("problem_type") == "single_label_classification"
@@ -79,7 +79,7 @@ def set_padding(config: PretrainedConfig, where: str) -> None:
 
 
 def as_given(fields: dict) -> dict:
-    """The fields of a config as JSON, with the user's own values in their places."""
+    """The fields of a config as JSON, with the user's own values."""
     for name, value in fields.items():
         if isinstance(value, dict) and name.endswith("_config"):
             fields[name] = as_given(value)
@@ -89,7 +89,7 @@ def as_given(fields: dict) -> dict:
 
 
 def remarks(config: PretrainedConfig) -> list[str]:
-    """Sentences on what was set otherwise than the user's config.json says."""
+    """Sentences on the fields that are set otherwise than in the user's config.json."""
     fields = json.loads(config.to_json_string(use_diff=False))
     parts = [fields, *(value for name, value in fields.items() if name.endswith("_config") and isinstance(value, dict))]
     own, left_out = (
