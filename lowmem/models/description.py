@@ -4,17 +4,22 @@ transformers 4, and programs built on it, must read in them the same as transfor
 of rotary embeddings under `rope_parameters` alone, and its classes of tokenizers are unknown to version 4. So both
 spellings are written. A generation config is written as it came: transformers refuses to save many published ones once
 a value in them is changed.
+
+A run writes all this before its first step, and the tokenizer's files, which come from the model's own folder, wait in
+the run's until the export: that folder may be gone by then.
 """
 
 import copy
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from lowmem.core.encoder_decoder import is_encoder_decoder
@@ -23,6 +28,7 @@ from lowmem.models.build import build_model, decoder_start
 from lowmem.switches import as_given
 from lowmem.text_files import read_json, read_text
 
+_OF_OTHERS = ("config.json", "generation_config.json", "README.md")  # in a rehearsal, beside the tokenizer's files
 _LOADING = ("auto_map", "is_local", "local_files_only", "name_or_path")  # of a tokenizer: where and how it was read
 _TOKENIZER_TEXTS = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt")
 _TOKENIZER_FILES = (*_TOKENIZER_TEXTS, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
@@ -39,12 +45,22 @@ _ROPE_NAMES = {  # the same for the theta and the rotated share, where they are 
 _OF_TWO_KEYS = ("olmo", "olmo2", "chameleon", "fuyu", "hunyuan_v1_dense", "hunyuan_v1_moe")  # scaling: type and factor
 
 
-def rehearse(
+@dataclass(frozen=True)
+class Rehearsal:
+    """What an export needs beside weights and config; `remarks`: what it does otherwise than transformers."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    generation_config: GenerationConfig | None
+    folder: Path  # with the tokenizer's files
+    remarks: list[str]
+
+
+@contextmanager
+def rehearsed(
     folder: Path, config: PretrainedConfig, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype
-) -> list[str]:
+) -> Iterator[Rehearsal]:
     """Writes all that an export of `config`'s model has beside its weights into `folder`, which is made for it and
-    removed. Sentences on what the export does otherwise than transformers; InputError for a file that cannot be made.
-    """
+    removed at the end of the block. InputError for a file that cannot be made."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
@@ -59,22 +75,23 @@ def rehearse(
             remarks.append(
                 "the exported config.json is for transformers 5: version 4 has no words for its rotary embedding"
             )
-        return remarks
+        yield Rehearsal(tokenizer, generation_config, folder, remarks)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_description(
     folder: Path, model: PreTrainedModel, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype,
-    readme: str,
+    readme: str, tokenizer_files: Path | None = None,
 ) -> dict[str, BaseException]:  # fmt: skip
     """Writes the files of `model`, whose weights are exported in `dtype`, into `folder`; what could not be written, and
-    why. `generation_config`: None for the one that the config makes."""
+    why. `generation_config`: None for the one that the config makes. `tokenizer_files`: a rehearsal's folder, which has
+    the tokenizer's files; None: they are made."""
     trained = partial(_trained, model, tokenizer, dtype)
     parts: dict[str, Callable[[], None]] = {
         "config.json": lambda: _write_json(folder / "config.json", as_given(config_fields(trained()))),
         "generation_config.json": lambda: _write_generation(folder, trained(), generation_config, tokenizer),
-        "the tokenizer": lambda: _write_tokenizer(folder, tokenizer),
+        "the tokenizer": lambda: _write_tokenizer(folder, tokenizer, tokenizer_files),
         "README.md": lambda: _write(folder / "README.md", f"{readme.rstrip()}\n{_on_ties(model)}"),
     }
     failed = {}
@@ -212,9 +229,14 @@ def _rope_scaling(kind: str, rope: dict) -> dict | None:
 # --------------------------------------------------------------------------------------------------------- tokenizer
 
 
-def _write_tokenizer(folder: Path, tokenizer) -> None:
-    """As it came, but for the class and for where it was read from, with the template that conversations had."""
+def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
+    """As it came, but for the class and for where it was read from, with the template that conversations had; from
+    `made`, if that is given."""
     if tokenizer is None:
+        return
+    if made is not None:
+        others = shutil.ignore_patterns(*_OF_OTHERS)
+        shutil.copytree(made, folder, ignore=others, copy_function=shutil.copyfile, dirs_exist_ok=True)
         return
     tokenizer.save_pretrained(folder)
     source = _source(tokenizer)

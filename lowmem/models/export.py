@@ -34,6 +34,7 @@ def export_model(
     tokenizer,
     readme: str,
     generation_config: GenerationConfig | None = None,
+    tokenizer_files: Path | None = None,
     order: Sequence[str] | None = None,
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = 256 * MIB,
@@ -42,9 +43,9 @@ def export_model(
 
     `parameters` yields each name of `build_model(config).named_parameters()` with its tensor, or with flat runs of it
     one after the other, in any order, on any device; the memory behind it may be used again once the next is asked for.
-    `generation_config`: None for the one that the config makes. `order`: that of the names, by which they are put into
-    files; None: the config's. Names in files are those that `save_pretrained` would write. The folder is made beside
-    the old one and takes its place only when it is complete and on the disk.
+    `generation_config`, `tokenizer_files`: as write_description's. `order`: that of the names, by which they are put
+    into files; None: the config's. Names in files are those that `save_pretrained` would write. The folder is made
+    beside the old one and takes its place only when it is complete and on the disk.
     Returns sentences on weights that are not finite and on files beside the weights that could not be written. Raises
     LowmemError where disk or RAM are too small, BeyondRange where `dtype` is, ValueError where `parameters` is not what
     the config says.
@@ -71,7 +72,7 @@ def export_model(
     partial.mkdir()
     try:
         problems = _write_shards(partial, model, shapes, order or list(shapes), parameters, dtype, shard_bytes)
-        failed = write_description(partial, model, tokenizer, generation_config, dtype, readme)
+        failed = write_description(partial, model, tokenizer, generation_config, dtype, readme, tokenizer_files)
         problems += [f"{name} could not be written ({first_line(error)})" for name, error in failed.items()]
         for path in (*partial.rglob("*"), partial):
             flush_path(path)
