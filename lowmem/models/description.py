@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 
 from lowmem.core.encoder_decoder import is_encoder_decoder
 from lowmem.errors import NO_ERRORS, InputError
+from lowmem.files import remove
 from lowmem.models.build import build_model, decoder_start
 from lowmem.switches import as_given
 from lowmem.text_files import read_json, read_text
@@ -61,7 +62,7 @@ def rehearsed(
 ) -> Iterator[Rehearsal]:
     """Writes all that an export of `config`'s model has beside its weights into `folder`, which is made for it and
     removed at the end of the block. InputError for a file that cannot be made."""
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folder)
     folder.mkdir(parents=True)
     try:
         failed = write_description(folder, build_model(config), tokenizer, generation_config, dtype, "")
@@ -77,7 +78,7 @@ def rehearsed(
             )
         yield Rehearsal(tokenizer, generation_config, folder, remarks)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
 
 
 def write_description(
@@ -231,10 +232,10 @@ def _rope_scaling(kind: str, rope: dict) -> dict | None:
 
 def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
     """As it came, but for the class and for where it was read from, with the template that conversations had; from
-    `made`, if that is given."""
+    `made`, if that is there."""
     if tokenizer is None:
         return
-    if made is not None:
+    if made is not None and made.is_dir():
         others = shutil.ignore_patterns(*_OF_OTHERS)
         shutil.copytree(made, folder, ignore=others, copy_function=shutil.copyfile, dirs_exist_ok=True)
         return

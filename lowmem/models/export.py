@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from lowmem.core.precision import runs
 from lowmem.errors import InputError, LowmemError, first_line
-from lowmem.files import flush_path, safetensors_header, write_at
+from lowmem.files import flush_path, remove, safetensors_header, write_at
 from lowmem.models.build import build_model, first_few
 from lowmem.models.description import write_description
 from lowmem.units import MIB, format_size
@@ -61,7 +61,7 @@ def export_model(
     if previous.exists() and not folder.exists():  # a run was killed between the two renames below
         previous.rename(folder)
     for stale in (partial, previous):
-        shutil.rmtree(stale, ignore_errors=True)
+        remove(stale)
     needed_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     free_bytes = shutil.disk_usage(folder.parent).free
     if free_bytes < needed_bytes + BESIDE_WEIGHTS_BYTES:
@@ -83,8 +83,8 @@ def export_model(
     except OSError as error:
         raise LowmemError(f"the export to {folder} failed ({error}); an older export is untouched") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(previous, ignore_errors=True)
+        remove(partial)
+    remove(previous)
     return problems
 
 

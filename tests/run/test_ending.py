@@ -125,6 +125,19 @@ def test_the_export_needs_nothing_of_the_folder_that_the_model_came_from(
     assert not (tmp_path / "out/.model.rehearsal").exists()
 
 
+def test_whatever_lies_under_the_names_of_an_export_makes_way(train, trained, expected, monkeypatch):
+    def put() -> None:
+        shutil.rmtree(trained / ".model.rehearsal")
+        (trained / ".model.partial").write_text("x")
+        (trained / ".model.previous").symlink_to("nowhere")
+        (trained / "model").write_text("x")
+
+    at_call(monkeypatch, lowmem.run.train, "course_of", put)
+    assert train(trained, *OPTIONS) == 0 and weights(trained) == weights(expected)
+    assert set(os.listdir(trained / "model")) == set(os.listdir(expected / "model"))
+    assert [name for name in os.listdir(trained) if name.startswith(".model")] == []
+
+
 @pytest.mark.parametrize(("name", "said"), [("evaluated", "the last evaluation"), ("save_checkpoint", "the last save")])
 def test_a_last_step_that_is_not_evaluated_or_saved_is_exported(
     name, said, train, expected, tmp_path, monkeypatch, capsys
