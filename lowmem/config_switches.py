@@ -2,7 +2,7 @@
 
 `gradient_checkpointing`, `return_dict`, `output_hidden_states` and the like reach published files when a trainer saves
 its model. Training sets them as it needs them and says so. The user's own values come back in the exported config.json,
-except those with which transformers cannot load a model here.
+except those with which transformers cannot load a model here. An old name of a rotary embedding is read, too.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ def without_switches(fields: dict) -> dict:
         taken[LEFT_OUT]["bos_token_id"] = kept.pop("bos_token_id")
     if _has_one_class(fields):
         taken[LEFT_OUT]["problem_type"] = kept.pop("problem_type")
+    rope = fields.get("rope_scaling")
+    if isinstance(rope, dict) and rope.get("type") == "su":  # what the first Phi-3 called it; transformers 5 half knows
+        kept["rope_scaling"] = rope | {"type": "longrope"}
     return kept | {where: found for where, found in taken.items() if found}
 
 

@@ -21,6 +21,7 @@ import json
 import math
 import os
 import re
+import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -139,6 +140,13 @@ def flush_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """A file, a link or a folder with all in it, if it is there and the disk lets it go."""
+    with suppress(OSError):
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def to_json(content: dict) -> bytes:

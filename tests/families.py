@@ -106,7 +106,9 @@ MORE_FAMILIES = POST_NORM | {  # that show themselves in one way only
     "falcon": lambda: FalconConfig(multi_query=True, alibi=False, **NEW),
     # rotary tables whose frequencies follow the length: those of short sequences are kept (models/build.py)
     "dynamic": lambda: LlamaConfig(**LLAMA, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
-    "longrope": lambda: Phi3Config(**LLAMA, pad_token_id=1, rope_parameters=LONGROPE),
+    "longrope": lambda: Phi3Config(
+        **LLAMA, pad_token_id=1, rope_parameters=LONGROPE, original_max_position_embeddings=32
+    ),
     # heads whose values are narrower than their keys
     "deepseek_v2": lambda: DeepseekV2Config(
         **{**LLAMA, "num_key_value_heads": 4},

@@ -3,25 +3,32 @@
 transformers 4, and programs built on it, must read the same in them as transformers 5. Version 5 keeps the parameters
 of rotary embeddings only under `rope_parameters`, and version 4 does not know version 5's classes of tokenizers. So
 both spellings are written. A generation config is written as it came: transformers refuses to save many published ones.
+
+A run writes these files before its first step. The tokenizer's files come from the model's own folder, which may be
+gone when training ends, so they wait in the run's folder until the export.
 """
 
 import copy
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem import hub
 from lowmem.config_switches import as_given
 from lowmem.core.encoder_decoder import is_encoder_decoder
 from lowmem.errors import NO_ERRORS, InputError
+from lowmem.files import remove
 from lowmem.models.build import build_model, decoder_start
 from lowmem.text_files import read_json, read_text
 
+_OF_OTHERS = ("config.json", "generation_config.json", "README.md")  # a rehearsal's files that are not the tokenizer's
 _LOADING = ("auto_map", "is_local", "local_files_only", "name_or_path")  # how a tokenizer was read: not exported
 _TOKENIZER_TEXTS = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt")
 _TOKENIZER_FILES = (*_TOKENIZER_TEXTS, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
@@ -38,12 +45,23 @@ _ROPE_NAMES = {  # version 4's names of the theta and the rotated share, if they
 _OF_TWO_KEYS = ("olmo", "olmo2", "chameleon", "fuyu", "hunyuan_v1_dense", "hunyuan_v1_moe")  # scaling: type and factor
 
 
-def rehearse(
+@dataclass(frozen=True)
+class Rehearsal:
+    """What an export needs beside weights and config; `remarks`: what it does otherwise than transformers."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    generation_config: GenerationConfig | None
+    folder: Path  # with the tokenizer's files
+    remarks: list[str]
+
+
+@contextmanager
+def rehearsed(
     folder: Path, config: PretrainedConfig, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype
-) -> list[str]:
-    """Writes all files of an export but the weights into `folder`, and removes it. Sentences on differences from what
-    transformers would write; InputError for a file that cannot be made."""
-    shutil.rmtree(folder, ignore_errors=True)
+) -> Iterator[Rehearsal]:
+    """Writes all files of an export but the weights into `folder`, and removes it at the end of the block. InputError
+    for a file that cannot be made."""
+    remove(folder)
     folder.mkdir(parents=True)
     try:
         failed = write_description(folder, build_model(config), tokenizer, generation_config, dtype, "")
@@ -57,22 +75,23 @@ def rehearse(
             remarks.append(
                 "the exported config.json is for transformers 5 only: version 4 has no fields for its rotary embedding"
             )
-        return remarks
+        yield Rehearsal(tokenizer, generation_config, folder, remarks)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
 
 
 def write_description(
     folder: Path, model: PreTrainedModel, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype,
-    readme: str,
+    readme: str, tokenizer_files: Path | None = None,
 ) -> dict[str, BaseException]:  # fmt: skip
     """Writes the files of `model` into `folder`. {file that could not be written: error}. `dtype`: of the exported
-    weights; `generation_config`: None for the one that follows from the config."""
+    weights; `generation_config`: None for the one that follows from the config; `tokenizer_files`: a rehearsal's folder
+    with the tokenizer's files, None to make them."""
     trained = partial(_trained, model, tokenizer, dtype)
     parts: dict[str, Callable[[], None]] = {
         "config.json": lambda: _write_json(folder / "config.json", as_given(config_fields(trained()))),
         "generation_config.json": lambda: _write_generation(folder, trained(), generation_config, tokenizer),
-        "the tokenizer": lambda: _write_tokenizer(folder, tokenizer),
+        "the tokenizer": lambda: _write_tokenizer(folder, tokenizer, tokenizer_files),
         "README.md": lambda: _write(folder / "README.md", f"{readme.rstrip()}\n{_on_ties(model)}"),
     }
     failed = {}
@@ -207,9 +226,14 @@ def _rope_scaling(kind: str, rope: dict) -> dict | None:
 # --------------------------------------------------------------------------------------------------------- tokenizer
 
 
-def _write_tokenizer(folder: Path, tokenizer) -> None:
-    """As it came, but for the class and for where it was read from, with the template that conversations had."""
+def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
+    """As it came, but for the class and for where it was read from, with the template that conversations had; from
+    `made`, if that is there."""
     if tokenizer is None:
+        return
+    if made is not None and made.is_dir():
+        others = shutil.ignore_patterns(*_OF_OTHERS)
+        shutil.copytree(made, folder, ignore=others, copy_function=shutil.copyfile, dirs_exist_ok=True)
         return
     tokenizer.save_pretrained(folder)
     source = tokenizer.name_or_path and hub.local_folder(tokenizer.name_or_path)

@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from lowmem.core.precision import runs
 from lowmem.errors import InputError, LowmemError, first_few, first_line
-from lowmem.files import flush_path, safetensors_header, write_at
+from lowmem.files import flush_path, remove, safetensors_header, write_at
 from lowmem.models.build import build_model
 from lowmem.models.description import write_description
 from lowmem.units import MIB, format_size
@@ -34,6 +34,7 @@ def export_model(
     tokenizer,
     readme: str,
     generation_config: GenerationConfig | None = None,
+    tokenizer_files: Path | None = None,
     order: Sequence[str] | None = None,
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = 256 * MIB,
@@ -42,9 +43,9 @@ def export_model(
 
     `parameters` yields each name of `build_model(config).named_parameters()` with its tensor, or with flat runs of it
     one after the other, in any order, on any device; the memory behind it may be used again once the next is asked for.
-    `generation_config`: None for the one that the config makes. `order`: that of the names, by which they are put into
-    files; None: the config's. Names in files are those that `save_pretrained` would write. The folder is made beside
-    the old one and takes its place only when it is complete and on the disk.
+    `generation_config`, `tokenizer_files`: as write_description's. `order`: that of the names, by which they are put
+    into files; None: the config's. Names in files are those that `save_pretrained` would write. The folder is made
+    beside the old one and takes its place only when it is complete and on the disk.
     Returns sentences on weights that are not finite and on other files that could not be written. Raises LowmemError if
     disk or RAM are too small, BeyondRange if `dtype` is, ValueError if `parameters` are not the config's.
     """
@@ -59,7 +60,7 @@ def export_model(
     if previous.exists() and not folder.exists():  # a run was killed between the two renames below
         previous.rename(folder)
     for stale in (partial, previous):
-        shutil.rmtree(stale, ignore_errors=True)
+        remove(stale)
     needed_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     free_bytes = shutil.disk_usage(folder.parent).free
     if free_bytes < needed_bytes + BESIDE_WEIGHTS_BYTES:
@@ -70,7 +71,7 @@ def export_model(
     partial.mkdir()
     try:
         problems = _write_shards(partial, model, shapes, order or list(shapes), parameters, dtype, shard_bytes)
-        failed = write_description(partial, model, tokenizer, generation_config, dtype, readme)
+        failed = write_description(partial, model, tokenizer, generation_config, dtype, readme, tokenizer_files)
         problems += [f"{name} could not be written ({first_line(error)})" for name, error in failed.items()]
         for path in (*partial.rglob("*"), partial):
             flush_path(path)
@@ -81,8 +82,8 @@ def export_model(
     except OSError as error:
         raise LowmemError(f"the export to {folder} failed ({error}); an older export is untouched") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(previous, ignore_errors=True)
+        remove(partial)
+    remove(previous)
     return problems
 
 

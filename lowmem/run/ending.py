@@ -17,7 +17,7 @@ from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import NO_ERRORS, CapExceeded, LowmemError, Stopped, first_line
 from lowmem.limits import Budget
-from lowmem.models.build import own_generation_config
+from lowmem.models.description import Rehearsal
 from lowmem.models.export import BeyondRange, export_model
 from lowmem.paths import shown
 from lowmem.planning.plan import Plan
@@ -84,8 +84,8 @@ def take_best(
 
 
 def finish(
-    ending: Ending, settings: Settings, config: PretrainedConfig, store: Store, tokenizer, log: RunLog, budget: Budget,
-    plan: Plan, eval_first: float | None, recoveries: list[dict], exported_step: int | None,
+    ending: Ending, settings: Settings, config: PretrainedConfig, store: Store, rehearsal: Rehearsal, log: RunLog,
+    budget: Budget, plan: Plan, eval_first: float | None, recoveries: list[dict], exported_step: int | None,
 ) -> None:  # fmt: skip
     """Writes model/, report.json, loss.png and memory.png into the run folder, and logs a summary. `store` has the
     weights after step `exported_step`; None if they are not whole. Raises LowmemError if a step of the end failed."""
@@ -94,7 +94,7 @@ def finish(
     with ending.step("the export"):
         if exported_step is None:
             raise LowmemError("the weights that were loaded for it are not whole")
-        _export(ending, settings, config, store, tokenizer, _model_readme(plan, log.rows, exported_step))
+        _export(ending, settings, config, store, rehearsal, _model_readme(plan, log.rows, exported_step))
     budget.enter("report")
     budget.check("the export")
     peaks, report = asdict(budget.peaks()), None
@@ -119,10 +119,12 @@ def finish(
     ending.check(folder)
 
 
-def _export(ending: Ending, settings: Settings, config: PretrainedConfig, store: Store, tokenizer, readme: str) -> None:
+def _export(
+    ending: Ending, settings: Settings, config: PretrainedConfig, store: Store, rehearsal: Rehearsal, readme: str
+) -> None:
     write = partial(
-        export_model, Path(settings.out) / "model", config, order=store.names(), tokenizer=tokenizer, readme=readme,
-        generation_config=own_generation_config(settings.model, settings.init),
+        export_model, Path(settings.out) / "model", config, order=store.names(), readme=readme,
+        tokenizer=rehearsal.tokenizer, tokenizer_files=rehearsal.folder, generation_config=rehearsal.generation_config,
     )  # fmt: skip
     try:
         problems = write(store.masters(), dtype=WORKING_DTYPES[settings.export_dtype])

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from lowmem.errors import InputError, LowmemError, Stopped, first_few
 from lowmem.limits import Budget, ram_available_bytes
 from lowmem.models.build import decoder_start, fitted, load_config, make_decoder, own_generation_config
 from lowmem.models.compatibility import check_pieces
-from lowmem.models.description import rehearse
+from lowmem.models.description import Rehearsal, rehearsed
 from lowmem.models.load import random_weights, read_weights
 from lowmem.planning.known_plans import Question
 from lowmem.planning.plan import Plan
@@ -114,10 +114,15 @@ def plan_and_train(
             check_same_run(*going_on, known | {"config": config_identity(config)})
         device = devices.select_device(settings.device)
         tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
-        with closing(load_data(settings, tokenizer, config.vocab_size, folder, decoder_start(config))) as data:
-            generation = own_generation_config(settings.model, settings.init, log.say)
+        with ExitStack() as until_the_end:
+            data = load_data(settings, tokenizer, config.vocab_size, folder, decoder_start(config))
+            until_the_end.enter_context(closing(data))
             dtype = WORKING_DTYPES[settings.export_dtype]
-            for remark in rehearse(folder / ".model.rehearsal", config, tokenizer, generation, dtype):
+            generation = own_generation_config(settings.model, settings.init, log.say)
+            rehearsal = until_the_end.enter_context(
+                rehearsed(folder / ".model.rehearsal", config, tokenizer, generation, dtype)
+            )
+            for remark in rehearsal.remarks:
                 log.say(remark)
             devices.release_freed_memory()  # training does not hold what tokenizing took
             plan, remark = plan_for_here(settings, config, device, precision, card, aside)
@@ -133,7 +138,7 @@ def plan_and_train(
             if plan.layout.disk_units and (kind := in_memory(Path(settings.states_folder))) is not None:
                 log.say(f"warning: --states-folder {settings.states_folder} is a {kind}, which keeps its files in RAM")
             decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
-            train(settings, config, decoder, device, plan, tokenizer, data, checkpoints, stop, log)
+            train(settings, config, decoder, device, plan, rehearsal, data, checkpoints, stop, log)
 
 
 def evaluated(step: TrainingStep, evaluations: Sequence[Batches], limit: int) -> dict:
@@ -231,8 +236,8 @@ def page_locked(store: Store, plan: Plan) -> tuple[Plan, str | None]:
 
 
 def train(
-    settings: Settings, config: PretrainedConfig, decoder: Decoder, device: torch.device, plan: Plan, tokenizer,
-    data: Data, checkpoints: list[Path], stop: StopRequest, log: RunLog,
+    settings: Settings, config: PretrainedConfig, decoder: Decoder, device: torch.device, plan: Plan,
+    rehearsal: Rehearsal, data: Data, checkpoints: list[Path], stop: StopRequest, log: RunLog,
 ) -> None:  # fmt: skip
     """One run, from its weights, or the newest of `checkpoints` that is whole, to its report."""
     folder = Path(settings.out)
@@ -273,11 +278,11 @@ def train(
     def take_sample(done: int, last: bool = False) -> None:
         step.flush()
         with budget.phase("evaluate"):
-            log.sample(done, sample(decoder, tokenizer, settings.sample_prompt), last)
+            log.sample(done, sample(decoder, rehearsal.tokenizer, settings.sample_prompt), last)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what steps take lies where it lay
 
-    for sentence in opening_remarks(settings, config, tokenizer, device):
+    for sentence in opening_remarks(settings, config, rehearsal.tokenizer, device):
         log.say(sentence)
     loaded = load_newest(checkpoints, store, same_run, log.say, required=settings.resume != "auto")
     if loaded is None:
@@ -415,4 +420,4 @@ def train(
     if settings.sample_prompt is not None:
         with ending.step("the last sample"):
             take_sample(done, last=True)
-    finish(ending, settings, config, store, tokenizer, log, budget, plan, eval_first, recovery.measures, exported)
+    finish(ending, settings, config, store, rehearsal, log, budget, plan, eval_first, recovery.measures, exported)

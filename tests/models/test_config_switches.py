@@ -123,3 +123,12 @@ def test_fields_that_transformers_refuses_are_named(tmp_path):
     for name, value in {"tie_word_embeddings": None, "eos_token_id": "2", "num_attention_heads": 3}.items():
         with pytest.raises(InputError, match=f"not a valid llama config.*{name.split('_')[-1]}"):
             config_of(tmp_path, **{name: value})
+
+
+def test_the_first_name_of_longrope_is_read(tmp_path):
+    """Phi-3-mini-128k as first published."""
+    rope = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 4.0, 6.0, 8.0]}
+    fields = {"model_type": "phi3", "original_max_position_embeddings": 16, "pad_token_id": 0}
+    wanted = config_of(tmp_path, **fields, rope_scaling=rope)
+    found = config_of(tmp_path, **fields, rope_scaling=rope | {"type": "su"})
+    assert found.to_dict() == wanted.to_dict() and found.rope_parameters["original_max_position_embeddings"] == 16

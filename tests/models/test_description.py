@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from lowmem.errors import InputError
 from lowmem.models.build import build_model, load_config, own_generation_config
-from lowmem.models.description import config_fields, rehearse
+from lowmem.models.description import config_fields, rehearsed
 from lowmem.models.export import BeyondRange, export_model
 
 SAMPLING = {"temperature": 0.9, "top_p": 0.6}
@@ -54,6 +54,11 @@ def test_a_published_generation_config_is_exported_as_it_came(published, said, g
     if said is None or "left out" not in said:
         assert {name: kept[name] for name in published} == published
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+def rehearse(*given) -> list[str]:
+    with rehearsed(*given) as rehearsal:
+        return rehearsal.remarks
 
 
 def export(folder, model, parameters=None, **changes) -> list[str]:

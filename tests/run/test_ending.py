@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 import lowmem.run.checkpoint
 import lowmem.run.ending
@@ -18,7 +18,7 @@ from lowmem.core.parameters import Store
 from lowmem.errors import CapExceeded
 from lowmem.models import description, export
 from lowmem.run.trackers import Trackers
-from runs import assert_same_run, at_call, last_line, stored, weights
+from runs import assert_same_run, at_call, content, last_line, stored, weights
 
 # A function that fails, words of the sentence on it, and the file that model/ lacks then.
 FAULTS = {
@@ -29,7 +29,7 @@ FAULTS = {
     "room": (export.shutil, "disk_usage", "the export", "model.safetensors"),
     "config.json": (description, "config_fields", "config.json could not be written", "config.json"),
     "generation config": (description, "_write_generation", "generation_config.json", "generation_config.json"),
-    "tokenizer": (PreTrainedTokenizerFast, "save_pretrained", "the tokenizer could not", "tokenizer.json"),
+    "tokenizer": (description, "_write_tokenizer", "the tokenizer could not", "tokenizer.json"),
     "README": (description, "_on_ties", "README.md could not be written", "README.md"),
     "report": (lowmem.run.ending, "build_report", "report.json", None),
     "report.json": (lowmem.run.ending, "write_json", "report.json", None),
@@ -106,6 +106,36 @@ def test_a_failure_at_the_end_costs_neither_the_weights_nor_the_rest(
         assert train(trained, *OPTIONS) == 0  # the same command does the end again
         assert_same_run(trained, expected)
         assert "failed" not in stored(trained / "report.json")
+
+
+def test_the_export_needs_nothing_of_the_folder_that_the_model_came_from(
+    train, finished, tmp_path, monkeypatch, capsys
+):
+    """It may be moved, deleted or changed during training."""
+    source = shutil.copytree(finished / "model", tmp_path / "source")
+    (source / "generation_config.json").write_text('{"temperature": 0.9, "do_sample": false}')
+    (source / "vocab.txt").write_text("as slow tokenizers have it")
+    options = ["--init", "pretrained", "--model", str(source)]
+    assert train(tmp_path / "expected", *options) == 0
+    at_call(monkeypatch, lowmem.run.train, "course_of", lambda: shutil.rmtree(source))
+    assert train(tmp_path / "out", *options) == 0
+    made, wanted = (content(tmp_path / name / "model") for name in ("out", "expected"))
+    assert made.keys() == wanted.keys() and {name for name in made if made[name] != wanted[name]} <= {"README.md"}
+    assert stored(tmp_path / "out/model/generation_config.json")["temperature"] == 0.9
+    assert not (tmp_path / "out/.model.rehearsal").exists()
+
+
+def test_whatever_lies_under_the_names_of_an_export_makes_way(train, trained, expected, monkeypatch):
+    def put() -> None:
+        shutil.rmtree(trained / ".model.rehearsal")
+        (trained / ".model.partial").write_text("x")
+        (trained / ".model.previous").symlink_to("nowhere")
+        (trained / "model").write_text("x")
+
+    at_call(monkeypatch, lowmem.run.train, "course_of", put)
+    assert train(trained, *OPTIONS) == 0 and weights(trained) == weights(expected)
+    assert set(os.listdir(trained / "model")) == set(os.listdir(expected / "model"))
+    assert [name for name in os.listdir(trained) if name.startswith(".model")] == []
 
 
 @pytest.mark.parametrize(("name", "said"), [("evaluated", "the last evaluation"), ("save_checkpoint", "the last save")])
