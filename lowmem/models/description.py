@@ -9,6 +9,7 @@ A run writes all this before its first step, and the tokenizer's files, which co
 the run's until the export: that folder may be gone by then.
 """
 
+import codecs
 import copy
 import json
 import shutil
@@ -27,12 +28,14 @@ from lowmem.errors import NO_ERRORS, InputError
 from lowmem.files import remove
 from lowmem.models.build import build_model, decoder_start
 from lowmem.switches import as_given
-from lowmem.text_files import read_json, read_text
+from lowmem.text_files import read_json
 
 _OF_OTHERS = ("config.json", "generation_config.json", "README.md")  # in a rehearsal, beside the tokenizer's files
 _LOADING = ("auto_map", "is_local", "local_files_only", "name_or_path")  # of a tokenizer: where and how it was read
-_TOKENIZER_TEXTS = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt")
-_TOKENIZER_FILES = (*_TOKENIZER_TEXTS, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
+_TOKENIZER_FILES = (
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+)
 _ROPE_BY_LAYER = {  # of these families: the names of version 4 for the theta of full and of sliding attention
     "gemma3_text": ("rope_theta", "rope_local_base_freq"),
     "gemma3n_text": ("rope_theta", "rope_local_base_freq"),
@@ -265,10 +268,7 @@ def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
     _write_json(path, fields)
     for name in _TOKENIZER_FILES if source else ():  # transformers 5 writes tokenizer.json alone
         if (source / name).is_file() and not (folder / name).exists():
-            if name in _TOKENIZER_TEXTS:
-                _write(folder / name, read_text(source / name))
-            else:
-                shutil.copyfile(source / name, folder / name)
+            (folder / name).write_bytes((source / name).read_bytes().removeprefix(codecs.BOM_UTF8))
 
 
 def _source(tokenizer) -> Path | None:
