@@ -89,6 +89,20 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
     return tokenizer
 
 
+@contextmanager
+def tokenizer_blamed(model: str) -> Iterator[None]:
+    """Makes an InputError of what the package tokenizers raises for a text: plain Exceptions and panics."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise InputError(
+            f"the tokenizer of {model} cannot read the data: {first_line(error)}; its tokenizer.json, or the class in "
+            "its tokenizer_config.json, is not the model's own"
+        ) from error
+
+
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     """257 ids: id b is the byte b, id 256 is <|endoftext|>. Encodes and decodes any UTF-8 text without loss."""
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
@@ -124,6 +138,8 @@ def _from_pretrained(
             tokenizer = AutoTokenizer.from_pretrained(
                 str(source), local_files_only=local_files_only, trust_remote_code=False
             )
+            ordinary = tokenizer.get_vocab().keys() - tokenizer.all_special_tokens
+            reads = bool(tokenizer("a", add_special_tokens=False)["input_ids"])
         except Exception as error:  # a missing or broken file raises anything, down to a bare Exception
             # transformers tries several readers, raises the last one's error and logs the others.
             found = (_NOT_EXTRACTED.search(record.getMessage()) for record in records)
@@ -133,8 +149,7 @@ def _from_pretrained(
     tokenizer.name_or_path = model
     # Without a vocabulary transformers makes a GPT2Tokenizer that turns every text into nothing, or a T5Tokenizer
     # that turns every character into <unk>.
-    ordinary = tokenizer.get_vocab().keys() - tokenizer.all_special_tokens
-    if len(ordinary) < 2 or not tokenizer("a", add_special_tokens=False)["input_ids"]:
+    if len(ordinary) < 2 or not reads:
         return None, ValueError(f"a {type(tokenizer).__name__} with an empty vocabulary is all that its files give")
     return tokenizer, None
 

@@ -8,6 +8,7 @@ A run writes these files before its first step. The tokenizer's files come from 
 gone when training ends, so they wait in the run's folder until the export.
 """
 
+import codecs
 import copy
 import json
 import shutil
@@ -26,12 +27,14 @@ from lowmem.core.encoder_decoder import is_encoder_decoder
 from lowmem.errors import NO_ERRORS, InputError
 from lowmem.files import remove
 from lowmem.models.build import build_model, decoder_start
-from lowmem.text_files import read_json, read_text
+from lowmem.text_files import read_json
 
 _OF_OTHERS = ("config.json", "generation_config.json", "README.md")  # a rehearsal's files that are not the tokenizer's
 _LOADING = ("auto_map", "is_local", "local_files_only", "name_or_path")  # how a tokenizer was read: not exported
-_TOKENIZER_TEXTS = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt")
-_TOKENIZER_FILES = (*_TOKENIZER_TEXTS, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
+_TOKENIZER_FILES = (
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+)
 _ROPE_BY_LAYER = {  # version 4's names of the theta of full and of sliding attention, by family
     "gemma3_text": ("rope_theta", "rope_local_base_freq"),
     "gemma3n_text": ("rope_theta", "rope_local_base_freq"),
@@ -261,10 +264,7 @@ def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
     _write_json(path, fields)
     for name in _TOKENIZER_FILES if source else ():  # transformers 5 writes tokenizer.json alone
         if (source / name).is_file() and not (folder / name).exists():
-            if name in _TOKENIZER_TEXTS:
-                _write(folder / name, read_text(source / name))
-            else:
-                shutil.copyfile(source / name, folder / name)
+            (folder / name).write_bytes((source / name).read_bytes().removeprefix(codecs.BOM_UTF8))
 
 
 # ------------------------------------------------------------------------------------------------------------- README

@@ -96,6 +96,9 @@ def _bin_entries(path: Path) -> tuple[dict[str, Entry], list[str]]:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             continue
+        if tensor.layout is not torch.strided:
+            kind = str(tensor.layout).removeprefix("torch.")
+            raise InputError(f"{path}: {name} is stored as {kind}; save it dense (tensor.to_dense())")
         storage_offset_bytes = tensor.untyped_storage()._checkpoint_offset
         if storage_offset_bytes is None:
             raise InputError(

@@ -4,6 +4,7 @@ People give what they have: an adapter, a file for llama.cpp, a checkpoint of an
 what it is and the way out, in a sentence, before PyTorch is imported: nothing here needs more than JSON.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -66,6 +67,7 @@ _FOLDERS = (
         ("config.json",),
     ),
 )
+_READ = ("*.json", "*.txt", "*.jinja", "*.model", "*.safetensors")  # of a model's folder, by whoever reads it
 _SENSES = ("vision_config", "audio_config")  # a model that has one reads more than text
 _ENCODER_DECODERS = ("t5", "mt5")  # that come apart (core/encoder_decoder.py), said here without importing PyTorch
 _IN_TRANSFORMERS_4 = (
@@ -156,6 +158,11 @@ def _recognize_folder(model: str, folder: Path, with_weights: bool) -> Recognize
                 "the command that it was begun with"
             )
         return Recognized(exported, f"{model} is a run of lowmem: its exported model, {exported}, is taken")
+    for link in (path for pattern in _READ for path in folder.glob(pattern) if not path.exists()):
+        raise InputError(
+            f"{link} is a link to {os.readlink(link)}, which is not there; copy the folder again with the files "
+            "behind its links (cp -rL)"
+        )
     for kind in _FOLDERS:
         if all(_has(folder, mark) for mark in kind.marks) and not any(_has(folder, other) for other in kind.others):
             raise InputError(f"{model} {kind.said.format(base=_adapted(folder))}")

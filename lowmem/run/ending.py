@@ -21,7 +21,14 @@ from lowmem.models.description import Rehearsal
 from lowmem.models.export import BeyondRange, export_model
 from lowmem.paths import shown
 from lowmem.planning.plan import Plan
-from lowmem.run.checkpoint import Check, checkpoint_of, find_checkpoints, load_checkpoint, verify_checkpoint
+from lowmem.run.checkpoint import (
+    Check,
+    checkpoint_of,
+    find_checkpoints,
+    load_checkpoint,
+    newest_state,
+    verify_checkpoint,
+)
 from lowmem.run.log import RunLog, write_json
 from lowmem.run.plots import draw, draw_loss, draw_memory
 from lowmem.run.report import Best, build_report, device_name
@@ -52,16 +59,21 @@ class Ending:
         self.failed.append(sentence)
         self._say(f"warning: {sentence}", f"warning: {sentence}\n{details}".rstrip())
 
-    def check(self, folder: Path) -> None:
-        """Raises LowmemError, with the place of the weights, if anything failed."""
+    def check(self, folder: Path, step: int) -> None:
+        """Raises LowmemError, with the place of the weights after `step`, the last one, if anything failed."""
         if not self.failed:
             return
-        kept = [] if self.exported else find_checkpoints(folder, "auto", lambda sentence: None)
-        where = f"in {folder}/model" if self.exported else f"in {kept[0]}" if kept else "lost"
-        raise LowmemError(
-            f"all steps are done, but the end of the run failed: {'; '.join(self.failed)}. The weights are {where}; "
-            "give the same command again to repeat the end"
-        )
+        kept = None if self.exported else newest_state(find_checkpoints(folder, "auto", lambda sentence: None))
+        where = "The weights are lost; give the same command again to begin anew"
+        if self.exported or (kept and kept[1]["step"] == step):
+            there = f"{folder}/model" if self.exported else kept[0]
+            where = f"The weights are in {there}; give the same command again to repeat the end"
+        elif kept:
+            where = (
+                f"The weights after step {kept[1]['step']} are in {kept[0]}, and later ones are lost; give the same "
+                "command again to go on from there"
+            )
+        raise LowmemError(f"all steps are done, but the end of the run failed: {'; '.join(self.failed)}. {where}")
 
 
 def take_best(
@@ -116,7 +128,7 @@ def finish(
             _say_how_it_went(log, settings, report["loss"], None if ending.failed else folder)
     with ending.step("closing the log and the trackers"):
         log.close()
-    ending.check(folder)
+    ending.check(folder, log.rows[-1]["step"] if log.rows else 0)
 
 
 def _export(

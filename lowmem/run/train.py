@@ -23,7 +23,7 @@ from lowmem.core.precision import WORKING_DTYPES, LossScale
 from lowmem.core.step import StepAbandoned, TrainingStep, summed_loss
 from lowmem.data.batches import PACKED, Batches
 from lowmem.data.dataset import Data, load_data
-from lowmem.data.tokenizer import load_tokenizer
+from lowmem.data.tokenizer import load_tokenizer, tokenizer_blamed
 from lowmem.errors import InputError, LowmemError, Stopped, first_few
 from lowmem.limits import Budget, ram_available_bytes
 from lowmem.models.build import decoder_start, fitted, load_config, make_decoder, own_generation_config
@@ -115,7 +115,8 @@ def plan_and_train(
         device = devices.select_device(settings.device)
         tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
         with ExitStack() as until_the_end:
-            data = load_data(settings, tokenizer, config.vocab_size, folder, decoder_start(config))
+            with tokenizer_blamed(settings.model):
+                data = load_data(settings, tokenizer, config.vocab_size, folder, decoder_start(config))
             until_the_end.enter_context(closing(data))
             dtype = WORKING_DTYPES[settings.export_dtype]
             generation = own_generation_config(settings.model, settings.init, log.say)

@@ -4,11 +4,12 @@ import json
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 
 from lowmem.data import tokenizer as module
 from lowmem.data.encoder import Encoder
-from lowmem.data.tokenizer import byte_level_tokenizer, is_byte_level, load_tokenizer
+from lowmem.data.tokenizer import byte_level_tokenizer, is_byte_level, load_tokenizer, tokenizer_blamed
 from lowmem.errors import InputError
 
 BYTES = byte_level_tokenizer()
@@ -111,6 +112,10 @@ BROKEN = {  # what is done to a folder with a tokenizer: what is said of it
         ),
         ["cannot be read: Oniguruma error", "damaged or of a newer version"],
     ),
+    "a length that is none": (
+        in_file("tokenizer_config.json", '"model_max_length": 1', '"model_max_length": "512", "x": 1'),
+        ["not supported between instances of 'int' and 'str' (TypeError)"],
+    ),
     "a package": (
         with_files_alone(tokenizer_config__json=b'{"tokenizer_class": "XLMTokenizer"}', vocab__json=b"{}"),
         ["the package sacremoses", "pip install sacremoses"],
@@ -144,6 +149,20 @@ def test_the_reason_why_a_tokenizer_cannot_be_read_is_the_librarys(
         load_tokenizer(str(tmp_path), "pretrained", 50257)
     assert all(words in str(refused.value) for words in said), refused.value
     assert "\n" not in str(refused.value) and capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("kind", ["no model for unknown words", "panic"])
+def test_a_text_that_a_tokenizer_cannot_take_is_no_traceback(kind):
+    class PanicException(BaseException):
+        pass
+
+    said = "the tokenizer of m cannot read the data: .*; its tokenizer.json, or the class"
+    with pytest.raises(InputError, match=said), tokenizer_blamed("m"):
+        if kind == "panic":
+            raise PanicException("index out of bounds")
+        Tokenizer(models.WordPiece({"a": 0})).encode("€")
+    with pytest.raises(ValueError), tokenizer_blamed("m"):
+        raise ValueError
 
 
 def test_a_broken_tokenizer_is_not_replaced_by_bytes(tmp_path, bpe_tokenizer):

@@ -205,12 +205,13 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path, value):
     ("content", "words"),
     [
         ({"model": {"a": torch.ones(1)}, "state_dict": {"a": torch.ones(1)}}, "several dictionaries of weights (mod"),
+        ({"a": torch.eye(3).to_sparse()}, "a is stored as sparse_coo; save it dense"),
         ({"state": {0: {"exp_avg": torch.ones(1)}}, "param_groups": []}, "no state_dict: it holds state, param_groups"),
         ([torch.ones(1)], "is no state_dict: it holds list"),
         ({"args": argparse.Namespace(lr=1)}, "a Python object (argparse.Namespace)"),
         ({}, "it holds nothing"),
     ],
-    ids=["two", "an optimizer's", "a list", "an object", "nothing"],
+    ids=["two", "sparse", "an optimizer's", "a list", "an object", "nothing"],
 )  # fmt: skip
 def test_a_file_without_a_state_dict_is_named(tmp_path, content, words):
     torch.save(content, tmp_path / "pytorch_model.bin")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from test_load_and_export import family_config, real_model, tiny_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem.errors import InputError
 from lowmem.models.build import build_model, load_config, own_generation_config
@@ -118,6 +118,15 @@ def test_a_tokenizer_that_cannot_be_saved_is_refused_before_training(template, g
     with pytest.raises(InputError, match="could not be exported after training: the tokenizer cannot be written"):
         rehearse(tmp_path / "rehearsal", gpt2.config, tokenizer, None, torch.float32)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizers_other_files_are_exported_as_they_are(gpt2, tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path / "source")
+    (tmp_path / "source/vocab.txt").write_bytes(b"\xef\xbb\xbf\xe9\n")  # Latin-1, and nothing reads it here
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "source")
+    assert rehearse(tmp_path / "rehearsal", gpt2.config, tokenizer, None, torch.float32) == []
+    assert export(tmp_path / "model", gpt2, tokenizer=tokenizer) == []
+    assert (tmp_path / "model/vocab.txt").read_bytes() == b"\xe9\n"
 
 
 def test_a_run_refuses_that_before_its_first_step(train, finished, tmp_path, capsys):

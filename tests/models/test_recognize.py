@@ -185,3 +185,14 @@ def test_a_run_in_a_folder_called_tilde_keeps_its_place(tmp_path, monkeypatch):
     (tmp_path / "~/settings.json").touch()
     (tmp_path / "~/model/config.json").write_text('{"model_type": "gpt2"}')
     assert recognize("./~", with_weights=False).model == "./~/model"  # "~/model" would be in the home folder
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "generation_config.json"])
+def test_a_link_that_leads_nowhere_is_named(tmp_path, name):
+    """As in a snapshot of the hub's cache that was copied without its blobs."""
+    for other in ("config.json", "tokenizer.json", "model.safetensors", "generation_config.json"):
+        (tmp_path / other).write_text(json.dumps(GPT2))
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("../blobs/abc")
+    with pytest.raises(InputError, match=rf"{name} is a link to \.\./blobs/abc, which is not there; copy the folder"):
+        recognize(str(tmp_path), True)

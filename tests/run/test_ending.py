@@ -17,6 +17,7 @@ import lowmem.run.train
 from lowmem.core.parameters import Store
 from lowmem.errors import CapExceeded
 from lowmem.models import description, export
+from lowmem.run.checkpoint import NotSaved
 from lowmem.run.trackers import Trackers
 from runs import assert_same_run, at_call, content, last_line, stored, weights
 
@@ -146,6 +147,24 @@ def test_a_last_step_that_is_not_evaluated_or_saved_is_exported(
     assert train(tmp_path / "out", *OPTIONS) == 1
     assert f"{said} failed: it broke. The weights are in {tmp_path}/out/model" in last_line(capsys)
     assert weights(tmp_path / "out") == weights(expected)
+
+
+@pytest.mark.parametrize(
+    ("every", "said"), [("2", "The weights after step 2 are in"), ("9", "The weights are lost; the")]
+)
+def test_what_was_neither_saved_nor_exported_is_said_to_be_lost(every, said, train, tmp_path, monkeypatch, capsys):
+    def full(folder, store, state, **given):
+        if state["step"] == 3:
+            raise NotSaved("step 3", "No space left on device")
+        save(folder, store, state, **given)
+
+    save = lowmem.run.train.save_checkpoint
+    with monkeypatch.context() as patch:
+        patch.setattr(lowmem.run.train, "save_checkpoint", full)
+        after_training(patch, export, "_write_shards", fail)
+        assert train(tmp_path / "out", *OPTIONS, "--save-every", every) == 1
+    assert said in last_line(capsys)
+    assert train(tmp_path / "out", *OPTIONS, "--save-every", every) == 0
 
 
 def test_weights_beyond_the_range_of_fp16_are_exported_in_fp32(train, trained, expected, monkeypatch, capsys):
