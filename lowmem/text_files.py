@@ -24,7 +24,7 @@ from lowmem.errors import InputError
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_PARQUET = b"PAR1"
+PARQUET, ZIP = b"PAR1", b"PK\x03\x04"  # how these files begin; torch.save writes a zip archive
 _START_BYTES = 512  # that tell what a file is; the head of a tar archive
 _TEXTS = (".json", ".txt", ".jinja")  # of a model's folder
 _KINDS = {  # by the first bytes of a file: its kind, and advice
@@ -35,14 +35,19 @@ _KINDS = {  # by the first bytes of a file: its kind, and advice
     b"\x04\x22\x4d\x18": ("compressed with lz4", "unpack it with unlz4"),
     b"]\0\0": ("compressed with lzma", "unpack it with unlzma"),
     b"\x1f\x9d": ("compressed with compress", "unpack it with uncompress"),
-    b"PK\x03\x04": ("a zip archive", "unpack it with unzip"),
+    ZIP: ("a zip archive", "unpack it with unzip"),
     b"PK\x05\x06": ("an empty zip archive", "give the file that should be in it"),
     b"Rar!\x1a\x07": ("a RAR archive", "unpack it with unrar"),
     b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it with 7z"),
-    _PARQUET: ("a Parquet file", "rename it to .parquet"),
+    PARQUET: ("a Parquet file", "rename it to .parquet"),
     b"ARROW1": ("an Arrow file", "write its rows as Parquet or JSON lines"),
     b"%PDF-": ("a PDF", "extract its text first"),
     b"SQLite format 3\0": ("an SQLite database", "export the table that holds the text, as .csv"),
+    b"{\\rtf": ("an RTF document", "save it as plain text"),
+    b"\xd0\xcf\x11\xe0": ("an Office document", "save it as plain text"),
+    b"\x7fELF": ("a program", "give text"),
+    b"\x89PNG": ("a picture", "give text"),
+    b"\xff\xd8\xff": ("a picture", "give text"),
 }
 
 
@@ -55,16 +60,16 @@ def refuse_pointer(path: Path) -> bytes:
     return start
 
 
-def refuse_disguised(path: Path, is_text: bool = True) -> None:
-    """InputError if `path` is a Git LFS pointer, or a compressed file or an archive under another name; if it must be
-    text, also if it is binary."""
+def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
+    """InputError if `path` is a Git LFS pointer, or a file of another kind than its name says. `binary`: the first
+    bytes of the kind that it should be, if that is not text; b"" for a kind that is told by nothing."""
     start = refuse_pointer(path)
     for magic, (kind, advice) in _KINDS.items():
-        if start.startswith(magic) and (is_text or magic != _PARQUET):
-            raise InputError(f"{path} is {kind}, whatever its name says; {advice}")
+        if start.startswith(magic) and magic != binary:
+            raise InputError(f"{path} is {kind}; {advice}")
     if start[257:].startswith(b"ustar"):
-        raise InputError(f"{path} is a tar archive, whatever its name says; unpack it with tar -xf")
-    if is_text and b"\0" in start[:4]:
+        raise InputError(f"{path} is a tar archive; unpack it with tar -xf")
+    if binary is None and b"\0" in start[:4]:
         raise InputError(f"{path} begins with zero bytes: it is binary, or UTF-16; give text, saved as UTF-8")
 
 

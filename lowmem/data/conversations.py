@@ -37,7 +37,8 @@ _ROLES = {  # other names of roles, in lower case and without a colon at the end
 }
 _KEPT_IF_NAMED = ("developer", "ipython")  # a chat template that names one of these may know both names
 _CALLS = ("function_call", "tool_call")  # roles whose text is one function call or a list of calls, in JSON
-_TRAINED = ("loss", "train", "training")  # keys of messages: false keeps an answer from being trained on
+_TRAINED = ("loss", "train", "training", "weight")  # keys of messages that say whether an answer is trained on
+_NOT_TRAINED, _IS_TRAINED = (0, False, "0", "false"), (None, 1, True, "1", "true")  # their values
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
 
 
@@ -63,8 +64,7 @@ class Conversation:
             for index, message in enumerate(self.messages)
             if message["role"] == "assistant"
             and index >= self.given
-            and message.get("weight") != 0
-            and not any(message.get(name) in (0, False) for name in _TRAINED)
+            and not any(message.get(name) in _NOT_TRAINED for name in _TRAINED)
         ]
 
     @property
@@ -146,6 +146,9 @@ def _message(value: dict[str, Any], place: str, template: str) -> Message:
     if not isinstance(said, str):
         raise InputError(f"{place}: there is no role; write who says it: system, user, assistant or tool")
     message["role"] = _role(said, place, template)
+    for name in _TRAINED:
+        if (weight := message.get(name)) not in (*_NOT_TRAINED, *_IS_TRAINED):
+            raise InputError(f"{place}: {name} is {weight!r}; an answer is trained on (1 or true) or not (0 or false)")
     called = message.pop("function_call", None)
     if _plain(said) in _CALLS:
         called, content = content, None

@@ -131,7 +131,7 @@ def read_documents(
         if rows_limit is not None and writer.rows >= rows_limit:
             break
     notes = [f"{source.name} is streamed and was read as far as needed"] if rows_limit is not None else []
-    notes += [f"{skipped:,} empty ones skipped"] if skipped else []
+    notes += [f"{skipped:,} empty one{'s' * (skipped > 1)} skipped"] if skipped else []
     return writer.finish(source.name, notes, why)
 
 
@@ -231,8 +231,9 @@ class _Writer:
     def finish(self, name: str, notes: list[str], why_empty: str) -> Documents:
         self._flush()
         if not self.lengths:
+            beside = f" ({', '.join(notes)})" if notes else ""
             raise InputError(
-                f"{name}: no example has a token to train on within {self.seq} tokens; raise --seq"
+                f"{name}: no example has a token to train on within {self.seq} tokens{beside}; raise --seq"
                 if self.dropped
                 else f"{name}: every document in it is empty{why_empty}"
             )

@@ -12,7 +12,7 @@ from typing import Any
 
 from lowmem.data.records import Record
 from lowmem.errors import InputError, first_line
-from lowmem.text_files import parse_json, read_text, refuse_disguised, text_lines
+from lowmem.text_files import PARQUET, parse_json, read_text, refuse_disguised, text_lines
 
 STRUCTURED_COLUMNS = (
     *("messages", "conversations", "system", "tools", "prompt", "completion"),
@@ -133,7 +133,7 @@ def _parquet_rows(path: Path, text_field: str) -> Iterator[Record]:
         import pyarrow.parquet
     except ImportError as error:
         raise InputError(f"{path}: reading Parquet needs pyarrow ({first_line(error)}): pip install pyarrow") from error
-    refuse_disguised(path, is_text=False)
+    refuse_disguised(path, PARQUET)
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:

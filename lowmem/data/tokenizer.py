@@ -131,7 +131,7 @@ def _from_pretrained(
     source = folder = Path(model)
     if folder.is_dir():
         for path in _files(folder, *_VOCABULARIES, *_BESIDE_THEM):
-            refuse_disguised(path, is_text=False)
+            refuse_disguised(path, b"")
         source = readable_folder(folder, _config_without_switches(folder / "config.json"))
     with _held_back() as records:
         try:

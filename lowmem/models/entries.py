@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem.core.precision import RUN_ELEMENTS
 from lowmem.errors import InputError, first_few
+from lowmem.text_files import ZIP, refuse_disguised
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Trainers' keys for a model's state_dict in their checkpoints.
@@ -61,6 +62,7 @@ def _safetensors_entries(path: Path) -> dict[str, Entry]:
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:
+        refuse_disguised(path, b"")
         raise InputError(f"{path} is truncated or corrupt ({error}); download or copy it again") from None
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
@@ -90,6 +92,7 @@ def _bin_entries(path: Path) -> tuple[dict[str, Entry], list[str]]:
                 "you trust it, and save only its state_dict, as pytorch_model.bin"
             ) from None
         reason = (str(error).strip().rpartition("WeightsUnpickler error: ")[2] or type(error).__name__).splitlines()[0]
+        refuse_disguised(path, ZIP)
         raise InputError(f"{path} is truncated, corrupt or no state_dict ({reason[:200]}); download it again") from None
     tensors, keys = _state_dict(path, content)
     entries = {}

@@ -74,7 +74,7 @@ def test_calls_of_tools_read_alike_from_openai_and_sharegpt_rows(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "untrained", [{"weight": 0}, {"loss": False}, {"train": False}, {"training": False}, {"loss": 0}]
+    "untrained", [{"weight": 0}, {"loss": False}, {"train": False}, {"training": False}, {"loss": 0}, {"weight": "0"}]
 )
 def test_parts_of_text_are_joined_and_a_weight_of_0_is_not_trained(tmp_path, untrained):
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
@@ -84,6 +84,13 @@ def test_parts_of_text_are_joined_and_a_weight_of_0_is_not_trained(tmp_path, unt
     assert (
         read(tmp_path, {"messages": [CONVERSATION[0], {**first, **untrained}, *CONVERSATION[2:]]})[0][1] == " See you"
     )
+
+
+@pytest.mark.parametrize("unclear", [{"weight": 0.5}, {"loss": "maybe"}, {"train": [1]}])
+def test_a_weight_that_is_neither_0_nor_1_is_named(tmp_path, unclear):
+    answer = {"role": "assistant", "content": "Hello", **unclear}
+    with pytest.raises(InputError, match=rf"message 2: {next(iter(unclear))} is .*0 or false"):
+        read(tmp_path, {"messages": [CONVERSATION[0], answer]})
 
 
 def test_of_prompt_and_completion_as_messages_only_the_completion_is_trained(tmp_path):
@@ -299,7 +306,7 @@ def test_nulls_are_empty_and_a_column_of_nulls_is_no_second_reading(tmp_path, ro
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     data = load(tmp_path / "saved", seq=512 if "text" not in rows[-1] or "messages" in rows[-1] else 16)
-    assert (f"{count} empty ones skipped" in data.description) == (count > 0)
+    assert (f"{count} empty one" in data.description) == (count > 0)
     path = write_rows(tmp_path / "rows.jsonl", rows)
     if count:
         with pytest.raises(InputError, match=r"rows\.jsonl:\d: .*(null|is empty|no answer|no content)"):

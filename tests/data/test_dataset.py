@@ -390,7 +390,7 @@ def test_a_folder_is_read_in_order_whole_files_and_rows_together(tmp_path):
     data = load(tmp_path, text_field="body")
     expected = [*b"first = 1\r\n", END, *b"second file ", END, *b"third", END]
     assert data.train.parts[0].documents.tokens[:].tolist() == expected
-    assert ".rst left out" in data.description and "1 empty ones skipped" in data.description
+    assert ".rst left out" in data.description and "1 empty one skipped" in data.description
 
 
 BAD_FILES = {
@@ -547,7 +547,7 @@ def test_a_hub_data_set_is_read_by_its_columns_and_blank_rows_are_skipped(hub, m
         + [{"id": 3, "messages": CONVERSATION[:1]}],
     )
     data = load("org/chat:small", steps=2, seq=128)
-    assert data.train.rows == 3 and "1 empty ones skipped" in data.description
+    assert data.train.rows == 3 and "1 empty one skipped" in data.description
     assert trained_text(data.train.batch(0)) == " Hello$" and asked[-1] == ("org/chat", "small", False)
     monkeypatch.setattr(hub_data, "STREAM_ABOVE_BYTES", -1)
     assert load("org/chat", steps=1, batch=1, seq=128).train.rows >= 1 and asked[-1] == ("org/chat", None, True)

@@ -181,7 +181,7 @@ def test_what_save_to_disk_wrote_is_read(tmp_path):
     one.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"test": one.select([2]), "train": one.select([0, 1])}).save_to_disk(tmp_path / "both")
     alone, both = load(tmp_path / "one"), load(tmp_path / "both", eval_fraction=0.1)
-    assert "1 empty ones skipped" in alone.description and "columns not used: id" in alone.description
+    assert "1 empty one skipped" in alone.description and "columns not used: id" in alone.description
     assert len(alone.train.parts[0].documents.lengths) == 2 and alone.evaluations == ()
     assert both.train.parts[0].documents.files == (f"{tmp_path / 'both'}, train row ",)
     assert both.evaluations[0].parts[0].documents.files == (f"{tmp_path / 'both'}, test row ",)
