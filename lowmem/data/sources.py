@@ -190,7 +190,7 @@ def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list
     files, runs = without_runs(files, root, out)
     named = [str(path) for path in runs[:_MOST_NAMED]]
     named += [f"{len(runs) - _MOST_NAMED} more"] if len(runs) > _MOST_NAMED else []
-    return files, f" (written by runs and left out: {', '.join(named)})" if runs else ""
+    return files, f" (runs and models left out: {', '.join(named)})" if runs else ""
 
 
 def _files(

@@ -141,7 +141,9 @@ def _export(
     try:
         problems = write(store.masters(), dtype=WORKING_DTYPES[settings.export_dtype])
     except BeyondRange as error:
-        ending.note(f"{error}, so the model is exported in fp32 and not with --export-dtype {settings.export_dtype}")
+        ending.note(
+            f"{error}, so the model is exported in fp32, not in {settings.export_dtype}; give --export-dtype fp32"
+        )
         problems = write(store.masters(), dtype=torch.float32)
     ending.exported = True
     for problem in problems:

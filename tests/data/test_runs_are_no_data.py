@@ -39,7 +39,7 @@ def test_a_folder_around_runs_is_read_without_them(project, out):
     assert read("**/*.txt", out) == ["book.txt", "texts/more.txt"]
     assert read(f"{project}/**/*.json*", out) == [str(project / "rows.json")]
     named = "runs" if out == "runs" else "runs/x"
-    assert open_source(".", "text", 1, out and Path(out)).remark == f" (written by runs and left out: {named})"
+    assert open_source(".", "text", 1, out and Path(out)).remark == f" (runs and models left out: {named})"
 
 
 def test_a_run_folder_is_out_before_it_has_anything_in_it(project):
@@ -96,7 +96,7 @@ def test_the_file_that_the_output_goes_to_is_no_data(project):
 
 
 def test_nothing_but_runs_is_refused_with_their_names(project):
-    with pytest.raises(InputError, match=r"no file of the kinds .* \(written by runs and left out: runs/x\)"):
+    with pytest.raises(InputError, match=r"no file of the kinds .* \(runs and models left out: runs/x\)"):
         read("runs")
     for number in range(5):
         shutil.copytree("runs/x", f"runs/{number}")
