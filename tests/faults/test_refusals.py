@@ -184,7 +184,7 @@ def test_help_fits_80_columns(program):
     [
         {"model_type": "gpt2", "n_layer": 0},
         {"model_type": ["gpt2"]},
-        {"model_type": "llama", "vocab_size": 100, "pad_token_id": 100, "num_hidden_layers": 1, "hidden_size": 64},
+        {"model_type": "llama", "vocab_size": 100, "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 5},
     ],
     ids=lambda config: str(config["model_type"]),
 )
