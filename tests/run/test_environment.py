@@ -21,7 +21,7 @@ NOTEBOOK = {  # a kernel passes these to the programs that it starts; rc files s
 }
 CONTAINER = {  # no home, no folder for caches, no locale, no name of the user
     **{
-        "HOME": "/nonexistent",
+        "HOME": "/proc/nope",
         "XDG_CACHE_HOME": "/proc/nope",
         "XDG_CONFIG_HOME": "/proc/nope",
         "HF_HOME": "/proc/nope",
