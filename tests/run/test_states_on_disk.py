@@ -79,7 +79,7 @@ def test_a_disk_without_room_is_refused_before_the_first_step(
 ):
     """Whether checkpoints and states are too much together, or the states alone where they are made."""
     if needed == "checkpoints":
-        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**6))
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4 * 10**6))
     else:
 
         def full(*_):
