@@ -7,8 +7,8 @@ import json
 import sys
 from collections.abc import Iterable
 
+from lowmem.cudasim.allocator import CachingAllocator
 from lowmem.errors import InputError
-from lowmem.simulate.allocator import CachingAllocator
 
 OPERATIONS = 'One operation a line: ["a", id, bytes, stream] allocate, ["f", id] free, ["e"] empty_cache.'
 

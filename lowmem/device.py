@@ -50,7 +50,7 @@ def release_freed_memory() -> None:
 
 def expandable_segments() -> bool:
     """Whether the segments of CUDA's caching allocator grow: as the environment says, else as set_environment would.
-    InputError where the environment asks the allocator for what simulate/allocator.py does not know."""
+    InputError where the environment asks the allocator for what cudasim/allocator.py does not know."""
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         raise InputError("PYTORCH_NO_CUDA_MEMORY_CACHING is set, and no plan holds without the cache; unset it")
     found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}

@@ -24,7 +24,7 @@ from lowmem.errors import CapExceeded, InputError, LowmemError
 from lowmem.units import MIB, format_size
 
 CONTEXT_BYTES = 512 * MIB  # what CUDA takes of a card beside its allocator, about
-OVERSHOOT_BYTES = 18 * MIB  # that segments which grow may map beyond the allocator's own cap (simulate/allocator.py)
+OVERSHOOT_BYTES = 18 * MIB  # that segments which grow may map beyond the allocator's own cap (cudasim/allocator.py)
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")

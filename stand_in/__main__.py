@@ -9,8 +9,8 @@ import argparse
 import os
 import sys
 
+from lowmem.cudasim.gpus import CARDS
 from lowmem.errors import InputError
-from lowmem.simulate.gpus import CARDS
 from lowmem.units import format_size, parse_size
 from stand_in import build, settings
 

@@ -13,9 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOUNDATION, PROGRAMS = "foundation", "programs"  # the files that lie in lowmem/ itself, below and above the rooms
 PROGRAM_FILES = {"__init__", "__main__", "allocator", "plan"}
-ROOMS = (FOUNDATION, "core", "models", "data", "simulate", "planning", "distributed", "run", PROGRAMS)
+ROOMS = (FOUNDATION, "core", "models", "data", "cudasim", "planning", "distributed", "run", PROGRAMS)
 # Neighbours in that order that know nothing of each other all the same.
-STRANGERS = {("data", "models"), ("simulate", "data"), ("planning", "data"), ("distributed", "planning"),
+STRANGERS = {("data", "models"), ("cudasim", "models"), ("cudasim", "data"), ("planning", "data"),
              ("distributed", "data")}  # fmt: skip
 OPTIONAL_PACKAGES = {"wandb", "bitsandbytes", "datasets", "matplotlib", "pyarrow", "tensorboard"}
 

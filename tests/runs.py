@@ -22,15 +22,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import train_gpt2_large
 import train_gpt2_xl
+from lowmem.cudasim.gpus import Card
+from lowmem.cudasim.recorder import Recorder
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
+from lowmem.planning.simulated_step import StepCase, Target, gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.run.log import read_metrics
 from lowmem.settings import Settings
-from lowmem.simulate.gpus import Card
-from lowmem.simulate.recorder import Recorder
-from lowmem.simulate.step import StepCase, Target, gpu_target
 from lowmem.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent

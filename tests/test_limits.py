@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from lowmem import limits as budget_module
+from lowmem.cudasim.allocator import CachingAllocator, SimulatedOutOfMemory
 from lowmem.errors import CapExceeded, InputError, LowmemError
 from lowmem.limits import OVERSHOOT_BYTES, Budget, Peaks, ram_available_bytes
-from lowmem.simulate.allocator import CachingAllocator, SimulatedOutOfMemory
 from lowmem.units import GIB, MIB
 
 ROOT = Path(__file__).resolve().parent.parent

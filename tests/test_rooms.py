@@ -34,7 +34,7 @@ def test_every_folder_of_the_package_is_a_room_that_says_what_it_is():
 def tree(folder, *more: str):
     """Empty files in the place of a project's."""
     files = ["lowmem/__init__.py", "lowmem/plan.py", "lowmem/units.py", "lowmem/core/loss.py", "lowmem/data/dataset.py"]
-    files += ["lowmem/simulate/step.py", "lowmem/planning/search.py", "lowmem/run/train.py", "train_gpt2_xl.py"]
+    files += ["lowmem/cudasim/recorder.py", "lowmem/planning/search.py", "lowmem/run/train.py", "train_gpt2_xl.py"]
     files += ["experiments/peers/run.py", "experiments/peers/table.py", "experiments/scaling/run.py", *more]
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -50,11 +50,11 @@ def tree(folder, *more: str):
         ("lowmem/plan.py", "import train_gpt2_xl"),
         ("lowmem/units.py", "from lowmem import plan"),
         ("lowmem/units.py", "from lowmem.core.loss import IGNORED"),
-        ("lowmem/core/loss.py", "from lowmem.simulate import step"),
+        ("lowmem/core/loss.py", "from lowmem.cudasim import recorder"),
         ("lowmem/core/loss.py", "from ..data import dataset"),
         ("lowmem/core/loss.py", "def f():\n    from lowmem.planning.search import fastest"),
-        ("lowmem/simulate/step.py", "import lowmem.planning.search"),
-        ("lowmem/simulate/step.py", "import lowmem.data.dataset"),
+        ("lowmem/cudasim/recorder.py", "import lowmem.planning.search"),
+        ("lowmem/cudasim/recorder.py", "import lowmem.data.dataset"),
         ("lowmem/planning/search.py", "from lowmem.data.dataset import Rows"),
         ("lowmem/planning/search.py", "from lowmem.run import train"),
         ("lowmem/run/train.py", "import wandb"),
@@ -77,7 +77,10 @@ def test_an_import_that_points_the_wrong_way_is_found(tmp_path, file, code):
     [
         ("lowmem/core/loss.py", "import math, torch\nimport transformers\nfrom lowmem.units import GIB"),
         ("lowmem/core/loss.py", "from lowmem import units\nfrom ..units import GIB"),
-        ("lowmem/planning/search.py", "from lowmem.simulate.step import record_step\nfrom lowmem.core import loss"),
+        (
+            "lowmem/planning/search.py",
+            "from lowmem.cudasim.recorder import Tape\nfrom lowmem.core import loss",
+        ),
         ("lowmem/run/train.py", "def log():\n    import wandb\nfrom lowmem.data import dataset"),
         ("experiments/peers/run.py", "import lowmem.run\nfrom experiments.peers import table\nfrom . import run"),
         ("train_gpt2_xl.py", "from lowmem.run.train import main"),

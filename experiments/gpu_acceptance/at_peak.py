@@ -1,6 +1,6 @@
 """What lies in memory at the peak, measured beside simulated: why a prediction was off, from one run.
 
-Every source becomes a `Tape` (lowmem/simulate/recorder.py): CPU memory events of the profiler, the caching allocator's
+Every source becomes a `Tape` (lowmem/cudasim/recorder.py): CPU memory events of the profiler, the caching allocator's
 own history on a GPU, the simulation's. So a real run can be replayed through the model of the allocator, which parts
 the two ways of being wrong: if the replay reserves what the card did, the tracer missed a tensor; if not, the
 allocator's model is off. Sizes are those of blocks, multiples of 512 bytes; names come from Python frames on a GPU
@@ -18,10 +18,10 @@ from typing import TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lowmem.cudasim.allocator import ROUNDING
+from lowmem.cudasim.recorder import FREED, Chunk, Tape
 from lowmem.device import collect_garbage
-from lowmem.simulate.allocator import ROUNDING
-from lowmem.simulate.recorder import FREED, Chunk, Tape
-from lowmem.simulate.step import under_cap
+from lowmem.planning.simulated_step import under_cap
 
 LARGEST = 12  # groups of blocks that a row names
 _TORCH = str(Path(torch.__file__).parent)

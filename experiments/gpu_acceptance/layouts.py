@@ -17,7 +17,7 @@ from lowmem.core.layout import Layout
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.models.build import load_config, make_decoder
-from lowmem.simulate.step import StepCase
+from lowmem.planning.simulated_step import StepCase
 
 MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt2": partial(load_config, "gpt2", "random"),

@@ -26,13 +26,13 @@ from lowmem.core.kernels import fused
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.step import TrainingStep
+from lowmem.cudasim.allocator import SimulatedOutOfMemory
+from lowmem.cudasim.gpus import Card
+from lowmem.cudasim.recorder import Tape
 from lowmem.limits import Budget
+from lowmem.planning.simulated_step import StepCase, Target, cpu_target, gpu_target, under_cap
 from lowmem.planning.target import card_for
 from lowmem.settings import Settings
-from lowmem.simulate.allocator import SimulatedOutOfMemory
-from lowmem.simulate.gpus import Card
-from lowmem.simulate.recorder import Tape
-from lowmem.simulate.step import StepCase, Target, cpu_target, gpu_target, under_cap
 
 Returned = TypeVar("Returned")
 

@@ -30,7 +30,7 @@ from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.step import TrainingStep
 from lowmem.models.build import make_decoder
 from lowmem.planning.plan import Plan
-from lowmem.simulate.step import StepCase, gpu_target
+from lowmem.planning.simulated_step import StepCase, gpu_target
 from lowmem.units import GIB
 
 MOST_ADDED = 0.03  # to a step, by its update: issue 4's bar, for 64k tokens

@@ -26,13 +26,13 @@ from experiments.gpu_acceptance.layouts import CAPPED, DRY_GRID, GRID, ModelLayo
 from experiments.gpu_acceptance.measured import Measured, Ran, error, prepared, train
 from experiments.harness.child import Result, Setting
 from lowmem.core.layout import Layout
+from lowmem.cudasim.allocator import SimulatedOutOfMemory
+from lowmem.cudasim.gpus import CARDS
+from lowmem.cudasim.recorder import Tape
 from lowmem.planning.caps import MARGIN_BYTES
 from lowmem.planning.search import Choices, MemoryLimits, fastest
+from lowmem.planning.simulated_step import Recording, Target, gpu_target, under_cap
 from lowmem.planning.simulations import Simulations
-from lowmem.simulate.allocator import SimulatedOutOfMemory
-from lowmem.simulate.gpus import CARDS
-from lowmem.simulate.recorder import Tape
-from lowmem.simulate.step import Recording, Target, gpu_target, under_cap
 from lowmem.units import GIB, MIB
 
 MOST_ALLOCATED_ERROR, MOST_MEDIAN_ERROR, MOST_RESERVED_ERROR, MOST_BELOW = 0.01, 0.005, 0.03, 0.005

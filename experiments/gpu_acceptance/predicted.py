@@ -26,13 +26,13 @@ from experiments.harness.autocast import CudaAutocast
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
+from lowmem.cudasim.gpus import Card, card_named
+from lowmem.cudasim.recorder import Recorder
 from lowmem.errors import LowmemError
 from lowmem.models.build import build_model, load_config, make_decoder
 from lowmem.planning.planner import make_plan
+from lowmem.planning.simulated_step import META, StepCase, gpu_target, record_step
 from lowmem.settings import Settings
-from lowmem.simulate.gpus import Card, card_named
-from lowmem.simulate.recorder import Recorder
-from lowmem.simulate.step import META, StepCase, gpu_target, record_step
 from lowmem.units import GIB
 
 SEQ, BATCHES = 1024, (1, 2, 4, 8, 16, 32, 64)

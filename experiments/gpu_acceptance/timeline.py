@@ -1,7 +1,7 @@
 """Where the copies of one step lie in time, and what computes meanwhile: recorded, simulated, and both in one picture.
 
 Three lanes: what the compute stream does but for updates, copies to the card, copies from it. Recorded lanes are the
-profiler's: every kernel, copy and memset that CUPTI reports. Simulated ones are the plan's (lowmem/simulate/clock.py):
+profiler's: every kernel, copy and memset that CUPTI reports. Simulated ones are the plan's (lowmem/cudasim/clock.py):
 copies where its clock puts them, and the compute stream busy whenever it does not wait for one of them. A copy is
 *hidden* as far as the compute stream is busy while it runs; gaps of microseconds between kernels count against that in
 a recording, and are not there in a simulation.
@@ -24,9 +24,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from lowmem.core.decoder import Decoder
-from lowmem.simulate import step
-from lowmem.simulate.clock import SimulatedCopies
-from lowmem.simulate.step import StepCase, Target
+from lowmem.cudasim import step
+from lowmem.cudasim.clock import SimulatedCopies
+from lowmem.planning.simulated_step import StepCase, Target
 from lowmem.units import GIB
 
 COMPUTE, IN, OUT = "compute", "copies in", "copies out"

@@ -16,7 +16,7 @@ import json
 import time
 from pathlib import Path
 
-from lowmem.simulate.gpus import CARDS, card_of_name_reported
+from lowmem.cudasim.gpus import CARDS, card_of_name_reported
 
 FACTOR = 3.0
 FLOOR_SECONDS = 120.0

@@ -21,9 +21,9 @@ from lowmem.core.optimizers import Hyperparameters, UpdateRule, get_optimizer, s
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.step import TrainingStep
+from lowmem.cudasim.recorder import Recorder
 from lowmem.models.build import GPT2_SHAPES, make_decoder
-from lowmem.simulate.recorder import Recorder
-from lowmem.simulate.step import StepCase, Target, record_step
+from lowmem.planning.simulated_step import StepCase, Target, record_step
 
 CALLS = 100  # of an operator, one after the other
 SIDE = 64  # of the tensors of single operators

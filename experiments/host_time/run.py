@@ -5,7 +5,7 @@
 On the stand-in a kernel takes no time, so what a step takes there is what Python, the dispatcher, autograd, the caching
 allocator and the launch cost the host. Beside each stands what the simulator's clock counts for the very same lines,
 run on meta tensors with a GPU that needs no time: operations times the constants of the DeviceModel of the card
-(simulate/step.py).
+(planning/simulated_step.py).
 
 What is compared is the processor time of the process: of the thread that runs forward and of autograd's, which take
 turns. The cases take turns too, round after round, so that whatever else the machine does meets all of them; other
@@ -31,9 +31,9 @@ from experiments.host_time.table import table
 from lowmem import device as devices
 from lowmem.core import optimizers
 from lowmem.core.kernels import fused
+from lowmem.planning.simulated_step import Target, gpu_target
 from lowmem.planning.target import card_for
 from lowmem.settings import Settings
-from lowmem.simulate.step import Target, gpu_target
 
 RESULTS = Path(__file__).resolve().parent / "results" / "rows.jsonl"
 STEPS = [("gpt2", 2), ("gpt2", 4), ("gpt2-large", 2), ("gpt2-large", 4)]  # shape and blocks

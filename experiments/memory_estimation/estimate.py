@@ -16,16 +16,16 @@ from transformers import PretrainedConfig
 from experiments.memory_estimation.plain import record_plain
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
+from lowmem.cudasim import cuda_ops, temporaries
+from lowmem.cudasim.allocator import SimulatedOutOfMemory
+from lowmem.cudasim.gpus import Card
+from lowmem.cudasim.recorder import DeviceModel, Tape
 from lowmem.models.build import make_decoder
 from lowmem.planning.gpu_plan import fastest_layout, least_room
 from lowmem.planning.search import MemoryLimits
+from lowmem.planning.simulated_step import Memory, StepCase, Target, gpu_target, under_cap
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
-from lowmem.simulate import cuda_ops, temporaries
-from lowmem.simulate.allocator import SimulatedOutOfMemory
-from lowmem.simulate.gpus import Card
-from lowmem.simulate.recorder import DeviceModel, Tape
-from lowmem.simulate.step import Memory, StepCase, Target, gpu_target, under_cap
 
 LOWMEM, SMALLEST = "lowmem", "lowmem smallest"
 LARGEST_BATCH = 64

@@ -29,9 +29,9 @@ from transformers import PretrainedConfig
 
 from experiments.harness.autocast import CudaAutocast
 from lowmem.core.decoder import Decoder
+from lowmem.cudasim.recorder import Recorder, Tape
 from lowmem.models.build import build_model
-from lowmem.simulate.recorder import Recorder, Tape
-from lowmem.simulate.step import META, Target
+from lowmem.planning.simulated_step import META, Target
 
 RECIPES = ("fp32", "bf16", "llmem")
 LOGITS_IN_FP32 = ("codegen", "gpt_neo")  # in transformers 4.29 whatever the weights are

@@ -24,11 +24,11 @@ from transformers import PretrainedConfig
 from experiments.memory_estimation.estimate import figures_of, plain_target
 from experiments.memory_estimation.models import MODELS
 from experiments.memory_estimation.plain import LOGITS_IN_FP32, record_plain
+from lowmem.cudasim.allocator import SimulatedOutOfMemory
+from lowmem.cudasim.gpus import Card, Rate
+from lowmem.cudasim.recorder import Tape
 from lowmem.models.build import build_model
-from lowmem.simulate.allocator import SimulatedOutOfMemory
-from lowmem.simulate.gpus import Card, Rate
-from lowmem.simulate.recorder import Tape
-from lowmem.simulate.step import under_cap
+from lowmem.planning.simulated_step import under_cap
 from lowmem.units import MIB
 
 SEQ = 512

@@ -23,10 +23,10 @@ from experiments.memory_estimation.measure import measured
 from experiments.memory_estimation.models import MODELS, positions
 from experiments.memory_estimation.published import LLMEM, SEQ, V100, accelerate_answer, llmem_row
 from experiments.memory_estimation.table import draw, draw_sizes, summary
+from lowmem.cudasim.gpus import Card, card_named
 from lowmem.device import set_environment
 from lowmem.errors import InputError, LowmemError
 from lowmem.run.log import write_json
-from lowmem.simulate.gpus import Card, card_named
 from lowmem.units import format_size, parse_size
 
 TRAININGS = ("fp32", "bf16", LOWMEM)

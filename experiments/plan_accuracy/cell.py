@@ -21,6 +21,7 @@ from unittest.mock import patch
 from experiments.harness.child import named
 from experiments.harness.whole_runs import memory_alone
 from experiments.plan_accuracy.cases import CASES, NO_CAP, TIGHT, Case
+from lowmem.cudasim.allocator import LARGE_SEGMENT
 from lowmem.device import ALLOCATOR_VARIABLES, set_environment
 from lowmem.errors import PlanError
 from lowmem.models.build import load_config
@@ -31,7 +32,6 @@ from lowmem.planning.target import planning_target
 from lowmem.run.cli import parse_arguments
 from lowmem.run.main import main as program
 from lowmem.settings import Settings
-from lowmem.simulate.allocator import LARGE_SEGMENT
 
 WORDS = "All parameters of a model are trained under a cap of memory that holds. "
 RUN = ["--init", "random", "--steps", "2", "--fixed-batch", "--resume", "never", "--wandb", "disabled"]

@@ -49,11 +49,11 @@ from lowmem.models.build import make_decoder
 from lowmem.planning import alternatives, gpu_plan
 from lowmem.planning.caps import room_under, smallest_cap
 from lowmem.planning.search import MemoryLimits
+from lowmem.planning.simulated_step import StepCase, gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.planning.target import card_for
 from lowmem.run.cli import parse_arguments
 from lowmem.settings import Settings
-from lowmem.simulate.step import StepCase, gpu_target
 from lowmem.units import MIB, format_size
 
 RESULTS = Path(__file__).parent / "results" / "promise.jsonl"

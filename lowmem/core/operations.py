@@ -1,7 +1,7 @@
 """What a step spends its time in, operation by operation.
 
 The step (step.py) says in which order these run; this file says what each of them is. The simulator wraps this class:
-simulate/replay.py's `ReplayedOperations` has the same methods, and runs each of them once per shape.
+planning/replay.py's `ReplayedOperations` has the same methods, and runs each of them once per shape.
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.distributed.rank import METHODS, PLAIN, RankPeak, peak_of, record, tensor_ranks
 from lowmem.errors import InputError
 from lowmem.limits import CONTEXT_BYTES
 from lowmem.models.build import build_model
-from lowmem.simulate.allocator import SimulatedOutOfMemory
-from lowmem.simulate.step import Target
+from lowmem.planning.simulated_step import Target
 from lowmem.units import format_size
 
 _FIGURES = (  # of a RankPeak, in JSON

@@ -49,15 +49,15 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, masking_utils
 
 from lowmem.core.decoder import Decoder
+from lowmem.cudasim.allocator import CachingAllocator
+from lowmem.cudasim.recorder import FREED, Chunk, DeviceModel, Recorder, Tape
 from lowmem.distributed.more_blocks import BLOCKS, Operation, Placed, numbered, stretched
 from lowmem.distributed.recipe import owners_of, place, prepare
 from lowmem.distributed.tensor_parallel import keep_share
 from lowmem.errors import InputError, LowmemError, first_line
 from lowmem.models.build import build_model
-from lowmem.simulate.allocator import CachingAllocator
-from lowmem.simulate.recorder import FREED, Chunk, DeviceModel, Recorder, Tape
-from lowmem.simulate.replay import kind_of
-from lowmem.simulate.step import Target, under_cap
+from lowmem.planning.replay import kind_of
+from lowmem.planning.simulated_step import Target, under_cap
 
 METHODS = ("ddp", "fsdp2", "tp", "dp+tp")
 PLAIN = Target(DeviceModel())  # no device in particular: nothing hidden, no time

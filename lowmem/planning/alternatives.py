@@ -9,9 +9,9 @@ from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.planning.columns import Choices
 from lowmem.planning.search import SEGMENTS
+from lowmem.planning.simulated_step import StepCase
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
-from lowmem.simulate.step import StepCase
 
 FEW_SEQUENCES = 4  # to a micro-batch, where the whole batch is one group: those plans take long to make
 SEGMENTS_OF_A_BATCH = (1, 2, 4, 6, 8)  # blocks per segment that are tried where the inputs of a whole batch are kept

@@ -11,8 +11,8 @@ from functools import cached_property
 from itertools import pairwise
 
 from lowmem.core.layout import Layout
+from lowmem.planning.simulated_step import Recording, most_bytes
 from lowmem.planning.simulations import Simulations
-from lowmem.simulate.step import Recording, most_bytes
 
 _FEW = 16  # micro-batches that are one group at most, where all gradients are held
 

@@ -20,9 +20,9 @@ from lowmem.planning.alternatives import largest_drawn_bytes, placements, step_c
 from lowmem.planning.caps import refusal
 from lowmem.planning.plan import Plan
 from lowmem.planning.ram import CPU_TRAINING_BYTES, PROCESS_VARIES_BYTES, Process, on_the_cpu
+from lowmem.planning.simulated_step import cpu_target, most_bytes, named_at_peak
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
-from lowmem.simulate.step import cpu_target, most_bytes, named_at_peak
 
 CPU_MICRO_BATCH_TOKENS = 4096
 

@@ -24,12 +24,12 @@ import torch
 from transformers import PretrainedConfig
 
 from lowmem.core.layout import Layout
+from lowmem.cudasim.gpus import Card
 from lowmem.device import expandable_segments
 from lowmem.files import to_json
 from lowmem.planning.plan import Plan
 from lowmem.planning.ram import PROCESS_VARIES_BYTES, Process
 from lowmem.settings import Settings
-from lowmem.simulate.gpus import Card
 
 MOST_KEPT = 100  # the newest; another version of this package finds none of them
 PLANNED = (  # the settings that a plan for a GPU follows from

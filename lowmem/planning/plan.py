@@ -14,9 +14,9 @@ from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.recompute import ALL, INPUT, PRODUCTS
+from lowmem.cudasim.gpus import Card
 from lowmem.planning.ram import Ram, largest
 from lowmem.settings import Settings
-from lowmem.simulate.gpus import Card
 from lowmem.units import GIB, MIB, format_size
 
 

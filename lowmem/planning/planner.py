@@ -1,8 +1,8 @@
 """Settings and a model's config in, a plan out: how the step is laid out, what it will take, and how long.
 
 The plan is a prediction about the code that trains, not a formula beside it: search.py tries layouts of the step in a
-simulation of it (simulate/step.py) and takes the fastest whose run completes under both caps. No weights are loaded and
-no GPU is needed. Where the GPU does not hold all gradients they wait in RAM or, where that has no room for them,
+simulation of it (simulated_step.py) and takes the fastest whose run completes under both caps. No weights are loaded
+and no GPU is needed. Where the GPU does not hold all gradients they wait in RAM or, where that has no room for them,
 forward and backward run twice a step. The optimizer is never another than was asked for; where RAM alone is short, a
 refusal says whether 8-bit moments would fit.
 
@@ -22,6 +22,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lowmem.core.decoder import Decoder
+from lowmem.cudasim.gpus import Card
 from lowmem.errors import PlanError
 from lowmem.limits import ram_now_bytes
 from lowmem.models.build import make_decoder
@@ -32,10 +33,9 @@ from lowmem.planning.cpu_plan import cpu_plan
 from lowmem.planning.gpu_plan import gpu_plan
 from lowmem.planning.plan import Plan
 from lowmem.planning.ram import Process
+from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
-from lowmem.simulate.gpus import Card
-from lowmem.simulate.step import gpu_target
 from lowmem.units import MIB, format_size
 
 

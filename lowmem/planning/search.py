@@ -2,7 +2,7 @@
 
 A layout is a micro-batch size, how many micro-batches form a group (and how many the first one), how many blocks a
 segment, what each block keeps for its backward, and how many units have their optimizer state on the device. Everything
-that is asked of a layout is simulated (simulate/step.py), and none of it depends on the caps: its seconds, the bytes
+that is asked of a layout is simulated (simulated_step.py), and none of it depends on the caps: its seconds, the bytes
 that it streams, and `smallest_cap_bytes`, the cap of the GPU from which on it is taken to fit. The caps only select,
 and the answer is the fastest of what they let through. So a larger cap never gives a slower plan, and a cap that was
 named as the smallest is planned when it is given: it is a layout's own, and that layout is among those that are tried.
@@ -35,8 +35,8 @@ from itertools import count, pairwise
 
 from lowmem.core.layout import Layout
 from lowmem.planning.columns import Choices, Column, Columns, Family, MemoryLimits, within
+from lowmem.planning.simulated_step import Memory, Recording
 from lowmem.planning.simulations import Simulations
-from lowmem.simulate.step import Memory, Recording
 
 SEGMENTS = (1, 2, 3, 4)  # blocks per segment that are tried
 _NO_WAIT = 1e-3  # the share of a step from which waiting for copies is worth a larger first group

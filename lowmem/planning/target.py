@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 
 from lowmem.core.precision import resolve_precision
+from lowmem.cudasim.gpus import CARDS, Card, card_named, card_of_name_reported
 from lowmem.device import expandable_segments, select_device
 from lowmem.errors import InputError
 from lowmem.limits import CONTEXT_BYTES, Budget
 from lowmem.settings import Settings
-from lowmem.simulate.gpus import CARDS, Card, card_named, card_of_name_reported
 
 
 def planning_target(settings: Settings) -> tuple[str, str, Card | None]:

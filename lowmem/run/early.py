@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from lowmem.core.states_folder import check_states_folder
+from lowmem.cudasim.gpus import card_named
 from lowmem.data.sources import is_on_hub, open_source
 from lowmem.errors import InputError, first_line
 from lowmem.models.recognize import is_hub_name, recognize
 from lowmem.run_folder import no_folder_to_resume, not_writable, why_not_writable
 from lowmem.settings import Settings, each
-from lowmem.simulate.gpus import card_named
 
 
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:

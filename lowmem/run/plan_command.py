@@ -5,13 +5,13 @@ import json
 import textwrap
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
+from lowmem.cudasim.gpus import CARDS, Card
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.run.early import check_target, packages_needed
 from lowmem.run.environment import variables_blamed, warnings_end_nothing
 from lowmem.run.signals import interrupt_ends_at_once
 from lowmem.run.terminal import escape_what_stdout_lacks, say
 from lowmem.settings import Settings
-from lowmem.simulate.gpus import CARDS, Card
 from lowmem.units import parse_size
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def _advise(options: argparse.Namespace, settings: Settings, config: "Pretrained
     from lowmem.distributed.methods import advise, describe, to_dict  # torch.distributed costs a second
     from lowmem.limits import CONTEXT_BYTES
     from lowmem.models.compatibility import architecture_blamed
-    from lowmem.simulate.step import gpu_target
+    from lowmem.planning.simulated_step import gpu_target
 
     if settings.target_tokens is not None:
         raise InputError("--gpus is advice for decoders, and this model is an encoder-decoder: leave it out")

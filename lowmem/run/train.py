@@ -21,6 +21,7 @@ from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
 from lowmem.core.step import StepAbandoned, TrainingStep, summed_loss
+from lowmem.cudasim.gpus import Card
 from lowmem.data.batches import PACKED, Batches
 from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer, tokenizer_blamed
@@ -63,7 +64,6 @@ from lowmem.run.signals import StopRequest
 from lowmem.run.terminal import output, say
 from lowmem.run_folder import not_writable
 from lowmem.settings import Settings
-from lowmem.simulate.gpus import Card
 from lowmem.units import interval_seconds
 
 SKIPPED_IN_A_ROW = 10  # steps without a finite gradient after which a run gives up

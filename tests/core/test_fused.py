@@ -25,11 +25,11 @@ from lowmem.core.layers import accumulated, cast_explicitly
 from lowmem.core.loss import linear_cross_entropy
 from lowmem.core.optimizers import Hyperparameters, get_optimizer, state_layout
 from lowmem.core.precision import join, split
+from lowmem.cudasim.gpus import CARDS
+from lowmem.cudasim.recorder import Recorder
 from lowmem.models.build import make_decoder
-from lowmem.simulate.gpus import CARDS
-from lowmem.simulate.recorder import Recorder
-from lowmem.simulate.replay import _traffic_of_8_bit
-from lowmem.simulate.step import gpu_target, record_step
+from lowmem.planning.replay import _traffic_of_8_bit
+from lowmem.planning.simulated_step import gpu_target, record_step
 from reference import tiny_config
 from tests.core.test_loss import CAPPED, PLAINLY, SCALED, chunked, errors, operands
 from tests.core.test_loss import plain as plain_loss

@@ -18,7 +18,7 @@ from lowmem.core import offload
 from lowmem.core.deferred_updates import Updates
 from lowmem.core.offload import AHEAD, StagingRing, host_tensor, page_lock
 from lowmem.core.optimizers import Hyperparameters
-from lowmem.simulate.recorder import Recorder
+from lowmem.cudasim.recorder import Recorder
 
 CPU = torch.device("cpu")
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from lowmem.simulate.allocator import ROUNDING
-from lowmem.simulate.cuda_ops import CudaFunctions
-from lowmem.simulate.recorder import FREED, Recorder
-from lowmem.simulate.step import DeviceModel
-from lowmem.simulate.temporaries import Gpu, hidden_bytes
+from lowmem.cudasim.allocator import ROUNDING
+from lowmem.cudasim.cuda_ops import CudaFunctions
+from lowmem.cudasim.recorder import FREED, Recorder
+from lowmem.cudasim.temporaries import Gpu, hidden_bytes
+from lowmem.planning.simulated_step import DeviceModel
 
 META = torch.device("meta")
 VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowmem.simulate.temporaries import Gpu
+from lowmem.cudasim.temporaries import Gpu
 from tests.cuda.allocations import META, Call, call_on_meta
 
 aten = torch.ops.aten

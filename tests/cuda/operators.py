@@ -1,5 +1,5 @@
 """Every operator that the simulator has an opinion on, run for real: what it allocates, against
-lowmem/simulate/temporaries.py.
+lowmem/cudasim/temporaries.py.
 
     python -m stand_in --gpu a100 -- -m tests.cuda.operators [--workspaces] [--families gpt2 llama ...]
 
@@ -48,12 +48,12 @@ from transformers import (
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
+from lowmem.cudasim.cuda_ops import blas_workspace_bytes, blaslt_workspace_bytes
+from lowmem.cudasim.gpus import CARDS
+from lowmem.cudasim.temporaries import Gpu
 from lowmem.device import make_deterministic, set_environment
 from lowmem.models.build import make_decoder
-from lowmem.simulate.cuda_ops import blas_workspace_bytes, blaslt_workspace_bytes
-from lowmem.simulate.gpus import CARDS
-from lowmem.simulate.step import StepCase, gpu_target, record_step
-from lowmem.simulate.temporaries import Gpu
+from lowmem.planning.simulated_step import StepCase, gpu_target, record_step
 from tests.cuda import calls
 from tests.cuda.allocations import VERSION, Call, measure, peaks_on, peaks_simulated, record_of
 
@@ -192,9 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     gpu = Gpu((properties.major, properties.minor), properties.multi_processor_count)
     here = properties.max_threads_per_multi_processor, properties.shared_memory_per_multiprocessor
     if (*here, properties.shared_memory_per_block_optin, gpu.multiprocessor.blocks) != gpu.multiprocessor:
-        raise AssertionError(
-            f"the device's multiprocessors are not those of lowmem/simulate/multiprocessors.py: {here}"
-        )
+        raise AssertionError(f"the device's multiprocessors are not those of lowmem/cudasim/multiprocessors.py: {here}")
     with deterministic_algorithms(False):  # which refuses products where the workspaces are not set
         found = list(workspaces(gpu))
     for row in itertools.chain(found, () if options.workspaces else rows(gpu, options.families)):

@@ -25,10 +25,10 @@ from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
 from lowmem.core.step import TrainingStep
+from lowmem.cudasim.gpus import card_of_name_reported
+from lowmem.cudasim.recorder import FREED
 from lowmem.models.build import make_decoder
-from lowmem.simulate.gpus import card_of_name_reported
-from lowmem.simulate.recorder import FREED
-from lowmem.simulate.step import StepCase, batch_of_zeros, gpu_target, record_step
+from lowmem.planning.simulated_step import StepCase, batch_of_zeros, gpu_target, record_step
 from tests.cuda.digest_recording import Event, events_of
 
 LEFT_OUT_BYTES = 1024

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowmem.core import offload
-from lowmem.simulate.gpus import CARDS
+from lowmem.cudasim.gpus import CARDS
 from lowmem.units import MIB
 from stand_in import __main__ as command
 from stand_in.card_library import counts, order, page_locked_limit

@@ -1,4 +1,4 @@
-"""What operators allocate on a card by PyTorch's own allocator, against the table of lowmem/simulate/temporaries.py.
+"""What operators allocate on a card by PyTorch's own allocator, against the table of lowmem/cudasim/temporaries.py.
 
 One process per card, since a process sees one card. A release of PyTorch that allocates otherwise fails here.
 """
@@ -8,7 +8,7 @@ import json
 import on_card
 import pytest
 
-from lowmem.simulate.temporaries import TEMPORARIES
+from lowmem.cudasim.temporaries import TEMPORARIES
 
 LEFT_OUT_BYTES = 1024  # of a call: two numbers of 8 bytes, each of which takes a block of 512
 SOME_FAMILIES = ("gpt2", "bloom", "llama")

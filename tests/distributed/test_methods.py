@@ -5,14 +5,14 @@ import json
 import pytest
 from transformers import GPT2Config
 
+from lowmem.cudasim.allocator import SimulatedOutOfMemory
+from lowmem.cudasim.gpus import CARDS
 from lowmem.distributed import methods
 from lowmem.distributed.methods import advise, describe, to_dict
 from lowmem.distributed.rank import METHODS, peak_of, record
 from lowmem.errors import InputError
 from lowmem.limits import CONTEXT_BYTES
-from lowmem.simulate.allocator import SimulatedOutOfMemory
-from lowmem.simulate.gpus import CARDS
-from lowmem.simulate.step import gpu_target
+from lowmem.planning.simulated_step import gpu_target
 from lowmem.units import GIB, MIB
 from tests.distributed.test_rank import rank_peak
 

@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPTNeoConfig, LlamaConfig, OPTConfig
 
 from lowmem.core.decoder import Decoder
+from lowmem.cudasim.gpus import CARDS
+from lowmem.cudasim.recorder import FREED, Recorder
 from lowmem.distributed import rank
 from lowmem.distributed.more_blocks import BLOCKS, Operation, Placed, stretched
 from lowmem.distributed.rank import METHODS, PLAIN, RankPeak, peak_of, record_blocks
@@ -31,9 +33,7 @@ from lowmem.distributed.recipe import place, prepare
 from lowmem.distributed.tensor_parallel import keep_share
 from lowmem.errors import InputError, LowmemError
 from lowmem.models.build import build_model
-from lowmem.simulate.gpus import CARDS
-from lowmem.simulate.recorder import FREED, Recorder
-from lowmem.simulate.step import gpu_target
+from lowmem.planning.simulated_step import gpu_target
 
 T = 64
 RTX3090 = gpu_target(CARDS["rtx3090"])

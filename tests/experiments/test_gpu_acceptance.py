@@ -36,11 +36,11 @@ from experiments.gpu_acceptance.at_peak import differences, live_at_peak, tape_o
 from experiments.gpu_acceptance.jobs import JOBS, Job
 from experiments.harness import child, rows
 from experiments.harness.child import Setting
+from lowmem.cudasim.gpus import CARDS
 from lowmem.limits import OVERSHOOT_BYTES
 from lowmem.models.build import build_model
+from lowmem.planning.simulated_step import cpu_target, gpu_target, under_cap
 from lowmem.run.cli import parse_arguments
-from lowmem.simulate.gpus import CARDS
-from lowmem.simulate.step import cpu_target, gpu_target, under_cap
 from lowmem.units import GIB, MIB
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,9 @@ from experiments.host_time import run, table
 from experiments.host_time.cases import CALLS, META, operator_cases, product_case, step_case, update_case
 from lowmem.core import optimizers
 from lowmem.core.kernels import fused
-from lowmem.simulate.gpus import CARDS
-from lowmem.simulate.recorder import Recorder
-from lowmem.simulate.step import gpu_target
+from lowmem.cudasim.gpus import CARDS
+from lowmem.cudasim.recorder import Recorder
+from lowmem.planning.simulated_step import gpu_target
 
 CPU = torch.device("cpu")
 

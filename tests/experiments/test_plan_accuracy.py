@@ -12,14 +12,14 @@ from experiments.harness.tables import written
 from experiments.memory_estimation.models import MODELS
 from experiments.plan_accuracy import promise, promise_ram, table
 from experiments.plan_accuracy.cases import CARDS, CASES, NO_CAP, PROMISED, PROMISED_RAM, TIGHT
+from lowmem.cudasim.gpus import CARDS as ALL_CARDS
 from lowmem.models.build import make_decoder
 from lowmem.planning import alternatives, caps, gpu_plan
 from lowmem.planning.search import MemoryLimits
+from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.run.cli import parse_arguments
 from lowmem.settings import Settings
-from lowmem.simulate.gpus import CARDS as ALL_CARDS
-from lowmem.simulate.step import gpu_target
 from lowmem.units import MIB, parse_size
 
 

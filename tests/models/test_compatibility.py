@@ -21,14 +21,14 @@ from transformers import (
     Qwen3Config,
 )
 
+from lowmem.cudasim import cuda_ops
+from lowmem.cudasim.gpus import CARDS
 from lowmem.errors import InputError
 from lowmem.models.build import load_config
 from lowmem.models.compatibility import compare_small_copy
 from lowmem.planning import gpu_plan, planner
 from lowmem.planning.planner import make_plan
 from lowmem.settings import Settings
-from lowmem.simulate import cuda_ops
-from lowmem.simulate.gpus import CARDS
 
 SCAN = {"num_hidden_layers": 2, "hidden_size": 64, "state_size": 4, "vocab_size": 99}
 TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 99}

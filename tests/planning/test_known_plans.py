@@ -8,11 +8,11 @@ import dataclasses
 import pytest
 from transformers import GPT2Config
 
+from lowmem.cudasim.gpus import CARDS
 from lowmem.planning.known_plans import PLANNED, Question
 from lowmem.planning.planner import make_plan
 from lowmem.planning.ram import Process
 from lowmem.settings import Settings
-from lowmem.simulate.gpus import CARDS
 from lowmem.units import GIB, MIB
 
 CONFIG = GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=500, n_positions=64)

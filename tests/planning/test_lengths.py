@@ -6,13 +6,13 @@ import random
 import pytest
 from transformers import GPT2Config
 
+from lowmem.cudasim.gpus import CARDS
 from lowmem.models.build import make_decoder
 from lowmem.planning.alternatives import step_case
 from lowmem.planning.planner import make_plan, timed_with
+from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
-from lowmem.simulate.gpus import CARDS
-from lowmem.simulate.step import gpu_target
 from lowmem.units import GIB, MIB
 
 CONFIG = GPT2Config(n_layer=4, n_embd=2048, n_head=16, vocab_size=5_000, n_positions=1024)

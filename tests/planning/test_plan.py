@@ -1,7 +1,7 @@
 """Plans: what they say, what they take from a card and from the settings, and how they refuse.
 
-Which layout is chosen is test_search.py's, what a layout takes test_simulate.py's. The real shapes are planned through
-the scripts, in test_scripts.py; here the models are small.
+Which layout is chosen is test_search.py's, what a layout takes test_simulated_step.py's. The real shapes are planned
+through the scripts, in test_scripts.py; here the models are small.
 """
 
 import dataclasses
@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig
 
 from lowmem.core.layout import Layout
+from lowmem.cudasim.gpus import CARDS
+from lowmem.cudasim.recorder import Chunk
 from lowmem.errors import InputError, PlanError
 from lowmem.limits import CONTEXT_BYTES, ram_now_bytes
 from lowmem.models.build import load_config
@@ -27,13 +29,11 @@ from lowmem.planning.caps import MARGIN_BYTES, room_under, smallest_cap
 from lowmem.planning.plan import Plan, kept_in_words
 from lowmem.planning.planner import make_plan
 from lowmem.planning.ram import CUDA_PROCESS_BYTES, Process
+from lowmem.planning.simulated_step import record_step
 from lowmem.planning.simulations import Simulations
 from lowmem.planning.target import card_for, planning_target
 from lowmem.run import plan_command
 from lowmem.settings import Settings
-from lowmem.simulate.gpus import CARDS
-from lowmem.simulate.recorder import Chunk
-from lowmem.simulate.step import record_step
 from lowmem.units import GIB, MIB, format_size, parse_size
 from runs import ROOT, simulations_shared
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lowmem.simulate.gpus import CARDS, Card, Rate
+from lowmem.cudasim.gpus import CARDS, Card, Rate
 
 MEASUREMENTS = Path(__file__).parent / "measurements.json"
 OTHER_CARDS = {  # that are not in the table, or by other shares: here those of the card that is most like them

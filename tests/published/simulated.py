@@ -1,7 +1,7 @@
 """A training step of plain PyTorch on a card that is not there: how long it takes, and what it allocates at most.
 
-The step runs on tensors without data, as in lowmem/simulate/step.py, and the same clocks say how long: the host's,
-which launches, and the GPU's. Streaming, recomputation and lowmem's own kernels are not in it."""
+The step runs on tensors without data, as in lowmem/planning/simulated_step.py, and the same clocks say how long: the
+host's, which launches, and the GPU's. Streaming, recomputation and lowmem's own kernels are not in it."""
 
 import gc
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from dataclasses import replace
 from torch import nn
 
 from experiments.memory_estimation.estimate import plain_target
-from lowmem.simulate.gpus import Card
-from lowmem.simulate.recorder import Recorder, Tape
-from lowmem.simulate.roofline import HOST_SECONDS_PER_BACKWARD_OPERATION, HOST_SECONDS_PER_OPERATION, operation_seconds
-from lowmem.simulate.step import Target
+from lowmem.cudasim.gpus import Card
+from lowmem.cudasim.recorder import Recorder, Tape
+from lowmem.cudasim.roofline import HOST_SECONDS_PER_BACKWARD_OPERATION, HOST_SECONDS_PER_OPERATION, operation_seconds
+from lowmem.planning.simulated_step import Target
 
 STEPS = 2  # the first one has no gradients and no optimizer states to begin with
 

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import lowmem
+from lowmem.cudasim.gpus import card_named
 from lowmem.data.dataset import load_data
 from lowmem.run.learning_rate import Course
-from lowmem.simulate.gpus import card_named
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = lowmem.Settings(

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
-from lowmem.simulate.gpus import Card
+from lowmem.cudasim.gpus import Card
 
 HOST_SECONDS_PER_OPERATION = 10e-6  # Python, dispatcher and launch of an eager forward operation; assumed
 HOST_SECONDS_PER_BACKWARD_OPERATION = 6e-6  # the same from autograd's C++ engine; assumed

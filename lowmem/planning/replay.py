@@ -24,7 +24,7 @@ from lowmem.core.operations import Operations
 from lowmem.core.optimizers import Hyperparameters
 from lowmem.core.parameters import Part, Piece
 from lowmem.core.recompute import ALL, INPUT, Dropout, SavedSegment, Segment
-from lowmem.simulate.recorder import Recorder, Region
+from lowmem.cudasim.recorder import Recorder, Region
 
 META = torch.device("meta")
 _PLACES = ("layer_idx", "layer_id", "layer_number")  # attributes that count a model's blocks

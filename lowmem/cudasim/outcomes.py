@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lowmem.simulate.clock import Span
+from lowmem.cudasim.clock import Span
 
 _RUN, _FIRST = "run", "the first argument"  # in the place of an outcome's results
 _NO_TENSOR = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)

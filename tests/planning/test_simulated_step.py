@@ -21,10 +21,10 @@ from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.step import TrainingStep
+from lowmem.cudasim.allocator import SimulatedOutOfMemory
+from lowmem.cudasim.recorder import FREED, Chunk, Recorder, Tape
 from lowmem.models.build import build_model, load_config
-from lowmem.simulate.allocator import SimulatedOutOfMemory
-from lowmem.simulate.recorder import FREED, Chunk, Recorder, Tape
-from lowmem.simulate.step import (
+from lowmem.planning.simulated_step import (
     DeviceModel,
     StepCase,
     Target,

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, NamedTuple
 
+from lowmem.cudasim.geforce import GEFORCE, TENSOR_PER_CLOCK, GeForce, Generation
 from lowmem.errors import InputError
-from lowmem.simulate.geforce import GEFORCE, TENSOR_PER_CLOCK, GeForce, Generation
 from lowmem.units import GIB, MIB
 
 if TYPE_CHECKING:

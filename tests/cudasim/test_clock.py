@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem.core.offload import AHEAD
-from lowmem.simulate.clock import NOTHING, SYNCHRONIZE, Clock, SimulatedCopies, Span
+from lowmem.cudasim.clock import NOTHING, SYNCHRONIZE, Clock, SimulatedCopies, Span
 
 SECONDS = st.one_of(st.just(0.0), st.floats(0.0, 10.0, allow_subnormal=False))
 OPERATIONS = st.lists(st.one_of(st.tuples(SECONDS, SECONDS), st.none()), max_size=12)  # None: the host waits

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lowmem.simulate.gpus import CARDS
-from lowmem.simulate.multiprocessors import MULTIPROCESSORS, multiprocessor
-from lowmem.simulate.reductions import staging_bytes
+from lowmem.cudasim.gpus import CARDS
+from lowmem.cudasim.multiprocessors import MULTIPROCESSORS, multiprocessor
+from lowmem.cudasim.reductions import staging_bytes
 
 BF16, FP32 = torch.bfloat16, torch.float32
 RTX3060, A100, H100 = (28, (8, 6)), (108, (8, 0)), (132, (9, 0))

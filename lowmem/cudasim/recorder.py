@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from lowmem.simulate.clock import NOTHING, SYNCHRONIZE, Clock, Span
-from lowmem.simulate.outcomes import Outcome, is_view, result_of, results_of, signature_of, tensors_in
+from lowmem.cudasim.clock import NOTHING, SYNCHRONIZE, Clock, Span
+from lowmem.cudasim.outcomes import Outcome, is_view, result_of, results_of, signature_of, tensors_in
 
 FREED = -1  # in the place of a size
 FORWARD, BACKWARD = 0, 1  # CUDA runs them on two host threads, each with a cuBLAS handle of its own

@@ -8,10 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+from lowmem.cudasim.gpus import CARDS, EMULATED_SHARE, Card, Rate, card_named, card_of_name_reported
+from lowmem.cudasim.roofline import ATTENTION_SHARES, KERNEL_SECONDS, UNALIGNED_SHARE, operation_seconds
 from lowmem.errors import InputError
 from lowmem.run import plan_command
-from lowmem.simulate.gpus import CARDS, EMULATED_SHARE, Card, Rate, card_named, card_of_name_reported
-from lowmem.simulate.roofline import ATTENTION_SHARES, KERNEL_SECONDS, UNALIGNED_SHARE, operation_seconds
 
 aten = torch.ops.aten
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

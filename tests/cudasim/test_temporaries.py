@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lowmem.simulate.cuda_ops import CudaFunctions
-from lowmem.simulate.temporaries import Gpu, hidden_bytes
-from tests.simulate.test_cuda_ops import (
+from lowmem.cudasim.cuda_ops import CudaFunctions
+from lowmem.cudasim.temporaries import Gpu, hidden_bytes
+from tests.cudasim.test_cuda_ops import (
     BF16,
     FP16,
     FP32,

@@ -42,19 +42,19 @@ from lowmem.core.precision import LossScale
 from lowmem.core.step import TrainingStep
 from lowmem.core.streamed_boundaries import StreamedBoundaries
 from lowmem.core.streamed_weights import StreamedWeights
-from lowmem.simulate.allocator import CachingAllocator
-from lowmem.simulate.clock import SimulatedCopies
-from lowmem.simulate.cuda_ops import PRODUCTS, CudaFunctions, allocated, blas_workspace_bytes, blaslt_workspace_bytes
-from lowmem.simulate.gpus import Card
-from lowmem.simulate.recorder import FREED, DeviceModel, Recorder, Tape
-from lowmem.simulate.replay import META, ReplayedOperations
-from lowmem.simulate.roofline import (
+from lowmem.cudasim.allocator import CachingAllocator
+from lowmem.cudasim.clock import SimulatedCopies
+from lowmem.cudasim.cuda_ops import PRODUCTS, CudaFunctions, allocated, blas_workspace_bytes, blaslt_workspace_bytes
+from lowmem.cudasim.gpus import Card
+from lowmem.cudasim.recorder import FREED, DeviceModel, Recorder, Tape
+from lowmem.cudasim.roofline import (
     HOST_SECONDS_PER_BACKWARD_OPERATION,
     HOST_SECONDS_PER_OPERATION,
     HOST_SECONDS_PER_PYTHON_BACKWARD,
     operation_seconds,
 )
-from lowmem.simulate.temporaries import COPIED_FIRST, Gpu, hidden_bytes
+from lowmem.cudasim.temporaries import COPIED_FIRST, Gpu, hidden_bytes
+from lowmem.planning.replay import META, ReplayedOperations
 
 _NAMES = {  # of what is born in these functions, or in what they call, outside of the parts that are replayed
     Batch.to.__code__: "batch",

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem.allocator import main
-from lowmem.simulate.allocator import CachingAllocator, SimulatedOutOfMemory
+from lowmem.cudasim.allocator import CachingAllocator, SimulatedOutOfMemory
 from lowmem.units import MIB
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
-from lowmem.simulate.multiprocessors import Capability, Multiprocessor, multiprocessor
-from lowmem.simulate.reductions import staging_bytes
+from lowmem.cudasim.multiprocessors import Capability, Multiprocessor, multiprocessor
+from lowmem.cudasim.reductions import staging_bytes
 
 _aten = torch.ops.aten
 _16_BIT = (torch.float16, torch.bfloat16)

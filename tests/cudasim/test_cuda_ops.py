@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowmem.simulate.cuda_ops import (
+from lowmem.cudasim.cuda_ops import (
     PRODUCTS,
     CudaFunctions,
     allocated,
@@ -17,7 +17,7 @@ from lowmem.simulate.cuda_ops import (
     blas_workspace_bytes,
     blaslt_workspace_bytes,
 )
-from lowmem.simulate.temporaries import hidden_bytes
+from lowmem.cudasim.temporaries import hidden_bytes
 
 aten = torch.ops.aten
 H100, RTX3090, T4, V100, GTX1080TI = (9, 0), (8, 6), (7, 5), (7, 0), (6, 1)

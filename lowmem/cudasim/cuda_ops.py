@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
-from lowmem.simulate.multiprocessors import Capability
+from lowmem.cudasim.multiprocessors import Capability
 
 _aten = torch.ops.aten
 _16_BIT = (torch.float16, torch.bfloat16)
