@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from enum import Flag, auto
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -38,10 +39,22 @@ def each(specs: Specs | None) -> tuple[str, ...]:
     return (specs,) if isinstance(specs, str) else specs or ()
 
 
-def _option(default: Any, help: str, metavar: str = "", shown: str = "") -> Any:
-    """A field of Settings as ``--help`` tells of it. `metavar`: what may be typed, where the field's type does not say
-    it; `shown`: the default in words, where it is None."""
-    return field(default=default, metadata={"help": help, "metavar": metavar, "shown": shown})
+class Mark(Flag):
+    """What depends on a setting."""
+
+    RUN = auto()  # the bits of a run: a run that is resumed must have the same
+    PLAN = auto()  # a plan for a GPU
+    TOKENS = auto()  # the tokens of a data set
+
+
+RUN, PLAN, TOKENS = Mark
+
+
+def _option(default: Any, help: str, metavar: str = "", shown: str = "", marks: Mark | None = None) -> Any:
+    """A field of Settings as ``--help`` shows it. `metavar`: what may be typed, unless the field's type says it;
+    `shown`: the default in words, if it is None."""
+    metadata = {"help": help, "metavar": metavar, "shown": shown, "marks": marks or Mark(0)}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -49,112 +62,123 @@ class Settings:
     """Everything that a run can be told; raises InputError for what cannot run."""
 
     # fmt: off
-    model: str = _option("gpt2-large", "model on the Hugging Face hub, or a local folder", "NAME|DIR")
-    # Random weights only for who asks: never by accident.
-    init: Literal["pretrained", "random"] = _option("pretrained", "load the weights, or draw them: random needs no "
-                                                    "download")
-    demo: bool = _option(False, "train the small demonstration model; options that you type still hold")
+    model: str = _option("gpt2-large", "model on the Hugging Face hub, or a local folder", "NAME|DIR", marks=RUN | PLAN)
+    # Random weights must be asked for: never by accident.
+    init: Literal["pretrained", "random"] = _option(
+        "pretrained", "load the weights, or initialize them randomly, which needs no download", marks=RUN | PLAN)
+    demo: bool = _option(False, "train the small demonstration model; other options override its defaults")
 
-    data: Specs = _option("python-stdlib", "python-stdlib, wikitext, codeparrot, a hub dataset org/name[:config], or a "
-                        "file, folder or quoted pattern (.txt .md .py .jsonl .json .csv .parquet); several times for "
-                        "several, each with its weight", "SPEC[=X]")
-    eval_data: Specs | None = _option(None, "held-out text, written like --data, without a weight", "SPEC",
-                                      "a share of --data is held out")
-    eval_fraction: float = _option(0.01, "share of --data that is held out; 0 holds nothing out")
-    text_field: str = _option("text", "the column that holds the text", "NAME")
-    train_on: Literal["completion", "all"] = _option("completion", "for prompts with answers: learn the answers only, "
-                                                     "or everything")
-    chat_template: str | None = _option(None, "Jinja file that writes conversations as text; it is exported with "
-                                        "the model", "FILE", "the tokenizer's own")
-    seq: int = _option(1024, "tokens per sequence; of an encoder-decoder source and target together")
-    target_tokens: int | None = _option(None, "how many of these are the target's, for encoder-decoders", "N",
-                                        "a quarter, for encoder-decoders")
+    data: Specs = _option(
+        "python-stdlib", "python-stdlib, wikitext, codeparrot, a hub dataset org/name[:config], or a file, folder or "
+        "quoted pattern (.txt .md .py .jsonl .json .csv .parquet); several times for several, each with its weight",
+        "SPEC[=X]")
+    eval_data: Specs | None = _option(
+        None, "held-out text, written like --data, without a weight", "SPEC", "a share of --data is held out")
+    eval_fraction: float = _option(0.01, "share of --data that is held out; 0 holds nothing out", marks=TOKENS)
+    text_field: str = _option("text", "the column that holds the text", "NAME", marks=TOKENS)
+    train_on: Literal["completion", "all"] = _option(
+        "completion", "for prompts with answers: learn only the answers, or everything", marks=TOKENS)
+    chat_template: str | None = _option(
+        None, "Jinja file that writes conversations as text; it is exported with the model", "FILE",
+        "the tokenizer's own")
+    seq: int = _option(
+        1024, "tokens per sequence; for an encoder-decoder, source and target together", marks=RUN | PLAN | TOKENS)
+    target_tokens: int | None = _option(
+        None, "how many of these are the target's, for encoder-decoders", "N", "a quarter, for encoder-decoders",
+        marks=RUN | PLAN | TOKENS)
     # GPT-2 was pretrained with packed documents that see each other.
-    document_mask: bool = _option(False, "whether attention stops at a packed document's end")
-
+    document_mask: bool = _option(False, "whether attention stops at a packed document's end", marks=RUN | PLAN)
     pack: Literal["padded", "sorted", "packed"] = _option(
-        "sorted", "what becomes of the room behind short examples: computed; little of it, by micro-batches of like "
-        "lengths; or filled with other examples, which attention keeps apart")
+        "sorted", "padding of short examples: full, little because micro-batches have like lengths, or none because "
+        "other examples fill the row, which attention keeps apart", marks=RUN | PLAN)
 
-    batch: int = _option(64, "sequences per optimizer step; how they are cut up is the planner's matter")
+    batch: int = _option(64, "sequences per optimizer step; the planner chooses micro-batches", marks=RUN | PLAN)
     steps: int | None = _option(None, "optimizer steps", shown="as --epochs says")
-    epochs: float | None = _option(None, "passes over the data, instead of --steps", shown="1, where --steps says "
-                                   "nothing")
-    fixed_batch: bool = _option(False, "train on the first batch again and again: the loss must fall")
+    epochs: float | None = _option(None, "passes over the data, instead of --steps", shown="1, unless --steps is given")
+    fixed_batch: bool = _option(False, "train on the first batch again and again: the loss must fall", marks=RUN)
     # For fine-tuning: about a tenth of the rate that models of this size were pretrained with (GPT-3's table has 2.5e-4
-    # for 760M parameters, 2e-4 for 1.3B), so that what was learned stays. From random weights take 1e-4 to 1e-3.
-    lr: float = _option(3e-5, "highest learning rate")
-    schedule: Literal["cosine", "linear", "constant"] = _option("cosine", "course of the learning rate after the "
-                                                                "warm-up")
-    # Not 0: Adam's second moments start from nothing.
-    warmup_steps: float = _option(0.03, "steps until the learning rate is reached; below 1 a share of all steps", "N")
-    weight_decay: float = _option(0.01, "decoupled weight decay")  # AdamW's usual value; pretraining takes 0.1
-    adam_beta1: float = _option(0.9, "how much AdamW's mean of gradients keeps at a step")
-    adam_beta2: float = _option(0.999, "the same of their squares; pretraining often takes 0.95")
-    adam_epsilon: float = _option(1e-8, "what AdamW adds to the root of that")
-    clip_norm: float | None = _option(1.0, "largest global norm of the gradient; 0 switches clipping off", shown="0")
-    seed: int = _option(0, "of the order of the data, dropout and random weights")
-    optimizer: Literal["adamw", "adamw8bit", "sgd"] = _option("adamw", "adamw8bit keeps its states in 8 bits and needs "
-                                                              "bitsandbytes")
+    # for 760M parameters, 2e-4 for 1.3B). From random weights use 1e-4 to 1e-3.
+    lr: float = _option(3e-5, "highest learning rate", marks=RUN)
+    schedule: Literal["cosine", "linear", "constant"] = _option(
+        "cosine", "learning rate after the warm-up", marks=RUN)
+    # Not 0: Adam's second moments start at zero.
+    warmup_steps: float = _option(
+        0.03, "steps until the learning rate is reached; below 1 a share of all steps", "N", marks=RUN)
+    weight_decay: float = _option(0.01, "decoupled weight decay", marks=RUN)  # AdamW's default; pretraining uses 0.1
+    adam_beta1: float = _option(0.9, "decay of AdamW's mean of gradients", marks=RUN)
+    adam_beta2: float = _option(0.999, "decay of the mean of their squares; pretraining often uses 0.95", marks=RUN)
+    adam_epsilon: float = _option(1e-8, "AdamW's epsilon", marks=RUN)
+    clip_norm: float | None = _option(
+        1.0, "largest global gradient norm; 0 switches clipping off", shown="0", marks=RUN | PLAN)
+    seed: int = _option(0, "seed of the data order, dropout and random weights", marks=RUN)
+    optimizer: Literal["adamw", "adamw8bit", "sgd"] = _option(
+        "adamw", "adamw8bit keeps its states in 8 bits and needs bitsandbytes", marks=RUN | PLAN)
     precision: Literal["auto", "bf16", "fp16", "fp32"] = _option(
-        "auto", "of the computation; master weights are fp32 always. auto: bf16 where the GPU has it, fp16 on older "
-        "ones, fp32 on the CPU")
-    residual: Literal["fp32", "16bit"] = _option("fp32", "of the residual stream under bf16 and fp16; 16bit halves "
-                                                 "what recompute saves and follows the fp32 loss curve less closely")
+        "auto", "of the computation; master weights are always fp32. auto: bf16 if the GPU has it, else fp16; fp32 on "
+        "the CPU")
+    residual: Literal["fp32", "16bit"] = _option(
+        "fp32", "dtype of the residual stream under bf16 and fp16; 16bit halves the saved block inputs and follows "
+        "the fp32 loss curve less closely", marks=RUN | PLAN)
     device: Literal["auto", "cuda", "cpu"] = _option("auto", "where to train; auto: a GPU if there is one")
 
-    gpu_limit_bytes: int | None = _option(11 * GIB, "hard cap of GPU memory, such as 11GiB, 16G or 800MiB; none: no "
-                                          "cap", shown="none")
-    ram_limit_bytes: int | None = _option(None, "hard cap of RAM, page-locked memory included; none: no cap",
-                                          shown="none")
+    gpu_limit_bytes: int | None = _option(
+        11 * GIB, "hard cap of GPU memory, such as 11GiB, 16G or 800MiB; none: no cap", shown="none", marks=PLAN)
+    ram_limit_bytes: int | None = _option(
+        None, "hard cap of RAM, page-locked memory included; none: no cap", shown="none", marks=PLAN)
     plan_only: bool = _option(False, "print the plan and both predicted peaks, train nothing")
-    gpu: str | None = _option(None, "plan for this card (rtx3060, t4, ...) and for no more memory than it has, instead "
-                              "of for the one that is here", "CARD", "the card here")
-    micro_batch: int | None = _option(None, "sequences that go through the model at once", shown=AUTO)
-    group: int | None = _option(None, "micro-batches that pass a segment before the next segment runs; must divide "
-                                "their number", shown=AUTO)
-    segment_blocks: int | None = _option(None, "consecutive blocks that are recomputed together", shown=AUTO)
+    gpu: str | None = _option(
+        None, "plan for this card (rtx3060, t4, ...) and at most its memory, not for the card that is here", "CARD",
+        "the card here", marks=PLAN)
+    micro_batch: int | None = _option(None, "sequences that go through the model at once", shown=AUTO, marks=PLAN)
+    group: int | None = _option(
+        None, "micro-batches that pass a segment before the next segment runs; must divide their number", shown=AUTO,
+        marks=PLAN)
+    segment_blocks: int | None = _option(
+        None, "consecutive blocks that are recomputed together", shown=AUTO, marks=PLAN)
     recompute: Literal["auto", "on", "products", "off"] = _option(
-        "auto", "compute activations again in the backward pass: all of them, all but matrix products and attention, "
-        "or none")
+        "auto", "activations to compute again in the backward pass: all, all except matrix products and attention, or "
+        "none", marks=PLAN)
     states: Literal["auto", "resident", "streamed", "disk"] = _option(
-        "auto", "optimizer states on the GPU, or in RAM or on a disk and brought over for each update: the same "
-        "result, bit for bit; disk: all of them, auto and streamed: those that RAM has no room for, in --states-folder")
-    states_folder: str | None = _option(None, "a folder on a fast disk, where states may lie", "DIR", "none")
-    disk_rate_bytes: int | None = _option(2 * GIB, "what that disk reads and writes in a second, together, for the "
-                                          "plan's seconds", "SIZE")
+        "auto", "optimizer states on the GPU, or in RAM or on a disk and copied to the GPU for each update: the same "
+        "bits. disk: all of them; auto and streamed: in --states-folder only if RAM is too small", marks=PLAN)
+    states_folder: str | None = _option(
+        None, "a folder on a fast disk for optimizer states", "DIR", "none", marks=PLAN)
+    disk_rate_bytes: int | None = _option(
+        2 * GIB, "bytes per second that this disk reads and writes in all, for the predicted time", "SIZE", marks=PLAN)
     weights: Literal["auto", "resident", "streamed"] = _option(
-        "auto", "working weights of the blocks on the GPU, or in RAM and brought over for each pass: the same result, "
-        "bit for bit; auto: in RAM where that is what fits, or faster")
+        "auto", "16-bit weights of the blocks on the GPU, or in RAM and copied for each pass: the same bits; auto: in "
+        "RAM if that is needed or faster", marks=PLAN)
     boundaries: Literal["auto", "resident", "streamed"] = _option(
-        "auto", "inputs of blocks on the GPU until their backward, or in RAM: the same result, bit for bit; auto: in "
-        "RAM where that is what fits, or faster")
+        "auto", "saved block inputs on the GPU until backward, or in RAM: the same bits; auto: in RAM if that is "
+        "needed or faster", marks=PLAN)
     gradients: Literal["auto", "resident", "streamed"] = _option(
-        "auto", "gradients on the GPU until all are known and clipped, or in RAM: the same result, bit for bit; "
-        "resident: where the GPU does not hold them, forward and backward run twice")
+        "auto", "gradients on the GPU until all are known and clipped, or in RAM: the same bits; resident: if they do "
+        "not fit, forward and backward run twice", marks=PLAN)
 
     out: str = _option("runs/gpt2-large", "run folder: plan, metrics, checkpoints, model", "DIR")
     run_name: str | None = _option(None, "name of the run in wandb", shown="the folder's name")
-    resume: str = _option("auto", "go on from the newest valid checkpoint in --out, never, or from the one in DIR",
-                          "auto|never|DIR")
-    save_every: int | str = _option(SAVE_EVERY, "steps or time between checkpoints, such as 500, 30min or 2h; there is "
-                                    "one at the end, too", "N|TIME")
+    resume: str = _option(
+        "auto", "resume from the newest valid checkpoint in --out, never, or from the one in DIR", "auto|never|DIR")
+    save_every: int | str = _option(
+        SAVE_EVERY, "steps or time between checkpoints, such as 500, 30min or 2h; the last step is always saved",
+        "N|TIME")
     keep_last: int = _option(2, "checkpoints that are kept")
-    eval_every: int | None = _option(None, "steps between evaluations on held-out text", shown="at the start and at "
-                                     "the end")
+    eval_every: int | None = _option(
+        None, "steps between evaluations on held-out text", shown="at the start and at the end")
     eval_batches: int = _option(8, "batches that an evaluation reads")  # half a million tokens at the defaults
-    keep_best: bool = _option(False, "keep the checkpoint with the lowest held-out loss, too, and export that")
-    patience: int | None = _option(None, "end after so many evaluations in a row without a lower held-out loss", "N",
-                                   "never")
+    keep_best: bool = _option(False, "also keep the checkpoint with the lowest held-out loss, and export that one")
+    patience: int | None = _option(
+        None, "end after so many evaluations in a row without a lower held-out loss", "N", "never")
     log_every: int = _option(1, "steps between printed lines; metrics.jsonl has every step")
-    export_dtype: Literal["fp32", "bf16", "fp16"] = _option("fp32", "of the exported model's weights; "
-                                                            "checkpoints are exact always")
+    export_dtype: Literal["fp32", "bf16", "fp16"] = _option(
+        "fp32", "of the exported model's weights; checkpoints are always exact")
     sample_prompt: str | None = _option(None, "text to continue before the first step and at the end", shown="none")
-    sample_every: int | None = _option(None, "steps between samples on the way", "N", "none on the way")
-    report_to: str | None = _option(None, "trackers beside metrics.jsonl, separated by commas",
-                                    "none|tensorboard|wandb|all", "wandb where WANDB_MODE says so, or none")
+    sample_every: int | None = _option(None, "steps between further samples", "N", "none in between")
+    report_to: str | None = _option(
+        None, "trackers next to metrics.jsonl, separated by commas", "none|tensorboard|wandb|all",
+        "wandb if WANDB_MODE says so, or none")
     wandb: Literal["disabled", "offline", "online"] | None = _option(
-        None, "logging to Weights & Biases", shown="WANDB_MODE, or online where --report-to names it, or disabled")
+        None, "logging to Weights & Biases", shown="WANDB_MODE, or online if --report-to names it, or disabled")
     # fmt: on
 
     def __post_init__(self):
@@ -255,6 +279,10 @@ class Settings:
         for name in _TEXTS:
             if any("\0" in text or not text.strip() for text in each(getattr(self, name))):
                 yield f"{option_name(name)} must not be empty."
+
+    def marked(self, mark: Mark) -> dict[str, Any]:
+        """The fields with that mark, by name."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if mark in item.metadata["marks"]}
 
     @property
     def masks_documents(self) -> bool:

@@ -26,7 +26,7 @@ from experiments.gpu_acceptance import overlap
 from experiments.gpu_acceptance.scripted import remembering, run_script
 from experiments.harness.child import Result, Setting, Unavailable
 from experiments.harness.rows import ROOT
-from lowmem.run import train
+from lowmem.run import prepare, train
 from lowmem.run.log import RunLog
 from lowmem.run.report import build_report, device_name
 
@@ -61,7 +61,7 @@ def run(setting: Setting, name: str, script: str, more: Sequence[str] = (), upda
     with patch.object(RunLog, "step", watched.step(RunLog.step)):
         code = run_script(
             script, [*arguments, "--out", str(folder)], train=remembering(train.train, watched.kept, watched.begin),
-            TrainingStep=remembering(train.TrainingStep, watched.kept),
+            TrainingStep=remembering(prepare.TrainingStep, watched.kept),
         )  # fmt: skip
     result = watched.outcome(code, folder)
     setting.record("run", *result)
@@ -79,7 +79,7 @@ def run(setting: Setting, name: str, script: str, more: Sequence[str] = (), upda
 
 @dataclass
 class _Watched:
-    """A run while it goes on. `kept`: what it has in its hands, by the names in lowmem/run/train.py."""
+    """A run while it goes on. `kept`: what it has in its hands, by name."""
 
     setting: Setting
     described: dict
@@ -87,7 +87,11 @@ class _Watched:
     kept: dict = field(default_factory=dict)
 
     def begin(self) -> None:
-        """The plan is made; what follows until there is enough for a row: weights, an evaluation, the first steps."""
+        """All is ready; an evaluation and the first steps follow until there is enough for a row."""
+        session = self.kept["session"]
+        model = session.model
+        self.kept |= {"plan": model.plan, "config": model.config, "settings": model.settings, "data": session.data}
+        self.kept |= {"log": session.log, "device": model.step.store.device}
         plan = self.kept["plan"]
         self._expect(ENOUGH_STEPS + 1, plan.parameters / DRAWN_PER_SECOND)
 

@@ -13,47 +13,27 @@ import json
 import threading
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lowmem import device as devices
 from lowmem.config_switches import remarks
-from lowmem.core.decoder import Decoder
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.core.step import TrainingStep
 from lowmem.data.chat_templates import set_chat_template
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError
 from lowmem.limits import Budget
-from lowmem.models.build import fitted, load_config, make_decoder, own_generation_config
-from lowmem.models.compatibility import check_pieces
+from lowmem.models.build import own_generation_config
 from lowmem.models.export import export_model
-from lowmem.planning.known_plans import Question
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
-from lowmem.planning.target import planning_target
 from lowmem.run.early import check_folders, with_recognized_model
 from lowmem.run.environment import warnings_end_nothing
+from lowmem.run.prepare import LoadedModel, ask, build, page_locked, plan_here, write_weights
 from lowmem.run.signals import StopRequest
-from lowmem.run.train import initial_weights, make_step, page_locked, plan_for_here, run
+from lowmem.run.train import run
 from lowmem.settings import Settings
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model whose every parameter `step` trains; its updates may wait for the next step, or `step.flush()`.
-    `decoder`: its pieces, whose parameters are views into flat tensors (`step.store`); `tokenizer`: None where a random
-    model has none."""
-
-    settings: Settings
-    config: PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase | None
-    plan: Plan
-    decoder: Decoder
-    step: TrainingStep
 
 
 def _warn(sentence: str) -> None:
@@ -68,10 +48,7 @@ def plan(settings: Settings) -> Plan:
     model that cannot be trained in pieces."""
     devices.set_environment()
     settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)
-    kind, precision, card = planning_target(settings)
-    config = load_config(settings.model, settings.init)
-    settings = fitted(settings, config)
-    return Question(settings, config, kind, precision, card).answer(make_plan)
+    return ask(settings).answer(make_plan)
 
 
 @warnings_end_nothing()
@@ -98,30 +75,23 @@ def load(settings: Settings) -> LoadedModel:
     not checked whether the vocabulary has them. UserWarning where there are no fused kernels, or no page-locked memory
     for what is streamed: steps take longer then. LowmemError as in `train`."""
     devices.set_environment()
-    settings = with_recognized_model(replace(settings, plan_only=False), _warn)
+    said: list[str] = []
+    settings = with_recognized_model(replace(settings, plan_only=False), said.append)
     with process_aside() as aside:
-        _, precision, card = planning_target(settings)
-        config = load_config(settings.model, settings.init)
-        settings = fitted(settings, config)
+        question = ask(settings)
+        settings, config = question.settings, question.config
         device = devices.select_device(settings.device)
         tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
         if settings.chat_template is not None:
             set_chat_template(tokenizer, settings.chat_template)
-        plan, no_kernels = plan_for_here(settings, config, device, precision, card, aside)
+        plan = plan_here(question, device, aside, said.append)
     Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes).apply(plan.gpu_reserved_peak_bytes)
-    devices.make_deterministic(device)
-    decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
-    weights = initial_weights(settings, config, decoder, _warn)
-    step = make_step(settings, decoder, device, plan)
-    step.store.write(weights)
-    check_pieces(decoder, config.vocab_size, settings.masks_documents)
-    if device.type == "cuda":
-        devices.release_freed_memory()
-    plan, slow_copies = page_locked(step.store, plan)
-    for remark in (no_kernels, slow_copies, *remarks(config)):
-        if remark is not None:
-            _warn(remark)
-    return LoadedModel(settings, config, tokenizer, plan, decoder, step)
+    model, weights = build(question, plan, tokenizer, device, said.append)
+    write_weights(model, weights)
+    model = page_locked(model, said.append)
+    for remark in (*said, *remarks(config)):
+        _warn(remark)
+    return model
 
 
 @warnings_end_nothing()

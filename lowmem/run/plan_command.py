@@ -3,6 +3,7 @@
 import argparse
 import json
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from lowmem.cudasim.gpus import CARDS, Card
@@ -10,7 +11,8 @@ from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.run.early import check_target, packages_needed
 from lowmem.run.environment import variables_blamed, warnings_end_nothing
 from lowmem.run.signals import interrupt_ends_at_once
-from lowmem.run.terminal import escape_what_stdout_lacks, say
+from lowmem.run.terminal import escape_what_stdout_lacks, output, say
+from lowmem.run_folder import not_writable
 from lowmem.settings import Settings
 from lowmem.units import parse_size
 
@@ -20,25 +22,48 @@ if TYPE_CHECKING:
 _PRECISIONS = get_args(get_type_hints(Settings)["precision"])
 
 
+def show_plan(settings: Settings) -> None:
+    """Prints the plan of a run with --plan-only, and writes it into the run folder unless that holds a run."""
+    from lowmem.device import set_environment
+    from lowmem.planning.planner import make_plan
+    from lowmem.run.log import write_json
+    from lowmem.run.plots import draw, draw_memory
+    from lowmem.run.prepare import ask
+
+    set_environment()
+    plan = ask(settings).answer(make_plan)
+    with output():
+        print(plan.describe(), flush=True)
+    folder = Path(settings.out)
+    if (folder / "settings.json").exists():
+        say(f"{folder} holds a run, so its plan.json is left alone")
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "plan.json", plan.to_dict())
+    except OSError as error:
+        raise not_writable(folder, error.strerror) from None
+    picture = folder / "memory.png"
+    problem = draw(picture, lambda: draw_memory(plan.to_dict(), None, picture, plan.timeline))
+    if problem is not None:
+        say(problem)
+
+
 def _answer(options: argparse.Namespace, settings: Settings) -> int:
     """Prints the plan, or with --gpus advice; returns the exit code. Imports what takes seconds to import."""
     with variables_blamed():
         from transformers import logging
 
         from lowmem.device import set_environment
-        from lowmem.models.build import fitted, load_config
-        from lowmem.planning.known_plans import Question
         from lowmem.planning.planner import make_plan
-        from lowmem.planning.target import planning_target
+        from lowmem.run.prepare import ask
 
     logging.set_verbosity_error()
     set_environment()
-    device, precision, card = planning_target(settings)
-    config = load_config(settings.model, settings.init)
-    settings = fitted(settings, config)
+    question = ask(settings)
     if options.gpus is not None:
-        return _advise(options, settings, config, card)
-    plan = Question(settings, config, device, precision, card).answer(make_plan)
+        return _advise(options, question.settings, question.config, question.card)
+    plan = question.answer(make_plan)
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan.describe())
     return 0
 

@@ -1,59 +1,17 @@
-"""Remarks before a run, its identity, report.json and samples."""
+"""Remarks before a run, its best evaluation, and report.json."""
 
-import json
 import math
 import platform
 import statistics
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
-from lowmem.config_switches import SWITCHES, as_given, remarks
-from lowmem.core.decoder import Decoder
-from lowmem.core.encoder_decoder import EncoderDecoder
+from lowmem.config_switches import remarks
 from lowmem.data.tokenizer import is_byte_level
-from lowmem.errors import first_line
-from lowmem.models.build import decoder_start
-from lowmem.planning.plan import Plan
-from lowmem.run.plots import draw, draw_memory
 from lowmem.settings import Settings
-
-SAMPLE_TOKENS = 64
-_NOT_COMPUTED = {  # fields of a config.json on its origin and use, and not on the model
-    *("_name_or_path", "architectures", "auto_map", "dtype", "task_specific_params", "torch_dtype"),
-    *("transformers_version", "use_cache", *SWITCHES),
-}
-
-
-def settings_identity(settings: Settings) -> dict:
-    """The part of `run_identity` that is known before data are read and anything is planned."""
-    names = (
-        *("model", "init", "seq", "batch", "document_mask", "pack", "fixed_batch", "lr", "schedule"),
-        *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "clip_norm", "seed", "residual"),
-        *("optimizer", "target_tokens"),
-    )
-    return {name: getattr(settings, name) for name in names}
-
-
-def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: str) -> dict:
-    """What must not differ between a checkpoint and the run that goes on from it, because it would change the bits."""
-    return settings_identity(settings) | {
-        "steps": steps,
-        "device": plan.device,
-        "precision": plan.precision,
-        "micro_batch": plan.layout.micro_batch,
-        "fused_kernels": plan.fused_kernels,
-        "data": data_fingerprint,
-    }
-
-
-def config_identity(config: PretrainedConfig) -> dict:
-    """The same of a model's config: every field, defaults too, that says what is computed."""
-    fields = as_given(json.loads(config.to_json_string(use_diff=False)))
-    return {name: value for name, value in fields.items() if name not in _NOT_COMPUTED}
 
 
 def opening_remarks(settings: Settings, config: PretrainedConfig, tokenizer, device: torch.device) -> list[str]:
@@ -136,47 +94,3 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found | {"torch": torch.__version__}  # which says the build, too: +cpu, +cu130
-
-
-def draw_plan(plan: Plan, folder: Path) -> str | None:
-    """Draws memory.png of a plan without a run. Returns a sentence if it could not be drawn."""
-    path = folder / "memory.png"
-    return draw(path, lambda: draw_memory(plan.to_dict(), None, path, plan.timeline))
-
-
-@torch.no_grad()
-def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
-    """What the model makes of `prompt`, greedily, or why it does not, as a sentence."""
-    tokenized = tokenizer(prompt, return_tensors="pt").to(decoder.head_weight.device)
-    inputs = {name: tokenized[name] for name in ("input_ids", "attention_mask") if name in tokenized}
-    if pair := isinstance(decoder, EncoderDecoder):  # the prompt is a source; as in training, it has an end
-        source = inputs["input_ids"][0].tolist()
-        source += [tokenizer.eos_token_id] if source[-1:] != [tokenizer.eos_token_id] else []
-        inputs = {
-            "input_ids": tokenized["input_ids"].new_tensor([source]),
-            "decoder_start_token_id": decoder_start(decoder.model.config),
-        }
-    elif not prompt.endswith(tokenizer.eos_token) and inputs["input_ids"][0, 1:].tolist()[-1:] == [
-        tokenizer.eos_token_id
-    ]:
-        inputs = {name: values[:, :-1] for name, values in inputs.items()}  # of a tokenizer that ends every text
-    prompt_tokens = inputs["input_ids"].shape[1]
-    positions = getattr(decoder.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
-    if not 0 < prompt_tokens < positions:
-        return f"no sample: --sample-prompt has {prompt_tokens} tokens, and the model goes on from 1 to {positions - 1}"
-    decoder.model.eval()
-    try:
-        tokens = decoder.model.generate(
-            **inputs,
-            max_new_tokens=min(SAMPLE_TOKENS, positions - prompt_tokens),
-            do_sample=False,
-            pad_token_id=tokenizer.eos_token_id,
-        )
-    except torch.OutOfMemoryError as error:
-        return f"no sample: out of memory ({first_line(error)})"
-    except (ValueError, TypeError, IndexError, RuntimeError) as error:  # models generate each in their own way
-        return f"no sample: {first_line(error)}"
-    # What decoders write shows its end; an encoder-decoder pads until its own.
-    text = tokenizer.decode(tokens[0], skip_special_tokens=pair)
-    shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return f"sample: {shown}"  # a terminal would obey control characters
