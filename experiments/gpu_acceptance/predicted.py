@@ -111,7 +111,7 @@ def plain_per_second(config: PretrainedConfig, batch: int, card: Card) -> float:
     recorder = Recorder(target.machine)
     tokens = torch.zeros((batch, SEQ), dtype=torch.int64, device=META)
     ends = [0.0]
-    with recorder, target.functions():
+    with recorder, target.machine.functions():
         for _ in range(2):
             with CudaAutocast():
                 loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss

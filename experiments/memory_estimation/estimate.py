@@ -18,12 +18,13 @@ from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.cudasim import cuda_ops, temporaries
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
+from lowmem.cudasim.device_model import DeviceModel
 from lowmem.cudasim.gpus import Card
-from lowmem.cudasim.recorder import DeviceModel, Tape
+from lowmem.cudasim.tape import Memory, Tape, under_cap
 from lowmem.models.build import make_decoder
 from lowmem.planning.gpu_plan import fastest_layout, least_room
 from lowmem.planning.search import MemoryLimits
-from lowmem.planning.simulated_step import Memory, StepCase, Target, gpu_target, under_cap
+from lowmem.planning.simulated_step import StepCase, Target, gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 
@@ -37,12 +38,13 @@ def plain_target(card: Card, version: tuple[int, int] = _TORCH) -> Target:
     streamed."""
     gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=False)
     machine = DeviceModel(
+        functions=functools.partial(cuda_ops.CudaFunctions, card.capability, version),
         hidden_bytes=functools.partial(temporaries.hidden_bytes, gpu=gpu),
-        products=cuda_ops.PRODUCTS,
+        products=frozenset(cuda_ops.PRODUCTS),
         workspace_bytes=cuda_ops.blas_workspace_bytes(card.capability, None, version)
         + cuda_ops.blaslt_workspace_bytes(version),
     )
-    return Target(machine, functools.partial(cuda_ops.CudaFunctions, card.capability, version))
+    return Target(machine)
 
 
 def plain_rows(

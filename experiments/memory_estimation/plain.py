@@ -18,7 +18,6 @@ torch 2.0 and transformers 4.29 (their eager attention and their loss are imitat
 """
 
 import functools
-import gc
 from collections.abc import Callable
 
 import torch
@@ -29,7 +28,8 @@ from transformers import PretrainedConfig
 
 from experiments.harness.autocast import CudaAutocast
 from lowmem.core.decoder import Decoder
-from lowmem.cudasim.recorder import Recorder, Tape
+from lowmem.cudasim.recorder import Recorder
+from lowmem.cudasim.tape import Tape
 from lowmem.models.build import build_model
 from lowmem.planning.simulated_step import META, Target
 
@@ -46,14 +46,8 @@ def record_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, ta
     run = functools.partial(_ordinary_step, bf16=recipe == "bf16")
     if recipe == "llmem":
         run = functools.partial(_llmem_step, target=target)
-    enabled = gc.isenabled()
-    gc.disable()  # a collection would end storages' lives at arbitrary points of the tape
-    try:
-        with recorder, target.functions():
-            run(model, _batch(seq, batch), recorder, phase)
-    finally:
-        if enabled:
-            gc.enable()
+    with recorder, target.machine.functions():
+        run(model, _batch(seq, batch), recorder, phase)
     return recorder.tape
 
 
@@ -117,7 +111,8 @@ def _llmem_step(model: nn.Module, tokens: Tensor, recorder: Recorder, phase: lis
 
 def _recomputed(forward: Callable, target: Target) -> Callable:
     def forward_as_on_target(*arguments, **keywords):
-        with target.functions():  # the second time it runs inside backward, where the mode around everything is off
+        # The second time it runs inside backward, where the mode around everything is off.
+        with target.machine.functions():
             return forward(*arguments, **keywords)
 
     return functools.partial(checkpoint, forward_as_on_target, use_reentrant=False, preserve_rng_state=False)

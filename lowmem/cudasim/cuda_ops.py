@@ -38,7 +38,6 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.cudasim.multiprocessors import Capability
 
 _aten = torch.ops.aten
@@ -208,11 +207,11 @@ def _softmax(input, dim, dtype=None):
 
 
 # What goes through a cuBLAS or cuBLASLt handle: cuda/Blas.cpp (recent).
-PRODUCTS = frozenset(
+PRODUCTS = {
     overload
     for product in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot)
     for overload in (product.default, product.out)
-) | {_aten.addmm_.default, _aten.baddbmm_.default, _aten.addmv_.default, torch.ops.lowmem.add_product.default}
+} | {_aten.addmm_.default, _aten.baddbmm_.default, _aten.addmv_.default}
 
 
 def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) -> list[Tensor]:

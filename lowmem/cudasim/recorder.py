@@ -18,6 +18,7 @@ Cost: about 0.1 ms per operation that runs, a third of that where its outcome is
 that is replayed.
 """
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,75 +30,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from lowmem.cudasim.clock import NOTHING, SYNCHRONIZE, Clock, Span
+from lowmem.cudasim.device_model import DeviceModel
 from lowmem.cudasim.outcomes import Outcome, is_view, result_of, results_of, signature_of, tensors_in
+from lowmem.cudasim.tape import FREED, Chunk, Operation, Tape
 
-FREED = -1  # in the place of a size
 FORWARD, BACKWARD = 0, 1  # CUDA runs them on two host threads, each with a cuBLAS handle of its own
-Operation = tuple[int, int, str]  # storage, bytes or FREED, name
 _FIRST_WORKSPACE = 1 << 60  # storages outside the count, in which a region's must follow one another
 _aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Operations on storages numbered from `base`; -1 - n is the n-th storage from `earlier_base`, which belongs to
-    another region (to a forward, for a backward). `seconds`: the GPU's clock when the chunk began."""
-
-    operations: list[Operation]
-    base: int
-    earlier_base: int
-    seconds: float
-
-
-@dataclass
-class Tape:
-    """A record in chunks; iterating gives (storage, bytes or FREED, name), each storage a number of its own."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-
-    def __iter__(self) -> Iterator[Operation]:
-        for chunk in self.chunks:
-            base, earlier = chunk.base, chunk.earlier_base
-            for storage, size, name in chunk.operations:
-                yield (base + storage if storage >= 0 else earlier - 1 - storage), size, name
-
-    def peak_bytes(self, rounding: int = 1) -> int:
-        """The most that lived at once, every size rounded up to a multiple of `rounding`. Operations that stand on the
-        tape many times are looked at once."""
-        sizes: dict[int, int] = {}  # of what is alive between two chunks
-        summaries: dict[tuple[int, bool], tuple[int, int, list]] = {}
-        now = peak = 0
-        for chunk in self.chunks:
-            key = id(chunk.operations), bool(chunk.base)
-            if not chunk.base or key not in summaries:
-                summaries[key] = _summary(chunk, sizes, rounding)
-            change, highest, survivors, spent = summaries[key]
-            peak = max(peak, now + highest)
-            now += change
-            for storage, size in survivors:
-                sizes[chunk.base + storage] = size
-            for storage in spent:
-                del sizes[chunk.base + storage if storage >= 0 else chunk.earlier_base - 1 - storage]
-        return peak
-
-
-def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
-    """Of a chunk: bytes at its end and at its highest point, above those at its beginning; which storages, with their
-    sizes, it leaves behind; and which of those that were there it frees."""
-    own: dict[int, int] = {}
-    spent = []
-    now = highest = 0
-    for storage, size, _ in chunk.operations:
-        if size != FREED:
-            own[storage] = -(-size // rounding) * rounding
-            now += own[storage]
-            highest = max(highest, now)
-        elif storage in own:
-            now -= own.pop(storage)
-        else:
-            spent.append(storage)
-            now -= sizes[chunk.base + storage if storage >= 0 else chunk.earlier_base - 1 - storage]
-    return now, highest, list(own.items()), spent
 
 
 @dataclass
@@ -126,23 +65,6 @@ class _Open:
     region: Region
     name: str
     first_chunk: int
-
-
-@dataclass(frozen=True)
-class DeviceModel:
-    """What a device adds to what the operations say themselves. Of an operation (func, args, kwargs, result):
-    `hidden_bytes` are its temporaries, which come to be after its results, but `copied_first` before them; `seconds`
-    its time on the GPU. `workspace_bytes`: what a thread's first matrix product (`products`) takes for good.
-    `host_seconds`: to launch an operation, in forward and in backward; `more_host_seconds`: what some take beside."""
-
-    hidden_bytes: Callable = lambda *_: ()
-    copied_first: frozenset = frozenset()
-    products: frozenset = frozenset()
-    workspace_bytes: int = 0
-    allocated: Callable = lambda func, args, kwargs, results: results
-    seconds: Callable = lambda *_: 0.0
-    host_seconds: tuple[float, float] = (0.0, 0.0)
-    more_host_seconds: dict = field(default_factory=dict)
 
 
 class Recorder(TorchDispatchMode):
@@ -176,8 +98,15 @@ class Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # the wrapper that hides operations from torch.compile costs as much as an operation
 
+    def __enter__(self):
+        self._collected = gc.isenabled()
+        gc.disable()  # a collection would free storages at arbitrary points of the tape
+        return super().__enter__()
+
     def __exit__(self, *exception):
         self._ended = True  # what is still alive stays so on the tape
+        if self._collected:
+            gc.enable()
         return super().__exit__(*exception)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

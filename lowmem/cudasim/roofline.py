@@ -23,12 +23,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.cudasim.gpus import Card
 
 HOST_SECONDS_PER_OPERATION = 10e-6  # Python, dispatcher and launch of an eager forward operation; assumed
 HOST_SECONDS_PER_BACKWARD_OPERATION = 6e-6  # the same from autograd's C++ engine; assumed
-HOST_SECONDS_PER_PYTHON_BACKWARD = 27e-6  # of layers.py's product, both ways, beside its operations: on a CPU (x86_64)
 KERNEL_SECONDS = 2e-6  # a kernel's start and end on the GPU; assumed
 # Fused attention against a large product on the same card: which kernel, whether on Hopper: forward, backward; tiles on
 # the diagonal of causal attention count whole. For heads of 64, from 2,048 tokens on:
@@ -63,8 +61,8 @@ def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwar
         return 0.0
     seconds = _bytes_moved(traffic, args, kwargs, result) / (card.memory_bytes_per_second * card.memory_share)
     packet = func._overloadpacket
-    if packet in _PRODUCTS:
-        first = _PRODUCTS[packet]
+    if packet in PRODUCTS:
+        first = PRODUCTS[packet]
         seconds = max(seconds, _product_seconds(card, args[first], args[first + 1]))
     elif packet in _ATTENTION:
         seconds = max(seconds, _attention_seconds(card, func, args, kwargs))
@@ -76,8 +74,15 @@ def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwar
 
 _aten = torch.ops.aten
 # Where the two matrices stand among the arguments.
-_PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.addmm_: 1, _aten.baddbmm: 1, _aten.baddbmm_: 1}
-_PRODUCTS |= {torch.ops.lowmem.add_product: 1, _aten._grouped_mm: 0}
+PRODUCTS = {
+    _aten.mm: 0,
+    _aten.bmm: 0,
+    _aten.addmm: 1,
+    _aten.addmm_: 1,
+    _aten.baddbmm: 1,
+    _aten.baddbmm_: 1,
+    _aten._grouped_mm: 0,
+}
 # Whose share of ATTENTION_SHARES, forward or backward; where query, key and value stand; and how many products over
 # (head size of query and key, of value) there are.
 _ATTENTION = {

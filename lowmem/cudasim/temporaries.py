@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.cudasim.multiprocessors import Capability, Multiprocessor, multiprocessor
 from lowmem.cudasim.reductions import staging_bytes
 
@@ -234,7 +233,7 @@ def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
     return (table,) * 5 + (1,) if index.numel() <= 2048 else (table,) * 7
 
 
-def _matrix_product(gpu: Gpu, result, *matrices: Tensor, **_):
+def matrix_product(gpu: Gpu, result, *matrices: Tensor, **_):
     """cuda/Blas.cpp, prepare_matrix_for_cublas: matrices of which neither rows nor columns follow each other."""
     return _bytes(*(matrix for matrix in matrices if matrix.dim() > 1 and not _one_after_the_other(matrix)))
 
@@ -312,11 +311,10 @@ TEMPORARIES: dict[torch._ops.OpOverload, Callable] = {
     _aten.amin.default: _largest,
     _aten.logsumexp.default: _log_sum_exp,
     **{
-        overload: _matrix_product
+        overload: matrix_product
         for product in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
         for overload in (product.default, product.out)
     },
-    _aten.addmm_.default: _matrix_product,
-    _aten.baddbmm_.default: _matrix_product,
-    torch.ops.lowmem.add_product.default: _matrix_product,
+    _aten.addmm_.default: matrix_product,
+    _aten.baddbmm_.default: matrix_product,
 }

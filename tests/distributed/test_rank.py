@@ -25,7 +25,8 @@ from transformers import GPT2Config, GPTNeoConfig, LlamaConfig, OPTConfig
 
 from lowmem.core.decoder import Decoder
 from lowmem.cudasim.gpus import CARDS
-from lowmem.cudasim.recorder import FREED, Recorder
+from lowmem.cudasim.recorder import Recorder
+from lowmem.cudasim.tape import FREED
 from lowmem.distributed import rank
 from lowmem.distributed.more_blocks import BLOCKS, Operation, Placed, stretched
 from lowmem.distributed.rank import METHODS, PLAIN, RankPeak, peak_of, record_blocks
