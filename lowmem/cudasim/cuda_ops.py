@@ -38,7 +38,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lowmem.cudasim.multiprocessors import Capability
+from lowmem.cudasim.gpus import Capability
 
 _aten = torch.ops.aten
 _16_BIT = (torch.float16, torch.bfloat16)

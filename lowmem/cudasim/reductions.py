@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lowmem.cudasim.multiprocessors import Multiprocessor
+from lowmem.cudasim.gpus import Multiprocessor
 
 _WARP = 32
 _MOST_THREADS = 512  # of a block, divided among the outputs that a thread has

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from lowmem.cudasim.multiprocessors import Capability, Multiprocessor, multiprocessor
+from lowmem.cudasim.gpus import Capability, Multiprocessor, multiprocessor
 from lowmem.cudasim.reductions import staging_bytes
 
 _aten = torch.ops.aten

@@ -192,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     gpu = Gpu((properties.major, properties.minor), properties.multi_processor_count)
     here = properties.max_threads_per_multi_processor, properties.shared_memory_per_multiprocessor
     if (*here, properties.shared_memory_per_block_optin, gpu.multiprocessor.blocks) != gpu.multiprocessor:
-        raise AssertionError(f"the device's multiprocessors are not those of lowmem/cudasim/multiprocessors.py: {here}")
+        raise AssertionError(f"the device's multiprocessors are not those of lowmem/cudasim/gpus.py: {here}")
     with deterministic_algorithms(False):  # which refuses products where the workspaces are not set
         found = list(workspaces(gpu))
     for row in itertools.chain(found, () if options.workspaces else rows(gpu, options.families)):
