@@ -39,6 +39,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lowmem.cudasim.gpus import Capability
+from lowmem.units import KIB, MIB
 
 _aten = torch.ops.aten
 _16_BIT = (torch.float16, torch.bfloat16)
@@ -228,23 +229,15 @@ def _dropout_p(query, key, value, bias, differentiates, dropout_p=0.0, *_, **__)
     return dropout_p
 
 
-def blas_workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int] = (2, 13)) -> int:
-    """What a thread's first product on a stream takes; `config`: CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count".
+def workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int]) -> int:
+    """What a thread's first product takes; `config`: CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count".
 
-    cuda/CublasHandlePool.cpp: recent, whose declarations are 2.13's; that releases before it were like old is assumed.
-    In main every product takes its workspace and gives it back.
+    cuda/CublasHandlePool.cpp, recent, whose declarations are 2.13's. Releases before it are assumed to be like old,
+    where cuBLASLt (addmm with a bias vector) takes 1 MiB more. In main each product gives its workspace back.
     """
+    shared_with_blaslt = torch_version >= (2, 13)
     pairs = re.findall(":([0-9]+):([0-9]+)", config or "")
-    if pairs:
-        return sum(int(kib) * 1024 * int(count) for kib, count in pairs)
-    large = capability[0] in (9, 10, 12) if torch_version >= (2, 13) else capability == (9, 0)
-    return 8 * 4096 * 1024 if large else 2 * 4096 * 1024 + 8 * 16 * 1024
-
-
-def blaslt_workspace_bytes(torch_version: tuple[int, int] = (2, 13)) -> int:
-    """What a thread's first product through cuBLASLt takes beside that: nothing where the two share one buffer
-    (CublasHandlePool.cpp, recent), else 1 MiB (old; assumed for releases before 2.13).
-
-    Such a product is an addmm (beta 1, a new result) of a contiguous bias vector, no side of it 1: cuda/Blas.cpp (old).
-    """
-    return 0 if torch_version >= (2, 13) else 1024 * 1024
+    large = capability[0] in (9, 10, 12) if shared_with_blaslt else capability == (9, 0)
+    by_itself = 8 * 4096 * KIB if large else 2 * 4096 * KIB + 8 * 16 * KIB
+    blas = sum(int(kib) * KIB * int(count) for kib, count in pairs) if pairs else by_itself
+    return blas + (0 if shared_with_blaslt else MIB)
