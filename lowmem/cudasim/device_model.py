@@ -45,7 +45,7 @@ _more_host_seconds: dict[torch._ops.OpOverload, float] = {}
 def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, host_seconds: float = 0.0) -> None:
     """Makes a custom operator known that multiplies two matrices through cuBLAS. `first_factor`: the first matrix's
     place among the arguments, the second follows; `host_seconds`: what a call takes on the host besides."""
-    roofline.PRODUCTS[packet] = first_factor
+    cuda_ops.MATRIX_PRODUCTS[packet] = first_factor
     cuda_ops.PRODUCTS.add(packet.default)
     temporaries.TEMPORARIES[packet.default] = temporaries.matrix_product
     _more_host_seconds[packet.default] = host_seconds
