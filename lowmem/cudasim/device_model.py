@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -37,32 +38,31 @@ class DeviceModel:
     more_host_seconds: dict = field(default_factory=dict)
 
 
+TORCH_VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 _more_host_seconds: dict[torch._ops.OpOverload, float] = {}
 
 
 def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, host_seconds: float = 0.0) -> None:
     """Makes a custom operator known that multiplies two matrices through cuBLAS. `first_factor`: the first matrix's
     place among the arguments, the second follows; `host_seconds`: what a call takes on the host besides."""
-    roofline.PRODUCTS[packet] = first_factor
+    cuda_ops.MATRIX_PRODUCTS[packet] = first_factor
     cuda_ops.PRODUCTS.add(packet.default)
     temporaries.TEMPORARIES[packet.default] = temporaries.matrix_product
     _more_host_seconds[packet.default] = host_seconds
 
 
-def gpu_model(card: Card) -> DeviceModel:
-    """A GPU of this kind under the PyTorch that runs here, set up as lowmem/device.py does it."""
-    version = tuple(int(number) for number in torch.__version__.split(".")[:2])
-    workspaces = os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES)
-    gpu = temporaries.Gpu(card.capability, card.multiprocessors)
+def gpu_model(card: Card, *, plain: bool = False, torch_version: tuple[int, int] = TORCH_VERSION) -> DeviceModel:
+    """A GPU of this kind, set up as lowmem/device.py does it; `plain`: as PyTorch finds it, with sums in any order."""
+    workspaces = None if plain else os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES)
+    gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=not plain)
     return DeviceModel(
-        functions=lambda: cuda_ops.CudaFunctions(card.capability, version),
-        hidden_bytes=lambda *operation: temporaries.hidden_bytes(*operation, gpu),
+        functions=partial(cuda_ops.CudaFunctions, card.capability, torch_version),
+        hidden_bytes=partial(temporaries.hidden_bytes, gpu=gpu),
         copied_first=temporaries.COPIED_FIRST,
         products=frozenset(cuda_ops.PRODUCTS),
-        workspace_bytes=cuda_ops.blas_workspace_bytes(card.capability, workspaces, version)
-        + cuda_ops.blaslt_workspace_bytes(version),
+        workspace_bytes=cuda_ops.workspace_bytes(card.capability, workspaces, torch_version),
         allocated=cuda_ops.allocated,
-        seconds=lambda *operation: roofline.operation_seconds(card, *operation),
+        seconds=partial(roofline.operation_seconds, card),
         host_seconds=(roofline.HOST_SECONDS_PER_OPERATION, roofline.HOST_SECONDS_PER_BACKWARD_OPERATION),
         more_host_seconds=dict(_more_host_seconds),
     )
