@@ -22,6 +22,7 @@ from lowmem.data.sources import open_source
 from lowmem.data.stored import ArrayFolder
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import InputError
+from lowmem.settings import Settings
 
 STREAMED_EVALUATION_ROWS = 1024
 
@@ -46,7 +47,7 @@ class Data:
 
 
 def load_data(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None = None,
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None = None,
     decoder_start: int | None = None,
 ) -> Data:  # fmt: skip
     """Reads, tokenizes, holds out and cuts into rows, as the settings say. Raises InputError with the place in the
@@ -59,6 +60,7 @@ def load_data(
     Held out is the text that `eval_data` names, or of each source its own validation split, or `eval_fraction` of its
     documents. `steps` bounds how much is read of a streamed source.
     """
+    settings = DataSettings.of(settings)
     if settings.chat_template is not None:
         set_chat_template(tokenizer, settings.chat_template)
     if decoder_start is not None:

@@ -1,9 +1,8 @@
 """The settings that decide on a run's data."""
 
 from dataclasses import dataclass, fields
-from typing import Any
 
-from lowmem.settings import each
+from lowmem.settings import Settings, each
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class DataSettings:
     seed: int
 
     @classmethod
-    def of(cls, settings: Any) -> "DataSettings":
+    def of(cls, settings: Settings) -> "DataSettings":
         """These fields of a run's settings."""
         values = {item.name: getattr(settings, item.name) for item in fields(cls)}
         return cls(**values | {name: each(values[name]) for name in ("data", "eval_data")})

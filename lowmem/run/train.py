@@ -24,7 +24,6 @@ from lowmem.core.step import StepAbandoned, TrainingStep, summed_loss
 from lowmem.cudasim.gpus import Card
 from lowmem.data.batches import PACKED, Batches
 from lowmem.data.dataset import Data, load_data
-from lowmem.data.settings import DataSettings
 from lowmem.data.tokenizer import load_tokenizer, tokenizer_blamed
 from lowmem.errors import InputError, LowmemError, Stopped, first_few
 from lowmem.limits import Budget, ram_available_bytes
@@ -117,8 +116,7 @@ def plan_and_train(
         tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
         with ExitStack() as until_the_end:
             with tokenizer_blamed(settings.model):
-                wanted = DataSettings.of(settings)
-                data = load_data(wanted, tokenizer, config.vocab_size, folder, decoder_start(config))
+                data = load_data(settings, tokenizer, config.vocab_size, folder, decoder_start(config))
             until_the_end.enter_context(closing(data))
             dtype = WORKING_DTYPES[settings.export_dtype]
             generation = own_generation_config(settings.model, settings.init, log.say)

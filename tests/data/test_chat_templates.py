@@ -12,7 +12,7 @@ from lowmem.data.answers import Answers
 from lowmem.data.conversations import Conversation
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
-from tests.data.test_dataset import load, write_rows
+from tests.data.loading import POINTER, load, tokens_of, write_rows
 
 TRL = importlib.util.find_spec("trl")  # its folder, without importing it
 FOLDER = Path(TRL.submodule_search_locations[0]) / "chat_templates" if TRL else Path("none")
@@ -289,7 +289,7 @@ def test_chat_template_file_is_used_and_left_on_the_tokenizer(tmp_path):
         (None, r"chat.jinja: cannot be read \(No such file"),
         (b"one\n{% if %}", r"chat.jinja:2: not a Jinja template"),
         (b"one\n\xff", r"chat.jinja:2: not UTF-8"),
-        (b"version https://git-lfs.github.com/spec/v1\n", r"chat.jinja is a Git LFS pointer"),
+        (POINTER.encode(), r"chat.jinja is a Git LFS pointer"),
     ],
 )
 def test_a_missing_or_broken_chat_template_file_is_refused(tmp_path, content, message):
@@ -328,10 +328,6 @@ def llama_like():
     first = ("<s>", tokenizer.bos_token_id)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[first])
     return tokenizer
-
-
-def tokens_of(rows):
-    return rows.parts[0].documents.tokens[:].tolist()
 
 
 def test_texts_and_examples_begin_as_the_tokenizer_begins_them(tmp_path):

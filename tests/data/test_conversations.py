@@ -8,7 +8,7 @@ from lowmem.data.conversations import read_conversation
 from lowmem.data.records import Record
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
-from tests.data.test_dataset import CONVERSATION, END, load, shown, trained_text, write_rows
+from tests.data.loading import CONVERSATION, END, load, shown, trained_text, write_rows
 
 CALL = {"name": "add", "arguments": {"a": 2}}
 TOOL_TEMPLATE = (
@@ -29,7 +29,7 @@ def read(tmp_path, *rows, tokenizer=None, **options):
 
 
 def messages_of(row, column="messages"):
-    return read_conversation(Record("rows.jsonl:1", row), column).messages
+    return read_conversation(Record("rows.jsonl:1", row), (column,)).messages
 
 
 def test_sharegpt_rows_read_as_messages_and_a_system_column_is_said_first(tmp_path):
@@ -264,7 +264,7 @@ def test_other_spellings_of_roles_are_understood(said, role):
 def test_roles_that_the_chat_template_names_stay_and_others_are_refused():
     for role in ("developer", "ipython", "critic"):
         record = Record("rows.jsonl:1", {"messages": [{"role": role, "content": "a"}]})
-        assert read_conversation(record, "messages", f"{{% if m.role == '{role}' %}}").messages[0]["role"] == role
+        assert read_conversation(record, ("messages",), f"{{% if m.role == '{role}' %}}").messages[0]["role"] == role
     with pytest.raises(InputError, match=r"rows\.jsonl:1: messages, message 1: the role 'critic' is not known; write"):
         messages_of({"messages": [{"role": "critic", "content": "a"}]})
 

@@ -1,11 +1,9 @@
-import dataclasses
 import json
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,26 +11,11 @@ import torch
 
 from lowmem.core.batch import Batch
 from lowmem.data import hub_data
-from lowmem.data.dataset import load_data
 from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
 from lowmem.data.sources import open_source
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
-from lowmem.settings import Settings
-
-END = 256
-
-
-def load(spec, tokenizer=None, vocabulary_size=257, **options):
-    """load_data, with nothing held out and examples padded in their order."""
-    chosen = dataclasses.asdict(Settings(seq=16, batch=2, pack="padded"))
-    chosen |= {"data": str(spec), "eval_fraction": 0} | options
-    return load_data(SimpleNamespace(**chosen), tokenizer or byte_level_tokenizer(), vocabulary_size)
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+from tests.data.loading import CONVERSATION, END, load, shown, tokens_of, trained_text, write_rows
 
 
 def all_tokens(rows) -> list[int]:
@@ -40,19 +23,6 @@ def all_tokens(rows) -> list[int]:
     batches = [rows.batch(index) for index in range(len(rows))]
     inputs = torch.cat([batch.input_ids for batch in batches])
     return [*inputs.flatten().tolist(), int(batches[-1].labels[-1, -1])]
-
-
-def shown(batch, row) -> list[tuple[str, str]]:
-    """(input, label) characters of one row: '$' is end-of-text, '' is not trained."""
-    character = {END: "$", -100: ""}
-    return [
-        (character.get(token, chr(token)), character.get(label, chr(max(label, 0))))
-        for token, label in zip(batch.input_ids[row].tolist(), batch.labels[row].tolist(), strict=True)
-    ]
-
-
-def trained_text(batch, row=0) -> str:
-    return "".join(label for _, label in shown(batch, row))
 
 
 # Packing
@@ -114,8 +84,7 @@ def test_a_batch_is_a_function_of_seed_and_step_and_every_epoch_has_every_row_on
 def test_batch_order_is_the_same_in_another_process_and_does_not_touch_the_global_generators(tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"{index:07d}\n" for index in range(40)))
     program = (
-        "from tests.data.test_dataset import load; import sys\n"
-        "print(load(sys.argv[1]).train.batch(5).input_ids.tolist())"
+        "from tests.data.loading import load; import sys\nprint(load(sys.argv[1]).train.batch(5).input_ids.tolist())"
     )
     np.random.seed(1)
     torch.manual_seed(1)
@@ -195,14 +164,6 @@ def test_alpaca_columns_use_alpacas_wording_with_and_without_input(tmp_path):
     assert "request.\n\n### Instruction:\nGreet.\n\n### Response:\nHi" in prompts[1] and "Input" not in prompts[1]
     assert [trained_text(batch, row) for row in (0, 1)] == ["3$", "Hi$"]
     assert "columns not used: text;" in data.description
-
-
-CONVERSATION = [
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Hello"},
-    {"role": "user", "content": "Bye"},
-    {"role": "assistant", "content": "See you"},
-]
 
 
 def test_messages_without_a_template_use_the_default_one_say_so_and_leave_it_on_the_tokenizer(tmp_path):
@@ -287,8 +248,8 @@ def test_one_long_text_has_its_end_held_out(tmp_path):
     (tmp_path / "a.txt").write_text(text)
     data = load(tmp_path / "a.txt", eval_fraction=0.1)
     tokens = [*text.encode(), END]
-    assert data.train.parts[0].documents.tokens[:].tolist() == tokens[:-81]
-    assert data.evaluations[0].parts[0].documents.tokens[:].tolist() == tokens[-81:]
+    assert tokens_of(data.train) == tokens[:-81]
+    assert tokens_of(data.evaluations[0]) == tokens[-81:]
     assert "its last 81 tokens" in data.description
 
 
@@ -370,10 +331,7 @@ def test_every_file_format_gives_the_same_rows(tmp_path):
         + "".join('"{}",{}\r\n'.format(row["text"].replace('"', '""'), row["other"]) for row in rows)
     )
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    tokens = [
-        load(tmp_path / f"a.{kind}").train.parts[0].documents.tokens[:].tolist()
-        for kind in ("jsonl", "json", "csv", "parquet")
-    ]
+    tokens = [tokens_of(load(tmp_path / f"a.{kind}").train) for kind in ("jsonl", "json", "csv", "parquet")]
     assert tokens[0] == [token for row in rows for token in [*row["text"].encode(), END]]
     assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
 
@@ -389,7 +347,7 @@ def test_a_folder_is_read_in_order_whole_files_and_rows_together(tmp_path):
     write_rows(tmp_path / "z.jsonl", [{"body": "third"}])
     data = load(tmp_path, text_field="body")
     expected = [*b"first = 1\r\n", END, *b"second file ", END, *b"third", END]
-    assert data.train.parts[0].documents.tokens[:].tolist() == expected
+    assert tokens_of(data.train) == expected
     assert ".rst left out" in data.description and "1 empty one skipped" in data.description
 
 
@@ -521,7 +479,7 @@ def test_wikitext_lines_are_joined_to_articles_and_its_validation_split_is_used(
     )
     data = load("wikitext", steps=4, eval_fraction=0.01)
     expected = ("".join(lines[:6]).encode(), "".join(lines[6:]).encode())
-    assert data.train.parts[0].documents.tokens[:].tolist() == [*expected[0], END, *expected[1], END]
+    assert tokens_of(data.train) == [*expected[0], END, *expected[1], END]
     assert bytes(data.evaluations[0].batch(0).input_ids[0].tolist()).startswith(b" = Held out = ")
     assert ("Salesforce/wikitext", "wikitext-2-raw-v1", False) in asked
 
