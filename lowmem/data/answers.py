@@ -5,10 +5,7 @@ If the chat template marks it with {% generation %}, it is that part. Otherwise 
     before   the messages up to an answer, with the prompt for an answer: the model's input in inference
     after    the messages up to the end of the answer; `after` without `before` is the model's output
 
-Templates may write a turn differently once others follow. Phi-3 ends the text, not the turn, with the end-of-text
-token; gpt-oss ends an old turn with <|end|> and the last with <|return|>; Qwen3 and DeepSeek-R1 drop the reasoning of
-old turns. Then the turn begins where `before` ends in the whole text. It ends at the first special token before which
-the text is an ending of the turn in `after`. If that fails, only the last turn is trained on.
+Templates that write a turn differently once others follow are in docs/data.md.
 """
 
 import itertools

@@ -1,21 +1,8 @@
 """From tokens to batches: rows of tokens, and labels that say which tokens are trained.
 
-Text is **packed**: an end-of-text token follows every document, and all documents end to end are cut into rows of T
-inputs. Row r reads tokens rT to rT + T. So the last label of a row is the first input of the next, and no prediction is
-lost. Attention crosses document ends inside a row, as when GPT-2 was trained. With a document mask it stops there,
-positions restart, and the first token of a document is no label.
-
-**Examples** (conversations, prompts with completions) are one per row, padded on the right. Attention is causal, so no
-real token sees the padding. The labels of padding are -100, by position: the padding id may be the end-of-text id.
-`pack` says how much of the padding is computed:
-
-    padded   all of it, up to the longest row of the batch
-    sorted   little: the rows of a micro-batch have about the same length (core/batch.py)
-    packed   little: the examples of a batch are put into as few rows as possible, longest first, each into the first
-             row with room; attention stays within an example, and positions restart with it
-
-A batch has the same examples and trained tokens in all three. So the gradients are equal except for rounding and
-dropout, which is drawn in a micro-batch's shape.
+Text is **packed**: documents end to end, cut into rows of T inputs. Row r reads tokens rT to rT + T, so no prediction
+is lost. **Examples** (conversations, prompts with completions) are one per row, padded on the right; `pack` says how
+much padding is computed (docs/data.md). The labels of padding are -100, by position and not by id.
 
 A batch is a pure function of (seed, step), so a resumed run reads the same rows. Epoch e is a permutation drawn from a
 generator seeded with (seed, e). Several texts are mixed within an epoch. With a weight of 2 every row comes twice, with

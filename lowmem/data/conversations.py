@@ -1,17 +1,8 @@
 """From a row to a conversation: messages as the chat templates of Hugging Face's models expect them.
 
 A message is {"role": ..., "content": ...}; its role is system, user, assistant or tool, or another one that the chat
-template names. Its other keys (`tool_calls`, `tool_call_id`, `name`, `reasoning_content`) reach the template unchanged.
-
-| columns | whose |
-|---|---|
-| `messages`; `content` a text or a list of parts, {"type": "text", "text": ...}; `tool_calls`, `weight` 0 | OpenAI's |
-| `conversations` of `from` and `value` (or of `role` and `content`) | ShareGPT's |
-| `prompt` and `completion`, both lists of messages | TRL's |
-
-An answer whose `weight` is 0, or whose `loss`, `train` or `training` is false or 0, is not trained on. A column `tools`
-lists the functions that may be called, as JSON schemas or as that list written as text. OpenAI's older names are
-understood, too: `functions` for that column, `function_call` in a message for its one call.
+template names. Its other keys (`tool_calls`, `name`, `reasoning_content`, ...) reach the template unchanged. OpenAI's,
+ShareGPT's and TRL's ways of writing conversations are understood (docs/data.md).
 """
 
 from dataclasses import dataclass

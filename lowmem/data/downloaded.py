@@ -1,15 +1,7 @@
 """Data sets of the hub in a folder: finds the files that are trained on and those that are held out.
 
-A folder is such a data set if it has a card: a README.md that begins with YAML about a data set. Without a card, some
-tables (or all .txt files) must have names of a training split and some of a held-out split. Splits are found as the
-hub's client finds them, in this order:
-
-    the card's `configs`   name:config says which, if there are several and none is the default
-    data/NAME-00000-of-00001.parquet   the split NAME
-    words in names         of the folder first, then of the file: train, validation, valid, dev, val, test, eval, ...
-    none of these          all files are trained on
-
-Only files of one kind count: the most common kind of table, or .txt.
+The splits are those of the data set's card (README.md), or those that the files' names say, as the hub's client finds
+them; docs/data.md has the rules.
 """
 
 import glob

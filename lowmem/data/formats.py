@@ -1,28 +1,7 @@
 """From a row's columns to the text that is trained on: plain text, conversations, prompts with completions.
 
-The columns of a source's first row decide (`--text-field` renames the `text` column).
-
-| columns | trained text |
-|---|---|
-| `text` | all of it; documents are packed |
-| `messages`, or ShareGPT's `conversations` | the chat template, or `DEFAULT_CHAT_TEMPLATE`; the assistant's turns |
-| `prompt`, `completion` | the two joined as they are, the completion; if both are lists of messages, as above |
-| `instruction`, `input` (may be missing or empty), `output` | Alpaca's wording; the output |
-| `instruction`, `context` (may be missing or empty), `response` | Dolly's columns in Alpaca's wording; the response |
-
-More columns are used, as in LLaMA-Factory and Axolotl.
-
-| columns | in rows of | become |
-|---|---|---|
-| `system` (or `system_prompt`, `system_message`, `system_instruction`) | conversations without one | a message |
-| | `prompt` + `completion` | the prompt's first paragraph |
-| | Alpaca's and Dolly's | the text in place of the wording's first sentences |
-| `history`, a list of pairs | Alpaca's and Dolly's | earlier instructions and responses, which are trained on, too |
-| `tools`, or OpenAI's older `functions` | conversations | the tools given to the chat template |
-
-The description of the data names all other columns. A null is no text: a column of nulls does not count.
-`--train-on all` trains on the prompts too. A row's text comes in segments, (text, trained), which are tokenized
-together (seams.py). An end-of-text token follows, trained like the last segment, or generation would never stop.
+The columns of a source's first row decide; docs/data.md has the table. A row's text comes in segments, (text, trained),
+which are tokenized together (seams.py).
 """
 
 import itertools

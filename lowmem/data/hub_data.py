@@ -1,7 +1,6 @@
 """Data sets of the Hugging Face hub, by name or as `save_to_disk` wrote them, read by the package `datasets`.
 
-One split is trained on: train, or the first one whose name begins so. The publisher's validation split, or else its
-test split, is held out. Other splits are not read; the description of the data names them.
+One split is trained on, and one is held out; the description of the data names the others.
 """
 
 import re

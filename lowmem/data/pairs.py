@@ -1,12 +1,8 @@
 """Batches for encoder-decoders: a row is a source of S tokens and a target of T.
 
-The source of an **example** is the part before its first trained token, with an end-of-text token after it as T5 was
-trained. The target is the rest. documents.py has cut both to their room. **Text** is cut into rows of S + T tokens: the
-source, and the target that follows. That is prefix language modelling, as in Lester et al. (arXiv:2104.08691, section
-3.2). The decoder reads its target one token late, after `decoder_start`.
-
-Sources and targets are padded on the right, to the longest of the batch. Padding is masked by position: in a source by
-`Batch.source_mask`, in a target by labels of -100.
+The source of an **example** is the part before its first trained token, with an end-of-text token after it. **Text** is
+cut into rows of S + T tokens: the source, and the target that follows. The decoder reads its target one token late,
+after `decoder_start`. Padding is on the right, masked by position: `Batch.source_mask`, and labels of -100.
 """
 
 import numpy as np

@@ -1,13 +1,10 @@
 """From an example's segments to its tokens, and which of them are trained.
 
-The whole text is tokenized at once, as `tokenizer(prompt + completion)` and `apply_chat_template(tokenize=True)` do. A
-token is trained if any of its characters is. So a token across a seam is trained: it has the first or last characters
-of an answer. White space that an added token strips from its neighbours (`rstrip`) does not count.
+The whole text is tokenized at once. A token is trained if any of its characters is, so a token across a seam is. White
+space that an added token strips from its neighbours (`rstrip`) does not count.
 
-The Rust tokenizer gives the place of each token. A tokenizer written in Python gives none, so it also tokenizes the
-text up to each seam. The tokens that both begin with are before the seam. If the text up to the seam has more tokens,
-the next token is across the seam.
-
+A tokenizer written in Python does not say where its tokens are, so it also tokenizes the text up to each seam. The
+tokens that both begin with are before the seam. If the text up to the seam has more tokens, the next one is across it.
 An encoder-decoder reads the prompt as one text and writes the answer as another, so these are tokenized apart.
 """
 

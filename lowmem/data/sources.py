@@ -1,18 +1,8 @@
-"""The rows behind `--data SPEC`: the standard library, local files and folders, the hub.
+"""The rows behind `--data SPEC[=WEIGHT]`: the standard library, local files and folders, the hub.
 
-Every source is a stream of records. One record is in memory at a time (of a long text, a piece; of a `.json` list, the
-file), so a large data set takes time and disk, not RAM.
-
-| spec | what is read |
-|---|---|
-| `python-stdlib` | the `.py` files of this interpreter's own library: 12 MB of real text that is always there |
-| a file, a folder, a pattern such as `texts/*.jsonl` | `.txt` `.md` `.py`: a document each; others: a record per row |
-| a data set in a folder, `folder[:config]` | downloaded from the hub or saved by `save_to_disk`: its training split |
-| `wikitext` | Salesforce/wikitext, wikitext-2-raw-v1 (Parquet), its lines joined to articles again |
-| `codeparrot` | codeparrot/codeparrot-clean-train and -valid (gzipped JSON lines, 50 GB), streamed |
-| `org/name[:config]` | any hub data set that `datasets` can load without running a script; over 1 GiB it is streamed |
-
-A weight may follow, as in `chat.jsonl=2`: how often each row is in an epoch."""
+docs/data.md lists the kinds of SPEC. Every source is a stream of records, read one at a time, so a large data set takes
+time and disk, not RAM.
+"""
 
 import glob
 import itertools

@@ -1,8 +1,4 @@
-"""Rows of local files: text, JSON, JSON lines, CSV and Parquet.
-
-`.jsonl` has an object on each line. `.csv` names its columns in its first line. A `.json` file is a list of objects, an
-object that holds one such list ({"data": [...]}), one object, or JSON lines. A column that is given twice is refused.
-"""
+"""Rows of local files: text, JSON, JSON lines, CSV and Parquet (docs/data.md says how each is written)."""
 
 import csv
 from collections.abc import Iterable, Iterator
