@@ -32,9 +32,18 @@ def load(spec, tokenizer=None, vocabulary_size=257, folder=None, decoder_start=N
     )
 
 
+def write_texts(path: Path, *texts: str) -> Path:
+    return write_rows(path, [{"text": text} for text in texts])
+
+
 def write_rows(path: Path, rows) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def in_order(path, tokenizer=None, **options):
+    """Batches of the rows of a file, in their order."""
+    return load(path, tokenizer, eval_data=str(path), **options).evaluations[0]
 
 
 def tokens_of(batches) -> list[int]:
