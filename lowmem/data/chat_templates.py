@@ -1,7 +1,7 @@
 """Chat templates: from a conversation to one text, as the model is given it in inference.
 
-A chat template is a Jinja program that belongs to the tokenizer. `ChatTemplate` adds four things to
-`tokenizer.apply_chat_template`, which files of conversations need:
+A chat template is a Jinja program that belongs to the tokenizer. `ChatTemplate` differs from
+`tokenizer.apply_chat_template` in four points.
 
 - Templates that ask for today's date always get the same one, so that training again reads the same text.
 - The spans that the author marked with {% generation %} are returned with the text.

@@ -31,11 +31,11 @@ STREAMED_EVALUATION_ROWS = 1024
 class Data:
     """A run's batches.
 
-    evaluations  one for each text that is held out
-    fingerprint  a hash of all tokens, the vocabulary, and how rows are cut
-    description  lines for the log
-    keep         stores the tokens in the run's folder, for a resumed run
-    close        removes them if they were not kept
+    evaluations  One for each held-out text.
+    fingerprint  A hash of all tokens, the vocabulary, and how rows are cut.
+    description  Lines for the log.
+    keep         Stores the tokens in the run's folder, for a resumed run.
+    close        Removes them if they were not kept.
     """
 
     train: Batches
@@ -50,15 +50,15 @@ def load_data(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None = None,
     decoder_start: int | None = None,
 ) -> Data:  # fmt: skip
-    """Reads, tokenizes, holds out and cuts into rows, as the settings say. Raises InputError with the place in the
+    """Reads and tokenizes the data, holds a part out, and cuts it into rows. Raises InputError with the place in the
     data.
 
-    vocabulary_size  number of ids that the model embeds
-    folder           the run's folder, in which the tokens are looked for first
-    decoder_start    the id before each target, for encoder-decoders
+    vocabulary_size  Number of ids that the model embeds.
+    folder           The run's folder, in which the tokens are looked for first.
+    decoder_start    The id before each target, for encoder-decoders.
 
-    Held out is the text that `eval_data` names, or of each source its own validation split, or `eval_fraction` of its
-    documents. `steps` bounds how much is read of a streamed source.
+    The held-out part is `eval_data`, or the validation split of each source, or else `eval_fraction` of its documents.
+    `steps` bounds how much of a streamed source is read.
     """
     settings = DataSettings.of(settings)
     if settings.chat_template is not None:
@@ -71,13 +71,13 @@ def load_data(
     preparation = Preparation(folder, key)
     parts = preparation.find(tokenizer) or preparation.make(reader.read)
     try:
-        texts = [_Text.cut(source, part, settings.seq) for source, part in zip(sources, parts, strict=True)]
-        train, evaluations = _batches(texts, settings, tokenizer.eos_token_id, decoder_start)
+        cut = [_cut(source, part, settings.seq) for source, part in zip(sources, parts, strict=True)]
+        train, evaluations = _batches(cut, settings, tokenizer.eos_token_id, decoder_start)
         return Data(
             train,
             tuple(batches for batches in evaluations if len(batches)),
             _fingerprint(tokenizer, train, *evaluations),
-            _describe(texts, train, tokenizer),
+            _describe(sources, cut, train, tokenizer),
             keep=functools.partial(preparation.keep, parts, tokenizer),
             close=preparation.close,
         )
@@ -125,9 +125,7 @@ class _Reader:
 
     def _load(self, source: Source, records: Iterable[Record], rows: int, folder: ArrayFolder) -> Documents:
         limit = rows if source.streamed else None
-        return read_documents(
-            source, records, limit, self.settings, self.tokenizer, self.vocabulary_size, folder
-        )  # fmt: skip
+        return read_documents(source, records, limit, self.settings, self.tokenizer, self.vocabulary_size, folder)
 
     def _held_out(self, source: Source, folder: ArrayFolder) -> Part:
         records = source.train if source.evaluation is None else source.evaluation
@@ -152,34 +150,19 @@ def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part])
         yield part._replace(train=train)
 
 
-@dataclass(frozen=True)
-class _Text:
-    """A source's documents, cut into rows. `held_out`: a description of the held-out ones."""
-
-    spec: str
-    name: str
-    train: Rows | None
-    evaluation: Rows | None
-    held_out: str
-
-    @classmethod
-    def cut(cls, source: Source, part: Part, seq: int) -> "_Text":
-        return cls(
-            source.spec,
-            source.name + source.remark,
-            part.train and Rows(source.spec, part.train, seq, source.weight),
-            part.evaluation and Rows(source.spec, part.evaluation, seq),
-            part.held_out + (source.remark if part.train is None else ""),
-        )
+def _cut(source: Source, part: Part, seq: int) -> Part:
+    """`part` with Rows in place of documents."""
+    train = part.train and Rows(source.spec, part.train, seq, source.weight)
+    return part._replace(train=train, evaluation=part.evaluation and Rows(source.spec, part.evaluation, seq))
 
 
 def _batches(
-    texts: list[_Text], settings: DataSettings, end_of_text: int, decoder_start: int | None
+    parts: list[Part], settings: DataSettings, end_of_text: int, decoder_start: int | None
 ) -> tuple[Batches, list[Batches]]:
     """Batches of all trained texts, and of each held-out text. Raises InputError for a text without a row."""
-    trained = [text.train for text in texts if text.train is not None]
+    trained = [part.train for part in parts if part.train is not None]
     # A text that is given twice is evaluated once.
-    held_out = list({text.spec: text.evaluation for text in texts if text.evaluation is not None}.values())
+    held_out = list({part.evaluation.name: part.evaluation for part in parts if part.evaluation is not None}.values())
     for rows in (*trained, *(held_out if settings.eval_data else [])):
         if rows.count == 0 and len(rows.documents.lengths) == 0:
             raise InputError(f"{rows.name}: all of its documents are held out of other --data; give each text once")
@@ -213,12 +196,14 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase, train: Batches, *evaluation
     return digest.hexdigest()
 
 
-def _describe(texts: list[_Text], train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
+def _describe(sources: list[Source], parts: list[Part], train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
     """A line for each text and one for the mixture; one line in all if a single text is trained on."""
     lines = []
-    for text in texts:
-        said = [] if text.train is None else [_describe_rows(text, train, tokenizer)]
-        said += [] if text.evaluation is None else [f"{text.held_out}: {text.evaluation.count:,} rows."]
+    for source, part in zip(sources, parts, strict=True):
+        name = source.name + source.remark
+        held_out = part.held_out + (source.remark if part.train is None else "")
+        said = [] if part.train is None else [_describe_rows(name, part.train, train, tokenizer)]
+        said += [] if part.evaluation is None else [f"{held_out}: {part.evaluation.count:,} rows."]
         lines.append("; ".join(said))
     if len(train.parts) == 1 and train.parts[0].weight == 1:
         return "\n".join(["; ".join(lines), *train.remarks])
@@ -226,8 +211,8 @@ def _describe(texts: list[_Text], train: Batches, tokenizer: PreTrainedTokenizer
     return "\n".join([*lines, *train.remarks, f"an epoch has {train.rows:,} rows: {', '.join(shares)}"])
 
 
-def _describe_rows(text: _Text, train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
-    rows, documents = text.train, text.train.documents
+def _describe_rows(name: str, rows: Rows, train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
+    documents = rows.documents
     unit = "tokens, one per byte (no tokenizer came with the model)" if is_byte_level(tokenizer) else "tokens"
     if documents.packed:
         kind = "documents"
@@ -239,5 +224,5 @@ def _describe_rows(text: _Text, train: Batches, tokenizer: PreTrainedTokenizerBa
         )
     else:
         kind, rest = "examples", "one per row"
-    said = f"{text.name}: {len(documents.lengths):,} {kind}, {len(documents.tokens):,} {unit}, {rest}"
+    said = f"{name}: {len(documents.lengths):,} {kind}, {len(documents.tokens):,} {unit}, {rest}"
     return "; ".join(filter(None, [said, documents.description, *documents.notes]))

@@ -39,11 +39,11 @@ _PROGRESS_AFTER_SECONDS = 2
 class Documents:
     """The tokens of n documents end to end.
 
-    tokens  uint16 or uint32 [N], an end-of-text token after each document
-    lengths int64 [n], in tokens
-    keys    uint64 [n], a hash of the content, which decides whether a document is held out
-    trained bool [N], which tokens are trained; None for packed text: all
-    places  int32 [n, 2], where each was read: which of `files`, and the line or row in it, 0 for a whole file
+    tokens  uint16 or uint32 [N], an end-of-text token after each document.
+    lengths int64 [n], in tokens.
+    keys    uint64 [n], a hash of the content, which decides whether a document is held out.
+    trained bool [N], which tokens are trained; None for packed text: all.
+    places  int32 [n, 2]: the index in `files`, and the line or row, 0 for a whole file.
     """
 
     tokens: StoredArray

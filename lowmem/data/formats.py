@@ -38,9 +38,9 @@ _MOST_BLANK = 10_000  # rows before the first one that is filled
 class Format:
     """How the rows of one source are read.
 
-    packed   documents may be cut and joined; otherwise one row is one example
-    begin    the ids before each text: those that the tokenizer puts there (Llama's and Gemma's do, GPT-2's does not)
-    rivals   the columns of other formats; a row that fills them, too, is refused
+    packed   Documents may be cut and joined; otherwise one row is one example.
+    begin    The ids that the tokenizer puts before each text, as Llama's and Gemma's do.
+    rivals   The columns of other formats; a row that fills them, too, is refused.
     """
 
     packed = False

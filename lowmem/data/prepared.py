@@ -5,8 +5,8 @@
       data.json        which array is what, and the key: a hash of all that the tokens follow from
       manifest.json    size and hash of each file; written last
 
-The key covers the content of the files that are read, the tokenizer, the settings that matter and this package's code
-that reads data. A stream has no content that could be hashed: the run trains on what was read of it.
+The key covers the files' content, the tokenizer, the settings of the data and the code in this folder. A stream has no
+content that could be hashed: the run trains on what was read of it.
 
 While a run is being prepared, the files are in `.data-partial/`; a run that is refused removes them. If `data` is a
 link to another disk, `.data-partial/` is on that disk, too, and the link stays.
@@ -39,7 +39,7 @@ _SETTINGS = ("eval_fraction", "text_field", "train_on", "seq", "target_tokens")
 
 
 class Part(NamedTuple):
-    """The documents of one source: to train on, held out, and a description of the latter."""
+    """The documents of one source (later cut into Rows): trained, held out, and a description of the latter."""
 
     train: Documents | None
     evaluation: Documents | None

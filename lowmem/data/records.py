@@ -11,10 +11,10 @@ from typing import Any
 class Record:
     """One row, or the text of a file.
 
-    where          the place for error messages, such as "a.jsonl:17"
-    may_be_blank   a row without text is skipped; otherwise it is an error that the user can mend
-    goes_on        the next record holds the next piece of this text, and is `begun`
-    unread         columns of the row that no format uses, so they were not read
+    where          The place for error messages, such as "a.jsonl:17".
+    may_be_blank   A row without text is skipped; otherwise it is an error.
+    goes_on        The next record has the next piece of this text, and is `begun`.
+    unread         Columns that were not read because no format uses them.
     """
 
     where: str
@@ -29,10 +29,10 @@ class Record:
 class Source:
     """The rows behind one `--data SPEC=WEIGHT`.
 
-    evaluation   rows of the publisher's held-out split, which is called `held_out`; None without one
-    content      the files, or the hub client's name of this version; empty for a stream, which is read as far as needed
-    weight       how often each row is in an epoch
-    remark       follows the name in the description of the data
+    evaluation   Rows of the publisher's held-out split, called `held_out`; None without one.
+    content      The files, or the hub client's name of this version; empty for a stream.
+    weight       How often each row is in an epoch.
+    remark       Follows the name in the description of the data.
     """
 
     name: str
