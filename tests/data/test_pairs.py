@@ -1,4 +1,4 @@
-"""Sources and targets: what of a row is which, and that padding is said by position."""
+"""Rows of a source and a target, with padding that is masked by position."""
 
 import json
 
