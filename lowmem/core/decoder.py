@@ -55,18 +55,13 @@ class _Stand(nn.Module):
 
 
 class Decoder:
-    """`model`, a causal language model of transformers, in pieces; its parameters may still be on the meta device.
-
-    Attributes: `units` (embedding, blocks in order, final), `blocks`, `head_weight` [V, D], `head_bias` [V] or None,
-    `logit_function` (from the head's output to the model's logits), `tied` (the head's weight is the token
-    embedding's), `fused_kernels` (its layers and its loss run kernels/operators.py's).
-    """
+    """`model`, a causal language model of transformers, in pieces; its parameters may still be on the meta device."""
 
     needs_sources = False  # True for an encoder-decoder, whose batches have a source_mask
     shared: Sequence = ()  # parameters that several blocks use (encoder_decoder.SharedUse), block by block
 
     def __init__(self, model: nn.Module, fused_kernels: bool = False):
-        self.model, self.fused_kernels = model, fused_kernels
+        self.model, self.fused_kernels = model, fused_kernels  # run kernels/operators.py's operators
         self.architecture = type(model).__name__
         self._refuse_unsupported()
         self.blocks = self._find_blocks()
@@ -76,21 +71,22 @@ class Decoder:
         self._returns_tuple = False
         self._hooks: list[RemovableHandle] = []
         buffers = list(model.buffers())
-        self.units = self._find_units()
-        self.logit_function = self._find_logit_function()
+        self.units = self._find_units()  # embedding, blocks in order, final
+        self.logit_function = self._find_logit_function()  # from the head's output to the model's logits
         if any(now is not before for now, before in zip(model.buffers(), buffers, strict=True)):
             raise InputError(
                 f"{self.architecture}: the model replaces its buffers while it runs (rotary tables that grow with the "
                 "sequence, perhaps), which is not supported"
             )
+        # Whether the head's weight is the token embedding's.
         self.tied = any(parameter is self.head_weight for parameter in self.units[0].parameters.values())
 
     @property
-    def head_weight(self) -> nn.Parameter:
+    def head_weight(self) -> nn.Parameter:  # [V, D]
         return self._head.weight
 
     @property
-    def head_bias(self) -> nn.Parameter | None:
+    def head_bias(self) -> nn.Parameter | None:  # [V]
         return self._head.bias
 
     def embed(
@@ -249,20 +245,17 @@ class Decoder:
     def _parameters_called(self) -> tuple[set[int], set[int]]:
         """ids of the parameters of the modules that run before the blocks and after them. Also finds whether this
         version's blocks return a tensor or a tuple: a stub that returns the wrong one makes the model fail."""
-        called: dict[str, set[int]] = {"before": set(), "after": {id(p) for p in self._head.parameters()}}
         input_ids = torch.zeros((2, 3), dtype=torch.int64, device=self.head_weight.device)
         failure = ""
         for self._returns_tuple in (False, True):
-            half, shapes = "before", []
+            before, after, shapes = set(), {id(p) for p in self._head.parameters()}, []
 
-            def note(module: nn.Module, _) -> None:
+            def note(module: nn.Module, _, before=before, after=after, shapes=shapes) -> None:
                 if not isinstance(module, _Stand):
-                    called[half].update(id(p) for p in module.parameters(recurse=False))  # noqa: B023
+                    (after if shapes else before).update(id(p) for p in module.parameters(recurse=False))
 
-            def pass_on(hidden: Tensor, *_, **__):
-                nonlocal half
-                half = "after"
-                shapes.append(hidden.shape)  # noqa: B023
+            def pass_on(hidden: Tensor, *_, shapes=shapes, **__):
+                shapes.append(hidden.shape)
                 return self._as_block_output(hidden)
 
             hook = nn.modules.module.register_module_forward_pre_hook(note)
@@ -280,7 +273,7 @@ class Decoder:
             finally:
                 hook.remove()
             if len(shapes) == len(self.blocks) + 1 and all(shape[:-1] == (2, 3) for shape in shapes):
-                return called["before"], called["after"]
+                return before, after
         raise InputError(f"{self.architecture} cannot be taken apart into embedding, blocks and head{failure}")
 
 
@@ -313,10 +306,8 @@ def forward_replaced(module: nn.Module, call: Callable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _packing_known(document_ids: Tensor | None) -> Iterator[None]:
-    """Tells transformers which document each token belongs to, in the place of its own guess from the positions.
-
-    The guess reads a value back from the GPU in every forward pass, and runs other code on fake tensors.
-    """
+    """Gives transformers the document of each token. Its own guess from the positions reads a value back from the GPU
+    in every forward pass, and runs other code on fake tensors."""
     guess = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: document_ids
     try:

@@ -12,8 +12,8 @@ first S rows. The price: every saved boundary holds all S + T rows.
     final     the decoder's final norm
 
 T5's first blocks pass their position biases on to the others. Here each block looks them up itself, so that any block
-can run again. The order in which blocks add to a shared table's gradient would depend on the schedule, so each block
-(`SharedUse`) has a gradient of its own, and accumulation.py joins them in the order of the blocks.
+can run again. Each block has its own gradient for the shared table (`SharedUse`). accumulation.py adds these in the
+order of the blocks, so the sum does not depend on the schedule.
 
 Attention is T5's: softmax(q k^T + bias + mask) v without a scale, with fp32 scores (arXiv:1910.10683).
 """
@@ -21,7 +21,6 @@ Attention is T5's: softmax(q k^T + bias + mask) v without a scale, with fp32 sco
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -101,13 +100,13 @@ class EncoderDecoder(Decoder):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.shared = []
         for stack in (self._encoder, self._decoder):
-            table = stack.block[0].layer[0].SelfAttention.relative_attention_bias
+            table = stack.block[0].layer[0].SelfAttention._modules["relative_attention_bias"]
             for block in stack.block:
                 attention = block.layer[0].SelfAttention
                 parameter = functools.partial(getattr, table, "weight")
                 self.shared.append(use := SharedUse(blocks.index(block), names[id(table.weight)], parameter))
                 attention.has_relative_attention_bias = True  # else it expects the first block's biases
-                attention.compute_bias = functools.partial(_position_biases, attention, use)
+                attention.__dict__["relative_attention_bias"] = functools.partial(_looked_up, use)  # before the module
         return blocks
 
     def embed(
@@ -174,20 +173,9 @@ class EncoderDecoder(Decoder):
         return LogitFunction()  # models/compatibility.py compares it with the model's
 
 
-def _position_biases(
-    attention: nn.Module, use: SharedUse, query_length: int, key_length: int, device=None, past_seen_tokens=0
-) -> Tensor:
-    """Relative position biases [1, H, T, S] of `attention` from the table of `use`, looked up by the model's code."""
-    weight = use.value()
-    own = SimpleNamespace(
-        relative_attention_bias=lambda buckets: F.embedding(buckets, weight.float()),  # its gradient sums T x T numbers
-        _relative_position_bucket=attention._relative_position_bucket,
-        is_decoder=attention.is_decoder,
-        relative_attention_num_buckets=attention.relative_attention_num_buckets,
-        relative_attention_max_distance=attention.relative_attention_max_distance,
-    )
-    device = weight.device if device is None else device
-    return type(attention).compute_bias(own, query_length, key_length, device, past_seen_tokens)
+def _looked_up(use: SharedUse, buckets: Tensor) -> Tensor:
+    """Position biases [T, S, H] for buckets of distances [T, S], in fp32: their gradient sums T x S numbers."""
+    return F.embedding(buckets, use.value().float())
 
 
 # --- where a run differs for an encoder-decoder

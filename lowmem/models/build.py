@@ -75,9 +75,7 @@ def model_folder(model: str, part: str) -> Path:
             f"{model} is gated: accept its licence on {constants.ENDPOINT}/{repository} and run `hf auth login`"
         ) from None
     except errors.RepositoryNotFoundError:
-        raise InputError(
-            f"the hub has no model named {model}, or it is private: check the name, or run `hf auth login`"
-        ) from None
+        raise InputError(f"the hub has no model named {model}, or it is private (run `hf auth login`)") from None
     except Exception as error:  # the client's network errors differ from version to version
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             raise InputError(
@@ -105,12 +103,10 @@ def load_config(model: str, init: str) -> PretrainedConfig:
     A GPT-2's known shape is used if its config.json cannot be had, and must agree with it otherwise. InputError for a
     name that leads nowhere, a broken file, or a model that needs code from the hub.
     """
-    name = model.removeprefix(_OWNER)
-    path = Path(model)
-    if path.is_file():
-        return _read_config(path)
-    if (path / "config.json").is_file():
-        return _read_config(path / "config.json")
+    name, path = model.removeprefix(_OWNER), Path(model)
+    for file in (path, path / "config.json"):
+        if file.is_file():
+            return _read_config(file)
     if name == DEMO_MODEL:
         return GPT2Config(**_DEMO, bos_token_id=256, eos_token_id=256)
     if name not in GPT2_SHAPES:
@@ -137,10 +133,7 @@ def _read_config(path: Path) -> PretrainedConfig:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if "auto_map" in fields:
             raise needs_code(path, f"the model type {kind!r}")
-        raise InputError(
-            f"{path}: the model type {kind!r} is not known to transformers {__version__}; choose another model or a "
-            "newer transformers"
-        )
+        raise InputError(f"{path}: the model type {kind!r} is not known to transformers {__version__}; use a newer one")
     theirs = CONFIG_MAPPING[kind].attribute_map
     for name in (own for common in _SIZES for own in (common, theirs.get(common))):
         if isinstance(size := fields.get(name), int) and size < 1:

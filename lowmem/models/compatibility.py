@@ -126,10 +126,8 @@ def _run_in_16_bit(model: nn.Module, dtype: torch.dtype, residual: str, vocabula
         with torch.no_grad():
             decoder.logits(*decoder.example(vocabulary_size))
     except Exception as error:
-        raise InputError(
-            f"{decoder.architecture} does not run with matrices in {str(dtype).removeprefix('torch.')}: "
-            f"{first_line(error)}; --precision fp32 takes more memory and may work"
-        ) from None
+        found = f"{decoder.architecture} does not run with matrices in {str(dtype).removeprefix('torch.')}"
+        raise InputError(f"{found}: {first_line(error)}; --precision fp32 takes more memory and may work") from None
 
 
 def small_copy(config: PretrainedConfig) -> PretrainedConfig:
@@ -186,17 +184,16 @@ def architecture_blamed(model: str, precision: str) -> Iterator[None]:
     except Exception as error:
         if not _of_the_architecture(error):
             raise
-        raise InputError(
-            f"{model} cannot be simulated in {precision}, so it is not trained: {first_line(error)}"
-        ) from error
+        reason = first_line(error)
+        raise InputError(f"{model} cannot be simulated in {precision}, so it is not trained: {reason}") from error
 
 
 def _of_the_architecture(error: Exception) -> bool:
     """True if `error` was raised in or below transformers' code, or in the backward pass, and not by a line of ours."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
-    # Our modes are below transformers' frames on the stack, too. An operator that refuses its arguments has no frame:
-    # it raises RuntimeError, which no line of ours does, or another error in the two functions that call operators.
+    # Our modes are below transformers' frames on the stack, too. An operator that refuses its arguments has no frame.
+    # It raises RuntimeError, as no line of ours does, or another error in the two functions that call operators.
     by_operator = isinstance(error, RuntimeError) or last.name in ("__torch_function__", "__torch_dispatch__")
     ours = last.filename.startswith(_OURS) and not by_operator
     return not ours and any(frame.filename.startswith((_THEIRS, _AUTOGRAD)) for frame in frames)
