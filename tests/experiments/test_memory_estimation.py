@@ -22,9 +22,9 @@ from experiments.harness.tables import written
 from experiments.memory_estimation import estimate, measure, published, ram, rows, run, table
 from experiments.memory_estimation.models import MODELS, Model, positions
 from experiments.memory_estimation.plain import record_plain
+from experiments.memory_estimation.several_gpus import rank
 from lowmem.cudasim.gpus import CARDS
 from lowmem.cudasim.recorder import DeviceModel
-from lowmem.distributed import rank
 from lowmem.errors import InputError
 from lowmem.models.build import build_model
 from lowmem.planning.simulated_step import Target, cpu_target, under_cap
