@@ -24,8 +24,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from lowmem.core.decoder import Decoder
-from lowmem.cudasim import step
 from lowmem.cudasim.clock import SimulatedCopies
+from lowmem.planning import simulated_step
 from lowmem.planning.simulated_step import StepCase, Target
 from lowmem.units import GIB
 
@@ -126,8 +126,8 @@ def simulated(decoder: Decoder, case: StepCase, target: Target) -> Timeline:
         made.append(_WatchedCopies(*arguments, **keywords))
         return made[-1]
 
-    with patch.object(step, "SimulatedCopies", watched):
-        recording = step.record_step(decoder, case, target, {}, alike=True)
+    with patch.object(simulated_step, "SimulatedCopies", watched):
+        recording = simulated_step.record_step(decoder, case, target, {}, alike=True)
     stretches = made[0].stretches
     window = [(recording.began, recording.began + recording.seconds)]
     lanes = {lane: common(joined(stretches[lane]), window) for lane in LANES}
