@@ -6,7 +6,7 @@ chosen for the whole step: of all cuts whose micro-batches stay within the size 
 one that takes least time. A micro-batch is taken to be computed in the time of its positions, or, where these are few,
 in that of `least`, for kernels have to be launched and weights be read for any number of them; another sixteenth of
 `least` stands for the rest, so that of two cuts that are equal the one with fewer micro-batches is taken. The cut
-depends on the lengths and on the layout alone, so that a step can be made again with the same bits.
+depends on the lengths, the layout and the device alone, so that a step can be made again with the same bits.
 """
 
 import math
@@ -19,6 +19,10 @@ from torch import Tensor
 from lowmem.core.loss import IGNORED as IGNORED_LABEL
 from lowmem.errors import InputError
 
+# Positions of a micro-batch below which it takes hardly less time, by device. On a GPU because weights and accumulators
+# are read for it (as long as 120 positions of a large model take on an RTX 3060, 260 on an H100) and kernels are
+# launched (200 for GPT-2-Large on an RTX 4090, 400 for GPT-2); on the CPU, kernels alone.
+LEAST_POSITIONS = {"cuda": 512, "cpu": 64}
 WIDTH_MULTIPLE = 8  # of a micro-batch's width: in 16 bit, tensor cores want operands that are multiples of 16 bytes
 
 

@@ -166,7 +166,7 @@ def test_fp32_follows_plain_transformers_and_torch_adamw(gated, clip_norm):
         )
     )  # fmt: skip
     assert expected[-1] < expected[0] - 0.15, "the reference must learn something"
-    step, store = make_step(model, clip_norm=clip_norm, group=2, segment_blocks=2, resident_units=0)
+    step, store = make_step(model, clip_norm=clip_norm, group=2, segment_blocks=2, states_on_gpu=0)
     losses = [step(batch, index, GENTLE_RATE).loss for index, batch in enumerate(batches)]
     step.flush()
     assert losses == pytest.approx(expected, rel=1e-6)
@@ -187,16 +187,16 @@ def test_placement_and_order_change_no_bit(precision):
     plain = train(batches, **kind | PLAIN)
     assert all(plain.updated) and min(plain.norms) > 0.5, "clipping must bite"
     for case in (
-        {"group": 2, "segment_blocks": 2, "resident_units": 2},
-        {"group": BATCH, "segment_blocks": 5, "resident_units": 0},
-        {"group": BATCH, "segment_blocks": 1, "norm_first": True},
-        {"recompute": False},
-        {"group": 2, "product_blocks": 4},
-        {"group": 2, "product_blocks": 2, "whole_blocks": 2, "resident_units": 3},
-        {"group": BATCH, "resident_weights": 1, "resident_units": 0, "boundaries_in_ram": True},
-        {"group": 2, "resident_weights": 4, "resident_units": 0, "segment_blocks": 3, "product_blocks": 2},
-        {"group": 2, "disk_units": 99, "resident_units": 0},
-        {"group": BATCH, "gradients_in_ram": True, "resident_units": 0, "segment_blocks": 2},
+        {"group": 2, "segment_blocks": 2, "states_on_gpu": 2},
+        {"group": BATCH, "segment_blocks": 5, "states_on_gpu": 0},
+        {"group": BATCH, "segment_blocks": 1, "fate": "dropped"},
+        {"kept": 99},
+        {"group": 2, "kept": 4},
+        {"group": 2, "kept": 6, "states_on_gpu": 3},
+        {"group": BATCH, "weights_on_gpu": 1, "states_on_gpu": 0, "boundaries_in_ram": True},
+        {"group": 2, "weights_on_gpu": 4, "states_on_gpu": 0, "segment_blocks": 3, "kept": 2},
+        {"group": 2, "states_on_disk": 99, "states_on_gpu": 0},
+        {"group": BATCH, "fate": "sent", "states_on_gpu": 0, "segment_blocks": 2},
     ):
         assert train(batches, **kind | case).differences(plain) == [], case
     in_backward = {"clip_norm": None, "group": BATCH}
@@ -204,7 +204,7 @@ def test_placement_and_order_change_no_bit(precision):
         unclipped = train(batches, **kind | PLAIN | {"clip_norm": None})
         assert train(batches, **kind | in_backward).differences(unclipped) == []
         assert (
-            train(batches, **kind | in_backward | {"resident_weights": 1, "resident_units": 0}).differences(unclipped)
+            train(batches, **kind | in_backward | {"weights_on_gpu": 1, "states_on_gpu": 0}).differences(unclipped)
             == []
         )
 

@@ -293,7 +293,7 @@ def test_another_optimizer_is_one_entry_that_steps_stream_and_kernels_leave_alon
         step.flush()
         return dict(store.masters())
 
-    resident, streamed = trained(), trained(resident_units=0, group=2, segment_blocks=2)
+    resident, streamed = trained(), trained(states_on_gpu=0, group=2, segment_blocks=2)
     assert all(torch.equal(weight, streamed[name]) for name, weight in resident.items())
 
     given = gradients(1)[0]
