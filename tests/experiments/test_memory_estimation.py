@@ -296,27 +296,6 @@ class InThisProcess:
     map = staticmethod(map)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--only", "gpt5"], "gpt5"),
-        (["--limit", "16GBs"], "GBs"),
-        (["--gpu", "abacus"], "abacus"),
-        (["--measure"], "GPU"),
-        (["--seq", "0"], "whole number"),
-    ],
-)
-def test_bad_usage_ends_with_2_before_anything_is_written(arguments, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    try:
-        code = run.main([*arguments, "--out", str(tmp_path / "out")])
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_run_replaces_the_rows_of_its_cases_and_no_others(tmp_path):
     def row(kind, model, batch, **more):
         case = {"model": model, "method": "fp32", "seq": 512, "limit_bytes": GIB, "card": "t4"}
