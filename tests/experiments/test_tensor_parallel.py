@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
-from experiments.harness import group
 from experiments.harness.rows import read
 from experiments.harness.tables import written
 from experiments.tensor_parallel import measure, models, run, sharding, table, worker
@@ -230,36 +229,6 @@ def test_a_row_that_was_measured_is_in_its_table(tmp_path, monkeypatch, capsys):
     assert ours["losses"]["2 ranks"] == pytest.approx(theirs["losses"]["2 ranks"], rel=1e-6)
     assert max(ours["parameters_per_rank"]) == max(theirs["parameters_per_rank"])
     assert ours["bytes_per_step"] < theirs["bytes_per_step"]
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        ("--ranks 7", "the model has 6 heads: 7 ranks are more; --ranks 6 is the most"),
-        ("--ranks 5 --model llama", "4 heads of keys and values: 5 ranks are more"),
-        ("--ranks 3 --sequence-parallel", "a length that 3 ranks divide, and --seq is 64"),
-        ("--model mlp --sequence-parallel", "mlp has no sequence"),
-        ("--model mlp --weights x", "--weights and --shape are for gpt2 and llama"),
-        ("--model mlp --save", "which has no mlp"),
-        ("--compare --dropout 0.1", "use --dropout 0"),
-        ("--dropout 1", "number of at least 0 and less than 1 value: '1'"),
-        ("--weights no/such/folder", "no/such/folder"),
-        ("--model llama --shape gpt2", "gpt2 is of type gpt2, and --model is llama"),
-        ("--weights x --shape gpt2", "leave out --shape"),
-        ("--model resnet --ranks 65", "resnet has layers of 64 features: --ranks 64 is the most"),
-        ("--model mlp-norm --batch 1", "--batch 2 is the least for mlp-norm"),
-        ("--model mlp --seq 32", "mlp sees images"),
-        ("--seq 129", "--seq 129 is longer than the 128 positions"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_any_process_starts(options, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(group.subprocess, "Popen", lambda *_, **__: pytest.fail("a process"))
-    try:
-        code = run.main([*options.split(), "--out", str(tmp_path / "out")])
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2 and said in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "out").exists()
 
 
 # --- what was measured

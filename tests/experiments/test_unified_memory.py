@@ -304,35 +304,6 @@ def test_a_folder_goes_on_with_a_prompt_in_words(tmp_path):
     assert found["generated"] == ids[0, -4:].tolist() and isinstance(found["text"], str)
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("--prompt x --generate 3", "give both"),
-        ("--physical-limit 1MiB", "less than one layer needs"),
-        ("--generate 3 --backward", "--generate has no backward"),
-        ("--enable-prefetch --placement explicit", "--enable-prefetch is for managed memory"),
-        ("--backward --placement explicit", "streams forwards alone"),
-        ("--seq 1025", "longer than the 1024 positions"),
-        ("--seq 1000 --generate 25", "--generate 25 behind 1000 tokens is more than the 1024 positions"),
-        ("--model 2x64x5", "5 heads do not divide a width of 64"),
-        ("--model gpt2-huge", "gpt2-small"),
-        ("--device cuda", "PyTorch sees no GPU here"),
-        ("--physical-limit 3", "--physical-limit"),
-        ("--num-streams 2", "give --enable-prefetch"),
-        ("--backward --seq 1", "give --seq 2 or more"),
-        ("--weights somewhere", "give one of them"),
-    ],
-)
-def test_what_cannot_run_is_said_in_a_sentence(words, said, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    try:
-        code = run_gpt2.main(["--model", "2x64x4", *words.split(), "--out", str(tmp_path / "out")])
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2 and said in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "out").exists()
-
-
 # --- the rows
 
 

@@ -48,14 +48,14 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, masking_utils
 
+from experiments.memory_estimation.several_gpus.more_blocks import BLOCKS, Operation, Placed, numbered, stretched
+from experiments.memory_estimation.several_gpus.recipe import owners_of, place, prepare
+from experiments.memory_estimation.several_gpus.tensor_parallel import keep_share
 from lowmem.core.decoder import Decoder
 from lowmem.cudasim.allocator import CachingAllocator
 from lowmem.cudasim.device_model import DeviceModel
 from lowmem.cudasim.recorder import Recorder
 from lowmem.cudasim.tape import FREED, Chunk, Tape, under_cap
-from lowmem.distributed.more_blocks import BLOCKS, Operation, Placed, numbered, stretched
-from lowmem.distributed.recipe import owners_of, place, prepare
-from lowmem.distributed.tensor_parallel import keep_share
 from lowmem.errors import InputError, LowmemError, first_line
 from lowmem.models.build import build_model
 from lowmem.planning.replay import kind_of

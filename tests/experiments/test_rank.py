@@ -23,15 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPTNeoConfig, LlamaConfig, OPTConfig
 
+from experiments.memory_estimation.several_gpus import rank
+from experiments.memory_estimation.several_gpus.more_blocks import BLOCKS, Operation, Placed, stretched
+from experiments.memory_estimation.several_gpus.rank import METHODS, PLAIN, RankPeak, peak_of, record_blocks
+from experiments.memory_estimation.several_gpus.recipe import place, prepare
+from experiments.memory_estimation.several_gpus.tensor_parallel import keep_share
 from lowmem.core.decoder import Decoder
 from lowmem.cudasim.gpus import CARDS
 from lowmem.cudasim.recorder import Recorder
 from lowmem.cudasim.tape import FREED
-from lowmem.distributed import rank
-from lowmem.distributed.more_blocks import BLOCKS, Operation, Placed, stretched
-from lowmem.distributed.rank import METHODS, PLAIN, RankPeak, peak_of, record_blocks
-from lowmem.distributed.recipe import place, prepare
-from lowmem.distributed.tensor_parallel import keep_share
 from lowmem.errors import InputError, LowmemError
 from lowmem.models.build import build_model
 from lowmem.planning.simulated_step import gpu_target
