@@ -50,7 +50,7 @@ class Rows:
 
 
 class Documents:
-    """Those of a ragged batch: their `lengths` [B], in the order in which they lie. ValueError for an empty one."""
+    """The documents of a ragged batch: their `lengths` [B], in their order in the row. ValueError for an empty one."""
 
     def __init__(self, lengths: Sequence[int]):
         if not len(lengths) or min(lengths) < 1:
@@ -136,7 +136,7 @@ def nested_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     documents: Documents, scaling: float | None = None, dropout: float = 0.0, **more,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The same through `torch.nested` tensors [B, heads, j, d] of the jagged layout."""
+    """Attention through `torch.nested` tensors [B, heads, j, d] of the jagged layout."""
     _check(query, key, documents, more)
     heads = query.shape[1]
     if query.is_cuda:  # whose kernel takes no grouped keys
