@@ -4,8 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from lowmem.cudasim.gpus import CARDS
-from lowmem.cudasim.multiprocessors import multiprocessor
+from lowmem.cudasim.gpus import CARDS, multiprocessor
 from lowmem.units import MIB
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,7 @@ FOUNDATION, PROGRAMS = "foundation", "programs"  # the files that lie in lowmem/
 PROGRAM_FILES = {"__init__", "__main__", "allocator", "plan"}
 ROOMS = (FOUNDATION, "core", "models", "data", "cudasim", "planning", "run", PROGRAMS)
 # Neighbours in that order that know nothing of each other all the same.
-STRANGERS = {("data", "models"), ("cudasim", "models"), ("cudasim", "data"), ("planning", "data")}
+STRANGERS = {("data", "models"), ("cudasim", "core"), ("cudasim", "models"), ("cudasim", "data"), ("planning", "data")}
 OPTIONAL_PACKAGES = {"wandb", "bitsandbytes", "datasets", "matplotlib", "pyarrow", "tensorboard"}
 
 

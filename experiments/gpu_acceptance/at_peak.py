@@ -19,9 +19,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lowmem.cudasim.allocator import ROUNDING
-from lowmem.cudasim.recorder import FREED, Chunk, Tape
+from lowmem.cudasim.tape import FREED, Chunk, Tape, under_cap
 from lowmem.device import collect_garbage
-from lowmem.planning.simulated_step import under_cap
 
 LARGEST = 12  # groups of blocks that a row names
 _TORCH = str(Path(torch.__file__).parent)

@@ -28,10 +28,10 @@ from experiments.harness.child import Result, Setting
 from lowmem.core.layout import Layout
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import CARDS
-from lowmem.cudasim.recorder import Tape
+from lowmem.cudasim.tape import Tape, under_cap
 from lowmem.planning.caps import MARGIN_BYTES
 from lowmem.planning.search import Choices, MemoryLimits, fastest
-from lowmem.planning.simulated_step import Recording, Target, gpu_target, under_cap
+from lowmem.planning.simulated_step import Recording, Target, gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.units import GIB, MIB
 

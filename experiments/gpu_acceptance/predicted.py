@@ -22,10 +22,10 @@ import torch
 from transformers import PretrainedConfig
 
 from experiments.harness import rows as row_file
-from experiments.harness.autocast import CudaAutocast
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
+from lowmem.cudasim.autocast import CudaAutocast
 from lowmem.cudasim.gpus import Card, card_named
 from lowmem.cudasim.recorder import Recorder
 from lowmem.errors import LowmemError
@@ -111,7 +111,7 @@ def plain_per_second(config: PretrainedConfig, batch: int, card: Card) -> float:
     recorder = Recorder(target.machine)
     tokens = torch.zeros((batch, SEQ), dtype=torch.int64, device=META)
     ends = [0.0]
-    with recorder, target.functions():
+    with recorder, target.machine.functions():
         for _ in range(2):
             with CudaAutocast():
                 loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss

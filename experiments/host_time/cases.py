@@ -51,7 +51,7 @@ def _case(name: str, make: Make) -> Case:
     """One whose lines run on meta tensors as they are."""
 
     def count(target: Target) -> float:
-        with target.functions(), Recorder(target.machine) as recorder:
+        with target.machine.functions(), Recorder(target.machine) as recorder:
             run = make(META)()
             began = recorder.clock.host
             run()

@@ -26,9 +26,8 @@ from experiments.memory_estimation.models import MODELS
 from experiments.memory_estimation.plain import LOGITS_IN_FP32, record_plain
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import Card, Rate
-from lowmem.cudasim.recorder import Tape
+from lowmem.cudasim.tape import Tape, under_cap
 from lowmem.models.build import build_model
-from lowmem.planning.simulated_step import under_cap
 from lowmem.units import MIB
 
 SEQ = 512

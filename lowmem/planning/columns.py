@@ -11,7 +11,8 @@ from functools import cached_property
 from itertools import pairwise
 
 from lowmem.core.layout import Fate, Layout
-from lowmem.planning.simulated_step import Recording, most_bytes
+from lowmem.cudasim.tape import most_bytes
+from lowmem.planning.simulated_step import Recording
 from lowmem.planning.simulations import Simulations
 
 _FEW = 16  # micro-batches that are one group at most, where all gradients are held

@@ -14,13 +14,14 @@ from dataclasses import replace
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.layout import Fate, Layout
+from lowmem.cudasim.tape import most_bytes, named_at_peak
 from lowmem.device import RETURNED_FROM_BYTES
 from lowmem.errors import PlanError
 from lowmem.planning.alternatives import largest_drawn_bytes, placements, step_case
 from lowmem.planning.caps import refusal
 from lowmem.planning.plan import Plan
 from lowmem.planning.ram import CPU_TRAINING_BYTES, PROCESS_VARIES_BYTES, Process, on_the_cpu
-from lowmem.planning.simulated_step import cpu_target, most_bytes, named_at_peak
+from lowmem.planning.simulated_step import cpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 

@@ -13,6 +13,7 @@ from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import Card
+from lowmem.cudasim.tape import under_cap
 from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES
 from lowmem.planning.alternatives import all_choices, choices_of, in_order, largest_drawn_bytes, step_case, twice
@@ -29,7 +30,7 @@ from lowmem.planning.ram import (
     on_a_gpu,
 )
 from lowmem.planning.search import Found, fastest, frugal, smallest_room, streaming_more
-from lowmem.planning.simulated_step import Recording, StepCase, gpu_target, under_cap
+from lowmem.planning.simulated_step import Recording, StepCase, gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 from lowmem.units import GIB, format_size

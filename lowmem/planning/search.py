@@ -33,8 +33,9 @@ from heapq import heappop, heappush
 from itertools import count, pairwise
 
 from lowmem.core.layout import Fate, Layout
+from lowmem.cudasim.tape import Memory
 from lowmem.planning.columns import Choices, Column, Columns, Family, MemoryLimits, within
-from lowmem.planning.simulated_step import Memory, Recording
+from lowmem.planning.simulated_step import Recording
 from lowmem.planning.simulations import Simulations
 
 SEGMENTS = (1, 2, 3, 4)  # blocks per segment that are tried

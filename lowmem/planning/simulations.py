@@ -9,7 +9,8 @@ from dataclasses import replace
 from lowmem.core.decoder import Decoder
 from lowmem.core.layout import Layout
 from lowmem.cudasim.allocator import ROUNDING, SimulatedOutOfMemory
-from lowmem.planning.simulated_step import Memory, Recording, StepCase, Target, record_step, under_cap
+from lowmem.cudasim.tape import Memory, under_cap
+from lowmem.planning.simulated_step import Recording, StepCase, Target, record_step
 from lowmem.units import MIB
 
 _PRECISION = 1 / 256  # of a smallest cap

@@ -26,7 +26,7 @@ from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
 from lowmem.core.step import TrainingStep
 from lowmem.cudasim.gpus import card_of_name_reported
-from lowmem.cudasim.recorder import FREED
+from lowmem.cudasim.tape import FREED
 from lowmem.models.build import make_decoder
 from lowmem.planning.simulated_step import StepCase, batch_of_zeros, gpu_target, record_step
 from tests.cuda.digest_recording import Event, events_of

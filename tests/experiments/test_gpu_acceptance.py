@@ -37,9 +37,10 @@ from experiments.gpu_acceptance.jobs import JOBS, Job
 from experiments.harness import child, rows
 from experiments.harness.child import Setting
 from lowmem.cudasim.gpus import CARDS
+from lowmem.cudasim.tape import under_cap
 from lowmem.limits import OVERSHOOT_BYTES
 from lowmem.models.build import build_model
-from lowmem.planning.simulated_step import cpu_target, gpu_target, under_cap
+from lowmem.planning.simulated_step import cpu_target, gpu_target
 from lowmem.run.cli import parse_arguments
 from lowmem.units import GIB, MIB
 

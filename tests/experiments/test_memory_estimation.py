@@ -16,18 +16,20 @@ from torch.nn import functional as F
 from transformers import BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
 from experiments.gpu_acceptance.at_peak import tape_of_cpu
-from experiments.harness import autocast, whole_runs
-from experiments.harness.autocast import CudaAutocast
+from experiments.harness import whole_runs
 from experiments.harness.tables import written
 from experiments.memory_estimation import estimate, measure, published, ram, rows, run, table
 from experiments.memory_estimation.models import MODELS, Model, positions
 from experiments.memory_estimation.plain import record_plain
 from experiments.memory_estimation.several_gpus import rank
+from lowmem.cudasim import autocast
+from lowmem.cudasim.autocast import CudaAutocast
+from lowmem.cudasim.device_model import DeviceModel
 from lowmem.cudasim.gpus import CARDS
-from lowmem.cudasim.recorder import DeviceModel
+from lowmem.cudasim.tape import under_cap
 from lowmem.errors import InputError
 from lowmem.models.build import build_model
-from lowmem.planning.simulated_step import Target, cpu_target, under_cap
+from lowmem.planning.simulated_step import Target, cpu_target
 from lowmem.units import GIB, MIB
 from runs import simulations_shared
 
@@ -156,7 +158,7 @@ def test_what_cudas_autocast_runs_in_fp32_does_so_here(entry):
 
 
 def test_every_name_of_pytorchs_lists_is_one_here():
-    known = {*autocast.IN_BF16, *autocast.IN_FP32, *autocast.WIDEST, *autocast.REFUSED}
+    known = {*autocast.IN_16_BIT, *autocast.IN_FP32, *autocast.WIDEST, *autocast.REFUSED}
     listed = {entry[0] for entry in LISTS.torch_fp16 + LISTS.torch_fp32 + LISTS.nn_fp16 + LISTS.nn_fp32}
     listed |= {entry[0] for entry in LISTS.torch_need_autocast_promote}
     elsewhere = {"cudnn_convolution", "cudnn_convolution_transpose", "nll_loss2d", "grid_sampler"}

@@ -30,7 +30,8 @@ from experiments.memory_estimation.several_gpus.recipe import place, prepare
 from experiments.memory_estimation.several_gpus.tensor_parallel import keep_share
 from lowmem.core.decoder import Decoder
 from lowmem.cudasim.gpus import CARDS
-from lowmem.cudasim.recorder import FREED, Recorder
+from lowmem.cudasim.recorder import Recorder
+from lowmem.cudasim.tape import FREED
 from lowmem.errors import InputError, LowmemError
 from lowmem.models.build import build_model
 from lowmem.planning.simulated_step import gpu_target

@@ -19,7 +19,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from lowmem.core.layout import Fate, Layout
 from lowmem.cudasim.gpus import CARDS
-from lowmem.cudasim.recorder import Chunk
+from lowmem.cudasim.tape import Chunk
 from lowmem.errors import InputError, PlanError
 from lowmem.limits import CONTEXT_BYTES, ram_now_bytes
 from lowmem.models.build import load_config

@@ -15,10 +15,11 @@ from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import CARDS
+from lowmem.cudasim.tape import under_cap
 from lowmem.models.build import make_decoder
 from lowmem.planning.gpu_plan import fastest_layout, least_room
 from lowmem.planning.search import Choices, MemoryLimits, fastest, smallest_room, streaming_more
-from lowmem.planning.simulated_step import StepCase, gpu_target, record_step, under_cap
+from lowmem.planning.simulated_step import StepCase, gpu_target, record_step
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 from lowmem.units import MIB

@@ -22,19 +22,11 @@ from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.step import TrainingStep
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
-from lowmem.cudasim.recorder import FREED, Chunk, Recorder, Tape
+from lowmem.cudasim.device_model import DeviceModel
+from lowmem.cudasim.recorder import Recorder
+from lowmem.cudasim.tape import FREED, Chunk, Tape, most_bytes, named_at_peak, under_cap
 from lowmem.models.build import build_model, load_config
-from lowmem.planning.simulated_step import (
-    DeviceModel,
-    StepCase,
-    Target,
-    batch_of_zeros,
-    cpu_target,
-    most_bytes,
-    named_at_peak,
-    record_step,
-    under_cap,
-)
+from lowmem.planning.simulated_step import StepCase, Target, batch_of_zeros, cpu_target, record_step
 from lowmem.units import KIB, MIB
 from tests.core.test_decoder import HONOUR_DOCUMENT_MASK
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from lowmem.cudasim.recorder import FREED
+from lowmem.cudasim.tape import FREED
 
 BLOCKS = 4  # of the model that is recorded: two, the one that is repeated, the last
 _REPEATED = 2

@@ -53,11 +53,13 @@ from experiments.memory_estimation.several_gpus.recipe import owners_of, place, 
 from experiments.memory_estimation.several_gpus.tensor_parallel import keep_share
 from lowmem.core.decoder import Decoder
 from lowmem.cudasim.allocator import CachingAllocator
-from lowmem.cudasim.recorder import FREED, Chunk, DeviceModel, Recorder, Tape
+from lowmem.cudasim.device_model import DeviceModel
+from lowmem.cudasim.recorder import Recorder
+from lowmem.cudasim.tape import FREED, Chunk, Tape, under_cap
 from lowmem.errors import InputError, LowmemError, first_line
 from lowmem.models.build import build_model
 from lowmem.planning.replay import kind_of
-from lowmem.planning.simulated_step import Target, under_cap
+from lowmem.planning.simulated_step import Target
 
 METHODS = ("ddp", "fsdp2", "tp", "dp+tp")
 PLAIN = Target(DeviceModel())  # no device in particular: nothing hidden, no time
@@ -303,7 +305,7 @@ def record_blocks(config, method: str, ranks: int, micro_batch: int, seq: int, t
 
 @contextmanager
 def _functions(target: Target) -> Iterator[None]:
-    with target.functions(), nullcontext() if target is PLAIN else _CudaAutocast():
+    with target.machine.functions(), nullcontext() if target is PLAIN else _CudaAutocast():
         yield
 
 
