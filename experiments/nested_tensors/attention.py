@@ -13,8 +13,8 @@ and called with `documents=Documents(lengths)`, which transformers hands down to
              tensors for query / key are not supported when is_causal=True"), so there values are padded to the longest
              for attention alone
 
-No loop of the model goes over documents. Where they are cut into classes of widths, which is once for a batch and no
-layer's work, one does; there are at most a class for every 8 tokens of the longest.
+No loop of the model goes over documents. One loop over samples cuts them into classes of widths, once for a batch and
+not per layer. There is at most one class for every 8 tokens of the longest.
 """
 
 import copy
