@@ -1,9 +1,88 @@
-"""What `make test` leaves to `make test-all`: of each test named here it runs the first so many cases.
+"""The table of what `make test` leaves to `make test-all`: of each test named here it runs only the first cases.
 
-The cases that are left out, or whole tests (0), say again what another case or a faster test says. They are here and
-not beside the tests so that the cut can be read in one place. `conftest.py` gives them the marker `exhaustive`.
+The other cases, or the whole test (0), repeat at length what `make test` shows in another case or in a faster test.
+conftest.py gives them the marker `exhaustive`. A test that is not named runs whole.
 """
 
 QUICK_CASES = {
-    "core/test_step.py::test_placement_and_order_change_no_bit": 27,  # every layout, in fp32
+    # training steps: every layout in fp32, and each kind of training in a few layouts
+    "core/test_step.py::test_placement_and_order_change_no_bit": 27,
+    "core/test_encoder_decoder.py::test_placement_and_order_change_no_bit": 1,
+    "core/test_decoder.py::test_the_check_passes_in_16_bit": 12,
+    "core/test_fused.py::test_halves_are_split_and_joined_bit_for_bit_as_by_precision_py": 1,
+    "core/test_fused.py::test_an_update_is_within_a_few_units_of_the_last_place_of_the_eager_lines": 3,
+    "core/test_fused.py::test_pieces_updated_on_their_own_are_the_whole_bit_for_bit": 2,
+    "core/test_fused.py::test_with_kernels_too_placement_and_schedule_change_no_bit": 1,
+    "core/test_fused.py::test_a_step_with_kernels_runs_them_for_every_matrix_loss_and_update": 1,
+    "core/test_fused.py::test_a_run_with_kernels_stays_as_near_to_fp32_as_one_without": 1,
+    "core/test_fused.py::test_the_loss_in_one_kernel_is_no_further_from_the_truth_than_line_by_line": 4,
+    "core/test_fused.py::test_the_kernel_compiles_for_cards_and_reads_16_bytes_at_a_time_without_spilling": 2,
+    # faults: every arrangement once, at a few operations
+    "faults/test_programs.py::test_a_run_that_is_killed_at_random_moments_loses_nothing": 0,
+    "faults/test_programs.py::test_a_run_on_a_disk_that_fills_up_loses_nothing": 0,
+    "faults/test_programs.py::test_nothing_that_is_typed_or_read_ends_in_a_traceback": 0,
+    "faults/test_recovery.py::test_memory_that_runs_out_at_any_operation_of_a_step_costs_no_bit": 12,
+    "faults/test_recovery.py::test_memory_that_runs_out_within_updates_costs_no_bit": 2,
+    "faults/test_recovery.py::test_every_measure_but_the_last_costs_no_bit": 4,
+    "faults/test_saves.py::test_a_save_that_ends_at_any_stage_leaves_a_valid_checkpoint": 5,
+    "faults/test_saves.py::test_every_bit_comes_back_wherever_the_states_lie": 3,
+    # whole runs
+    "run/test_api.py::test_the_readme_s_loop_runs_as_it_stands": 0,
+    "run/test_ending.py::test_a_failure_at_the_end_costs_neither_the_weights_nor_the_rest": 4,
+    "run/test_environment.py::test_the_environment_changes_nothing": 1,
+    "run/test_environment.py::test_what_a_variable_does_to_an_import_is_said_before_anything_is_written": 2,
+    "run/test_plots.py::test_a_picture_is_drawn_alike_whatever_the_environment_says": 1,
+    "run/test_scripts.py::test_a_cap_too_small_for_xl_names_one_that_does_fit_and_a_little_less_does_not": 0,
+    "run/test_scripts.py::test_every_optimizer_and_precision_trains_and_resumes_bitwise": 2,
+    "run/test_scripts.py::test_plan_only_needs_neither_gpu_nor_weights_nor_network": 1,
+    # plans
+    "planning/test_lengths.py::test_no_lengths_take_more_memory_than_full_rows": 6,
+    "planning/test_search.py::test_the_choice_is_the_best_of_an_exhaustive_run": 4,
+    "planning/test_simulated_step.py::test_replaying_leaves_the_tape_that_running_everything_leaves": 8,
+    "planning/test_simulated_step.py::test_so_it_is_for_every_family_in_one_step_with_every_policy": 4,
+    "planning/test_simulated_step.py::test_the_simulated_peak_is_what_the_profiler_sees_on_the_cpu": 7,
+    "cudasim/test_clock.py::test_a_pass_over_pieces_takes_as_long_as_streams_and_events_run_tick_by_tick": 10,
+    "published/test_published.py::test_step_times_of_others_are_predicted_no_worse_than_they_were": 0,
+    "published/test_published.py::test_peaks_of_others_are_predicted_no_worse_than_they_were": 0,
+    # models and data
+    "models/test_compatibility.py::test_the_small_copy_of_a_decoder_of_any_size_comes_apart_in_either_precision": 4,
+    "models/test_config_switches.py::test_the_model_is_trained_and_exported_and_what_was_set_is_said": 6,
+    "models/test_load_and_export.py::test_family_is_built_read_and_exported_bit_for_bit": 6,
+    "models/test_load_and_export.py::test_memory_stays_at_a_few_runs_whatever_the_size_of_folders_and_tensors": 0,
+    "models/test_transformers4.py::test_both_versions_make_the_ids_that_were_trained": 3,
+    "models/test_transformers4.py::test_version_4_computes_the_same_logits": 3,
+    "published_models/test_published_models.py::test_a_published_folder_comes_to_what_its_row_says": 2,
+    "data/test_chat_templates.py::test_generation_marks_in_a_template_are_the_labels": 8,
+    "data/test_chat_templates.py::test_labels_are_those_of_trls_template_but_for_what_the_tables_say": 8,
+    "data/test_chat_templates.py::test_the_template_of_a_real_model_trains_every_answer_and_its_end": 8,
+    "data/test_chat_templates.py::test_the_whole_text_is_what_transformers_writes": 12,
+    "data/test_chat_templates.py::test_tool_calls_are_trained_and_what_tools_return_is_not_or_the_row_is_refused": 8,
+    "data/test_packing.py::test_loss_and_gradients_are_those_of_each_example_by_itself": 8,
+    "data/test_prepared.py::test_tokenizing_takes_no_more_ram_than_is_stated": 0,
+    "data/test_seams.py::test_a_chat_is_the_tokens_that_apply_chat_template_gives": 10,
+    "data/test_seams.py::test_any_text_cut_into_segments_keeps_its_tokens": 4,
+    "data/test_seams.py::test_packed_text_is_the_tokens_of_its_text": 8,
+    "data/test_seams.py::test_prompt_and_completion_are_the_tokens_of_their_text": 8,
+    # experiments: one run of each program, and all that it refuses
+    "experiments/test_acceptance_jobs.py::test_a_case_that_fails_hangs_or_is_killed_does_not_hide_those_after_it": 0,
+    "experiments/test_acceptance_jobs.py::test_a_jobs_plan_decides_how_long_it_may_take": 0,
+    "experiments/test_acceptance_jobs.py::test_a_signal_ends_the_job_too_and_the_rows_stay": 1,
+    "experiments/test_gpu_acceptance.py::test_a_runs_life_is_compared_bit_for_bit_and_its_verdict_is_a_row": 0,
+    "experiments/test_gpu_acceptance.py::test_a_training_row_has_speed_and_peaks_beside_the_plans": 0,
+    "experiments/test_gpu_acceptance.py::test_denominator_and_memory_rows_say_what_tables_need": 0,
+    "experiments/test_gpu_acceptance.py::test_every_section_leaves_valid_rows": 0,
+    "experiments/test_gpu_acceptance.py::test_plans_rows_compare_peaks_caps_and_choices": 0,
+    "experiments/test_gpu_acceptance.py::test_the_updates_cost_and_a_timeline_lie_beside_the_rows": 0,
+    "experiments/test_pipeline_parallel.py::test_a_process_that_is_killed_ends_all_and_is_named": 0,
+    "experiments/test_pipeline_parallel.py::test_a_row_that_was_measured_is_in_its_table": 0,
+    "experiments/test_pipeline_parallel.py::test_a_training_that_diverges_is_reported": 0,
+    "experiments/test_pipeline_parallel.py::test_every_number_of_micro_batches_makes_a_legal_schedule": 40,
+    "experiments/test_pipeline_parallel.py::test_real_processes_leave_the_bits_of_one": 1,
+    "experiments/test_pipeline_parallel.py::test_weights_are_those_of_one_process": 20,
+    "experiments/test_rank.py::test_two_real_processes_peak_where_the_simulation_says": 0,
+    "experiments/test_tensor_parallel.py::test_a_row_that_was_measured_is_in_its_table": 0,
+    "experiments/test_tensor_parallel.py::test_any_number_of_ranks_drops_the_same": 0,
+    "experiments/test_tensor_parallel.py::test_ranks_train_as_one_process": 2,
+    "mutations/test_mutations.py::test_a_mutation_that_is_found_one_that_lives_and_one_that_has_no_place": 0,
+    "test_same_weights.py::test_a_tree_with_another_line_ends_with_exit_code_1": 0,
 }

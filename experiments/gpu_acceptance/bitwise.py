@@ -1,11 +1,11 @@
 """The invariant on the card: where tensors lie and in what order work is done changes no bit.
 
-A small GPT-2 with dropout and clipping trains a few steps under every kind of placement and layout; weights, low
-halves, m, v, losses and norms must equal those of the plain arrangement. Parts are large enough that copies and kernels
-really overlap: a missing wait between streams shows as a different bit. Without dropout, the losses must also follow
-fp32 on the CPU, for two wrong runs can agree.
+A small GPT-2 with dropout and clipping trains a few steps in every layout. Its weights, low halves, m, v, losses and
+norms must equal those of the plain layout. Parts are large enough that copies and kernels really overlap: a missing
+wait between streams shows as a different bit. Without dropout, the losses must also follow fp32 on the CPU, for two
+wrong runs can agree.
 
-What this cannot show: that other shapes take kernels that are as deterministic.
+It cannot show whether the kernels of other shapes are as deterministic.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """The memory experiment: its models are the published ones, its plain step is the real one, its table is its rows.
 
-What can be checked without a GPU: parameter counts, the tape of the ordinary training step against the profiler on the
-CPU, autocast's rules against PyTorch's own test lists, and that README.md says what the committed rows say.
+Without a GPU these are checked: parameter counts, the tape of the ordinary training step against the profiler on the
+CPU, autocast's rules against PyTorch's own test lists, and README.md against the committed rows.
 """
 
 import json
@@ -126,7 +126,7 @@ LISTS = pytorchs_lists()
 
 
 def called_under_autocast(module, name: str, args: tuple, kwargs: dict):
-    """The function's result; None where it is one that is refused, or that the lists' arguments do not fit here."""
+    """The function's result; None if the function is refused, or the lists' arguments do not fit."""
     if not hasattr(module, name) or name in autocast.REFUSED:
         return None
     with CudaAutocast():

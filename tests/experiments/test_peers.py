@@ -1,7 +1,8 @@
 """The peers beside lowmem: the harness must be right before anybody reads its table.
 
-Peers that the pinned packages can run are run, tiny and in fp32 on the CPU, in this process; one is run as users run
-it, in its own. What the harness does with peers that do not fit, fail or are missing is tried with attempts made up.
+The peers that need only pinned packages run tiny trainings in fp32 on the CPU, in this process. One runs in a separate
+process, as for a user. What the harness does with peers that do not fit, fail or are missing is tried with attempts
+made up.
 """
 
 import json

@@ -1,5 +1,6 @@
 """Pipelines: schedules are legal and cost what papers say, illegal ones are refused, and what runs is one process's
-training, bit for bit. Most runs have their ranks in threads; a few have real processes."""
+training, bit for bit. Most runs have their ranks in threads; a few have real processes.
+"""
 
 import json
 import os
@@ -522,7 +523,7 @@ def test_an_error_in_a_stage_is_said_once(tmp_path, monkeypatch, capsys):
 
 
 def test_a_stage_that_fails_while_others_wait_for_it_is_the_cause(tmp_path, monkeypatch, capsys):
-    """The last stage lacks its last layer: it fails in its first loss, and its neighbour waits for a gradient."""
+    """The last stage lacks its last layer, so its first loss fails while its neighbour waits for a gradient."""
     monkeypatch.setattr(run.worker, "saved", lambda job: json.dumps({**asdict(job), "sizes": [5, 4]}))
     assert run.main(["--stages", "2", "--steps", "2", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err

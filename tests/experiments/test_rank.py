@@ -88,7 +88,7 @@ def test_ddp_keeps_sixteen_bytes_per_parameter_and_while_it_accumulates_four_mor
     N = sum(p.numel() for p in parameters)
     peak = rank_peak(gpt2(), "ddp", 4, 2, T, accumulation=2)
     assert peak.persistent_bytes == 16 * N + persistent_beside_parameters(len(parameters))
-    # The buckets are made once: gradients that are not summed yet lie beside them.
+    # The buckets are made once; gradients that are not summed yet come on top.
     at_once = record("ddp", 4)
     assert most_live(at_once, {"gradient_buckets"}) == 4 * N
     more = most_live(record("ddp", 4, accumulation=2)) - most_live(at_once)

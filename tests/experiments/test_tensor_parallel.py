@@ -1,5 +1,6 @@
 """Tensor parallelism: cuts lose nothing, and what ranks train together is one process's training, with the collectives
-that theory says."""
+that theory says.
+"""
 
 import dataclasses
 import json
@@ -59,7 +60,7 @@ def test_queries_keys_and_values_are_cut_apart():
 
 
 def test_the_loss_of_a_whole_vocabulary_is_pytorchs():
-    """What lies behind the vocabulary's end counts for nothing, and gets no gradient."""
+    """Places after the vocabulary's end do not count, and get no gradient."""
     logits = torch.randn((7, 12), dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 10, (7,))
     ours = torch.autograd.grad(vocabulary_cross_entropy(logits, targets, 0, 10, Ranks(0, 1)), logits)[0]
@@ -79,7 +80,7 @@ def test_ranks_drop_what_one_process_drops():
 
 @pytest.mark.parametrize("model", ["mlp", "mlp-norm", "resnet", "gpt2", "llama"])
 def test_one_rank_is_the_ordinary_model(model):
-    """The cut layers, the loss and the clipping beside transformers' and PyTorch's own."""
+    """Compares the cut layers, the loss and the clipping with transformers' and PyTorch's own."""
     ours, theirs = worker.work(job(model), 0), worker.reference(job(model))
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-12)
     assert run.largest_difference(ours.gradients, theirs.gradients) < 1e-12
@@ -241,8 +242,8 @@ def test_the_tables_are_those_of_the_rows():
 
 
 def test_the_rows_are_what_the_issue_wants():
-    """Every model on 1, 2 and 4 ranks within rounding of one process, but for the row that shows what rounding does;
-    parameters within 2%, bytes sent and kept within 1% of theory, peaks that fall; nothing lives on for 30 seconds."""
+    """Every model on 1, 2 and 4 ranks is within rounding of one process, except in the row about rounding. Parameters
+    are within 2% of theory, bytes sent and kept within 1%; peaks fall. Nothing survives for 30 seconds."""
     rows = {section: table.newest(read(table.ROWS), section) for section in measure.CASES}
     assert {row["options"] for row in rows["equal"]} == set(measure.CASES["equal"])
     for row in rows["equal"]:

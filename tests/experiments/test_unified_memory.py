@@ -1,5 +1,6 @@
-"""Unified memory: what a schedule keeps, moves and never exceeds; fusions that are the stock model but for rounding;
-the library builds where there is a C compiler and nothing of CUDA."""
+"""Unified memory: a schedule's limit and traffic; fusions that equal the stock model up to rounding; a library that
+builds with a C compiler and without CUDA.
+"""
 
 import ctypes
 import json
@@ -58,7 +59,7 @@ def test_a_pass_and_the_way_back_use_the_last_piece_where_it_is():
 
 
 def test_half_a_model_moves_less_by_a_schedule_than_by_faults():
-    """Where memory is used in turn, the page that was used longest ago is the one that is needed next."""
+    """If memory is used in turn, the least recently used page is needed next."""
     sizes, accesses = [10 * PAGE_BYTES] * 12, [(piece,) for piece in range(12)]
     limit = sum(sizes) // 2
     planned = schedule(sizes, accesses, limit)
@@ -308,8 +309,8 @@ def test_a_folder_goes_on_with_a_prompt_in_words(tmp_path):
 
 
 def test_the_readme_says_what_the_rows_say_and_they_keep_their_bars():
-    """For every shape less is moved than a driver left alone would move; on the card no more than the limit, as much as
-    the schedule says, and the bits of weights that are all there, wherever values were computed."""
+    """Every shape moves less than a driver would by itself. The card holds the schedule's bytes and never more than the
+    limit. Computed values are those of resident weights."""
     rows = table.committed_rows()
     assert written(table.README, table.BEGIN) == table.sections(rows)
     for row in table.newest(rows, "traffic"):

@@ -63,9 +63,9 @@ def answer(settings: Settings, config: PretrainedConfig, card: Card, ranks: int,
 def advise(
     config: PretrainedConfig, ranks: int, card_bytes: int, seq: int, batch: int, target: Target = PLAIN
 ) -> tuple[list[Advice], str]:
-    """Every method with its largest micro-batch, a power of two that divides a rank's share of `batch` sequences per
-    step, that completes in `card_bytes` less CUDA's context; and one sentence: which to take and why. InputError for
-    numbers of GPUs, sequences or tokens that are not positive, and for a card without room for CUDA."""
+    """Every method with its largest micro-batch that completes in `card_bytes` less CUDA's context, and one sentence:
+    which to take and why. Micro-batches are powers of two that divide a rank's share of `batch` sequences per step.
+    InputError for numbers of GPUs, sequences or tokens that are not positive, and for a card without room for CUDA."""
     for name, number in (("GPUs", ranks), ("sequences per step", batch), ("tokens per sequence", seq)):
         if number < 1:
             raise InputError(f"there have to be {name}: at least 1, and not {number}")

@@ -16,7 +16,7 @@ on top for a while:
     dp+tp    tp over pairs of ranks, each rank's share divided further by fsdp2 over the pairs
 
 A run is recorded on rank 0 of a *fake* process group, in one process, on FakeTensors (recorder.py says what a Recorder
-sees). What of it is
+sees). It consists of
 
 - PyTorch's own code: the model, activation checkpointing, autocast, AdamW, and fully_shard, which gathers and reduces
   on streams of its own. The allocator keeps these apart, so reserved memory is simulated per stream.
