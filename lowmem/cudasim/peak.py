@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+import torch._dynamo  # else an operation imports it during the record, and the import's frames keep its tensors alive
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
