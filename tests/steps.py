@@ -32,7 +32,7 @@ def make_step(
     if precision != "fp32":
         cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)
     decoder, rule = take_apart(model, fused_kernels), get_optimizer(optimizer)
-    laid_out = Layout(**{"micro_batch": 2, "resident_units": 99} | layout)
+    laid_out = Layout(**{"micro_batch": 2, "states_on_gpu": 99} | layout)
     on_disk = DiskStates(Path(tempfile.gettempdir())).tensor
     store = Store(decoder, torch.device("cpu"), dtype, rule, laid_out, disk_tensor=on_disk)
     store.write(iter(initial))

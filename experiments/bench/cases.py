@@ -241,7 +241,7 @@ def _made():
 
     config = load_config(MODEL, "random")
     decoder, optimizer = make_decoder(config, "fp32", "fp32"), get_optimizer("adamw")
-    layout = Layout(MICRO_BATCH, recompute=False, resident_units=len(decoder.units))
+    layout = Layout(MICRO_BATCH, kept=99, states_on_gpu=len(decoder.units))
     store = Store(decoder, torch.device("cpu"), torch.float32, optimizer, layout)
     store.write(random_weights(config, 0))
     training = TrainingStep(

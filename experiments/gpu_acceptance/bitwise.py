@@ -40,34 +40,32 @@ from lowmem.models.build import build_model
 from lowmem.models.load import random_weights
 
 ALL = 10**6
-PLAIN = {"resident_units": ALL, "group": 1, "segment_blocks": 1, "recompute": True, "defer": False}
+PLAIN = {"states_on_gpu": ALL, "group": 1, "segment_blocks": 1, "defer": False}
 CASES = {
     "the same again": {},
-    "streamed": {"resident_units": 0},
+    "streamed": {"states_on_gpu": 0},
     "deferred": {"defer": True},
-    "streamed, deferred": {"resident_units": 0, "defer": True},
-    "half streamed, deferred, groups of 2": {"resident_units": 3, "defer": True, "group": 2},
+    "streamed, deferred": {"states_on_gpu": 0, "defer": True},
+    "half streamed, deferred, groups of 2": {"states_on_gpu": 3, "defer": True, "group": 2},
     "streamed, deferred, one group, segments of 3": {
-        **{"resident_units": 0, "defer": True, "group": 4, "segment_blocks": 3},
+        **{"states_on_gpu": 0, "defer": True, "group": 4, "segment_blocks": 3},
     },
-    "streamed, deferred, the first group larger": {"resident_units": 0, "defer": True, "first_group": 3},
-    "products kept": {"product_blocks": ALL},
-    "products of some kept, others whole, streamed, deferred": {
-        **{"product_blocks": 1, "whole_blocks": 1, "resident_units": 0, "defer": True},
-    },
-    "forward and backward twice, streamed": {"norm_first": True, "group": 4, "resident_units": 0, "defer": True},
-    "weights streamed, deferred": {"resident_weights": 1, "resident_units": 0, "defer": True},
+    "products kept": {"kept": 1},
+    "products of some kept, streamed, deferred": {"kept": 1 / 3, "states_on_gpu": 0, "defer": True},
+    "products of some kept, others whole, streamed, deferred": {"kept": 4 / 3, "states_on_gpu": 0, "defer": True},
+    "forward and backward twice, streamed": {"fate": "dropped", "group": 4, "states_on_gpu": 0, "defer": True},
+    "weights streamed, deferred": {"weights_on_gpu": 1, "states_on_gpu": 0, "defer": True},
     "weights of some streamed, forward and backward twice": {
-        **{"resident_weights": 2, "resident_units": 1, "norm_first": True, "group": 4, "segment_blocks": 2},
+        **{"weights_on_gpu": 2, "states_on_gpu": 1, "fate": "dropped", "group": 4, "segment_blocks": 2},
     },
-    "boundaries in RAM": {"group": 4, "boundaries_in_ram": True, "resident_units": 0},
-    "gradients in RAM, deferred": {"group": 4, "gradients_in_ram": True, "resident_units": 0, "defer": True},
-    "half on a disk, deferred": {"disk_units": 2, "resident_units": 0, "defer": True},
-    "no recompute": {"recompute": False},
-    "no recompute, half streamed, deferred": {"recompute": False, "resident_units": 3, "defer": True},
+    "boundaries in RAM": {"group": 4, "boundaries_in_ram": True, "states_on_gpu": 0},
+    "gradients in RAM, deferred": {"group": 4, "fate": "sent", "states_on_gpu": 0, "defer": True},
+    "half on a disk, deferred": {"states_on_disk": 2, "states_on_gpu": 0, "defer": True},
+    "no recompute": {"kept": 2},
+    "no recompute, half streamed, deferred": {"kept": 2, "states_on_gpu": 3, "defer": True},
 }
 UNCLIPPED = {"clip_norm": None, "group": 4}
-UPDATED_IN_BACKWARD = {"defer": True, "resident_units": 3, "segment_blocks": 2}
+UPDATED_IN_BACKWARD = {"defer": True, "states_on_gpu": 3, "segment_blocks": 2}
 MOST_LOSS_ERROR = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # relative to fp32 on the CPU, over the first steps
 
 
@@ -143,7 +141,7 @@ def check(setting: Setting) -> Result:
         plain = functools.cache(partial(train, shape, device, precision, **PLAIN | base))
         for _, _, name, case in found:
             outcome = partial(train, shape, device, precision, **PLAIN | base | case)
-            streamed = device.type == "cuda" and case.get("resident_units", ALL) != ALL
+            streamed = device.type == "cuda" and case.get("states_on_gpu", ALL) != ALL
             cases[f"{precision}, {name}"] = partial(_equal, plain, outcome, streamed)
     truth = functools.cache(partial(train, plain_shape, torch.device("cpu"), "fp32", **PLAIN))
     for precision in precisions(device):
@@ -193,13 +191,13 @@ class FlushedStep(TrainingStep):
 
 
 def train(
-    shape: Shape, device: torch.device, precision: str, *, resident_units: int, clip_norm: float | None = 0.1,
+    shape: Shape, device: torch.device, precision: str, *, states_on_gpu: int, clip_norm: float | None = 0.1,
     optimizer: str = "adamw", **layout: int | bool,
 ) -> Outcome:  # fmt: skip
     """`shape.steps` steps of `optimizer` from the same random weights, two sequences at a time."""
     kernels = fused.available(device)
     step, store = make_step(
-        shape, device, precision, kernels, resident_units, clip_norm=clip_norm, optimizer=optimizer, **layout
+        shape, device, precision, kernels, states_on_gpu, clip_norm=clip_norm, optimizer=optimizer, **layout
     )
     page_locked = store.page_lock()
     results = [step(batch, index, 1e-3) for index, batch in enumerate(shape.batches())]
@@ -212,19 +210,22 @@ def train(
 
 
 def make_step(
-    shape: Shape, device: torch.device, precision: str, kernels: bool, resident_units: int, *, clip_norm: float | None,
+    shape: Shape, device: torch.device, precision: str, kernels: bool, states_on_gpu: int, *, clip_norm: float | None,
     optimizer: str, host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor,
-    disk_tensor: Callable[[int, torch.dtype], Tensor] | None = None, defer: bool = True, **layout: int | bool | None,
+    disk_tensor: Callable[[int, torch.dtype], Tensor] | None = None, defer: bool = True, kept: float = 0,
+    **layout: int | bool | str | None,
 ) -> tuple[TrainingStep, Store]:  # fmt: skip
     """The step, two sequences at a time, and the store, with the same random weights each time; `kernels`: whether with
     fused operators; `disk_tensor`: makes what is on a disk, None: in the folder for temporary files; `defer`: whether
-    its updates may wait for the next one. The keywords that are not named here are Layout's."""
+    its updates may wait for the next one; `kept`: Layout's, as a multiple of the model's blocks. The keywords that are
+    not named here are Layout's."""
     model = build_model(shape.config)
     if precision != "fp32":
         cast_explicitly(model, torch.float32, kernels)
     decoder = Decoder(model, kernels)
     rule = get_optimizer(optimizer)
-    laid_out = Layout(2, resident_units=min(resident_units, len(decoder.units)), **layout)
+    layout["kept"] = round(kept * len(decoder.blocks))
+    laid_out = Layout(2, states_on_gpu=min(states_on_gpu, len(decoder.units)), **layout)
     store = Store(
         decoder, device, WORKING_DTYPES[precision], rule, laid_out, host_tensor,
         disk_tensor or DiskStates(Path(tempfile.gettempdir())).tensor,

@@ -191,16 +191,16 @@ def check_choice(setting: Setting, device: torch.device, target: Target) -> Resu
         room, steps = CHOICE_LIMIT_BYTES - MARGIN_BYTES, TIMED_STEPS
         micro_batches, groups, states = (4, 8), (1, 2), ("streamed", "resident")
     layouts = [
-        replace(base, micro_batch=micro_batch, group=group, segment=segment, recompute=recompute, states=kind)
+        replace(base, micro_batch=micro_batch, group=group, segment=segment, kept=kept, states=kind)
         for micro_batch in micro_batches
         for group in groups
-        for segment, recompute in ((1, True), (2, True), (1, False))
+        for segment, kept in ((1, 0), (2, 0), (1, 2))
         for kind in states
         if base.batch % (micro_batch * group) == 0
     ]
     simulations = Simulated.of(base, target).simulations
     kept = (0, 2 * simulations.blocks)
-    resident = sorted({layout.case(simulations.units).layout.resident_units for layout in layouts})
+    resident = sorted({layout.case(simulations.units).layout.states_on_gpu for layout in layouts})
     found = fastest(simulations, Choices(micro_batches, groups, (1, 2), kept, resident), MemoryLimits(room, None))
     seconds: dict[str, float] = {}
     chosen = None

@@ -97,7 +97,7 @@ def alone_per_second(decoder, micro_batch: int, precision: str, card: Card) -> f
 
     def seconds(micro_batches: int) -> float:
         case = StepCase(
-            SEQ, micro_batches * micro_batch, Layout(micro_batch, recompute=False, resident_units=10**6),
+            SEQ, micro_batches * micro_batch, Layout(micro_batch, kept=99, states_on_gpu=10**6),
             WORKING_DTYPES[precision], OPTIMIZERS["adamw"],
         )  # fmt: skip
         return record_step(decoder(), case, gpu_target(card), {}, alike=True).seconds

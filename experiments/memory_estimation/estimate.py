@@ -59,6 +59,8 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
         smallest = least_room(settings, simulations, MemoryLimits(limit_bytes, None))
         return {"batch": batch, "fits": False, "smallest_cap_bytes": smallest.gpu, "streamed_bytes": smallest.ram}
     choice = asdict(found.layout) | {
+        "recompute": found.layout.recomputes(simulations.blocks),
+        "blocks": simulations.blocks,
         "units": simulations.units,
         "streamed_bytes": found.recording.streamed_bytes,
     }

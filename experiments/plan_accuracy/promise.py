@@ -92,7 +92,7 @@ def most_frugal(settings: Settings, simulations: Simulations, limit_bytes: int) 
     layouts = gpu_plan.frugal_layouts(settings, simulations)
     if settings.segment_blocks is None:
         smallest = min(layouts, key=size)
-        if smallest.recompute and not smallest.product_blocks:
+        if not smallest.kept:
             longest = min(LONGEST, simulations.blocks)
             layouts += [replace(smallest, segment_blocks=length) for length in range(1, longest + 1)]
     least, *others = sorted(dict.fromkeys(layouts), key=size)
@@ -122,7 +122,7 @@ def run_cell(case: Case, device: torch.device) -> dict:
     return {
         "ok": completes and not completed,
         "precision": precision, "named_bytes": smallest, "layout": str(planned.layout),
-        "resident_units": planned.layout.resident_units, "units": simulations.units,
+        "states_on_gpu": planned.layout.states_on_gpu, "units": simulations.units,
         "completes": completes, "reserved_bytes": reserved,
         "refused_bytes": refused, "tried_bytes": tried_bytes, "tried": len(frugal),
         "least_allocated_bytes": simulations.allocated_bytes(frugal[0]),

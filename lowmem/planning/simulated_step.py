@@ -24,11 +24,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lowmem.core import optimizers
-from lowmem.core.batch import Batch
+from lowmem.core.batch import LEAST_POSITIONS, Batch
 from lowmem.core.decoder import Decoder
 from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, HeldGradients, LeavingGradients
 from lowmem.core.kernels import fused, operators  # noqa: F401  operators defines torch.ops.lowmem
-from lowmem.core.layout import DEFERRED, Layout
+from lowmem.core.layout import Fate, Layout
 from lowmem.core.offload import AHEAD, StagingRing
 from lowmem.core.operations import Operations
 from lowmem.core.optimizers import Optimizer, UpdateRule
@@ -67,6 +67,7 @@ class Target:
     copies_in: float | None = None
     copies_out: float | None = None
     disk: float = math.inf
+    least_positions: int = LEAST_POSITIONS["cuda"]
 
     @property
     def fused_kernels(self) -> bool:
@@ -106,7 +107,7 @@ def gpu_target(card: Card, fused_kernels: bool | None = None, disk_bytes_per_sec
 
 def cpu_target() -> Target:
     """The CPU: no rewriting but attention's, no copies."""
-    return Target(DeviceModel(CpuAttention), optimizers.update_in_slices)
+    return Target(DeviceModel(CpuAttention), optimizers.update_in_slices, least_positions=LEAST_POSITIONS["cpu"])
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,7 @@ def record_step(
             decoder, store, case.optimizer, case.layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
             loss_scale=LossScale(enabled=case.dtype is torch.float16), operations=operations,
         )  # fmt: skip
+        step.least_positions = target.least_positions
         copies = None
         if target.copies_in is not None and target.copies_out is not None:
             copies = step.ring.copies = SimulatedCopies(
@@ -201,14 +203,14 @@ def record_step(
         layout = case.layout
         step.evaluate(batch_of_zeros(case, layout.micro_batch))  # as a run does before its first step
         full = [layout.micro_batch * case.seq] * (case.batch // layout.micro_batch)
-        update = layout.update(len(layout.groups(full, case.seq)), case.clip_norm is not None, step.loss_scale.enabled)
-        if update == DEFERRED or whole_first_step:
-            two_groups = layout.micro_batch * ((layout.first_group or layout.group) + layout.group)
+        fate = layout.fate_in(len(layout.groups(full, case.seq)), case.needs_all_gradients)
+        if fate in (Fate.HELD, Fate.SENT) or whole_first_step:
+            two_groups = 2 * layout.micro_batch * layout.group
             step(batch_of_zeros(case, case.batch if whole_first_step else min(case.batch, two_groups)), 0, 1e-4)
         batch = batch_of_zeros(case, case.batch)
         if case.lengths is not None:
             batch = replace(batch_of_zeros(case, len(case.lengths)), lengths=torch.tensor(case.lengths))
-        if layout.disk_units and copies is not None:  # a disk still writes what the step before has left to it
+        if layout.states_on_disk and copies is not None:  # a disk still writes what the step before has left to it
             step(batch, 1, 1e-4)
         began, waited = recorder.clock.host, copies.exposed_seconds if copies else 0.0
         step(batch, 1, 1e-4)
@@ -224,7 +226,7 @@ def record_step(
         size = sum(piece.state[name].nbytes for name in piece.on_disk)
         disk_bytes[piece.part.unit] += size
         disk_buffers = max(disk_buffers, 0 if copies is None else (AHEAD + 1) * size)
-    in_ram = sum(state_bytes[case.layout.resident_units :]) - sum(disk_bytes)
+    in_ram = sum(state_bytes[case.layout.states_on_gpu :]) - sum(disk_bytes)
     return Recording(
         recorder.tape,
         began,

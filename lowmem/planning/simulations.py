@@ -49,13 +49,9 @@ class Simulations:
 
     def keeping(self, layout: Layout, kept: int) -> Layout:
         """`layout` with so much kept for backward; `kept`: see search.py."""
-        if kept == 2 * self.blocks:
-            return replace(layout, segment_blocks=1, recompute=False)
-        whole = max(kept - self.blocks, 0)
-        products = min(kept, self.blocks) - whole
-        if products + whole == self.blocks:  # none is recomputed from its input
+        if kept >= self.blocks:  # none is recomputed from its input
             layout = replace(layout, segment_blocks=1)
-        return replace(layout, product_blocks=products, whole_blocks=whole)
+        return replace(layout, kept=kept)
 
     def allocated_bytes(self, layout: Layout) -> int:
         """The peak of what is allocated, before the allocator has its say."""

@@ -96,7 +96,7 @@ def train(
     )
 
 
-PLAIN = {"group": 1, "segment_blocks": 1, "recompute": True, "resident_units": 99, "defer": False}
+PLAIN = {"group": 1, "segment_blocks": 1, "states_on_gpu": 99, "defer": False}
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
@@ -107,25 +107,26 @@ def test_placement_and_order_change_no_bit(micro_batch):
     assert min(plain.norms) > 0.5, "clipping must bite"
     group = BATCH // micro_batch
     arrangements = itertools.cycle(
-        {"group": group, "segment_blocks": segment_blocks, "defer": defer, "first_group": sum(first)}
-        for group, segment_blocks, defer, *first in [
+        {"group": group, "segment_blocks": segment_blocks, "defer": defer}
+        for group, segment_blocks, defer in [
             (1, 1, True),
             (group, 3, True),
             (max(group // 2, 1), 2, False),
             (group, 4, False),
             (1, 3, True),
-            (1, 2, True, max(group - 1, 0)),
+            (1, 2, True),
         ]
     )
     policies = [
-        {"recompute": True},
-        {"recompute": True, "product_blocks": 4},
-        {"recompute": True, "product_blocks": 1, "whole_blocks": 1},
-        {"recompute": False},
+        {"kept": 0},
+        {"kept": 1},
+        {"kept": 4},
+        {"kept": 5},
+        {"kept": 99},
     ]
-    for policy, resident_units in itertools.product(policies, [0, 2, 99]):
+    for policy, states_on_gpu in itertools.product(policies, [0, 2, 99]):
         for arrangement in itertools.islice(arrangements, 2):
-            case = {"resident_units": resident_units} | policy | arrangement
+            case = {"states_on_gpu": states_on_gpu} | policy | arrangement
             assert train(batches, micro_batch=micro_batch, **case).differences(plain) == [], case
 
 
@@ -147,9 +148,9 @@ def test_it_holds_in_every_precision_and_for_every_optimizer(family, precision, 
     kind = {"family": family, "precision": precision, "optimizer": optimizer}
     plain = train(batches, **kind, **PLAIN)
     for case in (
-        {"group": 2, "segment_blocks": 3, "recompute": True, "resident_units": 0, "defer": True},
-        {"group": 1, "segment_blocks": 2, "recompute": False, "resident_units": 3, "defer": True},
-        {"group": 2, "segment_blocks": 1, "recompute": True, "product_blocks": 2, "whole_blocks": 1, "defer": True},
+        {"group": 2, "segment_blocks": 3, "states_on_gpu": 0, "defer": True},
+        {"group": 1, "segment_blocks": 2, "kept": 99, "states_on_gpu": 3, "defer": True},
+        {"group": 2, "segment_blocks": 1, "kept": 5, "defer": True},
     ):
         assert train(batches, **kind, **case).differences(plain) == [], case
 
@@ -162,7 +163,7 @@ def test_the_staging_ring_changes_no_bit(monkeypatch, ahead, piece):
     batches = make_batches(4)
     plain = train(batches, **PLAIN)
     monkeypatch.setattr(offload, "AHEAD", ahead)
-    outcome = train(batches, resident_units=2)
+    outcome = train(batches, states_on_gpu=2)
     assert len(outcome.step.ring._slots) == ahead + 1
     assert outcome.differences(plain) == []
 
@@ -184,7 +185,7 @@ def test_without_clipping_updates_during_backward_change_no_bit_and_hold_two_uni
 
     run_updates = Updates.run
     monkeypatch.setattr(Updates, "run", watch)
-    for case in ({"segment_blocks": 1}, {"segment_blocks": 2, "resident_units": 2}, {"product_blocks": 4}):
+    for case in ({"segment_blocks": 1}, {"segment_blocks": 2, "states_on_gpu": 2}, {"kept": 4}):
         most = 0
         assert train(batches, **kind, group=BATCH, **case).differences(plain) == [], case
         units = case.get("segment_blocks", 1) + 1
@@ -206,9 +207,9 @@ def test_with_the_norm_first_clipping_changes_no_bit_and_gradients_are_never_all
 
     take_norms = FinalGradients._take_norms
     monkeypatch.setattr(FinalGradients, "_take_norms", watch)
-    for case in ({}, {"segment_blocks": 2, "resident_units": 2}, {"product_blocks": 4}):
+    for case in ({}, {"segment_blocks": 2, "states_on_gpu": 2}, {"kept": 4}):
         most = 0
-        assert train(batches, **kind, group=BATCH, norm_first=True, **case).differences(plain) == [], case
+        assert train(batches, **kind, group=BATCH, fate="dropped", **case).differences(plain) == [], case
         assert most <= case.get("segment_blocks", 1) + 1
 
 
@@ -217,13 +218,13 @@ def test_with_the_norm_first_a_step_that_is_not_finite_is_skipped_whole():
         if index == 1:
             step.store.parts[-1].working.mul_(torch.inf)
 
-    outcome = train(make_batches(3), micro_batch=1, group=BATCH, norm_first=True, before_step=break_weights)
+    outcome = train(make_batches(3), micro_batch=1, group=BATCH, fate="dropped", before_step=break_weights)
     assert outcome.updated == [True, False, False] and outcome.step.updates == 1
 
 
 def test_the_norm_comes_first_only_in_one_group():
     with pytest.raises(ValueError, match="one group"):
-        train(make_batches(1), micro_batch=1, group=2, norm_first=True)
+        train(make_batches(1), micro_batch=1, group=2, fate="dropped")
 
 
 def test_without_clipping_a_loss_that_is_not_finite_still_skips_the_step_whole():
@@ -321,7 +322,7 @@ def test_a_decoder_without_parameters_after_its_blocks_trains(monkeypatch):
     batches = make_batches(3)
     plain = train(batches, **PLAIN)
     assert plain.updated == [True] * 3
-    assert train(batches, group=2, resident_units=0).differences(plain) == []
+    assert train(batches, group=2, states_on_gpu=0).differences(plain) == []
 
 
 def test_a_micro_batch_without_trained_tokens_changes_nothing():
@@ -397,7 +398,7 @@ def test_dropout_after_the_blocks_does_not_depend_on_the_schedule(monkeypatch):
     monkeypatch.setattr("test_step.tiny_model", lambda *_: copy.deepcopy(model))
     batches = make_batches(3)
     plain = train(batches, **PLAIN)
-    assert train(batches, group=2, segment_blocks=3, recompute=False).differences(plain) == []
+    assert train(batches, group=2, segment_blocks=3, kept=99).differences(plain) == []
 
 
 def test_every_run_step_and_micro_batch_has_dropout_masks_of_its_own():
@@ -472,7 +473,7 @@ def test_an_update_in_fp16_is_that_of_fp32_but_for_rounding(clip_norm):
     assert torch.linalg.vector_norm(moved["fp16"] - moved["fp32"]) < 0.01 * torch.linalg.vector_norm(moved["fp32"])
 
 
-@pytest.mark.parametrize("kept", [{"segment_blocks": 2}, {"product_blocks": 4}, {"recompute": False}])
+@pytest.mark.parametrize("kept", [{"segment_blocks": 2}, {"kept": 4}, {"kept": 99}])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_packed_documents_train_as_in_rows_of_their_own(family, kept):
     """Micro-batches of one row each, whose documents have other lengths than the next one's."""
@@ -567,9 +568,9 @@ class AbandonedAt:
 @pytest.mark.parametrize(
     "kind",
     [
-        {"resident_units": 0},
-        {"resident_units": 2, "group": 2, "product_blocks": 1, "whole_blocks": 1},
-        {"micro_batch": 1, "group": BATCH, "norm_first": True},
+        {"states_on_gpu": 0},
+        {"states_on_gpu": 2, "group": 2, "kept": 5},
+        {"micro_batch": 1, "group": BATCH, "fate": "dropped"},
         {"micro_batch": 1, "group": BATCH, "clip_norm": None, "segment_blocks": 2},
     ],
     ids=str,
@@ -637,9 +638,9 @@ def test_an_evaluation_is_abandoned_between_micro_batches():
 
 
 def test_a_step_takes_the_layout_that_its_store_was_made_for():
-    step, store = make_step(tiny_model("gpt2"), micro_batch=1, group=BATCH, resident_units=0)
+    step, store = make_step(tiny_model("gpt2"), micro_batch=1, group=BATCH, states_on_gpu=0)
     rest = {"clip_norm": 1.0, "weight_decay": 0.0, "seed": 0, "loss_scale": LossScale(False)}
-    for other in ({"gradients_in_ram": True}, {"resident_weights": 1}, {"disk_units": 1}):
+    for other in ({"fate": "sent"}, {"weights_on_gpu": 1}, {"states_on_disk": 1}):
         layout = dataclasses.replace(step.layout, **other)
         with pytest.raises(ValueError, match="made for another layout"):
             TrainingStep(step._decoder, store, get_optimizer("adamw"), layout, **rest)

@@ -17,8 +17,9 @@ from transformers import GPT2Config, T5Config
 
 from experiments.gpu_acceptance import bitwise
 from experiments.gpu_acceptance.bitwise import CASES, PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Shape
+from lowmem.core.batch import LEAST_POSITIONS
 from lowmem.core.kernels import fused
-from lowmem.core.layout import LEAST_POSITIONS, Layout
+from lowmem.core.layout import Layout
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.step import TrainingStep
@@ -76,13 +77,13 @@ def test_every_arrangement_on_the_card_leaves_the_bits_of_the_cpu(on_cpu, plain_
 
 @pytest.mark.parametrize("optimizer", ("adamw8bit", "sgd"))
 def test_other_optimizers_leave_the_bits_of_the_cpu(on_cpu, plain_lines, optimizer):
-    outcome = bitwise.train(SHAPE, CUDA, "bf16", **PLAIN | {"resident_units": 0, "defer": True, "optimizer": optimizer})
+    outcome = bitwise.train(SHAPE, CUDA, "bf16", **PLAIN | {"states_on_gpu": 0, "defer": True, "optimizer": optimizer})
     assert outcome.differences(bitwise.train(SHAPE, CPU, "bf16", **PLAIN | {"optimizer": optimizer})) == []
 
 
 @pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
 def test_fused_kernels_train_as_the_plain_lines_do(on_cpu, precision):
-    case = {"resident_units": 0, "defer": True}
+    case = {"states_on_gpu": 0, "defer": True}
     assert fused.why_not(CUDA) is None
     before = counts()["launches"]
     outcome, truth = bitwise.train(SHAPE, CUDA, precision, **PLAIN | case), on_cpu(precision)
@@ -212,7 +213,7 @@ def test_what_was_tried_before_training_is_given_back():
     try:
         config = GPT2Config(n_layer=3, n_embd=128, n_head=2, n_positions=256, vocab_size=211)
         decoder = make_decoder(config, "bf16", "fp32", True)
-        Store(decoder, CUDA, torch.bfloat16, get_optimizer("adamw"), Layout(1, resident_units=99))
+        Store(decoder, CUDA, torch.bfloat16, get_optimizer("adamw"), Layout(1, states_on_gpu=99))
         del decoder
         torch._C._cuda_clearCublasWorkspaces()
         assert torch.cuda.memory_allocated() > before[0]

@@ -183,7 +183,7 @@ def test_the_largest_slice_is_found_and_what_bounds_it(tiny, monkeypatch):
 
 
 def report(seconds: float = 2.0) -> dict:
-    choice = {"norm_first": True}
+    choice = {"fate": "dropped"}
     disk = {"checkpoints": GIB, "one_being_written": GIB, "export": GIB, "states": 3 * GIB}
     peaks = {"gpu_allocated_peak_bytes": GIB, "gpu_reserved_peak_bytes": GIB}
     plan = {"parameters": 2**30, "choice": choice, "predicted": {"ram_peak_bytes": 102 * GIB // 100} | peaks}

@@ -364,8 +364,7 @@ def test_the_grid_has_every_kind_of_layout():
         assert all(layout.batch % (layout.micro_batch * layout.group) == 0 for layout in grid)
     for field, values in {
         "precision": {"bf16", "fp16", "fp32"}, "micro_batch": {1, 4}, "group": {1, 2}, "segment": {1, 3},
-        "product_blocks": {0, 2, layouts.ALL}, "whole_blocks": {0, 2},
-        "recompute": {True, False}, "states": {"resident", "streamed", "mixed"}, "optimizer": {"adamw", "sgd"},
+        "kept": {0, 1, 4 / 3, 2}, "states": {"resident", "streamed", "mixed"}, "optimizer": {"adamw", "sgd"},
         "document_mask": {True, False}, "residual": {"fp32", "16bit"},
     }.items():  # fmt: skip
         assert {getattr(layout, field) for layout in layouts.GRID} == values

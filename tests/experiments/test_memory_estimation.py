@@ -223,7 +223,7 @@ def shared():
 def test_a_row_of_lowmems_is_the_planners_choice_or_the_smallest_cap(shared):
     roomy = estimate.lowmem_row(TINY["llama"](), 64, 4, 16 * GIB, A100)
     assert roomy["fits"] and roomy["allocated_peak_bytes"] <= roomy["reserved_peak_bytes"]
-    assert roomy["choice"]["resident_units"] == roomy["choice"]["units"]
+    assert roomy["choice"]["states_on_gpu"] == roomy["choice"]["units"]
     assert roomy["choice"]["streamed_bytes"] == 0
     none = estimate.lowmem_row(TINY["llama"](), 64, 4, 1 * MIB, A100)
     assert not none["fits"] and none["smallest_cap_bytes"] > 1 * MIB
@@ -345,7 +345,7 @@ def test_a_broken_line_of_the_rows_is_named(tmp_path):
 def test_the_measuring_process_runs_a_case(tiny, method, monkeypatch):
     """On the CPU; the lines for CUDA have never run."""
     monkeypatch.setattr(measure, "STEPS", 2)
-    layout = {"micro_batch": 1, "group": 2, "segment_blocks": 2, "recompute": True, "resident_units": 1}
+    layout = {"micro_batch": 1, "group": 2, "segment_blocks": 2, "states_on_gpu": 1}
     choice = layout if method == "lowmem" else None
     case = {"model": "tiny", "method": method, "seq": 16, "batch": 2, "limit_bytes": GIB, "choice": choice}
     assert measure.run_case(case, CPU) == {"fits": True}

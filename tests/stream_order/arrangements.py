@@ -32,8 +32,8 @@ PIECE = 2**13  # elements that are updated at once, so that a block's matrices a
 SHAPE = replace(Shape.of(tiny=True, dropout=0.1), steps=3)
 LEARNING_RATE = 1e-3
 CPU = torch.device("cpu")
-STREAMED = {"resident_units": 0, "defer": True}
-WEIGHTS_STREAMED = STREAMED | {"resident_weights": 1}
+STREAMED = {"states_on_gpu": 0, "defer": True}
+WEIGHTS_STREAMED = STREAMED | {"weights_on_gpu": 1}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Arrangement:
 ARRANGEMENTS = {
     "deferred": Arrangement(STREAMED),
     "deferred, one unit streamed, evaluated and saved": Arrangement(
-        STREAMED | {"resident_units": 4}, evaluated=(0,), saved=(1,)
+        STREAMED | {"states_on_gpu": 4}, evaluated=(0,), saved=(1,)
     ),
     "in backward, half streamed, saved": Arrangement(
         UPDATED_IN_BACKWARD | {"group": UNCLIPPED["group"]}, clip_norm=None, saved=(0,)
@@ -66,44 +66,44 @@ ARRANGEMENTS = {
     "in backward, all streamed, SGD": Arrangement(
         STREAMED | {"group": UNCLIPPED["group"]}, clip_norm=None, optimizer="sgd"
     ),
-    "forward and backward twice, fp32": Arrangement(STREAMED | {"norm_first": True, "group": 4}, precision="fp32"),
-    "the first group larger, fp16": Arrangement(STREAMED | {"first_group": 3}, precision="fp16"),
+    "forward and backward twice, fp32": Arrangement(STREAMED | {"fate": "dropped", "group": 4}, precision="fp32"),
+    "streamed, fp16": Arrangement(STREAMED, precision="fp16"),
     "groups of 2, products and whole blocks kept, half streamed": Arrangement(
-        STREAMED | {"resident_units": 3, "group": 2, "product_blocks": 1, "whole_blocks": 1}
+        STREAMED | {"states_on_gpu": 3, "group": 2, "kept": 4 / 3}
     ),
     "all resident, evaluated": Arrangement({"defer": True}, evaluated=(1,)),
-    "not deferred, fp16, evaluated": Arrangement({"resident_units": 0}, precision="fp16", evaluated=(0,)),
+    "not deferred, fp16, evaluated": Arrangement({"states_on_gpu": 0}, precision="fp16", evaluated=(0,)),
     "updates on the stream that computes, saved": Arrangement(STREAMED, kernels=False, saved=(0,)),
     "8-bit moments, saved": Arrangement(STREAMED, optimizer="adamw8bit", saved=(1,)),
     "weights streamed, evaluated and saved": Arrangement(WEIGHTS_STREAMED, evaluated=(0,), saved=(1,)),
     "weights streamed, in backward": Arrangement(WEIGHTS_STREAMED | {"group": UNCLIPPED["group"]}, clip_norm=None),
     "weights of some streamed, forward and backward twice, fp32": Arrangement(
-        WEIGHTS_STREAMED | {"resident_weights": 2, "norm_first": True, "group": 4, "segment_blocks": 2},
+        WEIGHTS_STREAMED | {"weights_on_gpu": 2, "fate": "dropped", "group": 4, "segment_blocks": 2},
         precision="fp32",
     ),
     "boundaries in RAM, in backward": Arrangement(
         STREAMED | {"group": UNCLIPPED["group"], "boundaries_in_ram": True}, clip_norm=None
     ),
     "boundaries and weights in RAM, products kept": Arrangement(
-        WEIGHTS_STREAMED | {"group": 2, "product_blocks": 1, "boundaries_in_ram": True}
+        WEIGHTS_STREAMED | {"group": 2, "kept": 1 / 3, "boundaries_in_ram": True}
     ),
     "gradients in RAM, evaluated and saved": Arrangement(
-        STREAMED | {"group": 4, "gradients_in_ram": True}, evaluated=(0,), saved=(1,)
+        STREAMED | {"group": 4, "fate": "sent"}, evaluated=(0,), saved=(1,)
     ),
     "gradients of some in RAM, weights and boundaries of all, fp16": Arrangement(
-        WEIGHTS_STREAMED | {"group": 4, "gradients_in_ram": True, "boundaries_in_ram": True, "resident_units": 1},
+        WEIGHTS_STREAMED | {"group": 4, "fate": "sent", "boundaries_in_ram": True, "states_on_gpu": 1},
         precision="fp16",
     ),
     "gradients in RAM, on a disk, memory runs out in a backward pass": Arrangement(
-        STREAMED | {"group": 4, "gradients_in_ram": True, "disk_units": 3}, runs_out={1: 60}
+        STREAMED | {"group": 4, "fate": "sent", "states_on_disk": 3}, runs_out={1: 60}
     ),
-    "on a disk, evaluated and saved": Arrangement(STREAMED | {"disk_units": 99}, evaluated=(0,), saved=(1,)),
+    "on a disk, evaluated and saved": Arrangement(STREAMED | {"states_on_disk": 99}, evaluated=(0,), saved=(1,)),
     "every second unit on a disk, weights streamed, in backward": Arrangement(
-        WEIGHTS_STREAMED | {"group": UNCLIPPED["group"], "disk_units": 3}, clip_norm=None
+        WEIGHTS_STREAMED | {"group": UNCLIPPED["group"], "states_on_disk": 3}, clip_norm=None
     ),
     "memory runs out in a forward pass": Arrangement(STREAMED | {"group": 2}, runs_out={1: 9}),
     "memory runs out in a backward pass, evaluated": Arrangement(
-        STREAMED | {"recompute": False}, runs_out={1: 20}, evaluated=(1,)
+        STREAMED | {"kept": 2}, runs_out={1: 20}, evaluated=(1,)
     ),
 }
 
