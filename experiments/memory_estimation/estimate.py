@@ -6,7 +6,7 @@ that it sets for itself (lowmem/device.py).
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from experiments.memory_estimation.plain import record_plain
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
-from lowmem.cudasim.device_model import TORCH_VERSION, DeviceModel, gpu_model
+from lowmem.cudasim.device_model import TORCH_VERSION, gpu_model
 from lowmem.cudasim.gpus import Card
 from lowmem.cudasim.tape import Memory, Tape, under_cap
 from lowmem.models.build import make_decoder
@@ -31,10 +31,8 @@ LARGEST_BATCH = 64
 
 
 def plain_target(card: Card, version: tuple[int, int] = TORCH_VERSION) -> Target:
-    """`card` as plain training finds it under this version of PyTorch. Results are allocated in their order, as in the
-    committed rows; CUDA allocates dropout's mask first, which moves a peak by up to 0.1%."""
-    model = gpu_model(card, plain=True, torch_version=version)
-    return Target(replace(model, allocated=DeviceModel.allocated, copied_first=frozenset()))
+    """`card` as plain training finds it under this version of PyTorch."""
+    return Target(gpu_model(card, plain=True, torch_version=version))
 
 
 def plain_rows(

@@ -5,9 +5,9 @@ weights under Colossal-AI's Gemini with recompute. "Measured" is nvidia-smi's us
 so the CUDA context and everything the allocator holds are in it; MB there are MiB. The batch sizes are not in what
 could be read of it; `llmem_batch` derives them from LLMem's own formula and its own predictions.
 
-**DNNMem** (Gao et al., ESEC/FSE 2020, doi:10.1145/3368089.3417050) evaluates five models under three frameworks, by its
-abstract. Its tables could not be read, and most of these models are newer. For the four below LLMem's Table 2 gives
-DNNMem's error as 34.3% to 57.1%; which is whose was not found.
+**DNNMem** (Gao et al., ESEC/FSE 2020, doi:10.1145/3368089.3417050) evaluates five models under three frameworks, says
+its abstract; its tables could not be read, and most of these models are younger than it. For the four below LLMem's
+Table 2 gives DNNMem's error as 34.3% to 57.1%; which is whose was not found.
 
 **accelerate estimate-memory** knows a model's size and nothing of a batch: see `accelerate_answer`.
 
@@ -82,9 +82,8 @@ def llmem_batch(name: str) -> float:
 
 
 def llmem_row(name: str) -> dict:
-    """LLMem's case in our simulation: its recipe on its card. `error` is that of the allocated bytes plus BASE_MIB at
-    the derived batch. The largest batch whose run completes under the card's cap has `used_mib`, nvidia-smi's figure
-    for it."""
+    """LLMem's case in our simulation: its recipe on its card. `error` compares the allocated bytes plus BASE_MIB at the
+    derived batch. `largest_batch` completes under the card's cap, and `used_mib` is what nvidia-smi would show then."""
     derived = llmem_batch(name)
     batch = max(1, round(derived))
     memory = under_cap(_llmem_tape(name, batch), expandable_segments=False)

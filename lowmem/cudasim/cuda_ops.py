@@ -4,8 +4,8 @@ Meta tensors take PyTorch's generic path. On a GPU some functions are fused oper
 backward: `CudaFunctions` runs those. Kernels also have temporaries of their own: temporaries.py.
 
 Each entry names its source below aten/src/ATen: "2.13" is what torch 2.13.0 installs, "recent" a source close to that,
-"main" a newer one, "old" an earlier release, "assumed" was not read. tests/cuda compares all of it with the CUDA build
-of PyTorch 2.14.1; docs/cuda-memory.md says with what result, and what is left out.
+"main" a newer one, "old" an earlier release, "assumed" was not read. tests/cuda compares all of it with PyTorch
+2.14.1's CUDA build. docs/cuda-memory.md gives the result and what is left out.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What a device adds to the operations that a `Recorder` sees: temporaries, workspaces, operators of its own, time."""
+"""A `DeviceModel` says what a device adds to the operations that a `Recorder` sees."""
 
 import os
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from lowmem.cudasim.gpus import Card
 class DeviceModel:
     """A device, as far as a `Recorder` has to know it. An operation is (func, args, kwargs, result).
 
-    functions           a mode that replaces the generic functions by the device's
-    hidden_bytes        sizes of an operation's temporaries, which it allocates after its results
-    copied_first        the operations that allocate their temporaries before their results
-    products            matrix products; a thread's first one takes `workspace_bytes` for good
-    allocated           which of an operation's results are allocated on the device, in order
-    seconds             time on the device
-    host_seconds        to launch an operation, in forward and in backward
-    more_host_seconds   by operator: what it takes besides
+    functions:          a mode that replaces the generic functions by the device's.
+    hidden_bytes:       sizes of an operation's temporaries. It allocates them after its results.
+    copied_first:       the operations that allocate their temporaries before their results.
+    products:           matrix products. A thread's first one takes `workspace_bytes` for good.
+    allocated:          an operation's results that are allocated on the device, in order.
+    seconds:            time on the device.
+    host_seconds:       time to launch an operation, in forward and in backward.
+    more_host_seconds:  more time, by operator.
     """
 
     functions: Callable[[], AbstractContextManager] = nullcontext
@@ -44,7 +44,7 @@ _more_host_seconds: dict[torch._ops.OpOverload, float] = {}
 
 def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, host_seconds: float = 0.0) -> None:
     """Makes a custom operator known that multiplies two matrices through cuBLAS. `first_factor`: the first matrix's
-    place among the arguments, the second follows; `host_seconds`: what a call takes on the host besides."""
+    place among the arguments, the second follows; `host_seconds`: more time that a call takes on the host."""
     cuda_ops.MATRIX_PRODUCTS[packet] = first_factor
     cuda_ops.PRODUCTS.add(packet.default)
     temporaries.TEMPORARIES[packet.default] = temporaries.matrix_product

@@ -84,12 +84,12 @@ class Rate(NamedTuple):
 class Card:
     """One kind of GPU.
 
-    memory_bytes              the total that CUDA reports
-    rates                     by precision; a card without bf16 units has no "bf16"
-    memory_bytes_per_second   the data sheet's, of which products reach `memory_share`
-    bus_bytes_per_second      of a page-locked copy in one direction, while the other direction is idle
-    reported_names            the answers of torch.cuda.get_device_name, without "NVIDIA"
-    measured                  whether the shares were measured on this card
+    memory_bytes:             the total that CUDA reports.
+    rates:                    by precision. A card without bf16 units has no "bf16".
+    memory_bytes_per_second:  the data sheet's. Kernels reach `memory_share` of it.
+    bus_bytes_per_second:     a page-locked copy in one direction, while the other direction is idle.
+    reported_names:           the answers of torch.cuda.get_device_name, without "NVIDIA".
+    measured:                 whether the shares were measured on this card.
     """
 
     name: str

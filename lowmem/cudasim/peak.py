@@ -1,8 +1,8 @@
 """`cuda_peak`: the memory that any PyTorch code would take of a GPU, by PyTorch's own allocator, without a GPU.
 
 The code runs on the meta device. It may say `device="cuda"`, `.cuda()` or `torch.autocast("cuda")`: `_CudaIsMeta` maps
-these to meta, and tells the code that its meta tensors are on "cuda:0", so that it takes the branches that it takes on
-a GPU (AdamW, for example, updates lists of tensors there). Refused is what needs numbers or a real GPU.
+these to meta. It also reports meta tensors as being on "cuda:0". So the code takes the branches that it takes on a GPU;
+AdamW, for example, updates lists of tensors there. Code that needs numbers or a real GPU is refused.
 """
 
 import sys
@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+import torch._dynamo  # else an operation imports it during the record, and the import's frames keep its tensors alive
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizers

@@ -62,8 +62,8 @@ class Tape:
 
 
 def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
-    """Bytes at the chunk's end and at its highest point, relative to its start; the storages that it leaves, with their
-    sizes; and the earlier ones that it frees."""
+    """Bytes at the chunk's end and at its highest point, relative to its start. Then its storages that stay alive, with
+    their sizes, and the earlier storages that it frees."""
     own: dict[int, int] = {}
     ended = []
     now = highest = 0

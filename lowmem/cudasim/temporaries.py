@@ -1,9 +1,9 @@
 """Temporaries: what a CUDA kernel of PyTorch's takes from the caching allocator and gives back before it returns.
 
 They are copies of operands, sums in fp32, staging buffers, sorted indices. TEMPORARIES is the table by operator; an
-operator that is not in it takes less than 1 KiB. Each entry names its source below aten/src/ATen/native, and tests/cuda
-holds all of them to PyTorch's own allocator. docs/cuda-memory.md says what was read, what was inferred and what is left
-out; "assumed" marks what no test can show.
+operator that is not in it takes less than 1 KiB. Each entry names its source below aten/src/ATen/native. tests/cuda
+compares all of them with PyTorch's own allocator. docs/cuda-memory.md says how each was found and what is left out;
+"assumed" marks figures that no test can show.
 """
 
 import math
@@ -111,9 +111,9 @@ def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
 
 
 def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> tuple[int, int, bool]:
-    """Queries and keys that the backward kernel works on at a time, and whether their dk and dv stay in registers: the
-    first kernel of transformers/cuda/mem_eff_attention/kernels/cutlassB.h for heads of this `width` that fits into
-    shared memory. The bytes that a kernel asks for were read off its launches (Volta's assumed)."""
+    """Queries and keys that the backward kernel works on at a time, and whether their dk and dv stay in registers.
+    PyTorch takes the first kernel of transformers/cuda/mem_eff_attention/kernels/cutlassB.h for heads of this `width`
+    that fits into shared memory. The bytes that a kernel asks for were read off its launches (Volta's assumed)."""
     half, shared = dtype in _16_BIT, gpu.multiprocessor.shared_bytes_of_block
     if width <= 64:
         return 64, 64, half

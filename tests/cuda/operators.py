@@ -1,5 +1,4 @@
-"""Every operator that the simulator has an opinion on, run for real: what it allocates, against
-lowmem/cudasim/temporaries.py.
+"""Runs every operator of lowmem/cudasim/temporaries.py on a card, and compares what it allocates with that table.
 
     python -m stand_in --gpu a100 -- -m tests.cuda.operators [--workspaces] [--families gpt2 llama ...]
 
