@@ -280,10 +280,6 @@ class Settings:
             if any("\0" in text or not text.strip() for text in each(getattr(self, name))):
                 yield f"{option_name(name)} must not be empty."
 
-    def marked(self, mark: Mark) -> dict[str, Any]:
-        """The fields with that mark, by name."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if mark in item.metadata["marks"]}
-
     @property
     def masks_documents(self) -> bool:
         """Whether attention may be told which document a position belongs to."""
@@ -308,6 +304,11 @@ class Settings:
         if self.warmup_steps > steps:
             raise InputError(f"--warmup-steps {self.warmup_steps:g} is longer than the run of {steps} steps.")
         return steps
+
+
+def marked(settings: Any, mark: Mark) -> dict[str, Any]:
+    """The fields of Settings with that mark, by name; `settings` may be an object with some of its fields."""
+    return {item.name: getattr(settings, item.name) for item in fields(Settings) if mark in item.metadata["marks"]}
 
 
 FIELD_NAMES = tuple(item.name for item in fields(Settings))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.disk import let_go
-from lowmem.core.layout import Layout
+from lowmem.core.layout import Fate, Layout
 from lowmem.core.offload import State, host_tensor, page_lock
 from lowmem.core.optimizers import BLOCK, Optimizer, slice_state, state_layout
 from lowmem.core.precision import RUN_ELEMENTS, join, runs, split
@@ -177,11 +177,11 @@ class Part:
 class Store:
     """All parts of a decoder; making it gives the decoder's parameters (on the meta device until then) their storage.
 
-    `layout` says what lies where. The first `resident_units` of the decoder's units keep their state on the device:
+    `layout` says what lies where. The first `states_on_gpu` of the decoder's units keep their state on the device:
     they are needed first in the forward pass and their gradients are final last, so streaming them would overlap least.
     The rest is streamed, and lies where `host_tensor` puts it, or `disk_tensor` that of the matrices of units on a
-    disk. The first `resident_weights` units (None: all) and the last one keep their working weights on the device, too;
-    of the others, whose states are streamed then, the matrices are in RAM. With `gradients_in_ram` the gradients of
+    disk. The first `weights_on_gpu` units (None: all) and the last one keep their working weights on the device, too;
+    of the others, whose states are streamed then, the matrices are in RAM. With Fate.SENT the gradients of
     units whose states are streamed have room there, too (final_gradients.py); the embeddings' are final when no time is
     left for that."""
 
@@ -197,13 +197,13 @@ class Store:
     ):
         """ValueError where `layout` has states on a disk and there is no `disk_tensor`."""
         last = len(decoder.units) - 1
-        weights_streamed = range(last if layout.resident_weights is None else max(layout.resident_weights, 1), last)
+        weights_streamed = range(last if layout.weights_on_gpu is None else max(layout.weights_on_gpu, 1), last)
         on_disk = layout.units_on_disk(len(decoder.units))
         if on_disk and disk_tensor is None:
             raise ValueError("the layout has states on a disk, and there is nothing to make them with")
         self.layout = layout
         self.parameter_count = sum(p.numel() for p in decoder.model.parameters())
-        self.resident_units, self._host_tensor = min(layout.resident_units, len(decoder.units)), host_tensor
+        self.states_on_gpu, self._host_tensor = min(layout.states_on_gpu, len(decoder.units)), host_tensor
         holders: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied weight has several
         for module in decoder.model.modules():
             for name, parameter in module._parameters.items():
@@ -224,9 +224,9 @@ class Store:
                     dtype if kind == "matrices" else torch.float32,
                     optimizer,
                     decay=kind == "matrices",
-                    streamed=index >= layout.resident_units,
+                    streamed=index >= layout.states_on_gpu,
                     weights_streamed=kind == "matrices" and index in weights_streamed,
-                    gradient_in_ram=layout.gradients_in_ram and index >= max(layout.resident_units, 1),
+                    gradient_in_ram=layout.fate is Fate.SENT and index >= max(layout.states_on_gpu, 1),
                     host_tensor=host_tensor,
                     disk_tensor=disk_tensor if kind == "matrices" and index in on_disk else None,
                 )
@@ -270,13 +270,13 @@ class Store:
         parts = (part for part in self.parts if part.unit in units)
         return sum(tensor.nbytes for part in parts for tensor in part.state.values())
 
-    def stream(self, resident_units: int) -> bool:
-        """Moves the states of all units from the `resident_units`-th on into RAM, and says whether they are
+    def stream(self, states_on_gpu: int) -> bool:
+        """Moves the states of all units from the `states_on_gpu`-th on into RAM, and says whether they are
         page-locked. No copy and no update may be in flight."""
         for part in self.parts:
-            if part.unit >= resident_units and not part.streamed:
+            if part.unit >= states_on_gpu and not part.streamed:
                 part.stream(self._host_tensor)
-        self.resident_units = min(resident_units, self.resident_units)
+        self.states_on_gpu = min(states_on_gpu, self.states_on_gpu)
         return self.page_lock()
 
     def part_of(self, name: str) -> Part:

@@ -29,7 +29,7 @@ from lowmem.device import expandable_segments
 from lowmem.files import to_json
 from lowmem.planning.plan import Plan
 from lowmem.planning.ram import PROCESS_VARIES_BYTES, Process
-from lowmem.settings import PLAN, Settings
+from lowmem.settings import PLAN, Settings, marked
 
 MOST_KEPT = 100  # the newest; another version of this package finds none of them
 
@@ -116,7 +116,7 @@ class Question:
             if not folder.is_absolute():
                 return None
         asked = {
-            "settings": self.settings.marked(PLAN),
+            "settings": marked(self.settings, PLAN),
             "config": self.config.to_dict(),
             "precision": self.precision,
             "card": asdict(self.card),

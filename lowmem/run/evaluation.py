@@ -7,7 +7,6 @@ from contextlib import suppress
 import torch
 
 from lowmem.core.decoder import Decoder
-from lowmem.core.encoder_decoder import EncoderDecoder
 from lowmem.core.step import StepAbandoned, TrainingStep, summed_loss
 from lowmem.data.batches import Batches
 from lowmem.errors import first_line
@@ -96,7 +95,7 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
     inputs = {name: tokenized[name] for name in ("input_ids", "attention_mask") if name in tokenized}
     end = tokenizer.eos_token_id
     tokens = inputs["input_ids"][0].tolist()
-    if pair := isinstance(decoder, EncoderDecoder):  # the prompt is a source, which ends as in training
+    if decoder.needs_sources:  # the prompt is a source, which ends as in training
         source = tokens if tokens[-1:] == [end] else [*tokens, end]
         start = decoder_start(decoder.model.config)
         inputs = {"input_ids": inputs["input_ids"].new_tensor([source]), "decoder_start_token_id": start}
@@ -115,6 +114,6 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
     except (ValueError, TypeError, IndexError, RuntimeError) as error:  # each model has its own `generate`
         return f"no sample: {first_line(error)}"
     # A decoder's end of text is shown; an encoder-decoder also writes padding.
-    text = tokenizer.decode(written[0], skip_special_tokens=pair)
+    text = tokenizer.decode(written[0], skip_special_tokens=decoder.needs_sources)
     shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return f"sample: {shown}"  # a terminal would obey control characters

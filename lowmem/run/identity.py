@@ -14,7 +14,7 @@ from lowmem.config_switches import SWITCHES, as_given
 from lowmem.errors import InputError
 from lowmem.planning.plan import Plan
 from lowmem.run.learning_rate import longer
-from lowmem.settings import FIELD_NAMES, RUN, Settings, option_name
+from lowmem.settings import FIELD_NAMES, RUN, Settings, marked, option_name
 
 _NOT_COMPUTED = {  # fields of a config.json that say nothing about the computation
     *("_name_or_path", "architectures", "auto_map", "dtype", "task_specific_params", "torch_dtype"),
@@ -25,12 +25,12 @@ _NOT_COMPUTED = {  # fields of a config.json that say nothing about the computat
 def known_identity(settings: Settings, config: PretrainedConfig) -> dict:
     """The part of a run's identity that is known before data are read and anything is planned."""
     steps = {} if settings.steps is None else {"steps": settings.steps}
-    return settings.marked(RUN) | steps | {"config": config_identity(config)}
+    return marked(settings, RUN) | steps | {"config": config_identity(config)}
 
 
 def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: str) -> dict:
     """All of it but the config's."""
-    return settings.marked(RUN) | {
+    return marked(settings, RUN) | {
         "steps": steps,
         "device": plan.device,
         "precision": plan.precision,

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lowmem import device as devices
-from lowmem.core.batch import micro_batch_shapes
+from lowmem.core.batch import LEAST_POSITIONS, micro_batch_shapes
 from lowmem.core.decoder import Decoder
 from lowmem.core.disk import DiskStates, in_memory
 from lowmem.core.kernels import fused
@@ -137,7 +137,7 @@ def plan_here(question: Question, device: torch.device, aside: Callable, say: Sa
 def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan) -> TrainingStep:
     """The step as planned. The parameters of `decoder` become its store's, and have no values yet."""
     optimizer = get_optimizer(settings.optimizer)
-    disk_tensor = DiskStates(Path(settings.states_folder)).tensor if plan.layout.disk_units else None
+    disk_tensor = DiskStates(Path(settings.states_folder)).tensor if plan.layout.states_on_disk else None
     store = Store(decoder, device, WORKING_DTYPES[plan.precision], optimizer, plan.layout, disk_tensor=disk_tensor)
     return TrainingStep(
         decoder, store, optimizer, plan.layout, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
@@ -223,7 +223,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
             raise InputError("nothing is held out, so there is no best to find; give --eval-data, or more --data")
         check_disk(folder, plan.disk, _most_saves(settings, plan, steps), settings.states_folder)
         log.say(plan.describe())
-        if plan.layout.disk_units and (kind := in_memory(Path(settings.states_folder))) is not None:
+        if plan.layout.states_on_disk and (kind := in_memory(Path(settings.states_folder))) is not None:
             log.say(f"warning: --states-folder {settings.states_folder} is a {kind}, which keeps its files in RAM")
         identity = run_identity(settings, plan, steps, data.fingerprint) | {"config": config_identity(config)}
         if saved is not None:
@@ -282,7 +282,7 @@ def _computed_share(train: Batches, plan: Plan) -> list[str]:
     if lengths is None:
         return []
     seq, rows = train.parts[0].seq, train.batch_rows
-    shapes = micro_batch_shapes(lengths, seq, plan.layout.micro_batch, plan.layout.least_positions)
+    shapes = micro_batch_shapes(lengths, seq, plan.layout.micro_batch, LEAST_POSITIONS[plan.device])
     positions = sum(count * width for count, width in shapes)
     how = "packing examples into rows" if train.pack == PACKED else "sorting by length"
     return [

@@ -9,7 +9,7 @@ from lowmem.core.streamed_boundaries import LEAVING, StreamedBoundaries
 from reference import tiny_model
 from steps import make_step
 
-IN_RAM = {"boundaries_in_ram": True, "resident_units": 0, "micro_batch": 1}
+IN_RAM = {"boundaries_in_ram": True, "states_on_gpu": 0, "micro_batch": 1}
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,10 @@ def test_boundaries_in_ram_change_no_bit(family, precision):
         for case in (
             {"group": 1},
             {"group": 2, "segment_blocks": 3},
-            {"group": BATCH, "segment_blocks": 2, "norm_first": clip_norm is not None},
-            {"group": BATCH, "product_blocks": 2, "segment_blocks": 2, "resident_weights": 1},
-            {"group": 2, "product_blocks": 1, "whole_blocks": 1},
-            {"group": 1, "first_group": 3, "segment_blocks": 4},
+            {"group": BATCH, "segment_blocks": 2, "fate": "held" if clip_norm is None else "dropped"},
+            {"group": BATCH, "kept": 2, "segment_blocks": 2, "weights_on_gpu": 1},
+            {"group": 2, "kept": 5},
+            {"group": 1, "segment_blocks": 4},
         ):
             assert train(batches, **kind | IN_RAM | case).differences(plain) == [], case
 

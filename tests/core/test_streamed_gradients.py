@@ -7,12 +7,12 @@ import torch
 from test_step import BATCH, PLAIN, make_batches, train
 
 from lowmem.core import parameters
-from lowmem.core.layout import Layout
+from lowmem.core.layout import Fate, Layout
 from lowmem.core.offload import _SynchronousCopies
 from reference import tiny_model
 from steps import make_step
 
-IN_RAM = {"gradients_in_ram": True, "resident_units": 0, "micro_batch": 1, "group": BATCH}
+IN_RAM = {"fate": "sent", "states_on_gpu": 0, "micro_batch": 1, "group": BATCH}
 
 
 @pytest.mark.parametrize(
@@ -25,11 +25,11 @@ def test_gradients_in_ram_change_no_bit(family, precision, optimizer):
     plain = train(batches, **kind, **PLAIN)
     for case in (
         {},
-        {"segment_blocks": 3, "product_blocks": 1},
-        {"resident_units": 2, "segment_blocks": 2},
-        {"resident_weights": 1, "boundaries_in_ram": True},
-        {"disk_units": 3, "defer": False},
-        {"recompute": False},
+        {"segment_blocks": 3, "kept": 1},
+        {"states_on_gpu": 2, "segment_blocks": 2},
+        {"weights_on_gpu": 1, "boundaries_in_ram": True},
+        {"states_on_disk": 3, "defer": False},
+        {"kept": 99},
     ):
         assert train(batches, **kind | IN_RAM | case).differences(plain) == [], case
 
@@ -89,10 +89,8 @@ def test_an_attempt_that_fails_leaves_nothing_in_flight():
 
 
 def test_several_groups_are_refused():
-    with pytest.raises(ValueError, match="only where the whole batch is one group"):
-        Layout(1, gradients_in_ram=True).update(2, clips=True, scales_loss=False)
-    with pytest.raises(ValueError, match="need no pass of their own"):
-        Layout(1, gradients_in_ram=True, norm_first=True)
+    with pytest.raises(ValueError, match="only if the whole batch is one group"):
+        Layout(1, fate=Fate.SENT).fate_in(2, needs_all_gradients=True)
 
 
 def test_what_waits_in_ram_is_page_locked(monkeypatch):

@@ -12,7 +12,7 @@ from lowmem.core.streamed_weights import SLOTS, StreamedWeights
 from reference import tiny_model
 from steps import make_step
 
-STREAMED = {"resident_units": 0, "resident_weights": 1}
+STREAMED = {"states_on_gpu": 0, "weights_on_gpu": 1}
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,10 @@ def test_streamed_weights_change_no_bit(family, precision, optimizer):
     for case in (
         {"group": 1, "segment_blocks": 1},
         {"group": 2, "segment_blocks": 3},
-        {"group": BATCH, "segment_blocks": 2, "norm_first": True},
-        {"group": 2, "product_blocks": 2, "segment_blocks": 2, "resident_weights": 3, "resident_units": 2},
-        {"group": BATCH, "segment_blocks": 1, "resident_weights": 4, "resident_units": 4, "defer": False},
-        {"group": 1, "first_group": 3, "segment_blocks": 4},
+        {"group": BATCH, "segment_blocks": 2, "fate": "dropped"},
+        {"group": 2, "kept": 2, "segment_blocks": 2, "weights_on_gpu": 3, "states_on_gpu": 2},
+        {"group": BATCH, "segment_blocks": 1, "weights_on_gpu": 4, "states_on_gpu": 4, "defer": False},
+        {"group": 1, "segment_blocks": 4},
     ):
         outcome = train(batches, **kind, **STREAMED | case)
         assert outcome.differences(plain) == [], case
@@ -110,10 +110,10 @@ def test_a_decoder_that_trains_anew_has_forgotten_the_weights_before():
 
 
 def test_what_cannot_be_is_refused():
-    for wrong in ({"whole_blocks": 1}, {"recompute": False}, {"resident_units": 3}):
+    for wrong in ({"kept": 5}, {"kept": 99}, {"states_on_gpu": 3}):
         with pytest.raises(ValueError, match="weights"):
-            Layout(1, resident_weights=2, **wrong)
-    assert Layout(1, resident_weights=0, resident_units=1).resident_weights == 0, "unit 0 stays in any case"
+            Layout(1, weights_on_gpu=2, **wrong).segments(4)
+    assert Layout(1, weights_on_gpu=0, states_on_gpu=1).weights_on_gpu == 0, "unit 0 stays in any case"
 
 
 def test_segments_of_another_length_change_no_bit():
