@@ -1,12 +1,11 @@
-"""What a run is told: one frozen dataclass, checked where it is made, written beside the run as ``settings.json``.
+"""All settings of a run: one frozen dataclass, which refuses what cannot run, written to the run as ``settings.json``.
 
-Names carry their unit (``gpu_limit_bytes``). A combination that cannot run is refused by the constructor, so nobody
-downstream checks again, and a run that would fail after an hour fails before anything is written. Each field is an
-option of the command line too (lowmem/run/options.py): its type says what may be typed, its metadata what ``--help``
-says. Scripts fill it in themselves: ``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)``.
+Names carry their unit (``gpu_limit_bytes``). Each field is also an option of the command line (run/options.py): its
+type says what may be typed, its metadata what ``--help`` shows and what depends on it. Scripts fill it in themselves:
+``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)``.
 
-``None`` always means that nobody chose: the planner does (``micro_batch``, ``group``, ``segment_blocks``), the
-environment does (``wandb``, ``report_to``), or the thing is left out (``clip_norm``, a memory cap).
+``None`` means that the planner chooses (``micro_batch``, ``group``, ``segment_blocks``), that the environment does
+(``wandb``, ``report_to``), or none (``clip_norm``, a memory cap).
 """
 
 import math
@@ -19,23 +18,22 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from lowmem.errors import InputError
 from lowmem.paths import read_path_option, read_text_option
-from lowmem.text_files import parse_json, parse_yaml
 from lowmem.units import GIB, MIB, format_size, parse_interval
 
 SAVE_EVERY = "30min"
 TRACKERS = ("tensorboard", "wandb")  # what a run can report to
-_ALONE = ("none", "all")  # of them: words that stand alone
+_ALONE = ("none", "all")  # words that are not combined with them
 DEFAULT_EPOCHS = 1.0  # the length of a run that was given neither steps nor epochs
 MOST_EPOCHS = 10**6
-MOST_TOKENS = 2**26  # of a step; four times Llama 3's largest. Planning takes longer the more there are
-AUTO = "auto, the planner chooses"  # where "auto" stands for None
+MOST_TOKENS = 2**26  # of a step: four times Llama 3's largest; more make planning slow
+AUTO = "auto, the planner chooses"  # for options whose "auto" is None
 
 
-Specs = str | tuple[str, ...]  # names of texts; one is no tuple
+Specs = str | tuple[str, ...]  # names of texts; a single one is a str
 
 
 def each(specs: Specs | None) -> tuple[str, ...]:
-    """Those names, one by one."""
+    """The names as a tuple."""
     return (specs,) if isinstance(specs, str) else specs or ()
 
 
@@ -59,7 +57,7 @@ def _option(default: Any, help: str, metavar: str = "", shown: str = "", marks: 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a run can be told; raises InputError for what cannot run."""
+    """The settings of a run; the constructor raises InputError for a combination that cannot run."""
 
     # fmt: off
     model: str = _option("gpt2-large", "model on the Hugging Face hub, or a local folder", "NAME|DIR", marks=RUN | PLAN)
@@ -196,86 +194,52 @@ class Settings:
 
     def _problems(self) -> Iterator[str]:
         """One sentence for each thing that cannot run."""
-        for name in _AT_LEAST_ONE:
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                yield f"{option_name(name)} {getattr(self, name)} is too small: it must be at least 1."
-        if self.seq < 2:
-            yield f"--seq {self.seq} is too short: a sequence needs 2 tokens, one to predict from and one to predict."
+        for names, allowed, words in _RANGES:
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None and not allowed(value):
+                    yield f"{option_name(name)} {value if isinstance(value, int) else f'{value:g}'} {words}."
+        for chosen, words in _CONFLICTS:
+            if all(getattr(self, name) == value for name, value in chosen.items()):
+                first, value = next(iter(chosen.items()))
+                yield f"{option_name(first)}{'' if value is None else f' {value}'} {words}."
         if self.target_tokens is not None and self.target_tokens >= self.seq:
             yield f"--target-tokens {self.target_tokens} of --seq {self.seq} leave no token for a source."
-        for name in ("lr", "epochs", "adam_epsilon"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                yield f"{option_name(name)} {getattr(self, name):g} must be more than 0."
-        if self.epochs is not None and self.epochs > MOST_EPOCHS:
-            yield f"--epochs {self.epochs:g} is too large: it must be at most {MOST_EPOCHS:,}."
-        for name in ("weight_decay", "clip_norm", "warmup_steps"):
-            if getattr(self, name) is not None and getattr(self, name) < 0:
-                yield f"{option_name(name)} {getattr(self, name):g} must not be negative."
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                yield f"{option_name(name)} {getattr(self, name):g} must be at least 0 and below 1."
-        if not 0 <= self.seed < 2**32:
-            yield f"--seed {self.seed} must be a whole number from 0 to {2**32 - 1}."
-        if not 0 <= self.eval_fraction < 1:
-            yield (
-                f"--eval-fraction {self.eval_fraction:g} must be at least 0 and below 1: it is the share that is held "
-                f"out; 0 holds nothing out."
-            )
-
         if self.steps is not None and self.epochs is not None:
-            yield "--steps and --epochs both say how long the run is: give one of them."
+            yield "--steps and --epochs both set the length of the run: give one of them."
         if self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps):
             yield f"--warmup-steps {self.warmup_steps:g} must be whole; below 1 it is a share of the steps."
-        for name in ("patience", "keep_best"):
-            if getattr(self, name) and self.eval_every is None:
-                yield f"{option_name(name)} compares evaluations: say with --eval-every how often there is one."
-        if self.sample_every is not None and self.sample_prompt is None:
-            yield "--sample-every needs a text to continue: give --sample-prompt."
         if self.steps is not None and self.warmup_steps > self.steps:
             yield f"--warmup-steps {self.warmup_steps:g} is longer than the run of {self.steps} steps."
-
+        for name in ("patience", "keep_best"):
+            if getattr(self, name) and self.eval_every is None:
+                yield f"{option_name(name)} compares evaluations: give --eval-every, the steps between two of them."
+        if self.sample_every is not None and self.sample_prompt is None:
+            yield "--sample-every needs a text to continue: give --sample-prompt."
         if self.batch * self.seq > MOST_TOKENS:
-            yield (
-                f"--batch {self.batch} x --seq {self.seq} are {self.batch * self.seq:,} tokens in a step; more than "
-                f"{MOST_TOKENS:,} are not planned for: lower --batch."
-            )
+            tokens = f"--batch {self.batch} x --seq {self.seq} are {self.batch * self.seq:,} tokens in a step"
+            yield f"{tokens}; the planner takes at most {MOST_TOKENS:,}: lower --batch."
         if self.micro_batch is not None and self.batch % self.micro_batch:
             yield f"--batch {self.batch} cannot be cut into micro-batches of {self.micro_batch} (--micro-batch)."
         most = self.batch // (self.micro_batch or 1)
         if self.group is not None and most % self.group:
             yield f"--group {self.group} must divide the number of micro-batches, which is {most} here."
-
-        if self.weights == "streamed" and self.states == "resident":
-            yield "--weights streamed brings weights to be updated with their states: leave out --states resident."
-        if self.states == "disk" and self.states_folder is None:
-            yield "--states disk needs a folder on a disk: give --states-folder."
         if self.states == "resident" and self.states_folder is not None:
-            yield "--states-folder is for states that are streamed: leave out --states resident."
-        if self.disk_rate_bytes is None:
-            yield "--disk-rate must be a size, what a disk reads and writes in a second, as in 2GiB."
-        if self.weights == "streamed" and self.recompute == "off":
-            yield "--weights streamed computes blocks again in the backward: leave out --recompute off."
-        if self.boundaries == "streamed" and self.recompute == "off":
-            yield "--boundaries streamed are for blocks that are computed again: leave out --recompute off."
-
-        if self.gradients == "streamed" and self.states == "resident":
-            yield "--gradients streamed come back with the states that are streamed: leave out --states resident."
+            yield "--states-folder is for streamed states: leave out --states resident."
         if self.gradients == "streamed" and self.clip_norm is None and self.precision != "fp16":
-            yield "--gradients streamed are those that wait to be clipped: leave out --clip-norm 0."
+            yield "--gradients streamed is for gradients that wait to be clipped: leave out --clip-norm 0."
         if self.gradients == "streamed" and self.group not in (None, most):
             yield "--gradients streamed takes the whole batch as one group: leave out --group."
-
         for name in ("gpu_limit_bytes", "ram_limit_bytes", "disk_rate_bytes"):
             if getattr(self, name) is not None and getattr(self, name) < MIB:
                 yield f"{option_name(name)} is {format_size(getattr(self, name))}: write a unit, as in 11GiB, or none."
         if self.gpu is not None and self.device == "cpu":
             yield f"--gpu {self.gpu} plans for a GPU and --device cpu asks for none: give one of them."
         named = self._reported_to()
-        for name in named:
-            if name not in TRACKERS and name not in _ALONE:
-                yield f"--report-to {self.report_to}: {name!r} is not one of none, {', '.join(TRACKERS)}, all."
+        for name in named - {*TRACKERS, *_ALONE}:
+            yield f"--report-to {self.report_to}: {name!r} is not one of none, {', '.join(TRACKERS)}, all."
         if len(named) > 1 and not named.isdisjoint(_ALONE):
-            yield f"--report-to {self.report_to}: none and all stand alone."
+            yield f"--report-to {self.report_to}: none and all cannot be combined with others."
         for name in _TEXTS:
             if any("\0" in text or not text.strip() for text in each(getattr(self, name))):
                 yield f"{option_name(name)} must not be empty."
@@ -286,17 +250,16 @@ class Settings:
         return self.document_mask or self.pack == "packed"
 
     def _reported_to(self) -> set[str]:
-        """What was typed for `report_to`, name by name."""
+        """The names in `report_to`."""
         return set() if self.report_to is None else {name.strip().lower() for name in self.report_to.split(",")}
 
     def reports_to(self, tracker: str) -> bool:
-        """Whether `report_to` names that one of TRACKERS."""
+        """Whether `report_to` names this one of TRACKERS."""
         return not self._reported_to().isdisjoint({tracker, "all"})
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Optimizer steps of the whole run: `steps`, or `epochs` (default 1) passes, the last step rounded up.
-
-        Raises InputError if the warm-up is longer than that."""
+        """Optimizer steps of the whole run: `steps`, or `epochs` (default 1) passes, rounded up. InputError if the
+        warm-up is longer."""
         if self.steps is not None:
             return self.steps
         epochs = DEFAULT_EPOCHS if self.epochs is None else self.epochs
@@ -312,16 +275,33 @@ def marked(settings: Any, mark: Mark) -> dict[str, Any]:
 
 
 FIELD_NAMES = tuple(item.name for item in fields(Settings))
-_AT_LEAST_ONE = (
-    *("batch", "steps", "micro_batch", "group", "segment_blocks", "target_tokens"),
-    *("keep_last", "eval_every", "eval_batches", "log_every", "patience", "sample_every"),
+_RANGES = (  # fields, the values that they may have, and what a refusal says
+    (
+        "batch steps micro_batch group segment_blocks target_tokens keep_last eval_every eval_batches log_every "
+        "patience sample_every", lambda value: value >= 1, "is too small: it must be at least 1",
+    ),
+    ("seq", lambda value: value >= 2, "is too short: a sequence needs 2 tokens, to predict one from the other"),
+    ("lr epochs adam_epsilon", lambda value: value > 0, "must be more than 0"),
+    ("epochs", lambda value: value <= MOST_EPOCHS, f"is too large: it must be at most {MOST_EPOCHS:,}"),
+    ("weight_decay clip_norm warmup_steps", lambda value: value >= 0, "must not be negative"),
+    ("adam_beta1 adam_beta2", lambda value: 0 <= value < 1, "must be at least 0 and below 1"),
+    ("seed", lambda value: 0 <= value < 2**32, f"must be a whole number from 0 to {2**32 - 1}"),
+    ("eval_fraction", lambda value: 0 <= value < 1, "must be at least 0 and below 1; 0 holds nothing out"),
+)  # fmt: skip
+_CONFLICTS = (  # settings that cannot be combined, and what a refusal says after the first of them
+    ({"weights": "streamed", "states": "resident"}, "updates weights with their states: leave out --states resident"),
+    ({"weights": "streamed", "recompute": "off"}, "recomputes blocks in backward: leave out --recompute off"),
+    ({"boundaries": "streamed", "recompute": "off"}, "is for blocks that are recomputed: leave out --recompute off"),
+    ({"gradients": "streamed", "states": "resident"}, "needs streamed states: leave out --states resident"),
+    ({"states": "disk", "states_folder": None}, "needs a folder on a disk: give --states-folder"),
+    ({"disk_rate_bytes": None}, "must be a size, the bytes that a disk reads and writes in a second, as in 2GiB"),
 )
 _TEXTS = (
     *("gpu", "model", "data", "eval_data", "text_field", "chat_template", "states_folder", "out", "run_name", "resume"),
 )
 _PATHS = ("model", "data", "eval_data", "chat_template", "states_folder", "out", "resume")
 
-# What --demo puts in place of a script's defaults: a small model from random weights, minutes on two CPU cores.
+# --demo's defaults instead of a script's: a small model from random weights, minutes on two CPU cores.
 DEMO = {
     **{"model": "gpt2-demo", "init": "random", "out": "runs/demo"},
     **{"seq": 256, "batch": 16, "micro_batch": 8, "steps": 150, "lr": 1e-3, "eval_every": 50, "eval_batches": 4},
@@ -333,18 +313,8 @@ def option_name(name: str) -> str:
     return "--" + name.removesuffix("_bytes").replace("_", "-")
 
 
-def read_object(text: str, source: str, yaml: bool = False) -> dict[str, object]:
-    """The JSON object or YAML mapping in `text`; raises InputError. YAML's plain values are the texts that were typed,
-    but for null."""
-    values = (parse_yaml if yaml else parse_json)(text, source)
-    if not isinstance(values, dict):
-        shape = "YAML mapping, with lines such as `steps: 100`" if yaml else 'JSON object, such as {"steps": 100}'
-        raise InputError(f"{source}: settings are one {shape}")
-    return {str(key): value for key, value in values.items()}
-
-
 def kind_of(hint: Any) -> tuple[Any, bool]:
-    """What a field of type `hint` holds (int, float, str, bool or a Literal), and whether it may be None."""
+    """The type of a field's values (int, float, str, bool or a Literal), and whether it may be None."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return kinds[0], NoneType in kinds
 
@@ -360,7 +330,7 @@ def _read(name: str, text: str) -> str:
 
 
 def _checked(name: str, hint: Any, value: object) -> object:
-    """`value` as the field `name` holds it (numbers as float where `hint` says so); raises InputError."""
+    """`value` with the type of the field `name`; raises InputError."""
     if hint == int | str:
         try:
             return parse_interval(SAVE_EVERY if value is None else str(value))

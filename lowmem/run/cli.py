@@ -17,8 +17,8 @@ from types import NoneType
 from lowmem.errors import InputError
 from lowmem.paths import read_path_option
 from lowmem.run.options import FLAGS, NAMES, OPTIONS, REFUSED, SEVERAL, TITLES, integer, switch
-from lowmem.settings import DEMO, Settings, each, option_name, read_object
-from lowmem.text_files import read_text
+from lowmem.settings import DEMO, Settings, each, option_name
+from lowmem.text_files import parse_json, parse_yaml, read_text
 from lowmem.units import format_size
 
 TRAIN = {
@@ -140,7 +140,7 @@ def _read_config(path: str) -> dict[str, object]:
     """The settings in a file, by field: YAML if its name ends so, else JSON. Keys are names of fields or options, and
     sizes may be text."""
     try:
-        content = read_object(read_text(Path(path)), path, Path(path).suffix.lower() in (".yaml", ".yml"))
+        content = _read_object(read_text(Path(path)), path)
     except InputError as error:
         raise InputError(f"{error}.") from None
     except (OSError, ValueError) as error:  # ValueError: an impossible path
@@ -163,6 +163,16 @@ def _read_config(path: str) -> dict[str, object]:
         if chosen.setdefault(field, value) != value:
             raise InputError(f"{path}: {key} is given twice, under two names, with different values.")
     return chosen
+
+
+def _read_object(text: str, path: str) -> dict[str, object]:
+    """The JSON object or YAML mapping in `text`. YAML's plain values are texts, except null."""
+    yaml = path.lower().endswith((".yaml", ".yml"))
+    values = (parse_yaml if yaml else parse_json)(text, path)
+    if not isinstance(values, dict):
+        shape = "YAML mapping, with lines such as `steps: 100`" if yaml else 'JSON object, such as {"steps": 100}'
+        raise InputError(f"{path}: settings are one {shape}")
+    return {str(key): value for key, value in values.items()}
 
 
 def _explain_unknown(name: str) -> str:

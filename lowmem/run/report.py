@@ -25,7 +25,7 @@ def opening_remarks(settings: Settings, config: PretrainedConfig, tokenizer, dev
 
 
 def device_name(device: torch.device) -> str:
-    """The card's name, or what the processor calls itself."""
+    """The name of the card or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"the CPU ({platform.processor() or platform.machine()}, {torch.get_num_threads()} threads)"
@@ -35,9 +35,9 @@ def build_report(
     plan: dict, rows: list[dict], peaks: dict, device: str, sequences_per_step: int, eval_first: float | None,
     exported_step: int | None = None,
 ) -> dict:  # fmt: skip
-    """report.json's content; a step's time is the median without the first, which also warms up. `exported_step`: after
-    which the model in model/ is as it is, None for the last; `diverged` says whether that one is worse than at first.
-    """
+    """report.json's content. A step's time is the median without the first step, which also warms up.
+    `exported_step`: the step whose weights are in model/, None for the last; `diverged`: whether its held-out loss is
+    higher than before training."""
     step_ms = [row["step_ms"] for row in rows]
     seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if rows else None
     evaluated = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
@@ -67,7 +67,7 @@ def build_report(
 
 @dataclass(frozen=True)
 class Best:
-    """The evaluation with the lowest held-out loss: after which step (0: before the first), and how many came after."""
+    """The evaluation with the lowest held-out loss: its step (0: before the first), and the number of later ones."""
 
     step: int
     loss: float
@@ -78,7 +78,7 @@ class Best:
 
 
 def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
-    """Of a run with these rows of metrics.jsonl, and that loss before the first step; the first of equals."""
+    """The first of the best. `rows`: of metrics.jsonl; `eval_first`: the loss before the first step."""
     losses = [(0, math.nan if eval_first is None else eval_first)]
     losses += [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
     index = min(range(len(losses)), key=lambda index: math.inf if math.isnan(losses[index][1]) else losses[index][1])
@@ -86,11 +86,11 @@ def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, the platform and the packages that a result depends on, where installed."""
+    """Versions of Python, the platform and the installed packages that a result depends on."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in ("torch", "transformers", "safetensors", "bitsandbytes"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found | {"torch": torch.__version__}  # which says the build, too: +cpu, +cu130
+    return found | {"torch": torch.__version__}  # with its build: +cpu, +cu130

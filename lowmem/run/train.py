@@ -5,7 +5,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict
 
-from lowmem.core.step import StepAbandoned
+from lowmem.core.step import StepAbandoned, StepResult
 from lowmem.errors import LowmemError, first_few
 from lowmem.run.ending import Ending
 from lowmem.run.evaluation import Evaluator, Sampler
@@ -53,8 +53,7 @@ def train(session: Session, stop: StopRequest) -> None:
         done += 1
         started = time.perf_counter()
         batch, rate = train.batch(done - 1), progress.course.rate(step.updates)
-        about = "" if seconds is None else f", about {seconds:.2g} s"
-        stop.now(f"step {done}{about}, then saving", "drops this step, unless it updates already, and saves")
+        _announce(stop, done, seconds)
         session.recovery.number = done
         try:
             result = step(batch, done - 1, rate)
@@ -85,9 +84,7 @@ def train(session: Session, stop: StopRequest) -> None:
         if sampler.due(done) and not ended:
             sampler.take(done)
         session.budget.check(f"step {done}")
-        progress.skipped = 0 if result.updated else progress.skipped + 1
-        if progress.skipped:
-            _say_skipped(session, done, result.grad_norm)
+        _count_skipped(session, done, result)
         if saving or ended or stop.requested or progress.skipped == SKIPPED_IN_A_ROW:
             with ending.part("the last save") if ended else nullcontext():
                 saver.save(done, ended, must=False)
@@ -110,10 +107,18 @@ def _begin(session: Session, evaluator: Evaluator, sampler: Sampler) -> None:
         sampler.take(0)
 
 
-def _say_skipped(session: Session, done: int, grad_norm: float) -> None:
-    texts = session.data.train.where(done - 1)
-    said = f"step {done}: the gradient norm is {grad_norm}, so no update was made; its batch:"
-    session.log.say(f"{said} {first_few(texts)} (all in log.txt)", f"{said} {', '.join(texts)}")
+def _announce(stop: StopRequest, done: int, seconds: float | None) -> None:
+    about = "" if seconds is None else f", about {seconds:.2g} s"
+    stop.now(f"step {done}{about}, then saving", "drops this step, unless its updates have begun, and saves")
+
+
+def _count_skipped(session: Session, done: int, result: StepResult) -> None:
+    progress = session.progress
+    progress.skipped = 0 if result.updated else progress.skipped + 1
+    if progress.skipped:
+        texts = session.data.train.where(done - 1)
+        said = f"step {done}: the gradient norm is {result.grad_norm}, so no update was made; its batch:"
+        session.log.say(f"{said} {first_few(texts)} (all in log.txt)", f"{said} {', '.join(texts)}")
 
 
 def _end(session: Session, stop: StopRequest, done: int, evaluator: Evaluator) -> None:

@@ -397,9 +397,7 @@ def test_a_disk_that_fills_up_while_saving(tmp_path, monkeypatch):
         save(folder, store, 1)
         with pytest.raises(LowmemError, match="free on the disk"):
             save(folder, store, 2)
-        monkeypatch.setattr(
-            checkpoint_module, "_MARGIN_BYTES", -(2**30)
-        )  # as if something else took the room meanwhile
+        monkeypatch.setattr(checkpoint_module, "MARGIN_BYTES", -(2**30))  # as if something else took the room meanwhile
         with pytest.raises(LowmemError, match="No space left on device.*still there.*free some room"):
             save(folder, store, 2)
         assert names_in(folder) == ["step-00000001"]

@@ -208,7 +208,7 @@ def test_a_run_is_made_longer(train, tmp_path, capsys):
     assert train(out, *options, "--steps", "3") == 0
     capsys.readouterr()
     assert train(out, *options, "--steps", "5") == 0
-    assert "this run was to end after 3 steps and goes on to 5: its learning rate, 0.001" in capsys.readouterr().err
+    assert "this run was to end after 3 steps and is extended to 5: its learning rate, 0.001" in capsys.readouterr().err
     assert weights(out) == weights(tmp_path / "whole")
     whole = loss_rows(tmp_path / "whole")
     assert [row["loss"] for row in loss_rows(out)] == [row["loss"] for row in whole]
@@ -234,7 +234,7 @@ def test_a_cosine_that_had_ended_goes_on_at_a_constant_rate_where_that_is_asked_
     assert train(out) == 0
     assert train(out, "--schedule", "constant", "--lr", "1e-4", "--steps", "5") == 0
     assert [row["learning_rate"] for row in loss_rows(out)[3:]] == [1e-4, 1e-4]
-    assert "goes on to 5: its learning rate, 0 so far, is 0.0001 from here and stays there" in capsys.readouterr().err
+    assert "its learning rate, 0 so far, is 0.0001 from here and stays there" in capsys.readouterr().err
 
 
 def test_a_config_that_was_edited_meanwhile_is_refused_and_the_field_named(train, tmp_path, capsys):
