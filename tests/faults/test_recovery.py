@@ -270,7 +270,7 @@ def test_smaller_micro_batches_are_the_last_measure_and_the_run_is_one_that_had_
 
 
 def test_a_layout_shrinks_step_by_step_and_what_costs_least_goes_first():
-    """Of XL under 12 GiB, about: half of the blocks keep their products, and the states of three units are on the GPU."""
+    """About XL under 12 GiB: half of the blocks keep their products, three units have their states on the GPU."""
     sizes = Sizes(blocks=48, batch=64, row_bytes=1024 * 1600 * 4, gradient_bytes=4 * 1_557_611_200, clips=True)
     planned = Layout(2, 4, 2, kept=24, states_on_gpu=3)
     names, now = [], planned
