@@ -8,8 +8,8 @@ from torch import nn
 
 from experiments.gpu_acceptance.bitwise import FlushedStep
 from lowmem.core.batch import Batch
-from lowmem.core.disk import DiskStates
 from lowmem.core.encoder_decoder import take_apart
+from lowmem.core.homes import DiskStates
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import get_optimizer

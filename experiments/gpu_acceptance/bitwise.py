@@ -27,11 +27,10 @@ from experiments.harness.child import Result, Setting
 from lowmem import device as devices
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
-from lowmem.core.disk import DiskStates
+from lowmem.core.homes import DiskStates, host_tensor
 from lowmem.core.kernels import fused
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.layout import Layout
-from lowmem.core.offload import host_tensor
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale

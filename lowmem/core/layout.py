@@ -33,11 +33,11 @@ class Layout:
     others.
     `resident_units`: the first units, whose optimizer states are on the device. `resident_weights`: the first units
     whose working weights are there, too; with None all are. Those of the others, but for the last unit, pass through
-    the device segment by segment (streamed_weights.py), and nothing else can be kept of their blocks than inputs and
+    the device segment by segment (segment_windows.py), and nothing else can be kept of their blocks than inputs and
     products; their states are streamed. `boundaries_in_ram`: whether inputs of blocks wait there for their backward
-    (streamed_boundaries.py). `disk_units`: of how many of the units whose states are streamed the matrices' are on a
-    disk (disk.py). `gradients_in_ram`: whether those of the units whose states are streamed wait there for the norm
-    (streamed_gradients.py); the whole batch is one group then. `evaluation_rows`: sequences in a micro-batch of an
+    (segment_windows.py). `disk_units`: of how many of the units whose states are streamed the matrices' are on a
+    disk (homes.py). `gradients_in_ram`: whether those of the units whose states are streamed wait there for the norm
+    (segment_windows.py); the whole batch is one group then. `evaluation_rows`: sequences in a micro-batch of an
     evaluation, where that is fewer than `micro_batch`. `least_positions`: of a micro-batch, below which it takes no
     less time (batch.py).
     """

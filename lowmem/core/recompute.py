@@ -62,7 +62,7 @@ class Segment:
 @dataclass
 class SavedSegment:
     """A segment's boundary [B, T, D]; with PRODUCTS what those returned; with ALL its output with the graph behind.
-    `in_ram`: whether the boundary is not on the device for now (streamed_boundaries.py)."""
+    `in_ram`: whether the boundary is not on the device for now (segment_windows.py)."""
 
     boundary: Tensor
     products: list[Kept | None] | None = None

@@ -2,7 +2,7 @@
 
 Each is the small GPT-2 of gpu_acceptance/bitwise.py, dropout on, three steps of four micro-batches, so that the update
 of one step meets the forward pass of the next twice, and eleven pieces pass through three slots. `run` takes the
-project's own TrainingStep, Store and StagingRing through it: on "cuda", on the CPU, or, inside `Recorder.imitating`, on
+project's own TrainingStep, Store and windows through it: on "cuda", on the CPU, or, inside `Recorder.imitating`, on
 the CPU with imitated streams."""
 
 import sys
@@ -19,7 +19,7 @@ from experiments.gpu_acceptance.bitwise import PLAIN, UNCLIPPED, UPDATED_IN_BACK
 from lowmem.core import kernels
 from lowmem.core import parameters as stores
 from lowmem.core.batch import Batch
-from lowmem.core.offload import host_tensor
+from lowmem.core.homes import host_tensor
 from lowmem.core.parameters import Store
 from lowmem.core.step import StepResult, TrainingStep
 from lowmem.run.recovery import Recovery
