@@ -1,12 +1,11 @@
-"""Homes of numbers that are not on the device: buffers in RAM, and parts of a file on a disk.
+"""Memory outside the device: tensors in RAM, and tensors on a disk.
 
-Each tensor is a mapping of its own, of exactly the size asked for. PyTorch's page-locked allocator rounds sizes up to
-powers of two (2.25 GiB take 4 GiB), so RAM is mapped here and registered with CUDA.
+A tensor in RAM is a mapping of exactly the size asked for, which CUDA can register. PyTorch's page-locked allocator
+rounds sizes up to powers of two: 2.25 GiB take 4 GiB.
 
-On a disk, a tensor is a shared mapping of a part of `DiskStates`, a file without a name: the disk has its room back
-however the process ends. Updates read and write the file, not the mapping: the kernel reads ahead what comes next and
-writes while other work goes on, and no page counts towards the process. Loading, saving and export use the mapping and
-drop its pages afterwards. What the page cache keeps of the file is the system's.
+A tensor on a disk is a shared mapping of a part of a file. The file has no name, so the disk has its room back however
+the process ends. Updates read and write the file (`copy`): no page counts towards the process, and the kernel reads
+ahead and writes while other work goes on. Loading, saving and export use the mapping and drop its pages afterwards.
 """
 
 import mmap
@@ -24,7 +23,7 @@ from lowmem.errors import LowmemError
 
 
 class _Mapping(mmap.mmap):
-    """Memory of one tensor, in RAM or from the byte `offset` of `file` on."""
+    """The memory of one tensor: in RAM or, if there is a `file`, from its byte `offset` on."""
 
     file: "DiskStates | None" = None
     offset = 0
@@ -66,7 +65,7 @@ class DiskStates:
 
     def __init__(self, folder: Path):
         self._file = open_states_file(folder)
-        self.folder, self._end = folder, 0
+        self.folder, self.number, self._end = folder, self._file.fileno(), 0
 
     def tensor(self, entries: int, dtype: torch.dtype) -> Tensor:
         """Zeros [entries]; LowmemError if the disk has no room for them. The room is taken now: a page that finds none
@@ -88,26 +87,21 @@ class DiskStates:
         self._end += room
         return _tensor(mapping, entries, dtype)
 
-    @property
-    def number(self) -> int:
-        """The file's descriptor."""
-        return self._file.fileno()
 
-
-def read(home: Tensor, tensor: Tensor) -> None:
-    """Copies `home` to `tensor` [n], in RAM."""
-    _move(home, tensor, lambda number, content, offset: os.preadv(number, [content], offset), tensor.copy_)
-
-
-def write(tensor: Tensor, home: Tensor) -> None:
-    """Copies `tensor` [n], in RAM, to `home`."""
-    _move(home, tensor, os.pwrite, lambda home: home.copy_(tensor))
+def copy(destination: Tensor, source: Tensor) -> None:
+    """Copies between RAM and a disk, all bytes of a flat tensor."""
+    for home, other, move in ((source, destination, _pread), (destination, source, os.pwrite)):
+        mapping, start = _place(home)
+        if mapping is not None:
+            _move(mapping, start, memoryview(other.view(torch.uint8).numpy()), move)
+            return
+    destination.copy_(source)
 
 
 def read_ahead(home: Tensor) -> None:
     """Asks the kernel to read `home` from its disk; the call does not wait."""
     mapping, start = _place(home)
-    if mapping is not None and mapping.file is not None and hasattr(os, "posix_fadvise"):
+    if mapping is not None and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(mapping.file.number, mapping.offset + start, home.nbytes, os.POSIX_FADV_WILLNEED)
 
 
@@ -115,7 +109,7 @@ def drop_pages(tensor: Tensor) -> None:
     """If `tensor` is on a disk, the pages of its whole mapping leave the process's resident set; the kernel maps pages
     around those that are touched, too. Their content stays."""
     mapping, _ = _place(tensor)
-    if mapping is not None and mapping.file is not None:
+    if mapping is not None:
         mapping.madvise(mmap.MADV_DONTNEED)
 
 
@@ -127,19 +121,19 @@ def _tensor(mapping: _Mapping, entries: int, dtype: torch.dtype) -> Tensor:
 
 
 def _place(tensor: Tensor) -> tuple[_Mapping | None, int]:
-    """The mapping that `tensor` is in, and from which byte of it on."""
+    """If `tensor` is on a disk, its mapping and from which byte of it on."""
     address = tensor.untyped_storage().data_ptr()
-    return _mappings.get(address) if address else None, tensor.data_ptr() - address
+    mapping = _mappings.get(address) if address else None
+    return (None, 0) if mapping is None or mapping.file is None else (mapping, tensor.data_ptr() - address)
 
 
-def _move(home: Tensor, tensor: Tensor, move: Callable[..., int], copy: Callable[[Tensor], object]) -> None:
-    """Moves all bytes of `tensor` from or to the file of `home`, `move(descriptor, bytes, offset)` some of them;
-    `copy(home)` if that is in no file."""
-    mapping, start = _place(home)
-    if mapping is None or mapping.file is None:
-        copy(home)
-        return
-    content, done = memoryview(tensor.view(torch.uint8).numpy()), 0
+def _pread(number: int, content: memoryview, offset: int) -> int:
+    return os.preadv(number, [content], offset)
+
+
+def _move(mapping: _Mapping, start: int, content: memoryview, move: Callable[[int, memoryview, int], int]) -> None:
+    """Moves `content` between RAM and the file; each call of `move` may move some of it."""
+    done = 0
     while done < len(content):
         reason = "the file is shorter than it was"
         try:

@@ -1,25 +1,22 @@
 """Where every number is: flat tensors of working weights, gradients and optimizer states.
 
-Each unit of the decoder has two parts: its matrices, in the working dtype, which decay; and its vectors (norms and
-biases, 0.05% of GPT-2), in fp32, which do not. The model's parameters are views of their part's working weights, so an
-update is a few operations on long vectors, whatever the number of parameters. Each parameter starts at a multiple of
-BLOCK elements, so that 8-bit states of two parameters never share a scale. A part is updated in pieces of at most
-PIECE elements, which bounds the slots that streamed states pass through.
+Each unit of the decoder has two parts: matrices in the working dtype, which decay, and vectors (norms and biases) in
+fp32, which do not. The model's parameters are views of their part's working weights, so an update is a few operations
+on long vectors. Each parameter starts at a multiple of BLOCK elements: 8-bit states of two never share a scale. A part
+is updated in pieces of at most PIECE elements, which bounds the slots of the windows (window.py).
 
-Bytes per parameter: 2 working (4 in fp32); 4 for the fp32 gradient while there is one; the optimizer's state
-(optimizers.py). Each kind has a home for each part: the GPU, RAM or a disk (`Placement`). What is not at home on the
-GPU visits it (window.py).
+Bytes per parameter: 2 working (4 in fp32), 4 for the fp32 gradient while there is one, and the optimizer's state
+(optimizers.py). The home of each kind is the GPU, RAM or a disk, part by part.
 """
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from lowmem.core.decoder import Decoder
+from lowmem.core.decoder import Decoder, Unit
 from lowmem.core.homes import drop_pages, host_tensor, page_lock
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import BLOCK, Optimizer, State, slice_state, state_layout
@@ -28,92 +25,65 @@ from lowmem.core.transfers import MakeTensor
 
 PIECE = 2**22
 WORKING, GRADIENT = "working", "gradient"
-MATRICES = "matrices"
-
-
-class Home(StrEnum):
-    """Where a kind of number is while nothing computes with it."""
-
-    GPU = "gpu"
-    RAM = "ram"
-    DISK = "disk"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The homes of one part's numbers. `gradients`: where a final gradient waits for its update."""
+    """The homes of one part's numbers, as functions that make zeros there. `device` is the GPU's; `gradients`: where
+    they wait for their updates, None for the GPU; `on_disk`: whether the states are."""
 
-    states: Home = Home.GPU
-    weights: Home = Home.GPU
-    gradients: Home = Home.GPU
+    device: MakeTensor
+    weights: MakeTensor
+    states: MakeTensor
+    gradients: MakeTensor | None = None
+    on_disk: bool = False
 
 
 @dataclass
 class Piece:
     """A run of one part's elements that is updated at once. `state`: what comes to the device for that and is written
     back, with the weights as WORKING if they are streamed. `fetched_only`: the gradient, as GRADIENT, if it waits in
-    RAM. `on_disk`: names of what is on a disk."""
+    RAM. `on_disk`: names of what is on a disk; `streamed`: whether the state is not on the device."""
 
     part: "Part"
     start: int
     stop: int
     state: State
-    on_disk: tuple[str, ...] = ()
-    fetched_only: State = field(default_factory=dict)
+    fetched_only: State
 
     def __post_init__(self):
+        self.streamed, self.decay = self.part.streamed, self.part.is_matrices
+        self.on_disk = tuple(self.part.state) if self.part.on_disk else ()
         self.homes = self.state | self.fetched_only
-
-    @property
-    def streamed(self) -> bool:
-        """Whether its state is not on the device."""
-        return self.part.streamed
-
-    @property
-    def decay(self) -> bool:
-        """Whether weight decay applies to it."""
-        return self.part.decay
 
 
 class Part:
     """One unit's matrices or vectors: `working` [n], `state` {name: [entries]}, `gradient` [n] fp32 or None.
 
-    `updates` counts what was made of streamed weights. `gradient_home` [n] fp32: where in RAM the gradient may wait for
-    its update; it does so while `gradient_left`.
+    `unit` counts the decoder's units from 0, the embeddings; `updates` counts what was made of streamed weights.
+    `gradient_home` [n] fp32: where the gradient may wait in RAM for its update; it does so while `gradient_left`.
     """
 
     def __init__(
-        self,
-        name: str,
-        unit: int,
-        parameters: dict[str, nn.Parameter],
-        dtype: torch.dtype,
-        optimizer: Optimizer,
-        placement: Placement,
-        make: dict[Home, MakeTensor | None],
+        self, unit: tuple[int, Unit], is_matrices: bool, dtype: torch.dtype, optimizer: Optimizer, homes: Placement
     ):
-        """`name`: unique in the store; `unit`: counts the decoder's units from 0, the embeddings; `make`: makes zeros
-        in each home."""
-        self.name, self.unit, self._optimizer, self._make = name, unit, optimizer, make
-        self.decay = name.endswith(MATRICES)
-        self.streamed, self.on_disk = placement.states is not Home.GPU, placement.states is Home.DISK
-        self.weights_streamed, self.updates = placement.weights is not Home.GPU, 0
+        self.unit, self.is_matrices, self._optimizer, self._device = unit[0], is_matrices, optimizer, homes.device
+        self.name = f"{unit[1].name} {'matrices' if is_matrices else 'vectors'}"
+        self.streamed, self.on_disk = homes.states is not homes.device, homes.on_disk
+        self.weights_streamed, self.updates = homes.weights is not homes.device, 0
         # One number for all: the value of each parameter while its weights are not on the device.
-        self.absent = make[Home.GPU](1, dtype).fill_(torch.nan) if self.weights_streamed else None
+        self.absent = homes.device(1, dtype).fill_(torch.nan) if self.weights_streamed else None
         self.gradient: Tensor | None = None
         self.gradient_left = False
         self._places: dict[str, tuple[int, torch.Size]] = {}
         size = 0
-        for parameter_name, parameter in parameters.items():
-            self._places[parameter_name] = size, parameter.shape
-            size += math.ceil(parameter.numel() / BLOCK) * BLOCK
-        self.working = make[placement.weights](size, dtype)
-        self.state = {
-            key: make[placement.states](entries, kind)
-            for key, (entries, kind) in state_layout(optimizer, size, dtype).items()
-        }
-        in_ram = placement.gradients is Home.RAM
-        self.gradient_home = make[Home.RAM](size, torch.float32) if in_ram else None
+        for name, parameter in unit[1].parameters.items():
+            if (parameter.dim() >= 2) == is_matrices:
+                self._places[name] = size, parameter.shape
+                size += math.ceil(parameter.numel() / BLOCK) * BLOCK
+        self.working = homes.weights(size, dtype)
+        self.state = {name: homes.states(*entry) for name, entry in state_layout(optimizer, size, dtype).items()}
+        self.gradient_home = None if homes.gradients is None else homes.gradients(size, torch.float32)
         self.pieces = [self._piece(start, min(start + PIECE, size)) for start in range(0, size, PIECE)]
 
     def _piece(self, start: int, stop: int) -> Piece:
@@ -121,11 +91,11 @@ class Part:
         if self.weights_streamed:
             state[WORKING] = self.working[start:stop]
         gradient = {} if self.gradient_home is None else {GRADIENT: self.gradient_home[start:stop]}
-        return Piece(self, start, stop, state, tuple(self.state) if self.on_disk else (), gradient)
+        return Piece(self, start, stop, state, gradient)
 
-    def stream(self) -> None:
-        """Moves the state from the device to RAM; all of it or, if that fails, nothing."""
-        state = {key: self._make[Home.RAM](tensor.numel(), tensor.dtype) for key, tensor in self.state.items()}
+    def stream(self, host_tensor: MakeTensor) -> None:
+        """Moves the state from the device to where `host_tensor` puts it; all of it or, if that fails, nothing."""
+        state = {key: host_tensor(tensor.numel(), tensor.dtype) for key, tensor in self.state.items()}
         for key, tensor in self.state.items():
             state[key].copy_(tensor)
         self.state, self.streamed = state, True
@@ -146,7 +116,7 @@ class Part:
     def gradient_of(self, name: str) -> Tensor:
         """The fp32 accumulator of parameter `name`; the first call makes the part's accumulators."""
         if self.gradient is None:
-            self.gradient = self._make[Home.GPU](self.working.numel(), torch.float32)
+            self.gradient = self._device(self.working.numel(), torch.float32)
         return self.view(self.gradient, name)
 
     @property
@@ -155,12 +125,10 @@ class Part:
         return self.gradient is not None or self.gradient_left
 
     def drop_gradient(self) -> None:
-        """There is no gradient any more."""
         self.gradient, self.gradient_left = None, False
 
     def write(self, name: str, master: Tensor, start: int = 0) -> None:
-        """Sets the elements of parameter `name` from `start` on to those of the fp32 tensor `master`, a run at a
-        time."""
+        """Sets the elements of parameter `name` from `start` on to those of the fp32 tensor `master`, run by run."""
         for run in runs(master):
             high, low = split(run.to(torch.float32), self.working.dtype)
             stop = start + run.numel()
@@ -191,12 +159,11 @@ class Part:
 
 
 class Store:
-    """All parts of a decoder. Making it gives the decoder's parameters, on the meta device until then, their storage;
-    another store for the same decoder takes them over.
+    """All parts of a decoder. Making it gives the decoder's parameters their storage.
 
     The first units keep their states on the device: the forward pass needs them first and their gradients are final
     last, so streaming them would overlap least. For the same reason the embeddings' gradients never wait in RAM. The
-    embeddings and the last unit keep their working weights on the device; vectors do, too, and are on no disk.
+    embeddings, the last unit and all vectors keep their working weights on the device.
     """
 
     def __init__(
@@ -213,14 +180,8 @@ class Store:
         self.device, self.layout, self._host_tensor = device, layout, host_tensor
         self.resident_units = min(layout.resident_units, len(decoder.units))
         self.parameter_count = sum(p.numel() for p in decoder.model.parameters())
-        placements = _placements(layout, len(decoder.units))
-        if disk_tensor is None and any(placement.states is Home.DISK for placement, _ in placements):
+        if disk_tensor is None and layout.units_on_disk(len(decoder.units)):
             raise ValueError("the layout has states on a disk, and there is nothing to make them with")
-        make = {
-            Home.GPU: lambda entries, dtype: torch.zeros(entries, dtype=dtype, device=device),
-            Home.RAM: host_tensor,
-            Home.DISK: disk_tensor,
-        }
         holders: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied weight has several
         for module in decoder.model.modules():
             for name, parameter in module._parameters.items():
@@ -228,31 +189,45 @@ class Store:
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
         self.parts: list[Part] = []
-        for index, unit in enumerate(decoder.units):
-            matrices = {name: p for name, p in unit.parameters.items() if p.dim() >= 2}
-            vectors = {name: p for name, p in unit.parameters.items() if p.dim() < 2}
-            kinds = (MATRICES, matrices, dtype), ("vectors", vectors, torch.float32)
-            for (kind, chosen, type_), placement in zip(kinds, placements[index], strict=True):
-                if not chosen:
-                    continue
-                part = Part(f"{unit.name} {kind}", index, chosen, type_, optimizer, placement, make)
-                self.parts.append(part)
-                for name, parameter in chosen.items():
-                    unit.parameters[name] = nn.Parameter(part.placeholder(name))
-                    for module, place in holders[id(parameter)]:
-                        module._parameters[place] = unit.parameters[name]
+        for (unit, is_matrices), homes in self._placements(len(decoder.units), disk_tensor).items():
+            parameters = decoder.units[unit].parameters
+            kind = dtype if is_matrices else torch.float32
+            part = Part((unit, decoder.units[unit]), is_matrices, kind, optimizer, homes)
+            for name in part.names():
+                before, parameters[name] = parameters[name], nn.Parameter(part.placeholder(name))
+                for module, place in holders[id(before)]:
+                    module._parameters[place] = parameters[name]
+            self.parts += [part] if part.pieces else []
         self.pieces = [piece for part in self.parts for piece in part.pieces]
         self._part_of = {name: part for part in self.parts for name in part.names()}
+
+    def _placements(self, units: int, disk: MakeTensor | None) -> dict[tuple[int, bool], Placement]:
+        """Returns the placements of each unit's matrices (True) and vectors."""
+
+        def device(entries: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(entries, dtype=dtype, device=self.device)
+
+        layout, ram = self.layout, self._host_tensor
+        on_gpu = units - 1 if layout.resident_weights is None else max(layout.resident_weights, 1)
+        weights_in_ram, on_disk = range(on_gpu, units - 1), layout.units_on_disk(units)
+        placements = {}
+        for unit in range(units):
+            states = device if unit < layout.resident_units else ram
+            gradients = ram if layout.gradients_in_ram and unit >= max(layout.resident_units, 1) else None
+            of_matrices = (disk, gradients, True) if unit in on_disk else (states, gradients)
+            placements[unit, True] = Placement(device, ram if unit in weights_in_ram else device, *of_matrices)
+            placements[unit, False] = Placement(device, device, states, gradients)
+        return placements
 
     def page_lock(self) -> bool:
         """Page-locks what is streamed to a GPU, and says whether all of it could be. To be called when the weights are
         in place: locking makes every page resident, and until then loading needs the room."""
         if self.device.type != "cuda":
             return True
-        in_ram = (part for part in self.parts if part.streamed and not part.on_disk)
-        tensors = [tensor for part in in_ram for tensor in part.state.values()]
-        tensors += [part.working for part in self.parts if part.weights_streamed]
+        tensors = [part.working for part in self.parts if part.weights_streamed]
         tensors += [part.gradient_home for part in self.parts if part.gradient_home is not None]
+        for part in self.parts:
+            tensors += part.state.values() if part.streamed and not part.on_disk else ()
         return all([page_lock(tensor) for tensor in tensors])
 
     def host_buffer(self, entries: int, dtype: torch.dtype) -> Tensor:
@@ -269,15 +244,14 @@ class Store:
 
     def state_bytes(self, units: range) -> int:
         """Bytes of the optimizer's states of these units."""
-        parts = (part for part in self.parts if part.unit in units)
-        return sum(tensor.nbytes for part in parts for tensor in part.state.values())
+        return sum(state.nbytes for part in self.parts if part.unit in units for state in part.state.values())
 
     def stream(self, resident_units: int) -> bool:
         """Moves the states of all units from the `resident_units`-th on into RAM, and says whether they are
         page-locked. No copy and no update may be in flight."""
         for part in self.parts:
             if part.unit >= resident_units and not part.streamed:
-                part.stream()
+                part.stream(self._host_tensor)
         self.resident_units = min(resident_units, self.resident_units)
         return self.page_lock()
 
@@ -297,11 +271,9 @@ class Store:
     def clear(self) -> None:
         """Weights and states are zeros again, as when they were made."""
         for part in self.parts:
-            part.working.zero_()
-            for piece in part.pieces:
-                for tensor in piece.state.values():
-                    tensor.zero_()
-                    drop_pages(tensor)
+            for tensor in (part.working, *(state for piece in part.pieces for state in piece.state.values())):
+                tensor.zero_()
+                drop_pages(tensor)
 
     def names(self) -> list[str]:
         """The names of all parameters, part by part."""
@@ -310,22 +282,7 @@ class Store:
     def masters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter's name and fp32 tensor, in the order of `names`; one of more than RUN_ELEMENTS elements as
         flat runs, the name with each."""
-        for name in self.names():
-            part = self._part_of[name]
-            whole = part._places[name][1]
+        for name, part in self._part_of.items():
             for run in part.master_runs(name):
-                yield name, run.view(whole) if run.numel() == whole.numel() else run
-
-
-def _placements(layout: Layout, units: int) -> list[tuple[Placement, Placement]]:
-    """Those of each unit's matrices and vectors."""
-    last, on_disk = units - 1, set(layout.units_on_disk(units))
-    weights_in_ram = range(last if layout.resident_weights is None else max(layout.resident_weights, 1), last)
-    found = []
-    for unit in range(units):
-        states = Home.GPU if unit < layout.resident_units else Home.RAM
-        sent = layout.gradients_in_ram and unit >= max(layout.resident_units, 1)
-        vectors = Placement(states, gradients=Home.RAM if sent else Home.GPU)
-        weights = Home.RAM if unit in weights_in_ram else Home.GPU
-        found.append((replace(vectors, states=Home.DISK if unit in on_disk else states, weights=weights), vectors))
-    return found
+                shape = part._places[name][1]
+                yield name, run.view(shape) if run.numel() == shape.numel() else run

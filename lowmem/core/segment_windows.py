@@ -1,16 +1,15 @@
-"""What visits the device for a segment of blocks: its weights, its boundaries, its gradients (window.py).
+"""Weights, boundaries and gradients of segments of blocks that wait in RAM and visit the device (window.py).
 
 Weights: for models whose 16-bit weights do not fit next to the rest. While one segment computes, the next one's weights
-arrive in the other slot. They visit once for forward and once for backward, for all micro-batches of a group, so a
-step of G groups moves 2 G times the streamed weights. Updated weights travel with their state.
+arrive in the other slot. They come once for forward and once for backward, for all micro-batches of a group, so a step
+of G groups moves 2 G times the streamed weights. Updated weights travel with their state.
 
-Boundaries: a group keeps the inputs of all segments of all its micro-batches until their backward, which is 19 GiB for
-GPT-2-XL at 64 x 1,024. With segments of one block a boundary takes longer to compute than to copy, so it can wait in
-RAM. On the device are at most LEAVING on their way out and one on its way in.
+Boundaries: a group keeps the inputs of all its segments and micro-batches until their backward, 19 GiB for GPT-2-XL at
+64 x 1,024. With segments of one block a boundary takes longer to compute than to copy, so it can wait in RAM.
 
-Gradients: with clipping none can be used before the norm of all is known, and they take 4 bytes per parameter. With the
-whole batch as one group, a segment's are final when it has run backward. They leave while the segment below runs. The
-embeddings' stay on the device: they are final last and used first.
+Gradients: with clipping, none can be used before the norm of all is known, and they take 4 bytes per parameter. With
+the whole batch as one group, a segment's are final when it has run backward. They leave while the segment below runs.
+The embeddings' stay on the device: they are final last and used first.
 """
 
 import math
@@ -33,7 +32,7 @@ _ALIGNMENT = 256  # elements, of a boundary in RAM
 class WeightWindow:
     """Brings the blocks of `decoder` whose weights in `store` are in RAM; does nothing if there are none.
 
-    The parameters of a block are views of a slot while its weights are there, and NaN otherwise, so that computing with
+    The parameters of a block are views of a slot while its weights are there, and NaN otherwise, so that a use of
     absent weights shows at once. Blocks that run without `bring`, as in an evaluation, come one by one.
     """
 
@@ -58,16 +57,16 @@ class WeightWindow:
 
     @property
     def any(self) -> bool:
-        """Whether any blocks are in RAM."""
+        """Whether there are blocks in RAM."""
         return bool(self._parts)
 
     def any_of(self, blocks: range) -> bool:
-        """Whether any of them is in RAM."""
+        """Whether some of `blocks` are in RAM."""
         return bool(self._parts_of(blocks))
 
     def bring(self, blocks: range, following: range | None = None) -> None:
-        """The parameters of `blocks` become their weights, for kernels launched from now on; those of the `following`
-        blocks, whose updates have been made too, are on their way."""
+        """Makes the parameters of `blocks` their weights, for kernels launched from now on, and starts to fetch those
+        of the `following` blocks. All of them have been updated."""
         slot = None
         if self.any_of(blocks):
             slot = self._fetch(blocks, other_than=None if self._bound is None else self._bound[1])
@@ -78,7 +77,7 @@ class WeightWindow:
             self._fetch(following, other_than=slot)
 
     def _fetch(self, blocks: range, other_than: Slot | None) -> Slot:
-        """The slot that the weights of `blocks` are in or on their way to."""
+        """Returns the slot of the weights of `blocks`, which are there or on their way."""
         content, slots = self._content_of(blocks), self._window.slots
         for slot in slots:
             if slot.inside == content:
@@ -98,13 +97,13 @@ class WeightWindow:
         return blocks, *(part.updates for part in self._parts_of(blocks))
 
     def _flat(self, blocks: range, slot: Slot) -> Iterable[tuple[Part, Tensor]]:
-        """Each part and its place in the slot."""
+        """Returns each part and its place in the slot."""
         parts = self._parts_of(blocks)
         sizes = [part.working.numel() for part in parts]
         return zip(parts, slot.tensors["weights"][: sum(sizes)].split(sizes), strict=True)
 
     def _bind(self, bound: tuple[range, Slot] | None) -> None:
-        """Those parameters become views of that slot, and no others are."""
+        """Makes the parameters of these blocks views of this slot, and no others."""
         if self._bound is not None:
             for part in self._parts_of(self._bound[0]):
                 for name in part.names():
@@ -129,7 +128,8 @@ class WeightWindow:
 
 
 class BoundaryWindow:
-    """Takes boundaries to RAM and back. One buffer holds those of a group; it grows if a later step needs more."""
+    """Takes boundaries to RAM and back. One buffer holds those of a group; it grows if a later step needs more. On the
+    device are at most LEAVING boundaries on their way out, and one on its way in."""
 
     def __init__(self, transfers: Transfers, store: Store):
         self._store, self._window = store, Window(transfers, Lane.BOUNDARIES_IN, Lane.RAM_OUT)
@@ -142,7 +142,7 @@ class BoundaryWindow:
         return 0 if self._buffer is None else self._buffer.nbytes
 
     def begin(self, hidden: Sequence[Tensor] = (), segments: Sequence[Segment] = ()) -> None:
-        """Before the first segment of a group, whose inputs are `hidden`, [B, T, D] each. Drops the group before."""
+        """Drops the group before and makes room for one whose first segment has the inputs `hidden`, [B, T, D] each."""
         self._window.use(*self._coming.values())  # the next owner of this memory must not meet a copy under way
         self._window.release()
         self._coming, self._used = {}, 0
@@ -164,8 +164,8 @@ class BoundaryWindow:
         self._window.send_away(tensor, saved.boundary)
 
     def bring(self, saved: SavedSegment, following: SavedSegment | None) -> None:
-        """The boundary of a segment that is about to run backward is on the device, for kernels launched from now on;
-        the one of `following` is on its way."""
+        """Puts the boundary of a segment that is about to run backward on the device, for kernels launched from now on,
+        and starts to fetch the one of `following`."""
         if saved.in_ram:
             self._fetch(saved)
             slot = self._coming.pop(id(saved))
@@ -203,5 +203,5 @@ class GradientWindow:
 
 
 def _room(tensor: Tensor) -> int:
-    """Elements of the buffer that it takes."""
+    """Returns the elements of the buffer that `tensor` takes."""
     return math.ceil(tensor.numel() / _ALIGNMENT) * _ALIGNMENT

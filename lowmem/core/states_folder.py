@@ -21,7 +21,7 @@ def open_states_file(folder: Path) -> RawIOBase:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryFile(dir=folder, prefix="lowmem-states-", buffering=0)
     except OSError as error:
-        # The system says of a file in its place that it exists, which sounds as if it should not.
+        # If a file is there, the system's words are "File exists", which sounds as if it should not.
         reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
         raise InputError(f"--states-folder {folder} cannot be written: {reason}") from None
 

@@ -1,10 +1,10 @@
-"""Copies between a device and other homes, on lanes: the one interface of all windows (window.py).
+"""Copies between a device and RAM or a disk: the one interface that all windows use (window.py).
 
 A lane is a queue that is worked off in order: on a GPU, a CUDA stream. An event says that a lane has done everything
 it was given so far. A copy waits for its lane and for the events it names, and for nothing else.
 
-If updates ran on COMPUTE, a slot would be free only after the forward pass ahead of its update, and copies could never
-be further ahead than the window is long.
+UPDATES is a lane of its own so that copies can be further ahead than the window is long. On COMPUTE, an update would
+free its slot only after the forward pass ahead of it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,10 +32,8 @@ class Lane(StrEnum):
 
 
 class Transfers:
-    """The CPU's: everything is done when the call returns. planning/simulated_transfers.py moves clocks and no data.
-
-    `host_buffer` makes page-locked memory between a disk and the device; None: the device's memory is RAM.
-    """
+    """Copies on the CPU: everything is done when the call returns. `host_buffer` makes page-locked memory for copies
+    from and to a disk; it is None if the device's memory is RAM."""
 
     host_buffer: MakeTensor | None = None
 
@@ -45,10 +43,10 @@ class Transfers:
             destination.copy_(source)
 
     def mark(self, lane: Lane):
-        """The event that `lane` has done everything so far."""
+        """Returns the event that `lane` has done everything so far."""
 
     def wait(self, lane: Lane, *events) -> None:
-        """What `lane` is given from now on waits for `events`; None is no obstacle."""
+        """Makes the later work of `lane` wait for `events`; None is no obstacle."""
 
     def updating(self) -> AbstractContextManager:
         """Kernels that are launched inside the block go to UPDATES."""
@@ -64,21 +62,21 @@ class Transfers:
 
     def read(self, pairs: Pairs) -> None:
         """The host copies from a disk."""
-        for destination, place in pairs:
-            homes.read(place, destination)
+        for destination, source in pairs:
+            homes.copy(destination, source)
 
     def write(self, pairs: Pairs) -> None:
         """The host copies to a disk."""
-        for place, source in pairs:
-            homes.write(source, place)
+        Transfers.read(self, pairs)
 
 
 class CudaTransfers(Transfers):
-    """A stream for each lane but HOST and COMPUTE, and for UPDATES only if they may run next to what computes."""
+    """Copies on CUDA streams, one for each lane but HOST and COMPUTE. UPDATES has one if updates are `concurrent` with
+    what computes, for which they must not allocate."""
 
-    def __init__(self, device: torch.device, beside: bool, host_buffer: MakeTensor):
-        streams = [lane for lane in Lane if lane not in (Lane.HOST, Lane.COMPUTE, *(() if beside else (Lane.UPDATES,)))]
-        self._streams = {lane: torch.cuda.Stream(device) for lane in streams}
+    def __init__(self, device: torch.device, concurrent: bool, host_buffer: MakeTensor):
+        others = {Lane.HOST, Lane.COMPUTE} if concurrent else {Lane.HOST, Lane.COMPUTE, Lane.UPDATES}
+        self._streams = {lane: torch.cuda.Stream(device) for lane in Lane if lane not in others}
         self.host_buffer = host_buffer
 
     def copy(self, lane, pairs, *after):
@@ -109,6 +107,6 @@ class CudaTransfers(Transfers):
         return self._streams[lane] if lane in self._streams else torch.cuda.current_stream()
 
 
-def transfers_for(device: torch.device, beside: bool, host_buffer: MakeTensor) -> Transfers:
-    """Those to and from `device`; `beside`: whether updates run next to what computes, and so must not allocate."""
-    return CudaTransfers(device, beside, host_buffer) if device.type == "cuda" else Transfers()
+def transfers_for(device: torch.device, concurrent: bool, host_buffer: MakeTensor) -> Transfers:
+    """Makes the transfers to and from `device`; `concurrent`, `host_buffer`: as for CudaTransfers."""
+    return CudaTransfers(device, concurrent, host_buffer) if device.type == "cuda" else Transfers()

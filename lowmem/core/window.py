@@ -4,8 +4,8 @@
     home ------------> slot on device ------> kernels, slot ------------> home
           event "arrived"                                   event "left"
 
-A slot may be filled again when its last visitor has left. What differs between kinds of numbers is how many slots there
-are, in which order they are filled, and what is sent:
+A slot is filled again when its last visitor has left. Kinds of numbers differ in the number of slots, the order in
+which these are filled, and what is sent:
 
     optimizer states   StateWindow      in the order of the updates, AHEAD pieces ahead; sent back
     working weights    WeightWindow     segment by segment, one ahead; never sent             (segment_windows.py)
@@ -33,21 +33,20 @@ READ_AHEAD = 8  # pieces that the kernel is asked to read from a disk
 
 @dataclass
 class Slot:
-    """Tensors on the device, by name, and the events that their last visitor has arrived and has left. `inside`: who
-    that is; `views` of the tensors, by lengths; `buffers`: memory of the host between the slot and a disk; `owed`:
-    (home, buffer) of what waits there."""
+    """Tensors on the device, by name. The last visitor, `inside`, `arrived` and `left` with these events. `buffers` are
+    host memory between the slot and a disk; `owed`: (home, buffer) of what waits there."""
 
     tensors: State
     left: object = None
     arrived: object = None
     inside: object = None
-    views: dict[tuple, State] = field(default_factory=dict)
     buffers: State = field(default_factory=dict)
+    views: dict[tuple, State] = field(default_factory=dict)  # of tensors and of buffers, by their lengths
     owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class Window:
-    """Slots, the lanes of their copies, and the lane `user` that computes with what they hold."""
+    """Slots, the lanes of their copies, and the lane `user` of the kernels that use them."""
 
     def __init__(
         self, transfers: Transfers, into: Lane | None = None, out: Lane | None = None, user: Lane = Lane.COMPUTE
@@ -55,7 +54,7 @@ class Window:
         self.transfers, self.into, self.out, self.user = transfers, into, out, user
         self.slots: list[Slot] = []
         self.sizes: dict[str, tuple[int, torch.dtype]] = {}
-        self.sent: deque[Slot] = deque()  # tensors of `send_away`, whose memory is not free yet
+        self.sent: deque[Slot] = deque()  # tensors of `send_away`; their memory is not free yet
 
     def fit(self, number: int, sizes: dict[str, tuple[int, torch.dtype]], device: torch.device) -> None:
         """Makes `number` slots with tensors of these (entries, dtype), unless there are such."""
@@ -70,11 +69,11 @@ class Window:
         self.slots = [self.slot(tensors) for tensors in made]
 
     def slot(self, tensors: State) -> Slot:
-        """A slot in memory that kernels launched so far may still use."""
+        """Makes a slot of memory that kernels launched so far may still use."""
         return Slot(tensors, left=self.transfers.mark(Lane.COMPUTE))
 
     def fetch(self, slot: Slot, pairs: Pairs, *after) -> None:
-        """Starts to copy into `slot` when its last visitor has left, and after the events `after`."""
+        """Starts to copy into `slot` when its last visitor has left and the events `after` have happened."""
         slot.arrived = self.transfers.copy(self.into, pairs, slot.left, *after)
 
     def use(self, *slots: Slot) -> None:
@@ -82,7 +81,7 @@ class Window:
         self.transfers.wait(self.user, *(slot.arrived for slot in slots))
 
     def send(self, slot: Slot, pairs: Pairs) -> None:
-        """Starts to copy from `slot` what kernels launched so far make of it."""
+        """Starts to copy from `slot` when the kernels launched so far are done."""
         slot.left = self.transfers.copy(self.out, pairs, self.transfers.mark(self.user))
 
     def send_away(self, tensor: Tensor, home: Tensor) -> None:
@@ -91,8 +90,8 @@ class Window:
         self.send(self.sent[-1], [(home, tensor)])
 
     def release(self, keep: int = 0, *lanes: Lane) -> None:
-        """Frees what was sent away, but for the `keep` newest, for kernels launched from now on; what `lanes` are given
-        from now on finds it in its home."""
+        """Frees all tensors that were sent away but the `keep` newest: kernels launched from now on may use their
+        memory, and later work of `lanes` finds them in their homes."""
         while len(self.sent) > keep:
             for lane in (self.user, *lanes):
                 self.transfers.wait(lane, self.sent[0].left)
@@ -100,11 +99,11 @@ class Window:
 
 
 class StateWindow:
-    """AHEAD + 1 slots of the size of the largest streamed piece; none if nothing is streamed.
+    """AHEAD + 1 slots of the size of the largest streamed piece.
 
-    A pass over the pieces fetches each state ahead of its update and sends it back, so that on a GPU both directions of
-    the bus and the kernels work at once. States on a disk pass through host buffers: the host fills them when a piece
-    is fetched, and writes them when their slot is needed again, so it waits for a disk that is slower than the updates.
+    A pass over the pieces fetches each state ahead of its update and sends it back. So both directions of the bus and
+    the kernels work at once. States on a disk pass through host buffers: the host fills them when a piece is fetched,
+    and writes them when their slot is needed again.
     """
 
     def __init__(self, transfers: Transfers, device: torch.device, pieces: Sequence[Piece]):
@@ -132,17 +131,17 @@ class StateWindow:
         self._window.fit(AHEAD + 1, sizes, self._device)
 
     def begin(self, pieces: Sequence[Piece]) -> None:
-        """Begins a pass over `pieces`: each is taken, updated and given back, one after the other, in this order.
+        """Begins a pass over `pieces`: each is taken, updated and given back, in this order.
 
-        One pass at a time, always over the same pieces in the same order unless nothing is in flight: a fetch waits for
-        its slot, not for an earlier copy out of the same state. States that are not given back stay as they are."""
+        The next pass must have the same pieces in the same order, unless nothing is in flight: a fetch waits for its
+        slot, not for an earlier copy out of the same state. States that are not given back stay as they are."""
         self._streamed = [piece for piece in pieces if piece.streamed]
         self._fetched = self._used = 0
         self._from_disk = iter([piece for piece in self._streamed if piece.on_disk])
         self._read_ahead(READ_AHEAD)
 
     def take(self, piece: Piece) -> State:
-        """The state of `piece`, the next one of the pass, on the device; the same if asked again."""
+        """Returns the state of `piece`, the next one of the pass, on the device; the same if asked again."""
         while self._fetched < min(self._used + AHEAD + 1, len(self._streamed)):
             self._fetch(self._streamed[self._fetched])
             self._fetched += 1
@@ -153,7 +152,7 @@ class StateWindow:
         return slot.inside
 
     def give_back(self, piece: Piece) -> None:
-        """Keeps what was done to the state of `piece` since it was taken."""
+        """Sends the state of `piece` home."""
         if not piece.streamed:
             return
         slot, places = self._slot(self._used), piece.state
@@ -166,7 +165,7 @@ class StateWindow:
         self._used += 1
 
     def synchronize(self) -> None:
-        """Returns when everything that was given back is in its home."""
+        """Returns when all states that were given back are in their homes."""
         self._transfers.synchronize()
         for slot in self._window.slots:
             self._settle(slot)
@@ -191,7 +190,7 @@ class StateWindow:
             self._transfers.read_ahead([piece.state[name] for name in piece.on_disk])
 
     def _buffers(self, slot: Slot, piece: Piece) -> State:
-        """Memory of the host for what `piece` has on a disk: the slot itself if that is RAM."""
+        """Returns host memory for the tensors that `piece` has on a disk: the slot itself if that is RAM."""
         make = self._transfers.host_buffer
         if make is None:
             return {name: slot.inside[name] for name in piece.on_disk}
@@ -203,14 +202,14 @@ class StateWindow:
         return _views(slot, slot.buffers, {name: piece.state[name] for name in piece.on_disk})
 
     def _settle(self, slot: Slot) -> None:
-        """Writes to the disk what waits in the buffers of `slot`, where it has arrived."""
+        """Writes the buffers of `slot`, which its last visitor has reached, to the disk."""
         if slot.owed:
             self._transfers.write(slot.owed)
         slot.owed = []
 
 
 def _views(slot: Slot, tensors: State, places: State) -> State:
-    """The parts of the slot's `tensors` that are as long as `places`; each is made once."""
+    """Returns the slot's `tensors` cut to the lengths of `places`. Views are made once: they cost the host time."""
     key = id(tensors), *((name, place.numel()) for name, place in places.items())
     if key not in slot.views:
         slot.views[key] = {name: tensors[name][: place.numel()] for name, place in places.items()}

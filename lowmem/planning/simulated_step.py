@@ -228,7 +228,7 @@ def record_step(
                 recorder.clock,
                 target.copies_in,
                 target.copies_out,
-                beside=fused.may_run_beside(target.fused_kernels, case.optimizer),
+                concurrent=fused.may_run_beside(target.fused_kernels, case.optimizer),
                 disk_bytes_per_second=target.disk,
                 host_buffer=store.host_buffer,
             )

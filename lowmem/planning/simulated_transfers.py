@@ -1,15 +1,15 @@
 """The transfers of a simulated step (core/transfers.py): they move clocks and no data. An event is a point in time.
 
 Each direction of the bus is an engine that makes one copy after the other. A copy starts when its engine is free, the
-host has issued it, and the events that its lane waits for have happened. Updates that run next to what computes take
-their time of the GPU from that all the same.
+host has issued it, and all events that its lane waits for have happened. Concurrent updates still take their time from
+the GPU.
 
-States on a disk hold up the host: until what was read ahead has arrived, and while it copies to and from the page
-cache. The disk does one thing after the other.
+States on a disk hold up the host until the pages that were read ahead have arrived, and while it copies to and from
+the page cache. The disk does one thing after the other.
 
-The rates are those reached while both directions are at work (gpus.py), since states go in and out together nearly
-always. Left out: the host's time to issue a copy (tens of microseconds), and memory that is not page-locked, whose
-copies do not overlap.
+The rates are those of a bus that is busy in both directions (gpus.py), since states go in and out together nearly
+always. Left out: the host's time to issue a copy (tens of microseconds), and copies of memory that is not page-locked,
+which do not overlap.
 """
 
 import math
@@ -35,19 +35,21 @@ class SimulatedTransfers(Transfers):
     engine copied."""
 
     def __init__(
-        self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float, *, beside: bool = False,
+        self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float, *, concurrent: bool = False,
         disk_bytes_per_second: float = math.inf, host_buffer: MakeTensor | None = None,
     ):  # fmt: skip
-        """`beside`: whether updates run next to what computes."""
+        """`concurrent`: whether updates have a lane of their own."""
         self.host_buffer = host_buffer
         self.exposed_seconds = 0.0
         self.busy_seconds = {IN: 0.0, OUT: 0.0}
-        self._clock, self._beside = clock, beside
+        self._clock, self._concurrent = clock, concurrent
         self._rates = {IN: in_bytes_per_second, OUT: out_bytes_per_second}
         self._free = {IN: 0.0, OUT: 0.0}  # when each engine has made the copies so far
-        self._ready: dict[Lane, float] = dict.fromkeys(Lane, 0.0)  # when what each lane waits for has happened
+        self._ready: dict[Lane, float] = dict.fromkeys(
+            Lane, 0.0
+        )  # when the events that each lane waits for have happened
         self._disk_rate, self._disk_free = disk_bytes_per_second, 0.0
-        self._read: dict[int, float] = {}  # by what is on a disk: when it is in the page cache
+        self._read: dict[int, float] = {}  # when tensors on a disk are in the page cache, by id
 
     def copy(self, lane, pairs, *after):
         self.wait(lane, *after)
@@ -60,11 +62,11 @@ class SimulatedTransfers(Transfers):
     def mark(self, lane):
         if lane in ENGINES:
             return self._free[ENGINES[lane]]
-        return self._ready[lane] if self._next_to_compute(lane) else self._clock.gpu
+        return self._ready[lane] if self._is_own(lane) else self._clock.gpu
 
     def wait(self, lane, *events):
         until = max((event for event in events if event is not None), default=0.0)
-        if lane in ENGINES or self._next_to_compute(lane):
+        if lane in ENGINES or self._is_own(lane):
             self._ready[lane] = max(self._ready[lane], until)
             return
         idle_from = max(self._clock.gpu, self._clock.host)  # before that the GPU is busy, or waits for the host
@@ -95,8 +97,9 @@ class SimulatedTransfers(Transfers):
         self._copy_pages(pairs)
         self._use_disk(_bytes_of(pairs))
 
-    def _next_to_compute(self, lane: Lane) -> bool:
-        return lane is Lane.UPDATES and self._beside
+    def _is_own(self, lane: Lane) -> bool:
+        """Whether it is the updates' lane, and not COMPUTE under another name."""
+        return lane is Lane.UPDATES and self._concurrent
 
     def _copy_pages(self, pairs: Pairs) -> None:
         self.wait(Lane.HOST, self._clock.host + _bytes_of(pairs) / PAGE_CACHE_BYTES_PER_SECOND)

@@ -82,11 +82,11 @@ def test_reading_and_writing_move_every_byte_whatever_the_system_moves_at_once(t
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda number, content, offset: pwrite(number, content[:777], offset))
     monkeypatch.setattr(os, "preadv", lambda number, views, offset: preadv(number, [views[0][:333]], offset))
-    homes.write(values, home)
+    homes.copy(home, values)
     assert torch.equal(home, values) and not torch.equal(home, before), "the mapping shows what was written"
     home[7] = 42
     read = torch.empty_like(values)
-    homes.read(home, read)
+    homes.copy(read, home)
     assert torch.equal(read, home) and read[7] == 42
 
 
@@ -95,8 +95,8 @@ def test_pages_of_the_disk_are_not_the_processs(tmp_path):
     home = DiskStates(tmp_path).tensor(16 * MIB, torch.uint8)
     values = torch.ones(16 * MIB, dtype=torch.uint8)
     before = _mapped_bytes()
-    homes.write(values, home)
-    homes.read(home, values)
+    homes.copy(home, values)
+    homes.copy(values, home)
     assert _mapped_bytes() - before < MIB
     assert int(home.sum()) == 16 * MIB
     assert _mapped_bytes() - before > 15 * MIB
@@ -190,7 +190,7 @@ def test_what_a_disk_refuses_is_one_sentence(tmp_path, monkeypatch, trouble):
     monkeypatch.setattr(os, "preadv", fail if trouble == "reading" else os.preadv)
     monkeypatch.setattr(os, "pwrite", fail if trouble == "writing" else os.pwrite)
     with pytest.raises(LowmemError, match="the disk of --states-folder .* failed: .*newest checkpoint"):
-        homes.write(torch.ones(10), home) if trouble == "writing" else homes.read(home, torch.ones(10))
+        homes.copy(home, torch.ones(10)) if trouble == "writing" else homes.copy(torch.ones(10), home)
 
 
 def test_states_on_a_disk_need_what_makes_them():

@@ -468,7 +468,7 @@ def train_on_fake_device(seed: int, downwards: bool, kind=CudaTransfers) -> tupl
         current[-1].enqueue(lambda: setattr(weight, "value", weight.value + gradient.value))
 
     store = SimpleNamespace(device=CPU, pieces=[], parts=parts)
-    lanes = kind(CPU, beside=True, host_buffer=host_tensor)
+    lanes = kind(CPU, concurrent=True, host_buffer=host_tensor)
     updates = Updates(store, units, Hyperparameters(0.0, 0.0, update=0), update, lanes)
     store.pieces, updates.states._window.slots = pieces, [Slot({"m": Cell()}) for _ in range(AHEAD + 1)]
     for number in range(3):

@@ -25,9 +25,9 @@ def pairs_of(size_bytes: int):
 class Ring(Window):
     """Three slots of states, by number."""
 
-    def __init__(self, clock: Clock, *rates: float, beside: bool = False):
+    def __init__(self, clock: Clock, *rates: float, concurrent: bool = False):
         super().__init__(
-            SimulatedTransfers(clock, *rates, beside=beside), Lane.STATES_IN, Lane.STATES_OUT, user=Lane.UPDATES
+            SimulatedTransfers(clock, *rates, concurrent=concurrent), Lane.STATES_IN, Lane.STATES_OUT, user=Lane.UPDATES
         )
         self.slots = [self.slot({}) for _ in range(AHEAD + 1)]
 
@@ -72,7 +72,7 @@ def test_updates_beside_what_computes_free_their_slots_early_and_still_take_thei
     piece, ends = 10, {}
     for beside in (False, True):
         clock = Clock()
-        ring = Ring(clock, 10, 10, beside=beside)  # 1 s each way
+        ring = Ring(clock, 10, 10, concurrent=beside)  # 1 s each way
         ring.transfers.wait(Lane.UPDATES, ring.transfers.mark(Lane.COMPUTE))
         ring.fetch(0, piece)  # in: 0..1
         ring.fetch(1, piece)  # in: 1..2
@@ -92,7 +92,7 @@ def test_updates_beside_what_computes_free_their_slots_early_and_still_take_thei
 
 def test_an_update_beside_what_computes_is_waited_for_where_its_weights_are_needed():
     clock = Clock()
-    ring = Ring(clock, 10, 10, beside=True)
+    ring = Ring(clock, 10, 10, concurrent=True)
     ring.fetch(0, 30)  # 0..3
     ring.use(0)
     with ring.transfers.updating():
