@@ -31,7 +31,7 @@ AHEAD = 2  # pieces that are fetched before they are needed
 READ_AHEAD = 8  # pieces that the kernel is asked to read from a disk
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """Tensors on the device, by name. The last visitor, `inside`, `arrived` and `left` with these events. `buffers` are
     host memory between the slot and a disk; `owed`: (home, buffer) of what waits there."""
@@ -183,7 +183,7 @@ class StateWindow:
             self._read_ahead(1)
 
     def _slot(self, index: int) -> Slot:
-        return self._window.slots[index % (AHEAD + 1)]
+        return self._window.slots[index % len(self._window.slots)]
 
     def _read_ahead(self, pieces: int) -> None:
         for piece in islice(self._from_disk, pieces):
