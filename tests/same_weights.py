@@ -5,10 +5,10 @@
 
 Each run of RUNS is made in both trees and compared: every exported tensor, every parameter's tensors in the newest
 checkpoint (working weights, low halves, moments), the loss scale, and what metrics.jsonl says of each step but for
-times and memory. Nothing is imported from the package, so that what is compared may be moved, renamed and rewritten:
-options, plan.json, metrics.jsonl and the files of a run folder are what has to stay. A run says which of plan.json's
-choices it is there for, so that none passes because it took an easier way. Ends with exit code 1 where anything
-differs or a run fails.
+times and memory. Nothing is imported from the package, so that its code may be moved, renamed and rewritten. Only
+options, plan.json, metrics.jsonl and the files of a run folder have to stay. A run says which of plan.json's choices it
+is there for, so that none passes because it took an easier way. Ends with exit code 1 where anything differs or a run
+fails.
 """
 
 import hashlib
@@ -35,16 +35,17 @@ from experiments.harness.trees import unpacked
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "train_gpt2_large.py"
 SEQ, BATCH, STEPS = 32, 8, 4
+BLOCKS = 4
 MICRO_BATCHES = 4
 SECONDS = 300  # after which a process counts as hung
 NOT_FIT, STOPPED = 3, 75  # exit codes
 OF_THE_MACHINE = re.compile(r".*(_ms|_bytes|_per_second)")  # fields of a row of metrics.jsonl
 GPT2 = {
-    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 4, "n_embd": 48, "n_head": 4,
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": BLOCKS, "n_embd": 48, "n_head": 4,
     "vocab_size": 257, "n_positions": 64, "bos_token_id": 256, "eos_token_id": 256,
 }  # fmt: skip
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 48,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": BLOCKS, "hidden_size": 48,
     "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 257,
     "max_position_embeddings": 64, "bos_token_id": 256, "eos_token_id": 256, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -78,10 +79,10 @@ class Run:
 
 
 RUNS = {
-    "fp32, clipped, updates deferred": Run(takes={"group": 1, "norm_first": False, "optimizer": "adamw"}),
+    "fp32, clipped, updates deferred": Run(takes={"group": 1, "fate": "held", "optimizer": "adamw"}),
     "fp32, SGD, no dropout": Run("gpt2, no dropout", {"optimizer": "sgd", "lr": 0.1}, {"optimizer": "sgd"}),
     "fp32, forward and backward twice": Run(
-        "gpt2, wide", {"group": None, "segment-blocks": None}, {"norm_first": True, "group": MICRO_BATCHES}, tight=True
+        "gpt2, wide", {"group": None, "segment-blocks": None}, {"fate": "dropped", "group": MICRO_BATCHES}, tight=True
     ),
     "fp32, completions of unequal lengths, Llama, untied": Run("llama, untied", {"data": "answers.jsonl"}),
     "fp32, document mask, segments of 2 recomputed": Run(
@@ -90,20 +91,20 @@ RUNS = {
     ),
     "bf16, updates in backward, products kept": Run(
         options={"precision": "bf16", "clip-norm": 0, "group": MICRO_BATCHES, "recompute": "products"},
-        takes={"precision": "bf16", "group": MICRO_BATCHES, "product_blocks": 4},
+        takes={"precision": "bf16", "group": MICRO_BATCHES, "kept": 4},
     ),
     "bf16, not clipped, accumulated, nothing recomputed": Run(
         options={"precision": "bf16", "clip-norm": 0, "recompute": "off"}, takes={"group": 1, "recompute": False}
     ),
     "bf16, 16-bit residual stream, recomputed, states streamed": Run(
         options={"precision": "bf16", "residual": "16bit", "recompute": "on", "states": "streamed", "group": 2},
-        takes={"residual": "16bit", "recompute": True, "resident_units": 0},
+        takes={"residual": "16bit", "recompute": True, "states_on_gpu": 0},
     ),
     "bf16, 8-bit moments": Run(
         options={"precision": "bf16", "optimizer": "adamw8bit"}, takes={"state_bits": 8}, needs="bitsandbytes"
     ),
     "bf16, Llama, untied, document mask, products kept": Run(
-        "llama, untied", {"precision": "bf16", "document-mask": "on", "recompute": "products"}, {"product_blocks": 4}
+        "llama, untied", {"precision": "bf16", "document-mask": "on", "recompute": "products"}, {"kept": 4}
     ),
     "fp16, whole batch as one group, recomputed": Run(
         options={"precision": "fp16", "group": MICRO_BATCHES, "recompute": "on"}, takes={"precision": "fp16"}
@@ -137,6 +138,7 @@ def digests(tree: Path, run: Run, inputs: Path, out: Path) -> dict[str, str]:
         _ended(process, STOPPED)
     _ended(_started(command, tree), 0)
     choice = json.loads((out / "plan.json").read_text())["choice"]
+    choice |= _as_named_now(choice)
     for key, wanted in run.takes.items():
         if choice.get(key) != wanted:
             raise Failed(f"its plan has {key} {choice.get(key)} and not {wanted}")
@@ -144,6 +146,15 @@ def digests(tree: Path, run: Run, inputs: Path, out: Path) -> dict[str, str]:
     if found["checkpoint: updates"] == "0":
         raise Failed("none of its steps updated anything")
     return found
+
+
+def _as_named_now(choice: dict) -> dict:
+    """What the plan of an older commit says in other words."""
+    if "norm_first" not in choice:
+        return {}
+    fate = "dropped" if choice["norm_first"] else "sent" if choice.get("gradients_in_ram") else "held"
+    kept = choice["product_blocks"] + 2 * choice["whole_blocks"] if choice["recompute"] else 2 * BLOCKS
+    return {"fate": fate, "kept": kept, "states_on_gpu": choice["resident_units"]}
 
 
 def found_in(out: Path) -> Iterator[tuple[str, str]]:

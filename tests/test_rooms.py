@@ -55,6 +55,7 @@ def tree(folder, *more: str):
         ("lowmem/core/loss.py", "def f():\n    from lowmem.planning.search import fastest"),
         ("lowmem/cudasim/recorder.py", "import lowmem.planning.search"),
         ("lowmem/cudasim/recorder.py", "import lowmem.data.dataset"),
+        ("lowmem/cudasim/recorder.py", "from lowmem.core.kernels import operators"),
         ("lowmem/planning/search.py", "from lowmem.data.dataset import Rows"),
         ("lowmem/planning/search.py", "from lowmem.run import train"),
         ("lowmem/run/train.py", "import wandb"),

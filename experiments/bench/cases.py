@@ -70,7 +70,7 @@ def planned(case: str, tree: Path) -> dict:
 
 
 def tokenized(tree: Path) -> dict:
-    """Of a run in `tree` that begins on a long text, and of one that goes on; its RAM is what it grew by meanwhile."""
+    """Times a run in `tree` that starts on a long text, and one that resumes. RAM is the growth of the process."""
     program = ROOT / "experiments" / "bench" / "tokenize.py"
     with tempfile.TemporaryDirectory() as folder:
         make_text(Path(folder) / "text.txt", TEXT_BYTES)
@@ -241,7 +241,7 @@ def _made():
 
     config = load_config(MODEL, "random")
     decoder, optimizer = make_decoder(config, "fp32", "fp32"), get_optimizer("adamw")
-    layout = Layout(MICRO_BATCH, recompute=False, resident_units=len(decoder.units))
+    layout = Layout(MICRO_BATCH, kept=99, states_on_gpu=len(decoder.units))
     store = Store(decoder, torch.device("cpu"), torch.float32, optimizer, layout)
     store.write(random_weights(config, 0))
     training = TrainingStep(

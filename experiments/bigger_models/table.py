@@ -8,7 +8,7 @@ from experiments.bigger_models.measure import CARD_CASES, ON_CARD, RAM_WITHIN, T
 from experiments.bigger_models.plans import CASES, KIND, LADDER_CARD, LADDER_LIMITS, NO_CAP, RESIDENT, SMALLEST
 from experiments.bigger_models.shapes import SHAPES
 from experiments.harness import rows as row_file
-from experiments.harness.tables import markdown, put
+from experiments.harness.tables import markdown, put, runs_twice
 from lowmem.units import GIB
 
 FOLDER = Path(__file__).resolve().parent
@@ -77,7 +77,7 @@ def _plan(row: dict) -> list[str]:
     peaks = " / ".join(_gib(said[f"gpu_{kind}_peak_bytes"]) for kind in ("allocated", "reserved"))
     streamed = ("states", "weights", "boundaries", "gradients")
     parts = " / ".join(_gib(ram.get(f"streamed_{name}", 0)) for name in streamed)
-    seconds = f"{said['step_seconds']:.0f}" + (", twice" if row["choice"]["norm_first"] else "")
+    seconds = f"{said['step_seconds']:.0f}" + (", twice" if runs_twice(row["choice"]) else "")
     return [
         row["shape"], row["gpu_limit"], row["ram_limit"], row["card"], peaks, _gib(said["ram_peak_bytes"]), parts,
         _gib(row["disk"].get("states", 0)), seconds, f"{row['seconds_waiting_for_copies']:.0f}",
@@ -156,7 +156,7 @@ def _slices(rows: list[dict]) -> str:
             _gib(row["ram_limit_bytes"]),
             *(f"{row[f'{kind}ram_peak_bytes'] / GIB:.2f}" for kind in ("predicted_", "")), f"{_error(row):+.1%}",
             f"{row['ram_peak_bytes'] / row['parameters']:.1f}", _gib(row["disk"]["states"]),
-            "twice" if row["choice"]["norm_first"] else "once", f"{row['step_seconds']:.0f}",
+            "twice" if runs_twice(row["choice"]) else "once", f"{row['step_seconds']:.0f}",
             " to ".join(f"{loss:.2f}" for loss in row["loss"]),
         ]
         for row in sorted(rows, key=lambda row: row["parameters"])

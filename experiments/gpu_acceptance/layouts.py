@@ -1,4 +1,4 @@
-"""The layouts of a step that plans.py measures: every attention kernel, precision and kind of layout, and mixtures.
+"""The layouts of a step that plans.py measures: every attention kernel, precision and kind of layout, and combinations.
 
 Widths are those of real models, for the sizes of tensors decide; blocks are few, for repeating them shows nothing new.
 Peaks are 1 to 10 GiB: large enough that a page of the allocator (20 MiB) is little, small enough for most cards.
@@ -38,9 +38,6 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
 }  # fmt: skip
 
 
-ALL = 10**6  # blocks
-
-
 @dataclass(frozen=True)
 class ModelLayout:
     """A model and how its step is laid out; `resident`: whose optimizer states stay on the card."""
@@ -50,9 +47,7 @@ class ModelLayout:
     micro_batch: int = 1
     group: int = 1
     segment: int = 1
-    recompute: bool = True
-    product_blocks: int = 0
-    whole_blocks: int = 0
+    kept: float = 0  # Layout's, as a multiple of the model's blocks: 1 keeps all products, 2 everything
     states: str = "resident"  # "streamed", or "mixed": of half of the units
     optimizer: str = "adamw"
     document_mask: bool = False
@@ -72,8 +67,7 @@ class ModelLayout:
     def case(self, units: int) -> StepCase:
         resident = {"resident": units, "streamed": 0, "mixed": units // 2}[self.states]
         layout = Layout(
-            self.micro_batch, self.group, self.segment, self.recompute, self.product_blocks, self.whole_blocks,
-            resident_units=resident,
+            self.micro_batch, self.group, self.segment, round(self.kept * (units - 2)), states_on_gpu=resident
         )  # fmt: skip
         return StepCase(
             self.seq, self.batch, layout, WORKING_DTYPES[self.precision], get_optimizer(self.optimizer),
@@ -95,31 +89,31 @@ class ModelLayout:
 
 GRID = (  # every kernel and every kind of layout early on, then the mixtures
     ModelLayout("gpt2-medium"),
-    ModelLayout("gpt2-medium", micro_batch=4, recompute=False, states="streamed"),
-    ModelLayout("gpt2-medium", micro_batch=4, product_blocks=ALL, states="streamed"),
-    ModelLayout("llama of 6", micro_batch=4, recompute=False, states="mixed"),
+    ModelLayout("gpt2-medium", micro_batch=4, kept=2, states="streamed"),
+    ModelLayout("gpt2-medium", micro_batch=4, kept=1, states="streamed"),
+    ModelLayout("llama of 6", micro_batch=4, kept=2, states="mixed"),
     ModelLayout("gpt2", "fp32"),
     ModelLayout("gpt2", document_mask=True),
-    ModelLayout("gpt2", "fp16", micro_batch=4, recompute=False, states="mixed"),
+    ModelLayout("gpt2", "fp16", micro_batch=4, kept=2, states="mixed"),
     ModelLayout("opt of 6", states="streamed"),
     ModelLayout("gpt2-large of 6", micro_batch=4, segment=3, states="mixed"),
     ModelLayout("gpt2-medium", group=2, segment=3, states="streamed"),
     ModelLayout("llama of 6"),
     ModelLayout("llama of 6", document_mask=True, segment=3),
-    ModelLayout("llama of 6", micro_batch=4, product_blocks=2, whole_blocks=2, segment=3),
+    ModelLayout("llama of 6", micro_batch=4, kept=4 / 3, segment=3),
     ModelLayout("llama of 6", "fp32", micro_batch=4),
-    ModelLayout("gpt2", micro_batch=4, recompute=False, document_mask=True),
+    ModelLayout("gpt2", micro_batch=4, kept=2, document_mask=True),
     ModelLayout("gpt2", document_mask=True, seq=500),
     ModelLayout("gpt2-medium", micro_batch=4, segment=3, optimizer="sgd"),
-    ModelLayout("opt of 6", "fp16", micro_batch=4, recompute=False),
-    ModelLayout("gpt2-large of 6", "fp32", group=2, recompute=False, states="streamed"),
+    ModelLayout("opt of 6", "fp16", micro_batch=4, kept=2),
+    ModelLayout("gpt2-large of 6", "fp32", group=2, kept=2, states="streamed"),
     ModelLayout("gpt2-large of 6", micro_batch=4, residual="16bit"),
-    ModelLayout("gpt2", "fp32", micro_batch=4, recompute=False, optimizer="sgd"),
+    ModelLayout("gpt2", "fp32", micro_batch=4, kept=2, optimizer="sgd"),
     ModelLayout("opt of 6", micro_batch=4, group=2, segment=3, states="mixed"),
 )
 CAPPED = (GRID[0], GRID[1], GRID[13])  # little and much reserved beside what is allocated
 TINY = {"precision": "fp32", "seq": 32, "batch": 4}  # 16-bit products on the CPU take memory that is none of ours
 DRY_GRID = (
     ModelLayout("tiny gpt2", group=2, segment=2, **TINY),
-    ModelLayout("tiny llama", micro_batch=2, product_blocks=1, whole_blocks=1, document_mask=True, **TINY),
+    ModelLayout("tiny llama", micro_batch=2, kept=3 / 2, document_mask=True, **TINY),
 )

@@ -28,9 +28,9 @@ from lowmem.core.precision import LossScale
 from lowmem.core.step import TrainingStep
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import Card
-from lowmem.cudasim.recorder import Tape
+from lowmem.cudasim.tape import Tape, under_cap
 from lowmem.limits import Budget
-from lowmem.planning.simulated_step import StepCase, Target, cpu_target, gpu_target, under_cap
+from lowmem.planning.simulated_step import StepCase, Target, cpu_target, gpu_target
 from lowmem.planning.target import card_for
 from lowmem.settings import Settings
 

@@ -34,11 +34,12 @@ from lowmem.core.batch import Batch
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.cudasim.gpus import CARDS, Card
+from lowmem.cudasim.tape import Memory, under_cap
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.models.build import load_config, make_decoder
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
-from lowmem.planning.simulated_step import Memory, StepCase, under_cap
+from lowmem.planning.simulated_step import StepCase
 from lowmem.planning.target import card_for
 from lowmem.settings import Settings
 

@@ -28,10 +28,10 @@ from experiments.harness.child import Result, Setting
 from lowmem.core.layout import Layout
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import CARDS
-from lowmem.cudasim.recorder import Tape
+from lowmem.cudasim.tape import Tape, under_cap
 from lowmem.planning.caps import MARGIN_BYTES
 from lowmem.planning.search import Choices, MemoryLimits, fastest
-from lowmem.planning.simulated_step import Recording, Target, gpu_target, under_cap
+from lowmem.planning.simulated_step import Recording, Target, gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.units import GIB, MIB
 
@@ -147,8 +147,8 @@ def bars(allocated_error: float, reserved_error: float) -> dict[str, bool]:
 
 
 def smallest_cap(setting: Setting, layout: ModelLayout, device: torch.device, target: Target) -> Result:
-    """The smallest cap under which the simulation completes beside that under which the step does. A plan takes
-    the layout from MARGIN_BYTES above the former on."""
+    """The smallest caps under which the simulation and the real step complete. A plan takes the layout from
+    MARGIN_BYTES above the former on."""
     simulated = Simulated.of(layout, target)
     simulated_bytes = simulated.simulations.smallest_cap_bytes(simulated.layout)
     resolution = MIB // 2 if setting.dry_run else RESOLUTION_BYTES
@@ -181,8 +181,8 @@ def smallest_cap(setting: Setting, layout: ModelLayout, device: torch.device, ta
 
 
 def check_choice(setting: Setting, device: torch.device, target: Target) -> Result:
-    """A case per layout of a small grid under CHOICE_LIMIT_BYTES, less the margin that the planner leaves; its choice
-    beside the fastest."""
+    """Measures each layout of a small grid under CHOICE_LIMIT_BYTES, less the planner's margin, and compares the
+    planner's choice with the fastest."""
     if setting.dry_run:  # where the simulation of the CPU has no clock, and the grid is three layouts
         base, target, room, steps = DRY_GRID[0], gpu_target(CARDS["rtx3060"], fused_kernels=False), None, STEPS
         micro_batches, groups, states = (4,), (1,), ("resident",)
@@ -191,16 +191,16 @@ def check_choice(setting: Setting, device: torch.device, target: Target) -> Resu
         room, steps = CHOICE_LIMIT_BYTES - MARGIN_BYTES, TIMED_STEPS
         micro_batches, groups, states = (4, 8), (1, 2), ("streamed", "resident")
     layouts = [
-        replace(base, micro_batch=micro_batch, group=group, segment=segment, recompute=recompute, states=kind)
+        replace(base, micro_batch=micro_batch, group=group, segment=segment, kept=kept, states=kind)
         for micro_batch in micro_batches
         for group in groups
-        for segment, recompute in ((1, True), (2, True), (1, False))
+        for segment, kept in ((1, 0), (2, 0), (1, 2))
         for kind in states
         if base.batch % (micro_batch * group) == 0
     ]
     simulations = Simulated.of(base, target).simulations
     kept = (0, 2 * simulations.blocks)
-    resident = sorted({layout.case(simulations.units).layout.resident_units for layout in layouts})
+    resident = sorted({layout.case(simulations.units).layout.states_on_gpu for layout in layouts})
     found = fastest(simulations, Choices(micro_batches, groups, (1, 2), kept, resident), MemoryLimits(room, None))
     seconds: dict[str, float] = {}
     chosen = None

@@ -22,10 +22,10 @@ import torch
 from transformers import PretrainedConfig
 
 from experiments.harness import rows as row_file
-from experiments.harness.autocast import CudaAutocast
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
+from lowmem.cudasim.autocast import CudaAutocast
 from lowmem.cudasim.gpus import Card, card_named
 from lowmem.cudasim.recorder import Recorder
 from lowmem.errors import LowmemError
@@ -97,7 +97,7 @@ def alone_per_second(decoder, micro_batch: int, precision: str, card: Card) -> f
 
     def seconds(micro_batches: int) -> float:
         case = StepCase(
-            SEQ, micro_batches * micro_batch, Layout(micro_batch, recompute=False, resident_units=10**6),
+            SEQ, micro_batches * micro_batch, Layout(micro_batch, kept=99, states_on_gpu=10**6),
             WORKING_DTYPES[precision], OPTIMIZERS["adamw"],
         )  # fmt: skip
         return record_step(decoder(), case, gpu_target(card), {}, alike=True).seconds
@@ -111,7 +111,7 @@ def plain_per_second(config: PretrainedConfig, batch: int, card: Card) -> float:
     recorder = Recorder(target.machine)
     tokens = torch.zeros((batch, SEQ), dtype=torch.int64, device=META)
     ends = [0.0]
-    with recorder, target.functions():
+    with recorder, target.machine.functions():
         for _ in range(2):
             with CudaAutocast():
                 loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss

@@ -1,4 +1,4 @@
-"""Where the copies of one step lie in time, and what computes meanwhile: recorded, simulated, and both in one picture.
+"""The times of the copies and computations of one step, recorded and simulated, and both in one picture.
 
 Three lanes: what the compute stream does but for updates, copies to the card, copies from it. Recorded lanes are the
 profiler's: every kernel, copy and memset that CUPTI reports. Simulated ones are the plan's (lowmem/cudasim/clock.py):
@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.transfers import Lane
-from lowmem.planning import simulated_step as step
+from lowmem.planning import simulated_step
 from lowmem.planning.simulated_step import StepCase, Target
 from lowmem.planning.simulated_transfers import ENGINES, SimulatedTransfers
 from lowmem.units import GIB
@@ -125,8 +125,8 @@ def simulated(decoder: Decoder, case: StepCase, target: Target) -> Timeline:
         made.append(_WatchedTransfers(*arguments, **keywords))
         return made[-1]
 
-    with patch.object(step, "SimulatedTransfers", watched):
-        recording = step.record_step(decoder, case, target, {}, alike=True)
+    with patch.object(simulated_step, "SimulatedTransfers", watched):
+        recording = simulated_step.record_step(decoder, case, target, {}, alike=True)
     stretches = made[0].stretches
     window = [(recording.began, recording.began + recording.seconds)]
     lanes = {lane: common(joined(stretches[lane]), window) for lane in LANES}
@@ -165,8 +165,8 @@ def common(left: Sequence[Stretch], right: Sequence[Stretch]) -> list[Stretch]:
 
 
 def busy_shares(stretches: Sequence[Stretch], start: float, end: float, parts: int = PARTS) -> list[float]:
-    """Of each of as many equal `parts` of the time from `start` to `end`, the share that the stretches cover; none
-    where there is no time between the two, as in a recording without an event."""
+    """The share that the stretches cover in each of `parts` equal parts of the time from `start` to `end`. All 0 if no
+    time is between them, as in a recording without events."""
     if end <= start:
         return [0.0] * parts
     starts = [begin for begin, _ in stretches]

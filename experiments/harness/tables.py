@@ -13,6 +13,11 @@ def markdown(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+def runs_twice(choice: dict) -> bool:
+    """Whether forward and backward run twice a step, by plan.json's `choice`; older rows say it in another way."""
+    return choice.get("fate") == "dropped" or choice.get("norm_first", False)
+
+
 def put(path: Path, begin: str, content: str) -> None:
     """Writes the file with `content` between the mark `begin` and the END that follows. ValueError, and the file as it
     was, where a mark is missing."""

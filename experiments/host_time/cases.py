@@ -51,7 +51,7 @@ def _case(name: str, make: Make) -> Case:
     """One whose lines run on meta tensors as they are."""
 
     def count(target: Target) -> float:
-        with target.functions(), Recorder(target.machine) as recorder:
+        with target.machine.functions(), Recorder(target.machine) as recorder:
             run = make(META)()
             began = recorder.clock.host
             run()
@@ -162,7 +162,7 @@ def step_case(model: str, blocks: int, fused: bool) -> Case:
     """A step with the update of the step before it: everything on the card, blocks recomputed, a sequence at a time."""
     _, width, heads = GPT2_SHAPES[model]
     config = GPT2Config(n_layer=blocks, n_embd=width, n_head=heads)
-    layout = Layout(micro_batch=1, group=SEQUENCES, resident_units=blocks + 2)
+    layout = Layout(micro_batch=1, group=SEQUENCES, states_on_gpu=blocks + 2)
     case = StepCase(SEQ, SEQUENCES, layout, torch.bfloat16, get_optimizer(OPTIMIZER))
 
     def make(device: torch.device) -> Callable[[], Run]:

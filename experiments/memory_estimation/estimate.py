@@ -5,7 +5,6 @@ it would take without a cap. Plain training runs with the allocator's default se
 that it sets for itself (lowmem/device.py).
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -16,33 +15,24 @@ from transformers import PretrainedConfig
 from experiments.memory_estimation.plain import record_plain
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
-from lowmem.cudasim import cuda_ops, temporaries
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
+from lowmem.cudasim.device_model import TORCH_VERSION, gpu_model
 from lowmem.cudasim.gpus import Card
-from lowmem.cudasim.recorder import DeviceModel, Tape
+from lowmem.cudasim.tape import Memory, Tape, under_cap
 from lowmem.models.build import make_decoder
 from lowmem.planning.gpu_plan import fastest_layout, least_room
 from lowmem.planning.search import MemoryLimits
-from lowmem.planning.simulated_step import Memory, StepCase, Target, gpu_target, under_cap
+from lowmem.planning.simulated_step import StepCase, Target, gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 
 LOWMEM, SMALLEST = "lowmem", "lowmem smallest"
 LARGEST_BATCH = 64
-_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-def plain_target(card: Card, version: tuple[int, int] = _TORCH) -> Target:
-    """`card` as plain training finds it: sums in any order, the workspaces of this version of PyTorch, nothing
-    streamed."""
-    gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=False)
-    machine = DeviceModel(
-        hidden_bytes=functools.partial(temporaries.hidden_bytes, gpu=gpu),
-        products=cuda_ops.PRODUCTS,
-        workspace_bytes=cuda_ops.blas_workspace_bytes(card.capability, None, version)
-        + cuda_ops.blaslt_workspace_bytes(version),
-    )
-    return Target(machine, functools.partial(cuda_ops.CudaFunctions, card.capability, version))
+def plain_target(card: Card, version: tuple[int, int] = TORCH_VERSION) -> Target:
+    """`card` as plain training finds it under this version of PyTorch."""
+    return Target(gpu_model(card, plain=True, torch_version=version))
 
 
 def plain_rows(
@@ -69,6 +59,8 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
         smallest = least_room(settings, simulations, MemoryLimits(limit_bytes, None))
         return {"batch": batch, "fits": False, "smallest_cap_bytes": smallest.gpu, "streamed_bytes": smallest.ram}
     choice = asdict(found.layout) | {
+        "recompute": found.layout.recomputes(simulations.blocks),
+        "blocks": simulations.blocks,
         "units": simulations.units,
         "streamed_bytes": found.recording.streamed_bytes,
     }

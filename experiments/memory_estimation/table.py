@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from experiments.harness.rows import is_measured
-from experiments.harness.tables import markdown, put
+from experiments.harness.tables import markdown, put, runs_twice
 from experiments.memory_estimation import ram
 from experiments.memory_estimation import rows as row_file
 from experiments.memory_estimation.estimate import SMALLEST
@@ -143,8 +143,10 @@ def _choice(row: dict) -> str:
         return ""
     group = f" x {choice['group']}" if choice["group"] > 1 else ""
     kept = "" if choice["recompute"] else ", nothing recomputed"
-    if choice.get("product_blocks") or choice.get("whole_blocks"):
+    if choice.get("product_blocks") or choice.get("whole_blocks"):  # rows from before there was one number
         kept = f", products of {choice['product_blocks']} blocks and {choice['whole_blocks']} whole blocks kept"
+    elif choice["recompute"] and choice.get("kept"):
+        kept = f", kept {choice['kept']} of {2 * choice['blocks']}"
     return f"; micro-batch {choice['micro_batch']}{group}{kept}, {choice['streamed_bytes'] / GIB:.1f} in RAM"
 
 
@@ -217,7 +219,7 @@ def ram_table(rows: list[dict]) -> str:
             row["model"], f"{row['parameters']:,}", f"{row['predicted_ram_peak_bytes'] / GIB:.2f}",
             f"{row['ram_peak_bytes'] / GIB:.2f}",
             f"{row['predicted_ram_peak_bytes'] / row['ram_peak_bytes'] - 1:+.1%}",
-            _cpu_layout(row["choice"]), "twice" if row["choice"]["norm_first"] else "once",
+            _cpu_layout(row["choice"]), "twice" if runs_twice(row["choice"]) else "once",
             f"{row['step_seconds']:.1f}",
         ]
         for row in sorted(runs, key=lambda row: row["parameters"])

@@ -21,6 +21,7 @@ from unittest.mock import patch
 from experiments.harness.child import named
 from experiments.harness.whole_runs import memory_alone
 from experiments.plan_accuracy.cases import CASES, NO_CAP, TIGHT, Case
+from lowmem.core.layout import Fate
 from lowmem.cudasim.allocator import LARGE_SEGMENT
 from lowmem.device import ALLOCATOR_VARIABLES, set_environment
 from lowmem.errors import PlanError
@@ -114,7 +115,7 @@ def _data(case: Case, folder: Path) -> list[str]:
 
 
 def _in_two_passes(settings: Settings, simulations, choices=alternatives.choices_of):
-    return replace(choices(settings, simulations), norm_first=True)
+    return replace(choices(settings, simulations), fate=Fate.DROPPED)
 
 
 def _tight_cap(arguments: list[str]) -> int:

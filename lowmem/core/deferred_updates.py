@@ -73,7 +73,7 @@ class Updates:
         if self.units_done >= units:
             return
         if not self.states.fits:
-            self.move_states(self._store.resident_units)
+            self.move_states(self._store.states_on_gpu)
         if self.downwards:  # their gradients came to be since the pass was begun
             self._wait_for_gradients()
         try:
@@ -87,14 +87,14 @@ class Updates:
         self.run(self.units)
         self.states.synchronize()
 
-    def move_states(self, resident_units: int) -> bool:
+    def move_states(self, states_on_gpu: int) -> bool:
         """Moves states into RAM (Store.stream), also in the middle of a pass, which goes on with the piece that it had
         come to; the result is whether they are page-locked."""
         self.states.synchronize()
         if self._store.device.type == "cuda":
             torch.cuda.synchronize(self._store.device)
         try:
-            locked = self._store.stream(resident_units)
+            locked = self._store.stream(states_on_gpu)
             self.states.fit(self._store.pieces)
         finally:
             self.states.begin(self._pieces[self._next :])

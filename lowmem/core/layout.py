@@ -1,126 +1,110 @@
-"""How a step is laid out: its micro-batches, groups and segments, what blocks keep, which states are on the device.
+"""How a step is laid out: its micro-batches, groups and segments, what blocks keep, and where each kind of number is.
 
-No layout changes a bit of the result but for how it cuts micro-batches, by `micro_batch` and `least_positions`.
+`micro_batch` alone decides how the batch is cut, and with it the bits of the result. Every other field trades memory
+for time and changes no bit.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
 
 from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Segment
 
-# When a unit is updated: just before the next forward pass needs it; as soon as its gradient is final; the same in a
-# second pass of forward and backward, after a first one for the norm alone.
-DEFERRED, IN_BACKWARD, TWO_PASS = "deferred", "in_backward", "two_pass"
 
-# Positions of a micro-batch below which it takes hardly less time, by device. On a GPU because weights and accumulators
-# are read for it (as long as 120 positions of a large model take on an RTX 3060, 260 on an H100) and kernels are
-# launched (200 for GPT-2-Large on an RTX 4090, 400 for GPT-2); on the CPU, kernels alone.
-LEAST_POSITIONS = {"cuda": 512, "cpu": 64}
+class Fate(StrEnum):
+    """What happens to a gradient when nothing more is added to it (final_gradients.py)."""
+
+    HELD = "held"  # stays on the GPU until the norm is known; the next forward pass updates with it
+    SENT = "sent"  # the same, in RAM
+    DROPPED = "dropped"  # freed: this pass is for the norm alone, and a second one makes the gradient again
+    APPLIED = "applied"  # updates its unit at once
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`micro_batch` in sequences, `group` in micro-batches, `segment_blocks` in blocks. Numbers, not lists of groups
-    and segments, so that a layout can be saved, compared and made smaller; `groups` and `segments` make the lists.
+    """Numbers instead of lists of groups and segments: a layout can be saved, compared and made smaller.
 
-    `recompute`: whether blocks run again in backward; of those that would, the last `whole_blocks` keep all that
-    backward needs, and the `product_blocks` before them their products (recompute.py). The last ones, because theirs is
-    the memory that is free again first. `norm_first`: whether forward and backward run twice, the first time for the
-    norm alone; the whole batch is one group then.
-    `first_group`: that of the first group, where it is larger. Its forward pass is what the updates hide behind, and it
-    finds room: the inputs that it keeps grow as held gradients are spent, and go as new ones come to be. 0: as the
-    others.
-    `resident_units`: the first units, whose optimizer states are on the device. `resident_weights`: the first units
-    whose working weights are there, too; with None all are. Those of the others, but for the last unit, pass through
-    the device segment by segment (segment_windows.py), and nothing else can be kept of their blocks than inputs and
-    products; their states are streamed. `boundaries_in_ram`: whether inputs of blocks wait there for their backward
-    (segment_windows.py). `disk_units`: of how many of the units whose states are streamed the matrices' are on a
-    disk (homes.py). `gradients_in_ram`: whether those of the units whose states are streamed wait there for the norm
-    (segment_windows.py); the whole batch is one group then. `evaluation_rows`: sequences in a micro-batch of an
-    evaluation, where that is fewer than `micro_batch`. `least_positions`: of a micro-batch, below which it takes no
-    less time (batch.py).
+    micro_batch        sequences
+    group              micro-batches that pass a segment together
+    segment_blocks     blocks that are recomputed together
+    kept               how much blocks keep for backward, from 0 to 2 x blocks. At 0 each keeps its input. Up to
+                       `blocks`, one block after the other keeps its products too, the last one first; from there on,
+                       one after the other keeps everything (recompute.py)
+    states_on_gpu      the first units, whose optimizer states are on the GPU; the others' are streamed
+    states_on_disk     how many of the streamed units have their matrices' states on a disk
+    weights_on_gpu     the first units, whose working weights are on the GPU (None: all); the last unit's always are
+    boundaries_in_ram  whether inputs of segments wait in RAM for their backward
+    fate               of gradients that must wait for the norm: HELD, SENT or DROPPED. With the last two the whole
+                       batch is one group
+    evaluation_rows    sequences in a micro-batch of an evaluation, if fewer than `micro_batch`
     """
 
     micro_batch: int
     group: int = 1
     segment_blocks: int = 1
-    recompute: bool = True
-    product_blocks: int = 0
-    whole_blocks: int = 0
-    norm_first: bool = False
-    first_group: int = 0
-    resident_units: int = 0
-    resident_weights: int | None = None
+    kept: int = 0
+    states_on_gpu: int = 0
+    states_on_disk: int = 0
+    weights_on_gpu: int | None = None
     boundaries_in_ram: bool = False
-    disk_units: int = 0
-    gradients_in_ram: bool = False
+    fate: Fate = Fate.HELD
     evaluation_rows: int | None = None
-    least_positions: int = 1
 
     def __post_init__(self):
-        if self.norm_first and self.gradients_in_ram:
-            raise ValueError("gradients that wait in RAM need no pass of their own for the norm")
-        if self.resident_weights is None:
-            return
-        if self.whole_blocks or not self.recompute:
-            raise ValueError("a block whose weights are streamed cannot keep its graph, which holds them")
-        if self.resident_units > max(self.resident_weights, 1):
-            raise ValueError("where the weights of a unit are streamed its states are, too")
-
-    def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
-        """A step's micro-batches, which have so many `positions` each, cut into groups: each takes what fits into
-        `group` full ones, of `micro_batch` x `seq` positions."""
-        full = self.micro_batch * seq
-        starts, room = [], 0
-        for index, size in enumerate(positions):
-            if not starts or size > room:
-                room = full * (self.group if starts else self.first_group or self.group)
-                starts.append(index)
-            room -= size
-        return [slice(*ends) for ends in pairwise([*starts, len(positions)])]
-
-    def update(self, groups: int, clips: bool, scales_loss: bool) -> str:
-        """DEFERRED, IN_BACKWARD or TWO_PASS, for a step of so many groups. A unit is updated as soon as its
-        gradient is final if nothing has to be known of all gradients first: neither their norm, by which they are
-        clipped, nor, where the loss is scaled, that they are finite. ValueError for several groups where there has to
-        be one."""
-        if self.whole_batch and groups > 1:
-            raise ValueError("the norm comes first, and gradients wait in RAM, only where the whole batch is one group")
-        if groups == 1 and not clips and not scales_loss:
-            return IN_BACKWARD
-        return TWO_PASS if self.norm_first else DEFERRED
+        object.__setattr__(self, "fate", Fate(self.fate))  # a str where it comes from a file
+        if self.fate is Fate.APPLIED:
+            raise ValueError("gradients are applied at once where nothing waits for the norm; that is not chosen")
+        if self.weights_on_gpu is not None and self.states_on_gpu > max(self.weights_on_gpu, 1):
+            raise ValueError("if the weights of a unit are streamed, its states are too")
 
     @property
     def whole_batch(self) -> bool:
         """Whether the whole batch has to be one group."""
-        return self.norm_first or self.gradients_in_ram
+        return self.fate is not Fate.HELD
+
+    def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
+        """A step's micro-batches, of so many `positions` each, cut into groups. Each group takes what fits into `group`
+        full micro-batches, of `micro_batch` x `seq` positions."""
+        starts, room = [], 0
+        for index, size in enumerate(positions):
+            if not starts or size > room:
+                room = self.micro_batch * seq * self.group
+                starts.append(index)
+            room -= size
+        return [slice(*ends) for ends in pairwise([*starts, len(positions)])]
+
+    def fate_in(self, groups: int, needs_all_gradients: bool) -> Fate:
+        """What happens to the final gradients of a step of so many groups. `needs_all_gradients`: whether the first
+        update waits for all of them, to clip them by their norm or to see that scaled ones are finite."""
+        if self.whole_batch and groups > 1:
+            raise ValueError(f"gradients can be {self.fate} only if the whole batch is one group")
+        return Fate.APPLIED if groups == 1 and not needs_all_gradients else self.fate
 
     def units_on_disk(self, units: int) -> list[int]:
-        """Of a model's `units` those that `disk_units` counts: evenly among the streamed ones, so that a slow disk is
-        at work all through a pass."""
-        streamed = range(self.resident_units, units)
-        disk = min(self.disk_units, len(streamed))
+        """The units whose matrices' states are on a disk: evenly among the streamed ones, so that a slow disk works all
+        through a pass."""
+        streamed = range(self.states_on_gpu, units)
+        disk = min(self.states_on_disk, len(streamed))
         return [
             unit for index, unit in enumerate(streamed)
             if (index + 1) * disk // len(streamed) > index * disk // len(streamed)
         ]  # fmt: skip
 
+    def recomputes(self, blocks: int) -> bool:
+        """Whether anything runs a second time in backward."""
+        return self.kept < 2 * blocks
+
     def segments(self, blocks: int) -> list[Segment]:
-        """All of a model's `blocks`, in order."""
-        if not self.recompute:
-            return _cut(range(blocks), self.segment_blocks, ALL)
-        whole = max(blocks - self.whole_blocks, 0)
-        products = max(whole - self.product_blocks, 0)
+        """All of a model's `blocks`, in order. Those that keep more than inputs are segments of their own."""
+        if self.weights_on_gpu is not None and self.kept > blocks:
+            raise ValueError("a block whose weights are streamed cannot keep its graph, which holds them")
+        whole = min(max(self.kept - blocks, 0), blocks)
+        products = min(self.kept, blocks) - whole
+        last = blocks - whole - products  # of those that keep inputs alone
+        starts = range(0, last, self.segment_blocks)
         return [
-            *_cut(range(products), self.segment_blocks, INPUT),
-            *_cut(range(products, whole), 1, PRODUCTS),
-            *_cut(range(whole, blocks), 1, ALL),
+            *(Segment(range(start, min(start + self.segment_blocks, last)), INPUT) for start in starts),
+            *(Segment(range(block, block + 1), PRODUCTS) for block in range(last, last + products)),
+            *(Segment(range(block, block + 1), ALL) for block in range(last + products, blocks)),
         ]
-
-
-def _cut(blocks: range, length: int, keep: str) -> list[Segment]:
-    return [
-        Segment(range(start, min(start + length, blocks.stop)), keep)
-        for start in range(blocks.start, blocks.stop, length)
-    ]

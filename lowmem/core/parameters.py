@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowmem.core.decoder import Decoder, Unit
 from lowmem.core.homes import drop_pages, host_tensor, page_lock
-from lowmem.core.layout import Layout
+from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import BLOCK, Optimizer, State, slice_state, state_layout
 from lowmem.core.precision import RUN_ELEMENTS, join, runs, split
 from lowmem.core.transfers import MakeTensor
@@ -178,7 +178,7 @@ class Store:
     ):
         """ValueError if `layout` has states on a disk and there is no `disk_tensor`."""
         self.device, self.layout, self._host_tensor = device, layout, host_tensor
-        self.resident_units = min(layout.resident_units, len(decoder.units))
+        self.states_on_gpu = min(layout.states_on_gpu, len(decoder.units))
         self.parameter_count = sum(p.numel() for p in decoder.model.parameters())
         if disk_tensor is None and layout.units_on_disk(len(decoder.units)):
             raise ValueError("the layout has states on a disk, and there is nothing to make them with")
@@ -208,12 +208,12 @@ class Store:
             return torch.zeros(entries, dtype=dtype, device=self.device)
 
         layout, ram = self.layout, self._host_tensor
-        on_gpu = units - 1 if layout.resident_weights is None else max(layout.resident_weights, 1)
+        on_gpu = units - 1 if layout.weights_on_gpu is None else max(layout.weights_on_gpu, 1)
         weights_in_ram, on_disk = range(on_gpu, units - 1), layout.units_on_disk(units)
         placements = {}
         for unit in range(units):
-            states = device if unit < layout.resident_units else ram
-            gradients = ram if layout.gradients_in_ram and unit >= max(layout.resident_units, 1) else None
+            states = device if unit < layout.states_on_gpu else ram
+            gradients = ram if layout.fate is Fate.SENT and unit >= max(layout.states_on_gpu, 1) else None
             of_matrices = (disk, gradients, True) if unit in on_disk else (states, gradients)
             placements[unit, True] = Placement(device, ram if unit in weights_in_ram else device, *of_matrices)
             placements[unit, False] = Placement(device, device, states, gradients)
@@ -246,13 +246,13 @@ class Store:
         """Bytes of the optimizer's states of these units."""
         return sum(state.nbytes for part in self.parts if part.unit in units for state in part.state.values())
 
-    def stream(self, resident_units: int) -> bool:
-        """Moves the states of all units from the `resident_units`-th on into RAM, and says whether they are
+    def stream(self, states_on_gpu: int) -> bool:
+        """Moves the states of all units from the `states_on_gpu`-th on into RAM, and says whether they are
         page-locked. No copy and no update may be in flight."""
         for part in self.parts:
-            if part.unit >= resident_units and not part.streamed:
+            if part.unit >= states_on_gpu and not part.streamed:
                 part.stream(self._host_tensor)
-        self.resident_units = min(resident_units, self.resident_units)
+        self.states_on_gpu = min(states_on_gpu, self.states_on_gpu)
         return self.page_lock()
 
     def part_of(self, name: str) -> Part:

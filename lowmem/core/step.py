@@ -20,7 +20,7 @@ unit is updated as soon as its gradient is final, while the segments below it ru
 before the next one is made. The price: a gradient that is not finite, though the loss was, is found after the units
 above have been updated, and ends the run (`UpdateInterrupted`), where otherwise the step would be skipped whole.
 
-With clipping the same can be had for twice the time (`norm_first`): forward and backward run once for the norm, their
+With clipping the same can be had for twice the time (`Fate.DROPPED`): forward and backward run once for the norm, their
 gradients dropped unit by unit, and once more for the updates, with the same dropout masks and so the same gradients. It
 saves the 4 bytes per parameter that held gradients cost. Where RAM has room for these, they wait there instead, and
 everything runs once (segment_windows.py).
@@ -58,10 +58,9 @@ import torch
 from torch import Tensor
 
 from lowmem.core.accumulation import Accumulation
-from lowmem.core.batch import Batch
+from lowmem.core.batch import LEAST_POSITIONS, Batch
 from lowmem.core.decoder import Decoder
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
-from lowmem.core.encoder_decoder import EncoderDecoder
 from lowmem.core.final_gradients import (
     AppliedGradients,
     DroppedGradients,
@@ -70,7 +69,7 @@ from lowmem.core.final_gradients import (
     LeavingGradients,
 )
 from lowmem.core.kernels import fused
-from lowmem.core.layout import IN_BACKWARD, TWO_PASS, Layout
+from lowmem.core.layout import Fate, Layout
 from lowmem.core.operations import Operations
 from lowmem.core.optimizers import Hyperparameters, Optimizer, State
 from lowmem.core.parameters import Piece, Store
@@ -140,6 +139,7 @@ class TrainingStep:
         self.operations = operations or Operations(decoder, store, optimizer)
         self.make_room: Callable[[str, str], None] | None = None
         self.abandoned: Callable[[], bool] | None = None
+        self.least_positions = LEAST_POSITIONS.get(store.device.type, 1)  # of a micro-batch (batch.py)
         self._decoder, self._clip_norm, self._seed = decoder, clip_norm, seed
         self._set_layout(layout)
         beside = fused.may_run_beside(decoder.fused_kernels, optimizer)
@@ -177,12 +177,13 @@ class TrainingStep:
         work = _Work(micro_batches, dropouts, self.loss_scale.scale / tokens, groups)
         self._decoder.model.train()
 
-        update = self.layout.update(len(groups), self._clip_norm is not None, self.loss_scale.enabled)
-        if update == IN_BACKWARD:
+        needs_all_gradients = self._clip_norm is not None or self.loss_scale.enabled
+        fate = self.layout.fate_in(len(groups), needs_all_gradients)
+        if fate is Fate.APPLIED:
             gradients = self._applied(1.0, learning_rate)
-        elif update == TWO_PASS:
+        elif fate is Fate.DROPPED:
             gradients = DroppedGradients(*self._of_gradients)
-        elif self.layout.gradients_in_ram:
+        elif fate is Fate.SENT:
             gradients = LeavingGradients(*self._of_gradients, self._gradients)
         else:
             gradients = HeldGradients(*self._of_gradients)
@@ -193,7 +194,7 @@ class TrainingStep:
         if updated:
             clip = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (norm + 1e-6))
             factor = clip / self.loss_scale.scale
-            if update == TWO_PASS:
+            if fate is Fate.DROPPED:
                 self._forward_and_backward(work, self._applied(factor, learning_rate))
             elif gradients.held:
                 self._updates.begin(factor, learning_rate, downwards=False)
@@ -348,8 +349,8 @@ class TrainingStep:
         return total
 
     def _cut(self, batch: Batch, rows: int) -> list[Batch]:
-        batch.check(isinstance(self._decoder, EncoderDecoder))
-        return batch.micro_batches(rows, self.layout.least_positions)
+        batch.check(self._decoder.needs_sources)
+        return batch.micro_batches(rows, self.least_positions)
 
     def _unless_abandoned(self) -> None:
         if self.abandoned is not None and not self.halfway and self.abandoned():
@@ -362,15 +363,15 @@ class TrainingStep:
         RAM is page-locked. A step whose updates have begun keeps from here on only what it must."""
         for saved in chain(*self._saved):
             saved.output = saved.products = None
-        more = layout.resident_units < self.store.resident_units
+        more = layout.states_on_gpu < self.store.states_on_gpu
         try:
-            return self._updates.move_states(layout.resident_units) if more else True
+            return self._updates.move_states(layout.states_on_gpu) if more else True
         finally:
             self._set_layout(layout)
             self._weights.fit([each.blocks for each in self.segments])
 
     def _set_layout(self, layout: Layout) -> None:
-        self.layout = replace(layout, resident_units=self.store.resident_units)
+        self.layout = replace(layout, states_on_gpu=self.store.states_on_gpu)
         self.segments = layout.segments(len(self._decoder.blocks))
 
     @property
@@ -439,4 +440,4 @@ def summed_loss(step: TrainingStep, batches, limit: int) -> tuple[float, int]:
 
 def _placed(layout: Layout) -> tuple:
     """What of a layout is decided when the store is made."""
-    return layout.resident_weights, layout.gradients_in_ram, layout.disk_units
+    return layout.weights_on_gpu, layout.fate is Fate.SENT, layout.states_on_disk

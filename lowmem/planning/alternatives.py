@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, zip_longest
 
-from lowmem.core.layout import LEAST_POSITIONS, Layout
+from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.planning.columns import Choices
@@ -17,11 +17,10 @@ FEW_SEQUENCES = 4  # to a micro-batch, where the whole batch is one group: those
 SEGMENTS_OF_A_BATCH = (1, 2, 4, 6, 8)  # blocks per segment that are tried where the inputs of a whole batch are kept
 
 
-def step_case(settings: Settings, precision: str, device: str = "cuda") -> StepCase:
+def step_case(settings: Settings, precision: str) -> StepCase:
     """What all layouts of these settings share, in one of them."""
-    layout = Layout(micro_batch=1, least_positions=LEAST_POSITIONS[device])
     return StepCase(
-        settings.seq, settings.batch, layout, WORKING_DTYPES[precision],
+        settings.seq, settings.batch, Layout(micro_batch=1), WORKING_DTYPES[precision],
         OPTIMIZERS[settings.optimizer], settings.clip_norm, settings.masks_documents,
         target_tokens=settings.target_tokens,
     )  # fmt: skip
@@ -39,7 +38,7 @@ def in_order(settings: Settings, simulations: Simulations) -> Iterator[list[Choi
         of_each = [
             _alternatives(settings, choices, simulations.base.needs_all_gradients)
             for choices in placed
-            if bool(choices.disk_units) == on_disk
+            if bool(choices.states_on_disk) == on_disk
         ]
         yield from filter(None, chain.from_iterable(zip_longest(*of_each)))
 
@@ -65,7 +64,7 @@ def choices_of(settings: Settings, simulations: Simulations) -> Choices:
         groups=None if settings.group is None else [settings.group],
         segments=SEGMENTS if settings.segment_blocks is None else [settings.segment_blocks],
         kept={"auto": range(2 * blocks + 1), "on": [0], "products": [blocks], "off": [2 * blocks]}[settings.recompute],
-        resident_units={"auto": range(units + 1), "resident": [units]}.get(settings.states, [0]),
+        states_on_gpu={"auto": range(units + 1), "resident": [units]}.get(settings.states, [0]),
     )
 
 
@@ -74,7 +73,7 @@ def placements(settings: Settings, simulations: Simulations) -> list[Choices]:
     for them, with all streamed states on a disk."""
     choices = choices_of(settings, simulations)
     streamed = replace(
-        choices, resident_weights=1, resident_units=[0],
+        choices, weights_on_gpu=1, states_on_gpu=[0],
         kept=[kept for kept in choices.kept if kept <= simulations.blocks],
     )  # fmt: skip
     possible = settings.states != "resident" and settings.recompute != "off"
@@ -83,7 +82,7 @@ def placements(settings: Settings, simulations: Simulations) -> list[Choices]:
     ]
     if settings.states_folder is None:
         return placed
-    on_disk = [replace(choices, disk_units=simulations.units) for choices in placed]
+    on_disk = [replace(choices, states_on_disk=simulations.units) for choices in placed]
     return on_disk if settings.states == "disk" else placed + on_disk
 
 
@@ -114,11 +113,11 @@ def _whole_batch(settings: Settings, choices: Choices) -> list[Choices]:
     smallest, *larger = choices.micro_batches
     few = [smallest, *(size for size in larger if size <= FEW_SEQUENCES)]
     fewer = replace(choices, micro_batches=few, segments=segments)
-    in_ram = replace(fewer, gradients_in_ram=True, resident_units=[0])
+    in_ram = replace(fewer, fate=Fate.SENT, states_on_gpu=[0])
     ways = {"auto": [in_ram, twice(fewer)], "resident": [twice(fewer)], "streamed": [in_ram]}[settings.gradients]
     return [twice(fewer)] if settings.states == "resident" else ways
 
 
 def twice(choices: Choices) -> Choices:
     """The same with forward and backward twice."""
-    return replace(choices, norm_first=True)
+    return replace(choices, fate=Fate.DROPPED)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from lowmem.core.layout import Layout
-from lowmem.planning.simulated_step import Recording, most_bytes
+from lowmem.core.layout import Fate, Layout
+from lowmem.cudasim.tape import most_bytes
+from lowmem.planning.simulated_step import Recording
 from lowmem.planning.simulations import Simulations
 
 _FEW = 16  # micro-batches that are one group at most, where all gradients are held
@@ -29,28 +30,27 @@ class MemoryLimits:
 @dataclass(frozen=True)
 class Choices:
     """What may be chosen from, each in ascending order; `groups` None: what divides the number of micro-batches.
-    `norm_first`: whether forward and backward run twice (core/step.py); `gradients_in_ram`: Layout's; the whole batch
+    `fate`: Layout's; the whole batch
     is one group then, and with gradients in RAM no unit's states are resident.
-    `resident_weights`, `boundaries_in_ram`: Layout's. Where weights are streamed no unit's states are resident, and no
+    `weights_on_gpu`, `boundaries_in_ram`: Layout's. Where weights are streamed no unit's states are resident, and no
     block is kept whole. Where boundaries are in RAM, there is one length of segments and one of `kept`, which say how
-    much that is; and the whole batch is one group. `disk_units`: Layout's.
+    much that is; and the whole batch is one group. `states_on_disk`: Layout's.
     """
 
     micro_batches: Sequence[int]
     groups: Sequence[int] | None
     segments: Sequence[int]
     kept: Sequence[int]
-    resident_units: Sequence[int]
-    norm_first: bool = False
-    resident_weights: int | None = None
+    states_on_gpu: Sequence[int]
+    weights_on_gpu: int | None = None
     boundaries_in_ram: bool = False
-    disk_units: int = 0
-    gradients_in_ram: bool = False
+    states_on_disk: int = 0
+    fate: Fate = Fate.HELD
 
     @property
     def whole_batch(self) -> bool:
         """Whether the whole batch is one group, for gradients that are not held on the device."""
-        return self.norm_first or self.gradients_in_ram
+        return self.fate is not Fate.HELD
 
     def groups_of(self, batch: int, micro_batch: int) -> list[int]:
         """The smallest group and the largest."""
@@ -67,7 +67,6 @@ class Family:
 
     micro_batch: int
     group: int
-    first_group: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,13 +82,13 @@ class Columns:
 
     def __init__(self, simulations: Simulations, choices: Choices, room: MemoryLimits):
         self.simulations, self.choices, self.room = simulations, choices, room
-        self.last_kept, self.last_resident = len(choices.kept) - 1, len(choices.resident_units) - 1
+        self.last_kept, self.last_resident = len(choices.kept) - 1, len(choices.states_on_gpu) - 1
         self._sizes: dict[int, list[float]] = {}
         self._found_kept: dict[tuple[Family, int, int], int] = {}
         frugal = self.record(self.frugal_column(choices.micro_batches[0]), 0, 0)
         beside = frugal.streamed_weight_bytes + frugal.boundary_bytes + frugal.gradient_bytes + frugal.disk_buffer_bytes
         in_ram = [size - on_disk for size, on_disk in zip(frugal.state_bytes, frugal.disk_bytes, strict=True)]
-        streamed = [sum(in_ram[units:]) + beside for units in choices.resident_units]
+        streamed = [sum(in_ram[units:]) + beside for units in choices.states_on_gpu]
         self.fewest_resident = next((place for place, size in enumerate(streamed) if within(size, room.ram)), None)
 
     def groups(self, micro_batch: int) -> list[int]:
@@ -110,7 +109,7 @@ class Columns:
     def residencies(self) -> list[tuple[int, int]]:
         """From and to which place of resident units memory grows all along: with all resident there is no ring."""
         fewest, last = self.fewest_resident, self.last_resident
-        if fewest < last and self.choices.resident_units[last] == self.simulations.units:
+        if fewest < last and self.choices.states_on_gpu[last] == self.simulations.units:
             return [(fewest, last - 1), (last, last)]
         return [(fewest, last)]
 
@@ -118,11 +117,9 @@ class Columns:
         """What `kept` and `resident`, places in the choices' lists, stand for."""
         family, choices = column.family, self.choices
         layout = Layout(
-            family.micro_batch, family.group, column.segment, norm_first=choices.norm_first,
-            first_group=family.first_group, resident_units=choices.resident_units[resident],
-            resident_weights=choices.resident_weights, boundaries_in_ram=choices.boundaries_in_ram,
-            disk_units=choices.disk_units, gradients_in_ram=choices.gradients_in_ram,
-            least_positions=self.simulations.base.layout.least_positions,
+            family.micro_batch, family.group, column.segment, states_on_gpu=choices.states_on_gpu[resident],
+            weights_on_gpu=choices.weights_on_gpu, boundaries_in_ram=choices.boundaries_in_ram,
+            states_on_disk=choices.states_on_disk, fate=choices.fate,
         )  # fmt: skip
         return self.simulations.keeping(layout, choices.kept[kept])
 
@@ -154,7 +151,7 @@ class Columns:
 
     def allocated_bytes(self, column: Column, kept: int, resident: int) -> int:
         """Without a recording for every number of resident units: their states add up."""
-        units, least = self.choices.resident_units[resident], self.choices.resident_units[0]
+        units, least = self.choices.states_on_gpu[resident], self.choices.states_on_gpu[0]
         streaming = self.layout(column, kept, 0)
         allocated = self.simulations.allocated_bytes(streaming)
         if units == least:
@@ -167,8 +164,8 @@ class Columns:
         """What staging takes, which is not there with everything resident."""
         column = self.frugal_column(self.choices.micro_batches[0])
         streaming = self.layout(column, 0, 0)
-        resident = replace(streaming, resident_units=self.simulations.units)
-        states = sum(self.simulations.record(streaming).state_bytes[streaming.resident_units :])
+        resident = replace(streaming, states_on_gpu=self.simulations.units)
+        states = sum(self.simulations.record(streaming).state_bytes[streaming.states_on_gpu :])
         return self.simulations.allocated_bytes(streaming) + states - self.simulations.allocated_bytes(resident)
 
     def fits(self, column: Column, kept: int, resident: int) -> bool:
@@ -176,7 +173,7 @@ class Columns:
 
     def saved_bytes(self, family: Family, segment: int) -> int:
         """The most that segments of that length save: inputs of blocks, of all micro-batches of a group."""
-        sequences = family.micro_batch * (family.first_group or family.group)
+        sequences = family.micro_batch * family.group
         shortest = self.choices.segments[0]
         return self._input_bytes * sequences * (segment - shortest) // segment
 
@@ -190,7 +187,7 @@ class Columns:
     def most_kept(self, column: Column, resident: int, least: int, most: int) -> int | None:
         """The most that can be kept, between these; None where nothing fits. What was found for the last column with
         these groups and segments, which had another first group, is looked at first."""
-        alike = replace(column.family, first_group=0), column.segment, resident
+        alike = column.family, column.segment, resident
         fits, beyond, tried = least - 1, most + 1, self._found_kept.get(alike, least)
         while beyond - fits > 1:
             tried = min(max(tried, fits + 1), beyond - 1)

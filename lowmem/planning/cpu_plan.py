@@ -13,14 +13,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lowmem.core.decoder import Decoder
-from lowmem.core.layout import Layout
+from lowmem.core.layout import Fate, Layout
+from lowmem.cudasim.tape import most_bytes, named_at_peak
 from lowmem.device import RETURNED_FROM_BYTES
 from lowmem.errors import PlanError
 from lowmem.planning.alternatives import largest_drawn_bytes, placements, step_case
 from lowmem.planning.caps import refusal
 from lowmem.planning.plan import Plan
 from lowmem.planning.ram import CPU_TRAINING_BYTES, PROCESS_VARIES_BYTES, Process, on_the_cpu
-from lowmem.planning.simulated_step import cpu_target, most_bytes, named_at_peak
+from lowmem.planning.simulated_step import cpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 
@@ -31,11 +32,11 @@ def cpu_plan(
     settings: Settings, decoder: Callable[[], Decoder], precision: str, ram_free_bytes: int | None, process: Process
 ) -> Plan:
     """make_plan's, for the CPU; PlanError where nothing fits."""
-    case = step_case(settings, precision, "cpu")
+    case = step_case(settings, precision)
     simulations = Simulations(decoder, case, cpu_target())
     choices = placements(settings, simulations)[0]  # in RAM they are in any case, and so are boundaries
     if settings.gradients == "streamed":
-        choices = replace(choices, gradients_in_ram=True, resident_units=[0])
+        choices = replace(choices, fate=Fate.SENT, states_on_gpu=[0])
 
     def plan_of(layout: Layout) -> Plan:
         recording = simulations.record(layout)
@@ -61,36 +62,35 @@ def cpu_plan(
     def fits_here(plan: Plan) -> bool:
         return ram_free_bytes is None or plan.ram_bytes - process.now_bytes <= ram_free_bytes
 
-    def on_disk(layout: Layout, disk_units: int) -> Layout:
-        return replace(layout, resident_units=simulations.units - disk_units, disk_units=disk_units)
+    def on_disk(layout: Layout, states_on_disk: int) -> Layout:
+        return replace(layout, states_on_gpu=simulations.units - states_on_disk, states_on_disk=states_on_disk)
 
     def with_fewer_on_disk(plan: Plan) -> Plan:
         too_few = 0
-        while plan.layout.disk_units - too_few > 1:
-            fewer = plan_of(on_disk(plan.layout, (plan.layout.disk_units + too_few) // 2))
+        while plan.layout.states_on_disk - too_few > 1:
+            fewer = plan_of(on_disk(plan.layout, (plan.layout.states_on_disk + too_few) // 2))
             if fits(fewer) and fits_here(fewer):
                 plan = fewer
             else:
-                too_few = fewer.layout.disk_units
+                too_few = fewer.layout.states_on_disk
         return plan
 
     def twice(layout: Layout) -> Layout:
-        return replace(layout, norm_first=True, group=settings.batch // layout.micro_batch)
+        return replace(layout, fate=Fate.DROPPED, group=settings.batch // layout.micro_batch)
 
     most = max(CPU_MICRO_BATCH_TOKENS // settings.seq, 1)
     sizes = [size for size in choices.micro_batches if size <= most] or choices.micro_batches[:1]
     layouts = [
         Layout(
             size, choices.groups_of(settings.batch, size)[0], choices.segments[0],
-            resident_units=choices.resident_units[-1], resident_weights=choices.resident_weights,
-            boundaries_in_ram=settings.boundaries == "streamed", disk_units=choices.disk_units,
-            gradients_in_ram=choices.gradients_in_ram,
-            least_positions=case.layout.least_positions,
+            states_on_gpu=choices.states_on_gpu[-1], weights_on_gpu=choices.weights_on_gpu,
+            boundaries_in_ram=settings.boundaries == "streamed", states_on_disk=choices.states_on_disk,
+            fate=choices.fate,
         )
         for size in reversed(sizes)
     ]  # fmt: skip
     layouts = [simulations.keeping(layout, choices.kept[0]) for layout in layouts]
-    may_run_twice = case.needs_all_gradients and settings.group is None and not choices.gradients_in_ram
+    may_run_twice = case.needs_all_gradients and settings.group is None and choices.fate is Fate.HELD
     if may_run_twice:
         layouts += map(twice, list(layouts))
     plan = next((plan for plan in map(plan_of, layouts) if fits(plan)), None)
@@ -104,9 +104,9 @@ def cpu_plan(
         raise PlanError(refusal(settings, None, None, least))
     if may_run_twice and not fits_here(plan):  # which changes no bit, so what is free may decide it
         plan = plan_of(twice(plan.layout))
-    streamed = choices.resident_weights is not None or settings.boundaries == "streamed" or plan.layout.disk_units
+    streamed = choices.weights_on_gpu is not None or settings.boundaries == "streamed" or plan.layout.states_on_disk
     if settings.recompute == "auto" and ram_free_bytes is not None and not streamed:
-        kept = plan_of(replace(plan.layout, recompute=False, segment_blocks=1))
+        kept = plan_of(simulations.keeping(plan.layout, 2 * simulations.blocks))
         activations = kept.ram_bytes - plan.ram_bytes
         if fits(kept) and fits_here(kept) and activations <= ram_free_bytes // 4:
             plan = kept

@@ -9,10 +9,11 @@ from functools import partial
 import torch
 
 from lowmem.core.decoder import Decoder
-from lowmem.core.layout import Layout
+from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import Card
+from lowmem.cudasim.tape import under_cap
 from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES
 from lowmem.planning.alternatives import all_choices, choices_of, in_order, largest_drawn_bytes, step_case, twice
@@ -29,7 +30,7 @@ from lowmem.planning.ram import (
     on_a_gpu,
 )
 from lowmem.planning.search import Found, fastest, frugal, smallest_room, streaming_more
-from lowmem.planning.simulated_step import Recording, StepCase, gpu_target, under_cap
+from lowmem.planning.simulated_step import Recording, StepCase, gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 from lowmem.units import GIB, format_size
@@ -83,7 +84,7 @@ def gpu_plan(
     plan = _plan(settings, simulations, "cuda", precision, card, gpu_limit, run, process_bytes)
     plan = replace(plan, fused_kernels=target.fused_kernels)
     may_wait_in_ram = settings.gradients == "auto" and settings.states != "resident"
-    if roomy is None and found.layout.norm_first and room.ram is not None and may_wait_in_ram:
+    if roomy is None and found.layout.fate is Fate.DROPPED and room.ram is not None and may_wait_in_ram:
         streamed = replace(settings, gradients="streamed")
         faster = fastest_layout(streamed, simulations, MemoryLimits(room.gpu, None))
         if faster is not None and faster.recording.seconds < _WORTH_SAYING * plan.step_seconds:
@@ -113,9 +114,9 @@ def fastest_layout(settings: Settings, simulations: Simulations, room: MemoryLim
     What a disk costs is no part of the search, since all that streams as much waits for it as long."""
     best = None
     for alternatives in in_order(settings, simulations):
-        on_disk = bool(alternatives[0].disk_units)
+        on_disk = bool(alternatives[0].states_on_disk)
         if best is not None:
-            if on_disk and not best.layout.norm_first:
+            if on_disk and best.layout.fate is not Fate.DROPPED:
                 break
             alternatives = _possibly_faster(alternatives, best)
         below_seconds = math.inf if best is None else best.recording.seconds
@@ -124,7 +125,7 @@ def fastest_layout(settings: Settings, simulations: Simulations, room: MemoryLim
         else:
             found = _fastest_of(simulations, alternatives, room, below_seconds)[0]
         best = found or best
-        if best is not None and not best.layout.whole_batch and best.layout.resident_weights is None:
+        if best is not None and not best.layout.whole_batch and best.layout.weights_on_gpu is None:
             break
     return best
 
@@ -134,10 +135,10 @@ def _possibly_faster(alternatives: Sequence[Choices], best: Found) -> list[Choic
     but waiting then; and boundaries in RAM save time by larger micro-batches alone, for their blocks keep nothing."""
     left = []
     for which in alternatives:
-        if which.boundaries_in_ram and not best.layout.norm_first:
+        if which.boundaries_in_ram and best.layout.fate is not Fate.DROPPED:
             larger = [size for size in which.micro_batches if size > best.layout.micro_batch]
             which = replace(which, micro_batches=larger)
-        if which.micro_batches and not which.norm_first:
+        if which.micro_batches and which.fate is not Fate.DROPPED:
             left.append(which)
     return left
 
@@ -149,14 +150,14 @@ def _fastest_with_disk(
     """The fastest layout of several choices that fits with states on a disk, of as few units as RAM asks for. Gradients
     in RAM leave more for a disk, which may take longer than what they save; so the rest is looked at, too."""
     best, units = None, simulations.units
-    disk_units = range(units if settings.states == "disk" else 1, units + 1)
+    states_on_disk = range(units if settings.states == "disk" else 1, units + 1)
     for in_ram in (True, False):
-        remaining = [replace(which, disk_units=0) for which in alternatives if which.gradients_in_ram == in_ram]
+        remaining = [replace(which, states_on_disk=0) for which in alternatives if (which.fate is Fate.SENT) == in_ram]
         while remaining:
             found, chosen = _fastest_of(simulations, remaining, MemoryLimits(room.gpu, None), below_seconds)
             if found is None:
                 break
-            found = _with_states_on_disk(simulations, found, room, disk_units)
+            found = _with_states_on_disk(simulations, found, room, states_on_disk)
             if found is not None:
                 if found.recording.seconds < below_seconds:
                     best, below_seconds = found, found.recording.seconds
@@ -175,34 +176,38 @@ def _fastest_of(
         faster = fastest(simulations, which, room, below_seconds)
         if faster is not None:
             found, chosen, below_seconds = faster, which, faster.recording.seconds
-    if found is not None and chosen.resident_weights is not None:
+    if found is not None and chosen.weights_on_gpu is not None:
         found = _with_more_weights(simulations, found, room)
     return found, chosen
 
 
-def _with_states_on_disk(simulations: Simulations, found: Found, room: MemoryLimits, disk_units: range) -> Found | None:
+def _with_states_on_disk(
+    simulations: Simulations, found: Found, room: MemoryLimits, states_on_disk: range
+) -> Found | None:
     """The same with the states of as few units on a disk as RAM has room for the others'; None where it has not even
     room for what is left with all of them there."""
 
     def on_disk(units: int) -> Found:
-        layout = replace(found.layout, disk_units=units)
+        layout = replace(found.layout, states_on_disk=units)
         return replace(found, layout=layout, recording=simulations.record(layout))
 
-    place = bisect_left(disk_units, True, key=lambda units: within(on_disk(units).recording.streamed_bytes, room.ram))
-    return None if place == len(disk_units) else on_disk(disk_units[place])
+    place = bisect_left(
+        states_on_disk, True, key=lambda units: within(on_disk(units).recording.streamed_bytes, room.ram)
+    )
+    return None if place == len(states_on_disk) else on_disk(states_on_disk[place])
 
 
 def _with_more_weights(simulations: Simulations, found: Found, room: MemoryLimits) -> Found:
     """The same with the working weights of as many units on the GPU as it has room for: each takes its bytes there, and
     leaves less to be brought."""
-    fits, beyond = found.layout.resident_weights, simulations.units - 1
+    fits, beyond = found.layout.weights_on_gpu, simulations.units - 1
     while beyond - fits > 1:
-        layout = replace(found.layout, resident_weights=(fits + beyond) // 2)
+        layout = replace(found.layout, weights_on_gpu=(fits + beyond) // 2)
         runs = simulations.runs(layout)
         if runs.fits(room.gpu):
-            fits, found = layout.resident_weights, Found(layout, simulations.record(layout), runs.memory)
+            fits, found = layout.weights_on_gpu, Found(layout, simulations.record(layout), runs.memory)
         else:
-            beyond = layout.resident_weights
+            beyond = layout.weights_on_gpu
     return found
 
 
@@ -211,16 +216,16 @@ def _seconds_with_more_ram(
 ) -> float | None:
     """How long a step takes with 1 GiB more of RAM, or less; None where RAM is not what decides, or where that changes
     little. It is the time of one layout, which fits then: that of `found`, but streaming and keeping more."""
-    recording, resident = found.recording, found.layout.resident_units
+    recording, resident = found.recording, found.layout.states_on_gpu
     if (
         room.ram is None
         or not resident
-        or found.layout.disk_units
+        or found.layout.states_on_disk
         or recording.streamed_bytes + recording.state_bytes[resident - 1] <= room.ram
     ):
         return None
     choices = choices_of(settings, simulations)
-    if found.layout.norm_first:
+    if found.layout.fate is Fate.DROPPED:
         choices = twice(choices)
     more = streaming_more(simulations, choices, MemoryLimits(room.gpu, room.ram + GIB), found)
     if more is None or more.recording.seconds >= _WORTH_SAYING * recording.seconds:
@@ -231,7 +236,7 @@ def _seconds_with_more_ram(
 def least_room(settings: Settings, simulations: Simulations, room: MemoryLimits) -> MemoryLimits:
     """The smallest caps that would do where nothing fits into `room`."""
     every = all_choices(settings, simulations)
-    rooms = [(smallest_room(simulations, which, room), which.resident_weights is not None) for which in every]
+    rooms = [(smallest_room(simulations, which, room), which.weights_on_gpu is not None) for which in every]
     # Streamed weights take more RAM: where its cap does not allow that, they are no help with the GPU's.
     helping = [found for found, streamed in rooms if not streamed or room.ram is None or found.ram <= room.ram]
     rooms = helping or [found for found, _ in rooms]

@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 import torch
 
-from lowmem.core.layout import Layout
+from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.recompute import ALL, INPUT, PRODUCTS
@@ -91,13 +91,14 @@ class Plan:
             "limits": {"gpu_bytes": self.gpu_limit_bytes, "ram_bytes": self.settings.ram_limit_bytes},
             "choice": asdict(self.layout)
             | {
+                "recompute": self.layout.recomputes(self.blocks),
                 "state_bits": OPTIMIZERS[self.settings.optimizer].state_bits,
                 "precision": self.precision,
                 "residual": self.settings.residual,
                 "device": self.device,
                 "optimizer": self.settings.optimizer,
                 "fused_kernels": self.fused_kernels,
-                "streamed_units": self.units - self.layout.resident_units,
+                "streamed_units": self.units - self.layout.states_on_gpu,
             },
             "predicted": {
                 "gpu_allocated_peak_bytes": self.gpu_allocated_peak_bytes,
@@ -128,27 +129,25 @@ class Plan:
         laid_out = f"batch {settings.batch} x {settings.seq} tokens as micro-batches of {layout.micro_batch}"
         if layout.group > 1:
             laid_out += f" in groups of {layout.group}"
-        if layout.first_group:
-            laid_out += f", the first {layout.first_group} as one group"
         laid_out += f"; {kept_in_words(layout, self.blocks)}"
         if self.device == "cuda":
-            laid_out += f"; states of {layout.resident_units} of {self.units} units on the GPU"
-        if layout.resident_weights is not None:
-            streamed = self.blocks + 1 - max(layout.resident_weights, 1)
+            laid_out += f"; states of {layout.states_on_gpu} of {self.units} units on the GPU"
+        if layout.weights_on_gpu is not None:
+            streamed = self.blocks + 1 - max(layout.weights_on_gpu, 1)
             laid_out += f"; working weights of {streamed} of {self.blocks} blocks brought over for each pass"
-        if layout.disk_units:
+        if layout.states_on_disk:
             on_disk = len(layout.units_on_disk(self.units))
             laid_out += f"; states of {on_disk} of {self.units} units on the disk of {settings.states_folder}"
         if layout.boundaries_in_ram:
             laid_out += "; inputs of blocks wait in RAM for their backward"
-        if layout.gradients_in_ram:
+        if layout.fate is Fate.SENT:
             laid_out += "; gradients wait in RAM for their updates"
         lines = [
             f"{self.model}: {self.parameters:,} parameters, all trained; "
             f"{settings.optimizer}, {self.precision}{masters}",
             laid_out,
         ]
-        if layout.norm_first:
+        if layout.fate is Fate.DROPPED:
             lines.append(
                 "all gradients at once would not fit, so forward and backward run twice, first for the norm alone"
             )
@@ -190,7 +189,7 @@ class Plan:
 
 def kept_in_words(layout: Layout, blocks: int) -> str:
     """What a layout recomputes of a model's blocks."""
-    if not layout.recompute:
+    if not layout.recomputes(blocks):
         return "nothing recomputed"
     segments = layout.segments(blocks)
     again, products, whole = (

@@ -1,6 +1,6 @@
 """The fastest layout of a step that fits: which are tried, in which order, and what rules the others out.
 
-A layout is a micro-batch size, how many micro-batches form a group (and how many the first one), how many blocks a
+A layout is a micro-batch size, how many micro-batches form a group, how many blocks a
 segment, what each block keeps for its backward, and how many units have their optimizer state on the device. Everything
 that is asked of a layout is simulated (simulated_step.py), and none of it depends on the caps: its seconds, the bytes
 that it streams, and `smallest_cap_bytes`, the cap of the GPU from which on it is taken to fit. The caps only select,
@@ -10,8 +10,7 @@ named as the smallest is planned when it is given: it is a layout's own, and tha
 What blocks keep is one number, `kept`: from 0, where each runs again from its input, one block after the other comes to
 keep its products, and from L on, the number of blocks, one after the other to keep everything, up to 2 L. A block's
 products are worth more time per byte than the rest, so no other mixture is tried. A group is one micro-batch or the
-whole batch; between these lies a larger first group, doubled as long as copies are waited for, which hides the same
-copies in less memory than larger groups throughout.
+whole batch.
 
 The search is best-first (branch and bound): a heap of single layouts and of sets of layouts, each with the seconds
 that nothing in it can go below. The lowest is taken off; a set is cut up, and the first layout that fits is the
@@ -22,8 +21,8 @@ these, which tests hold to exhaustive runs over small grids:
     and never more time, since there is less to wait for;
   * more kept takes more memory, and along each half of `kept` time goes one way (it falls, unless the host is what is
     slow);
-  * at the same `kept` and residency, longer segments, larger groups and larger first groups compute no less. Longer
-    segments save at most the inputs that they do not keep; larger first groups save no memory;
+  * at the same `kept` and residency, longer segments and larger groups compute no less. Longer segments save at
+    most the inputs that they do not keep;
   * more sequences in a micro-batch never take less memory.
 """
 
@@ -33,13 +32,13 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count, pairwise
 
-from lowmem.core.layout import Layout
+from lowmem.core.layout import Fate, Layout
+from lowmem.cudasim.tape import Memory
 from lowmem.planning.columns import Choices, Column, Columns, Family, MemoryLimits, within
-from lowmem.planning.simulated_step import Memory, Recording
+from lowmem.planning.simulated_step import Recording
 from lowmem.planning.simulations import Simulations
 
 SEGMENTS = (1, 2, 3, 4)  # blocks per segment that are tried
-_NO_WAIT = 1e-3  # the share of a step from which waiting for copies is worth a larger first group
 _TRIES = 3  # of keeping less, where what was estimated to fit does not
 _NEAR = 0.01  # to the best bound: sets that are worth a recording more for a better one of their own
 
@@ -134,15 +133,13 @@ class _Search(Columns):
             yield from ((seconds, family) for family in families)
 
     def parts_of(self, family: Family) -> _Bounded:
-        """By segments, stretches of `kept` and whether there is a ring; then the family with a first group twice as
-        large. A part's bound is taken from the column without a larger first group and with the shortest segments,
-        which computes no more, given what longer segments save."""
+        """By segments, stretches of `kept` and whether there is a ring. A part's bound is taken from the column with
+        the shortest segments, which computes no more, given what longer segments save."""
         if not self._may_fit(family):
             return
         shortest, longest = self.choices.segments[0], self.choices.segments[-1]
-        column = Column(replace(family, first_group=0), shortest)
+        column = Column(family, shortest)
         again = sum(kept < self.simulations.blocks for kept in self.choices.kept)  # places with blocks in segments
-        lowest = math.inf
         for segment in self.choices.segments:
             saved = 0 if segment == shortest else self.saved_bytes(family, longest)
             limit = None if self.room.gpu is None else self.room.gpu + saved
@@ -152,15 +149,8 @@ class _Search(Columns):
                     if kept is None or (segment != shortest and least >= again):
                         continue
                     seconds = self.seconds_without_waiting(column, kept if segment == shortest else min(kept, again))
-                    lowest = min(lowest, seconds)
                     kept = kept if segment == shortest else min(kept, again - 1)
                     yield seconds, _Part(Column(family, segment), least, kept, fewest, all)
-        first_group = 2 * (family.first_group or family.group)
-        micro_batches = self.simulations.base.batch // family.micro_batch
-        if lowest < math.inf and self.choices.groups is None and first_group < micro_batches:
-            recording = self.record(Column(family, shortest), 0, 0)
-            if recording.waiting_seconds > _NO_WAIT * recording.seconds:
-                yield lowest, replace(family, first_group=first_group)
 
     def cut(self, part: _Part, bound: float) -> _Bounded:
         """The layout that keeps most, with as many resident units as fit beside that, and halves of what has more
@@ -210,8 +200,8 @@ class _Search(Columns):
     def _least_seconds(self, micro_batch: int) -> float:
         """What no layout with this micro-batch goes below. Where forward and backward run twice, that is half as much
         again as where they run once: what they do not double are the updates."""
-        if self.choices.norm_first:
-            once = _Search(self.simulations, replace(self.choices, norm_first=False), MemoryLimits(None, None))
+        if self.choices.fate is Fate.DROPPED:
+            once = _Search(self.simulations, replace(self.choices, fate=Fate.HELD), MemoryLimits(None, None))
             return 1.5 * once._least_seconds(micro_batch)
         groups = self.groups(micro_batch)
         if self.simulations.base.needs_all_gradients:
@@ -276,7 +266,7 @@ def streaming_more(simulations: Simulations, choices: Choices, room: MemoryLimit
     resident = search.fewest_resident
     if resident is None:
         return None
-    column = Column(Family(layout.micro_batch, layout.group, layout.first_group), layout.segment_blocks)
+    column = Column(Family(layout.micro_batch, layout.group), layout.segment_blocks)
     wasted = found.memory.reserved_peak_bytes - found.memory.allocated_peak_bytes
     smaller = MemoryLimits(None if room.gpu is None else room.gpu - wasted, room.ram)
     most = _Search(simulations, choices, smaller).most_kept(column, resident, 0, search.last_kept)

@@ -14,11 +14,7 @@ What CUDA does otherwise than the generic kernels is a table of its own (cuda_op
 which is outside the allocator's cap; saving and export, which take less of a GPU than training.
 """
 
-import gc
 import math
-import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,13 +23,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lowmem import device
 from lowmem.core import optimizers
-from lowmem.core.batch import Batch
+from lowmem.core.batch import LEAST_POSITIONS, Batch
 from lowmem.core.decoder import Decoder
 from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, HeldGradients, LeavingGradients
-from lowmem.core.kernels import fused
-from lowmem.core.layout import DEFERRED, Layout
+from lowmem.core.kernels import fused, operators  # noqa: F401  operators defines torch.ops.lowmem
+from lowmem.core.layout import Fate, Layout
 from lowmem.core.operations import Operations
 from lowmem.core.optimizers import Optimizer, UpdateRule
 from lowmem.core.parameters import Store
@@ -41,17 +36,10 @@ from lowmem.core.precision import LossScale
 from lowmem.core.segment_windows import BoundaryWindow, WeightWindow
 from lowmem.core.step import TrainingStep
 from lowmem.core.window import StateWindow
-from lowmem.cudasim.allocator import CachingAllocator
-from lowmem.cudasim.cuda_ops import PRODUCTS, CudaFunctions, allocated, blas_workspace_bytes, blaslt_workspace_bytes
+from lowmem.cudasim.device_model import DeviceModel, gpu_model, register_product
 from lowmem.cudasim.gpus import Card
-from lowmem.cudasim.recorder import FREED, DeviceModel, Recorder, Tape
-from lowmem.cudasim.roofline import (
-    HOST_SECONDS_PER_BACKWARD_OPERATION,
-    HOST_SECONDS_PER_OPERATION,
-    HOST_SECONDS_PER_PYTHON_BACKWARD,
-    operation_seconds,
-)
-from lowmem.cudasim.temporaries import COPIED_FIRST, Gpu, hidden_bytes
+from lowmem.cudasim.recorder import Recorder
+from lowmem.cudasim.tape import Tape
 from lowmem.planning.replay import META, ReplayedOperations
 from lowmem.planning.simulated_transfers import SimulatedTransfers
 
@@ -64,20 +52,21 @@ _NAMES = {  # of what is born in these functions, or in what they call, outside 
         kind.finish.__code__: "update" for kind in (HeldGradients, LeavingGradients, DroppedGradients, AppliedGradients)
     },
 }
+HOST_SECONDS_PER_PYTHON_BACKWARD = 27e-6  # of layers.py's product, both ways, beside its operations: on a CPU (x86_64)
+register_product(torch.ops.lowmem.add_product, first_factor=1, host_seconds=HOST_SECONDS_PER_PYTHON_BACKWARD)
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the step is simulated for. `machine`: what it adds to the operations; `functions`: a mode that puts its own
-    functions in the place of the generic ones; `update`: the rule that updates there; bytes per second of copies to and
-    from it, None where states are not streamed over a bus, and of the disk beside it."""
+    """What the step is simulated for. `machine`: what it adds to the operations; `update`: the rule that updates there;
+    bytes per second of copies to and from it, None where states are not streamed over a bus, and of the disk."""
 
     machine: DeviceModel
-    functions: Callable[[], AbstractContextManager] = nullcontext
     update: UpdateRule = optimizers.update
     copies_in: float | None = None
     copies_out: float | None = None
     disk: float = math.inf
+    least_positions: int = LEAST_POSITIONS["cuda"]
 
     @property
     def fused_kernels(self) -> bool:
@@ -109,30 +98,15 @@ def gpu_target(card: Card, fused_kernels: bool | None = None, disk_bytes_per_sec
     is to be expected; `disk_bytes_per_second`: of the disk beside it, reading and writing together."""
     if fused_kernels is None:
         fused_kernels = fused.expected(card.capability)
-    version = tuple(int(number) for number in torch.__version__.split(".")[:2])
-    workspace = blas_workspace_bytes(
-        card.capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES), version
-    )
-    gpu = Gpu(card.capability, card.multiprocessors)
-    machine = DeviceModel(
-        hidden_bytes=lambda *operation: hidden_bytes(*operation, gpu),
-        copied_first=COPIED_FIRST,
-        products=PRODUCTS,
-        workspace_bytes=workspace + blaslt_workspace_bytes(version),
-        allocated=allocated,
-        seconds=lambda *operation: operation_seconds(card, *operation),
-        host_seconds=(HOST_SECONDS_PER_OPERATION, HOST_SECONDS_PER_BACKWARD_OPERATION),
-        more_host_seconds={torch.ops.lowmem.add_product.default: HOST_SECONDS_PER_PYTHON_BACKWARD},
-    )
     return Target(
-        machine, lambda: CudaFunctions(card.capability, version), fused.update if fused_kernels else optimizers.update,
+        gpu_model(card), fused.update if fused_kernels else optimizers.update,
         card.copy_bytes_per_second, card.copy_bytes_per_second, disk_bytes_per_second,
     )  # fmt: skip
 
 
 def cpu_target() -> Target:
     """The CPU: no rewriting but attention's, no copies."""
-    return Target(DeviceModel(), CpuAttention, optimizers.update_in_slices)
+    return Target(DeviceModel(CpuAttention), optimizers.update_in_slices, least_positions=LEAST_POSITIONS["cpu"])
 
 
 @dataclass(frozen=True)
@@ -185,17 +159,6 @@ class Recording:
         return self.weight_bytes + sum(self.state_bytes)
 
 
-@dataclass(frozen=True)
-class Memory:
-    """What a tape takes of a GPU. `at_peak`: bytes by name at the peak of what is allocated, which they add up to;
-    `timeline`: (seconds, allocated, reserved), the most of every stretch of the tape."""
-
-    allocated_peak_bytes: int
-    reserved_peak_bytes: int
-    at_peak: dict[str, int]
-    timeline: list[tuple[float, int, int]]
-
-
 def record_step(
     decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *, alike: bool = False,
     whole_first_step: bool = False,
@@ -210,7 +173,7 @@ def record_step(
     recorder = Recorder(target.machine, lambda frame: _NAMES.get(frame.f_code), outcomes)
     # not recorded operation by operation, of which there are thousands: what they leave are these tensors
     store = Store(decoder, META, case.dtype, case.optimizer, case.layout, _never_touched, _never_touched)
-    with _no_collection(), recorder:
+    with recorder:
         recorder.take_workspaces()  # as a run does (device.py)
         for part in store.parts:
             recorder.note(part.absent if part.weights_streamed else part.working, "working_weights")
@@ -220,7 +183,7 @@ def record_step(
             recorder.note(buffer, "buffers")
         operations = ReplayedOperations(
             Operations(decoder, store, case.optimizer, target.update), recorder,
-            known=known, alike=alike, functions=target.functions,
+            known=known, alike=alike, functions=target.machine.functions,
         )  # fmt: skip
         copies = None
         if target.copies_in is not None and target.copies_out is not None:
@@ -236,17 +199,18 @@ def record_step(
             decoder, store, case.optimizer, case.layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
             loss_scale=LossScale(enabled=case.dtype is torch.float16), operations=operations, transfers=copies,
         )  # fmt: skip
+        step.least_positions = target.least_positions
         layout = case.layout
         step.evaluate(batch_of_zeros(case, layout.micro_batch))  # as a run does before its first step
         full = [layout.micro_batch * case.seq] * (case.batch // layout.micro_batch)
-        update = layout.update(len(layout.groups(full, case.seq)), case.clip_norm is not None, step.loss_scale.enabled)
-        if update == DEFERRED or whole_first_step:
-            two_groups = layout.micro_batch * ((layout.first_group or layout.group) + layout.group)
+        fate = layout.fate_in(len(layout.groups(full, case.seq)), case.needs_all_gradients)
+        if fate in (Fate.HELD, Fate.SENT) or whole_first_step:
+            two_groups = 2 * layout.micro_batch * layout.group
             step(batch_of_zeros(case, case.batch if whole_first_step else min(case.batch, two_groups)), 0, 1e-4)
         batch = batch_of_zeros(case, case.batch)
         if case.lengths is not None:
             batch = replace(batch_of_zeros(case, len(case.lengths)), lengths=torch.tensor(case.lengths))
-        if layout.disk_units and copies is not None:  # a disk still writes what the step before has left to it
+        if layout.states_on_disk and copies is not None:  # a disk still writes what the step before has left to it
             step(batch, 1, 1e-4)
         began, waited = recorder.clock.host, copies.exposed_seconds if copies else 0.0
         step(batch, 1, 1e-4)
@@ -260,7 +224,7 @@ def record_step(
     disk_bytes, disk_buffers = [0] * len(decoder.units), step.states.buffer_bytes
     for piece in store.pieces:
         disk_bytes[piece.part.unit] += sum(piece.state[name].nbytes for name in piece.on_disk)
-    in_ram = sum(state_bytes[case.layout.resident_units :]) - sum(disk_bytes)
+    in_ram = sum(state_bytes[case.layout.states_on_gpu :]) - sum(disk_bytes)
     return Recording(
         recorder.tape,
         began,
@@ -277,69 +241,6 @@ def record_step(
     )
 
 
-def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None) -> Memory:
-    """What `tape` takes of a GPU whose allocator is capped; SimulatedOutOfMemory where it does not complete.
-    `expandable_segments`: None for what the environment says."""
-    grow = device.expandable_segments() if expandable_segments is None else expandable_segments
-    allocator = CachingAllocator(expandable_segments=grow, limit_bytes=limit_bytes)
-    allocate, free = allocator.allocate, allocator.free
-    handles: dict[int, int] = {}
-    peak = reserved_peak = peak_chunk = 0
-    timeline = []
-    for index, chunk in enumerate(tape.chunks):
-        allocator.reset_peaks()
-        base, before_base = chunk.base, chunk.earlier_base - 1
-        for storage, size, _ in chunk.operations:
-            number = base + storage if storage >= 0 else before_base - storage
-            if size == FREED:
-                free(handles.pop(number))
-            else:
-                handles[number] = allocate(size)
-        if allocator.peak_allocated_bytes > peak:
-            peak, peak_chunk = allocator.peak_allocated_bytes, index
-        reserved_peak = max(reserved_peak, allocator.peak_reserved_bytes)
-        timeline.append((chunk.seconds, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes))
-    return Memory(peak, reserved_peak, _by_name(tape, peak_chunk, peak), timeline)
-
-
-def named_at_peak(tape: Tape) -> dict[str, int]:
-    """Bytes by name, largest first, at the tape's peak; sizes as asked for."""
-    return _by_name(tape, len(tape.chunks), tape.peak_bytes())
-
-
-def most_bytes(tape: Tape, name: str, below_bytes: float = math.inf) -> int:
-    """The most that storages of this name, each of fewer than `below_bytes`, ever take together; sizes as asked for."""
-    live: dict[int, int] = {}
-    now = most = 0
-    for storage, size, called in tape:
-        if size == FREED:
-            now -= live.pop(storage, 0)
-        elif called == name and size < below_bytes:
-            live[storage] = size
-            now += size
-            most = max(most, now)
-    return most
-
-
-def _by_name(tape: Tape, peak_chunk: int, peak_bytes: int) -> dict[str, int]:
-    """Bytes by name, largest first, at the tape's peak; what blocks are larger than tensors is "rounding"."""
-    live: dict[int, tuple[int, str]] = {}
-    by_name: dict[str, int] = {}
-    now = most = 0
-    for storage, size, name in Tape(tape.chunks[: peak_chunk + 1]):
-        if size == FREED:
-            size, name = live.pop(storage)
-            size = -size
-        else:
-            live[storage] = (size, name)
-        by_name[name] = by_name.get(name, 0) + size
-        now += size
-        if now > most:
-            most, at_peak = now, dict(by_name)
-    at_peak["rounding"] = peak_bytes - most
-    return {name: size for name, size in sorted(at_peak.items(), key=lambda item: -item[1]) if size}
-
-
 def batch_of_zeros(case: StepCase, rows: int) -> Batch:
     """A batch as batches.py and pairs.py make it, of zeros."""
     zeros = partial(torch.zeros, dtype=torch.int64)
@@ -354,15 +255,3 @@ def batch_of_zeros(case: StepCase, rows: int) -> Batch:
 def _never_touched(entries: int, dtype: torch.dtype) -> Tensor:
     """In the place of `host_tensor`: the size of it, and no memory."""
     return torch.zeros(1, dtype=dtype).expand(entries)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keeps Python's cycle collector from ending a storage's life at an arbitrary point of the record."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -9,7 +9,8 @@ from dataclasses import replace
 from lowmem.core.decoder import Decoder
 from lowmem.core.layout import Layout
 from lowmem.cudasim.allocator import ROUNDING, SimulatedOutOfMemory
-from lowmem.planning.simulated_step import Memory, Recording, StepCase, Target, record_step, under_cap
+from lowmem.cudasim.tape import Memory, under_cap
+from lowmem.planning.simulated_step import Recording, StepCase, Target, record_step
 from lowmem.units import MIB
 
 _PRECISION = 1 / 256  # of a smallest cap
@@ -48,13 +49,9 @@ class Simulations:
 
     def keeping(self, layout: Layout, kept: int) -> Layout:
         """`layout` with so much kept for backward; `kept`: see search.py."""
-        if kept == 2 * self.blocks:
-            return replace(layout, segment_blocks=1, recompute=False)
-        whole = max(kept - self.blocks, 0)
-        products = min(kept, self.blocks) - whole
-        if products + whole == self.blocks:  # none is recomputed from its input
+        if kept >= self.blocks:  # none is recomputed from its input
             layout = replace(layout, segment_blocks=1)
-        return replace(layout, product_blocks=products, whole_blocks=whole)
+        return replace(layout, kept=kept)
 
     def allocated_bytes(self, layout: Layout) -> int:
         """The peak of what is allocated, before the allocator has its say."""

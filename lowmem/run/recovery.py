@@ -106,20 +106,20 @@ class Recovery:
         else:
             layout = self._planned
             if last["micro_batch"] < layout.micro_batch:
-                layout = with_micro_batch(layout, last["micro_batch"], self._sizes.clips)
+                layout = with_micro_batch(layout, last["micro_batch"], self._sizes)
         if layout != self._planned:
             self._step.change_layout(layout)
             self._say(
                 f"memory ran out before, last in step {last['step']}, so this goes on with micro-batches of "
                 f"{layout.micro_batch}, {kept_in_words(layout, self._sizes.blocks)}, and the states "
-                f"of {layout.resident_units} units on the device"
+                f"of {layout.states_on_gpu} units on the device"
             )
 
     def _next(self, where: str) -> tuple[str, Layout] | None:
         refused = None
         for name, layout in smaller_layouts(self._planned, self._step.layout, where, self._sizes):
             if name == "states":
-                refused = self._refusal(layout.resident_units)
+                refused = self._refusal(layout.states_on_gpu)
                 if refused is not None:
                     continue
             if refused is not None:
@@ -129,12 +129,12 @@ class Recovery:
             self._say(f"states stay on the GPU: {refused}")
         return None
 
-    def _refusal(self, resident_units: int) -> str | None:
-        """Why RAM cannot take the states of the units from the `resident_units`-th on."""
-        now = self._step.layout.resident_units
+    def _refusal(self, states_on_gpu: int) -> str | None:
+        """Why RAM cannot take the states of the units from the `states_on_gpu`-th on."""
+        now = self._step.layout.states_on_gpu
         return self._ram_refuses(
-            self._store.state_bytes(range(resident_units, now)),
-            self._store.state_bytes(range(resident_units, self._planned.resident_units)),
+            self._store.state_bytes(range(states_on_gpu, now)),
+            self._store.state_bytes(range(states_on_gpu, self._planned.states_on_gpu)),
         )
 
     def _note(self, name: str, layout: Layout, reason: str) -> None:
@@ -151,11 +151,10 @@ class Recovery:
 
     def _in_words(self, name: str, before: Layout, after: Layout) -> str:
         return {
-            "first_group": "without a larger first group",
             "kept": f"keeping less: {kept_in_words(after, self._sizes.blocks)}",
             "groups": f"in groups of {after.group} instead of {before.group} micro-batches",
             "segments": f"in segments of {after.segment_blocks} instead of {before.segment_blocks} blocks",
-            "states": f"with the states of {after.resident_units} instead of {before.resident_units} units on the GPU",
+            "states": f"with the states of {after.states_on_gpu} instead of {before.states_on_gpu} units on the GPU",
             "micro_batch": f"with micro-batches of {after.micro_batch} instead of {before.micro_batch} and the same "
             "batch, which changes roundings and dropout masks from here on",
             "evaluation_rows": f"with micro-batches of {after.evaluation_rows} in evaluations, which may change the "

@@ -1,6 +1,5 @@
 """From one layout of a step to smaller ones: what is given up, and in which order, where memory has run out.
 
-    first_group   no larger first group                                    updates are hidden less well
     kept          fewer blocks keep what their backward needs              they run again
     groups        fewer micro-batches to a group                           states are waited for
     segments      longer or shorter ones, whichever keep less              little
@@ -40,55 +39,46 @@ class Sizes:
 def smaller_layouts(planned: Layout, now: Layout, where: str, sizes: Sizes) -> Iterator[tuple[str, Layout]]:
     """(what is given up, the layout without it), in the order in which they are to be tried. `planned`: where it all
     began; `where`: what ran out of memory (core/step.py)."""
-    if where == STEP and now.first_group:
-        yield "first_group", replace(now, first_group=0)
     kept, planned_kept = kept_things(now, sizes.blocks), kept_things(planned, sizes.blocks)
     if where in (STEP, PART) and kept:
         yield "kept", keeping_less(now, sizes.blocks, max(planned_kept - kept, 0) + 1)
     if where == STEP:
         yield from _other_groups_and_segments(now, sizes)
-    most = min(max(planned.resident_units - now.resident_units, 0) + 1, now.resident_units)
+    most = min(max(planned.states_on_gpu - now.states_on_gpu, 0) + 1, now.states_on_gpu)
     for units in range(most, 0, -1):  # fewer, where RAM has no room for more
-        yield "states", replace(now, resident_units=now.resident_units - units)
+        yield "states", replace(now, states_on_gpu=now.states_on_gpu - units)
     if where == STEP and now.micro_batch > 1:
-        yield "micro_batch", with_micro_batch(now, _smaller_divisor(now.micro_batch), sizes.clips)
+        yield "micro_batch", with_micro_batch(now, _smaller_divisor(now.micro_batch), sizes)
     rows = min(now.evaluation_rows or now.micro_batch, now.micro_batch)
     if where == EVALUATION and rows > 1:
         yield "evaluation_rows", replace(now, evaluation_rows=_smaller_divisor(rows))
 
 
-def with_micro_batch(layout: Layout, micro_batch: int, clips: bool) -> Layout:
+def with_micro_batch(layout: Layout, micro_batch: int, sizes: Sizes) -> Layout:
     """`layout` with micro-batches of that many sequences, a divisor of what it has. A group of several
     micro-batches keeps its number of sequences; one of a single micro-batch keeps a single one, unless updates are made
     during backward."""
     ratio = layout.micro_batch // micro_batch
-    several = layout.recompute and (layout.group > 1 or not clips)
+    several = layout.recomputes(sizes.blocks) and (layout.group > 1 or not sizes.clips)
     group = layout.group * ratio if several or layout.whole_batch else 1
-    return replace(layout, micro_batch=micro_batch, group=group, first_group=0)
+    return replace(layout, micro_batch=micro_batch, group=group)
 
 
 def kept_things(layout: Layout, blocks: int) -> int:
     """How many blocks keep their products, and of these how many keep the rest, too."""
-    return 2 * blocks if not layout.recompute else layout.product_blocks + 2 * layout.whole_blocks
+    return min(layout.kept, 2 * blocks)
 
 
 def keeping_less(layout: Layout, blocks: int, less: int) -> Layout:
-    """`layout` with `kept_things` smaller by `less`, or 0: the rest is given up before products."""
-    whole = layout.whole_blocks if layout.recompute else blocks
-    products = layout.product_blocks if layout.recompute else 0
-    rest = min(less, whole)
-    products = max(products + rest - (less - rest), 0)
-    length = layout.segment_blocks if layout.recompute else 1
-    return replace(
-        layout, recompute=True, segment_blocks=length, whole_blocks=whole - rest, product_blocks=products
-    )  # fmt: skip
+    """`layout` with `kept_things` smaller by `less`, or 0."""
+    return replace(layout, kept=max(kept_things(layout, blocks) - less, 0))
 
 
 def activation_bytes(layout: Layout, sizes: Sizes) -> float:
     """Boundaries, accumulators, and the segment that runs backward with its weights where these are streamed, at the
     worst moment of a step, roughly."""
     micro_batches = sizes.batch // layout.micro_batch
-    group = min(max(layout.group, layout.first_group), micro_batches)
+    group = min(layout.group, micro_batches)
     segments = layout.segments(sizes.blocks)
     longest = max(len(segment.blocks) for segment in segments)
     boundary = layout.micro_batch * sizes.row_bytes

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from lowmem import device as devices
-from lowmem.core.batch import micro_batch_shapes
+from lowmem.core.batch import LEAST_POSITIONS, micro_batch_shapes
 from lowmem.core.decoder import Decoder
 from lowmem.core.homes import DiskStates
 from lowmem.core.kernels import fused
@@ -137,7 +137,7 @@ def plan_and_train(
             log.say(plan.describe())
             if remark is not None:
                 log.say(remark)
-            if plan.layout.disk_units and (kind := in_memory(Path(settings.states_folder))) is not None:
+            if plan.layout.states_on_disk and (kind := in_memory(Path(settings.states_folder))) is not None:
                 log.say(f"warning: --states-folder {settings.states_folder} is a {kind}, which keeps its files in RAM")
             decoder = make_decoder(config, precision, settings.residual, plan.fused_kernels)
             train(settings, config, decoder, device, plan, rehearsal, data, checkpoints, stop, log)
@@ -172,7 +172,7 @@ def computed_share(train: Batches, plan: Plan) -> list[str]:
     if lengths is None:
         return []
     seq = train.parts[0].seq
-    shapes = micro_batch_shapes(lengths, seq, plan.layout.micro_batch, plan.layout.least_positions)
+    shapes = micro_batch_shapes(lengths, seq, plan.layout.micro_batch, LEAST_POSITIONS[plan.device])
     positions = sum(rows * width for rows, width in shapes)
     rows = "examples are laid into rows, which" if train.pack == PACKED else "rows of like lengths run together, which"
     return [
@@ -206,7 +206,7 @@ def plan_for_here(
 def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan) -> TrainingStep:
     """The step as it was planned; the parameters of `decoder` become its store's, which are still to be written."""
     optimizer = get_optimizer(settings.optimizer)
-    disk_tensor = DiskStates(Path(settings.states_folder)).tensor if plan.layout.disk_units else None
+    disk_tensor = DiskStates(Path(settings.states_folder)).tensor if plan.layout.states_on_disk else None
     store = Store(decoder, device, WORKING_DTYPES[plan.precision], optimizer, plan.layout, disk_tensor=disk_tensor)
     return TrainingStep(
         decoder, store, optimizer, plan.layout, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,

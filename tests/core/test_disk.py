@@ -24,7 +24,7 @@ from reference import tiny_model
 from steps import make_step
 
 STATE = {"step": 1, "updates": 1, "loss_scale": {}, "skipped": 0, "eval_first": None, "recoveries": []}
-ON_DISK = {"resident_units": 0, "disk_units": 99, "micro_batch": 1}
+ON_DISK = {"states_on_gpu": 0, "states_on_disk": 99, "micro_batch": 1}
 
 
 @pytest.fixture
@@ -45,20 +45,20 @@ def test_states_on_a_disk_change_no_bit(family, precision, optimizer, small_piec
         plain = train(batches, **kind | PLAIN | {"micro_batch": 1})
         for case in (
             {"group": 1},
-            {"group": 2, "disk_units": 2},
-            {"group": 2, "disk_units": 3, "resident_units": 2},
-            {"group": BATCH, "norm_first": clip_norm is not None},
-            {"group": BATCH, "resident_weights": 1, "boundaries_in_ram": True},
+            {"group": 2, "states_on_disk": 2},
+            {"group": 2, "states_on_disk": 3, "states_on_gpu": 2},
+            {"group": BATCH, "fate": "held" if clip_norm is None else "dropped"},
+            {"group": BATCH, "weights_on_gpu": 1, "boundaries_in_ram": True},
         ):
             assert train(batches, **kind | ON_DISK | case).differences(plain) == [], case
 
 
 def test_what_is_on_the_disk_is_spread_evenly():
-    assert Layout(1, disk_units=0).units_on_disk(10) == []
-    assert Layout(1, disk_units=5).units_on_disk(10) == [1, 3, 5, 7, 9]
-    assert Layout(1, disk_units=3, resident_units=4).units_on_disk(10) == [5, 7, 9]
-    assert Layout(1, disk_units=99, resident_units=4).units_on_disk(10) == [4, 5, 6, 7, 8, 9]
-    assert Layout(1, disk_units=2, resident_units=10).units_on_disk(10) == []
+    assert Layout(1, states_on_disk=0).units_on_disk(10) == []
+    assert Layout(1, states_on_disk=5).units_on_disk(10) == [1, 3, 5, 7, 9]
+    assert Layout(1, states_on_disk=3, states_on_gpu=4).units_on_disk(10) == [5, 7, 9]
+    assert Layout(1, states_on_disk=99, states_on_gpu=4).units_on_disk(10) == [4, 5, 6, 7, 8, 9]
+    assert Layout(1, states_on_disk=2, states_on_gpu=10).units_on_disk(10) == []
 
 
 def test_states_of_matrices_are_on_the_disk_and_nothing_is_left_in_the_folder(tmp_path):
@@ -128,7 +128,7 @@ def test_loading_saving_and_masters_let_go_of_every_page(tmp_path):
 
 def test_a_checkpoint_goes_from_any_place_to_any_other(tmp_path):
     batches = make_batches(3)
-    cases = {"disk": ON_DISK, "some": ON_DISK | {"disk_units": 3}, "resident": {"micro_batch": 1}}
+    cases = {"disk": ON_DISK, "some": ON_DISK | {"states_on_disk": 3}, "resident": {"micro_batch": 1}}
     ends = []
     for number, (before, after) in enumerate([("disk", "resident"), ("resident", "disk"), ("disk", "some")]):
         step, store = make_step(tiny_model("gpt2", 0.0, 0), **cases[before])
@@ -147,7 +147,7 @@ def test_a_checkpoint_goes_from_any_place_to_any_other(tmp_path):
 def test_the_disk_is_asked_a_few_pieces_ahead_and_in_order(small_pieces, monkeypatch):
     asked, fetched, furthest = [], [], []
 
-    step, store = make_step(tiny_model("gpt2", 0.0, 0), **ON_DISK | {"disk_units": 4})
+    step, store = make_step(tiny_model("gpt2", 0.0, 0), **ON_DISK | {"states_on_disk": 4})
 
     def reading_ahead(places):
         asked.append(id(places[0]))
@@ -197,7 +197,7 @@ def test_states_on_a_disk_need_what_makes_them():
     model = tiny_model("gpt2", 0.0, 0)
     with pytest.raises(ValueError, match="nothing to make them with"):
         parameters.Store(
-            Decoder(model), torch.device("cpu"), torch.float32, get_optimizer("adamw"), Layout(1, disk_units=1)
+            Decoder(model), torch.device("cpu"), torch.float32, get_optimizer("adamw"), Layout(1, states_on_disk=1)
         )
 
 

@@ -165,9 +165,9 @@ def test_pieces_updated_on_their_own_are_the_whole_bit_for_bit(interpreted, name
 @pytest.mark.parametrize(
     ("family", "precision", "optimizer", "arrangement"),
     [
-        ("gpt2", "bf16", "adamw", {"resident_units": 2, "group": 2, "segment_blocks": 2}),
-        ("gpt2", "fp16", "sgd", {"group": 1, "segment_blocks": 2, "recompute": False}),
-        ("llama", "bf16", "adamw8bit", {"resident_units": 0, "product_blocks": 1, "whole_blocks": 1}),
+        ("gpt2", "bf16", "adamw", {"states_on_gpu": 2, "group": 2, "segment_blocks": 2}),
+        ("gpt2", "fp16", "sgd", {"group": 1, "segment_blocks": 2, "kept": 99}),
+        ("llama", "bf16", "adamw8bit", {"states_on_gpu": 0, "kept": 5}),
     ],
 )
 def test_with_kernels_too_placement_and_schedule_change_no_bit(interpreted, family, precision, optimizer, arrangement):

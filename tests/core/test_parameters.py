@@ -33,9 +33,9 @@ def on_meta(config) -> nn.Module:
     return model
 
 
-def make(family: str, dtype=torch.float32, optimizer: str = "adamw", resident_units: int = 99) -> tuple[Decoder, Store]:
+def make(family: str, dtype=torch.float32, optimizer: str = "adamw", states_on_gpu: int = 99) -> tuple[Decoder, Store]:
     decoder = Decoder(on_meta(tiny_config(family)))
-    return decoder, Store(decoder, CPU, dtype, OPTIMIZERS[optimizer], Layout(1, resident_units=resident_units))
+    return decoder, Store(decoder, CPU, dtype, OPTIMIZERS[optimizer], Layout(1, states_on_gpu=states_on_gpu))
 
 
 def weights_of(family: str) -> dict[str, torch.Tensor]:
@@ -96,15 +96,15 @@ def test_an_untied_head_is_the_final_units_own():
 
 
 @pytest.mark.parametrize("run_elements", [2**20, 50])
-@pytest.mark.parametrize("resident_units", [0, 2, 99])
+@pytest.mark.parametrize("states_on_gpu", [0, 2, 99])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_masters_come_back_as_they_were_written(family, dtype, resident_units, run_elements, monkeypatch):
+def test_masters_come_back_as_they_were_written(family, dtype, states_on_gpu, run_elements, monkeypatch):
     """Exactly, for fp16 where its neighbour is normal: below 2**-14 to 2**-40."""
     monkeypatch.setattr(precision, "RUN_ELEMENTS", run_elements)
     monkeypatch.setattr(store_module, "RUN_ELEMENTS", run_elements)
     weights = weights_of(family)
-    _, store = make(family, dtype, resident_units=resident_units)
+    _, store = make(family, dtype, states_on_gpu=states_on_gpu)
     store.write((name, run) for name, weight in weights.items() for run in weight.flatten().split(run_elements // 3))
     masters = {name: store.part_of(name).master(name) for name in store.names()}
     runs: dict[str, list] = {}
@@ -198,9 +198,9 @@ def test_pieces_cover_every_part_once_with_the_states_of_their_elements(monkeypa
             assert torch.equal(torch.cat(parts), flat)
 
 
-@pytest.mark.parametrize(("resident_units", "expected"), [(0, 0), (1, 1), (3, 3), (6, 6), (99, 6)])
-def test_the_first_units_are_resident_and_the_rest_streamed(resident_units, expected):
-    _, store = make("gpt2", torch.bfloat16, resident_units=resident_units)
+@pytest.mark.parametrize(("states_on_gpu", "expected"), [(0, 0), (1, 1), (3, 3), (6, 6), (99, 6)])
+def test_the_first_units_are_resident_and_the_rest_streamed(states_on_gpu, expected):
+    _, store = make("gpt2", torch.bfloat16, states_on_gpu=states_on_gpu)
     assert {piece.part.unit for piece in store.pieces if not piece.streamed} == set(range(expected))
     assert {piece.part.unit for piece in store.pieces if piece.streamed} == set(range(expected, 6))
     assert all(tensor.count_nonzero() == 0 for part in store.parts for tensor in part.state.values())
@@ -248,7 +248,7 @@ def test_buffers_are_on_the_stores_device():
     decoder = Decoder(on_meta(tiny_config("llama")))
     buffers = dict(decoder.model.named_buffers())
     assert buffers and all(buffer.device == CPU for buffer in buffers.values())
-    Store(decoder, torch.device("meta"), torch.bfloat16, OPTIMIZERS["adamw"], Layout(1, resident_units=99))
+    Store(decoder, torch.device("meta"), torch.bfloat16, OPTIMIZERS["adamw"], Layout(1, states_on_gpu=99))
     assert {name: buffer.device.type for name, buffer in decoder.model.named_buffers()} == dict.fromkeys(
         buffers, "meta"
     )
@@ -262,6 +262,6 @@ def test_a_unit_without_parameters_has_no_part():
     )  # fmt: skip
     decoder = Decoder(on_meta(config))
     assert decoder.units[-1].parameters == {}
-    store = Store(decoder, CPU, torch.float32, OPTIMIZERS["adamw"], Layout(1, resident_units=99))
+    store = Store(decoder, CPU, torch.float32, OPTIMIZERS["adamw"], Layout(1, states_on_gpu=99))
     assert {part.unit for part in store.parts} == {0, 1, 2}
     assert store.parameter_count == sum(p.numel() for p in decoder.model.parameters())

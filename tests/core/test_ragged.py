@@ -101,7 +101,6 @@ def test_every_real_position_is_in_one_micro_batch_and_none_is_larger_than_plann
     ("positions", "layout", "expected"),
     [
         ([128, 128, 128, 128, 128], Layout(2, group=2), [2, 2, 1]),
-        ([128, 128, 128, 128, 128], Layout(2, group=1, first_group=3), [3, 1, 1]),
         ([128, 120, 64, 64, 8, 8], Layout(2, group=2), [2, 4]),
         ([128, 120, 64, 64, 8, 8], Layout(2, group=1), [1, 1, 2, 2]),
         ([128, 120, 64, 64, 8, 8], Layout(2, group=8), [6]),
@@ -123,10 +122,10 @@ def test_placement_and_order_change_no_bit_of_ragged_batches(family, precision):
     plain = train(batches, **kind, **PLAIN)
     assert min(plain.norms) > 0.5, "clipping must bite"
     for case in (
-        {"group": 4, "segment_blocks": 3, "resident_units": 0},
-        {"group": 2, "recompute": False, "resident_units": 2},
-        {"group": 1, "first_group": 3, "product_blocks": 2, "whole_blocks": 1},
-        {"group": 4, "norm_first": True, "segment_blocks": 2},
+        {"group": 4, "segment_blocks": 3, "states_on_gpu": 0},
+        {"group": 2, "kept": 99, "states_on_gpu": 2},
+        {"group": 1, "kept": 5},
+        {"group": 4, "fate": "dropped", "segment_blocks": 2},
     ):
         assert train(batches, **kind, **case).differences(plain) == [], case
     unclipped = kind | {"clip_norm": None}

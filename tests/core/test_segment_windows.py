@@ -8,15 +8,15 @@ import torch
 from test_step import BATCH, PLAIN, make_batches, train
 
 from lowmem.core import parameters
-from lowmem.core.layout import Layout
+from lowmem.core.layout import Fate, Layout
 from lowmem.core.segment_windows import LEAVING, WEIGHT_SLOTS, BoundaryWindow, WeightWindow
 from lowmem.core.transfers import Lane, Transfers
 from reference import tiny_model
 from steps import make_step
 
-WEIGHTS = {"resident_units": 0, "resident_weights": 1}
-BOUNDARIES = {"boundaries_in_ram": True, "resident_units": 0, "micro_batch": 1}
-GRADIENTS = {"gradients_in_ram": True, "resident_units": 0, "micro_batch": 1, "group": BATCH}
+WEIGHTS = {"states_on_gpu": 0, "weights_on_gpu": 1}
+BOUNDARIES = {"boundaries_in_ram": True, "states_on_gpu": 0, "micro_batch": 1}
+GRADIENTS = {"fate": "sent", "states_on_gpu": 0, "micro_batch": 1, "group": BATCH}
 
 
 # --- weights ---
@@ -36,10 +36,10 @@ def test_streamed_weights_change_no_bit(family, precision, optimizer):
     for case in (
         {"group": 1, "segment_blocks": 1},
         {"group": 2, "segment_blocks": 3},
-        {"group": BATCH, "segment_blocks": 2, "norm_first": True},
-        {"group": 2, "product_blocks": 2, "segment_blocks": 2, "resident_weights": 3, "resident_units": 2},
-        {"group": BATCH, "segment_blocks": 1, "resident_weights": 4, "resident_units": 4, "defer": False},
-        {"group": 1, "first_group": 3, "segment_blocks": 4},
+        {"group": BATCH, "segment_blocks": 2, "fate": "dropped"},
+        {"group": 2, "kept": 2, "segment_blocks": 2, "weights_on_gpu": 3, "states_on_gpu": 2},
+        {"group": BATCH, "segment_blocks": 1, "weights_on_gpu": 4, "states_on_gpu": 4, "defer": False},
+        {"group": 1, "segment_blocks": 4},
     ):
         outcome = train(batches, **kind, **WEIGHTS | case)
         assert outcome.differences(plain) == [], case
@@ -121,10 +121,10 @@ def test_a_decoder_that_trains_anew_has_forgotten_the_weights_before():
 
 
 def test_what_cannot_be_is_refused():
-    for wrong in ({"whole_blocks": 1}, {"recompute": False}, {"resident_units": 3}):
+    for wrong in ({"kept": 5}, {"kept": 99}, {"states_on_gpu": 3}):
         with pytest.raises(ValueError, match="weights"):
-            Layout(1, resident_weights=2, **wrong)
-    assert Layout(1, resident_weights=0, resident_units=1).resident_weights == 0, "unit 0 stays in any case"
+            Layout(1, weights_on_gpu=2, **wrong).segments(4)
+    assert Layout(1, weights_on_gpu=0, states_on_gpu=1).weights_on_gpu == 0, "unit 0 stays in any case"
 
 
 def test_segments_of_another_length_change_no_bit():
@@ -169,10 +169,10 @@ def test_boundaries_in_ram_change_no_bit(family, precision):
         for case in (
             {"group": 1},
             {"group": 2, "segment_blocks": 3},
-            {"group": BATCH, "segment_blocks": 2, "norm_first": clip_norm is not None},
-            {"group": BATCH, "product_blocks": 2, "segment_blocks": 2, "resident_weights": 1},
-            {"group": 2, "product_blocks": 1, "whole_blocks": 1},
-            {"group": 1, "first_group": 3, "segment_blocks": 4},
+            {"group": BATCH, "segment_blocks": 2, "fate": "held" if clip_norm is None else "dropped"},
+            {"group": BATCH, "kept": 2, "segment_blocks": 2, "weights_on_gpu": 1},
+            {"group": 2, "kept": 5},
+            {"group": 1, "segment_blocks": 4},
         ):
             assert train(batches, **kind | BOUNDARIES | case).differences(plain) == [], case
 
@@ -263,11 +263,11 @@ def test_gradients_in_ram_change_no_bit(family, precision, optimizer):
     plain = train(batches, **kind, **PLAIN)
     for case in (
         {},
-        {"segment_blocks": 3, "product_blocks": 1},
-        {"resident_units": 2, "segment_blocks": 2},
-        {"resident_weights": 1, "boundaries_in_ram": True},
-        {"disk_units": 3, "defer": False},
-        {"recompute": False},
+        {"segment_blocks": 3, "kept": 1},
+        {"states_on_gpu": 2, "segment_blocks": 2},
+        {"weights_on_gpu": 1, "boundaries_in_ram": True},
+        {"states_on_disk": 3, "defer": False},
+        {"kept": 99},
     ):
         assert train(batches, **kind | GRADIENTS | case).differences(plain) == [], case
 
@@ -328,10 +328,8 @@ def test_an_attempt_that_fails_leaves_no_gradient_in_flight():
 
 
 def test_several_groups_are_refused():
-    with pytest.raises(ValueError, match="only where the whole batch is one group"):
-        Layout(1, gradients_in_ram=True).update(2, clips=True, scales_loss=False)
-    with pytest.raises(ValueError, match="need no pass of their own"):
-        Layout(1, gradients_in_ram=True, norm_first=True)
+    with pytest.raises(ValueError, match="only if the whole batch is one group"):
+        Layout(1, fate=Fate.SENT).fate_in(2, needs_all_gradients=True)
 
 
 def test_what_waits_in_ram_is_page_locked(monkeypatch):

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from lowmem.cudasim.allocator import ROUNDING
 from lowmem.cudasim.cuda_ops import CudaFunctions
-from lowmem.cudasim.recorder import FREED, Recorder
+from lowmem.cudasim.device_model import DeviceModel
+from lowmem.cudasim.recorder import Recorder
+from lowmem.cudasim.tape import FREED
 from lowmem.cudasim.temporaries import Gpu, hidden_bytes
-from lowmem.planning.simulated_step import DeviceModel
 
 META = torch.device("meta")
 VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])

@@ -20,13 +20,13 @@ from transformers import GPT2Config, LlamaConfig, T5Config
 from lowmem import device as devices
 from lowmem.core.homes import DiskStates
 from lowmem.core.kernels import fused
-from lowmem.core.layout import Layout
+from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
 from lowmem.core.step import TrainingStep
 from lowmem.cudasim.gpus import card_of_name_reported
-from lowmem.cudasim.recorder import FREED
+from lowmem.cudasim.tape import FREED
 from lowmem.models.build import make_decoder
 from lowmem.planning.simulated_step import StepCase, batch_of_zeros, gpu_target, record_step
 from tests.cuda.digest_recording import Event, events_of
@@ -49,20 +49,20 @@ SEQ, BATCH = 256, 4
 PAIR = 48, 16  # tokens of a source and of a target: more than 3,072 pairs of positions would be sorted (temporaries.py)
 LENGTHS = (30, 250, 9, 100)
 CASES = {  # the layout, and what else differs from a plain step
-    "kept": (Layout(2, recompute=False, resident_units=1), {}),
+    "kept": (Layout(2, kept=99, states_on_gpu=1), {}),
     "recomputed": (Layout(2, 1, 2), {}),
-    "products kept": (Layout(2, product_blocks=2, whole_blocks=1, resident_units=9), {}),
+    "products kept": (Layout(2, kept=4, states_on_gpu=9), {}),
     "updated in backward": (Layout(2, 2), {"clip_norm": None}),
-    "two passes": (Layout(2, 2, norm_first=True), {}),
-    "weights streamed": (Layout(2, 1, 2, resident_weights=1), {}),
-    "weights streamed, two passes": (Layout(2, 2, norm_first=True, resident_weights=2), {}),
+    "two passes": (Layout(2, 2, fate=Fate.DROPPED), {}),
+    "weights streamed": (Layout(2, 1, 2, weights_on_gpu=1), {}),
+    "weights streamed, two passes": (Layout(2, 2, fate=Fate.DROPPED, weights_on_gpu=2), {}),
     "boundaries in RAM": (Layout(2, 2, boundaries_in_ram=True), {}),
-    "boundaries and weights in RAM": (Layout(2, 2, norm_first=True, resident_weights=1, boundaries_in_ram=True), {}),
-    "gradients in RAM": (Layout(2, 2, gradients_in_ram=True, resident_units=1), {}),
-    "all in RAM": (Layout(2, 2, gradients_in_ram=True, resident_weights=1, boundaries_in_ram=True), {}),
-    "states on a disk": (Layout(2, 1, disk_units=3, resident_units=1), {}),
+    "boundaries and weights in RAM": (Layout(2, 2, fate=Fate.DROPPED, weights_on_gpu=1, boundaries_in_ram=True), {}),
+    "gradients in RAM": (Layout(2, 2, fate=Fate.SENT, states_on_gpu=1), {}),
+    "all in RAM": (Layout(2, 2, fate=Fate.SENT, weights_on_gpu=1, boundaries_in_ram=True), {}),
+    "states on a disk": (Layout(2, 1, states_on_disk=3, states_on_gpu=1), {}),
     "many lengths": (Layout(2, 1), {"lengths": LENGTHS}),
-    "many lengths, packed": (Layout(2, 2, recompute=False), {"lengths": LENGTHS, "document_mask": True}),
+    "many lengths, packed": (Layout(2, 2, kept=99), {"lengths": LENGTHS, "document_mask": True}),
 }
 
 
@@ -80,7 +80,7 @@ def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
     full = batch_of_zeros(case, case.batch)
     step.evaluate(batch_of_zeros(case, case.layout.micro_batch))
     ragged = full if case.lengths is None else replace(full, lengths=torch.tensor(case.lengths))
-    before = [full] * (2 if layout.disk_units else 1)  # as the simulation has it
+    before = [full] * (2 if layout.states_on_disk else 1)  # as the simulation has it
     for number, batch in enumerate((*before, ragged)):
         step(batch, number, 1e-4)
     step.flush()

@@ -15,14 +15,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config
 
-from experiments.gpu_acceptance.bitwise import PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Outcome, Shape, make_step
+from experiments.harness.trainings import CPU, IN_BACKWARD, LAYOUTS, PLAIN, SENT, TWICE, UNCLIPPED, Outcome, Shape
 from lowmem.core.kernels import fused
 from lowmem.core.step import STEP, TrainingStep
 from lowmem.device import collect_garbage
 from lowmem.run.recovery import OutOfRoom, Recovery
 from lowmem.run.smaller_layouts import Sizes
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CUDA = torch.device("cuda")
 TINY = replace(Shape.of(True, dropout=0.1), batch=4)
 WIDE = Shape(
     GPT2Config(
@@ -32,12 +32,12 @@ WIDE = Shape(
 )  # fmt: skip
 SAMPLES = 5  # of the operations of a step
 ARRANGEMENTS = {
-    "streamed, deferred": {"resident_units": 0, "defer": True},
-    "half resident, some blocks kept": {"resident_units": 3, "product_blocks": 1, "whole_blocks": 1, "defer": True},
-    "in backward": UNCLIPPED | UPDATED_IN_BACKWARD | {"group": 2},
-    "forward and backward twice": {"norm_first": True, "group": 2, "resident_units": 1, "defer": True},
-    "gradients in RAM": {"gradients_in_ram": True, "group": 2, "resident_units": 1, "defer": True},
-    "8-bit moments": {"resident_units": 0, "defer": True, "optimizer": "adamw8bit"},
+    "streamed, deferred": LAYOUTS["streamed, deferred"],
+    "half resident, some blocks kept": {"states_on_gpu": 3, "kept": 7 / 6, "defer": True},
+    "in backward": IN_BACKWARD["in backward, half streamed"] | {"group": 2},
+    "forward and backward twice": TWICE | {"group": 2, "states_on_gpu": 1, "defer": True},
+    "gradients in RAM": SENT | {"group": 2, "states_on_gpu": 1, "defer": True},
+    "8-bit moments": LAYOUTS["streamed, deferred"] | {"optimizer": "adamw8bit"},
 }
 
 
@@ -91,8 +91,8 @@ def cap(size_bytes: int | None) -> None:
 
 @contextmanager
 def training(shape: Shape, device: torch.device, case: dict) -> Iterator[tuple[TrainingStep, Recovery, list[str]]]:
-    case = {"clip_norm": 0.1, "optimizer": "adamw"} | PLAIN | case
-    step, store = make_step(shape, device, "bf16" if shape is TINY else "fp32", False, **case)
+    case = {"clip_norm": 0.1} | PLAIN | case
+    step, store = shape.make_step(device=device, precision="bf16" if shape is TINY else "fp32", **case)
     store.page_lock()
     row_bytes = shape.seq * shape.config.n_embd * 4
     sizes = Sizes(shape.config.n_layer, shape.batch, row_bytes, 4 * store.parameter_count, "clip_norm" in case)
@@ -154,8 +154,8 @@ def reserved(case: dict) -> int:
         return torch.cuda.max_memory_reserved()
 
 
-GENEROUS = {"resident_units": 99, "recompute": False, "defer": True}
-SPARING = {"resident_units": 99, "recompute": True, "defer": True}
+GENEROUS = {"states_on_gpu": 99, "kept": 2, "defer": True}
+SPARING = {"states_on_gpu": 99, "defer": True}
 
 
 def test_under_a_smaller_cap_than_the_layout_takes_a_run_finds_one_that_fits_and_costs_no_bit():
@@ -203,7 +203,7 @@ def test_nothing_of_a_failed_backward_pass_is_held_when_it_is_tried_again():
         if fails:
             _Fails.apply(torch.ones(3, device=CUDA, requires_grad=True)).sum().backward()
 
-    with training(TINY, CUDA, {"resident_units": 0, "defer": True}) as (step, _, _):
+    with training(TINY, CUDA, {"states_on_gpu": 0, "defer": True}) as (step, _, _):
         before = torch.cuda.memory_allocated()
         step.make_room = lambda where, reason: held.append(torch.cuda.memory_allocated() - before)
         gc.disable()  # what is in no cycle goes without it, and a collection would make the test slower and weaker
@@ -219,7 +219,7 @@ def test_nothing_of_a_failed_backward_pass_is_held_when_it_is_tried_again():
 @pytest.mark.parametrize("downwards", [False, True])
 def test_states_leave_the_card_in_the_middle_of_a_pass(downwards):
     """When the last step's updates have come to the second unit; the ring has no slots before."""
-    case = {"resident_units": 99, "defer": True} | (UNCLIPPED | {"group": 2} if downwards else {})
+    case = {"states_on_gpu": 99, "defer": True} | (UNCLIPPED | {"group": 2} if downwards else {})
     batches = TINY.batches()
     truth = plain(TINY, case)
     with training(TINY, CUDA, case) as (step, _, _):
@@ -233,12 +233,12 @@ def test_states_leave_the_card_in_the_middle_of_a_pass(downwards):
 
         step._updates._go_on = moving
         results.append(step(batches[1], 1, 1e-3))
-        assert step.store.resident_units == 1 and any(slot.tensors for slot in step.states._window.slots)
+        assert step.store.states_on_gpu == 1 and any(slot.tensors for slot in step.states._window.slots)
         assert outcome(step, results).differences(truth) == []
 
 
 def test_where_nothing_helps_the_run_ends_with_one_sentence_and_its_weights_are_those_of_the_step_before():
-    case, batches = {"resident_units": 0, "defer": True}, WIDE.batches()
+    case, batches = {"states_on_gpu": 0, "defer": True}, WIDE.batches()
     with training(WIDE, CUDA, case) as (step, recovery, _):
         results = [step(batches[0], 0, 1e-3)]
         step.flush()

@@ -37,9 +37,10 @@ from experiments.gpu_acceptance.jobs import JOBS, Job
 from experiments.harness import child, rows
 from experiments.harness.child import Setting
 from lowmem.cudasim.gpus import CARDS
+from lowmem.cudasim.tape import under_cap
 from lowmem.limits import OVERSHOOT_BYTES
 from lowmem.models.build import build_model
-from lowmem.planning.simulated_step import cpu_target, gpu_target, under_cap
+from lowmem.planning.simulated_step import cpu_target, gpu_target
 from lowmem.run.cli import parse_arguments
 from lowmem.units import GIB, MIB
 
@@ -363,8 +364,7 @@ def test_the_grid_has_every_kind_of_layout():
         assert all(layout.batch % (layout.micro_batch * layout.group) == 0 for layout in grid)
     for field, values in {
         "precision": {"bf16", "fp16", "fp32"}, "micro_batch": {1, 4}, "group": {1, 2}, "segment": {1, 3},
-        "product_blocks": {0, 2, layouts.ALL}, "whole_blocks": {0, 2},
-        "recompute": {True, False}, "states": {"resident", "streamed", "mixed"}, "optimizer": {"adamw", "sgd"},
+        "kept": {0, 1, 4 / 3, 2}, "states": {"resident", "streamed", "mixed"}, "optimizer": {"adamw", "sgd"},
         "document_mask": {True, False}, "residual": {"fp32", "16bit"},
     }.items():  # fmt: skip
         assert {getattr(layout, field) for layout in layouts.GRID} == values

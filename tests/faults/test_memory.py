@@ -98,7 +98,7 @@ def test_a_layout_that_was_planned_anew_is_taken_but_for_the_micro_batch(train, 
     with monkeypatch.context() as patch:
         patch.setattr(TrainingStep, "change_layout", lambda step, layout: layouts.append(layout))
         train(out, "--recompute", "products")
-    assert layouts[0].micro_batch == 1 and layouts[0].product_blocks > 0
+    assert layouts[0].micro_batch == 1 and layouts[0].kept > 0
 
 
 def test_smaller_micro_batches_come_last_and_stay(train, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import lowmem.core.operations
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.final_gradients import AppliedGradients
-from lowmem.core.layout import Layout
+from lowmem.core.layout import Fate, Layout
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.step import EVALUATION, PART, STEP, UPDATES, TrainingStep
@@ -36,25 +36,25 @@ RATE = 1e-2
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB.\nmore lines"
 
 DEFERRED = {"segment_blocks": 2}
-GROUPS = {"group": 2, "first_group": 3, "micro_batch": 1, "product_blocks": 1, "whole_blocks": 1, "resident_units": 3}
-IN_BACKWARD = {"clip_norm": None, "group": 2, "segment_blocks": 2, "resident_units": 2}
-IN_BACKWARD_KEPT = {"clip_norm": None, "group": 2, "product_blocks": 1, "whole_blocks": 1, "resident_units": 99}
-WEIGHTS = {"resident_weights": 2, "resident_units": 1, "group": 2, "micro_batch": 1}
-TWICE = {"norm_first": True, "group": 4, "micro_batch": 1, "segment_blocks": 2, "resident_units": 1}
+GROUPS = {"group": 2, "micro_batch": 1, "kept": 4, "states_on_gpu": 3}
+IN_BACKWARD = {"clip_norm": None, "group": 2, "segment_blocks": 2, "states_on_gpu": 2}
+IN_BACKWARD_KEPT = {"clip_norm": None, "group": 2, "kept": 4, "states_on_gpu": 99}
+WEIGHTS = {"weights_on_gpu": 2, "states_on_gpu": 1, "group": 2, "micro_batch": 1}
+TWICE = {"fate": "dropped", "group": 4, "micro_batch": 1, "segment_blocks": 2, "states_on_gpu": 1}
 ARRANGEMENTS = {
     "streamed, deferred": DEFERRED,
     "streamed, not deferred": {"defer": False},
-    "groups, the first one larger, some blocks kept, half resident": GROUPS,
-    "nothing recomputed, resident": {"recompute": False, "resident_units": 99},
+    "groups, some blocks kept, half resident": GROUPS,
+    "nothing recomputed, resident": {"kept": 99, "states_on_gpu": 99},
     "in backward": IN_BACKWARD,
     "in backward, some blocks kept": IN_BACKWARD_KEPT,
-    "in backward, nothing recomputed": IN_BACKWARD | {"recompute": False, "segment_blocks": 1},
+    "in backward, nothing recomputed": IN_BACKWARD | {"kept": 99, "segment_blocks": 1},
     "forward and backward twice": TWICE,
-    "weights streamed": WEIGHTS | {"product_blocks": 1},
+    "weights streamed": WEIGHTS | {"kept": 1},
     "weights streamed, in backward": WEIGHTS | {"clip_norm": None, "group": 4, "segment_blocks": 2},
     "boundaries in RAM, in backward": IN_BACKWARD | {"boundaries_in_ram": True},
-    "gradients in RAM": TWICE | {"norm_first": False, "gradients_in_ram": True},
-    "bf16": DEFERRED | {"precision": "bf16", "resident_units": 2},
+    "gradients in RAM": TWICE | {"fate": "sent"},
+    "bf16": DEFERRED | {"precision": "bf16", "states_on_gpu": 2},
     "bf16, in backward": IN_BACKWARD | {"precision": "bf16"},
     "fp16, SGD": DEFERRED | {"precision": "fp16", "optimizer": "sgd"},
     "bf16, 8-bit moments": DEFERRED | {"precision": "bf16", "optimizer": "adamw8bit"},
@@ -120,6 +120,7 @@ class Training:
     store: Store
     recovery: Recovery
     said: list[str]
+    sizes: Sizes
 
     def bits(self) -> list[bytes]:
         self.step.flush()
@@ -135,7 +136,7 @@ class Training:
 
 
 def make_training(
-    *, clip_norm=0.5, resident_units=0, precision="fp32",
+    *, clip_norm=0.5, states_on_gpu=0, precision="fp32",
     ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None, **kind,
 ) -> Training:  # fmt: skip
     config = tiny_config("gpt2", dropout=0.1)
@@ -143,12 +144,12 @@ def make_training(
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     step, store = make_step(
-        model, precision=precision, resident_units=resident_units, clip_norm=clip_norm,
+        model, precision=precision, states_on_gpu=states_on_gpu, clip_norm=clip_norm,
         loss_scale=LossScale(precision == "fp16", scale=1024.0), **kind,
     )  # fmt: skip
     said = []
     sizes = Sizes(BLOCKS, BATCH, SEQ * config.n_embd * 4, 4 * store.parameter_count, clip_norm is not None)
-    return Training(step, store, Recovery(step, store, sizes, said.append, ram_refuses), said)
+    return Training(step, store, Recovery(step, store, sizes, said.append, ram_refuses), said, sizes)
 
 
 def train_on(training: Training, numbers: Sequence[int], *failures: int) -> tuple[list, RunsOut]:
@@ -212,7 +213,7 @@ def test_memory_that_runs_out_within_updates_costs_no_bit(name):
     train_on(expected, range(2))
     with RunsOut(expected.step) as mode:
         expected.step.flush()
-    resident = expected.store.resident_units
+    resident = expected.store.states_on_gpu
     more = [1, 1][: (resident + 1) // 2]  # the states of one unit go, then those of two more
     for number in range(1, mode.count + 1, 1 + mode.count // SAMPLES):
         training = make_training(**case)
@@ -220,7 +221,7 @@ def test_memory_that_runs_out_within_updates_costs_no_bit(name):
         with RunsOut(training.step, number, *more) as failing:
             training.step.flush()
         assert not failing.numbers and training.names == ["cache", "states", "states"][: 1 + len(more)]
-        assert training.store.resident_units == max(resident - 2 ** len(more) + 1, 0)
+        assert training.store.states_on_gpu == max(resident - 2 ** len(more) + 1, 0)
         assert training.bits() == expected.bits(), number
 
 
@@ -247,11 +248,10 @@ def test_every_measure_but_the_last_costs_no_bit(name):
         assert training.names[:-1] == known and not mode.numbers
         known = training.names
     assert known[0] == "cache"
-    order = ["cache", "first_group", "kept", "groups", "segments", "states"]
+    order = ["cache", "kept", "groups", "segments", "states"]
     assert sorted(known, key=order.index) == known
     assert ("kept" in known) == (kept_things(make_training(**case).step.layout, BLOCKS) > 0)
-    assert ("states" in known) == (case.get("resident_units", 0) > 0)
-    assert ("first_group" in known) == ("first_group" in case)
+    assert ("states" in known) == (case.get("states_on_gpu", 0) > 0)
 
 
 def test_smaller_micro_batches_are_the_last_measure_and_the_run_is_one_that_had_them():
@@ -261,7 +261,7 @@ def test_smaller_micro_batches_are_the_last_measure_and_the_run_is_one_that_had_
 
     expected = make_training()
     before, _ = train_on(expected, range(2))
-    expected.step.change_layout(with_micro_batch(expected.step.layout, 1, clips=True))
+    expected.step.change_layout(with_micro_batch(expected.step.layout, 1, expected.sizes))
     assert repr(before + train_on(expected, [2, 3])[0]) == results
     assert expected.bits() == training.bits()
 
@@ -272,7 +272,7 @@ def test_smaller_micro_batches_are_the_last_measure_and_the_run_is_one_that_had_
 def test_a_layout_shrinks_step_by_step_and_what_costs_least_goes_first():
     """Of XL under 12 GiB, about: a larger first group, half of the blocks with their products, three units resident."""
     sizes = Sizes(blocks=48, batch=64, row_bytes=1024 * 1600 * 4, gradient_bytes=4 * 1_557_611_200, clips=True)
-    planned = Layout(2, 4, 2, product_blocks=24, first_group=16, resident_units=3)
+    planned = Layout(2, 4, 2, kept=24, states_on_gpu=3)
     names, now = [], planned
     while (found := next(smaller_layouts(planned, now, STEP, sizes), None)) is not None:
         name, following = found
@@ -282,8 +282,8 @@ def test_a_layout_shrinks_step_by_step_and_what_costs_least_goes_first():
         names.append(name)
         now = following
     kept = ["kept"] * 5  # 1, 3, 7, 15 and all 24
-    assert names == ["first_group", *kept, "groups", "groups", "states", "states", "micro_batch"]
-    assert (now.micro_batch, now.group, now.resident_units) == (1, 1, 0)
+    assert names == [*kept, "groups", "groups", "states", "states", "micro_batch"]
+    assert (now.micro_batch, now.group, now.states_on_gpu) == (1, 1, 0)
     assert kept_things(now, 48) == 0
 
 
@@ -297,7 +297,7 @@ def test_one_group_of_the_whole_batch_is_not_cut_where_that_takes_all_gradients_
     shorter = dataclasses.replace(sizes, gradient_bytes=2**30)  # boundaries are more than gradients
     assert next(smaller_layouts(short, short, STEP, shorter))[0] == "groups"
     assert "segments" in [name for name, _ in smaller_layouts(short, short, STEP, shorter)]
-    twice = dataclasses.replace(one_group, norm_first=True)
+    twice = dataclasses.replace(one_group, fate=Fate.DROPPED)
     assert "groups" not in [name for name, _ in smaller_layouts(twice, twice, STEP, sizes)]
     unclipped = dataclasses.replace(sizes, clips=False)
     assert "groups" not in [name for name, _ in smaller_layouts(one_group, one_group, STEP, unclipped)]
@@ -305,18 +305,18 @@ def test_one_group_of_the_whole_batch_is_not_cut_where_that_takes_all_gradients_
 
 def test_the_whole_batch_stays_one_group_where_gradients_wait_in_ram():
     sizes = Sizes(blocks=24, batch=8, row_bytes=10**6, gradient_bytes=10**10, clips=True)
-    layout = Layout(micro_batch=2, group=4, segment_blocks=6, gradients_in_ram=True)
-    assert with_micro_batch(layout, 1, clips=True).group == 8
-    assert with_micro_batch(dataclasses.replace(layout, group=1, micro_batch=8), 4, clips=True).group == 2
+    layout = Layout(micro_batch=2, group=4, segment_blocks=6, fate=Fate.SENT)
+    assert with_micro_batch(layout, 1, sizes).group == 8
+    assert with_micro_batch(dataclasses.replace(layout, group=1, micro_batch=8), 4, sizes).group == 2
     names = [name for name, _ in smaller_layouts(layout, layout, STEP, sizes)]
     assert "groups" not in names and "segments" in names
-    held = dataclasses.replace(layout, gradients_in_ram=False)
+    held = dataclasses.replace(layout, fate=Fate.HELD)
     assert activation_bytes(layout, sizes) < sizes.gradient_bytes < activation_bytes(held, sizes)
 
 
 def test_only_states_can_be_given_up_in_updates_and_nothing_of_the_next_steps_layout():
     sizes = Sizes(blocks=48, batch=64, row_bytes=1, gradient_bytes=1, clips=True)
-    planned = Layout(2, 4, 2, product_blocks=24, first_group=16, resident_units=3)
+    planned = Layout(2, 4, 2, kept=24, states_on_gpu=3)
     assert {name for name, _ in smaller_layouts(planned, planned, UPDATES, sizes)} == {"states"}
     assert {name for name, _ in smaller_layouts(planned, planned, PART, sizes)} == {"kept", "states"}
     assert {name for name, _ in smaller_layouts(planned, planned, EVALUATION, sizes)} == {"states", "evaluation_rows"}
@@ -332,38 +332,38 @@ def test_states_stay_where_ram_has_no_room_for_them_and_that_is_said():
         asked.append((moving, moved))
         return "RAM would be at 17.0 GiB of the 16.0 GiB of --ram-limit"
 
-    training, _, _ = disturbed({"resident_units": 3, "ram_refuses": refuses}, 100, 100)
-    assert training.store.resident_units == 3 and training.names == ["cache", "micro_batch"]
+    training, _, _ = disturbed({"states_on_gpu": 3, "ram_refuses": refuses}, 100, 100)
+    assert training.store.states_on_gpu == 3 and training.names == ["cache", "micro_batch"]
     of_unit = training.store.state_bytes(range(2, 3))
     assert asked == [(of_unit, of_unit)]
     assert "states stay on the GPU: RAM would be at 17.0 GiB" in training.said[1]
 
 
 def test_fewer_states_go_where_ram_has_room_for_those_alone():
-    case = {"resident_units": 4}
+    case = {"states_on_gpu": 4}
     expected, bits, _ = undisturbed(case)
     one = make_training(**case).store.state_bytes(range(3, 4))
     refuses = lambda moving, moved: "too much" if moving > one else None  # noqa: E731
     training, results, _ = disturbed(case | {"ram_refuses": refuses}, 100, 100, 100)
-    assert training.names == ["cache", "states", "states"] and training.store.resident_units == 2
+    assert training.names == ["cache", "states", "states"] and training.store.states_on_gpu == 2
     assert results == expected and training.bits() == bits
 
 
 def test_a_staging_ring_that_finds_no_room_makes_more_states_go(monkeypatch):
-    case = {"resident_units": 99}
+    case = {"states_on_gpu": 99}
     expected, bits, _ = undisturbed(case)
     at_call(monkeypatch, StateWindow, "fit", run_out, 2)  # the first is that of a new training
     training, results, _ = disturbed(case, 100, 100)
-    assert training.names == ["cache", "states"] and training.store.resident_units == UNITS - 3
+    assert training.names == ["cache", "states"] and training.store.states_on_gpu == UNITS - 3
     assert results == expected and training.bits() == bits
 
 
-@pytest.mark.parametrize("resident_units", [1, 99])
-def test_a_staging_ring_without_slots_is_made_before_it_is_used(resident_units, monkeypatch):
+@pytest.mark.parametrize("states_on_gpu", [1, 99])
+def test_a_staging_ring_without_slots_is_made_before_it_is_used(states_on_gpu, monkeypatch):
     """Memory runs out in its allocation, when RAM has taken the states already and takes no more."""
     answers = iter([None])
     training = make_training(
-        resident_units=resident_units, ram_refuses=lambda moving, moved: next(answers, "RAM is full")
+        states_on_gpu=states_on_gpu, ram_refuses=lambda moving, moved: next(answers, "RAM is full")
     )
     train_on(training, range(2))
     fit, calls = StateWindow.fit, []
@@ -393,7 +393,7 @@ def test_updates_that_are_half_made_in_backward_are_not_saved():
     with pytest.raises(OutOfRoom, match="some weights are new and some old by now, so they are not saved") as raised:
         train_on(training, [2], count * 3 // 4, *[1] * 9)
     assert training.step.halfway and raised.value.exit_code == 4
-    assert training.store.resident_units == 0
+    assert training.store.states_on_gpu == 0
 
 
 def test_a_step_that_cannot_be_made_is_left_as_if_it_had_not_been_begun():
@@ -479,8 +479,8 @@ def test_the_failed_attempts_tensors_are_gone_when_room_is_made(monkeypatch):
 
 def test_what_blocks_keep_is_gone_when_updates_have_begun(monkeypatch):
     """Of the segments that wait for their backward, at the first measure that gives up what is kept."""
-    training = make_training(**IN_BACKWARD_KEPT | {"whole_blocks": 3, "product_blocks": 0})
-    count = undisturbed(IN_BACKWARD_KEPT | {"whole_blocks": 3, "product_blocks": 0})[2]
+    training = make_training(**IN_BACKWARD_KEPT | {"kept": 99})
+    count = undisturbed(IN_BACKWARD_KEPT | {"kept": 99})[2]
     train_on(training, range(2))
     seen = []
     at_call(monkeypatch, TrainingStep, "change_layout", lambda: seen.append(training.step.keeps_activations))

@@ -66,10 +66,10 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def make_store(precision="fp32", optimizer="adamw", resident_units=RESIDENT, model=None, fill=None) -> Store:
+def make_store(precision="fp32", optimizer="adamw", states_on_gpu=RESIDENT, model=None, fill=None) -> Store:
     """A tiny decoder's store; `fill` seeds random bytes in every tensor (NaNs, infinities and all)."""
     decoder, dtype = Decoder(model or tiny_model("gpt2")), WORKING_DTYPES[precision]
-    layout = Layout(1, resident_units=resident_units)
+    layout = Layout(1, states_on_gpu=states_on_gpu)
     store = Store(decoder, torch.device("cpu"), dtype, get_optimizer(optimizer), layout)
     if fill is not None:
         generator = torch.Generator().manual_seed(fill)
@@ -130,18 +130,18 @@ def test_every_bit_comes_back_wherever_the_states_lie(tmp_path, precision, optim
     state = make_state(7, seed=3, note="ü", rate=0.1 + 0.2)
     checkpoint = save_checkpoint(tmp_path, saved, state, keep_last=1)
     assert checkpoint == tmp_path / "checkpoints" / "step-00000007"
-    for resident_units in (RESIDENT, STREAMED):
-        loaded = make_store(precision, optimizer, resident_units, fill=2)
+    for states_on_gpu in (RESIDENT, STREAMED):
+        loaded = make_store(precision, optimizer, states_on_gpu, fill=2)
         assert load_checkpoint(checkpoint, loaded, having({"identity": {"seed": 3}})) == state
         assert differences(loaded, saved) == []
-        again = save_checkpoint(tmp_path / str(resident_units), loaded, state, keep_last=1)
+        again = save_checkpoint(tmp_path / str(states_on_gpu), loaded, state, keep_last=1)
         for path in checkpoint.iterdir():
             assert (again / path.name).read_bytes() == path.read_bytes(), "the file depends on the placement"
 
 
 def test_parameters_see_what_was_loaded(tmp_path):
     saved, model = make_store(fill=1), tiny_model("gpt2")
-    layout = Layout(1, resident_units=STREAMED)
+    layout = Layout(1, states_on_gpu=STREAMED)
     loaded = Store(Decoder(model), torch.device("cpu"), torch.float32, get_optimizer("adamw"), layout)
     load_checkpoint(save(tmp_path, saved, 1), loaded, anything)
     for name, weight in saved.masters():
@@ -195,11 +195,11 @@ def test_saving_while_an_update_waits_is_a_mistake_of_the_caller(tmp_path):
 # ------------------------------------------------------------------------------------------------- training, continued
 
 
-def fresh(precision, optimizer, resident_units, seed):
+def fresh(precision, optimizer, states_on_gpu, seed):
     """A fresh model and all that trains it; weights are drawn from `seed`."""
     return make_step(
         tiny_model("gpt2", dropout=0.1, seed=seed), precision=precision, optimizer=optimizer,
-        resident_units=resident_units, micro_batch=1, segment_blocks=2,
+        states_on_gpu=states_on_gpu, micro_batch=1, segment_blocks=2,
         loss_scale=LossScale(precision == "fp16", scale=2.0**30, growth_interval=2),  # overflows at first, then grows
     )  # fmt: skip
 
@@ -220,12 +220,12 @@ def test_a_run_stopped_twice_is_bitwise_the_run_that_was_not(tmp_path, precision
 
     step, store = fresh(precision, optimizer, STREAMED, seed=0)
     continued, done = [], 0
-    for index, (stop, resident_units) in enumerate([(steps // 2, RESIDENT), (steps - 1, STREAMED)]):
+    for index, (stop, states_on_gpu) in enumerate([(steps // 2, RESIDENT), (steps - 1, STREAMED)]):
         continued += train(step, done, stop)
         step.flush()
         state = make_state(stop) | {"updates": step.updates, "loss_scale": step.loss_scale.state()}
         save_checkpoint(tmp_path, store, state, keep_last=2)
-        step, store = fresh(precision, optimizer, resident_units, seed=index + 1)  # other weights: all must go
+        step, store = fresh(precision, optimizer, states_on_gpu, seed=index + 1)  # other weights: all must go
         state = load_checkpoint(newest(tmp_path, store)[0], store, anything)
         done, step.updates = state["step"], state["updates"]
         step.loss_scale.load(state["loss_scale"])
@@ -742,7 +742,7 @@ from lowmem.core.parameters import Store
 
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=24000))
-store = Store(Decoder(model), torch.device("cpu"), torch.float32, get_optimizer("adamw"), Layout(1, resident_units=3))
+store = Store(Decoder(model), torch.device("cpu"), torch.float32, get_optimizer("adamw"), Layout(1, states_on_gpu=3))
 tensors = [tensor for part in store.parts for tensor in (part.working, *part.state.values())]
 for tensor in tensors:
     tensor.fill_(1.0)  # every page is there

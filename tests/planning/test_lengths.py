@@ -64,10 +64,10 @@ def test_on_the_cpu_nobody_knows_seconds():
     [
         {},
         {"group": 4},
-        {"group": 4, "segment_blocks": 2, "resident_units": 0},
-        {"recompute": False},
-        {"product_blocks": 2, "whole_blocks": 1},
-        {"group": 4, "norm_first": True},
+        {"group": 4, "segment_blocks": 2, "states_on_gpu": 0},
+        {"kept": 99},
+        {"kept": 5},
+        {"group": 4, "fate": "dropped"},
     ],
     ids=lambda layout: " ".join(layout) or "plain",
 )
@@ -76,7 +76,7 @@ def test_no_lengths_take_more_memory_than_full_rows(plan, layout, kind):
     margin that plans leave (caps.MARGIN_BYTES) is an order wider."""
     target = gpu_target(CARD, plan.fused_kernels)
     case = step_case(SETTINGS, "bf16")
-    case = dataclasses.replace(case, layout=dataclasses.replace(plan.layout, **layout, first_group=0))
+    case = dataclasses.replace(case, layout=dataclasses.replace(plan.layout, **layout))
 
     def simulations(lengths=None):
         decoder = make_decoder(CONFIG, "bf16", "fp32", plan.fused_kernels)

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig
 
-from lowmem.core.layout import Layout
+from lowmem.core.layout import Fate, Layout
 from lowmem.cudasim.gpus import CARDS
-from lowmem.cudasim.recorder import Chunk
+from lowmem.cudasim.tape import Chunk
 from lowmem.errors import InputError, PlanError
 from lowmem.limits import CONTEXT_BYTES, ram_now_bytes
 from lowmem.models.build import load_config
@@ -70,7 +70,7 @@ def test_plan_json_says_what_was_planned_and_what_that_depends_on():
     assert json.loads(json.dumps(found)) == found
     assert found["limits"] == {"gpu_bytes": GIB, "ram_bytes": 16 * GIB}
     assert (found["fits"], found["parameters"], found["tokens_per_step"]) == (True, PARAMETERS, 2_048)
-    assert found["choice"]["resident_units"] + found["choice"]["streamed_units"] == 6
+    assert found["choice"]["states_on_gpu"] + found["choice"]["streamed_units"] == 6
     predicted = found["predicted"]
     assert sum(found["breakdown"].values()) == predicted["gpu_allocated_peak_bytes"]
     assert predicted["gpu_allocated_peak_bytes"] <= predicted["gpu_reserved_peak_bytes"] <= GIB
@@ -107,14 +107,14 @@ def test_the_plans_table_fits_80_columns_and_the_readme_says_what_each_of_its_ro
 @pytest.mark.parametrize(
     ("layout", "said"),
     [
-        (Layout(1, 1, 1, recompute=False), "nothing recomputed"),
-        (Layout(1, 1, 1, True), "all 4 blocks recomputed"),
+        (Layout(1, 1, 1, kept=99), "nothing recomputed"),
+        (Layout(1, 1, 1), "all 4 blocks recomputed"),
         (
-            Layout(1, 1, 2, True, product_blocks=1),
+            Layout(1, 1, 2, kept=1),
             "of 4 blocks 3 recomputed, 2 at a time, 1 recomputed but for",
         ),
-        (Layout(1, 1, 1, True, product_blocks=3, whole_blocks=1), "of 4 blocks 3 recomputed but for their matrix"),
-        (Layout(1, 1, 1, True, product_blocks=3, whole_blocks=1), "products, 1 kept whole"),
+        (Layout(1, 1, 1, kept=5), "of 4 blocks 3 recomputed but for their matrix"),
+        (Layout(1, 1, 1, kept=5), "products, 1 kept whole"),
     ],
 )
 def test_what_is_recomputed_is_said_in_words(layout, said):
@@ -159,8 +159,9 @@ def test_what_is_typed_is_what_is_planned(typed):
     assert plan.layout.micro_batch == typed.get("micro_batch", plan.layout.micro_batch)
     assert plan.layout.group == typed.get("group", plan.layout.group)
     assert plan.layout.segment_blocks == typed.get("segment_blocks", plan.layout.segment_blocks)
-    assert plan.layout.recompute == {"on": True, "off": False}.get(typed.get("recompute"), plan.layout.recompute)
-    resident = plan.layout.resident_units
+    recomputes = plan.layout.recomputes(plan.blocks)
+    assert recomputes == {"on": True, "off": False}.get(typed.get("recompute"), recomputes)
+    resident = plan.layout.states_on_gpu
     assert resident == {"streamed": 0, "resident": 6}.get(typed.get("states"), resident)
 
 
@@ -237,7 +238,7 @@ def test_on_the_cpu_everything_is_in_ram_and_nothing_takes_a_gpu():
     plan = plan_for("cpu", "fp32", micro_batch=2)
     found = plan.to_dict()
     assert found["predicted"]["gpu_allocated_peak_bytes"] is found["predicted"]["step_seconds"] is None
-    assert found["breakdown"] == plan.ram_breakdown and plan.layout.resident_units == 6
+    assert found["breakdown"] == plan.ram_breakdown and plan.layout.states_on_gpu == 6
     vectors = 256 * -(-13 * 512 // 256) * 4 + 1_024
     padded = PARAMETERS + 256
     assert PARAMETERS * 4 <= plan.ram_breakdown["working_weights"] <= 4 * (padded + vectors)
@@ -249,7 +250,7 @@ def test_the_micro_batch_on_the_cpu_does_not_depend_on_what_is_free_but_what_is_
     roomy = plan_for("cpu", "fp32", ram_free_bytes=64 * GIB)
     activations = roomy.ram_bytes - plan_for("cpu", "fp32", recompute="on").ram_bytes
     tight = plan_for("cpu", "fp32", ram_free_bytes=4 * activations - MIB)  # a quarter of it is what they may take
-    assert (roomy.layout.recompute, tight.layout.recompute) == (False, True)
+    assert (roomy.layout.recomputes(roomy.blocks), tight.layout.recomputes(tight.blocks)) == (False, True)
     assert roomy.layout.micro_batch == tight.layout.micro_batch == 8
 
 
@@ -269,7 +270,7 @@ def test_a_refusal_names_caps_that_do_fit_and_that_are_tight(caps):
     assert caught.value.exit_code == 3
     named = caps_named(caught.value)
     plan = plan_for(**caps | named)
-    assert plan.layout.norm_first and "forward and backward run twice" in plan.describe()
+    assert plan.layout.fate is Fate.DROPPED and "forward and backward run twice" in plan.describe()
     with pytest.raises(PlanError):
         plan_for(**caps | named | {"gpu_limit_bytes": named["gpu_limit_bytes"] - 64 * MIB})
 
@@ -314,28 +315,28 @@ def test_what_is_not_clipped_has_no_norm_to_wait_for():
     with pytest.raises(PlanError) as caught:
         plan_for(clip_norm=None, micro_batch=1, gpu_limit_bytes=100 * MIB)
     plan = plan_for(clip_norm=None, micro_batch=1, **caps_named(caught.value))
-    assert not plan.layout.norm_first and plan.layout.group * plan.layout.micro_batch == 8
+    assert plan.layout.fate is not Fate.DROPPED and plan.layout.group * plan.layout.micro_batch == 8
 
 
 def test_where_the_loss_is_scaled_gradients_wait_without_clipping_too():
     """All of them have to be finite before the first update, and a GPU that does not hold them all will do."""
     caps = {"config": DEEP, "weights": "resident", "micro_batch": 1, "gpu_limit_bytes": 600 * MIB, "precision": "fp16"}
     clipped, plan = plan_for(**caps), plan_for(**caps, clip_norm=None)
-    assert plan.layout.gradients_in_ram and plan.layout == clipped.layout
-    assert plan_for(**caps, clip_norm=None, gradients="resident").layout.norm_first
+    assert plan.layout.fate is Fate.SENT and plan.layout == clipped.layout
+    assert plan_for(**caps, clip_norm=None, gradients="resident").layout.fate is Fate.DROPPED
     dataclasses.replace(SMALL, clip_norm=None, gradients="streamed", precision="fp16")  # is not refused
 
 
 def test_gradients_that_the_gpu_does_not_hold_wait_in_ram_and_where_that_has_no_room_everything_runs_twice():
     caps = {"gpu_limit_bytes": 600 * MIB, "micro_batch": 1, "config": DEEP, "weights": "resident"}
     in_ram = plan_for(**caps)
-    assert in_ram.layout.gradients_in_ram and not in_ram.layout.norm_first
+    assert in_ram.layout.fate is Fate.SENT and in_ram.layout.fate is not Fate.DROPPED
     assert "gradients wait in RAM for their updates" in " ".join(in_ram.describe().split())
     streamed = in_ram.ram["train"]["streamed_gradients"]
     assert 0 < streamed <= 4 * in_ram.parameters and not in_ram.ram["load"].get("streamed_gradients")
     for more in ({"gradients": "resident"}, {"ram_limit_bytes": in_ram.ram_bytes - streamed // 2}):
         twice = plan_for(**caps | more)
-        assert twice.layout.norm_first and "streamed_gradients" not in twice.ram["train"]
+        assert twice.layout.fate is Fate.DROPPED and "streamed_gradients" not in twice.ram["train"]
         assert 1.2 * in_ram.step_seconds < twice.step_seconds
         said = twice.faster_with_ram
         assert said == ((in_ram.ram_bytes, in_ram.step_seconds) if "ram_limit_bytes" in more else None)
@@ -345,7 +346,7 @@ def test_gradients_that_the_gpu_does_not_hold_wait_in_ram_and_where_that_has_no_
 def test_states_that_have_to_be_resident_leave_no_gradients_to_ram():
     caps = {"config": DEEP, "micro_batch": 1, "weights": "resident", "states": "resident"}
     plan = plan_for(**caps, gpu_limit_bytes=1100 * MIB, ram_limit_bytes=8 * GIB)
-    assert plan.layout.norm_first and plan.faster_with_ram is None and plan.layout.resident_units == plan.units
+    assert plan.layout.fate is Fate.DROPPED and plan.faster_with_ram is None and plan.layout.states_on_gpu == plan.units
 
 
 def test_gradients_in_ram_leave_states_to_the_disk():
@@ -353,9 +354,11 @@ def test_gradients_in_ram_leave_states_to_the_disk():
     in_ram = plan_for(**caps)
     disk = {"states_folder": "/fast", "disk_rate_bytes": 100 * GIB, "ram_limit_bytes": in_ram.ram_bytes - 100 * MIB}
     plan = plan_for(**caps, **disk)
-    assert plan.layout.gradients_in_ram and 0 < plan.layout.disk_units < plan.units
+    assert plan.layout.fate is Fate.SENT and 0 < plan.layout.states_on_disk < plan.units
     twice = plan_for(**caps, **disk, gradients="resident")
-    assert twice.layout.norm_first and not twice.layout.disk_units and plan.step_seconds < twice.step_seconds
+    assert (
+        twice.layout.fate is Fate.DROPPED and not twice.layout.states_on_disk and plan.step_seconds < twice.step_seconds
+    )
 
 
 def test_no_plan_is_slower_than_one_with_less_memory_or_fewer_ways():
@@ -366,7 +369,7 @@ def test_no_plan_is_slower_than_one_with_less_memory_or_fewer_ways():
     for cap_mib in range(190, 260, 6):
         plan = plan_for(**case, gpu_limit_bytes=cap_mib * MIB)
         layout = plan.layout
-        ways.add((layout.gradients_in_ram, layout.resident_weights is None, layout.boundaries_in_ram))
+        ways.add((layout.fate is Fate.SENT, layout.weights_on_gpu is None, layout.boundaries_in_ram))
         assert plan.step_seconds <= before
         before = plan.step_seconds
         with suppress(PlanError):
@@ -377,17 +380,21 @@ def test_no_plan_is_slower_than_one_with_less_memory_or_fewer_ways():
 
 def test_on_the_cpu_gradients_that_are_streamed_are_copied_and_counted():
     plan = plan_for("cpu", "fp32", gradients="streamed")
-    assert plan.layout.gradients_in_ram and plan.layout.group * plan.layout.micro_batch == 8
+    assert plan.layout.fate is Fate.SENT and plan.layout.group * plan.layout.micro_batch == 8
     blocks = 4 * plan.blocks * 12 * CONFIG.n_embd**2  # their matrices', in fp32
     assert blocks < plan.ram["train"]["streamed_gradients"] < 1.01 * blocks
 
 
 def test_weights_are_streamed_where_that_spares_forward_and_backward_a_second_time():
     case = {"config": DEEP, "micro_batch": 1, "gradients": "resident"}
-    assert plan_for(**case, gpu_limit_bytes=700 * MIB).layout.resident_weights is None
+    assert plan_for(**case, gpu_limit_bytes=700 * MIB).layout.weights_on_gpu is None
     tight = case | {"gpu_limit_bytes": 600 * MIB}
     resident, free = plan_for(**tight, weights="resident"), plan_for(**tight)
-    assert resident.layout.norm_first and not free.layout.norm_first and free.layout.resident_weights is not None
+    assert (
+        resident.layout.fate is Fate.DROPPED
+        and free.layout.fate is not Fate.DROPPED
+        and free.layout.weights_on_gpu is not None
+    )
     assert 1.5 * free.step_seconds < resident.step_seconds
 
 
@@ -395,7 +402,7 @@ def test_on_the_cpu_too_gradients_are_not_all_held_where_they_would_not_fit():
     """Whether a plan is for what is free or for a cap, its micro-batch is the same: the bits do not depend on it."""
     roomy = plan_for("cpu", "fp32", ram_free_bytes=64 * GIB, recompute="on")
     tight = plan_for("cpu", "fp32", ram_free_bytes=roomy.ram_bytes - PARAMETERS - ram_now_bytes(), recompute="on")
-    assert (roomy.layout.norm_first, tight.layout.norm_first) == (False, True)
+    assert (roomy.layout.fate, tight.layout.fate) == (Fate.HELD, Fate.DROPPED)
     assert tight.layout.micro_batch == roomy.layout.micro_batch
 
 
@@ -444,9 +451,9 @@ def test_a_plan_for_a_gpu_that_is_here_keeps_to_the_ram_that_is_free_and_the_mic
         return make_plan(settings, DEEP, "cuda", "bf16", CARDS["rtx3090"], free_bytes, process=process)
 
     roomy = plan(64 * GIB)
-    assert roomy.layout.gradients_in_ram and roomy.faster_with_ram is None
+    assert roomy.layout.fate is Fate.SENT and roomy.faster_with_ram is None
     tight = plan(roomy.ram_bytes - GIB - 100 * MIB)
-    assert tight.ram_bytes <= roomy.ram_bytes - 100 * MIB and not tight.layout.gradients_in_ram
+    assert tight.ram_bytes <= roomy.ram_bytes - 100 * MIB and tight.layout.fate is not Fate.SENT
     assert tight.layout.micro_batch == roomy.layout.micro_batch and tight.settings == settings
     assert tight.faster_with_ram == (roomy.ram_bytes, roomy.step_seconds) and roomy.step_seconds < tight.step_seconds
     said = " ".join(tight.describe().split())
@@ -639,11 +646,11 @@ def test_where_ram_has_no_room_for_states_as_few_as_may_be_are_on_the_disk():
         plan_for(config=DEEP, **tight)
     plan = plan_for(config=DEEP, **tight, states_folder="/fast")
     assert plan.ram_bytes <= tight["ram_limit_bytes"]
-    assert 0 < plan.layout.disk_units < plan.units and plan.disk["states"] == plan.disk_state_bytes > 0
+    assert 0 < plan.layout.states_on_disk < plan.units and plan.disk["states"] == plan.disk_state_bytes > 0
     assert plan.ram_breakdown["streamed_states"] + plan.disk_state_bytes == states
     assert plan.gpu_reserved_peak_bytes == roomy.gpu_reserved_peak_bytes
-    assert plan.layout == dataclasses.replace(roomy.layout, disk_units=plan.layout.disk_units)
-    a_unit = plan.disk_state_bytes // plan.layout.disk_units
+    assert plan.layout == dataclasses.replace(roomy.layout, states_on_disk=plan.layout.states_on_disk)
+    a_unit = plan.disk_state_bytes // plan.layout.states_on_disk
     room = tight["ram_limit_bytes"] - plan.ram_bytes
     assert room < 2 * a_unit, "another unit would have had room"
     assert "units on the disk of /fast" in " ".join(plan.describe().split())
@@ -654,7 +661,7 @@ def test_a_slower_disk_takes_longer_and_no_layout_depends_on_that():
     case = {"states": "disk", "states_folder": "/fast", "micro_batch": 2, "gpu_limit_bytes": 2 * GIB}
     plans = [plan_for(config=DEEP, **case, disk_rate_bytes=rate) for rate in (2**28, 2**30, 2**44)]
     assert [plan.layout for plan in plans] == [plans[0].layout] * 3
-    assert plans[0].layout.disk_units == plans[0].units and plans[0].layout.resident_units == 0
+    assert plans[0].layout.states_on_disk == plans[0].units and plans[0].layout.states_on_gpu == 0
     slow, middle, fast = (plan.step_seconds for plan in plans)
     moved = 2 * plans[0].disk_state_bytes
     assert slow >= 0.999 * moved / 2**28 and slow > 2 * middle and middle > fast
@@ -686,11 +693,11 @@ def test_on_the_cpu_too_states_are_on_the_disk_where_ram_has_no_room_or_is_not_f
     capped = plan_for("cpu", "fp32", config=DEEP, ram_limit_bytes=cap, **case)
     here = plan_for("cpu", "fp32", config=DEEP, ram_free_bytes=cap - ram_now_bytes(), **case)
     for plan in (capped, here):
-        assert plan.ram_bytes <= cap and 0 < plan.layout.disk_units < plan.units
+        assert plan.ram_bytes <= cap and 0 < plan.layout.states_on_disk < plan.units
         assert plan.layout.micro_batch == roomy.layout.micro_batch
-        assert plan.layout.units_on_disk(plan.units) == list(range(plan.layout.resident_units, plan.units))
+        assert plan.layout.units_on_disk(plan.units) == list(range(plan.layout.states_on_gpu, plan.units))
     everything = plan_for("cpu", "fp32", config=DEEP, **case | {"states": "disk"})
-    assert everything.layout.disk_units == everything.units
+    assert everything.layout.states_on_disk == everything.units
     assert everything.disk_state_bytes > 0.99 * states
 
 
@@ -706,4 +713,4 @@ def test_where_the_fastest_layout_leaves_no_room_in_ram_another_one_may(monkeypa
 
     monkeypatch.setattr(gpu_plan, "_with_states_on_disk", without_the_first)
     plan = plan_for(config=DEEP, boundaries="streamed", states="disk", states_folder="/fast", micro_batch=2)
-    assert plan.layout.disk_units and plan.layout.segment_blocks != refused[0].segment_blocks
+    assert plan.layout.states_on_disk and plan.layout.segment_blocks != refused[0].segment_blocks

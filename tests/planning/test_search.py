@@ -15,10 +15,11 @@ from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import CARDS
+from lowmem.cudasim.tape import under_cap
 from lowmem.models.build import make_decoder
 from lowmem.planning.gpu_plan import fastest_layout, least_room
 from lowmem.planning.search import Choices, MemoryLimits, fastest, smallest_room, streaming_more
-from lowmem.planning.simulated_step import StepCase, gpu_target, record_step, under_cap
+from lowmem.planning.simulated_step import StepCase, gpu_target, record_step
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 from lowmem.units import MIB
@@ -38,12 +39,12 @@ def decoder():
 def everything(simulations) -> list:
     """(layout, recording) of the whole grid, blocks run each for itself."""
     target, made = gpu_target(SLOW_BUS), decoder()
-    kinds = product((1, 2, 4), (1, 2, 4), (1, 2), (0, 2), CHOICES.resident_units)
+    kinds = product((1, 2, 4), (1, 2, 4), (1, 2), CHOICES.states_on_gpu)
     layouts = {
-        simulations.keeping(Layout(micro_batch, group, segment, first_group=first, resident_units=resident), kept): None
-        for micro_batch, group, segment, first, resident in kinds
+        simulations.keeping(Layout(micro_batch, group, segment, states_on_gpu=resident), kept): None
+        for micro_batch, group, segment, resident in kinds
         for kept in CHOICES.kept
-        if group <= BATCH // micro_batch and (not first or (micro_batch, group) == (1, 1))
+        if group <= BATCH // micro_batch
     }
     known: dict = {}
     return [(layout, record_step(made, simulations.case(layout), target, known)) for layout in layouts]
@@ -111,7 +112,7 @@ def test_the_smallest_caps_are_enough_and_a_page_less_is_not(everything, simulat
 
 @pytest.mark.parametrize("gpu", [None, 200 * MIB])
 def test_where_only_ram_is_short_the_gpus_cap_stays_as_it_is(simulations, gpu):
-    few_resident = dataclasses.replace(CHOICES, resident_units=range(2))
+    few_resident = dataclasses.replace(CHOICES, states_on_gpu=range(2))
     assert fastest(simulations, few_resident, MemoryLimits(gpu, 1 * MIB)) is None
     smallest = smallest_room(simulations, few_resident, MemoryLimits(gpu, 1 * MIB))
     assert smallest.gpu == gpu

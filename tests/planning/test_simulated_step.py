@@ -16,25 +16,17 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.encoder_decoder import take_apart
 from lowmem.core.kernels import fused
 from lowmem.core.layers import cast_explicitly, fuse_gelu
-from lowmem.core.layout import Layout
+from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.step import TrainingStep
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
-from lowmem.cudasim.recorder import FREED, Chunk, Recorder, Tape
+from lowmem.cudasim.device_model import DeviceModel
+from lowmem.cudasim.recorder import Recorder
+from lowmem.cudasim.tape import FREED, Chunk, Tape, most_bytes, named_at_peak, under_cap
 from lowmem.models.build import build_model, load_config
-from lowmem.planning.simulated_step import (
-    DeviceModel,
-    StepCase,
-    Target,
-    batch_of_zeros,
-    cpu_target,
-    most_bytes,
-    named_at_peak,
-    record_step,
-    under_cap,
-)
+from lowmem.planning.simulated_step import StepCase, Target, batch_of_zeros, cpu_target, record_step
 from lowmem.units import KIB, MIB
 from tests.core.test_decoder import HONOUR_DOCUMENT_MASK
 
@@ -45,19 +37,19 @@ DROPOUTS = (
     *("hidden_dropout_prob", "resid_dropout", "embed_dropout", "activation_dropout", "dropout_rate"),
 )
 SETTINGS = {  # the layout, dropout, a mask where the family has one
-    "accumulation, recomputed block by block": (Layout(1, resident_units=99), 0.0, False),
-    "one group of two, nothing recomputed, dropout": (Layout(2, 2, 2, recompute=False, resident_units=99), 0.1, False),
-    "segments of two blocks, documents masked": (Layout(2, 1, 2, resident_units=99), 0.0, True),
+    "accumulation, recomputed block by block": (Layout(1, states_on_gpu=99), 0.0, False),
+    "one group of two, nothing recomputed, dropout": (Layout(2, 2, 2, kept=99, states_on_gpu=99), 0.1, False),
+    "segments of two blocks, documents masked": (Layout(2, 1, 2, states_on_gpu=99), 0.0, True),
     "products kept, of the last block all, dropout": (
-        Layout(2, 2, product_blocks=9, whole_blocks=1, resident_units=99),
+        Layout(2, 2, kept=4, states_on_gpu=99),
         0.1,
         False,
     ),
-    "weights of two blocks streamed, dropout": (Layout(2, 1, 1, resident_units=1, resident_weights=2), 0.1, False),
-    "gradients in RAM": (Layout(1, 4, 2, gradients_in_ram=True, resident_units=2), 0.1, True),
-    "boundaries in RAM": (Layout(1, 4, 1, norm_first=True, boundaries_in_ram=True), 0.1, False),
+    "weights of two blocks streamed, dropout": (Layout(2, 1, 1, states_on_gpu=1, weights_on_gpu=2), 0.1, False),
+    "gradients in RAM": (Layout(1, 4, 2, fate=Fate.SENT, states_on_gpu=2), 0.1, True),
+    "boundaries in RAM": (Layout(1, 4, 1, fate=Fate.DROPPED, boundaries_in_ram=True), 0.1, False),
 }
-EVERY_POLICY = Layout(2, product_blocks=1, whole_blocks=1, resident_units=99)  # for three blocks
+EVERY_POLICY = Layout(2, kept=4, states_on_gpu=99)  # for three blocks
 
 
 def config_of(family: str, dropout: float):
@@ -140,14 +132,14 @@ def in_order_of_birth(tape: Tape) -> list:
 
 
 REPLAYED = [
-    Layout(1, 1, 1, resident_units=2),
-    Layout(1, 4, 2, resident_units=99),
-    Layout(1, 2, 2, recompute=False),
-    Layout(1, 1, 3, recompute=False, resident_units=99),
-    Layout(2, 1, 2, resident_units=1),
-    Layout(1, 2, 1, product_blocks=1, whole_blocks=1, resident_units=2),
-    Layout(1, 2, 2, product_blocks=1, resident_weights=1),
-    Layout(1, 4, 1, product_blocks=1, boundaries_in_ram=True),
+    Layout(1, 1, 1, states_on_gpu=2),
+    Layout(1, 4, 2, states_on_gpu=99),
+    Layout(1, 2, 2, kept=99),
+    Layout(1, 1, 3, kept=99, states_on_gpu=99),
+    Layout(2, 1, 2, states_on_gpu=1),
+    Layout(1, 2, 1, kept=4, states_on_gpu=2),
+    Layout(1, 2, 2, kept=1, weights_on_gpu=1),
+    Layout(1, 4, 1, kept=1, boundaries_in_ram=True),
 ]
 KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 
@@ -192,7 +184,7 @@ def test_many_micro_batches_cost_little_more_than_two():
 
     for batch in (4, 32):
         counted.append(0)
-        case = StepCase(SEQ, batch, Layout(micro_batch=1, resident_units=99), torch.float32, OPTIMIZERS["adamw"])
+        case = StepCase(SEQ, batch, Layout(micro_batch=1, states_on_gpu=99), torch.float32, OPTIMIZERS["adamw"])
         record_step(decoder_of(config_of("gpt2", 0.0)), case, Target(DeviceModel(seconds=counting)), known={})
     assert counted[1] < 1.2 * counted[0] + 28 * 20  # what is left: a micro-batch's copy to the device, and views
 
@@ -211,7 +203,7 @@ def test_the_most_of_one_name_need_not_be_at_the_peak():
 
 def test_the_persistent_parts_of_a_step_are_named_and_have_the_sizes_worked_out_by_hand():
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    case = StepCase(256, 4, Layout(micro_batch=2, resident_units=2), torch.bfloat16, OPTIMIZERS["adamw"])
+    case = StepCase(256, 4, Layout(micro_batch=2, states_on_gpu=2), torch.bfloat16, OPTIMIZERS["adamw"])
     recording = record_step(decoder, case, Target(DeviceModel()), {})
     memory = under_cap(recording.tape)
     D, L, embedding = 128, 4, 257 * 128 + 128 + 256 * 128  # every parameter begins at a multiple of 256 numbers
@@ -228,7 +220,7 @@ def test_the_persistent_parts_of_a_step_are_named_and_have_the_sizes_worked_out_
 
 def test_it_fits_where_the_capped_run_completes_and_nowhere_else(monkeypatch):
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    case = StepCase(256, 4, Layout(micro_batch=2, resident_units=99), torch.bfloat16, OPTIMIZERS["adamw"])
+    case = StepCase(256, 4, Layout(micro_batch=2, states_on_gpu=99), torch.bfloat16, OPTIMIZERS["adamw"])
     tape = record_step(decoder, case, Target(DeviceModel()), {}).tape
     free = under_cap(tape)
     assert under_cap(tape, free.reserved_peak_bytes) == free
@@ -250,7 +242,7 @@ def test_every_thread_takes_a_workspace_once_and_keeps_it():
         products=frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default}), workspace_bytes=MIB
     )
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    case = StepCase(256, 4, Layout(micro_batch=2, resident_units=99), torch.bfloat16, OPTIMIZERS["adamw"])
+    case = StepCase(256, 4, Layout(micro_batch=2, states_on_gpu=99), torch.bfloat16, OPTIMIZERS["adamw"])
     known: dict = {}
     for _ in range(2):  # replayed, too
         operations = list(record_step(decoder, case, Target(machine), known).tape)
@@ -263,7 +255,7 @@ def test_both_workspaces_are_there_before_the_weights(clip_norm):
     """Also where one step is recorded, whose first backward comes after its first forward and head."""
     machine = DeviceModel(products=frozenset({torch.ops.aten.mm.default}), workspace_bytes=MIB)
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    layout = Layout(micro_batch=2, group=2, resident_units=99)
+    layout = Layout(micro_batch=2, group=2, states_on_gpu=99)
     case = StepCase(256, 4, layout, torch.bfloat16, OPTIMIZERS["adamw"], clip_norm)
     operations = list(record_step(decoder, case, Target(machine), {}).tape)
     assert [name for _, _, name in operations[:3]] == ["workspaces", "workspaces", "working_weights"]
@@ -348,6 +340,6 @@ def test_temporaries_end_last_born_first_and_results_come_in_the_order_that_the_
 def test_temporaries_inside_an_operation_end_with_it():
     machine = DeviceModel(hidden_bytes=lambda func, *_: (64 * MIB,) if func is torch.ops.aten.addmm.default else ())
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    case = StepCase(256, 4, Layout(micro_batch=2, resident_units=99), torch.bfloat16, OPTIMIZERS["adamw"])
+    case = StepCase(256, 4, Layout(micro_batch=2, states_on_gpu=99), torch.bfloat16, OPTIMIZERS["adamw"])
     memory = under_cap(record_step(decoder, case, Target(machine), {}).tape)
     assert memory.at_peak["inside_operations"] == 64 * MIB

@@ -11,7 +11,7 @@ import torch
 
 from experiments.memory_estimation.estimate import plain_target
 from lowmem.cudasim.gpus import CARDS
-from lowmem.planning.simulated_step import under_cap
+from lowmem.cudasim.tape import under_cap
 from tests.published.older_models import FP16, MODELS
 from tests.published.points import Peak
 from tests.published.simulated import record

@@ -3,16 +3,14 @@
 The step runs on tensors without data, as in lowmem/planning/simulated_step.py, and the same clocks say how long: the
 host's, which launches, and the GPU's. Streaming, recomputation and lowmem's own kernels are not in it."""
 
-import gc
 from collections.abc import Callable
-from dataclasses import replace
 
 from torch import nn
 
 from experiments.memory_estimation.estimate import plain_target
 from lowmem.cudasim.gpus import Card
-from lowmem.cudasim.recorder import Recorder, Tape
-from lowmem.cudasim.roofline import HOST_SECONDS_PER_BACKWARD_OPERATION, HOST_SECONDS_PER_OPERATION, operation_seconds
+from lowmem.cudasim.recorder import Recorder
+from lowmem.cudasim.tape import Tape
 from lowmem.planning.simulated_step import Target
 
 STEPS = 2  # the first one has no gradients and no optimizer states to begin with
@@ -21,31 +19,18 @@ STEPS = 2  # the first one has no gradients and no optimizer states to begin wit
 def simulate(card: Card, model: nn.Module, step: Callable[[], None]) -> float:
     """Seconds of the last of `STEPS` calls of `step`, which trains `model` on the meta device, the GPU waited for
     before and after it."""
-    target = plain_target(card)
-    machine = replace(
-        target.machine,
-        seconds=lambda *operation: operation_seconds(card, *operation),
-        host_seconds=(HOST_SECONDS_PER_OPERATION, HOST_SECONDS_PER_BACKWARD_OPERATION),
-    )
-    seconds, _ = record(replace(target, machine=machine), model, step)
-    return seconds
+    return record(plain_target(card), model, step)[0]
 
 
 def record(target: Target, model: nn.Module, step: Callable[[], None]) -> tuple[float, Tape]:
     """Those seconds on `target`, and the tape of all calls."""
     recorder = Recorder(target.machine, lambda frame: "step")
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with recorder, target.functions():
-            for tensor in (*model.parameters(), *model.buffers()):
-                recorder.note(tensor)
-            for _ in range(STEPS):
-                clock = recorder.clock
-                began = clock.host = clock.gpu = max(clock.host, clock.gpu)
-                step()
-            seconds = max(clock.host, clock.gpu) - began
-    finally:
-        if enabled:
-            gc.enable()
+    with recorder, target.machine.functions():
+        for tensor in (*model.parameters(), *model.buffers()):
+            recorder.note(tensor)
+        for _ in range(STEPS):
+            clock = recorder.clock
+            began = clock.host = clock.gpu = max(clock.host, clock.gpu)
+            step()
+        seconds = max(clock.host, clock.gpu) - began
     return seconds, recorder.tape

@@ -21,7 +21,7 @@ def test_a_run_is_the_same_with_its_states_on_a_disk_and_leaves_nothing_there(fi
     assert train(tmp_path / "out", *on_disk) == 0
     assert_same_run(tmp_path / "out", finished)
     plan = stored(tmp_path / "out/plan.json")
-    assert plan["choice"]["disk_units"] > 0 and plan["disk"]["states"] > 10**6
+    assert plan["choice"]["states_on_disk"] > 0 and plan["disk"]["states"] > 10**6
     assert list((tmp_path / "fast" / "states").iterdir()) == []
 
 
@@ -51,7 +51,7 @@ def test_gradients_that_wait_in_ram_beside_the_others_change_nothing_also_on_the
     held = interrupted(tmp_path / "0", streamed, [])
     in_ram = interrupted(tmp_path / "1", [], [*streamed, *on_disk])
     for plan, there in ((held, False), (in_ram, True)):
-        assert ("streamed_gradients" in plan["ram_breakdown"], plan["choice"]["gradients_in_ram"]) == (there, there)
+        assert ("streamed_gradients" in plan["ram_breakdown"], plan["choice"]["fate"] == "sent") == (there, there)
 
 
 def test_a_folder_in_ram_is_warned_of(train, tmp_path, on_disk, monkeypatch, capsys):
