@@ -4,7 +4,7 @@ GPU memory is capped by the caching allocator (`torch.cuda.set_per_process_memor
 cap behaves on a large card as on a small one. The cap does not count the CUDA context (about 0.5 GiB).
 
 RAM is the high-water mark of the process's resident set. It counts page-locked buffers, because they are anonymous
-mappings registered after they were made (offload.py); memory from cudaHostAlloc (torch's pin_memory) belongs to the
+mappings registered after they were made (core/homes.py); memory from cudaHostAlloc (torch's pin_memory) belongs to the
 driver and is not used here. It does not count other processes (wandb's), swapped memory, or the page cache of files.
 The kernel keeps the mark, so no peak is missed; each phase of a run starts a new one, so that a report has the peak of
 each. Linux adds up each processor's count only now and then: on 2 processors a mark was seen to fall by 0.3 MiB.

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from transformers import GPT2Config
 
 from lowmem.core.batch import Batch
-from lowmem.core.disk import DiskStates
 from lowmem.core.encoder_decoder import take_apart
+from lowmem.core.homes import DiskStates, host_tensor
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.layout import Layout
-from lowmem.core.offload import host_tensor
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale

@@ -2,8 +2,8 @@
 become final.
 
 They wait here until the next forward pass needs a unit's new weights or, where nothing has to be known of all gradients
-first, until that unit's gradient is final. Streamed states pass through the ring (offload.py) in the same order,
-fetched ahead of it.
+first, until that unit's gradient is final. Streamed states visit the device (window.py) in the same order,
+fetched ahead.
 
 Memory that runs out within an update leaves it to be made: a piece is updated whole or not at all (optimizers.py), and
 `run` goes on with the piece that it had come to, so none is updated twice and none left out."""
@@ -13,9 +13,10 @@ from dataclasses import replace
 
 import torch
 
-from lowmem.core.offload import StagingRing, State
-from lowmem.core.optimizers import Hyperparameters
+from lowmem.core.optimizers import Hyperparameters, State
 from lowmem.core.parameters import Piece, Store
+from lowmem.core.transfers import Lane, Transfers
+from lowmem.core.window import StateWindow
 from lowmem.errors import LowmemError
 
 
@@ -28,11 +29,17 @@ class Updates:
     in the order of the pass, all of them where nothing waits."""
 
     def __init__(
-        self, store: Store, units: int, hyper: Hyperparameters, update: Callable[[Piece, State], None], beside: bool
+        self,
+        store: Store,
+        units: int,
+        hyper: Hyperparameters,
+        update: Callable[[Piece, State], None],
+        transfers: Transfers,
     ):
-        """`update`: updates one piece, whose state is on the device, with `hyper`, or changes nothing where memory runs
-        out; `beside`: whether it may run beside what computes (offload.py)."""
-        self.ring = StagingRing(store.device, store.pieces, beside, store.host_buffer)
+        """`update`: updates one piece, whose state is on the device, with `hyper`, or changes nothing if memory runs
+        out."""
+        self.states, self._transfers = StateWindow(transfers, store.device, store.pieces), transfers
+        self._updated = None  # event of the last update; by the time it is awaited, UPDATES waits for the next piece
         self.hyper = hyper
         self.units, self.units_done = units, units
         self._store, self._update_piece = store, update
@@ -54,10 +61,9 @@ class Updates:
         pieces = self._store.pieces
         self._pieces = sorted(pieces, key=lambda piece: -piece.part.unit) if downwards else pieces
         self._next, self.downwards = 0, downwards
-        self.ring.begin(self._pieces)
+        self.states.begin(self._pieces)
         self.units_done = 0
-        self.ring.copies.wait_for_compute()
-        self.ring.copies.fetch_what_left()  # gradients among it
+        self._wait_for_gradients()
 
     def run(self, units: int) -> None:
         """Makes updates until so many units are updated; what the compute stream is given later waits for them. Where
@@ -66,32 +72,32 @@ class Updates:
             raise UpdateInterrupted("an update was ended in the middle of a tensor; load the weights again")
         if self.units_done >= units:
             return
-        if not self.ring.fits:
+        if not self.states.fits:
             self.move_states(self._store.states_on_gpu)
         if self.downwards:  # their gradients came to be since the pass was begun
-            self.ring.copies.wait_for_compute()
+            self._wait_for_gradients()
         try:
             while self.units_done < units:
                 self._go_on()
-        finally:
-            self.ring.copies.hold_compute()
+        finally:  # kernels launched later may read the weights and use the memory that the updates freed
+            self._transfers.wait(Lane.COMPUTE, self._updated)
 
     def flush(self) -> None:
         """Makes every update that still waits; returns when all states have arrived where they belong."""
         self.run(self.units)
-        self.ring.synchronize()
+        self.states.synchronize()
 
     def move_states(self, states_on_gpu: int) -> bool:
         """Moves states into RAM (Store.stream), also in the middle of a pass, which goes on with the piece that it had
         come to; the result is whether they are page-locked."""
-        self.ring.synchronize()
+        self.states.synchronize()
         if self._store.device.type == "cuda":
             torch.cuda.synchronize(self._store.device)
         try:
             locked = self._store.stream(states_on_gpu)
-            self.ring.fit(self._store.pieces)
+            self.states.fit(self._store.pieces)
         finally:
-            self.ring.begin(self._pieces[self._next :])
+            self.states.begin(self._pieces[self._next :])
         return locked
 
     @torch.no_grad()
@@ -103,20 +109,24 @@ class Updates:
             return
         piece = self._pieces[self._next]
         part = piece.part
-        state = self.ring.take(piece)
+        state = self.states.take(piece)
         before = self.units - 1 - part.unit if self.downwards else part.unit
         if before > self.units_done:  # units without parameters have nothing to update
             self.units_done = before
             return
         self._torn = True
         if part.has_gradient:  # else nothing of it took part in this step
-            with self.ring.copies.updating():
+            with self._transfers.updating():
                 self._update(piece, state)
-        self.ring.give_back(piece)
+            self._updated = self._transfers.mark(Lane.UPDATES)
+        self.states.give_back(piece)
         self._next += 1
         self._torn = False
         if piece is part.pieces[-1]:
             part.drop_gradient()
+
+    def _wait_for_gradients(self) -> None:
+        self._transfers.wait(Lane.UPDATES, self._transfers.mark(Lane.COMPUTE))
 
     def _update(self, piece: Piece, state: State) -> None:
         try:

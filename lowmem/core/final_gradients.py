@@ -4,7 +4,7 @@ One pass of forward and backward finishes the gradients of one unit after the ot
 embeddings. What happens to them then is what the ways to update differ in (layout.py):
 
     HeldGradients      nothing: they wait for the norm, and the next forward pass updates with them
-    LeavingGradients   the same, but they wait in RAM (streamed_gradients.py)
+    LeavingGradients   the same, but they wait in RAM (segment_windows.py)
     DroppedGradients   they are freed: this pass was for the norm alone
     AppliedGradients   the unit is updated at once, and its gradient freed before the next one is made
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.parameters import Piece, Store
-from lowmem.core.streamed_gradients import StreamedGradients
+from lowmem.core.segment_windows import GradientWindow
 
 
 class FinalGradients:
@@ -71,19 +71,19 @@ class LeavingGradients(FinalGradients):
     by_unit = True
 
     def __init__(
-        self, store: Store, units: int, norm_of: Callable[[Piece], Tensor], streamed: StreamedGradients
+        self, store: Store, units: int, norm_of: Callable[[Piece], Tensor], window: GradientWindow
     ):  # fmt: skip
         super().__init__(store, units, norm_of)
-        self._streamed = streamed
+        self._window = window
 
     def finish(self, lowest: int) -> None:
         final = range(lowest, self._lowest)
         self._take_norms(lowest)
         parts = (part for part in self._store.parts if part.unit in final and part.gradient is not None)
-        self._streamed.leave(part for part in parts if part.gradient_home is not None)
+        self._window.leave(part for part in parts if part.gradient_home is not None)
 
     def norm(self) -> float:
-        self._streamed.let_go()
+        self._window.release()
         return super().norm()
 
 

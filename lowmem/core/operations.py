@@ -15,8 +15,7 @@ from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder, Extra
 from lowmem.core.kernels import fused
 from lowmem.core.loss import linear_cross_entropy
-from lowmem.core.offload import State
-from lowmem.core.optimizers import Hyperparameters, Optimizer, UpdateRule
+from lowmem.core.optimizers import Hyperparameters, Optimizer, State, UpdateRule
 from lowmem.core.parameters import GRADIENT, WORKING, Piece, Store
 from lowmem.core.recompute import Dropout, SavedSegment, Segment, SkippableProducts
 

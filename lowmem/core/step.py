@@ -23,7 +23,7 @@ above have been updated, and ends the run (`UpdateInterrupted`), where otherwise
 With clipping the same can be had for twice the time (`Fate.DROPPED`): forward and backward run once for the norm, their
 gradients dropped unit by unit, and once more for the updates, with the same dropout masks and so the same gradients. It
 saves the 4 bytes per parameter that held gradients cost. Where RAM has room for these, they wait there instead, and
-everything runs once (streamed_gradients.py).
+everything runs once (segment_windows.py).
 
 Groups of one micro-batch are ordinary gradient accumulation. With one group for the whole batch, the gradients of a
 segment or two at a time are enough, if units are updated in backward or in two passes, or if gradients wait in RAM.
@@ -34,9 +34,8 @@ whole batch: B x T x D x 4 bytes (320 MiB for GPT-2-Large at 64 x 1,024; half of
 encoder-decoder's blocks share, its tables of relative positions, is summed block by block, and these sums are joined
 before that (accumulation.py).
 
-What does not fit on the device can be in RAM: optimizer states (offload.py), the weights of most blocks, which come a
-segment at a time (streamed_weights.py), boundaries until their backward (streamed_boundaries.py), and gradients until
-their update.
+What does not fit on the device can be in RAM: optimizer states, the weights of most blocks, which come a segment at
+a time, boundaries until their backward, and gradients until their update (window.py).
 
 A step's loss is the mean over its trained tokens, so each micro-batch counts by its tokens. The update is deferred into
 the next forward so that, on a GPU, copying offloaded optimizer states hides behind computation; nothing reads a weight
@@ -71,15 +70,14 @@ from lowmem.core.final_gradients import (
 )
 from lowmem.core.kernels import fused
 from lowmem.core.layout import Fate, Layout
-from lowmem.core.offload import StagingRing, State
 from lowmem.core.operations import Operations
-from lowmem.core.optimizers import Hyperparameters, Optimizer
+from lowmem.core.optimizers import Hyperparameters, Optimizer, State
 from lowmem.core.parameters import Piece, Store
 from lowmem.core.precision import LossScale
 from lowmem.core.recompute import Dropout, SavedSegment, Segment
-from lowmem.core.streamed_boundaries import StreamedBoundaries
-from lowmem.core.streamed_gradients import StreamedGradients
-from lowmem.core.streamed_weights import StreamedWeights
+from lowmem.core.segment_windows import BoundaryWindow, GradientWindow, WeightWindow
+from lowmem.core.transfers import Transfers, transfers_for
+from lowmem.core.window import StateWindow
 from lowmem.device import finish_failed_backward
 
 # Where memory runs out: in a step that can be begun again, in one whose updates have begun, in updates alone.
@@ -129,12 +127,12 @@ class TrainingStep:
     def __init__(
         self, decoder: Decoder, store: Store, optimizer: Optimizer, layout: Layout, *, clip_norm: float | None,
         weight_decay: float, seed: int, loss_scale: LossScale, operations: Operations | None = None,
-        beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
+        transfers: Transfers | None = None, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
     ):  # fmt: skip
         """`clip_norm`: the largest norm of all gradients, None for no limit; `seed`: of the dropout masks;
-        `operations`: what the step runs, if not those of `decoder` on its device. Which states are on the device is
-        the store's to say, whatever `layout` says of that; ValueError where it has something else in RAM or on a disk
-        that the store was not made with."""
+        `operations`, `transfers`: what the step runs, if not those of `decoder` and its device. Which states are on the
+        device is the store's to say, whatever `layout` says of that; ValueError if the store was made for other homes
+        of weights, gradients or states on a disk."""
         if _placed(layout) != _placed(store.layout):
             raise ValueError("the store was made for another layout: other weights, gradients or states lie elsewhere")
         self.store, self.loss_scale = store, loss_scale
@@ -146,10 +144,11 @@ class TrainingStep:
         self._set_layout(layout)
         beside = fused.may_run_beside(decoder.fused_kernels, optimizer)
         hyper = Hyperparameters(0.0, weight_decay, update=0, beta1=beta1, beta2=beta2, epsilon=epsilon)
-        self._updates = Updates(store, len(decoder.units), hyper, self._update_piece, beside)
-        self._weights = StreamedWeights(decoder, store, [each.blocks for each in self.segments], self._updates.ring)
-        self._boundaries = StreamedBoundaries(store, self._updates.ring)
-        self._gradients = StreamedGradients(self._updates.ring)
+        self.transfers = transfers or transfers_for(store.device, beside, store.host_buffer)
+        self._updates = Updates(store, len(decoder.units), hyper, self._update_piece, self.transfers)
+        self._weights = WeightWindow(self.transfers, decoder, store, [each.blocks for each in self.segments])
+        self._boundaries = BoundaryWindow(self.transfers, store)
+        self._gradients = GradientWindow(self.transfers)
         self._accumulation = Accumulation(decoder, store)
         self._updating = False  # whether the updates of the step that is being made have begun
         self._saved: list[list[SavedSegment]] = []  # per micro-batch what its segments keep for their backward
@@ -326,9 +325,9 @@ class TrainingStep:
         return self._boundaries.buffer_bytes
 
     @property
-    def ring(self) -> StagingRing:
-        """Where streamed states pass through the device."""
-        return self._updates.ring
+    def states(self) -> StateWindow:
+        """Where streamed states visit the device."""
+        return self._updates.states
 
     def flush(self) -> None:
         """Makes every update that still waits: before anything but a training step reads a weight or a state."""
@@ -418,7 +417,7 @@ class TrainingStep:
             self._accumulation.clear()
             self._saved = []
             self._boundaries.begin()
-            self._gradients.let_go()
+            self._gradients.release()
             for part in () if self._updates.waiting else self.store.parts:
                 part.drop_gradient()
 

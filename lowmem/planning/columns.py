@@ -185,8 +185,8 @@ class Columns:
         return most_bytes(self.record(column, 0, 0).tape, "boundaries") // sequences
 
     def most_kept(self, column: Column, resident: int, least: int, most: int) -> int | None:
-        """The most that can be kept, between these; None where nothing fits. What was found for the last column with
-        these groups and segments, which had another first group, is looked at first."""
+        """The most that can be kept, between these; None if nothing fits. Tries the last answer for this column
+        first."""
         alike = column.family, column.segment, resident
         fits, beyond, tried = least - 1, most + 1, self._found_kept.get(alike, least)
         while beyond - fits > 1:

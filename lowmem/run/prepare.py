@@ -20,11 +20,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from lowmem import device as devices
 from lowmem.core.batch import LEAST_POSITIONS, micro_batch_shapes
 from lowmem.core.decoder import Decoder
-from lowmem.core.disk import DiskStates, in_memory
+from lowmem.core.homes import DiskStates
 from lowmem.core.kernels import fused
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
+from lowmem.core.states_folder import in_memory
 from lowmem.core.step import TrainingStep
 from lowmem.data.batches import PACKED, Batches
 from lowmem.data.dataset import Data, load_data

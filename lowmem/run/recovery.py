@@ -21,8 +21,8 @@ import torch
 
 from lowmem.core.layout import Layout
 from lowmem.core.parameters import Store
+from lowmem.core.segment_windows import WEIGHT_SLOTS
 from lowmem.core.step import EVALUATION, PART, STEP, UPDATES, TrainingStep
-from lowmem.core.streamed_weights import SLOTS
 from lowmem.errors import CapExceeded
 from lowmem.limits import ram_available_bytes, ram_now_bytes
 from lowmem.planning.plan import Plan, kept_in_words
@@ -183,7 +183,8 @@ def recovery_of(step: TrainingStep, store: Store, width: int, plan: Plan, say: C
             row_bytes=settings.seq * width * bytes_per_number,
             gradient_bytes=4 * store.parameter_count,
             clips=settings.clip_norm is not None or plan.precision == "fp16",
-            slot_bytes=SLOTS * max((part.working.nbytes for part in store.parts if part.weights_streamed), default=0),
+            slot_bytes=WEIGHT_SLOTS
+            * max((part.working.nbytes for part in store.parts if part.weights_streamed), default=0),
         ),
         say,
         ram_refuses,

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, OPTConfig
 
 from experiments.harness import trainings
 from experiments.harness.trainings import CPU, IN_BACKWARD, LAYOUTS, PLAIN, Outcome, make_step
-from lowmem.core import offload
 from lowmem.core import parameters as stores
+from lowmem.core import window
 from lowmem.core.batch import Batch
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.final_gradients import FinalGradients
@@ -97,9 +97,9 @@ def test_the_staging_ring_changes_no_bit(monkeypatch, ahead, piece):
     monkeypatch.setattr(stores, "PIECE", piece)
     batches = make_batches(4)
     plain = train(batches, **PLAIN)
-    monkeypatch.setattr(offload, "AHEAD", ahead)
+    monkeypatch.setattr(window, "AHEAD", ahead)
     outcome = train(batches, states_on_gpu=2)
-    assert len(outcome.step.ring._slots) == ahead + 1
+    assert len(outcome.step.states._window.slots) == ahead + 1
     assert outcome.differences(plain) == []
 
 

@@ -18,7 +18,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig, T5Config
 
 from lowmem import device as devices
-from lowmem.core.disk import DiskStates
+from lowmem.core.homes import DiskStates
 from lowmem.core.kernels import fused
 from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import OPTIMIZERS

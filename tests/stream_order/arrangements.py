@@ -32,7 +32,7 @@ from experiments.harness.trainings import (
 from lowmem.core import kernels
 from lowmem.core import parameters as stores
 from lowmem.core.batch import Batch
-from lowmem.core.offload import host_tensor
+from lowmem.core.homes import host_tensor
 from lowmem.core.parameters import Store
 from lowmem.core.step import StepResult, TrainingStep
 from lowmem.run.recovery import Recovery

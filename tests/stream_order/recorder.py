@@ -1,17 +1,18 @@
 """The record of what a program gives to CUDA's streams, made on the CPU: the streams and events are imitated.
 
-Every operator of PyTorch's dispatcher counts as one kernel on the stream that is current, with the bytes that its
-schema says it reads and writes; autograd's operators are among them. The values are the CPU's, computed at once, in the
-order in which the host calls. Which memory would be the device's and which the host's cannot be seen from a CPU tensor:
-all of it counts as the device's, but for tensors made by `Recorder.host_tensor` and what is computed from those. So
-random weights, say, count as made on the device, and more has to be ordered here than on a GPU, never less.
+Every operator of PyTorch's dispatcher, autograd's too, counts as one kernel on the current stream. Its schema says
+which bytes it reads and writes. The values are the CPU's, computed at once, in the order in which the host calls.
+
+A CPU tensor does not say whether it would be the device's memory or the host's. All memory counts as the device's, but
+for tensors made by `Recorder.host_tensor` and those computed from them. So random weights, say, count as made on the
+device: more has to be ordered here than on a GPU, never less.
 
 checker.py says what the record means.
 """
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import count
@@ -23,12 +24,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowmem.core import offload
+from lowmem.core import homes, step, transfers
 from tests.stream_order.checker import HOST, Access, Allocate, Free, Record, Trace, Wait, Work
 
 _aten = torch.ops.aten
 _WITHOUT_VALUES = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided}
-_PACKAGE = str(Path(offload.__file__).parent)
+_PACKAGE = str(Path(transfers.__file__).parent)
 
 
 class Stream:
@@ -76,12 +77,10 @@ class Event:
 class Recorder(TorchDispatchMode):
     """Fills `trace` with what happens inside `with recorder.imitating():`."""
 
-    def __init__(self, stream_names: Sequence[str] = ("in", "out", "updates")):
-        """`stream_names`: of those that the program makes, in their order; the one it begins on is "compute"."""
+    def __init__(self):
         super().__init__()
         self.trace = Trace()
         self.numbers = count()  # of events
-        self._names = [*reversed(stream_names)]
         self._default = self._new_stream("compute")
         self._current = [self._default]
         self._memories: dict[int, int] = {}  # numbers of the live storages, by address
@@ -97,20 +96,27 @@ class Recorder(TorchDispatchMode):
         """torch.cuda's streams and events are the recorder's, and a CPU device's transfers are CUDA's."""
         cuda = patch.multiple(
             torch.cuda,
-            Stream=lambda device=None: self._new_stream(self._names.pop() if self._names else "another"),
+            Stream=lambda device=None: self._new_stream("another"),
             Event=lambda: Event(self),
             stream=self._on,
             current_stream=lambda device=None: self.current,
         )
         try:
-            with cuda, patch.object(offload, "copies_for", offload._CudaCopies), self:
+            with cuda, patch.object(step, "transfers_for", self._transfers), self:
                 yield self.trace
         finally:
             self._ended = True
 
+    def _transfers(self, *arguments) -> transfers.CudaTransfers:
+        """CUDA's, whose streams are called as their lanes."""
+        made = transfers.CudaTransfers(*arguments)
+        for lane, stream in made._streams.items():
+            self.trace.streams[stream.number] = str(lane)
+        return made
+
     def host_tensor(self, entries: int, dtype: torch.dtype) -> Tensor:
-        """streaming.host_tensor, in memory that counts as the host's."""
-        tensor = offload.host_tensor(entries, dtype)
+        """homes.host_tensor, in memory that counts as the host's."""
+        tensor = homes.host_tensor(entries, dtype)
         self._on_host.add(self._memory(tensor))
         return tensor
 
