@@ -59,8 +59,9 @@ def run(setting: Setting, name: str, script: str, more: Sequence[str] = (), upda
     watched = _Watched(setting, {"script": shlex.join(["python", script, *arguments])}, limits)
     with patch.object(RunLog, "step", watched.step(RunLog.step)):
         code = run_script(
-            script, [*arguments, "--out", str(folder)], train=remembering(train.train, watched.kept, watched.begin),
+            script, [*arguments, "--out", str(folder)], build=remembering(prepare.build, watched.kept, watched.planned),
             TrainingStep=remembering(prepare.TrainingStep, watched.kept),
+            train=remembering(train.train, watched.kept, watched.prepared),
         )  # fmt: skip
     result = watched.outcome(code, folder)
     setting.record("run", *result)
@@ -68,7 +69,7 @@ def run(setting: Setting, name: str, script: str, more: Sequence[str] = (), upda
     if update_cost and code == 0:
         kept = watched.kept
         trained = overlap.Trained(
-            kept["config"], kept["plan"], kept["store"], kept["TrainingStep"], kept["data"].train.batch(0)
+            kept["question"].config, kept["plan"], kept["store"], kept["TrainingStep"], kept["data"].train.batch(0)
         )
         setting.expect(overlap.STEPS * (trained.plan.step_seconds or 0.0))
         found, held = overlap.check(setting, name, trained)
@@ -85,14 +86,13 @@ class _Watched:
     limits: dict[str, int | None]
     kept: dict = field(default_factory=dict)
 
-    def begin(self) -> None:
-        """All is ready; an evaluation and the first steps follow until there is enough for a row."""
+    def planned(self) -> None:
+        """The plan is made; weights, an evaluation and the first steps follow until there is enough for a row."""
+        self._expect(ENOUGH_STEPS + 1, self.kept["plan"].parameters / DRAWN_PER_SECOND)
+
+    def prepared(self) -> None:
         session = self.kept["session"]
-        model = session.model
-        self.kept |= {"plan": model.plan, "config": model.config, "settings": model.settings, "data": session.data}
-        self.kept |= {"log": session.log, "device": model.step.store.device}
-        plan = self.kept["plan"]
-        self._expect(ENOUGH_STEPS + 1, plan.parameters / DRAWN_PER_SECOND)
+        self.kept |= {"log": session.log, "data": session.data}
 
     def step(self, write):
         """RunLog.step, `write`, which also writes the job's row once there have been enough steps."""
@@ -111,7 +111,7 @@ class _Watched:
         kept = self.kept
         peaks = {peak: max((row[peak] for row in rows), key=lambda found: found or 0) for peak in PEAKS}
         report = build_report(
-            kept["plan"].to_dict(), rows, peaks, device_name(kept["device"]), kept["settings"].batch, None
+            kept["plan"].to_dict(), rows, peaks, device_name(kept["device"]), kept["question"].settings.batch, None
         )
         return self._row(report, complete=False)
 
@@ -136,7 +136,7 @@ class _Watched:
 
     @property
     def _of_steps(self) -> int:
-        return self.kept["settings"].steps
+        return self.kept["question"].settings.steps
 
     def _expect(self, steps: int, other_seconds: float) -> None:
         self.setting.expect(steps * (self.kept["plan"].step_seconds or 0.0) + other_seconds)
