@@ -3,7 +3,7 @@
 GPU memory is capped by the caching allocator itself (`torch.cuda.set_per_process_memory_fraction`), so that a run under
 an 11 GiB cap behaves on a large card as it would on a small one; the CUDA context (about 0.5 GiB) is not counted by it.
 RAM is measured as the high-water mark of the process's resident set. Page-locked buffers are part of that: ours are
-anonymous mappings registered after they were made (offload.py), which stay in the resident set, unlike memory from
+anonymous mappings registered after they were made (core/homes.py), which stay in the resident set, unlike memory from
 cudaHostAlloc (torch's pin_memory), which belongs to the driver and is not used here. Not part of it: other processes
 (wandb's, a data set's workers), memory that was swapped out, and the page cache of files, which the system takes back
 when it needs it. The mark is the kernel's own, so no peak is missed between two looks at it; a look costs 0.05 ms. It

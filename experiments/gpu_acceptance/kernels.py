@@ -24,9 +24,9 @@ from experiments.gpu_acceptance.capped import capped_device, precisions, sixteen
 from experiments.harness.child import Result, Setting
 from lowmem import device as devices
 from lowmem.core import optimizers
+from lowmem.core.homes import host_tensor, page_lock
 from lowmem.core.kernels import fused
 from lowmem.core.loss import linear_cross_entropy
-from lowmem.core.offload import host_tensor, page_lock
 from lowmem.core.optimizers import Hyperparameters, get_optimizer, state_layout
 from lowmem.core.precision import WORKING_DTYPES, join, split
 from lowmem.limits import ram_peak_bytes

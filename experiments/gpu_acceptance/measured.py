@@ -107,7 +107,7 @@ def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, 
         part.working.normal_(0, 0.02)
     store.page_lock()
     step = TrainingStep(
-        decoder, store, case.optimizer, case.layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
+        decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=case.clip_norm, seed=0,
         loss_scale=LossScale(case.dtype is torch.float16, scale=1024.0),
     )  # fmt: skip
     seconds = []

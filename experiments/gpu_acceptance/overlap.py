@@ -21,12 +21,12 @@ from transformers import PretrainedConfig
 
 from experiments.gpu_acceptance import timeline
 from experiments.harness.child import Setting
-from lowmem.core import offload
 from lowmem.core.batch import Batch
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.step import TrainingStep
+from lowmem.core.transfers import Transfers
 from lowmem.models.build import make_decoder
 from lowmem.planning.plan import Plan
 from lowmem.planning.simulated_step import StepCase, gpu_target
@@ -90,19 +90,16 @@ def update_cost(trained: Trained, pairs: int) -> tuple[dict, dict[str, bool]]:
 def _update_left_out(step: TrainingStep) -> Iterator[None]:
     with (
         patch.object(step.operations, "update", lambda *arguments: None),
-        patch.object(step.ring, "copies", _NoCopies()),
+        patch.object(step.states._window, "transfers", _NoCopies()),
     ):
         yield
 
 
-class _NoCopies(offload._SynchronousCopies):
-    """In the place of the ring's transfers."""
+class _NoCopies(Transfers):
+    """In the place of those of the states."""
 
-    def fetch(self, slot, home, state, on_disk=()) -> None:
-        pass
-
-    def write_back(self, slot, state, home, on_disk=()) -> None:
-        pass
+    def copy(self, lane, pairs, *after):
+        return None
 
 
 def record_timeline(setting: Setting, name: str, trained: Trained) -> tuple[dict, dict[str, bool]]:

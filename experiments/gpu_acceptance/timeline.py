@@ -24,9 +24,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from lowmem.core.decoder import Decoder
-from lowmem.cudasim.clock import SimulatedCopies
+from lowmem.core.transfers import Lane
 from lowmem.planning import simulated_step
 from lowmem.planning.simulated_step import StepCase, Target
+from lowmem.planning.simulated_transfers import ENGINES, SimulatedTransfers
 from lowmem.units import GIB
 
 COMPUTE, IN, OUT = "compute", "copies in", "copies out"
@@ -94,27 +95,25 @@ def timeline_of(events: Iterable, streamed_bytes: int) -> Timeline:
     return Timeline("recorded", (end - begin) / 1e9, streamed_bytes, in_seconds)
 
 
-class _WatchedCopies(SimulatedCopies):
+class _WatchedTransfers(SimulatedTransfers):
     """Remembers when it copied, and when the compute stream stood still for that."""
 
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
         self.stretches: dict[str, list[Stretch]] = {lane: [] for lane in LANES}  # of COMPUTE: when it waits
 
-    def fetch(self, *arguments) -> None:
-        before = self.in_busy_seconds
-        super().fetch(*arguments)
-        self.stretches[IN].append((self._in_free - (self.in_busy_seconds - before), self._in_free))
+    def copy(self, lane, *arguments):
+        engine = ENGINES[lane]
+        before = self.busy_seconds[engine]
+        end = super().copy(lane, *arguments)
+        self.stretches[f"copies {engine}"].append((end - (self.busy_seconds[engine] - before), end))
+        return end
 
-    def write_back(self, *arguments) -> None:
-        before = self.out_busy_seconds
-        super().write_back(*arguments)
-        self.stretches[OUT].append((self._out_free - (self.out_busy_seconds - before), self._out_free))
-
-    def _hold_until(self, arrival: float) -> None:
+    def wait(self, lane, *events):
         before = self.exposed_seconds
-        super()._hold_until(arrival)
-        self.stretches[COMPUTE].append((self._clock.gpu - (self.exposed_seconds - before), self._clock.gpu))
+        super().wait(lane, *events)
+        if lane is not Lane.HOST:
+            self.stretches[COMPUTE].append((self._clock.gpu - (self.exposed_seconds - before), self._clock.gpu))
 
 
 def simulated(decoder: Decoder, case: StepCase, target: Target) -> Timeline:
@@ -122,11 +121,11 @@ def simulated(decoder: Decoder, case: StepCase, target: Target) -> Timeline:
     weights, as for `record_step`; `target`: of a GPU."""
     made = []
 
-    def watched(*arguments, **keywords) -> _WatchedCopies:
-        made.append(_WatchedCopies(*arguments, **keywords))
+    def watched(*arguments, **keywords) -> _WatchedTransfers:
+        made.append(_WatchedTransfers(*arguments, **keywords))
         return made[-1]
 
-    with patch.object(simulated_step, "SimulatedCopies", watched):
+    with patch.object(simulated_step, "SimulatedTransfers", watched):
         recording = simulated_step.record_step(decoder, case, target, {}, alike=True)
     stretches = made[0].stretches
     window = [(recording.began, recording.began + recording.seconds)]

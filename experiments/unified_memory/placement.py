@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from experiments.unified_memory import library
 from experiments.unified_memory.schedule import Schedule
 from experiments.unified_memory.shapes import Pieces, hooked
-from lowmem.core.offload import host_tensor, page_lock
+from lowmem.core.homes import host_tensor, page_lock
 
 RESIDENT, MANAGED, EXPLICIT = "resident", "managed", "explicit"
 MOST_MOVES = 10_000  # that are noted

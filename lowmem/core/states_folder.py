@@ -1,7 +1,7 @@
-"""The folder that states on a disk lie in: how their file is made, and whether it can be.
+"""The folder of states that live on a disk.
 
-Whether it can be is asked before a run reads its data, which takes minutes, and so before PyTorch is there, which takes
-seconds to import: nothing here needs it.
+Whether it can be written is asked before a run reads its data, which takes minutes, and so before PyTorch is imported,
+which takes seconds: nothing here needs it.
 """
 
 import os
@@ -12,20 +12,22 @@ from pathlib import Path
 
 from lowmem.errors import InputError
 
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+
 
 def open_states_file(folder: Path) -> RawIOBase:
-    """A new file without a name in `folder`, which is made if need be. InputError where that cannot be written."""
+    """A new file without a name in `folder`, which is made if need be. InputError if that cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryFile(dir=folder, prefix="lowmem-states-", buffering=0)
     except OSError as error:
-        # Of a file in its place the system says that it exists, which sounds as if it should not.
+        # If a file is there, the system's words are "File exists", which sounds as if it should not.
         reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
         raise InputError(f"--states-folder {folder} cannot be written: {reason}") from None
 
 
 def check_states_folder(folder: Path) -> None:
-    """InputError where open_states_file would raise it. What has to be made to find that out is gone afterwards."""
+    """InputError if `open_states_file` would raise it. Folders that were made to find that out are removed."""
     missing = [path for path in (folder, *folder.absolute().parents) if not os.path.exists(path)]
     try:
         open_states_file(folder).close()
@@ -33,3 +35,12 @@ def check_states_folder(folder: Path) -> None:
         for path in missing:  # the innermost comes first
             with suppress(OSError):  # it was never made, or another run has put something into it
                 path.rmdir()
+
+
+def in_memory(folder: Path) -> str | None:
+    """The name of the file system of `folder` if that keeps its files in RAM, otherwise None."""
+    import psutil
+
+    mounts = [each for each in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(each.mountpoint)]
+    kind = max(mounts, key=lambda mount: len(Path(mount.mountpoint).parts)).fstype if mounts else None
+    return kind if kind in MEMORY_FILE_SYSTEMS else None

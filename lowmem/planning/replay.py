@@ -19,9 +19,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from lowmem.core.accumulation import Accumulation
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Extra
-from lowmem.core.offload import State
 from lowmem.core.operations import Operations
-from lowmem.core.optimizers import Hyperparameters
+from lowmem.core.optimizers import Hyperparameters, State
 from lowmem.core.parameters import Part, Piece
 from lowmem.core.recompute import ALL, INPUT, Dropout, SavedSegment, Segment
 from lowmem.cudasim.recorder import Recorder, Region

@@ -26,32 +26,29 @@ from torch.overrides import TorchFunctionMode
 from lowmem.core import optimizers
 from lowmem.core.batch import LEAST_POSITIONS, Batch
 from lowmem.core.decoder import Decoder
-from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, HeldGradients, LeavingGradients
+from lowmem.core.final_gradients import FinalGradients
 from lowmem.core.kernels import fused, operators  # noqa: F401  operators defines torch.ops.lowmem
 from lowmem.core.layout import Fate, Layout
-from lowmem.core.offload import AHEAD, StagingRing
 from lowmem.core.operations import Operations
-from lowmem.core.optimizers import Optimizer, UpdateRule
+from lowmem.core.optimizers import Hyperparameters, Optimizer, UpdateRule
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
+from lowmem.core.segment_windows import BoundaryWindow, WeightWindow
 from lowmem.core.step import TrainingStep
-from lowmem.core.streamed_boundaries import StreamedBoundaries
-from lowmem.core.streamed_weights import StreamedWeights
-from lowmem.cudasim.clock import SimulatedCopies
+from lowmem.core.window import StateWindow
 from lowmem.cudasim.device_model import DeviceModel, gpu_model, register_product
 from lowmem.cudasim.gpus import Card
 from lowmem.cudasim.recorder import Recorder
 from lowmem.cudasim.tape import Tape
 from lowmem.planning.replay import META, ReplayedOperations
+from lowmem.planning.simulated_transfers import SimulatedTransfers
 
 _NAMES = {  # of what is born in these functions, or in what they call, outside of the parts that are replayed
     Batch.to.__code__: "batch",
-    StagingRing.__init__.__code__: "staging_ring",
-    StreamedWeights.fit.__code__: "weight_slots",
-    StreamedBoundaries._fetch.__code__: "boundaries",
-    **{
-        kind.finish.__code__: "update" for kind in (HeldGradients, LeavingGradients, DroppedGradients, AppliedGradients)
-    },
+    StateWindow.fit.__code__: "staging_ring",
+    WeightWindow.fit.__code__: "weight_slots",
+    BoundaryWindow._fetch.__code__: "boundaries",
+    FinalGradients.finish.__code__: "update",
 }
 HOST_SECONDS_PER_PYTHON_BACKWARD = 27e-6  # of layers.py's product, both ways, beside its operations: on a CPU (x86_64)
 register_product(torch.ops.lowmem.add_product, first_factor=1, host_seconds=HOST_SECONDS_PER_PYTHON_BACKWARD)
@@ -183,23 +180,24 @@ def record_step(
         for buffer in decoder.model.buffers():
             recorder.note(buffer, "buffers")
         operations = ReplayedOperations(
-            Operations(decoder, store, case.optimizer, target.update), recorder,
+            Operations(decoder, store, target.update), recorder,
             known=known, alike=alike, functions=target.machine.functions,
         )  # fmt: skip
-        step = TrainingStep(
-            decoder, store, case.optimizer, case.layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
-            loss_scale=LossScale(enabled=case.dtype is torch.float16), operations=operations,
-        )  # fmt: skip
-        step.least_positions = target.least_positions
         copies = None
         if target.copies_in is not None and target.copies_out is not None:
-            copies = step.ring.copies = SimulatedCopies(
+            copies = SimulatedTransfers(
                 recorder.clock,
                 target.copies_in,
                 target.copies_out,
-                beside=fused.may_run_beside(target.fused_kernels, case.optimizer),
+                concurrent=fused.may_run_beside(target.fused_kernels, case.optimizer),
                 disk_bytes_per_second=target.disk,
+                host_buffer=store.host_buffer,
             )
+        step = TrainingStep(
+            decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=case.clip_norm, seed=0,
+            loss_scale=LossScale(enabled=case.dtype is torch.float16), operations=operations, transfers=copies,
+        )  # fmt: skip
+        step.least_positions = target.least_positions
         layout = case.layout
         step.evaluate(batch_of_zeros(case, layout.micro_batch))  # as a run does before its first step
         full = [layout.micro_batch * case.seq] * (case.batch // layout.micro_batch)
@@ -221,11 +219,9 @@ def record_step(
     for part in store.parts:
         state_bytes[part.unit] += sum(tensor.nbytes for tensor in part.state.values())
     streamed_weights = sum(part.working.nbytes for part in store.parts if part.weights_streamed)
-    disk_bytes, disk_buffers = [0] * len(decoder.units), 0
+    disk_bytes, disk_buffers = [0] * len(decoder.units), step.states.buffer_bytes
     for piece in store.pieces:
-        size = sum(piece.state[name].nbytes for name in piece.on_disk)
-        disk_bytes[piece.part.unit] += size
-        disk_buffers = max(disk_buffers, 0 if copies is None else (AHEAD + 1) * size)
+        disk_bytes[piece.part.unit] += sum(piece.state[name].nbytes for name in piece.on_disk)
     in_ram = sum(state_bytes[case.layout.states_on_gpu :]) - sum(disk_bytes)
     return Recording(
         recorder.tape,
@@ -233,9 +229,9 @@ def record_step(
         seconds,
         waiting,
         tuple(state_bytes),
-        in_ram + streamed_weights + step.boundary_bytes + store.gradient_bytes + disk_buffers,
+        in_ram + streamed_weights + step.boundaries.buffer_bytes + store.gradient_bytes + disk_buffers,
         streamed_weights,
-        step.boundary_bytes,
+        step.boundaries.buffer_bytes,
         store.gradient_bytes,
         disk_buffers,
         tuple(disk_bytes),

@@ -35,7 +35,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from lowmem.core.disk import let_go
+from lowmem.core.homes import drop_pages
 from lowmem.core.parameters import Part, Store
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.files import (
@@ -207,7 +207,7 @@ def _file_content(part: Part) -> Iterator[bytes | memoryview]:
     for tensor in _tensors(part).values():
         for chunk in _chunks(tensor):
             yield memoryview(chunk.cpu().numpy())
-            let_go(chunk)
+            drop_pages(chunk)
 
 
 def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -340,7 +340,7 @@ def load_checkpoint(checkpoint: Path, store: Store, check: Check) -> dict:
                     fill(memoryview(host.numpy()))
                     if host is not chunk:
                         chunk.copy_(host)
-                    let_go(chunk)
+                    drop_pages(chunk)
     return state
 
 

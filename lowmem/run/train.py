@@ -15,11 +15,12 @@ from transformers import PretrainedConfig
 from lowmem import device as devices
 from lowmem.core.batch import LEAST_POSITIONS, micro_batch_shapes
 from lowmem.core.decoder import Decoder
-from lowmem.core.disk import DiskStates, in_memory
+from lowmem.core.homes import DiskStates
 from lowmem.core.kernels import fused
-from lowmem.core.optimizers import get_optimizer
+from lowmem.core.optimizers import Hyperparameters, get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
+from lowmem.core.states_folder import in_memory
 from lowmem.core.step import StepAbandoned, TrainingStep, summed_loss
 from lowmem.cudasim.gpus import Card
 from lowmem.data.batches import PACKED, Batches
@@ -207,10 +208,13 @@ def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: 
     optimizer = get_optimizer(settings.optimizer)
     disk_tensor = DiskStates(Path(settings.states_folder)).tensor if plan.layout.states_on_disk else None
     store = Store(decoder, device, WORKING_DTYPES[plan.precision], optimizer, plan.layout, disk_tensor=disk_tensor)
+    hyper = Hyperparameters(
+        weight_decay=settings.weight_decay, beta1=settings.adam_beta1, beta2=settings.adam_beta2,
+        epsilon=settings.adam_epsilon,
+    )  # fmt: skip
     return TrainingStep(
-        decoder, store, optimizer, plan.layout, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
-        beta1=settings.adam_beta1, beta2=settings.adam_beta2, epsilon=settings.adam_epsilon,
-        seed=settings.seed, loss_scale=LossScale(enabled=plan.precision == "fp16"),
+        decoder, store, hyper, clip_norm=settings.clip_norm, seed=settings.seed,
+        loss_scale=LossScale(enabled=plan.precision == "fp16"),
     )  # fmt: skip
 
 
@@ -259,7 +263,7 @@ def train(
     weights = None if checkpoints else initial_weights(settings, config, decoder, log.say)
     step = make_step(settings, decoder, device, plan)
     store, loss_scale = step.store, step.loss_scale
-    recovery = recovery_of(step, store, decoder.head_weight.shape[1], plan, log.say)
+    recovery = recovery_of(step, plan, log.say)
 
     def evaluate() -> dict:
         with budget.phase("evaluate"):

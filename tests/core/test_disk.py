@@ -3,17 +3,20 @@
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from test_step import BATCH, PLAIN, make_batches, train
 
-from lowmem.core import disk, parameters
+from lowmem.core import homes, parameters
 from lowmem.core.decoder import Decoder
-from lowmem.core.disk import DiskStates
+from lowmem.core.homes import DiskStates
 from lowmem.core.layout import Layout
-from lowmem.core.offload import READ_AHEAD, _SynchronousCopies
 from lowmem.core.optimizers import get_optimizer
+from lowmem.core.states_folder import in_memory
+from lowmem.core.window import READ_AHEAD
 from lowmem.errors import InputError, LowmemError
 from lowmem.run.checkpoint import load_checkpoint, save_checkpoint
 from lowmem.units import MIB
@@ -68,7 +71,7 @@ def test_states_of_matrices_are_on_the_disk_and_nothing_is_left_in_the_folder(tm
         for piece in part.pieces:
             assert piece.on_disk == (("low", "m", "v") if part.on_disk else ())
             for state in piece.state.values():
-                assert (disk._place(state) is not None) == part.on_disk
+                assert (getattr(homes._place(state)[0], "file", None) is not None) == part.on_disk
 
 
 @pytest.mark.parametrize("start", [0, 1000])
@@ -79,11 +82,11 @@ def test_reading_and_writing_move_every_byte_whatever_the_system_moves_at_once(t
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda number, content, offset: pwrite(number, content[:777], offset))
     monkeypatch.setattr(os, "preadv", lambda number, views, offset: preadv(number, [views[0][:333]], offset))
-    disk.write(values, home)
+    homes.copy(home, values)
     assert torch.equal(home, values) and not torch.equal(home, before), "the mapping shows what was written"
     home[7] = 42
     read = torch.empty_like(values)
-    disk.read(home, read)
+    homes.copy(read, home)
     assert torch.equal(read, home) and read[7] == 42
 
 
@@ -92,12 +95,12 @@ def test_pages_of_the_disk_are_not_the_processs(tmp_path):
     home = DiskStates(tmp_path).tensor(16 * MIB, torch.uint8)
     values = torch.ones(16 * MIB, dtype=torch.uint8)
     before = _mapped_bytes()
-    disk.write(values, home)
-    disk.read(home, values)
+    homes.copy(home, values)
+    homes.copy(values, home)
     assert _mapped_bytes() - before < MIB
     assert int(home.sum()) == 16 * MIB
     assert _mapped_bytes() - before > 15 * MIB
-    disk.let_go(home[5 * MIB + 1 : 10 * MIB])
+    homes.drop_pages(home[5 * MIB + 1 : 10 * MIB])
     assert _mapped_bytes() - before < MIB and int(home.sum()) == 16 * MIB
 
 
@@ -144,23 +147,23 @@ def test_a_checkpoint_goes_from_any_place_to_any_other(tmp_path):
 def test_the_disk_is_asked_a_few_pieces_ahead_and_in_order(small_pieces, monkeypatch):
     asked, fetched, furthest = [], [], []
 
-    class Watching(_SynchronousCopies):
-        def read_ahead(self, home):
-            asked.append(id(home["m"]))
-            furthest.append(len(asked) - len(fetched))
-
-        def fetch(self, slot, home, state, on_disk=()):
-            if on_disk:
-                fetched.append(id(home["m"]))
-                assert len(asked) >= len(fetched)
-            super().fetch(slot, home, state, on_disk)
-
     step, store = make_step(tiny_model("gpt2", 0.0, 0), **ON_DISK | {"states_on_disk": 4})
-    step.ring.copies = Watching()
+
+    def reading_ahead(places):
+        asked.append(id(places[0]))
+        furthest.append(len(asked) - len(fetched))
+
+    def reading(pairs):
+        fetched.append(id(pairs[0][1]))
+        assert len(asked) >= len(fetched)
+        read(pairs)
+
+    step.transfers.read_ahead = reading_ahead
+    read, step.transfers.read = step.transfers.read, reading
     for batch in make_batches(2):
         step(batch, 0, 1e-3)
     step.flush()
-    pieces = [id(piece.state["m"]) for piece in store.pieces if piece.on_disk]
+    pieces = [id(piece.state[piece.on_disk[0]]) for piece in store.pieces if piece.on_disk]
     assert asked == fetched == 2 * pieces and len(pieces) > READ_AHEAD
     assert max(furthest) == READ_AHEAD
 
@@ -187,7 +190,7 @@ def test_what_a_disk_refuses_is_one_sentence(tmp_path, monkeypatch, trouble):
     monkeypatch.setattr(os, "preadv", fail if trouble == "reading" else os.preadv)
     monkeypatch.setattr(os, "pwrite", fail if trouble == "writing" else os.pwrite)
     with pytest.raises(LowmemError, match="the disk of --states-folder .* failed: .*newest checkpoint"):
-        disk.write(torch.ones(10), home) if trouble == "writing" else disk.read(home, torch.ones(10))
+        homes.copy(home, torch.ones(10)) if trouble == "writing" else homes.copy(torch.ones(10), home)
 
 
 def test_states_on_a_disk_need_what_makes_them():
@@ -198,16 +201,14 @@ def test_states_on_a_disk_need_what_makes_them():
         )
 
 
-def test_file_systems_in_memory_are_known(tmp_path, monkeypatch):
-    mounts = "disk / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\nx /dev/shm/real xfs rw 0 0\nx /my\\040ram ramfs rw 0 0\n"
-    read_text = Path.read_text
-    monkeypatch.setattr(
-        Path, "read_text", lambda path, *more: mounts if str(path) == "/proc/self/mounts" else read_text(path, *more)
-    )
-    assert disk.in_memory(Path("/home/me")) is None
-    assert disk.in_memory(Path("/dev/shm/states")) == "tmpfs"
-    assert disk.in_memory(Path("/dev/shm/real/states")) is None
-    assert disk.in_memory(Path("/my ram")) == "ramfs"
+def test_file_systems_in_memory_are_known(monkeypatch):
+    mounts = {"/": "ext4", "/dev/shm": "tmpfs", "/dev/shm/real": "xfs", "/my ram": "ramfs"}
+    found = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in mounts.items()]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: found)
+    assert in_memory(Path("/home/me")) is None
+    assert in_memory(Path("/dev/shm/states")) == "tmpfs"
+    assert in_memory(Path("/dev/shm/real/states")) is None
+    assert in_memory(Path("/my ram")) == "ramfs"
 
 
 def _mapped_bytes() -> int:

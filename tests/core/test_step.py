@@ -21,16 +21,14 @@ from transformers import AutoModelForCausalLM, OPTConfig
 
 from experiments.harness import trainings
 from experiments.harness.trainings import CPU, IN_BACKWARD, LAYOUTS, PLAIN, Outcome, make_step
-from lowmem.core import offload
 from lowmem.core import parameters as stores
+from lowmem.core import window
 from lowmem.core.batch import Batch
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.final_gradients import FinalGradients
 from lowmem.core.operations import Operations
-from lowmem.core.optimizers import get_optimizer
-from lowmem.core.precision import LossScale
 from lowmem.core.recompute import Dropout
-from lowmem.core.step import StepAbandoned, TrainingStep, summed_loss
+from lowmem.core.step import StepAbandoned, summed_loss
 from lowmem.run.learning_rate import Course
 from reference import VOCABULARY, DocumentsApart, plain_training, tiny_model
 
@@ -97,9 +95,9 @@ def test_the_staging_ring_changes_no_bit(monkeypatch, ahead, piece):
     monkeypatch.setattr(stores, "PIECE", piece)
     batches = make_batches(4)
     plain = train(batches, **PLAIN)
-    monkeypatch.setattr(offload, "AHEAD", ahead)
+    monkeypatch.setattr(window, "AHEAD", ahead)
     outcome = train(batches, states_on_gpu=2)
-    assert len(outcome.step.ring._slots) == ahead + 1
+    assert len(outcome.step.states._window.slots) == ahead + 1
     assert outcome.differences(plain) == []
 
 
@@ -572,13 +570,12 @@ def test_an_evaluation_is_abandoned_between_micro_batches():
     assert step.evaluate(batch)[0] == loss
 
 
-def test_a_step_takes_the_layout_that_its_store_was_made_for():
-    step, store = make_step(tiny_model("gpt2"), micro_batch=1, group=BATCH, states_on_gpu=0)
-    rest = {"clip_norm": 1.0, "weight_decay": 0.0, "seed": 0, "loss_scale": LossScale(False)}
+def test_a_step_keeps_the_homes_that_its_store_was_made_for():
+    step, _ = make_step(tiny_model("gpt2"), micro_batch=1, group=BATCH, states_on_gpu=0)
     for other in ({"fate": "sent"}, {"weights_on_gpu": 1}, {"states_on_disk": 1}):
         layout = dataclasses.replace(step.layout, **other)
-        with pytest.raises(ValueError, match="made for another layout"):
-            TrainingStep(step._decoder, store, get_optimizer("adamw"), layout, **rest)
+        with pytest.raises(ValueError, match="made for other homes"):
+            step.change_layout(layout)
 
 
 def test_no_step_follows_one_that_was_interrupted_while_it_updated():

@@ -8,7 +8,7 @@ import on_card
 import pytest
 import torch
 
-from lowmem.core import offload
+from lowmem.core import homes
 from lowmem.cudasim.gpus import CARDS
 from lowmem.units import MIB
 from stand_in import __main__ as command
@@ -181,11 +181,11 @@ def test_events_are_done_when_what_they_record_is():
 
 
 def test_page_locked_memory_is_refused_beyond_its_limit():
-    small, large = (offload.host_tensor(entries, torch.float32) for entries in (1 << 10, 1 << 20))
+    small, large = (homes.host_tensor(entries, torch.float32) for entries in (1 << 10, 1 << 20))
     with page_locked_limit(counts()["page_locked_bytes"] + MIB):
-        assert offload.page_lock(small) and not offload.page_lock(large)
+        assert homes.page_lock(small) and not homes.page_lock(large)
         assert torch.ones(3, device=CUDA).sum().item() == 3.0  # the refusal is not somebody else's error
-    assert offload.page_lock(large)
+    assert homes.page_lock(large)
 
 
 @pytest.mark.parametrize("ram", (False, True))
@@ -193,13 +193,13 @@ def test_a_process_takes_the_ram_that_it_would_with_a_gpu(ram):
     """Without values nothing is copied; with --ram, host memory is taken all the same."""
     program = """
         import torch
-        from lowmem.core import offload
+        from lowmem.core import homes
         def resident_bytes():
             return int(open("/proc/self/statm").read().split()[1]) * 4096
         on_card = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
         before = resident_bytes()
-        locked = offload.host_tensor(96 << 20, torch.uint8)
-        offload.page_lock(locked)
+        locked = homes.host_tensor(96 << 20, torch.uint8)
+        homes.page_lock(locked)
         middle = resident_bytes()
         copied = on_card.cpu()
         print(middle - before >> 20, resident_bytes() - middle >> 20)
@@ -211,8 +211,8 @@ def test_a_process_takes_the_ram_that_it_would_with_a_gpu(ram):
 
 def test_what_was_page_locked_can_be_again():
     for _ in range(2):
-        tensor = offload.host_tensor(1 << 12, torch.float32)
-        assert offload.page_lock(tensor)
+        tensor = homes.host_tensor(1 << 12, torch.float32)
+        assert homes.page_lock(tensor)
         assert tensor.is_pinned()
         del tensor
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from lowmem.run.smaller_layouts import Sizes, activation_bytes, kept_things, smaller_layouts, with_micro_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -19,12 +20,11 @@ import lowmem.core.operations
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.final_gradients import AppliedGradients
 from lowmem.core.layout import Fate, Layout
-from lowmem.core.offload import StagingRing
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.step import EVALUATION, PART, STEP, UPDATES, TrainingStep
+from lowmem.core.window import StateWindow
 from lowmem.run.recovery import OutOfRoom, Recovery
-from lowmem.run.smaller_layouts import Sizes, activation_bytes, kept_things, smaller_layouts, with_micro_batch
 from reference import tiny_config
 from runs import at_call
 from steps import make_batch, make_step
@@ -352,7 +352,7 @@ def test_fewer_states_go_where_ram_has_room_for_those_alone():
 def test_a_staging_ring_that_finds_no_room_makes_more_states_go(monkeypatch):
     case = {"states_on_gpu": 99}
     expected, bits, _ = undisturbed(case)
-    at_call(monkeypatch, StagingRing, "fit", run_out, 2)  # the first is that of a new training
+    at_call(monkeypatch, StateWindow, "fit", run_out, 2)  # the first is that of a new training
     training, results, _ = disturbed(case, 100, 100)
     assert training.names == ["cache", "states"] and training.store.states_on_gpu == UNITS - 3
     assert results == expected and training.bits() == bits
@@ -366,20 +366,20 @@ def test_a_staging_ring_without_slots_is_made_before_it_is_used(states_on_gpu, m
         states_on_gpu=states_on_gpu, ram_refuses=lambda moving, moved: next(answers, "RAM is full")
     )
     train_on(training, range(2))
-    fit, calls = StagingRing.fit, []
+    fit, calls = StateWindow.fit, []
 
-    def failing(ring, pieces):
+    def failing(window, pieces):
         calls.append(len(calls))
         with monkeypatch.context() as patch:
             if len(calls) == 1:
-                ring._slots = [{}] * len(ring._slots)  # as if they had been too small
+                window._window.sizes = {}  # as if they had been too small
                 patch.setattr(torch, "empty", run_out)
-            fit(ring, pieces)
+            fit(window, pieces)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StagingRing, "fit", failing)
+        patch.setattr(StateWindow, "fit", failing)
         results, _ = train_on(training, [2], 100, 100)
-    assert training.names == ["cache", "micro_batch"] and len(calls) == 2 and training.step.ring.fits
+    assert training.names == ["cache", "micro_batch"] and len(calls) == 2 and training.step.states.fits
     assert results[0].updated and training.bits()
 
 

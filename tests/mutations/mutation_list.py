@@ -19,7 +19,7 @@ class Mutation(mutation_list.Mutation):
 
 ADAM, SCHEDULE, PRECISION = "core/test_optimizers.py", "run/test_learning_rate.py", "core/test_precision.py"
 LOSS, DATA, STORE, STEP = "core/test_loss.py", "data/test_dataset.py", "core/test_parameters.py", "core/test_step.py"
-RECOMPUTE, PRODUCTS, STREAMING = "core/test_recompute.py", "core/test_products.py", "core/test_offload.py"
+RECOMPUTE, PRODUCTS, STREAMING = "core/test_recompute.py", "core/test_products.py", "core/test_window.py"
 LIKE_TRANSFORMERS = f"{STEP}::test_fp32_follows_plain_transformers_and_torch_adamw"
 PLACEMENT = f"{STEP}::test_placement_and_order_change_no_bit"
 EVALUATION = f"{STEP}::test_evaluation_sees_the_last_update_and_leaves_training_alone"
@@ -120,15 +120,15 @@ MUTATIONS = (
     Mutation(
         "core/parameters.py",
         "biases and norms decay",
-        'decay=kind == "matrices"',
-        "decay=True",
+        "        self.decay = name.endswith(MATRICES)\n",
+        "        self.decay = True\n",
         tests=(STORE, LIKE_TRANSFORMERS),
     ),
     Mutation(
-        "core/offload.py",
+        "core/window.py",
         "m and v are swapped where they are written back",
-        "            tensor.copy_(state[name])\n",
-        '            tensor.copy_(state[{"m": "v", "v": "m"}.get(name, name)])\n',
+        "_different((place, slot.inside[name]) for",
+        '_different((place, slot.inside[{"m": "v", "v": "m"}.get(name, name)]) for',
         tests=(STREAMING, PLACEMENT),
     ),
     Mutation(

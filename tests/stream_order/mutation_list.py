@@ -43,157 +43,138 @@ def without_effect(mutations: Sequence[Mutation], package: Path) -> list[str]:
     ]
 
 
-COMPUTE = "torch.cuda.current_stream()"
-NEXT_SLOT = "[(slot + 1) % (AHEAD + 1)]"
-
-# Of offload.py
-SLOTS_FREE = "        self._in.wait_stream(torch.cuda.current_stream())"
-REFILL = "        self._in.wait_event(self._written[slot])  # an event never recorded is no obstacle\n"
-FETCH = """\
-        with torch.cuda.stream(self._in):
-            for name, tensor in home.items():
-                state[name].copy_(tensor, non_blocking=True)
-            self._fetched[slot].record()
+# Of transfers.py
+COPY = """\
+        with torch.cuda.stream(self._stream(lane)):
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+        return self.mark(lane)
 """
-WAIT_FETCHED = "        self._updates.wait_event(self._fetched[slot])\n"
-UPDATING = """\
-        with torch.cuda.stream(self._updates):
-            yield
-            self._updated.record()
-"""
-WEIGHTS_SLOT_FREE = "        self._weights.wait_stream(torch.cuda.current_stream())\n"
-WEIGHTS_WRITTEN = "        self._weights.wait_stream(self._out)\n"
-FETCH_WEIGHTS = """\
-        with torch.cuda.stream(self._weights):
-            for name, tensor in home.items():
-                weights[name].copy_(tensor, non_blocking=True)
-            self._brought.setdefault(slot, torch.cuda.Event()).record()
-"""
-WAIT_WEIGHTS = "        torch.cuda.current_stream().wait_event(self._brought[slot])\n"
-NO_OVERLAP = "what computes orders both the copy and what it is for; they do not overlap any more"
-LEAVES_AFTER_COMPUTE = "        self._leaving.wait_stream(torch.cuda.current_stream())\n"
-LEAVE = """\
-        with torch.cuda.stream(self._leaving):
-            home.copy_(tensor, non_blocking=True)
-            self._left.setdefault(slot, torch.cuda.Event()).record()
-"""
-WAIT_LEFT = "        torch.cuda.current_stream().wait_event(self._left[slot])\n"
-FETCH_WHAT_LEFT = "            self._in.wait_stream(self._leaving)\n"
-COMES_AFTER_COMPUTE = "        self._coming.wait_stream(torch.cuda.current_stream())\n"
-COME_BACK = """\
-        with torch.cuda.stream(self._coming):
-            tensor.copy_(home, non_blocking=True)
-            self._back.setdefault(slot, torch.cuda.Event()).record()
-"""
-WAIT_BACK = "        torch.cuda.current_stream().wait_event(self._back[slot])\n"
-WAIT_FOR_COMPUTE = "        self._updates.wait_stream(torch.cuda.current_stream())\n"
-HOLD_COMPUTE = "        torch.cuda.current_stream().wait_event(self._updated)"
-WAIT_WRITTEN = "            self._written[slot].synchronize()  # for the host"
-WAIT_UPDATED = "        self._out.wait_stream(self._updates)\n"
-WRITE_BACK = """\
-        with torch.cuda.stream(self._out):
-            for name, tensor in home.items():
-                tensor.copy_(state[name], non_blocking=True)
-            self._written[slot].record()
-"""
+AFTER = "        self.wait(lane, *after)\n"
+UPDATING = "        return torch.cuda.stream(self._stream(Lane.UPDATES))\n"
+# Of window.py
+FETCH = "        slot.arrived = self.transfers.copy(self.into, pairs, slot.left, *after)\n"
+USE = "        self.transfers.wait(self.user, *(slot.arrived for slot in slots))\n"
+SEND = "        slot.left = self.transfers.copy(self.out, pairs, self.transfers.mark(self.user))\n"
+TAKE = "        slot = self._slot(self._used)\n        self._window.use(slot)\n"
+FREE = "            for lane in (self.user, *lanes):\n"
+HOST_WAITS = "            self._transfers.wait(Lane.HOST, slot.left)  # the host"
+SYNCHRONIZE = "        self._transfers.synchronize()\n"
+# Of segment_windows.py
+WEIGHTS_AFTER = "mark(Lane.COMPUTE), mark(Lane.STATES_OUT))"
+USE_WEIGHTS = "            self._window.use(slot)\n        if following is not None and self.any_of"
+USE_BOUNDARY = "            self._window.use(slot)\n            saved.boundary"
+SEND_GRADIENT = "            self._window.send_away(part.gradient, part.gradient_home)\n"
+RELEASE_GRADIENTS = "        self._window.release(0, Lane.STATES_IN)\n"
 # Of deferred_updates.py
+WAIT_FOR_GRADIENTS = "        self._transfers.wait(Lane.UPDATES, self._transfers.mark(Lane.COMPUTE))\n"
 BEGIN = """\
         self.units_done = 0
-        self.ring.copies.wait_for_compute()
+        self._wait_for_gradients()
 """
 DOWNWARDS = """\
         if self.downwards:  # their gradients came to be since the pass was begun
-            self.ring.copies.wait_for_compute()
+            self._wait_for_gradients()
 """
+HOLD = "            self._transfers.wait(Lane.COMPUTE, self._updated)\n"
 RUN = """\
         try:
             while self.units_done < units:
                 self._go_on()
-        finally:
-            self.ring.copies.hold_compute()
+        finally:  # kernels launched later may read the weights and use the memory that the updates freed
 """
-HOLD = "            self.ring.copies.hold_compute()\n"
+MARK_UPDATED = "            self._updated = self._transfers.mark(Lane.UPDATES)\n"
 UPDATE = """\
-            with self.ring.copies.updating():
+            with self._transfers.updating():
                 self._update(piece, state)
-        self.ring.give_back(piece)
 """
+GIVE_BACK = "        self.states.give_back(piece)\n"
 FLUSH = """\
         self.run(self.units)
-        self.ring.synchronize()
+        self.states.synchronize()
 """
 
-
-NEVER_RECORDED = "            self._brought.setdefault(slot, torch.cuda.Event())\n"
-OTHER_WEIGHTS = """\
-        if 1 - slot in self._brought:
-            torch.cuda.current_stream().wait_event(self._brought[1 - slot])
-"""
-
-
-def without_stream(text: str) -> str:
-    """The `with torch.cuda.stream(...)` at the beginning of `text` has no effect."""
-    return "        if True:\n" + text.partition("\n")[2]
-
-
-def without_record(text: str) -> str:
-    """`text` without its last line, which records an event."""
-    return "".join(text.splitlines(keepends=True)[:-1])
-
-
-def recorded_first(text: str) -> str:
-    """The last line comes first inside the `with` statement."""
-    first, *others, last = text.splitlines(keepends=True)
-    return "".join([first, last, *others])
-
-
-def recorded_outside(text: str) -> str:
-    """The last line comes after the `with` statement: the event is recorded on the stream that computes."""
-    *others, last = text.splitlines(keepends=True)
-    return "".join([*others, last.removeprefix("    ")])
-
-
-_streaming: Callable[..., Mutation] = partial(Mutation, "core/offload.py")
+_lanes: Callable[..., Mutation] = partial(Mutation, "core/transfers.py")
+_window: Callable[..., Mutation] = partial(Mutation, "core/window.py")
+_segments: Callable[..., Mutation] = partial(Mutation, "core/segment_windows.py")
 _updates: Callable[..., Mutation] = partial(Mutation, "core/deferred_updates.py")
 
-SLOTS = [
-    _streaming("copies in do not wait for what used the slots' memory before", SLOTS_FREE, "        pass"),
-    _streaming(
-        "one slot too few",
-        "for _ in range(AHEAD + 1)\n        ]\n",
-        "for _ in range(AHEAD)\n        ]\n",
-    ),
-    _streaming("a piece is fetched one piece too early", "used + AHEAD + 1,", "used + AHEAD + 2,"),
+
+def on_lane(lane: str, text: str, instead: str) -> str:
+    """`instead` of a copy's statement `text` if the copy is on that lane."""
+    return f"        if lane is Lane.{lane}:\n{indented(instead)}        else:\n{indented(text)}"
+
+
+def indented(text: str) -> str:
+    return "".join("    " + line for line in text.splitlines(keepends=True))
+
+
+ON_COMPUTE = COPY.replace("self._stream(lane)", "torch.cuda.current_stream()").replace(
+    "mark(lane)", "mark(Lane.COMPUTE)"
+)
+RECORDED_FIRST = """\
+        event = self.mark(lane)
+""" + COPY.replace("return self.mark(lane)", "return event")
+RECORDED_ON_COMPUTE = COPY.replace("self.mark(lane)", "self.mark(Lane.COMPUTE)")
+NOT_RECORDED = COPY.replace("self.mark(lane)", "None")
+LANES = {  # and what is copied on them
+    "STATES_IN": "states in",
+    "STATES_OUT": "states out",
+    "WEIGHTS_IN": "weights",
+    "RAM_OUT": "what waits in RAM",
+    "BOUNDARIES_IN": "boundaries in",
+}
+
+COPIES = [
+    _lanes(f"copies of {name} {said}", text, on_lane(lane, text, instead))
+    for lane, name in LANES.items()
+    for said, text, instead in (("wait for nothing", AFTER, "        pass\n"), ("are not recorded", COPY, NOT_RECORDED))
+] + [
+    _lanes("copies run on the stream that computes", COPY, ON_COMPUTE),
+    _lanes("copies are recorded before they are made", COPY, RECORDED_FIRST),
+    _lanes("copies are recorded on the stream that computes", COPY, RECORDED_ON_COMPUTE),
 ]
 
-COPIES_IN = [
-    _streaming("a slot is refilled without waiting for its write-back", REFILL, ""),
-    _streaming(
-        "a slot is refilled after the write-back of the one before", REFILL, REFILL.replace("[slot]", "[slot - 1]")
+SLOTS = [
+    _window(
+        "copies in do not wait for what used the slots' memory before",
+        "        return Slot(tensors, left=self.transfers.mark(Lane.COMPUTE))\n",
+        "        return Slot(tensors)\n",
     ),
-    _streaming("a slot is refilled after the write-back of the next one", REFILL, REFILL.replace("[slot]", NEXT_SLOT)),
-    _streaming("the wait for a slot's write-back comes after the copies in", REFILL + FETCH, FETCH + REFILL),
-    _streaming(
-        "what computes waits for a slot's write-back, not the copies in", REFILL, REFILL.replace("self._in", COMPUTE)
-    ),
-    _streaming("copies in run on the stream that computes", FETCH, without_stream(FETCH)),
-    _streaming("copies in are not recorded", FETCH, without_record(FETCH)),
-    _streaming("copies in are recorded before they are made", FETCH, recorded_first(FETCH)),
-    _streaming("copies in are recorded on the stream that computes", FETCH, recorded_outside(FETCH)),
-    _streaming(
-        "copies in are recorded for the next slot", FETCH, FETCH.replace("_fetched[slot]", "_fetched" + NEXT_SLOT)
-    ),
+    _window("one slot too few", "self._window.fit(AHEAD + 1,", "self._window.fit(AHEAD,"),
+    _window("a piece is fetched one piece too early", "self._used + AHEAD + 1,", "self._used + AHEAD + 2,"),
+    _window("a slot is refilled without waiting for its write-back", FETCH, FETCH.replace(" slot.left,", "")),
+    _window(
+        "a slot is refilled after the write-back of the one before",
+        FETCH,
+        FETCH.replace("slot.left,", "(self.slots[self.slots.index(slot) - 1] if slot in self.slots else slot).left,"),
+    ),  # fmt: skip
+    _window(
+        "the wait for a slot's write-back comes after the copies in",
+        FETCH,
+        FETCH.replace(" slot.left,", "") + "        self.transfers.wait(self.into, slot.left)\n",
+    ),  # fmt: skip
+    _window(
+        "what computes waits for a slot's write-back, not the copies in",
+        FETCH,
+        "        self.transfers.wait(Lane.COMPUTE, slot.left)\n" + FETCH.replace(" slot.left,", ""),
+    ),  # fmt: skip
+    _window("arrivals are noted in another slot", FETCH, FETCH.replace("slot.arrived", "self.slots[-1].arrived")),
 ]
 
 WEIGHTS = [
-    _streaming("weights do not wait for what used their slot", WEIGHTS_SLOT_FREE, ""),
-    _streaming("weights do not wait for their write-back", WEIGHTS_WRITTEN, ""),
-    _streaming("weights come on the stream that computes", FETCH_WEIGHTS, without_stream(FETCH_WEIGHTS)),
-    _streaming("weights are not recorded", FETCH_WEIGHTS, without_record(FETCH_WEIGHTS) + NEVER_RECORDED),
-    _streaming("weights are recorded before they are copied", FETCH_WEIGHTS, recorded_first(FETCH_WEIGHTS)),
-    _streaming("weights are recorded on the stream that computes", FETCH_WEIGHTS, recorded_outside(FETCH_WEIGHTS)),
-    _streaming("what computes does not wait for its weights", WAIT_WEIGHTS, "        pass\n"),
-    _streaming("what computes waits for the other slot's weights", WAIT_WEIGHTS, OTHER_WEIGHTS),
+    _segments("weights do not wait for what used their slot", WEIGHTS_AFTER, "mark(Lane.STATES_OUT))"),
+    _segments("weights do not wait for their write-back", WEIGHTS_AFTER, "mark(Lane.COMPUTE))"),
+    _segments(
+        "what computes does not wait for its weights",
+        USE_WEIGHTS,
+        USE_WEIGHTS.replace("self._window.use(slot)", "pass"),
+    ),
+    _segments(
+        "what computes waits for the other slot's weights",
+        USE_WEIGHTS,
+        USE_WEIGHTS.replace("use(slot)", "use(*(s for s in self._window.slots if s is not slot))"),
+    ),
     Mutation(
         "core/step.py",
         "weights are fetched before their update",
@@ -209,83 +190,114 @@ WEIGHTS = [
 ]
 
 BOUNDARIES = [
-    _streaming("boundaries leave before they are made", LEAVES_AFTER_COMPUTE, ""),
-    _streaming("boundaries leave on the stream that computes", LEAVE, without_stream(LEAVE), equivalent=NO_OVERLAP),
-    _streaming("boundaries that leave are recorded before", LEAVE, recorded_first(LEAVE)),
-    _streaming("boundaries that leave are recorded on the stream that computes", LEAVE, recorded_outside(LEAVE)),
-    _streaming("a boundary's memory is free before it has left", WAIT_LEFT, "        pass\n"),
-    _streaming("boundaries come back into memory that is in use", COMES_AFTER_COMPUTE, ""),
-    _streaming(
-        "boundaries come back on the stream that computes", COME_BACK, without_stream(COME_BACK), equivalent=NO_OVERLAP
+    _segments(
+        "a boundary's memory is free before it has left",
+        "        self._window.release(LEAVING - 1)\n        self._window.send_away(tensor, saved.boundary)\n",
+        "        self._window.send_away(tensor, saved.boundary)\n        self._window.sent.clear()\n",
     ),
-    _streaming("boundaries that come back are recorded before", COME_BACK, recorded_first(COME_BACK)),
-    _streaming("what computes does not wait for its boundary", WAIT_BACK, "        pass\n"),
+    _segments(
+        "boundaries come back before they have left",
+        "        self._window.release()  # the copy below",
+        "        # the copy below",
+    ),
+    _segments(
+        "boundaries come back into memory that is in use",
+        '        self._window.fetch(slot, [(slot.tensors["boundary"]',
+        '        slot.left = None\n        self._window.fetch(slot, [(slot.tensors["boundary"]',
+    ),
+    _segments(
+        "what computes does not wait for its boundary",
+        USE_BOUNDARY,
+        USE_BOUNDARY.replace("self._window.use(slot)", "pass"),
+    ),
 ]
 
 GRADIENTS = [
-    _streaming("fetches do not wait for gradients to arrive in RAM", FETCH_WHAT_LEFT, "            pass\n"),
-    _streaming(
+    _window(
+        "what is sent leaves before it is made",
+        SEND,
+        SEND.replace("self.transfers.mark(self.user)", "self.transfers.mark(self.user) if self.slots else None"),
+    ),
+    _segments(
+        "fetches do not wait for gradients to arrive in RAM", RELEASE_GRADIENTS, "        self._window.release()\n"
+    ),
+    _segments(
         "fetches wait for what computes, not for gradients",
-        FETCH_WHAT_LEFT,
-        FETCH_WHAT_LEFT.replace("self._leaving", COMPUTE),
+        RELEASE_GRADIENTS,
+        "        self._window.release()\n"
+        "        transfers = self._window.transfers\n"
+        "        transfers.wait(Lane.STATES_IN, transfers.mark(Lane.COMPUTE))\n",
         equivalent="what computes has waited for them by then, since their memory is free",
     ),
-    Mutation(
-        "core/deferred_updates.py",
-        "fetches wait for gradients of the pass before",
-        "        self.ring.copies.fetch_what_left()  # gradients among it\n",
-        "",
-    ),
-    Mutation(
-        "core/streamed_gradients.py",
+    _segments(
         "a gradient's memory is free before it has left",
-        "            self._ring.copies.wait_left(slot)\n",
-        "            pass\n",
+        SEND_GRADIENT,
+        SEND_GRADIENT + "            self._window.sent.clear()\n",
     ),
-    Mutation(
-        "core/streamed_gradients.py",
-        "of the gradients that leave only the first are waited for",
-        "        for slot, _ in self._leaving:\n",
-        "        for slot, _ in self._leaving[:1]:\n",
+    _window(
+        "of what was sent only the newest is waited for",
+        FREE,
+        "            for lane in (self.user, *lanes) if len(self.sent) == keep + 1 else ():\n",
+        equivalent="a lane's copies are made in order: what waits for the newest waits for all",
+    ),
+    _window(
+        "of what was sent only the oldest is waited for",
+        FREE,
+        "            for lane in (self.user, *lanes) if len(self.sent) > keep + 1 else ():\n",
     ),
 ]
 
 DISK = [
-    _streaming("the host does not wait for what it writes to a disk", WAIT_WRITTEN, "            # for the host"),
-    _streaming(
-        "the host waits for what the slot before holds", WAIT_WRITTEN, WAIT_WRITTEN.replace("[slot]", "[slot - 1]")
+    _window("the host does not wait for what it writes to a disk", HOST_WAITS, "            # the host"),
+    _window(
+        "the host waits for what the slot before holds",
+        HOST_WAITS,
+        HOST_WAITS.replace("slot.left", "self._slot(self._fetched - 1).left"),
     ),
-    _streaming("slots share their buffers for a disk", "self._buffers.fill(slot,", "self._buffers.fill(0,"),
-    _streaming("what belongs on a disk stays in the buffers", "        self._buffers.settle_all()\n", ""),
-    _streaming(
+    _window(
+        "slots share their buffers for a disk",
+        "        return _views(slot, slot.buffers, {",
+        "        slot.buffers = self._window.slots[0].buffers or slot.buffers\n"
+        "        return _views(slot, slot.buffers, {",
+    ),
+    _window(
+        "what belongs on a disk stays in the buffers",
+        SYNCHRONIZE + "        for slot in self._window.slots:\n",
+        SYNCHRONIZE + "        for slot in ():\n",
+    ),
+    _window(
         "what belongs on a disk is written before it has arrived",
-        "        self._in.synchronize()\n        self._out.synchronize()\n",
-        "        self._buffers.settle_all()\n        self._in.synchronize()\n        self._out.synchronize()\n",
+        SYNCHRONIZE,
+        "        for slot in self._window.slots:\n            self._settle(slot)\n" + SYNCHRONIZE,
     ),
 ]
 
 UPDATES = [
-    _streaming("an update does not wait for its state", WAIT_FETCHED, "        pass\n"),
-    _streaming("an update waits for the slot before", WAIT_FETCHED, WAIT_FETCHED.replace("[slot]", "[slot - 1]")),
-    _streaming("an update waits for the next slot", WAIT_FETCHED, WAIT_FETCHED.replace("[slot]", NEXT_SLOT)),
-    _streaming(
-        "what computes waits for a state, not the updates", WAIT_FETCHED, WAIT_FETCHED.replace("self._updates", COMPUTE)
+    _window("an update does not wait for its state", TAKE, "        slot = self._slot(self._used)\n"),
+    _window("an update waits for the slot before", TAKE, TAKE.replace("use(slot)", "use(self._slot(self._used - 1))")),
+    _window("an update waits for the next slot", TAKE, TAKE.replace("use(slot)", "use(self._slot(self._used + 1))")),
+    _window(
+        "what computes waits for a state, not the updates",
+        TAKE,
+        TAKE.replace("self._window.use(slot)", "self._transfers.wait(Lane.COMPUTE, slot.arrived)"),
     ),
-    _streaming("updates run on the stream that computes", UPDATING, without_stream(UPDATING)),
-    _streaming("updates are not recorded", UPDATING, without_record(UPDATING)),
-    _streaming("updates are recorded before they are made", UPDATING, recorded_first(UPDATING)),
-    _streaming("updates are recorded on the stream that computes", UPDATING, recorded_outside(UPDATING)),
-    _streaming("updates do not wait for what computes", WAIT_FOR_COMPUTE, "        pass\n"),
-    _streaming(
+    _lanes("updates run on the stream that computes", UPDATING, "        return nullcontext()\n"),
+    _updates("updates are not recorded", MARK_UPDATED, ""),
+    _updates("updates are recorded before they are made", UPDATE + MARK_UPDATED, MARK_UPDATED + UPDATE),
+    _updates(
+        "updates are recorded on the stream that computes", MARK_UPDATED, MARK_UPDATED.replace("UPDATES", "COMPUTE")
+    ),
+    _updates("updates do not wait for what computes", WAIT_FOR_GRADIENTS, "        pass\n"),
+    _updates(
         "what computes waits for the updates, not they for it",
-        WAIT_FOR_COMPUTE,
-        f"        {COMPUTE}.wait_stream(self._updates)\n",
+        WAIT_FOR_GRADIENTS,
+        "        self._transfers.wait(Lane.COMPUTE, self._transfers.mark(Lane.UPDATES))\n",
     ),
-    _streaming("what computes does not wait for updates", HOLD_COMPUTE, "        pass"),
-    _streaming(
+    _updates("what computes does not wait for updates", HOLD, "            pass\n"),
+    _updates(
         "what computes waits for states, not for updates",
-        HOLD_COMPUTE,
-        f"        {COMPUTE}.wait_stream(self._in)",
+        HOLD,
+        HOLD.replace("self._updated", "self._transfers.mark(Lane.STATES_IN)"),
     ),
     _updates("updates are made ready without a wait for what computes", BEGIN, "        self.units_done = 0\n"),
     _updates("updates in backward do not wait for their gradients", DOWNWARDS, ""),
@@ -294,15 +306,14 @@ UPDATES = [
         "        if self.downwards:",
         "        if self.downwards and self.units_done == 0:",
     ),
-    _updates("what computes is not held after updates", HOLD, "            pass\n"),
     _updates(
         "what computes is held before updates, not after",
-        RUN,
-        RUN.replace(HOLD, "            pass\n").replace("            while", HOLD + "            while"),
+        RUN + HOLD,
+        RUN.replace("            while", HOLD + "            while") + "            pass\n",
     ),
     _updates(
         "updates are not launched as updates",
-        "            with self.ring.copies.updating():\n",
+        "            with self._transfers.updating():\n",
         "            if True:\n",
     ),
     Mutation(
@@ -314,47 +325,52 @@ UPDATES = [
 ]
 
 COPIES_OUT = [
-    _streaming("copies out do not wait for the update", WAIT_UPDATED, ""),
-    _streaming(
+    _window("copies out do not wait for the update", SEND, SEND.replace("self.transfers.mark(self.user)", "None")),
+    _window(
         "copies out wait for what computes, not for the update",
-        WAIT_UPDATED,
-        WAIT_UPDATED.replace("self._updates", COMPUTE),
+        SEND,
+        SEND.replace("mark(self.user)", "mark(Lane.COMPUTE)"),
     ),
-    _streaming(
+    _window(
         "copies out wait for the copies in, not for the update",
-        WAIT_UPDATED,
-        WAIT_UPDATED.replace("self._updates", "self._in"),
+        SEND,
+        SEND.replace("mark(self.user)", "mark(self.into)"),
     ),
-    _streaming(
-        "the wait for the update comes after the copies out", WAIT_UPDATED + WRITE_BACK, WRITE_BACK + WAIT_UPDATED
+    _window(
+        "the wait for the update comes after the copies out",
+        SEND,
+        SEND.replace(
+            ", self.transfers.mark(self.user))",
+            ")\n        self.transfers.wait(self.out, self.transfers.mark(self.user))",
+        ),
     ),
     _updates(
         "a state is written back before it is updated",
-        UPDATE,
-        "            self.ring.give_back(piece)\n" + UPDATE.replace("        self.ring.give_back(piece)\n", ""),
+        UPDATE + MARK_UPDATED + GIVE_BACK,
+        indented(GIVE_BACK) + UPDATE + MARK_UPDATED,
     ),
-    _streaming("copies out run on the stream that computes", WRITE_BACK, without_stream(WRITE_BACK)),
-    _streaming("copies out are not recorded", WRITE_BACK, without_record(WRITE_BACK)),
-    _streaming("copies out are recorded before they are made", WRITE_BACK, recorded_first(WRITE_BACK)),
-    _streaming("copies out are recorded on the stream that computes", WRITE_BACK, recorded_outside(WRITE_BACK)),
-    _streaming(
+    _window(
         "copies out are recorded for the slot before",
-        WRITE_BACK,
-        WRITE_BACK.replace("_written[slot]", "_written[slot - 1]"),
+        SEND,
+        SEND.replace("slot.left", "(self.slots[self.slots.index(slot) - 1] if slot in self.slots else slot).left"),
     ),
 ]
 
 SYNCHRONIZING = [
-    _streaming("the host does not wait for copies out", "        self._out.synchronize()", "        pass"),
-    _streaming(
+    _lanes(
+        "the host does not wait for copies out",
+        "            stream.synchronize()\n",
+        "            if stream is not self._streams[Lane.STATES_OUT]:\n                stream.synchronize()\n",
+    ),  # fmt: skip
+    _lanes(
         "the host does not wait for copies in",
-        "        self._in.synchronize()\n",
-        "",
+        "            stream.synchronize()\n",
+        "            if stream is not self._streams[Lane.STATES_IN]:\n                stream.synchronize()\n",
         equivalent="flush() has completed the pass before: every copy in was awaited by the stream of the updates, and "
         "that by the copies out, for which the host waits",
     ),
-    _streaming("the ring is not synchronized", "        self.copies.synchronize()\n", "        pass\n"),
+    _window("the window is not synchronized", SYNCHRONIZE, ""),
     _updates("a flush does not wait for the copies", FLUSH, "        self.run(self.units)\n"),
 ]
 
-MUTATIONS = SLOTS + COPIES_IN + WEIGHTS + BOUNDARIES + GRADIENTS + DISK + UPDATES + COPIES_OUT + SYNCHRONIZING
+MUTATIONS = COPIES + SLOTS + WEIGHTS + BOUNDARIES + GRADIENTS + DISK + UPDATES + COPIES_OUT + SYNCHRONIZING

@@ -11,7 +11,7 @@ checker.py says what the record means.
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import count
@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowmem.core import offload
+from lowmem.core import homes, step, transfers
 from tests.stream_order.checker import HOST, Access, Allocate, Free, Record, Trace, Wait, Work
 
 _aten = torch.ops.aten
 _WITHOUT_VALUES = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided}
-_PACKAGE = str(Path(offload.__file__).parent)
+_PACKAGE = str(Path(transfers.__file__).parent)
 
 
 class Stream:
@@ -76,12 +76,10 @@ class Event:
 class Recorder(TorchDispatchMode):
     """Fills `trace` with what happens inside `with recorder.imitating():`."""
 
-    def __init__(self, stream_names: Sequence[str] = ("in", "out", "updates")):
-        """`stream_names`: of those that the program makes, in their order; the one it begins on is "compute"."""
+    def __init__(self):
         super().__init__()
         self.trace = Trace()
         self.numbers = count()  # of events
-        self._names = [*reversed(stream_names)]
         self._default = self._new_stream("compute")
         self._current = [self._default]
         self._memories: dict[int, int] = {}  # numbers of the live storages, by address
@@ -97,20 +95,27 @@ class Recorder(TorchDispatchMode):
         """torch.cuda's streams and events are the recorder's, and a CPU device's transfers are CUDA's."""
         cuda = patch.multiple(
             torch.cuda,
-            Stream=lambda device=None: self._new_stream(self._names.pop() if self._names else "another"),
+            Stream=lambda device=None: self._new_stream("another"),
             Event=lambda: Event(self),
             stream=self._on,
             current_stream=lambda device=None: self.current,
         )
         try:
-            with cuda, patch.object(offload, "copies_for", offload._CudaCopies), self:
+            with cuda, patch.object(step, "transfers_for", self._transfers), self:
                 yield self.trace
         finally:
             self._ended = True
 
+    def _transfers(self, *arguments) -> transfers.CudaTransfers:
+        """CUDA's, whose streams are called as their lanes."""
+        made = transfers.CudaTransfers(*arguments)
+        for lane, stream in made._streams.items():
+            self.trace.streams[stream.number] = str(lane)
+        return made
+
     def host_tensor(self, entries: int, dtype: torch.dtype) -> Tensor:
-        """streaming.host_tensor, in memory that counts as the host's."""
-        tensor = offload.host_tensor(entries, dtype)
+        """homes.host_tensor, in memory that counts as the host's."""
+        tensor = homes.host_tensor(entries, dtype)
         self._on_host.add(self._memory(tensor))
         return tensor
 

@@ -1,4 +1,4 @@
-"""The ring of slots: on the CPU for real, and its CUDA transfers against streams that run in any order that is allowed.
+"""The window of states: on the CPU for real, and CUDA transfers against streams that run in any order that is allowed.
 
 No GPU is needed for the second part: a stand-in for `torch.cuda` queues every copy on its stream and runs the queues
 in random order, held back by events alone. An order that the events do not enforce is sooner or later not kept.
@@ -14,10 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowmem.core import offload
+from lowmem.core import transfers
 from lowmem.core.deferred_updates import Updates
-from lowmem.core.offload import AHEAD, StagingRing, host_tensor, page_lock
+from lowmem.core.homes import host_tensor, page_lock
 from lowmem.core.optimizers import Hyperparameters
+from lowmem.core.transfers import CudaTransfers, Lane, Transfers
+from lowmem.core.window import AHEAD, Slot, StateWindow
 from lowmem.cudasim.recorder import Recorder
 
 CPU = torch.device("cpu")
@@ -28,7 +30,10 @@ class Piece:
     state: dict[str, torch.Tensor]
     streamed: bool
     on_disk: tuple[str, ...] = ()
-    fetched_only: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def homes(self) -> dict[str, torch.Tensor]:
+        return self.state
 
 
 def make_pieces(sizes: list[int], resident: tuple[int, ...] = ()) -> list[Piece]:
@@ -42,49 +47,53 @@ def make_pieces(sizes: list[int], resident: tuple[int, ...] = ()) -> list[Piece]
     ]
 
 
-class RecordedCopies(offload._SynchronousCopies):
+class RecordedTransfers(Transfers):
     """Copies at once, and writes down the order: ("fetch", slot), ("wait", slot), ("write", slot)."""
 
     def __init__(self):
         self.events: list[tuple[str, int]] = []
+        self._slots: dict[int, int] = {}  # by address, numbered as they are seen
 
-    def fetch(self, slot, home, state, on_disk=()):
-        self.events.append(("fetch", slot))
-        super().fetch(slot, home, state)
+    def copy(self, lane, pairs, *after):
+        super().copy(lane, pairs, *after)
+        address = pairs[0][lane is Lane.STATES_OUT].data_ptr()
+        slot = self._slots.setdefault(address, len(self._slots))
+        self.events.append(("write" if lane is Lane.STATES_OUT else "fetch", slot))
+        return slot
 
-    def wait_fetched(self, slot):
-        self.events.append(("wait", slot))
-
-    def write_back(self, slot, state, home, on_disk=()):
-        self.events.append(("write", slot))
-        super().write_back(slot, state, home)
-
-
-def recorded(pieces: list[Piece]) -> tuple[StagingRing, RecordedCopies]:
-    ring = StagingRing(CPU, pieces)
-    ring.copies = RecordedCopies()
-    return ring, ring.copies
+    def wait(self, lane, *events):
+        if lane is Lane.UPDATES:
+            self.events += [("wait", event) for event in events]
 
 
-def pass_over(ring: StagingRing, pieces: list[Piece]):
+def window_of(pieces: list[Piece], device: torch.device = CPU) -> StateWindow:
+    return StateWindow(Transfers(), device, pieces)
+
+
+def recorded(pieces: list[Piece]) -> tuple[StateWindow, RecordedTransfers]:
+    made = RecordedTransfers()
+    return StateWindow(made, CPU, pieces), made
+
+
+def pass_over(window: StateWindow, pieces: list[Piece]):
     """Each piece with its state, which is given back when the next one is asked for."""
-    ring.begin(pieces)
+    window.begin(pieces)
     for piece in pieces:
-        yield piece, ring.take(piece)
-        ring.give_back(piece)
+        yield piece, window.take(piece)
+        window.give_back(piece)
 
 
-# --- the ring ---
+# --- the window ---
 
 
 @pytest.mark.parametrize("resident", [(), (0,), (0, 1, 2), (1, 3, 4, 6), (6,), tuple(range(7))])
 @pytest.mark.parametrize("sizes", [[4] * 7, [1, 5, 2, 7, 3, 7, 1]])
 def test_every_piece_comes_in_order_with_its_own_state_and_changes_are_kept(sizes, resident):
     pieces = make_pieces(sizes, resident)
-    ring = StagingRing(CPU, pieces)
+    window = window_of(pieces)
     for number in range(3):  # pass after pass over the same slots
         seen = []
-        for piece, state in pass_over(ring, pieces):
+        for piece, state in pass_over(window, pieces):
             index = len(seen)
             seen.append(piece)
             assert state.keys() == {"m", "low"}
@@ -93,7 +102,7 @@ def test_every_piece_comes_in_order_with_its_own_state_and_changes_are_kept(size
             state["m"] += 10
             state["low"] += 1
         assert [id(piece) for piece in seen] == [id(piece) for piece in pieces]
-    ring.synchronize()
+    window.synchronize()
     for index, piece in enumerate(pieces):
         assert piece.state["m"].tolist() == [index + 31] * sizes[index]
         assert piece.state["low"].tolist() == [index + 4] * 2 * sizes[index]
@@ -104,9 +113,9 @@ def test_pieces_may_differ_in_what_they_keep():
     pieces = make_pieces([4, 6, 2, 5, 3])
     for piece in pieces[::2]:
         del piece.state["low"]
-    ring = StagingRing(CPU, pieces)
+    window = window_of(pieces)
     for _ in range(2):
-        for piece, state in pass_over(ring, pieces):
+        for piece, state in pass_over(window, pieces):
             assert state.keys() == piece.state.keys()
             for tensor in state.values():
                 tensor += 1
@@ -116,17 +125,17 @@ def test_pieces_may_differ_in_what_they_keep():
 
 def test_a_resident_piece_is_handed_out_as_it_is_and_a_streamed_one_from_a_slot():
     pieces = make_pieces([4, 4], resident=(0,))
-    for piece, state in pass_over(StagingRing(CPU, pieces), pieces):
+    for piece, state in pass_over(window_of(pieces), pieces):
         same = [state[name].data_ptr() == piece.state[name].data_ptr() for name in state]
         assert same == [not piece.streamed] * 2
 
 
 def test_at_most_ahead_plus_1_pieces_are_on_the_way_and_a_slot_is_written_back_before_it_is_filled_again():
     pieces = make_pieces([3] * 8, resident=(2,))
-    ring, copies = recorded(pieces)
+    window, copies = recorded(pieces)
     in_flight: set[int] = set()
     most = 0
-    for _ in pass_over(ring, pieces):
+    for _ in pass_over(window, pieces):
         pass
     for kind, slot in copies.events:
         if kind == "fetch":
@@ -143,8 +152,8 @@ def test_at_most_ahead_plus_1_pieces_are_on_the_way_and_a_slot_is_written_back_b
 
 def test_two_pieces_are_fetched_ahead_before_the_first_is_handed_out():
     pieces = make_pieces([3] * 5)
-    ring, copies = recorded(pieces)
-    states = pass_over(ring, pieces)
+    window, copies = recorded(pieces)
+    states = pass_over(window, pieces)
     next(states)
     assert copies.events == [("fetch", 0), ("fetch", 1), ("fetch", 2), ("wait", 0)]
     next(states)
@@ -153,44 +162,44 @@ def test_two_pieces_are_fetched_ahead_before_the_first_is_handed_out():
 
 def test_streamed_pieces_are_fetched_while_resident_ones_are_in_use():
     pieces = make_pieces([3] * 5, resident=(0, 1))
-    ring, copies = recorded(pieces)
-    next(pass_over(ring, pieces))
+    window, copies = recorded(pieces)
+    next(pass_over(window, pieces))
     assert copies.events == [("fetch", 0), ("fetch", 1), ("fetch", 2)]
 
 
 def test_stopping_early_leaves_the_rest_untouched():
     pieces = make_pieces([3, 4, 5, 6, 7])
-    ring = StagingRing(CPU, pieces)
-    states = pass_over(ring, pieces)
+    window = window_of(pieces)
+    states = pass_over(window, pieces)
     for _ in range(3):  # asking for the third piece is what keeps the second
         _, state = next(states)
         state["m"].fill_(-1)
     states.close()
     assert [piece.state["m"][0].item() for piece in pieces] == [-1, -1, 3, 4, 5]
-    assert [state["m"][0].item() for _, state in pass_over(ring, pieces)] == [-1, -1, 3, 4, 5]
+    assert [state["m"][0].item() for _, state in pass_over(window, pieces)] == [-1, -1, 3, 4, 5]
 
 
-def ring_bytes(pieces: list[Piece]) -> int:
-    """What a ring for them allocates."""
+def window_bytes(pieces: list[Piece]) -> int:
+    """What a window for them allocates."""
     with Recorder() as recorder:
-        StagingRing(torch.device("meta"), pieces)
+        window_of(pieces, torch.device("meta"))
         return recorder.tape.peak_bytes()
 
 
 def test_slots_hold_the_largest_streamed_piece_and_nothing_more():
-    assert ring_bytes(make_pieces([3, 9, 100, 5], resident=(2,))) == (AHEAD + 1) * (9 * 4 + 18 * 2)
+    assert window_bytes(make_pieces([3, 9, 100, 5], resident=(2,))) == (AHEAD + 1) * (9 * 4 + 18 * 2)
 
 
 @pytest.mark.parametrize("pieces", [[], make_pieces([5, 6], resident=(0, 1))])
 def test_without_streamed_pieces_there_are_no_slots(pieces):
-    assert ring_bytes(pieces) == 0
-    assert [piece for piece, _ in pass_over(StagingRing(CPU, pieces), pieces)] == pieces
+    assert window_bytes(pieces) == 0
+    assert [piece for piece, _ in pass_over(window_of(pieces), pieces)] == pieces
 
 
 def test_pieces_without_any_state_pass_too():
     """SGD over fp32 weights keeps nothing."""
     pieces = [Piece({}, streamed=True) for _ in range(5)]
-    assert [state for _, state in pass_over(StagingRing(CPU, pieces), pieces)] == [{}] * 5
+    assert [state for _, state in pass_over(window_of(pieces), pieces)] == [{}] * 5
 
 
 # --- buffers in RAM ---
@@ -270,12 +279,8 @@ def test_a_page_lock_is_given_back_with_the_memory_and_a_refusal_leaves_a_usable
 
 
 class Event:
-    def __init__(self):
-        self.recorded = None  # the position of the latest record: a set of operations that must be done
-
-    def record(self):
-        stream = current[-1]
-        self.recorded = (stream, stream.issued)
+    def __init__(self, stream: "Stream"):
+        self.recorded = stream, stream.issued  # this many operations of the stream must be done
 
 
 class Stream:
@@ -291,12 +296,11 @@ class Stream:
         self.queue.append((needs, action))
         self.issued += 1
 
-    def wait_event(self, event):
-        if event.recorded is not None:
-            self.enqueue(lambda: None, event.recorded)
+    def record_event(self):
+        return Event(self)
 
-    def wait_stream(self, other):
-        self.enqueue(lambda: None, (other, other.issued))
+    def wait_event(self, event):
+        self.enqueue(lambda: None, event.recorded)
 
     def ready(self) -> bool:
         return bool(self.queue) and (self.queue[0][0] is None or self.queue[0][0][0].done >= self.queue[0][0][1])
@@ -352,7 +356,7 @@ def drain_some() -> None:
 
 
 class FakeCuda:
-    Stream, Event = Stream, Event
+    Stream = Stream
 
     @staticmethod
     def current_stream(device=None):
@@ -366,31 +370,31 @@ class FakeCuda:
         current.pop()
 
 
-def update_on_fake_device(seed: int, passes: int, copies=None, beside: bool = False) -> list[list]:
+def update_on_fake_device(seed: int, passes: int, kind=CudaTransfers, beside: bool = False) -> list[list]:
     """`passes` passes over 8 streamed pieces; every update appends its pass number. Returns what lies in RAM."""
     chance.seed(seed)
     streams.clear()
     current[:] = [Stream()]
     pieces = [Piece({"m": Cell([index])}, streamed=True) for index in range(8)]
-    ring = StagingRing(CPU, [])
-    ring._slots = [{"m": Cell()} for _ in range(AHEAD + 1)]
-    ring.copies = (copies or offload._CudaCopies)(CPU, beside, host_tensor)
+    lanes = kind(CPU, beside, host_tensor)
+    window = StateWindow(lanes, CPU, [])
+    window._window.slots = [Slot({"m": Cell()}) for _ in range(AHEAD + 1)]
     for number in range(passes):
-        for index, (_, state) in enumerate(pass_over(ring, pieces)):
+        for index, (_, state) in enumerate(pass_over(window, pieces)):
 
             def action(cell=state["m"], mark=(index, number)):
                 cell.value = [*cell.value, mark]
 
-            with ring.copies.updating():
+            with lanes.updating():
                 current[-1].enqueue(action)
             drain_some()
-    ring.synchronize()
+    window.synchronize()
     return [piece.state["m"].value for piece in pieces]
 
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
-    monkeypatch.setattr(offload.torch, "cuda", FakeCuda)
+    monkeypatch.setattr(transfers.torch, "cuda", FakeCuda)
 
 
 def test_cuda_transfers_give_every_update_its_state_in_whatever_order_streams_run(fake_cuda):
@@ -399,31 +403,29 @@ def test_cuda_transfers_give_every_update_its_state_in_whatever_order_streams_ru
         assert update_on_fake_device(seed, passes=3, beside=seed % 2 == 0) == expected
 
 
-class NoWaitForWriteBack(offload._CudaCopies):
-    def fetch(self, slot, home, state, on_disk=()):
-        self._written[slot].recorded = None
-        super().fetch(slot, home, state)
+class NoWaitForWriteBack(CudaTransfers):
+    def copy(self, lane, pairs, *after):
+        return super().copy(lane, pairs, *(() if lane is Lane.STATES_IN else after))
 
 
-class NoWaitForFetch(offload._CudaCopies):
-    def wait_fetched(self, slot):
-        pass
+class NoWaitForFetch(CudaTransfers):
+    def wait(self, lane, *events):
+        super().wait(lane, *(() if lane is Lane.UPDATES else events))
 
 
-class NoWaitForCompute(offload._CudaCopies):
-    def write_back(self, slot, state, home, on_disk=()):
-        self._out.wait_stream = lambda stream: None
-        super().write_back(slot, state, home)
+class NoWaitForUpdate(CudaTransfers):
+    def mark(self, lane):
+        return None if lane is Lane.UPDATES else super().mark(lane)
 
 
-@pytest.mark.parametrize("broken", [NoWaitForWriteBack, NoWaitForFetch, NoWaitForCompute])
+@pytest.mark.parametrize("broken", [NoWaitForWriteBack, NoWaitForFetch, NoWaitForUpdate])
 def test_without_any_one_of_its_waits_the_fake_device_finds_the_race(fake_cuda, broken):
     """The test above can fail: each wait in turn is left out."""
     expected = update_on_fake_device(0, passes=3)
     wrong = 0
     for seed in range(100):
         try:
-            wrong += update_on_fake_device(seed, passes=3, copies=broken) != expected
+            wrong += update_on_fake_device(seed, passes=3, kind=broken) != expected
         except TypeError:  # an update of a slot that nothing was fetched into yet
             wrong += 1
     assert wrong > 0
@@ -445,7 +447,7 @@ class Part:
         self.gradient = None
 
 
-def train_on_fake_device(seed: int, downwards: bool, copies=offload._CudaCopies) -> tuple[list, list]:
+def train_on_fake_device(seed: int, downwards: bool, kind=CudaTransfers) -> tuple[list, list]:
     """Three steps of four units, whose gradient in step n is 10**n. What the forward passes read of the weights, and
     what the weights are in the end. A gradient's memory is used for something else once its unit is updated."""
     chance.seed(seed)
@@ -465,10 +467,10 @@ def train_on_fake_device(seed: int, downwards: bool, copies=offload._CudaCopies)
         weight, gradient = weights[piece.part.unit], piece.part.gradient
         current[-1].enqueue(lambda: setattr(weight, "value", weight.value + gradient.value))
 
-    store = SimpleNamespace(device=CPU, pieces=[], parts=parts, host_buffer=host_tensor)
-    updates = Updates(store, units, Hyperparameters(0.0, 0.0, update=0), update, True)
-    store.pieces, updates.ring._slots = pieces, [{"m": Cell()} for _ in range(AHEAD + 1)]
-    updates.ring.copies = copies(CPU, beside=True, host_buffer=host_tensor)
+    store = SimpleNamespace(device=CPU, pieces=[], parts=parts)
+    lanes = kind(CPU, concurrent=True, host_buffer=host_tensor)
+    updates = Updates(store, units, Hyperparameters(0.0, 0.0, update=0), update, lanes)
+    store.pieces, updates.states._window.slots = pieces, [Slot({"m": Cell()}) for _ in range(AHEAD + 1)]
     for number in range(3):
         if downwards:
             updates.begin(1.0, 1.0, downwards=True)
@@ -499,14 +501,14 @@ def test_updates_beside_what_computes_are_there_when_a_weight_is_read(fake_cuda,
         assert train_on_fake_device(seed, downwards) == expected
 
 
-class NoWaitForGradients(offload._CudaCopies):
-    def wait_for_compute(self):
-        pass
+class NoWaitForGradients(CudaTransfers):
+    def mark(self, lane):
+        return None if lane is Lane.COMPUTE else super().mark(lane)
 
 
-class NoHold(offload._CudaCopies):
-    def hold_compute(self):
-        pass
+class NoHold(CudaTransfers):
+    def wait(self, lane, *events):
+        super().wait(lane, *(() if lane is Lane.COMPUTE else events))
 
 
 @pytest.mark.parametrize("downwards", [False, True])

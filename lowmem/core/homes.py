@@ -1,0 +1,148 @@
+"""Memory outside the device: tensors in RAM, and tensors on a disk.
+
+A tensor in RAM is a mapping of exactly the size asked for, which CUDA can register. PyTorch's page-locked allocator
+rounds sizes up to powers of two: 2.25 GiB take 4 GiB.
+
+A tensor on a disk is a shared mapping of a part of a file. The file has no name, so the disk has its room back however
+the process ends. Updates read and write the file (`copy`): no page counts towards the process, and the kernel reads
+ahead and writes while other work goes on. Loading, saving and export use the mapping and drop its pages afterwards.
+"""
+
+import mmap
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from lowmem.core.states_folder import open_states_file
+from lowmem.errors import LowmemError
+
+
+class _Mapping(mmap.mmap):
+    """The memory of one tensor: in RAM or, if there is a `file`, from its byte `offset` on."""
+
+    file: "DiskStates | None" = None
+    offset = 0
+    locked_address: int | None = None
+
+    def __del__(self):  # an address that stays registered cannot be registered again
+        if self.locked_address is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.locked_address)
+
+
+_mappings: WeakValueDictionary[int, _Mapping] = WeakValueDictionary()  # by address
+
+
+def host_tensor(entries: int, dtype: torch.dtype) -> Tensor:
+    """Zeros [entries] in RAM."""
+    size_bytes = max(entries * dtype.itemsize, 1)
+    return _tensor(_Mapping(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), entries, dtype)
+
+
+def page_lock(tensor: Tensor) -> bool:
+    """Registers a `host_tensor` with CUDA, which makes all its pages resident. False if CUDA refuses (a limit on locked
+    memory): the tensor stays pageable, and copies run at about half the speed without overlap."""
+    mapping = _mappings[tensor.data_ptr()]
+    if mapping.locked_address is not None:
+        return True
+    if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
+        mapping.locked_address = tensor.data_ptr()
+        # Linux copies page-locked pages for a forked process at once, which doubles the RAM; older kernels share them,
+        # and the first write would part the CPU from the GPU.
+        mapping.madvise(mmap.MADV_DONTFORK)
+        return True
+    with suppress(RuntimeError):  # the next kernel's check reports the refusal, so let this be the next
+        torch.zeros(1, device="cuda")
+    return False
+
+
+class DiskStates:
+    """Tensors in a file under `folder`, which is made if need be. InputError if that cannot be written."""
+
+    def __init__(self, folder: Path):
+        self._file = open_states_file(folder)
+        self.folder, self.number, self._end = folder, self._file.fileno(), 0
+
+    def tensor(self, entries: int, dtype: torch.dtype) -> Tensor:
+        """Zeros [entries]; LowmemError if the disk has no room for them. The room is taken now: a page that finds none
+        later would be a signal in the third hour."""
+        size_bytes = max(entries * dtype.itemsize, 1)
+        room = -(-size_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.number, self._end, room)
+            else:  # macOS, where a full disk is not found out here
+                os.ftruncate(self.number, self._end + room)
+            mapping = _Mapping(self.number, room, flags=mmap.MAP_SHARED, offset=self._end)
+        except OSError as error:
+            raise LowmemError(
+                f"states cannot be kept in --states-folder {self.folder}: {error.strerror}; free some room there, or "
+                "give another folder"
+            ) from None
+        mapping.file, mapping.offset = self, self._end
+        self._end += room
+        return _tensor(mapping, entries, dtype)
+
+
+def copy(destination: Tensor, source: Tensor) -> None:
+    """Copies between RAM and a disk, all bytes of a flat tensor."""
+    for home, other, move in ((source, destination, _pread), (destination, source, os.pwrite)):
+        mapping, start = _place(home)
+        if mapping is not None:
+            _move(mapping, start, memoryview(other.view(torch.uint8).numpy()), move)
+            return
+    destination.copy_(source)
+
+
+def read_ahead(home: Tensor) -> None:
+    """Asks the kernel to read `home` from its disk; the call does not wait."""
+    mapping, start = _place(home)
+    if mapping is not None and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(mapping.file.number, mapping.offset + start, home.nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def drop_pages(tensor: Tensor) -> None:
+    """If `tensor` is on a disk, the pages of its whole mapping leave the process's resident set; the kernel maps pages
+    around those that are touched, too. Their content stays."""
+    mapping, _ = _place(tensor)
+    if mapping is not None:
+        mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def _tensor(mapping: _Mapping, entries: int, dtype: torch.dtype) -> Tensor:
+    """The first `entries` of a mapping, which lives as long as the tensor and its views."""
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    _mappings[memory.data_ptr()] = mapping
+    return memory[: entries * dtype.itemsize].view(dtype)
+
+
+def _place(tensor: Tensor) -> tuple[_Mapping | None, int]:
+    """If `tensor` is on a disk, its mapping and from which byte of it on."""
+    address = tensor.untyped_storage().data_ptr()
+    mapping = _mappings.get(address) if address else None
+    return (None, 0) if mapping is None or mapping.file is None else (mapping, tensor.data_ptr() - address)
+
+
+def _pread(number: int, content: memoryview, offset: int) -> int:
+    return os.preadv(number, [content], offset)
+
+
+def _move(mapping: _Mapping, start: int, content: memoryview, move: Callable[[int, memoryview, int], int]) -> None:
+    """Moves `content` between RAM and the file; each call of `move` may move some of it."""
+    done = 0
+    while done < len(content):
+        reason = "the file is shorter than it was"
+        try:
+            moved = move(mapping.file.number, content[done:], mapping.offset + start + done)
+        except OSError as error:
+            moved, reason = 0, error.strerror
+        if moved == 0:
+            raise LowmemError(
+                f"the disk of --states-folder {mapping.file.folder} failed: {reason}; the same command goes on from "
+                "the newest checkpoint"
+            ) from None
+        done += moved

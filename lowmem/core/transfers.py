@@ -1,0 +1,112 @@
+"""Copies between a device and RAM or a disk: the one interface that all windows use (window.py).
+
+A lane is a queue that is worked off in order: on a GPU, a CUDA stream. An event says that a lane has done everything
+it was given so far. A copy waits for its lane and for the events it names, and for nothing else.
+
+UPDATES is a lane of its own so that copies can be further ahead than the window is long. On COMPUTE, an update would
+free its slot only after the forward pass ahead of it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from lowmem.core import homes
+
+Pairs = Sequence[tuple[Tensor, Tensor]]  # (destination, source)
+MakeTensor = Callable[[int, torch.dtype], Tensor]  # zeros [entries]
+
+
+class Lane(StrEnum):
+    HOST = "host"  # the Python program
+    COMPUTE = "compute"  # forward and backward
+    UPDATES = "updates"  # the optimizer's rule
+    STATES_IN = "states in"  # and gradients that waited in RAM
+    STATES_OUT = "states out"
+    WEIGHTS_IN = "weights in"
+    BOUNDARIES_IN = "boundaries in"
+    RAM_OUT = "boundaries and gradients out"
+
+
+class Transfers:
+    """Copies on the CPU: everything is done when the call returns. `host_buffer` makes page-locked memory for copies
+    from and to a disk; it is None if the device's memory is RAM."""
+
+    host_buffer: MakeTensor | None = None
+
+    def copy(self, lane: Lane, pairs: Pairs, *after):
+        """Starts to copy on `lane` after the events `after`; returns the event that this is done."""
+        for destination, source in pairs:
+            destination.copy_(source)
+
+    def mark(self, lane: Lane):
+        """Returns the event that `lane` has done everything so far."""
+
+    def wait(self, lane: Lane, *events) -> None:
+        """Makes the later work of `lane` wait for `events`; None is no obstacle."""
+
+    def updating(self) -> AbstractContextManager:
+        """Kernels that are launched inside the block go to UPDATES."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Returns when all copies are done."""
+
+    def read_ahead(self, places: Iterable[Tensor]) -> None:
+        """Asks the kernel to read `places` on a disk."""
+        for place in places:
+            homes.read_ahead(place)
+
+    def read(self, pairs: Pairs) -> None:
+        """The host copies from a disk."""
+        for destination, source in pairs:
+            homes.copy(destination, source)
+
+    def write(self, pairs: Pairs) -> None:
+        """The host copies to a disk."""
+        Transfers.read(self, pairs)
+
+
+class CudaTransfers(Transfers):
+    """Copies on CUDA streams, one for each lane but HOST and COMPUTE. UPDATES has one if updates are `concurrent` with
+    what computes, for which they must not allocate."""
+
+    def __init__(self, device: torch.device, concurrent: bool, host_buffer: MakeTensor):
+        others = {Lane.HOST, Lane.COMPUTE} if concurrent else {Lane.HOST, Lane.COMPUTE, Lane.UPDATES}
+        self._streams = {lane: torch.cuda.Stream(device) for lane in Lane if lane not in others}
+        self.host_buffer = host_buffer
+
+    def copy(self, lane, pairs, *after):
+        self.wait(lane, *after)
+        with torch.cuda.stream(self._stream(lane)):
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+        return self.mark(lane)
+
+    def mark(self, lane):
+        return self._stream(lane).record_event()
+
+    def wait(self, lane, *events):
+        for event in events:
+            if event is not None and lane is Lane.HOST:
+                event.synchronize()
+            elif event is not None:
+                self._stream(lane).wait_event(event)
+
+    def updating(self):
+        return torch.cuda.stream(self._stream(Lane.UPDATES))
+
+    def synchronize(self):
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+        return self._streams[lane] if lane in self._streams else torch.cuda.current_stream()
+
+
+def transfers_for(device: torch.device, concurrent: bool, host_buffer: MakeTensor) -> Transfers:
+    """Makes the transfers to and from `device`; `concurrent`, `host_buffer`: as for CudaTransfers."""
+    return CudaTransfers(device, concurrent, host_buffer) if device.type == "cuda" else Transfers()

@@ -1,0 +1,220 @@
+"""Numbers whose home is RAM or a disk visit the device through the slots of a window.
+
+             fetch                      use                     send
+    home ------------> slot on device ------> kernels, slot ------------> home
+          event "arrived"                                   event "left"
+
+A slot is filled again when its last visitor has left. Kinds of numbers differ in the number of slots, the order in
+which these are filled, and what is sent:
+
+    optimizer states   StateWindow      in the order of the updates, AHEAD pieces ahead; sent back
+    working weights    WeightWindow     segment by segment, one ahead; never sent             (segment_windows.py)
+    boundaries         BoundaryWindow   sent in forward, fetched in the opposite order        (segment_windows.py)
+    gradients          GradientWindow   sent when they are final; they come with the states   (segment_windows.py)
+
+No home and no order of copies changes a bit of the result.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from lowmem.core.optimizers import State
+from lowmem.core.parameters import Piece
+from lowmem.core.transfers import Lane, Pairs, Transfers
+
+AHEAD = 2  # pieces that are fetched before they are needed
+READ_AHEAD = 8  # pieces that the kernel is asked to read from a disk
+
+
+@dataclass(eq=False)
+class Slot:
+    """Tensors on the device, by name. The last visitor, `inside`, `arrived` and `left` with these events. `buffers` are
+    host memory between the slot and a disk; `owed`: (home, buffer) of what waits there."""
+
+    tensors: State
+    left: object = None
+    arrived: object = None
+    inside: object = None
+    buffers: State = field(default_factory=dict)
+    views: dict[tuple, State] = field(default_factory=dict)  # of tensors and of buffers, by their lengths
+    owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+class Window:
+    """Slots, the lanes of their copies, and the lane `user` of the kernels that use them."""
+
+    def __init__(
+        self, transfers: Transfers, into: Lane | None = None, out: Lane | None = None, user: Lane = Lane.COMPUTE
+    ):
+        self.transfers, self.into, self.out, self.user = transfers, into, out, user
+        self.slots: list[Slot] = []
+        self.sizes: dict[str, tuple[int, torch.dtype]] = {}
+        self.sent: deque[Slot] = deque()  # tensors of `send_away`; their memory is not free yet
+
+    def fit(self, number: int, sizes: dict[str, tuple[int, torch.dtype]], device: torch.device) -> None:
+        """Makes `number` slots with tensors of these (entries, dtype), unless there are such."""
+        if self.slots and sizes == self.sizes:
+            return
+        self.use(*self.slots)  # the next owner of the old slots' memory must not meet a copy that is under way
+        self.slots, self.sizes = [], sizes
+        made = [
+            {name: torch.empty(entries, dtype=dtype, device=device) for name, (entries, dtype) in sizes.items()}
+            for _ in range(number)
+        ]
+        self.slots = [self.slot(tensors) for tensors in made]
+
+    def slot(self, tensors: State) -> Slot:
+        """Makes a slot of memory that kernels launched so far may still use."""
+        return Slot(tensors, left=self.transfers.mark(Lane.COMPUTE))
+
+    def fetch(self, slot: Slot, pairs: Pairs, *after) -> None:
+        """Starts to copy into `slot` when its last visitor has left and the events `after` have happened."""
+        slot.arrived = self.transfers.copy(self.into, pairs, slot.left, *after)
+
+    def use(self, *slots: Slot) -> None:
+        """Kernels launched from now on find the visitors in `slots`."""
+        self.transfers.wait(self.user, *(slot.arrived for slot in slots))
+
+    def send(self, slot: Slot, pairs: Pairs) -> None:
+        """Starts to copy from `slot` when the kernels launched so far are done."""
+        slot.left = self.transfers.copy(self.out, pairs, self.transfers.mark(self.user))
+
+    def send_away(self, tensor: Tensor, home: Tensor) -> None:
+        """Sends `tensor`, whose memory is free after `release`."""
+        self.sent.append(Slot({}, inside=tensor))
+        self.send(self.sent[-1], [(home, tensor)])
+
+    def release(self, keep: int = 0, *lanes: Lane) -> None:
+        """Frees all tensors that were sent away but the `keep` newest: kernels launched from now on may use their
+        memory, and later work of `lanes` finds them in their homes."""
+        while len(self.sent) > keep:
+            for lane in (self.user, *lanes):
+                self.transfers.wait(lane, self.sent[0].left)
+            self.sent.popleft()
+
+
+class StateWindow:
+    """AHEAD + 1 slots of the size of the largest streamed piece.
+
+    A pass over the pieces fetches each state ahead of its update and sends it back. So both directions of the bus and
+    the kernels work at once. States on a disk pass through host buffers: the host fills them when a piece is fetched,
+    and writes them when their slot is needed again.
+    """
+
+    def __init__(self, transfers: Transfers, device: torch.device, pieces: Sequence[Piece]):
+        self._transfers, self._device = transfers, device
+        self._window = Window(transfers, Lane.STATES_IN, Lane.STATES_OUT, user=Lane.UPDATES)
+        self.fit(pieces)
+        self.begin(())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the slots are there: memory may have run out when they were made."""
+        return bool(self._window.slots)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """RAM of the host buffers."""
+        return sum(buffer.nbytes for slot in self._window.slots for buffer in slot.buffers.values())
+
+    def fit(self, pieces: Sequence[Piece]) -> None:
+        """Makes the slots that `pieces` need; nothing may be in flight."""
+        sizes: dict[str, tuple[int, torch.dtype]] = {}
+        for piece in pieces:
+            for name, home in piece.homes.items() if piece.streamed else ():
+                sizes[name] = max(home.numel(), sizes[name][0] if name in sizes else 0), home.dtype
+        self._window.fit(AHEAD + 1, sizes, self._device)
+
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """Begins a pass over `pieces`: each is taken, updated and given back, in this order.
+
+        The next pass must have the same pieces in the same order, unless nothing is in flight: a fetch waits for its
+        slot, not for an earlier copy out of the same state. States that are not given back stay as they are."""
+        self._streamed = [piece for piece in pieces if piece.streamed]
+        self._fetched = self._used = 0
+        self._from_disk = iter([piece for piece in self._streamed if piece.on_disk])
+        self._read_ahead(READ_AHEAD)
+
+    def take(self, piece: Piece) -> State:
+        """Returns the state of `piece`, the next one of the pass, on the device; the same if asked again."""
+        while self._fetched < min(self._used + AHEAD + 1, len(self._streamed)):
+            self._fetch(self._streamed[self._fetched])
+            self._fetched += 1
+        if not piece.streamed:
+            return piece.state
+        slot = self._slot(self._used)
+        self._window.use(slot)
+        return slot.inside
+
+    def give_back(self, piece: Piece) -> None:
+        """Sends the state of `piece` home."""
+        if not piece.streamed:
+            return
+        slot, places = self._slot(self._used), piece.state
+        if piece.on_disk:
+            places = places | self._buffers(slot, piece)
+            slot.owed = [(piece.state[name], places[name]) for name in piece.on_disk]
+        self._window.send(slot, _different((place, slot.inside[name]) for name, place in places.items()))
+        if self._transfers.host_buffer is None:
+            self._settle(slot)
+        self._used += 1
+
+    def synchronize(self) -> None:
+        """Returns when all states that were given back are in their homes."""
+        self._transfers.synchronize()
+        for slot in self._window.slots:
+            self._settle(slot)
+
+    def _fetch(self, piece: Piece) -> None:
+        slot, places = self._slot(self._fetched), piece.homes
+        slot.inside = _views(slot, slot.tensors, places)
+        if piece.on_disk:
+            self._transfers.wait(Lane.HOST, slot.left)  # the host is about to read and to fill the buffers
+            self._settle(slot)
+            places = places | self._buffers(slot, piece)
+            self._transfers.read([(places[name], piece.state[name]) for name in piece.on_disk])
+        self._window.fetch(slot, _different((slot.inside[name], place) for name, place in places.items()))
+        if piece.on_disk:
+            self._read_ahead(1)
+
+    def _slot(self, index: int) -> Slot:
+        return self._window.slots[index % len(self._window.slots)]
+
+    def _read_ahead(self, pieces: int) -> None:
+        for piece in islice(self._from_disk, pieces):
+            self._transfers.read_ahead([piece.state[name] for name in piece.on_disk])
+
+    def _buffers(self, slot: Slot, piece: Piece) -> State:
+        """Returns host memory for the tensors that `piece` has on a disk: the slot itself if that is RAM."""
+        make = self._transfers.host_buffer
+        if make is None:
+            return {name: slot.inside[name] for name in piece.on_disk}
+        slot.buffers |= {
+            name: make(slot.tensors[name].numel(), slot.tensors[name].dtype)
+            for name in piece.on_disk
+            if name not in slot.buffers
+        }
+        return _views(slot, slot.buffers, {name: piece.state[name] for name in piece.on_disk})
+
+    def _settle(self, slot: Slot) -> None:
+        """Writes the buffers of `slot`, which its last visitor has reached, to the disk."""
+        if slot.owed:
+            self._transfers.write(slot.owed)
+        slot.owed = []
+
+
+def _views(slot: Slot, tensors: State, places: State) -> State:
+    """Returns the slot's `tensors` cut to the lengths of `places`. Views are made once: they cost the host time."""
+    key = id(tensors), *((name, place.numel()) for name, place in places.items())
+    if key not in slot.views:
+        slot.views[key] = {name: tensors[name][: place.numel()] for name, place in places.items()}
+    return slot.views[key]
+
+
+def _different(pairs) -> list[tuple[Tensor, Tensor]]:
+    return [(destination, source) for destination, source in pairs if destination is not source]

@@ -1,0 +1,114 @@
+"""The transfers of a simulated step (core/transfers.py): they move clocks and no data. An event is a point in time.
+
+Each direction of the bus is an engine that makes one copy after the other. A copy starts when its engine is free, the
+host has issued it, and all events that its lane waits for have happened. Concurrent updates still take their time from
+the GPU.
+
+States on a disk hold up the host until the pages that were read ahead have arrived, and while it copies to and from
+the page cache. The disk does one thing after the other.
+
+The rates are those of a bus that is busy in both directions (gpus.py), since states go in and out together nearly
+always. Left out: the host's time to issue a copy (tens of microseconds), and copies of memory that is not page-locked,
+which do not overlap.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lowmem.core.transfers import Lane, MakeTensor, Pairs, Transfers
+from lowmem.cudasim.clock import Clock
+
+PAGE_CACHE_BYTES_PER_SECOND = 4e9  # copied by one thread
+IN, OUT = "in", "out"  # the engines
+ENGINES = {
+    Lane.STATES_IN: IN,
+    Lane.WEIGHTS_IN: IN,
+    Lane.BOUNDARIES_IN: IN,
+    Lane.STATES_OUT: OUT,
+    Lane.RAM_OUT: OUT,
+}
+
+
+class SimulatedTransfers(Transfers):
+    """`exposed_seconds`: how long the GPU stood still for copies and for nothing else; `busy_seconds`: how long each
+    engine copied."""
+
+    def __init__(
+        self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float, *, concurrent: bool = False,
+        disk_bytes_per_second: float = math.inf, host_buffer: MakeTensor | None = None,
+    ):  # fmt: skip
+        """`concurrent`: whether updates have a lane of their own."""
+        self.host_buffer = host_buffer
+        self.exposed_seconds = 0.0
+        self.busy_seconds = {IN: 0.0, OUT: 0.0}
+        self._clock, self._concurrent = clock, concurrent
+        self._rates = {IN: in_bytes_per_second, OUT: out_bytes_per_second}
+        self._free = {IN: 0.0, OUT: 0.0}  # when each engine has made the copies so far
+        self._ready: dict[Lane, float] = dict.fromkeys(
+            Lane, 0.0
+        )  # when the events that each lane waits for have happened
+        self._disk_rate, self._disk_free = disk_bytes_per_second, 0.0
+        self._read: dict[int, float] = {}  # when tensors on a disk are in the page cache, by id
+
+    def copy(self, lane, pairs, *after):
+        self.wait(lane, *after)
+        engine = ENGINES[lane]
+        seconds = _bytes_of(pairs) / self._rates[engine]
+        self._free[engine] = max(self._free[engine], self._ready[lane], self._clock.host) + seconds
+        self.busy_seconds[engine] += seconds
+        return self._free[engine]
+
+    def mark(self, lane):
+        if lane in ENGINES:
+            return self._free[ENGINES[lane]]
+        return self._ready[lane] if self._is_own(lane) else self._clock.gpu
+
+    def wait(self, lane, *events):
+        until = max((event for event in events if event is not None), default=0.0)
+        if lane in ENGINES or self._is_own(lane):
+            self._ready[lane] = max(self._ready[lane], until)
+            return
+        idle_from = max(self._clock.gpu, self._clock.host)  # before that the GPU is busy, or waits for the host
+        self.exposed_seconds += max(0.0, until - idle_from)
+        if lane is Lane.HOST:
+            self._clock.host = max(self._clock.host, until)
+        else:
+            self._clock.wait(until)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        launched, free = self._clock.host, max(self._clock.gpu, self._clock.host)
+        yield
+        self._ready[Lane.UPDATES] = max(self._ready[Lane.UPDATES], launched) + self._clock.gpu - free
+
+    def synchronize(self):
+        self._clock.host = max(self._clock.host, *self._free.values())
+
+    def read_ahead(self, places):
+        places = list(places)
+        self._read[id(places[0])] = self._use_disk(sum(place.nbytes for place in places))
+
+    def read(self, pairs):
+        self.wait(Lane.HOST, self._read.pop(id(pairs[0][1]), 0.0))
+        self._copy_pages(pairs)
+
+    def write(self, pairs):
+        self._copy_pages(pairs)
+        self._use_disk(_bytes_of(pairs))
+
+    def _is_own(self, lane: Lane) -> bool:
+        """Whether it is the updates' lane, and not COMPUTE under another name."""
+        return lane is Lane.UPDATES and self._concurrent
+
+    def _copy_pages(self, pairs: Pairs) -> None:
+        self.wait(Lane.HOST, self._clock.host + _bytes_of(pairs) / PAGE_CACHE_BYTES_PER_SECOND)
+
+    def _use_disk(self, size_bytes: int) -> float:
+        """When the disk will have read or written that much more."""
+        self._disk_free = max(self._disk_free, self._clock.host) + size_bytes / self._disk_rate
+        return self._disk_free
+
+
+def _bytes_of(pairs: Pairs) -> int:
+    return sum(destination.nbytes for destination, _ in pairs)
