@@ -23,6 +23,7 @@ from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
 from lowmem.core.deferred_updates import UpdateInterrupted
 from lowmem.core.kernels import fused
+from lowmem.core.optimizers import Hyperparameters
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.step import TrainingStep

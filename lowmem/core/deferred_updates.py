@@ -22,8 +22,8 @@ class UpdateInterrupted(LowmemError):
 
 
 class Updates:
-    """`hyper`: of the update that was begun last, `hyper.update` counts from 1; `units_done`: how many of the `units` have
-    been updated in the order of the pass, all of them if nothing waits."""
+    """`hyper`: of the update that was begun last; `hyper.update` counts them from 1. `units_done`: how many of the
+    `units` have been updated, in the order of the pass; all of them if nothing waits."""
 
     def __init__(
         self, store: Store, units: int, hyper: Hyperparameters, update: Callable[[Piece, State], None],
@@ -39,7 +39,7 @@ class Updates:
         self._pieces: Sequence[Piece] = ()
         self._next = 0  # the piece that comes next in the pass
         self._torn = False  # whether an error or Ctrl-C ended the update of a piece, which may be half made
-        self.downwards = False  # whether the pass goes from the last unit to the first
+        self.downwards = False  # whether the pass goes from the last unit to the first, in a step that is not made yet
 
     @property
     def waiting(self) -> bool:

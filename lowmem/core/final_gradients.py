@@ -71,7 +71,8 @@ class FinalGradients:
             self._window.release()
         norms = [self._norms[index] for index in sorted(self._norms)]
         norm = torch.linalg.vector_norm(torch.stack(norms).double()).item()
-        self._norms = {}
+        if self.fate is Fate.APPLIED:
+            self._updates.downwards = False  # the step is made; until here memory may run out halfway
         return norm
 
     def _refuse_what_is_not_finite(self, unit: int, norms: list[Tensor]) -> None:

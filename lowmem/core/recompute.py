@@ -56,7 +56,7 @@ class SavedSegment:
     boundary: Tensor  # [B, T, D]
     products: list[Kept | None] | None = None
     output: Tensor | None = None  # with its graph
-    in_ram: bool = False  # the boundary is not on the device now (streamed_boundaries.py)
+    in_ram: bool = False  # the boundary is not on the device now (segment_windows.py)
 
 
 def forward(

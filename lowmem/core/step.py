@@ -304,8 +304,8 @@ class TrainingStep:
 
     @property
     def halfway(self) -> bool:
-        """Whether some weights are of one step and some of the next, and the step cannot be made again."""
-        return self._updates.downwards and self._updates.waiting
+        """Whether the step at hand has updated some units, and so cannot be made again."""
+        return self._updates.downwards
 
     def change_layout(self, layout: Layout) -> bool:
         """Continues with `layout`, which has no more states on the device than now; returns whether what is in RAM is

@@ -55,6 +55,7 @@ class Plan:
     checkpoint_bytes: int = 0
     disk_state_bytes: int = 0
     typical_tokens: int | None = None
+    smaller_layouts: tuple[Layout, ...] = ()
 
     @property
     def ram_breakdown(self) -> dict[str, int]:

@@ -136,10 +136,10 @@ def test_with_the_norm_first_clipping_changes_no_bit_and_gradients_are_never_all
     def watch(gradients, lowest):
         nonlocal most
         most = max(most, len({part.unit for part in gradients._store.parts if part.gradient is not None}))
-        return take_norms(gradients, lowest)
+        return finish(gradients, lowest)
 
-    take_norms = FinalGradients._take_norms
-    monkeypatch.setattr(FinalGradients, "_take_norms", watch)
+    finish = FinalGradients.finish
+    monkeypatch.setattr(FinalGradients, "finish", watch)
     for case in ({}, {"segment_blocks": 2, "states_on_gpu": 2}, {"kept": 4}):
         most = 0
         assert train(batches, **kind, group=BATCH, fate="dropped", **case).differences(plain) == [], case
