@@ -48,21 +48,20 @@ class FinalGradients:
     def finish(self, lowest: int) -> None:
         """Nothing more is added to the gradients of the units from `lowest` on."""
         final = range(lowest, self._lowest)
+        self._lowest = lowest
         parts = [part for part in self._store.parts if part.unit in final and part.gradient is not None]
-        norms = {
+        self._norms |= {
             index: self._norm_of(piece)
             for index, piece in enumerate(self._store.pieces)
             if piece.part.unit in final and piece.part.gradient is not None
         }
-        self._norms |= norms
-        self._lowest = lowest
         if self.fate is Fate.SENT:
             self._window.leave(part for part in parts if part.gradient_home is not None)
         elif self.fate is Fate.DROPPED:
             for part in parts:
                 part.drop_gradient()
         elif self.fate is Fate.APPLIED:
-            self._refuse_what_is_not_finite(lowest, list(norms.values()))
+            self._refuse_what_is_not_finite(final)
             self._updates.run(self._updates.units - lowest)
 
     def norm(self) -> float:
@@ -71,14 +70,16 @@ class FinalGradients:
             self._window.release()
         norms = [self._norms[index] for index in sorted(self._norms)]
         norm = torch.linalg.vector_norm(torch.stack(norms).double()).item()
+        self._norms = {}
         if self.fate is Fate.APPLIED:
             self._updates.downwards = False  # the step is made; until here memory may run out halfway
         return norm
 
-    def _refuse_what_is_not_finite(self, unit: int, norms: list[Tensor]) -> None:
+    def _refuse_what_is_not_finite(self, units: range) -> None:
+        norms = [norm for index, norm in self._norms.items() if self._store.pieces[index].part.unit in units]
         if norms and not math.isfinite(torch.stack(norms).sum().item()):
             raise UpdateInterrupted(
-                f"a gradient of unit {unit} is not finite, and the units above it have been updated already, so they "
-                "are not saved; the same command goes on from the newest checkpoint, and with --clip-norm and room "
-                "for all gradients such a step is skipped whole"
+                f"a gradient of unit {units.start} is not finite, and the units above it have been updated already, so "
+                "they are not saved; the same command goes on from the newest checkpoint, and with --clip-norm and "
+                "room for all gradients such a step is skipped whole"
             )
