@@ -39,7 +39,7 @@ def measure(code: str) -> list[int]:
 
 
 def test_a_buffer_that_can_be_page_locked_counts_once_it_is_touched():
-    """A shared anonymous mapping, as offload.py makes and registers them; and the mark stays when it is gone."""
+    """A shared anonymous mapping, as core/homes.py makes and registers them; and the mark stays when it is gone."""
     before, made, touched, closed = measure(
         "buffer = mmap.mmap(-1, 96 * 2**20)\n"
         "marks.append(ram_peak_bytes())\n"

@@ -68,7 +68,10 @@ def test_a_run_gives_up_what_costs_no_bit_says_so_and_resumes_without_it(
         fail_at(patch, failing)
         assert train(whole) == 0
     said = (whole / "log.txt").read_text()
-    assert "step 2: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB.); the allocator's cache was freed" in said
+    assert (
+        "step 2: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB.); the allocator's cache was freed"
+        in said
+    )
     assert "; it is tried again, and training goes on, with less: all 4 blocks recomputed" in said
     found = measures(whole)
     assert found[0] == "cache" and len(found) == len(failing) and "micro_batch" not in found
