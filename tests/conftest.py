@@ -11,7 +11,6 @@ import torch
 
 from experiments.harness import vocabulary
 
-os.environ["LOWMEM_PLANS"] = "off"  # a plan of an earlier run would hide what a test does to the planner
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 torch.set_num_threads(1)
 

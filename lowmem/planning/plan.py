@@ -1,7 +1,7 @@
-"""What a plan is and says: a layout of the step, the bytes and seconds that its simulation predicts, and as what they
-are shown, `plan.json` for programs and a table for people. planner.py makes plans.
+"""A plan: a layout of the step with the bytes and seconds that its simulation predicts. planner.py makes plans.
 
-A figure depends on the kind of card and on the versions of torch and transformers, so the plan names them.
+It is shown as `plan.json` for programs and as a table for people. The figures depend on the kind of card and on the
+versions of torch and transformers, so the plan names them.
 """
 
 import textwrap
@@ -22,14 +22,18 @@ from lowmem.units import GIB, MIB, format_size
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout of the step and what the simulation says of it. `card`: None on the CPU; GPU figures are None there.
-    `ram`: bytes by phase of the run and by name (ram.py). `fused_kernels`: whether operators.py's are counted on.
-    `not_compared`: why a small copy of the model was not compared with its pieces (compatibility.py); None where it
-    was. `seconds_with_more_ram`: what a step takes if RAM's cap is 1 GiB higher, or less; None where RAM does not
-    decide. `faster_with_ram`: RAM and seconds of a step of a faster plan, for which there is no room in RAM; None where
-    there is, or nobody looked. `checkpoint_bytes`: of one checkpoint. `disk_state_bytes`: of the states that are in
-    --states-folder. `typical_tokens`: of a step whose rows are as long as the data's, where the seconds are that
-    step's; None where they are those of full rows."""
+    """A layout and its predicted figures. On the CPU the card and all GPU figures are None.
+
+    ram                    bytes by phase of the run and by name (ram.py)
+    fused_kernels          whether the step is expected to use the fused kernels
+    not_compared           why compatibility.py did not compare the model with its pieces; None if it did
+    seconds_with_more_ram  of a step with a RAM cap that is 1 GiB higher; None if RAM is not what limits
+    faster_with_ram        (RAM, seconds of a step) of a faster plan that needs more RAM; None if none was found
+    disk_state_bytes       of the states in --states-folder
+    typical_tokens         tokens of a step with rows as long as the data's, which the seconds are of; None: full rows
+    smaller_layouts        layouts to go on with if memory runs out, the largest first. They allocate 5 to 50% less and
+                           change no bit. Empty if the plan is not for training
+    """
 
     model: str
     parameters: int
@@ -55,6 +59,7 @@ class Plan:
     checkpoint_bytes: int = 0
     disk_state_bytes: int = 0
     typical_tokens: int | None = None
+    smaller_layouts: tuple[Layout, ...] = ()
 
     @property
     def ram_breakdown(self) -> dict[str, int]:
@@ -188,7 +193,7 @@ class Plan:
 
 
 def kept_in_words(layout: Layout, blocks: int) -> str:
-    """What a layout recomputes of a model's blocks."""
+    """How many blocks the layout recomputes, in words."""
     if not layout.recomputes(blocks):
         return "nothing recomputed"
     segments = layout.segments(blocks)
