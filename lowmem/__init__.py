@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # what editors and type checkers read; at run time it is __ge
     from lowmem.core.batch import Batch
     from lowmem.core.layout import Layout
     from lowmem.core.step import TrainingStep
+    from lowmem.cudasim.peak import cuda_peak
     from lowmem.errors import CapExceeded, InputError, LowmemError, PlanError, Stopped
     from lowmem.planning.plan import Plan
     from lowmem.run.api import LoadedModel, export, load, plan, train
@@ -27,13 +28,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Batch", "CapExceeded", "InputError", "Layout", "LoadedModel", "LowmemError", "Plan", "PlanError", "Settings",
-    "Stopped", "TrainingStep", "export", "load", "plan", "train",
+    "Stopped", "TrainingStep", "cuda_peak", "export", "load", "plan", "train",
 ]  # fmt: skip
 
 _HOMES = dict.fromkeys(("CapExceeded", "InputError", "LowmemError", "PlanError", "Stopped"), "errors")
 _HOMES |= dict.fromkeys(("LoadedModel", "export", "load", "plan", "train"), "run.api")
 _HOMES |= {"Batch": "core.batch", "Layout": "core.layout", "TrainingStep": "core.step"}
-_HOMES |= {"Plan": "planning.plan", "Settings": "settings"}
+_HOMES |= {"Plan": "planning.plan", "Settings": "settings", "cuda_peak": "cudasim.peak"}
 
 
 def __getattr__(name: str):

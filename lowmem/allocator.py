@@ -1,5 +1,7 @@
-"""``python -m lowmem.allocator TAPE.jsonl`` replays a recording: one operation a line, ``["a", id, bytes, stream]``
-allocate, ``["f", id]`` free, ``["e"]`` empty_cache, and prints peaks, final figures and every growth as JSON.
+"""``python -m lowmem.allocator TAPE.jsonl`` replays a recording through the model of the CUDA caching allocator.
+
+A line is one operation: ``["a", id, bytes, stream]`` allocate, ``["f", id]`` free, ``["e"]`` empty_cache. The program
+prints peaks, final figures and every growth as JSON.
 """
 
 import argparse
@@ -14,11 +16,9 @@ OPERATIONS = 'One operation a line: ["a", id, bytes, stream] allocate, ["f", id]
 
 
 def replay(tape: Iterable[str], tape_name: str, allocator: CachingAllocator) -> None:
-    """Run the operations of a recording, JSON lines as in the module docstring; blank lines are skipped.
-
-    Raises InputError, with the line, at anything that the recorded run cannot have done.
-    """
-    handles: dict[int, int] = {}
+    """Runs the operations of a recording; blank lines are skipped. InputError, with the line, for an operation that
+    the recorded run cannot have done."""
+    blocks = {}
     for number, line in enumerate(tape, start=1):
         if not line.strip():
             continue
@@ -27,19 +27,22 @@ def replay(tape: Iterable[str], tape_name: str, allocator: CachingAllocator) -> 
         except (ValueError, RecursionError):  # RecursionError: nested too deeply
             operation = None
         match operation:
-            case ["a", int(name), int(size_bytes), int(stream)] if name not in handles and size_bytes >= 0:
-                handles[name] = allocator.allocate(size_bytes, stream)
-            case ["f", int(name)] if name in handles:
-                allocator.free(handles.pop(name))
+            case ["a", int(name), int(size_bytes), int(stream)] if name not in blocks and size_bytes >= 0:
+                blocks[name] = allocator.allocate(size_bytes, stream)
+                continue
+            case ["f", int(name)] if name in blocks:
+                allocator.free(blocks.pop(name))
+                continue
             case ["e"]:
                 allocator.empty_cache()
+                continue
             case ["a", int(name), int(size_bytes), int()]:
-                reason = f"id {name} is allocated already" if name in handles else f"{size_bytes} bytes is no size"
-                raise InputError(f"{tape_name}:{number}: {reason}.")
+                reason = f"id {name} is allocated already" if name in blocks else f"{size_bytes} bytes is no size"
             case ["f", int(name)]:
-                raise InputError(f"{tape_name}:{number}: id {name} is not allocated, so it cannot be freed.")
+                reason = f"id {name} is not allocated, so it cannot be freed"
             case _:
-                raise InputError(f"{tape_name}:{number}: not an operation. {OPERATIONS}")
+                reason = f"not an operation. {OPERATIONS.removesuffix('.')}"
+        raise InputError(f"{tape_name}:{number}: {reason}.")
 
 
 def main(arguments: list[str] | None = None) -> int:

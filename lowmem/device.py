@@ -17,8 +17,8 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the f
 
 
 def set_environment() -> None:
-    """To be called before CUDA starts: segments that grow (reserved memory stays within 0.2% of allocated), and the
-    cuBLAS workspace that makes products reproducible. What the user has set stays."""
+    """Call it before CUDA starts. Sets segments that grow (reserved memory stays within 0.2% of allocated) and the
+    cuBLAS workspace that makes products reproducible, unless the user has set them."""
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:True"))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)
@@ -27,10 +27,9 @@ def set_environment() -> None:
 
 
 def return_freed_memory() -> None:
-    """Has glibc give large tensors of the CPU back to the system when they are freed. By itself it learns to keep
-    pieces of up to 32 MiB and does not find them all again: GPT-2-Medium took 0.4 GiB more. The price is that their
-    pages are made anew each time: a fifth of a step's time with 128 tokens, nothing to be seen with 1,024. What the
-    user has set stays; other systems' allocators are left as they are."""
+    """Lets glibc return large CPU tensors to the system when they are freed, unless the user has set its allocator.
+    By itself it keeps pieces of up to 32 MiB, and GPT-2-Medium took 0.4 GiB more. New pages cost a fifth of a step of
+    128 tokens, and nothing measurable with 1,024."""
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
     with suppress(OSError, AttributeError, TypeError):  # no C library that knows it
@@ -40,9 +39,8 @@ def return_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Collects garbage, and has glibc give back what is then free in its heap. What only loading needed is held by
-    cycles until the next collection, and small tensors that are freed among others, as those that a model's masks are
-    made of, stay in the heap: for both, one run of GPT-Neo took 0.3 GiB more RAM than another of the same command."""
+    """Collects garbage and returns the heap's free memory to the system. Cycles hold what only loading needed, and
+    glibc keeps small freed tensors: one run of GPT-Neo took 0.3 GiB more RAM than another of the same command."""
     collect_garbage()
     with suppress(OSError, AttributeError):  # no C library that knows it
         ctypes.CDLL(None).malloc_trim(0)
@@ -50,7 +48,7 @@ def release_freed_memory() -> None:
 
 def expandable_segments() -> bool:
     """Whether the segments of CUDA's caching allocator grow: as the environment says, else as set_environment would.
-    InputError where the environment asks the allocator for what cudasim/allocator.py does not know."""
+    InputError for a setting that cudasim/allocator.py does not model."""
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         raise InputError("PYTORCH_NO_CUDA_MEMORY_CACHING is set, and no plan holds without the cache; unset it")
     found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
@@ -70,21 +68,15 @@ def expandable_segments() -> bool:
 
 
 def select_device(wanted: str) -> torch.device:
-    """`auto`, `cuda` or `cpu` made concrete; InputError where CUDA is asked for and there is none."""
+    """The device for `auto`, `cuda` or `cpu`; InputError if CUDA is asked for and cannot be used."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise InputError("--device cuda: PyTorch finds no CUDA device here; use --device cpu, or install a CUDA build")
     device = torch.device("cuda", torch.cuda.current_device())
     major, minor = torch.cuda.get_device_capability(device)
-    built = torch.cuda.get_arch_list()  # sm_75, sm_90a: for that major version; compute_90: for all later
-    numbers = [
-        (name.split("_")[0], *divmod(int("".join(filter(str.isdigit, name.split("_")[1]))), 10)) for name in built
-    ]
-    if not any(
-        (kind == "sm" and of == major and at <= minor) or (kind == "compute" and (of, at) <= (major, minor))
-        for kind, of, at in numbers
-    ):
+    built = torch.cuda.get_arch_list()
+    if not any(_runs_on(name, major, minor) for name in built):
         raise InputError(
             f"PyTorch {torch.__version__} has no code for {torch.cuda.get_device_name(device)} (sm_{major}{minor}); it "
             f"has {' '.join(built)}. Cards before Turing need a CUDA 12.6 build of PyTorch 2.11 to 2.13"
@@ -92,26 +84,33 @@ def select_device(wanted: str) -> torch.device:
     return device
 
 
+def _runs_on(architecture: str, major: int, minor: int) -> bool:
+    """Code for sm_75 or sm_90a runs on later minor versions of that major one, code for compute_90 on all later
+    ones."""
+    kind, number = architecture.split("_")
+    built = divmod(int("".join(filter(str.isdigit, number))), 10)
+    return built <= (major, minor) and (kind == "compute" or built[0] == major)
+
+
 def collect_garbage() -> None:
-    """Frees what nothing but itself holds, as a training's parameters and hooks hold each other. The first collection
-    takes the hooks from the parameters, the second one the parameters."""
+    """Frees cycles, such as a training's parameters and hooks. The first collection takes the hooks from the
+    parameters, the second one frees the parameters."""
     for _ in range(2):
         gc.collect()
 
 
 def take_workspaces(device: torch.device) -> None:
-    """Has both threads compute a product, in forward and in backward. The first one on a thread takes a workspace for
-    good (cuda_ops.py); taken before all else they lie side by side, where the plan has them."""
+    """Computes a product in forward and in backward. A thread's first product takes a workspace for good
+    (cuda_ops.py); taken first, the two workspaces are next to each other, as in the plan."""
     if device.type == "cuda":
         matrix = torch.ones(8, 8, device=device, requires_grad=True)
         (matrix @ matrix).sum().backward()
 
 
 def finish_failed_backward(device: torch.device) -> None:
-    """Returns when PyTorch's thread for backward passes on a GPU holds nothing of a pass that failed. It keeps the
-    error, and with it the tensors of all frames that this came through, until it next gets Python's lock: mostly after
-    the caller has caught the error and gone on. Two passes over no numbers, which take no memory, wait for it: when the
-    first is done the error is gone, and tasks that the failed pass had not begun are dropped before the second."""
+    """Waits until PyTorch's backward thread for a GPU has released a pass that failed. The thread keeps the error, and
+    the tensors of its frames, until it next gets Python's lock. Two empty passes, which take no memory, wait for it:
+    the first one ends after the error is released, the second one after the failed pass's open tasks are dropped."""
     if device.type != "cuda":
         return
     with torch.inference_mode(False), torch.enable_grad():  # the caller may have switched gradients off
@@ -121,15 +120,15 @@ def finish_failed_backward(device: torch.device) -> None:
 
 
 def forget_allocations(device: torch.device) -> None:
-    """What was allocated so far, and is no longer used, goes back to the card and counts for no peak; garbage, too."""
+    """Returns unused memory to the card, garbage included, and starts the peaks again."""
     collect_garbage()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
 
 
 def make_deterministic(device: torch.device) -> None:
-    """The same command gives the same bits: kernels that add in a fixed order, one attention kernel on every card.
-    The CPU's are so anyway."""
+    """Chooses CUDA kernels that give the same bits each time: sums in a fixed order, no cuDNN attention. The CPU's
+    do."""
     if device.type != "cuda":
         return
     torch.use_deterministic_algorithms(True)

@@ -1,7 +1,7 @@
-"""The Hugging Face hub: whether it is there, and how long it is waited for.
+"""The Hugging Face hub: is it reachable, and which models are in its cache.
 
-Its clients retry for 23 to 45 seconds before they say that it is not. So who needs a file looks into the cache first,
-and then asks the hub once, within this limit: by `is_reachable`, where the client has no limit of its own.
+Its clients retry for 23 to 45 seconds. So callers look into the cache first, and then ask the hub once, with this time
+limit: by `is_reachable`, if the client has no limit of its own.
 """
 
 import functools
@@ -22,17 +22,16 @@ def is_reachable() -> bool:
 
 @functools.cache
 def why_unreachable() -> str | None:
-    """Why the hub does not answer; None if it does. It is asked once in a process."""
+    """The reason why the hub does not answer; None if it does. It is asked once in a process."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
+    question = urllib.request.Request(constants.ENDPOINT, method="HEAD")
     try:
-        urllib.request.urlopen(
-            urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=TIMEOUT_SECONDS
-        ).close()
+        urllib.request.urlopen(question, timeout=TIMEOUT_SECONDS).close()
     except urllib.error.HTTPError:
-        return None  # it answered, if only to complain about the question
+        return None  # it answered, if only to refuse
     except (OSError, ValueError, http.client.HTTPException) as error:
         return first_line(error)
     return None
@@ -47,7 +46,7 @@ def local_folder(model: str) -> Path | None:
     for name in ("tokenizer_config.json", "config.json", "tokenizer.json", "vocab.json"):
         try:
             cached = try_to_load_from_cache(model, name)
-        except ValueError:  # no name that the hub could know
+        except ValueError:  # not a possible name on the hub
             return None
         if isinstance(cached, str):
             return Path(cached).parent

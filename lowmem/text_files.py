@@ -1,12 +1,8 @@
 """Text, JSON and YAML that other people wrote: config.json, tokenizers, templates, settings, rows of data.
 
-All text from users is read here, by the same rules:
-
-- Byte-order marks are skipped at the beginning of the file and of a line (`cat a b` puts one there).
-- Text that is not UTF-8 is refused with its line and column.
-- A file of another kind than its name says is refused by that kind: a Git LFS pointer, a compressed file.
-- JSON is refused if an object has a key twice, a number is too long for Python, or the nesting is too deep.
-- YAML is refused for the same. Its plain values stay text: `yes`, `010` and `1:30` are no switch, octal number or time.
+Byte-order marks are skipped at the beginning of the file and of a line (`cat a b` puts one there). Refused, with the
+place, are text that is not UTF-8, files of another kind than their name says (a Git LFS pointer, a compressed file),
+and JSON or YAML with a key that is given twice. Plain values of YAML stay text: `yes`, `010`, `1:30`.
 
 A library that reads a folder itself and knows no byte-order marks gets `readable_folder` of it.
 """
@@ -62,7 +58,7 @@ def refuse_pointer(path: Path) -> bytes:
 
 def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
     """InputError if `path` is a Git LFS pointer, or a file of another kind than its name says. `binary`: the first
-    bytes of the kind that it should be, if that is not text; b"" for a kind that is told by nothing."""
+    bytes of its kind, if that is not text; b"" for any."""
     start = refuse_pointer(path)
     for magic, (kind, advice) in _KINDS.items():
         if start.startswith(magic) and magic != binary:
@@ -75,7 +71,7 @@ def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
 
 def text_lines(path: Path, most_bytes: int = -1) -> Iterator[str]:
     """The file's lines with their ends, one at a time; a line of more than `most_bytes` comes in several parts.
-    InputError as the module says; OSError if it cannot be read."""
+    Raises InputError, or OSError if it cannot be read."""
     refuse_disguised(path)
     decoder = codecs.getincrementaldecoder("utf-8")()
     number, column, at_start = 1, 0, True  # of the next byte
@@ -128,14 +124,19 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
 
 def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Path:
     """`folder` if no text file in it begins with a byte-order mark and `instead` is empty. Otherwise a folder of links
-    to its files, in which marked files lack the mark and the files of `instead` have that content; it is removed when
-    the process ends. OSError if a file cannot be read."""
-    marked = [path for path in folder.iterdir() if path.suffix in _TEXTS and path.is_file() and _is_marked(path)]
-    written = {path.name: path.read_bytes().removeprefix(_BYTE_ORDER_MARK) for path in marked} | (instead or {})
+    to its files, except for the marked ones, which lack the mark, and those of `instead`, {name: content}. It is
+    removed when the process ends. OSError if a file cannot be read."""
+    written = {}
+    for path in folder.iterdir():
+        if path.suffix in _TEXTS and path.is_file():
+            with path.open("rb") as file:
+                if file.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK:
+                    written[path.name] = file.read()
+    written |= instead or {}
     if not written:
         return folder
-    _kept.append(tempfile.TemporaryDirectory(prefix="lowmem-"))
-    copy = Path(_kept[-1].name)
+    _copies.append(tempfile.TemporaryDirectory(prefix="lowmem-"))
+    copy = Path(_copies[-1].name)
     for path in folder.absolute().iterdir():
         if path.name not in written:
             (copy / path.name).symlink_to(path)
@@ -144,12 +145,7 @@ def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Pa
     return copy
 
 
-def _is_marked(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK
-
-
-_kept: list[tempfile.TemporaryDirectory] = []  # each removes its folder when the process ends
+_copies: list[tempfile.TemporaryDirectory] = []  # each is removed when the process ends
 
 
 class _GivenTwice(Exception):
@@ -169,18 +165,19 @@ def _given_twice(text: str) -> tuple[str, int]:
     objects: list[set[str]] = []
     line, last = 0, ""
     for token in re.findall(r'"(?:[^"\\]|\\.)*"|[{}:\n]', text):
-        if token == "{":
-            objects.append(set())
-        elif token == "}":
-            objects.pop()
-        elif token == "\n":
-            line += 1
-        elif token != ":":
-            last = token
-        elif (key := json.loads(last)) in objects[-1]:
-            return key, line
-        else:
-            objects[-1].add(key)
+        match token:
+            case "{":
+                objects.append(set())
+            case "}":
+                objects.pop()
+            case "\n":
+                line += 1
+            case ":" if (key := json.loads(last)) in objects[-1]:
+                return key, line
+            case ":":
+                objects[-1].add(key)
+            case _:
+                last = token
     raise AssertionError("no key is given twice")
 
 
@@ -204,20 +201,15 @@ def parse_yaml(text: str, source: str) -> Any:
                 seen.add(key.value)
             return node
 
-    def refusal(line: int, problem: str) -> InputError:
-        return InputError(f"{source}:{line + 1}: not valid YAML: {problem}")
-
     try:
         return yaml.load(text, Loader)
-    except yaml.reader.ReaderError as error:  # a control character
-        raise refusal(text.count("\n", 0, error.position), error.reason) from None
-    except yaml.composer.ComposerError as error:
-        several = "single document" in str(error.context)
-        problem = "a second document begins here; keep one" if several else error.problem
-        raise refusal(error.problem_mark.line, problem) from None
-    except yaml.MarkedYAMLError as error:
-        raise refusal(error.problem_mark.line, error.problem) from None
-    except RecursionError:
-        raise refusal(0, "nested too deeply") from None
-    except (ValueError, KeyError, AttributeError):  # !!bool maybe, !!timestamp now
-        raise refusal(0, "a value is not what its tag says") from None
+    except (yaml.YAMLError, RecursionError, ValueError, KeyError, AttributeError) as error:
+        # A ReaderError, for a control character, has a position; the last three are raised for tags: !!bool maybe.
+        mark, position = getattr(error, "problem_mark", None), getattr(error, "position", 0)
+        line = mark.line if mark else text.count("\n", 0, position)
+        problem = getattr(error, "problem", None) or getattr(error, "reason", "a value is not what its tag says")
+        if isinstance(error, RecursionError):
+            problem = "nested too deeply"
+        elif "single document" in str(getattr(error, "context", "")):
+            problem = "a second document begins here; keep one"
+        raise InputError(f"{source}:{line + 1}: not valid YAML: {problem}") from None

@@ -22,10 +22,10 @@ import torch
 from transformers import PretrainedConfig
 
 from experiments.harness import rows as row_file
-from experiments.harness.autocast import CudaAutocast
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
+from lowmem.cudasim.autocast import CudaAutocast
 from lowmem.cudasim.gpus import Card, card_named
 from lowmem.cudasim.recorder import Recorder
 from lowmem.errors import LowmemError

@@ -2,14 +2,12 @@
 
     .venv-cuda/bin/python -m stand_in --gpu rtx3090 -- -m experiments.host_time.run [--rounds N] [--out DIR]
 
-On the stand-in a kernel takes no time, so what a step takes there is what Python, the dispatcher, autograd, the caching
-allocator and the launch cost the host. Beside each stands what the simulator's clock counts for the very same lines,
-run on meta tensors with a GPU that needs no time: operations times the constants of the DeviceModel of the card
-(planning/simulated_step.py).
+On the stand-in a kernel takes no time. So a step takes there what Python, the dispatcher, autograd, the caching
+allocator and the launch cost the host. Each row also has what the simulator's clock counts for the same lines, on meta
+tensors with a GPU that needs no time: operations times the constants of the card's DeviceModel (cudasim).
 
-What is compared is the processor time of the process: of the thread that runs forward and of autograd's, which take
-turns. The cases take turns too, round after round, so that whatever else the machine does meets all of them; other
-processes disturb the least of a case's times least.
+The processor time of the process is compared: the forward thread's and autograd's, which take turns. The cases take
+turns too, round after round, so other work on the machine meets all of them. It disturbs a case's least time least.
 
 A constant is seconds of some machine. So every row says how fast this one is: nanoseconds per turn of an empty Python
 loop, and microseconds per addition of two small tensors on the CPU, each the least of the same rounds.
@@ -121,7 +119,7 @@ def _cpu_additions() -> None:
 
 
 def without_gpu_time(target: Target) -> Target:
-    """The same target, on whose GPU everything is done at once: its clock shows the host's time alone."""
+    """The same target with a GPU that needs no time: its clock shows the host's time alone."""
     machine = dataclasses.replace(target.machine, seconds=lambda *_: 0.0)
     return dataclasses.replace(target, machine=machine, copies_in=None, copies_out=None)
 
@@ -147,7 +145,8 @@ def row_of(case: Case, times: list[Times], clock_seconds: float, operations: flo
 
 
 def _constants(target: Target) -> dict[str, float]:
-    """What the clock counts for an operation in forward and in backward, and beside that for some, in microseconds."""
+    """The clock's constants in microseconds: for an operation in forward, one in backward, and more for some
+    operators."""
     forward, backward = target.machine.host_seconds
     more = {str(operator): seconds for operator, seconds in target.machine.more_host_seconds.items()}
     named = {"an operation": forward, "one in backward": backward} | more

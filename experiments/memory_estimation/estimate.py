@@ -5,7 +5,6 @@ it would take without a cap. Plain training runs with the allocator's default se
 that it sets for itself (lowmem/device.py).
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -16,9 +15,8 @@ from transformers import PretrainedConfig
 from experiments.memory_estimation.plain import record_plain
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
-from lowmem.cudasim import cuda_ops, temporaries
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
-from lowmem.cudasim.device_model import DeviceModel
+from lowmem.cudasim.device_model import TORCH_VERSION, gpu_model
 from lowmem.cudasim.gpus import Card
 from lowmem.cudasim.tape import Memory, Tape, under_cap
 from lowmem.models.build import make_decoder
@@ -31,21 +29,11 @@ from lowmem.settings import Settings
 
 LOWMEM, SMALLEST = "lowmem", "lowmem smallest"
 LARGEST_BATCH = 64
-_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-def plain_target(card: Card, version: tuple[int, int] = _TORCH) -> Target:
-    """`card` as plain training finds it: sums in any order, the workspaces of this version of PyTorch, nothing
-    streamed."""
-    gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=False)
-    machine = DeviceModel(
-        functions=functools.partial(cuda_ops.CudaFunctions, card.capability, version),
-        hidden_bytes=functools.partial(temporaries.hidden_bytes, gpu=gpu),
-        products=frozenset(cuda_ops.PRODUCTS),
-        workspace_bytes=cuda_ops.blas_workspace_bytes(card.capability, None, version)
-        + cuda_ops.blaslt_workspace_bytes(version),
-    )
-    return Target(machine)
+def plain_target(card: Card, version: tuple[int, int] = TORCH_VERSION) -> Target:
+    """`card` as plain training finds it under this version of PyTorch."""
+    return Target(gpu_model(card, plain=True, torch_version=version))
 
 
 def plain_rows(

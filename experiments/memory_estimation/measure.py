@@ -1,4 +1,4 @@
-"""The same cases, really run, each in a process of its own: a peak is that case's, and a crash ends nothing else.
+"""Runs the same cases on the GPU, each in its own process: its peak is its own, and a crash ends nothing else.
 
 The allocator is capped as the prediction was (torch.cuda.set_per_process_memory_fraction) and set up as the method has
 it: default segments for plain training, lowmem's environment for lowmem. cuDNN's attention is switched off, because the

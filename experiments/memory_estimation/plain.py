@@ -18,7 +18,6 @@ torch 2.0 and transformers 4.29 (their eager attention and their loss are imitat
 """
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
-from experiments.harness.autocast import CudaAutocast
 from lowmem.core.decoder import Decoder
+from lowmem.cudasim.peak import record
 from lowmem.cudasim.recorder import Recorder
 from lowmem.cudasim.tape import Tape
 from lowmem.models.build import build_model
@@ -42,13 +41,10 @@ def record_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, ta
     """What `_STEPS` steps of `batch` sequences of `seq` tokens allocate and free on `target`."""
     model = build_model(config).to(META)
     phase = ["forward"]
-    recorder = Recorder(target.machine, lambda frame: phase[0])
-    run = functools.partial(_ordinary_step, bf16=recipe == "bf16")
-    if recipe == "llmem":
-        run = functools.partial(_llmem_step, target=target)
-    with recorder, target.machine.functions():
-        run(model, _batch(seq, batch), recorder, phase)
-    return recorder.tape
+    run = _llmem_step if recipe == "llmem" else functools.partial(_ordinary_step, bf16=recipe == "bf16")
+    return record(
+        lambda recorder: run(model, _batch(seq, batch), recorder, phase), target.machine, lambda frame: phase[0]
+    ).tape
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -66,24 +62,16 @@ def _ordinary_step(model: nn.Module, tokens: Tensor, recorder: Recorder, phase: 
     optimizer = make_optimizer(model)
     for _ in range(_STEPS):
         phase[0] = "forward"
-        if bf16:
-            with CudaAutocast():
-                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        else:
+        with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         phase[0] = "backward"
         loss.backward()
-        for parameter in model.parameters():
-            recorder.rename(parameter.grad, "gradients")
         phase[0] = "update"
         optimizer.step()
-        for state in optimizer.state.values():
-            for tensor in state.values():
-                recorder.rename(tensor, "optimizer_states")
         optimizer.zero_grad()
 
 
-def _llmem_step(model: nn.Module, tokens: Tensor, recorder: Recorder, phase: list[str], target: Target) -> None:
+def _llmem_step(model: nn.Module, tokens: Tensor, recorder: Recorder, phase: list[str]) -> None:
     masters = [torch.empty(p.shape, dtype=torch.float32, device=META) for p in model.parameters()]
     for tensor in masters:
         recorder.rename(tensor, "master_weights")
@@ -91,7 +79,7 @@ def _llmem_step(model: nn.Module, tokens: Tensor, recorder: Recorder, phase: lis
         model.half()
         in_fp32 = model.config.model_type in LOGITS_IN_FP32
         for block in Decoder(model).blocks:
-            block.forward = _recomputed(block.forward, target)
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
     _note(model, recorder)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_into_its_chunk)
@@ -107,15 +95,6 @@ def _llmem_step(model: nn.Module, tokens: Tensor, recorder: Recorder, phase: lis
         phase[0] = "backward"
         loss.backward()
     del moments
-
-
-def _recomputed(forward: Callable, target: Target) -> Callable:
-    def forward_as_on_target(*arguments, **keywords):
-        # The second time it runs inside backward, where the mode around everything is off.
-        with target.machine.functions():
-            return forward(*arguments, **keywords)
-
-    return functools.partial(checkpoint, forward_as_on_target, use_reentrant=False, preserve_rng_state=False)
 
 
 def _into_its_chunk(parameter: nn.Parameter) -> None:

@@ -82,9 +82,8 @@ def llmem_batch(name: str) -> float:
 
 
 def llmem_row(name: str) -> dict:
-    """LLMem's case in our simulation: its recipe on its card. `error` is that of what is allocated, plus BASE_MIB, at
-    the batch derived; beside it the largest batch whose run completes under the card's cap, and `used_mib`, what
-    nvidia-smi would show then."""
+    """LLMem's case in our simulation: its recipe on its card. `error` compares the allocated bytes plus BASE_MIB at the
+    derived batch. `largest_batch` completes under the card's cap, and `used_mib` is what nvidia-smi would show then."""
     derived = llmem_batch(name)
     batch = max(1, round(derived))
     memory = under_cap(_llmem_tape(name, batch), expandable_segments=False)

@@ -1,12 +1,10 @@
-"""What one optimizer step is computed from: token ids and labels of B rows.
+"""The token ids and labels of one optimizer step, and how they are cut into micro-batches.
 
-Rows that are not all of one length are padded to be stored, and cut into micro-batches so that little of the padding is
-computed: they are sorted, longest first, and each micro-batch is as wide as its longest row. How many rows it has is
-chosen for the whole step: of all cuts whose micro-batches stay within the size that was planned for, in positions, the
-one that takes least time. A micro-batch is taken to be computed in the time of its positions, or, where these are few,
-in that of `least`, for kernels have to be launched and weights be read for any number of them; another sixteenth of
-`least` stands for the rest, so that of two cuts that are equal the one with fewer micro-batches is taken. The cut
-depends on the lengths, the layout and the device alone, so that a step can be made again with the same bits.
+Rows of several lengths are sorted, longest first, and each micro-batch is as wide as its longest row. Of all cuts whose
+micro-batches have at most the planned number of positions, the fastest is taken. The time of a micro-batch is that of
+its positions, or of `least` if it has fewer: kernels are launched and weights are read for any number. Each micro-batch
+costs another `least` / 16, so of equal cuts the one with fewer micro-batches is taken. The cut depends on lengths,
+layout and device only, so a step can be made again with the same bits.
 """
 
 import math
@@ -19,44 +17,33 @@ from torch import Tensor
 from lowmem.core.loss import IGNORED as IGNORED_LABEL
 from lowmem.errors import InputError
 
-# Positions of a micro-batch below which it takes hardly less time, by device. On a GPU because weights and accumulators
-# are read for it (as long as 120 positions of a large model take on an RTX 3060, 260 on an H100) and kernels are
-# launched (200 for GPT-2-Large on an RTX 4090, 400 for GPT-2); on the CPU, kernels alone.
+# Positions of a micro-batch below which its time hardly falls, by device. A GPU reads weights and accumulators for it
+# (as long as 120 positions of a large model take on an RTX 3060, 260 on an H100) and launches kernels (200 for
+# GPT-2-Large on an RTX 4090, 400 for GPT-2); the CPU starts kernels only.
 LEAST_POSITIONS = {"cuda": 512, "cpu": 64}
-WIDTH_MULTIPLE = 8  # of a micro-batch's width: in 16 bit, tensor cores want operands that are multiples of 16 bytes
+WIDTH_MULTIPLE = 8  # a micro-batch's width is a multiple: tensor cores want multiples of 16 bytes, in 16 bit
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """B rows of T positions, on the CPU; for an encoder-decoder B sources of S tokens, each with T positions of the
-    decoder behind it.
+    """B rows of T positions, on the CPU; for an encoder-decoder B sources of S tokens, each followed by T positions."""
 
-    input_ids    int64 [B, T]; [B, S + T]
-    labels       int64 [B, T]; labels[b, t] is the token that position t must predict (already shifted), -100 = none;
-                 a step needs one at least
-    position_ids int64 [B, T], from 0 at every document; None without a document mask, and for examples
-    document_ids int32 [B, T], which document of its row a position belongs to; None likewise
-    lengths      int64 [B], how many positions of a row are real; behind them no label is trained. None where rows are
-                 computed as they are, in their order
-    source_mask  bool [B, S], which positions of a source are real, for encoder-decoders; None for decoders
-    """
-
-    input_ids: Tensor
-    labels: Tensor
-    position_ids: Tensor | None = None
-    document_ids: Tensor | None = None
-    lengths: Tensor | None = None
-    source_mask: Tensor | None = None
+    input_ids: Tensor  # int64 [B, T]; [B, S + T]
+    labels: Tensor  # int64 [B, T]: the token that each position must predict (already shifted), -100 = none
+    position_ids: Tensor | None = None  # int64 [B, T], from 0 at every document; None without a document mask
+    document_ids: Tensor | None = None  # int32 [B, T]: a position's document in its row; None likewise
+    lengths: Tensor | None = None  # int64 [B]: real positions of each row; None: rows keep their order and width
+    source_mask: Tensor | None = None  # bool [B, S]: real positions of each source; None for decoders
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
-        """What the embeddings are given (decoder.py, encoder_decoder.py)."""
+        """The arguments of `Decoder.embed`."""
         inputs = self.input_ids, self.position_ids, self.document_ids
         return inputs if self.source_mask is None else (*inputs, self.source_mask)
 
     def check(self, has_sources: bool) -> None:
-        """InputError where this is no batch of a decoder or, if `has_sources`, of an encoder-decoder: labels that are
-        not one for each position would be taken for those of the last ones."""
+        """InputError if this is no batch of a decoder or, if `has_sources`, of an encoder-decoder, or if positions lack
+        a label: labels are those of the last positions."""
         if has_sources and self.source_mask is None:
             raise InputError("this model is an encoder-decoder: its batches need a source_mask")
         if not has_sources and self.source_mask is not None:
@@ -71,20 +58,19 @@ class Batch:
 
     @property
     def trained_tokens(self) -> int:
-        """How many positions have a label: what the loss of the step is the mean over. InputError where none has."""
+        """The number of positions with a label, over which the loss is a mean. InputError if there is none."""
         count = int((self.labels != IGNORED_LABEL).sum())
         if count == 0:
             raise InputError(f"every label of the batch is {IGNORED_LABEL}: there is no token to train on")
         return count
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on `device`."""
+        """The batch on `device`."""
         return Batch(*(None if tensor is None else tensor.to(device) for tensor in vars(self).values()))
 
     def micro_batches(self, size: int, least: int = 1) -> list["Batch"]:
-        """The batch in pieces of at most `size` x T positions: `size` rows at a time in their order (the last may be
-        smaller), views of what is here; or, where `lengths` are known, sorted and trimmed as is said above, copies
-        without `lengths`."""
+        """Cuts the batch into pieces of at most `size` x T positions: views of `size` rows each, in their order; or, if
+        `lengths` are known, copies of sorted and trimmed rows, without `lengths`."""
         if self.lengths is None:
             tensors = (self.input_ids, self.labels, self.position_ids, self.document_ids, None, self.source_mask)
             count = math.ceil(len(self.labels) / size)
@@ -104,10 +90,10 @@ class Batch:
 
 def micro_batch_shapes(lengths: list[int], seq: int, size: int, least: int = 1) -> list[tuple[int, int]]:
     """(rows, width) of each micro-batch of rows with these `lengths`, longest first and at most `seq`; none has more
-    than `size` x `seq` positions. `least`: positions in the time of which fewer are computed, too."""
+    than `size` x `seq` positions. `least`: fewer positions take as long as this many."""
     count = len(lengths)
     widths = [min(-(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, seq) for length in lengths]
-    # From the last row up: the time that rows from `first` on take, and with how many rows in the micro-batch there.
+    # From the last row up: the least time for rows from `first` on, and the number of rows in their first micro-batch.
     time, rows_at = np.zeros(count + 1), [0] * count
     for first in reversed(range(count)):
         most = min(count - first, size * seq // widths[first])

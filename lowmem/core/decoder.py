@@ -1,19 +1,15 @@
-"""Any Hugging Face decoder as three callables: embedding, blocks, head.
+"""Splits any Hugging Face decoder into three callables: embedding, blocks, head.
 
-A step that runs block 7 of all micro-batches before block 8 of any needs the model in pieces, and the pieces must
-be the model's own code. So the model is run as it stands, with its list of blocks replaced for the moment:
+The step runs block 7 of all micro-batches before block 8 of any, so it needs the model in pieces, and the pieces must
+be the model's own code. So the model itself runs, with its list of blocks replaced for the moment:
 
-  * by recorders, which keep what the model hands to each block beside the hidden state (masks, rotary tables, ...;
-    these can differ from block to block) and stop the forward after the last one: the *embedding* half;
-  * by stubs that return a given hidden state, with the output projection replaced by a recorder of its input: the
-    *final* half, which gives the hidden state that is multiplied by the head's weight.
+  * by recorders, which store the arguments of each block (masks, rotary tables, ...) and stop the forward pass after
+    the last block: the *embedding*;
+  * by stubs that return a given hidden state, while the output projection only returns its input: the *final* part.
 
-What happens to the logits after the head (soft-capping, scaling) is followed through one more such run (logits.py).
-
-What this cannot express is refused by name: several lists of blocks, a head that is not a plain linear layer, anything
-else that is done to the logits, weights shared between blocks, parameters that no half touches. Encoder-decoders come
-apart otherwise (encoder_decoder.py).
-Whether the pieces are the whole is compared in models/compatibility.py: on a small copy, and on the real weights."""
+A third such run shows what the model does to its logits (logits.py). A model that does not split this way is refused
+by name. models/compatibility.py compares the pieces with the model. encoder_decoder.py splits T5.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +25,7 @@ from transformers import masking_utils
 from lowmem.core.logits import Followed, LogitFunction
 from lowmem.errors import InputError
 
-Extra = tuple[tuple, dict[str, Any]]  # what a block is called with beside the hidden state
+Extra = tuple[tuple, dict[str, Any]]  # a block's positional and keyword arguments after the hidden state
 
 
 @dataclass
@@ -40,57 +36,32 @@ class Unit:
     parameters: dict[str, nn.Parameter]  # by the model's own names, each parameter of the model in exactly one unit
 
 
-@dataclass
-class SharedUse:
-    """One block's use of a parameter that several blocks use, and that is in the first unit: its gradient is final last
-    and its update is needed first. `parameter()`: as it is now; `own`: what the block computes with in its place where
-    the gradient of each use is summed by itself (accumulation.py)."""
-
-    block: int
-    name: str  # of the parameter, by the model's own names
-    parameter: Callable[[], nn.Parameter]
-    own: nn.Parameter | None = None
-
-    def value(self) -> nn.Parameter:
-        """What the block computes with."""
-        if self.own is None:
-            return self.parameter()
-        self.own.data = self.parameter().data
-        return self.own
-
-
 class _Stop(Exception):
-    """Ends a forward early; carries the tensor that was on its way."""
+    """Ends a forward pass early with a tensor."""
 
     def __init__(self, value: Tensor):
         self.value = value
 
 
 class _Stand(nn.Module):
-    """Stands where a block stood; unknown attributes (`attention_type`, ...) are the block's own."""
+    """Runs `call` in the place of a block; other attributes (`attention_type`, ...) are the block's."""
 
-    def __init__(self, block: nn.Module, call):
+    def __init__(self, block: nn.Module, call: Callable):
         super().__init__()
-        object.__setattr__(self, "block", block)  # not a submodule: the tree of parameters must not change
-        object.__setattr__(self, "call", call)
+        self.__dict__.update(block=block, forward=call)  # not a submodule: the tree of parameters must not change
 
     def __getattr__(self, name: str):
-        return getattr(object.__getattribute__(self, "block"), name)
-
-    def forward(self, *arguments, **keywords):
-        return self.call(*arguments, **keywords)
+        return getattr(self.__dict__["block"], name)
 
 
 class Decoder:
-    """`model`, a causal language model of transformers, taken apart; its parameters may still be on the meta device.
+    """`model`, a causal language model of transformers, in pieces; its parameters may still be on the meta device."""
 
-    Attributes: `units` (embedding, blocks in order, final), `blocks`, `head_weight` [V, D], `head_bias` [V] or None,
-    `logit_function` (of what those give: the model's logits), `tied` (whether the head's weight is the token
-    embedding's), `fused_kernels` (whether what trains it is to run operators.py's, as its layers do: layers.py).
-    """
+    needs_sources = False  # True for an encoder-decoder, whose batches have a source_mask
+    shared: Sequence = ()  # parameters that several blocks use (encoder_decoder.SharedUse), block by block
 
     def __init__(self, model: nn.Module, fused_kernels: bool = False):
-        self.model, self.fused_kernels = model, fused_kernels
+        self.model, self.fused_kernels = model, fused_kernels  # run kernels/operators.py's operators
         self.architecture = type(model).__name__
         self._refuse_unsupported()
         self.blocks = self._find_blocks()
@@ -100,27 +71,23 @@ class Decoder:
         self._returns_tuple = False
         self._hooks: list[RemovableHandle] = []
         buffers = list(model.buffers())
-        self.units = self._find_units()
-        self.logit_function = self._find_logit_function()
+        self.units = self._find_units()  # embedding, blocks in order, final
+        self.logit_function = self._find_logit_function()  # from the head's output to the model's logits
         if any(now is not before for now, before in zip(model.buffers(), buffers, strict=True)):
             raise InputError(
                 f"{self.architecture}: the model replaces its buffers while it runs (rotary tables that grow with the "
                 "sequence, perhaps), which is not supported"
             )
+        # Whether the head's weight is the token embedding's.
         self.tied = any(parameter is self.head_weight for parameter in self.units[0].parameters.values())
 
     @property
-    def head_weight(self) -> nn.Parameter:
+    def head_weight(self) -> nn.Parameter:  # [V, D]
         return self._head.weight
 
     @property
-    def head_bias(self) -> nn.Parameter | None:
+    def head_bias(self) -> nn.Parameter | None:  # [V]
         return self._head.bias
-
-    @property
-    def shared(self) -> Sequence[SharedUse]:
-        """What several blocks use of one unit's parameters, block by block; of decoders nothing."""
-        return ()
 
     def embed(
         self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
@@ -148,7 +115,7 @@ class Decoder:
         return output[0] if isinstance(output, tuple | list) else output  # OpenAI GPT's give a list
 
     def before_blocks(self, indices: Iterable[int], call: Callable[[int], None]) -> None:
-        """Has `call(index)` made before each of these blocks runs, whoever runs it; earlier calls are made no more."""
+        """Calls `call(index)` before each run of these blocks, and before no other block."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
@@ -156,8 +123,8 @@ class Decoder:
         ]
 
     def final(self, hidden: Tensor) -> Tensor:
-        """The last block's output [B, T, D] -> what the head's weight is applied to, [B, T, D']."""
-        # The embedding half runs once more on token 0, forward only: a lookup, beside a product with the vocabulary.
+        """The last block's output [B, T, D] -> the input of the head [B, T, D']."""
+        # The embedding runs again, on token 0, forward only: a lookup is little next to the head's product.
         zeros = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         with (
             self._blocks_replaced(lambda *_, **__: self._as_block_output(hidden)),
@@ -165,12 +132,30 @@ class Decoder:
         ):
             return self._run(zeros)
 
-    def logits(self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None):
-        """The pieces in turn: `input_ids` [B, T] -> [B, T, V]. For comparisons; training never has them all."""
-        hidden, extras = self.embed(input_ids, position_ids, document_ids)
+    # --- for comparisons; training never has all logits
+
+    def example(self, vocabulary_size: int) -> tuple[Tensor | None, ...]:
+        """Arguments for `embed`: two rows of 8 tokens."""
+        return ((torch.arange(16, device=self.head_weight.device).view(2, 8) * 7919) % vocabulary_size,)
+
+    def logits(self, *inputs: Tensor | None) -> Tensor:
+        """The pieces in turn: the arguments of `embed` -> [B, T, V]."""
+        hidden, extras = self.embed(*inputs)
         for index, extra in enumerate(extras):
             hidden = self.block(index, hidden, extra)
-        return self.logit_function(self._head(self.final(hidden)))
+        sources = inputs[3].shape[1] if self.needs_sources else 0
+        return self.logit_function(self._head(self.final(hidden[:, sources:])))
+
+    def whole(self, *inputs: Tensor | None) -> Tensor:
+        """The logits [B, T, V] of the model itself, for token ids alone."""
+        return self.model(input_ids=inputs[0], use_cache=False).logits
+
+    def with_head_output(self, output: Tensor, *inputs: Tensor | None) -> Tensor:
+        """`whole` of a model whose head returns `output` [B, T, V]."""
+        with forward_replaced(self._head, lambda hidden: output):
+            return self.whole(*inputs)
+
+    # --- how the model splits
 
     def _run(self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         positions = {} if position_ids is None else {"position_ids": position_ids}
@@ -219,25 +204,26 @@ class Decoder:
         return blocks
 
     def _find_units(self) -> list[Unit]:
-        before, after = self._parameters_called()
-        block_of = {id(p): index for index, block in enumerate(self.blocks) for p in block.parameters()}
-        if len(block_of) != sum(len(list(block.parameters())) for block in self.blocks):
-            raise InputError(f"{self.architecture}: blocks share parameters with one another, which is not supported")
-        units = [Unit("embedding", {}), *(Unit(f"block {index}", {}) for index in range(len(self.blocks)))]
-        units.append(Unit("final", {}))
+        unit_of = self._unit_of_parameters()
+        names = ["embedding", *(f"block {index}" for index in range(len(self.blocks))), "final"]
+        units = [Unit(name, {}) for name in names]
         unused = []
         for name, parameter in self.model.named_parameters():
-            if id(parameter) in block_of:
-                units[1 + block_of[id(parameter)]].parameters[name] = parameter
-            elif id(parameter) in before:
-                units[0].parameters[name] = parameter
-            elif id(parameter) in after:
-                units[-1].parameters[name] = parameter
+            if id(parameter) in unit_of:
+                units[unit_of[id(parameter)]].parameters[name] = parameter
             else:
                 unused.append(name)
         if unused:
             raise InputError(f"{self.architecture}: neither embedding, blocks nor head use {', '.join(unused[:5])}")
         return units
+
+    def _unit_of_parameters(self) -> dict[int, int]:
+        """{id of a parameter: index of its unit}."""
+        before, after = self._parameters_called()
+        of_blocks = {id(p): 1 + index for index, block in enumerate(self.blocks) for p in block.parameters()}
+        if len(of_blocks) != sum(len(list(block.parameters())) for block in self.blocks):
+            raise InputError(f"{self.architecture}: blocks share parameters with one another, which is not supported")
+        return dict.fromkeys(after, -1) | dict.fromkeys(before, 0) | of_blocks
 
     def _find_logit_function(self) -> LogitFunction:
         head_output = self.head_weight.new_zeros((1, 1, self.head_weight.shape[0]))
@@ -245,11 +231,10 @@ class Decoder:
             torch.no_grad(),
             _AnswerYes(),
             self._blocks_replaced(lambda hidden, *_, **__: self._as_block_output(hidden)),
-            forward_replaced(self._head, lambda hidden: head_output),
             Followed(head_output) as followed,
         ):
             input_ids = torch.zeros((1, 1), dtype=torch.int64, device=head_output.device)
-            function = followed.function_of(self.model(input_ids=input_ids, use_cache=False).logits)
+            function = followed.function_of(self.with_head_output(head_output, input_ids))
         if isinstance(function, str):
             raise InputError(
                 f"{self.architecture} cannot be trained in pieces: what it does to its logits after the head is "
@@ -258,22 +243,19 @@ class Decoder:
         return function
 
     def _parameters_called(self) -> tuple[set[int], set[int]]:
-        """ids of the parameters of the modules called before the blocks and after them, seen by running the model
-        with stubs for blocks; finds out on the way whether this version's blocks return a tensor or a tuple."""
-        called: dict[str, set[int]] = {"before": set(), "after": {id(p) for p in self._head.parameters()}}
+        """ids of the parameters of the modules that run before the blocks and after them. Also finds whether this
+        version's blocks return a tensor or a tuple: a stub that returns the wrong one makes the model fail."""
         input_ids = torch.zeros((2, 3), dtype=torch.int64, device=self.head_weight.device)
         failure = ""
         for self._returns_tuple in (False, True):
-            half, shapes = "before", []
+            before, after, shapes = set(), {id(p) for p in self._head.parameters()}, []
 
-            def note(module: nn.Module, _) -> None:
+            def note(module: nn.Module, _, before=before, after=after, shapes=shapes) -> None:
                 if not isinstance(module, _Stand):
-                    called[half].update(id(p) for p in module.parameters(recurse=False))  # noqa: B023
+                    (after if shapes else before).update(id(p) for p in module.parameters(recurse=False))
 
-            def pass_on(hidden: Tensor, *_, **__):
-                nonlocal half
-                half = "after"
-                shapes.append(hidden.shape)  # noqa: B023
+            def pass_on(hidden: Tensor, *_, shapes=shapes, **__):
+                shapes.append(hidden.shape)
                 return self._as_block_output(hidden)
 
             hook = nn.modules.module.register_module_forward_pre_hook(note)
@@ -291,7 +273,7 @@ class Decoder:
             finally:
                 hook.remove()
             if len(shapes) == len(self.blocks) + 1 and all(shape[:-1] == (2, 3) for shape in shapes):
-                return called["before"], called["after"]
+                return before, after
         raise InputError(f"{self.architecture} cannot be taken apart into embedding, blocks and head{failure}")
 
 
@@ -300,7 +282,7 @@ def _stop(value: Tensor) -> None:
 
 
 class _AnswerYes(TorchFunctionMode):
-    """On the meta device "are all tokens real?" has no answer; to see which modules are called, yes will do."""
+    """On the meta device "are all tokens real?" has no answer; for seeing which modules run, True will do."""
 
     def __torch_function__(self, function, types, arguments=(), keywords=None):
         if function in (Tensor.__bool__, Tensor.__contains__) and arguments[0].is_meta:
@@ -310,7 +292,7 @@ class _AnswerYes(TorchFunctionMode):
 
 @contextlib.contextmanager
 def forward_replaced(module: nn.Module, call: Callable) -> Iterator[None]:
-    """Inside the block, `module` does `call` and nothing else."""
+    """Inside the block, `module` runs `call` only."""
     before = vars(module).get("forward")
     module.forward = call
     try:
@@ -324,10 +306,8 @@ def forward_replaced(module: nn.Module, call: Callable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _packing_known(document_ids: Tensor | None) -> Iterator[None]:
-    """Tells transformers which document each token belongs to, where it would guess from the positions.
-
-    Its guess reads a value back from the GPU in every forward, and takes another way on fake tensors than on real ones.
-    """
+    """Gives transformers the document of each token. Its own guess from the positions reads a value back from the GPU
+    in every forward pass, and runs other code on fake tensors."""
     guess = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: document_ids
     try:

@@ -1,46 +1,65 @@
-"""T5 as the same three callables as a decoder (decoder.py): embedding, one chain of blocks, head.
+"""Splits T5 into the same three callables as a decoder (decoder.py): embedding, one chain of blocks, head.
 
-What flows from block to block is one tensor, [B, S + T, D]: the hidden states of a source of S tokens, and behind them
-those of the T positions of the decoder. A block of the encoder changes the first S and hands the rest on; a block of
-the decoder attends to the first S, hands them on, and changes the rest. So an encoder-decoder is a decoder of E + D
-blocks to everything else: segments, groups, streamed weights, boundaries in RAM. In the backward pass the gradient for
-the encoder's output gathers in the first S rows, block by block of the decoder, and is complete when it reaches the
-encoder. What that costs: every saved boundary holds both halves, S + T rows of D numbers, of which S (in the decoder)
-or T (in the encoder) are those of the block before. Where S = T that is half of all boundaries, and of T5-11B's 12 GiB
-for 64 x (512 + 512) tokens in fp32 6.
+    [B, S + T, D]   hidden states of S source tokens, and after them of T decoder positions
+    encoder block   changes the first S rows and passes the rest on
+    decoder block   attends to the first S rows, passes them on, and changes the rest
 
-Who has which parameters:
+So everything else sees a decoder of E + D blocks. In backward, the gradient for the encoder's output gathers in the
+first S rows. The price: every saved boundary holds all S + T rows.
 
-    unit 0         the token embedding, and both tables of relative position biases
-    blocks         their own; the first of the decoder also the encoder's final norm, which it applies to what it reads
-    final          the decoder's final norm
+    unit 0    the token embedding, and both tables of relative position biases
+    blocks    their own parameters; the decoder's first block also the encoder's final norm, which it applies
+    final     the decoder's final norm
 
-A stack's first block has the table of position biases, and hands the biases [1, H, T, T] on to the others. Here each
-block looks them up itself, so that blocks can be computed again one by one. As every block adds to the table's
-gradient, the order of the sums would follow the schedule; so each block's use has a gradient of its own, summed over
-micro-batches in their order, and these are added in the order of the blocks when the last one is final
-(accumulation.py).
+T5's first blocks pass their position biases on to the others. Here each block looks them up itself, so that any block
+can run again. Each block has its own gradient for the shared table (`SharedUse`). accumulation.py adds these in the
+order of the blocks, so the sum does not depend on the schedule.
 
-Attention is computed as T5 has it, softmax(q k^T + bias + mask) v without a scale, a T x T matrix per head, with the
-scores from the bias on in fp32, as under autocast. (arXiv:1910.10683)
+Attention is T5's: softmax(q k^T + bias + mask) v without a scale, with fp32 scores (arXiv:1910.10683).
 """
 
 import functools
-from collections.abc import Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import eager_mask
 
-from lowmem.core.decoder import Decoder, Extra, SharedUse, Unit
+from lowmem.core.decoder import Decoder, Extra
 from lowmem.core.logits import LogitFunction
 from lowmem.errors import InputError
+from lowmem.families import ENCODER_DECODERS
+from lowmem.settings import Settings
 
-ATTENTION = "lowmem_with_position_bias"  # its name in transformers' registry
-MODEL_TYPES = ("t5", "mt5")  # by their configs; UMT5 has a table in each block, LongT5 and others another attention
+_ATTENTION = "lowmem_with_position_bias"  # its name in transformers' registry
+
+
+@dataclass
+class SharedUse:
+    """One block's use of a parameter of unit 0 that several blocks use. `parameter()`: the parameter as it is now;
+    `own`: a copy with a gradient of its own, None before accumulation.py makes it."""
+
+    block: int
+    name: str  # of the parameter, by the model's own names
+    parameter: Callable[[], nn.Parameter]
+    own: nn.Parameter | None = None
+
+    def value(self) -> nn.Parameter:
+        """The parameter that the block computes with."""
+        if self.own is None:
+            return self.parameter()
+        self.own.data = self.parameter().data
+        return self.own
 
 
 def _attention(
@@ -57,14 +76,16 @@ def _attention(
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, eager_mask)
+AttentionInterface.register(_ATTENTION, _attention)
+AttentionMaskInterface.register(_ATTENTION, eager_mask)
 
 
 class EncoderDecoder(Decoder):
-    """`model`, a T5ForConditionalGeneration, taken apart. A row of S + T `input_ids` is a source and what the decoder
-    is given, which `source_mask` [B, S] (bool: which positions of the source are real) tells apart. `blocks`: the
-    encoder's and behind them the decoder's; the rest is Decoder's."""
+    """`model`, a T5ForConditionalGeneration, in pieces. `input_ids` [B, S + T] are a source and the decoder's input;
+    `source_mask` [B, S] bool is True for the real positions of the source. `blocks`: the encoder's, then the
+    decoder's."""
+
+    needs_sources = True
 
     def _refuse_unsupported(self) -> None:
         pass  # `take_apart` chooses by the config
@@ -77,31 +98,22 @@ class EncoderDecoder(Decoder):
         if not len(self._encoder.block) or not len(self._decoder.block):
             raise InputError(f"{self.architecture}: its encoder or its decoder has no blocks; each needs one at least")
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._shared = []
+        self.shared = []
         for stack in (self._encoder, self._decoder):
-            owner = stack.block[0].layer[0].SelfAttention
+            table = stack.block[0].layer[0].SelfAttention._modules["relative_attention_bias"]
             for block in stack.block:
                 attention = block.layer[0].SelfAttention
-                use = SharedUse(
-                    blocks.index(block),
-                    names[id(owner.relative_attention_bias.weight)],
-                    functools.partial(getattr, owner.relative_attention_bias, "weight"),
-                )
-                self._shared.append(use)
-                attention.has_relative_attention_bias = True  # in training; else the first block's are handed on
-                attention.compute_bias = functools.partial(_position_biases, attention, use)
+                parameter = functools.partial(getattr, table, "weight")
+                self.shared.append(use := SharedUse(blocks.index(block), names[id(table.weight)], parameter))
+                attention.has_relative_attention_bias = True  # else it expects the first block's biases
+                attention.__dict__["relative_attention_bias"] = functools.partial(_looked_up, use)  # before the module
         return blocks
-
-    @property
-    def shared(self) -> Sequence[SharedUse]:
-        return self._shared
 
     def embed(
         self, input_ids: Tensor, position_ids: None, document_ids: None, source_mask: Tensor
     ) -> tuple[Tensor, list[Extra]]:
         """`input_ids` [B, S + T] int64, `source_mask` [B, S] bool -> the first block's input [B, S + T, D] and, per
-        block, its extra arguments. Positions are relative, so there are no ids of them; documents are not told apart.
-        """
+        block, its extra arguments. Positions are relative; there is no document mask."""
         source = source_mask.shape[1]
         target = input_ids.shape[1] - source
         # Copies of both, as CUDA's lookup would make them, and the plan's would not.
@@ -131,67 +143,81 @@ class EncoderDecoder(Decoder):
         return torch.cat([of_encoder, of_decoder], dim=1)
 
     def final(self, hidden: Tensor) -> Tensor:
-        """The last block's output for the decoder's positions [B, T, D] -> what the head's weight is applied to."""
+        """The last block's output for the decoder's positions [B, T, D] -> the input of the head."""
         hidden = self._decoder.dropout(self._decoder.final_layer_norm(hidden))
         scaled = getattr(self.model.config, "scale_decoder_outputs", False)  # T5's; not of its version 1.1, nor of mT5
         return hidden * self.model.config.d_model**-0.5 if scaled else hidden
 
-    def logits(self, input_ids: Tensor, position_ids: None, document_ids: None, source_mask: Tensor) -> Tensor:
-        """The pieces in turn: `input_ids` [B, S + T] -> [B, T, V]. For comparisons; training never has them all."""
-        hidden, extras = self.embed(input_ids, position_ids, document_ids, source_mask)
-        for index, extra in enumerate(extras):
-            hidden = self.block(index, hidden, extra)
-        return self._head(self.final(hidden[:, source_mask.shape[1] :]))
+    def example(self, vocabulary_size: int) -> tuple[Tensor | None, ...]:
+        """Two sources of 8 tokens, one half padding, each with 8 tokens of the decoder."""
+        source, target = (torch.arange(32, device=self.head_weight.device).view(2, 2, 8) * 7919).unbind()
+        mask = torch.ones_like(source, dtype=torch.bool)
+        mask[1, 4:] = False
+        return torch.cat([source, target], dim=1) % vocabulary_size, None, None, mask
 
-    def _find_units(self) -> list[Unit]:
-        of_blocks = {id(p): index for index, block in enumerate(self.blocks) for p in block.parameters()}
-        first = {use.name for use in self._shared}
-        final = {id(p) for p in self._decoder.final_layer_norm.parameters()}
-        between = {id(p) for p in self._encoder.final_layer_norm.parameters()}
-        embedded = id(self.model.shared.weight)
-        units = [Unit("embedding", {}), *(Unit(f"block {index}", {}) for index in range(len(self.blocks)))]
-        units.append(Unit("final", {}))
-        for name, parameter in self.model.named_parameters():
-            number = id(parameter)
-            if number == embedded or name in first:
-                unit = units[0]
-            elif number in between:
-                unit = units[1 + self._first_of_decoder]
-            elif number in of_blocks:
-                unit = units[1 + of_blocks[number]]
-            elif number in final or parameter is self._head.weight:
-                unit = units[-1]
-            else:
-                raise InputError(f"{self.architecture}: neither embedding, blocks nor head use {name}")
-            unit.parameters[name] = parameter
-        return units
+    def whole(self, *inputs: Tensor | None) -> Tensor:
+        input_ids, _, _, mask = inputs
+        source, target = input_ids.tensor_split([mask.shape[1]], dim=1)
+        return self.model(
+            input_ids=source, attention_mask=mask.long(), decoder_input_ids=target, use_cache=False
+        ).logits  # fmt: skip
+
+    def _unit_of_parameters(self) -> dict[int, int]:
+        final = [*self._decoder.final_layer_norm.parameters(), self._head.weight]
+        of_blocks = {id(p): 1 + index for index, block in enumerate(self.blocks) for p in block.parameters()}
+        between = dict.fromkeys(map(id, self._encoder.final_layer_norm.parameters()), 1 + self._first_of_decoder)
+        embedded = [self.model.shared.weight, *(use.parameter() for use in self.shared)]
+        return dict.fromkeys(map(id, final), -1) | of_blocks | between | dict.fromkeys(map(id, embedded), 0)
 
     def _find_logit_function(self) -> LogitFunction:
-        return LogitFunction()  # whether that is true is seen where pieces and model are compared
+        return LogitFunction()  # models/compatibility.py compares it with the model's
 
 
-def _position_biases(
-    attention: nn.Module, use: SharedUse, query_length: int, key_length: int, device=None, past_seen_tokens=0
-) -> Tensor:
-    """Relative position biases [1, H, T, S] of `attention`, by the table of `use`: the lookup is the model's own."""
-    weight = use.value()
-    own = SimpleNamespace(
-        relative_attention_bias=lambda buckets: F.embedding(buckets, weight.float()),  # its gradient sums T x T numbers
-        _relative_position_bucket=attention._relative_position_bucket,
-        is_decoder=attention.is_decoder,
-        relative_attention_num_buckets=attention.relative_attention_num_buckets,
-        relative_attention_max_distance=attention.relative_attention_max_distance,
-    )
-    device = weight.device if device is None else device
-    return type(attention).compute_bias(own, query_length, key_length, device, past_seen_tokens)
+def _looked_up(use: SharedUse, buckets: Tensor) -> Tensor:
+    """Position biases [T, S, H] for buckets of distances [T, S], in fp32: their gradient sums T x S numbers."""
+    return F.embedding(buckets, use.value().float())
+
+
+# --- where a run differs for an encoder-decoder
 
 
 def is_encoder_decoder(config: PretrainedConfig) -> bool:
-    """Whether the model of `config` comes apart as an EncoderDecoder."""
-    return config.model_type in MODEL_TYPES
+    """True if the model of `config` splits as an EncoderDecoder."""
+    return config.model_type in ENCODER_DECODERS
+
+
+def stock_model(config: PretrainedConfig, **options) -> PreTrainedModel:
+    """The model of `config`, as transformers builds it."""
+    if is_encoder_decoder(config):
+        return AutoModelForSeq2SeqLM.from_config(config, attn_implementation=_ATTENTION, **options)
+    return AutoModelForCausalLM.from_config(config, **options)
 
 
 def take_apart(model: nn.Module, fused_kernels: bool = False) -> Decoder:
-    """A Decoder of `model`, or an EncoderDecoder where it is one."""
+    """The Decoder of `model`; an EncoderDecoder if it is one."""
     kind = EncoderDecoder if is_encoder_decoder(model.config) else Decoder
     return kind(model, fused_kernels)
+
+
+def decoder_start(config: PretrainedConfig) -> int | None:
+    """The id that an encoder-decoder's targets begin with; None for a decoder."""
+    if not is_encoder_decoder(config):
+        return None
+    ids = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
+    return next((number for number in ids if number is not None), 0)
+
+
+def with_target_tokens(settings: Settings, config: PretrainedConfig) -> Settings:
+    """`settings` with the length of an encoder-decoder's targets, by default a quarter of `seq`. InputError for
+    settings that the kind of model does not have."""
+    if not is_encoder_decoder(config):
+        if settings.target_tokens is not None:
+            raise InputError("--target-tokens is for encoder-decoders, and this model is none: leave it out")
+        return settings
+    if settings.masks_documents:
+        raise InputError(
+            "an encoder-decoder has one source and one target in a row: leave out --document-mask on and --pack packed"
+        )
+    if settings.train_on == "all":
+        raise InputError("an encoder-decoder learns targets, never sources: leave out --train-on all")
+    return replace(settings, target_tokens=settings.target_tokens or max(settings.seq // 4, 1))

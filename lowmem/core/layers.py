@@ -1,13 +1,9 @@
-"""A model's own layers in the precision and the form in which training runs them.
+"""A model's own layers, in the precision and the form in which training runs them.
 
-`cast_explicitly` gives a model in 16 bit what autocast would: matrix products in 16 bit, norms and softmax in fp32, the
-residual stream as asked for. The casts stand here, in the open, and not in torch.autocast, whose rules differ between
-devices. `fused` puts operators.py's in the place of some lines, on GPUs that have them:
-
-  * the gradient of a matrix is added to its fp32 accumulator by the product that computes it, which saves rounding it
-    to 16 bit, and writing and reading it once more: 8 bytes of memory traffic per parameter and micro-batch, not 12.
-
-`accumulated` says how that is done for a parameter; one of which nothing is said gets its gradient from autograd.
+`cast_explicitly` gives a 16-bit model what autocast would: matrix products in 16 bit, norms and softmax in fp32. The
+casts are explicit because torch.autocast's rules differ between devices. `fused` uses kernels/operators.py's product:
+it adds a matrix's gradient to the fp32 accumulator directly, which moves 8 bytes per parameter and micro-batch instead
+of 12. `accumulated` registers a parameter for that; others get their gradients from autograd.
 """
 
 import functools
@@ -25,8 +21,8 @@ from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowme
 
 
 def fuse_gelu(model: nn.Module) -> None:
-    """Puts torch's own tanh-GELU in the place of transformers' composition of it (`gelu_new`): the same function, one
-    kernel and one saved tensor of the MLP's inner width where there were eight and four. It differs by rounding."""
+    """Replaces transformers' composition of the tanh-GELU (`gelu_new`) by torch's own: one kernel instead of eight, one
+    saved tensor of the MLP's inner width instead of four. They differ by rounding."""
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
@@ -34,30 +30,26 @@ def fuse_gelu(model: nn.Module) -> None:
 
 
 def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False) -> None:
-    """Gives `model`, whose matrices are in 16 bit and whose vectors (norms, biases) are in fp32, the precision that
-    autocast would: products in 16 bit, norms and softmax in fp32.
-
-    With `residual` fp32 the embeddings' output, and so the residual stream, is fp32; with a 16-bit `residual` it is
-    rounded after every block half, and a saved boundary costs half. `fused`: with operators.py's operators.
-    """
+    """Makes `model`, with matrices in 16 bit and vectors (norms, biases) in fp32, compute products in 16 bit, norms and
+    softmax in fp32. `residual`: the dtype of the residual stream; in 16 bit it is rounded after every half of a block,
+    and a saved boundary takes half the memory."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and residual is torch.float32:
             module.forward = functools.partial(_embedding_in_fp32, module)
-        elif isinstance(module, nn.Linear):
-            module.forward = functools.partial(_fused_linear if fused else _linear, module)
-        elif isinstance(module, Conv1D):
-            module.forward = functools.partial(_fused_conv1d if fused else _conv1d, module)
+        elif isinstance(module, nn.Linear | Conv1D):
+            plain = _linear if isinstance(module, nn.Linear) else _conv1d
+            module.forward = functools.partial(_fused if fused else plain, module)
         elif "Norm" in type(module).__name__ and module._parameters:
             module.forward = functools.partial(_norm_in_fp32, module)
         elif _is_router_or_experts(module):
-            module.register_forward_pre_hook(_input_in_16_bit, with_kwargs=True)
+            module.register_forward_pre_hook(functools.partial(_cast_inputs, hidden=True), with_kwargs=True)
         if isinstance(module, GradientCheckpointingLayer):  # transformers' name for a block
-            module.register_forward_pre_hook(_extras_in_16_bit, with_kwargs=True)
+            # Rotary tables and additive masks are combined with queries and keys, which are in 16 bit.
+            module.register_forward_pre_hook(functools.partial(_cast_inputs, hidden=False), with_kwargs=True)
 
 
 def accumulated(parameter: nn.Parameter, add_product: Callable[[Tensor, Tensor], None]) -> None:
-    """From now on fused layers give the factors of `parameter`'s gradients, [M, K] and [K, N] in 16 bit, to
-    `add_product`, which adds the product to an accumulator."""
+    """Makes fused layers call `add_product` with the factors of `parameter`'s gradient, [M, K] and [K, N] in 16 bit."""
     parameter._lowmem_add_product = add_product
 
 
@@ -76,18 +68,12 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
     return flat.view(*x.shape[:-1], -1)
 
 
-def _fused_linear(module: nn.Linear, x: Tensor) -> Tensor:
-    return _fused_product(module, x, True) if x.dim() > 1 else _linear(module, x)
-
-
-def _fused_conv1d(module: Conv1D, x: Tensor) -> Tensor:
-    return _fused_product(module, x, False)
-
-
-def _fused_product(module: nn.Linear | Conv1D, x: Tensor, transposed: bool) -> Tensor:
-    dtype = module.weight.dtype
+def _fused(module: nn.Linear | Conv1D, x: Tensor) -> Tensor:
+    if x.dim() == 1:
+        return _linear(module, x)
+    dtype, transposed = module.weight.dtype, isinstance(module, nn.Linear)
     bias = None if module.bias is None else module.bias.to(dtype)
-    run = _Product.apply if torch.is_grad_enabled() else _product  # the former takes Python ten microseconds more
+    run = _Product.apply if torch.is_grad_enabled() else _product  # the former takes ten microseconds more
     return run(x.to(dtype).flatten(0, -2), module.weight, bias, transposed).view(*x.shape[:-1], -1)
 
 
@@ -128,33 +114,24 @@ def _norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
 
 
 def _is_router_or_experts(module: nn.Module) -> bool:
-    """Whether `module` multiplies by matrices of its own and does nothing else: a mixture's router, or all its experts
-    in one. A scan's decay rates, say, are a matrix too, but stand beside layers."""
+    """True if `module` only multiplies by matrices of its own: a mixture's router, or all its experts in one. A scan's
+    decay rates are a matrix, too, but their module has layers."""
     layers = (nn.Embedding, nn.modules.conv._ConvNd)
     matrices = any(p.dim() >= 2 for p in module.parameters(recurse=False))
     alone = not any(True for child in module.children() for _ in child.parameters())
     return matrices and alone and not isinstance(module, layers)
 
 
-def _input_in_16_bit(module: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict]:
-    dtype = _matrices_dtype(module)
-    named = {name: _cast(value, dtype) if name == "hidden_states" else value for name, value in keywords.items()}
-    return (*_cast(arguments[:1], dtype), *arguments[1:]), named
-
-
-def _extras_in_16_bit(block: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict]:
-    """Rotary tables and additive masks meet queries and keys, which are in the matrices' dtype."""
-    dtype = _matrices_dtype(block)
-    rest = {name: value if name == "hidden_states" else _cast(value, dtype) for name, value in keywords.items()}
-    return (*arguments[:1], *_cast(arguments[1:], dtype)), rest
-
-
-def _matrices_dtype(module: nn.Module) -> torch.dtype:
-    return next(parameter.dtype for parameter in module.parameters() if parameter.dim() >= 2)
+def _cast_inputs(module: nn.Module, arguments: tuple, keywords: dict, *, hidden: bool) -> tuple[tuple, dict]:
+    """Casts the hidden state, or all other inputs, to the dtype of the matrices."""
+    dtype = next(parameter.dtype for parameter in module.parameters() if parameter.dim() >= 2)
+    cast = {name: _cast(value, dtype) for name, value in keywords.items() if (name == "hidden_states") == hidden}
+    first, rest = arguments[:1], arguments[1:]
+    return (*_cast(first, dtype), *rest) if hidden else (*first, *_cast(rest, dtype)), keywords | cast
 
 
 def _cast(value, dtype: torch.dtype):
-    """Floating-point tensors, in tuples too; whatever else there is stays."""
+    """Casts floating-point tensors, in tuples too."""
     if isinstance(value, tuple):
         return tuple(_cast(one, dtype) for one in value)
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -3,8 +3,8 @@
     f(z) = outer * z                      as in Granite and Cohere
     f(z) = outer * tanh(inner * z)        as in Gemma 2: 30 tanh(z / 30) stays within +-30
 
-The loss has to do the same to each chunk of logits that it makes (loss.py). Which of these it is, the model shows when
-it runs: `Followed` sees every operation on what came out of the head, with values or without.
+The loss does the same to each chunk of logits (loss.py). `Followed` finds f by watching every operation on the head's
+output while the model runs, with or without values.
 """
 
 from dataclasses import dataclass, replace
@@ -23,27 +23,27 @@ _COPIES = {_aten._to_copy.default, _aten.clone.default}
 
 @dataclass(frozen=True)
 class LogitFunction:
-    """outer * z where `inner` is None, else outer * tanh(inner * z)."""
+    """outer * z if `inner` is None, else outer * tanh(inner * z)."""
 
     outer: float = 1.0
     inner: float | None = None
 
     def __call__(self, z: Tensor) -> Tensor:
-        """For comparisons; the loss computes it in place."""
+        """For comparisons; the loss works in place."""
         return self.outer * (z if self.inner is None else (self.inner * z).tanh())
 
 
 class Followed(TorchDispatchMode):
-    """Inside `with`, follows what is computed from `head_output`."""
+    """Inside `with`, follows all results that are computed from `head_output`."""
 
     def __init__(self, head_output: Tensor):
         super().__init__()
         self._shape = head_output.shape
-        self._followed: dict[int, tuple[Tensor, LogitFunction | str]] = {}  # by id, which is a tensor's while it lives
+        self._followed: dict[int, tuple[Tensor, LogitFunction | str]] = {}  # by id, unique while the tensor exists
         self._followed[id(head_output)] = head_output, LogitFunction()
 
     def function_of(self, logits: Tensor) -> LogitFunction | str:
-        """What `logits` are of the head's output; the name of an operation where they are neither factor nor cap."""
+        """The function that gave `logits`; the name of an operation if that is neither a factor nor a cap."""
         _, function = self._followed.get(id(logits), (None, "not using it"))
         return function if isinstance(function, str) or logits.shape == self._shape else "another shape"
 
@@ -58,7 +58,7 @@ class Followed(TorchDispatchMode):
 
 
 def _after(operation, args: tuple, known: list[LogitFunction | str]) -> LogitFunction | str | None:
-    """What `operation` makes of tensors that are `known` functions of the logits; None where that is no such one."""
+    """The function after `operation` on tensors with the functions `known`; None if it is neither factor nor cap."""
     function = known[0]
     if isinstance(function, str) or operation.is_view or operation in _COPIES:
         return function

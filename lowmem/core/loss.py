@@ -1,22 +1,20 @@
-"""Cross-entropy of a linear head without ever holding all logits.
+"""Cross-entropy of a linear head, without all logits at once.
 
-For N tokens and V words the logits of a naive loss are N x V fp32 numbers, several times over: 196 MiB per copy for
-1,024 tokens of GPT-2. Here tokens go through the head a chunk at a time, and each chunk's loss and gradients are taken
-while its logits exist (as in Liger-Kernel and Apple's CCE, arXiv:2411.09009). Per token n with target y:
+The logits of N tokens and V words are N x V fp32 numbers, several times over in a naive loss: 196 MiB each for 1,024
+tokens of GPT-2. Here a chunk of tokens goes through the head at a time, and its loss and gradients are computed while
+its logits exist (as in Liger-Kernel and Apple's CCE, arXiv:2411.09009). Per token with target y:
 
     z = h W^T + b,   loss = log sum_v exp(z_v) - z_y,   dz = softmax(z) - onehot(y)
     dh = dz W,       dW += dz^T h,                      db += dz
 
-Where a model scales or caps its logits (logits.py), f(z) takes the place of z, and dz is f'(z) times as much.
+If a model scales or caps its logits, f(z) takes the place of z, and dz is multiplied by f'(z) (logits.py).
 
-Precision: logits in the weights' dtype (what autocast computes), f and the softmax in fp32, dz rounded to the weights'
-dtype, and dW summed in fp32 straight into the accumulator of the (tied) embedding, a band of words at a time, so that
-no second gradient of V x D ever exists.
+Precision: logits and dz in the weights' dtype, f and the softmax in fp32, dW added in fp32 to the accumulator of the
+(tied) embedding, a band of words at a time, so there is no second gradient of V x D.
 
-Memory beside the operands: chunk_tokens x V x (4 + 2) bytes in 16 bit (147 MiB for GPT-2 at 512 tokens) or x 4 in fp32
-(4 more for a cap), and a band of 8,192 x D in 16 bit. `fused`, on GPUs with operators.py's: chunks of 1,024 tokens x V
-x 2 bytes (98 MiB) and no band, since dz takes the place of the logits in one kernel and the product adds to the
-accumulator itself.
+Memory: chunk_tokens x V x (4 + 2) bytes in 16 bit (147 MiB for GPT-2 at 512 tokens) or x 4 in fp32 (4 more for a cap),
+and a band of 8,192 x D in 16 bit. `fused`: 1,024 x V x 2 bytes (98 MiB) and no band: one kernel writes dz over the
+logits, and the product adds to the accumulator.
 """
 
 import torch
@@ -27,7 +25,7 @@ from lowmem.core.logits import LogitFunction
 
 IGNORED = -100
 CHUNK_TOKENS = 512
-FUSED_CHUNK_TOKENS = 1024  # the accumulator is read and written once a chunk: with fewer, that takes the time
+FUSED_CHUNK_TOKENS = 1024  # each chunk reads and writes the accumulator, which dominates for fewer tokens
 _BAND_WORDS = 8192
 
 
@@ -47,10 +45,14 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Sum of the losses of all tokens whose label is not -100, and the gradient for `hidden`.
 
-    `hidden` [N, D] and `weight` [V, D] of one dtype, `labels` [N] int64, `bias` [V] fp32 or None. `weight_gradient`
-    [V, D] and `bias_gradient` [V], both fp32, are added to; without `weight_gradient` nothing is differentiated and the
-    second result is None. Every gradient is multiplied by `scale`; the loss is not. `function`: what the model makes of
-    its logits. `fused` takes 16-bit operands.
+    Args:
+        hidden: [N, D], of one dtype with `weight` [V, D]; `fused` takes 16-bit operands.
+        labels: [N] int64.
+        bias: [V] fp32 or None.
+        scale: multiplies every gradient, but not the loss.
+        function: from the head's output to the model's logits.
+        weight_gradient: [V, D] fp32, added to; None: no gradients, and the second result is None.
+        bias_gradient: [V] fp32, added to.
     """
     differentiate = weight_gradient is not None
     wanted = scale if differentiate else None
@@ -60,7 +62,7 @@ def linear_cross_entropy(
     rows = min(chunk_tokens, hidden.shape[0])
     room = hidden.new_empty(rows, operators.row_stride(weight.shape[0])) if fused else None
     if room is not None:
-        # oneDNN's product for AMX, by which tests compute a GPU's, reads behind the end of a row of odd length.
+        # oneDNN's product for AMX, which computes a GPU's in tests, reads past the end of a row of odd length.
         room[:, weight.shape[0] :].zero_()
     for start in range(0, hidden.shape[0], chunk_tokens):
         chunk = hidden[start : start + chunk_tokens]
@@ -92,13 +94,13 @@ def linear_cross_entropy(
 def _line_by_line(
     chunk: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float | None, function: LogitFunction
 ) -> tuple[Tensor, Tensor | None]:
-    """The losses of a chunk's tokens [C] and, unless `scale` is None, the gradient for its logits [C, V] in fp32."""
+    """The losses of a chunk's tokens [C] and, unless `scale` is None, the gradient for the logits [C, V] in fp32."""
     counted = targets != IGNORED
     targets = targets.clamp(min=0)[:, None]
     logits = torch.nn.functional.linear(chunk, weight).float()  # [C, V] fp32; in place from here on
     if bias is not None:
         logits += bias
-    slope = None  # of a cap, but for its factors
+    slope = None  # of a cap, without its factors
     if function.inner is not None:
         logits.mul_(function.inner).tanh_()
         slope = None if scale is None else logits.square().neg_().add_(1)
@@ -125,7 +127,7 @@ def _in_one_kernel(
     function: LogitFunction,
     room: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same, the gradient in the weights' dtype, in `room` [C or more, a row stride]."""
+    """The same, with the gradient in the weights' dtype, in `room` [at least C, a row stride]."""
     logits = room[: chunk.shape[0], : weight.shape[0]]
     torch.mm(chunk, weight.T, out=logits)
     losses = torch.empty(chunk.shape[0], dtype=torch.float32, device=chunk.device)

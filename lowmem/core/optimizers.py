@@ -1,6 +1,6 @@
-"""The optimizers, each one pure function of (working weight, state, gradient, hyperparameters), applied in place.
+"""The optimizers: each is one pure function of (working weight, state, gradient, hyperparameters), applied in place.
 
-    g = gradient x gradient_scale          (1 / loss scale, and what clipping leaves of it)
+    g = gradient x gradient_scale          (1 / loss scale, and the factor of clipping)
     w = join(working, low)                 fp32, see precision.py
     w = w - lr wd w                        decoupled weight decay (matrices only: biases and norms do not decay)
     m = m + (1 - b1) (g - m)
@@ -8,10 +8,9 @@
     w = w - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
     working, low = split(w)
 
-AdamW: Loshchilov and Hutter, arXiv:1711.05101; the order of operations is torch.optim.AdamW's. Everything is
-elementwise, so it does not matter whether it is applied to a whole unit or to pieces of it, nor where the state lay a
-moment before. Memory that runs out leaves no update half made: all that one needs is allocated before it changes
-anything. Bytes of state per parameter, beside the 2 (16 bit) or 4 (fp32) of the working weight:
+AdamW: arXiv:1711.05101, with torch.optim.AdamW's order of operations. All of it is elementwise, so a unit may be
+updated whole or in slices, and its state may come from anywhere. An update allocates all it needs before it changes
+anything. Bytes of state per parameter, besides the 2 (16 bit) or 4 (fp32) of the working weight:
 
     adamw      low 2 + m 4 + v 4 = 10 (fp32 working weights: 8)
     adamw8bit  low 2 + m 1 + v 1 = 4, and 8 per 256 parameters (bitsandbytes' blockwise quantisation, arXiv:2110.02861)
@@ -32,17 +31,17 @@ from lowmem.errors import InputError
 State = dict[str, Tensor]
 UpdateRule = Callable[["Optimizer", Tensor, State, Tensor, "Hyperparameters", bool], None]  # as `update`
 BLOCK = 256  # parameters that share a scale in 8-bit states; every slice handed to an update starts at a multiple
-CPU_SLICE = 2**18  # parameters at once on the CPU: temporaries stay in the cache, ten times faster than 2**22
+CPU_SLICE = 2**18  # parameters at a time on the CPU: temporaries stay in the cache, ten times faster than 2**22
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """`update` counts from 1; `gradient_scale` multiplies every gradient first."""
+    """Of one update."""
 
     learning_rate: float
     weight_decay: float
-    update: int
-    gradient_scale: float = 1.0
+    update: int  # counts from 1
+    gradient_scale: float = 1.0  # multiplies every gradient first
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
@@ -50,20 +49,19 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A name, what it keeps per parameter ({name: (parameters per entry, dtype)}, `low` apart) and its rule.
-    `any_stream`: whether fused.py has a kernel for it that runs on whatever CUDA stream is current.
+    """An optimizer's state and rule.
 
-    The rule updates master weights [n] fp32 and their state in place by a gradient [n] fp32, which it scales; `room`
-    [n] fp32 is there for it to write into. It allocates nothing after its first change."""
+    The rule updates master weights [n] fp32 and their state in place by a gradient [n] fp32, which it scales; the last
+    argument [n] fp32 is scratch memory. It allocates nothing after its first change."""
 
     name: str
-    entries: dict[str, tuple[int, torch.dtype]]
+    entries: dict[str, tuple[int, torch.dtype]]  # of the state, without `low`: {name: (parameters per entry, dtype)}
     rule: Callable[[Tensor, State, Tensor, Hyperparameters, float, Tensor | None], None]
-    any_stream: bool = False
+    any_stream: bool = False  # its kernel (fused.py) runs on the current CUDA stream, whichever that is
 
     @property
     def state_bits(self) -> int:
-        """Of each moment that it keeps per parameter; 0 where there is none."""
+        """Bits of each moment per parameter; 0 if there is none."""
         return max((8 * kind.itemsize for per, kind in self.entries.values() if per == 1), default=0)
 
 
@@ -88,10 +86,9 @@ def update(
     decay: bool,
     at_once: int | None = None,
 ) -> None:
-    """One update in place, an UpdateRule: `working` [n] in whatever computes, `state` of `state_layout`, `gradient`
-    [n] fp32 (scaled in place: it is spent afterwards); `at_once` elements at a time, a multiple of BLOCK, or all.
-
-    Where memory runs out within it, nothing has been changed yet; with `at_once` that is so of each slice alone."""
+    """One update in place, an UpdateRule: `working` [n] in the dtype that computes, `state` of `state_layout`,
+    `gradient` [n] fp32, which is overwritten; `at_once` elements at a time, a multiple of BLOCK, or all. If memory runs
+    out, this slice has not been changed yet."""
     size = at_once or working.numel()
     for start in range(0, working.numel(), size):
         stop = min(start + size, working.numel())
@@ -107,7 +104,7 @@ update_in_slices = partial(update, at_once=CPU_SLICE)
 
 
 def adamw_numbers(hyper: Hyperparameters, weight_decay: float) -> tuple[float, ...]:
-    """1 - lr wd, 1 - b1, b2, 1 - b2, sqrt(1 - b2^t), eps, lr / (1 - b1^t): AdamW's, but for the gradient's scale."""
+    """1 - lr wd, 1 - b1, b2, 1 - b2, sqrt(1 - b2^t), eps, lr / (1 - b1^t): AdamW's, without the gradient's scale."""
     correction1 = 1 - hyper.beta1**hyper.update
     correction2 = 1 - hyper.beta2**hyper.update
     kept, step_size = 1 - hyper.learning_rate * weight_decay, hyper.learning_rate / correction1
@@ -132,26 +129,12 @@ def _adamw8bit(
 ) -> None:  # fmt: skip
     from bitsandbytes import functional
 
-    signed, unsigned = _quantisation_maps(master.device)  # which the first update allocates, so before any change
+    signed, unsigned = _quantisation_maps(master.device)  # the first update allocates them, before any change
     gradient.mul_(hyper.gradient_scale)
+    moments, scales = (state["m"], state["v"]), (state["m_scale"], state["v_scale"])
+    numbers = hyper.beta1, hyper.beta2, 0.0, 0.0, hyper.epsilon, hyper.update, hyper.learning_rate
     functional.optimizer_update_8bit_blockwise(
-        "adam",
-        gradient,
-        master,
-        state["m"],
-        state["v"],
-        hyper.beta1,
-        hyper.beta2,
-        0.0,
-        0.0,
-        hyper.epsilon,
-        hyper.update,
-        hyper.learning_rate,
-        signed,
-        unsigned,
-        state["m_scale"],
-        state["v_scale"],
-        weight_decay,
+        "adam", gradient, master, *moments, *numbers, signed, unsigned, *scales, weight_decay
     )
 
 
@@ -176,14 +159,14 @@ OPTIMIZERS = {
         "adamw8bit",
         {"m": (1, _BYTE), "v": (1, _BYTE), "m_scale": (BLOCK, _FLOAT), "v_scale": (BLOCK, _FLOAT)},
         _adamw8bit,
-        any_stream=False,  # bitsandbytes launches its kernel on the default stream, which waits for no other
+        any_stream=False,  # bitsandbytes launches its kernel on the default stream, which does not wait for others
     ),
     "sgd": Optimizer("sgd", {}, _sgd, any_stream=True),
 }
 
 
 def get_optimizer(name: str) -> Optimizer:
-    """One of OPTIMIZERS; for `adamw8bit`, InputError where bitsandbytes is not installed."""
+    """One of OPTIMIZERS. InputError if its package is not installed."""
     if name == "adamw8bit":
         try:
             import bitsandbytes  # noqa: F401

@@ -1,22 +1,10 @@
-"""fp32 weights held as two halves: the 16-bit number that computes, and what rounding left behind.
+"""fp32 master weights as two halves, `working` (16 bit, computes) and `low` (int16): docs/precision.md.
 
-Mixed-precision training usually stores a weight twice: 2 bytes that compute and 4 bytes of fp32 master, although the
-first half of the master *is* the working weight. Here a master weight is the pair (working, low) and nothing else:
+    bf16:  working = the upper 16 bits, rounded half up;   low = master bits - (working bits << 16)
+    fp16:  working = master rounded to nearest even;       low = (master - working) / 2**(e - 39)
 
-    bf16:  working = the upper 16 bits, rounded half up;   low = master bits - (working bits << 16), in int16
-    fp16:  working = master rounded to nearest even;       low = (master - working) / 2**(e - 39), in int16
-
-so it costs 4 bytes instead of 6, and the low half may lie in RAM while the GPU computes. Bytes per parameter:
-working 2 + low 2 (against 2 + 4), and `join(*split(w, dtype)) == w` to the last bit:
-
-  * bf16: every fp32 bit pattern, NaN and infinities too. Rounding is half *up*, not half to even: with ties to even the
-    low half would need 17 bits. The two differ on exact ties only.
-  * fp16: every fp32 number whose fp16 neighbour is normal, 2**-14 <= |w| < 65520 (e is the exponent field of the fp16
-    number). Below 2**-14 the master is kept to a multiple of 2**-39, an error of at most 2**-40 (9e-13); from 65520
-    on fp16 has no number to compute with and `working` is infinite.
-
-The idea of a 16-bit correction beside the working weight is FlashOptim's; its int16 form is exact for 99.7% of all
-patterns.
+`join(*split(w, dtype)) == w` to the last bit: for every bit pattern in bf16, and in fp16 for 2**-14 <= |w| < 65520 (e
+is the exponent field of the fp16 number). Below 2**-14 the error is at most 9e-13.
 """
 
 from collections.abc import Iterator
@@ -24,13 +12,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-RUN_ELEMENTS = 2**18  # of a tensor that is converted or carried at once: 1 MiB in fp32, whatever the tensor's size
+RUN_ELEMENTS = 2**18  # of a tensor that are converted or copied at a time: 1 MiB in fp32
 WORKING_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """``auto`` made concrete: bf16 on cards that have it, fp16 on older ones, fp32 on the CPU (16-bit products are
-    up to 70 times slower there)."""
+    """Resolves "auto": bf16 on cards that have it, fp16 on older ones, fp32 on the CPU. CPUs multiply 16-bit matrices
+    up to 70 times more slowly."""
     if precision != "auto":
         return precision
     if device.type != "cuda":
@@ -39,8 +27,7 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """fp32 `master` (any shape) as ``(working, low)``: `working` in `dtype`, `low` int16, or None where `dtype` is fp32
-    and the working weight is the master itself."""
+    """fp32 `master` (any shape) as (working in `dtype`, low in int16); as (master, None) if `dtype` is fp32."""
     if dtype is torch.float32:
         return master, None
     working, low = torch.empty_like(master, dtype=dtype), torch.empty_like(master, dtype=torch.int16)
@@ -49,7 +36,7 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 
 def split_into(master: Tensor, working: Tensor, low: Tensor, room: Tensor) -> None:
-    """`split` of fp32 `master` into the 16-bit `working` and the int16 `low`, without allocating anything; `master` and
+    """`split` of fp32 `master` into the 16-bit `working` and the int16 `low`, without an allocation; `master` and
     `room`, another fp32 tensor of its shape, are overwritten."""
     whole = room.view(torch.int32)
     if working.dtype is torch.bfloat16:
@@ -65,7 +52,7 @@ def split_into(master: Tensor, working: Tensor, low: Tensor, room: Tensor) -> No
 
 
 def join(working: Tensor, low: Tensor | None = None) -> Tensor:
-    """The fp32 master of ``(working, low)``: a new tensor, or `working` itself where it is fp32."""
+    """The fp32 master of (working, low): a new tensor, or `working` itself if it is fp32."""
     if low is None:
         return working
     if working.dtype is torch.bfloat16:
@@ -74,8 +61,7 @@ def join(working: Tensor, low: Tensor | None = None) -> Tensor:
 
 
 def runs(tensor: Tensor) -> Iterator[Tensor]:
-    """`tensor` in C order, as flat runs of at most RUN_ELEMENTS elements; views wherever its memory allows it, so that
-    what is done to a large tensor run by run never needs a second one."""
+    """`tensor` in C order, as flat runs of at most RUN_ELEMENTS elements; views if its memory allows it."""
     if tensor.numel() <= RUN_ELEMENTS:
         yield tensor.reshape(-1)
         return
@@ -85,22 +71,18 @@ def runs(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _fp16_unit_of(bits: Tensor) -> Tensor:
-    """2**(e - 39) as fp32, in the memory of `bits` (int32), where e is the exponent field of each fp16 number with
-    these bits: the unit that `low` counts in.
+    """The unit of `low`, 2**(e - 39) as fp32, written over `bits` (int32) of fp16 numbers with exponent fields e.
 
-    A normal number is 2**(e - 15) times a significand of 11 bits; its fp32 neighbours are multiples of 2**(e - 39) even
-    where `working` was rounded up to a power of two, and at most 2**13 of those units away.
+    A normal number is 2**(e - 15) times a significand of 11 bits. Its fp32 neighbours are multiples of the unit, at
+    most 2**13 units away, even if `working` was rounded up to a power of two.
     """
     exponent = bits.bitwise_right_shift_(10).bitwise_and_(0x1F)
     return exponent.add_(127 - 39).bitwise_left_shift_(23).view(torch.float32)
 
 
 class LossScale:
-    """Dynamic loss scaling for fp16 gradients (Micikevicius et al., 2018, arXiv:1710.03740).
-
-    The loss is multiplied by `scale` before backward and the gradients divided by it before the norm is taken. After an
-    overflow the scale is halved and the step not taken; after `growth_interval` good steps in a row it is doubled.
-    """
+    """Dynamic loss scaling for fp16 gradients (arXiv:1710.03740): the loss is multiplied by `scale`, the gradients are
+    divided by it. It is halved after an overflow, and doubled after `growth_interval` good steps in a row."""
 
     def __init__(self, enabled: bool, scale: float = 65536.0, growth_interval: int = 1000):
         self.scale = scale if enabled else 1.0

@@ -1,22 +1,7 @@
-"""What a block need not compute twice: its matrix products and its attention.
+"""Records the outputs of a block's matrix products and attention, and replays them when the block runs again.
 
-Recomputing a block from its input alone runs its whole forward pass again: a third more work. Nearly all of that is in
-a few operations whose outputs are small beside the work that they cost. `ProductRecorder` notes those outputs during
-forward, `ProductReplayer` hands them out in the places of the operations when the block runs again, so that only norms,
-activation functions and sums are recomputed (selective recomputation: Korthikanti et al., arXiv:2205.05198). Both look
-at the operations below autograd, so any model can be treated so.
-
-A product is worth its bytes by the length of its inner sums: a query times keys (T x T numbers of `head_dim` terms
-each) is recomputed, unlike all that the weights take part in.
-
-The last product of a block needs no second run at all where nothing that backward needs depends on its numbers, as in
-every block that ends in a sum. That is not assumed but watched: `ProductReplayer` leaves the product's output without
-values, follows what is computed from it, and reports if autograd saves any of that.
-
-Bytes per token of a GPT-2 block of width D in 16 bit: 18 D (queries, keys and values 6 D, attention 2 D, its projection
-2 D, the first product of the MLP 8 D).
-
-CUDA's attention and its generator have never been through this on a GPU; the CPU's have.
+These take nearly all of a block's time, so only norms, activation functions and sums are computed twice
+(docs/recompute.md). Both modes work below autograd, so they fit any model.
 """
 
 from collections.abc import Sequence
@@ -30,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
-_MATRIX_PRODUCTS = {_aten.mm.default: (0, 1), _aten.addmm.default: (1, 2)}  # which arguments are the factors
+_MATRIX_PRODUCTS = {_aten.mm.default: (0, 1), _aten.addmm.default: (1, 2)}  # {operation: positions of the factors}
 _BATCHED_PRODUCTS = {_aten.bmm.default: (0, 1), _aten.baddbmm.default: (1, 2)}
 _WHOLE = {
     _aten._scaled_dot_product_flash_attention.default,
@@ -45,7 +30,7 @@ _READS = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.is_non
 
 
 def is_kept(operation, args: Sequence) -> bool:
-    """Whether what `operation` returns for `args` is worth keeping."""
+    """True if the output of `operation` for `args` is recorded."""
     if factors := _BATCHED_PRODUCTS.get(operation):
         rows, inner = args[factors[0]].shape[-2:]
         return inner >= min(rows, args[factors[1]].shape[-1])
@@ -54,24 +39,21 @@ def is_kept(operation, args: Sequence) -> bool:
 
 @dataclass(frozen=True)
 class Kept:
-    """What an operation returned; the generator's state after it, where it drew from that."""
+    """The output of one operation."""
 
     result: object
-    generator_state: Tensor | None
+    generator_state: Tensor | None  # after it, if it took random numbers
 
 
 class ProductRecorder(TorchDispatchMode):
-    """Notes in `kept`, in order, what the products inside `with` return; None for one that is changed in place
-    afterwards, since that is not what it returned any more.
-
-    `last_matrix_product`: the number of the last product, if that is a matrix product.
-    """
+    """Records in `kept`, in order, the outputs of products; None for one that is changed in place afterwards.
+    `last_matrix_product`: the number of the last product, if that is a matrix product."""
 
     def __init__(self):
         super().__init__()
         self.kept: list[Kept | None] = []
         self.last_matrix_product: int | None = None
-        self._numbers: dict[int, int] = {}  # of the products, by the address of a kept tensor's storage
+        self._numbers: dict[int, int] = {}  # {address of a kept tensor's storage: number of the product}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -84,7 +66,7 @@ class ProductRecorder(TorchDispatchMode):
         if is_kept(func, args):
             number = len(self.kept)
             self.last_matrix_product = number if func in _MATRIX_PRODUCTS else None
-            copies = tree_map_only(Tensor, Tensor.detach, result)  # autograd ties its graph to the originals
+            copies = tree_map_only(Tensor, Tensor.detach, result)  # autograd attaches its graph to the originals
             for tensor in _tensors(copies):
                 self._numbers[tensor.untyped_storage()._cdata] = number
             state = _generator(result).get_state() if _draws(func, args, kwargs) else None
@@ -93,11 +75,10 @@ class ProductRecorder(TorchDispatchMode):
 
 
 class ProductReplayer(TorchDispatchMode):
-    """The second run of what ran under `ProductRecorder`: hands out what was kept, in order, instead of computing it.
-    `kept`: None, or None in the place of a product, where it is to be computed.
+    """Returns in a second run, in order, the outputs that ProductRecorder kept; a product that is None is computed.
 
-    `unneeded`: the number of a matrix product whose output gets no values. If those are needed after all, `missed` says
-    so when the run is over, and nothing that came out of it may be used. `last_matrix_product`: as the recorder's.
+    `unneeded`: the number of a matrix product whose output gets no values. If they are needed, `missed` is True after
+    the run, whose results must not be used. `last_matrix_product`: as the recorder's.
     """
 
     def __init__(self, kept: Sequence[Kept | None] | None, unneeded: int | None):
@@ -155,11 +136,11 @@ class ProductReplayer(TorchDispatchMode):
 
     def _saved(self, tensor: Tensor) -> Tensor:
         self.missed |= self._has_no_values(tensor)
-        return tensor.detach()  # an operation that saves its own output would hold itself alive through its graph
+        return tensor.detach()  # an operation that saves its own output would keep itself alive through its graph
 
 
 def _draws(operation, args: Sequence, kwargs: dict) -> bool:
-    """Whether an operation takes numbers from a generator."""
+    """True if an operation takes numbers from a generator."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     defaults = {a.name: a.default_value for a in operation._schema.arguments if a.has_default_value()}
@@ -174,7 +155,7 @@ def _written(operation, args: Sequence, kwargs: dict) -> list[Tensor]:
 
 
 def _by_name(operation, args: Sequence, kwargs: dict) -> dict:
-    """The arguments that an operation is given."""
+    """{argument: value} of those that are given."""
     return dict(zip((argument.name for argument in operation._schema.arguments), args, strict=False)) | kwargs
 
 
@@ -183,7 +164,7 @@ def _tensors(tree) -> list[Tensor]:
 
 
 def _generator(result) -> torch.Generator:
-    """The generator that an operation with this result has drawn from."""
+    """The generator of the device of an operation's result."""
     device = _tensors(result)[0].device
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]

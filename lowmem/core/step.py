@@ -62,7 +62,6 @@ from lowmem.core.accumulation import Accumulation
 from lowmem.core.batch import LEAST_POSITIONS, Batch
 from lowmem.core.decoder import Decoder
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
-from lowmem.core.encoder_decoder import EncoderDecoder
 from lowmem.core.final_gradients import (
     AppliedGradients,
     DroppedGradients,
@@ -351,7 +350,7 @@ class TrainingStep:
         return total
 
     def _cut(self, batch: Batch, rows: int) -> list[Batch]:
-        batch.check(isinstance(self._decoder, EncoderDecoder))
+        batch.check(self._decoder.needs_sources)
         return batch.micro_batches(rows, self.least_positions)
 
     def _unless_abandoned(self) -> None:

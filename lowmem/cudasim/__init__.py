@@ -1,7 +1,6 @@
-"""What a step takes, found by running the step that trains on tensors without data.
+"""What CUDA would allocate for any PyTorch code, and how long it would take: without a GPU, and without data.
 
-step.py runs it under recorder.py, which notes every allocation and adds up time (clock.py, roofline.py, gpus.py);
-replay.py runs each part of it once and replays the rest. cuda_ops.py, temporaries.py, reductions.py and
-multiprocessors.py know what CUDA does otherwise; allocator.py says what its caching allocator makes of it under a cap.
-In: a decoder, a case, a card. Out: a `Recording`, a `Memory`. Start with step.py. Knows nothing of planning.
+Its door is peak.py (`lowmem.cuda_peak`). recorder.py runs code on meta tensors and writes a tape (tape.py), which
+allocator.py replays as PyTorch's caching allocator would. device_model.py gathers what a card adds: cuda_ops.py,
+temporaries.py, reductions.py, roofline.py, gpus.py. docs/cuda-memory.md has the drawing. Knows nothing of training.
 """

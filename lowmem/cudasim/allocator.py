@@ -1,30 +1,20 @@
 """A model of PyTorch's CUDA caching allocator: which bytes a run of allocations and frees takes from the GPU.
 
-A step that fits on paper can still run out of memory: the allocator rounds, splits and caches, and what it has taken
-from the driver (*reserved*) is more than what tensors occupy (*allocated*). "Fits under a cap" therefore means that
-the run completes here, block by block, under that cap. The rules, those of c10/cuda/CUDACachingAllocator.cpp with its
-default settings:
+A step that fits on paper can still run out of memory. The allocator rounds, splits and caches, so what it has taken
+from the driver (*reserved*) is more than what tensors occupy (*allocated*). "Fits under a cap" therefore means that the
+run completes in this model, block by block, under that cap. The rules, those of c10/cuda/CUDACachingAllocator.cpp with
+its default settings:
 
-- A request is rounded up to 512 B. Up to 1 MiB it belongs to the small pool, else to the large one. Pools never share
-  memory, nor do streams.
+- A request is rounded up to 512 B. Up to 1 MiB it belongs to the small pool, else to the large one. Neither pools nor
+  streams share memory.
 - Best fit: the smallest free block that is large enough, the lowest address among equals. Its rest stays free if it is
   at least 512 B (small pool, expandable segments) or more than 1 MiB (large pool): a 25 MiB tensor occupies 26 MiB.
-- On a miss a new segment is taken: 2 MiB for the small pool, 20 MiB for requests below 10 MiB, else the request rounded
-  up to 2 MiB. A freed block merges with its free neighbours at once; its segment stays reserved.
-- ``expandable_segments``: one segment per pool and stream, whose address range is endless and backed by pages of 2 MiB
-  (small) or 20 MiB (large). A miss maps the missing pages behind the lowest free space that can grow enough. A block
-  with room to grow counts as that much larger in the best fit.
-- The cap is tested on a miss, against reserved + the segment that the *default* mode would take, whatever is really
-  mapped. So expandable segments can be refused although only a page is missing, and, as 20 MiB pages are larger than
-  that segment may be, can end less than 20 MiB **above** the cap: compare the reserved peak with the cap too.
-- At the cap every wholly free segment (every wholly free page) goes back to the driver, as in ``empty_cache``, and the
-  allocation is tried once more.
+- If no block fits, a new segment is taken: 2 MiB for the small pool, 20 MiB for requests below 10 MiB, else the request
+  rounded up to 2 MiB. A freed block merges with its free neighbours at once; its segment stays reserved.
+- At the cap every wholly free segment goes back to the driver, and the allocation is tried once more.
 
-Left out: settings that device.py refuses (max_split_size, roundup_power2_divisions, large_segment_size,
-garbage_collection_threshold), private pools of CUDA graphs, and a driver that has less memory than the cap. New
-segments get rising addresses; the driver's own choice can differ, which matters only between free blocks of one size.
-
-Cost: 1 to 2 microseconds per operation, a few hundred bytes per block.
+docs/cuda-memory.md has a drawing, the rules of expandable segments, and what is left out. An operation costs 1 to 2
+microseconds.
 """
 
 from bisect import bisect_left, insort
@@ -45,7 +35,7 @@ FREE, USED, UNMAPPED = range(3)
 
 
 class SimulatedOutOfMemory(LowmemError):
-    """The allocation failed under the cap, also after every cached segment was released."""
+    """The allocation fails under the cap, also after every cached segment was released."""
 
     def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, limit_bytes: int):
         super().__init__(
@@ -53,51 +43,43 @@ class SimulatedOutOfMemory(LowmemError):
             f"{format_size(allocated_bytes)} allocated and {format_size(reserved_bytes)} reserved of "
             f"{format_size(limit_bytes)}"
         )
-        self.requested_bytes = requested_bytes
-        self.allocated_bytes = allocated_bytes
-        self.reserved_bytes = reserved_bytes
-        self.limit_bytes = limit_bytes
 
 
-class _Block:
-    """A stretch of one segment; ``previous`` and ``next`` are its neighbours there."""
+class Block:
+    """A stretch of one segment; `previous` and `next` are its neighbours in the segment."""
 
     __slots__ = ("address", "size", "arena", "state", "previous", "next")
 
     def __init__(self, address: int, size: int, arena: "_Arena", state: int):
-        self.address = address
-        self.size = size
-        self.arena = arena
-        self.state = state
-        self.previous: _Block | None = None
-        self.next: _Block | None = None
+        self.address, self.size, self.arena, self.state = address, size, arena, state
+        self.previous: Block | None = None
+        self.next: Block | None = None
 
-    def split(self, size: int, state: int) -> "_Block":
-        """Keep the first ``size`` bytes; the rest becomes a new block behind, returned."""
-        rest = _Block(self.address + size, self.size - size, self.arena, state)
+    def split(self, size: int, state: int) -> "Block":
+        """Keeps the first `size` bytes; returns the rest as a new block."""
+        rest = Block(self.address + size, self.size - size, self.arena, state)
         self.size = size
-        rest.previous, rest.next = self, self.next
-        if rest.next is not None:
-            rest.next.previous = rest
-        self.next = rest
+        _link(rest, self.next)
+        _link(self, rest)
         return rest
 
     def absorb_neighbours(self) -> None:
-        """Merge with the neighbours of the same state (free or unmapped), taking them out of the arena's lists."""
+        """Merges with the neighbours of the same state (free or unmapped), and takes them out of the arena's lists."""
         previous, following = self.previous, self.next
         if previous is not None and previous.state == self.state:
             self.arena.unlist(previous)
             self.address = previous.address
             self.size += previous.size
-            self.previous = previous.previous
-            if self.previous is not None:
-                self.previous.next = self
+            _link(previous.previous, self)
         if following is not None and following.state == self.state:
             self.arena.unlist(following)
             self.size += following.size
-            self.next = following.next
-            if self.next is not None:
-                self.next.previous = self
+            _link(self, following.next)
+
+    def make_free(self) -> None:
+        self.state = FREE
+        self.absorb_neighbours()
+        self.arena.enlist(self)
 
     def size_when_grown(self) -> int:
         """Bytes of this block together with unmapped space right behind it."""
@@ -105,30 +87,36 @@ class _Block:
         return self.size + following.size if following is not None and following.state == UNMAPPED else self.size
 
 
+def _link(first: Block | None, second: Block | None) -> None:
+    if first is not None:
+        first.next = second
+    if second is not None:
+        second.previous = first
+
+
 class _Arena:
     """One pool on one stream: its free blocks in order of (size, address), its unmapped ones in order of address."""
 
-    def __init__(self, small: bool, stream: int, expandable: bool):
-        self.stream = stream
+    def __init__(self, small: bool, expandable: bool):
         self.page_bytes = SMALL_SEGMENT if small else LARGE_SEGMENT
         self.largest_waste = 0 if small or expandable else LARGE_WASTE
-        self.free: list[tuple[int, int, _Block]] = []
-        self.unmapped: list[tuple[int, _Block]] = []
+        self.free: list[tuple[int, int, Block]] = []
+        self.unmapped: list[tuple[int, Block]] = []
 
-    def enlist(self, block: _Block) -> None:
+    def enlist(self, block: Block) -> None:
         if block.state == FREE:
             insort(self.free, (block.size, block.address, block))
         else:
             insort(self.unmapped, (block.address, block))
 
-    def unlist(self, block: _Block) -> None:
+    def unlist(self, block: Block) -> None:
         if block.state == FREE:
             del self.free[bisect_left(self.free, (block.size, block.address))]
         else:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
-    def find(self, size: int) -> _Block | None:
-        """Take the best fit from the free list, or None."""
+    def find(self, size: int) -> Block | None:
+        """Takes the best fit from the free list; None if no block is large enough."""
         free = self.free
         index = bisect_left(free, (size,))
         if index == len(free):
@@ -140,19 +128,18 @@ class _Arena:
                 index += 1
         return free.pop(index)[2]
 
-    def map_pages(self, block: _Block, size: int) -> int:
-        """Back the first ``size`` bytes of an unmapped block by pages, merge it with free neighbours; bytes mapped."""
+    def map_pages(self, block: Block, size: int) -> int:
+        """Maps pages under the first `size` bytes of an unmapped block and merges it with free neighbours; returns the
+        bytes mapped."""
         mapped = _round_up(size, self.page_bytes)
         self.unlist(block)
         if mapped < block.size:
             self.enlist(block.split(mapped, UNMAPPED))
-        block.state = FREE
-        block.absorb_neighbours()
-        self.enlist(block)
+        block.make_free()
         return mapped
 
-    def unmap_pages(self, block: _Block) -> int:
-        """Give back the pages that lie wholly inside a free block; bytes unmapped."""
+    def unmap_pages(self, block: Block) -> int:
+        """Gives back the pages that are wholly inside a free block; returns their bytes."""
         begin = _round_up(block.address, self.page_bytes)
         end = (block.address + block.size) // self.page_bytes * self.page_bytes
         if begin >= end:
@@ -168,8 +155,8 @@ class _Arena:
         self.enlist(block)
         return end - begin
 
-    def place_to_grow(self, size: int) -> _Block:
-        """The lowest unmapped block, or the free one before it, from which unused space of ``size`` bytes runs on."""
+    def place_to_grow(self, size: int) -> Block:
+        """The lowest unmapped block, or the free one before it, from which `size` bytes are unused."""
         for _, block in self.unmapped:
             if block.previous is not None and block.previous.state == FREE:
                 block = block.previous
@@ -183,104 +170,76 @@ class _Arena:
 
 
 class CachingAllocator:
-    """The allocator of one GPU, for any number of streams.
+    """The allocator of one GPU, for any number of streams. All figures are bytes.
 
-    ``limit_bytes`` caps the reserved bytes as ``torch.cuda.set_per_process_memory_fraction`` does.
-    ``growth`` lists [operation index, bytes] for every segment taken or run of pages mapped, where the operations are
-    the calls of ``allocate``, ``free`` and ``empty_cache``, counted from 0. All figures are bytes.
+    `limit_bytes` caps what is reserved, as ``torch.cuda.set_per_process_memory_fraction`` does. `growth` lists
+    [operation, bytes] for every segment taken or run of pages mapped; operations are the calls of `allocate`, `free`
+    and `empty_cache`, counted from 0.
     """
 
     def __init__(self, *, expandable_segments: bool = False, limit_bytes: int | None = None):
         self.expandable_segments = expandable_segments
         self.limit_bytes = limit_bytes
-        self.allocated_bytes = 0
-        self.reserved_bytes = 0
-        self.peak_allocated_bytes = 0
-        self.peak_reserved_bytes = 0
+        self.allocated_bytes = self.reserved_bytes = 0
+        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.growth: list[list[int]] = []
         self._operations = 0
-        self._handles = 0
         self._next_address = 0
         self._arenas: dict[tuple[bool, int], _Arena] = {}
-        self._live: dict[int, _Block | None] = {}
-        self._used_elsewhere: set[int] = set()  # handles given to record_stream
-        self._awaiting_events: list[_Block] = []
 
-    def allocate(self, size_bytes: int, stream: int = 0) -> int:
-        """A handle for ``size_bytes`` on ``stream``; zero bytes take nothing.
+    def allocate(self, size_bytes: int, stream: int = 0) -> Block | None:
+        """A block of `size_bytes` on `stream`; None for zero bytes.
 
         Raises ValueError for a negative size and SimulatedOutOfMemory at the cap.
         """
         if size_bytes < 0:
             raise ValueError(f"cannot allocate {size_bytes} bytes")
         self._operations += 1
-        self._handles += 1
         if size_bytes == 0:
-            self._live[self._handles] = None
-            return self._handles
+            return None
         size = _round_up(size_bytes, ROUNDING)
         arena = self._arenas.get((size <= SMALL_LARGEST, stream)) or self._new_arena(size <= SMALL_LARGEST, stream)
         block = arena.find(size) or self._grow(arena, size)
         if block.size - size > arena.largest_waste:
             arena.enlist(block.split(size, FREE))
         block.state = USED
-        self._live[self._handles] = block
         self.allocated_bytes += block.size
         if self.allocated_bytes > self.peak_allocated_bytes:
             self.peak_allocated_bytes = self.allocated_bytes
-        return self._handles
+        return block
 
-    def free(self, handle: int) -> None:
-        """Give a block back (after ``record_stream``: at the next ``events_done``); ValueError if not allocated."""
-        if handle not in self._live:
-            raise ValueError(f"handle {handle} is not allocated")
+    def free(self, block: Block | None) -> None:
+        """Gives back what `allocate` returned; ValueError if the block is not in use."""
         self._operations += 1
-        block = self._live.pop(handle)
         if block is None:
             return
+        if block.state != USED:
+            raise ValueError(f"the block at {block.address} is not allocated")
         self.allocated_bytes -= block.size
-        if handle in self._used_elsewhere:
-            self._used_elsewhere.remove(handle)
-            self._awaiting_events.append(block)
-        else:
-            _make_free(block)
-
-    def record_stream(self, handle: int, stream: int) -> None:
-        """Note that ``stream`` uses the block too, as ``Tensor.record_stream``; ValueError if it is not allocated."""
-        if handle not in self._live:
-            raise ValueError(f"handle {handle} is not allocated")
-        block = self._live[handle]
-        if block is not None and stream != block.arena.stream:
-            self._used_elsewhere.add(handle)
-
-    def events_done(self) -> None:
-        """The other streams have caught up: blocks freed under ``record_stream`` become usable."""
-        for block in self._awaiting_events:
-            _make_free(block)
-        self._awaiting_events.clear()
+        block.make_free()
 
     def empty_cache(self) -> None:
-        """Wait for all streams, then return wholly free segments (pages) to the driver."""
+        """Returns wholly free segments (or pages) to the driver."""
         self._operations += 1
         self._release_cached()
 
     def reset_peaks(self) -> None:
-        """Let both peaks start again from what is held now."""
+        """Both peaks start again from what is held now."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
     def _new_arena(self, small: bool, stream: int) -> _Arena:
-        arena = self._arenas[small, stream] = _Arena(small, stream, self.expandable_segments)
+        arena = self._arenas[small, stream] = _Arena(small, self.expandable_segments)
         if self.expandable_segments:
             arena.enlist(self._new_segment(arena, ADDRESS_SPACE, UNMAPPED))
         return arena
 
-    def _new_segment(self, arena: _Arena, size: int, state: int) -> _Block:
+    def _new_segment(self, arena: _Arena, size: int, state: int) -> Block:
         self._next_address += size
-        return _Block(self._next_address - size, size, arena, state)
+        return Block(self._next_address - size, size, arena, state)
 
-    def _grow(self, arena: _Arena, size: int) -> _Block:
-        """A block of at least ``size`` bytes from new memory, in no list; cached memory is released at the cap."""
+    def _grow(self, arena: _Arena, size: int) -> Block:
+        """A block of at least `size` bytes from new memory, in no list. At the cap it releases cached memory first."""
         segment_bytes = _segment_bytes(size)
         if self.limit_bytes is not None and self.reserved_bytes + segment_bytes > self.limit_bytes:
             self._release_cached()
@@ -293,9 +252,9 @@ class CachingAllocator:
         if block.state == UNMAPPED:
             self._count_growth(arena.map_pages(block, min(block.size, size)))
         while block.size < size:
-            hole = block.next  # unmapped: free blocks never adjoin
+            hole = block.next  # unmapped, because free neighbours have merged
             self._count_growth(arena.map_pages(hole, min(hole.size, size - block.size)))
-            block = hole  # which absorbed the free block before it
+            block = hole  # it has absorbed the free block before it
         arena.unlist(block)
         return block
 
@@ -305,7 +264,6 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _release_cached(self) -> None:
-        self.events_done()
         for arena in self._arenas.values():
             for _, _, block in arena.free[:]:
                 if self.expandable_segments:
@@ -320,13 +278,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def _segment_bytes(size: int) -> int:
-    """What a miss of a rounded request takes from the driver."""
+    """What a request of this rounded size takes from the driver."""
     if size <= SMALL_LARGEST:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < SEGMENT_OF_ITS_OWN else _round_up(size, SEGMENT_ROUNDING)
-
-
-def _make_free(block: _Block) -> None:
-    block.state = FREE
-    block.absorb_neighbours()
-    block.arena.enlist(block)

@@ -1,23 +1,20 @@
-"""Simulated time of a training step: the host's clock, the GPU's, and the two copy engines of the bus.
+"""Simulated time: the host's clock and the GPU's.
 
-PyTorch launches a kernel and goes on, so a step has two clocks. An operation that costs the host c seconds and then
-the GPU t > 0 seconds moves the host's clock h and the GPU's g (when all launched work is done) to
+PyTorch launches a kernel and goes on. So an operation that costs the host c seconds and then the GPU t > 0 seconds
+moves the host's clock h, and the GPU's clock g when all launched work is done, to
 
     h' = h + c
     g' = max(g, h') + t                        the kernel waits for its launch and for the kernels before it
 
-and one without a kernel (a view) moves h alone; reading a number back makes the host wait, h' = max(h, g). Such maps
-are linear over (max, +), so they compose: however many operations a region has, its effect on both clocks is a matrix
-of four numbers,
+An operation without a kernel (a view) moves h alone. Reading a number back makes the host wait: h' = max(h, g). Such
+maps are linear over (max, +), so they compose. The effect of a region of operations on both clocks is four numbers:
 
     h' = max(h + host, g + wait)
-    g' = max(h + lead, g + gpu)
+    g' = max(h + lead, g + gpu)                lead: when an idle GPU would be done, from the region's start on the host
 
-`lead` is when the GPU would be done, counted from the region's start on the host, were it idle before. A region is
-therefore recorded once and replayed in constant time (Baccelli et al., Synchronization and Linearity, 1992).
-
-Left out: a launch queue that is full (CUDA holds about 1,024 launches, then the host waits; the host is then ahead
-anyway, and only memory that the host frees later would show it), and several compute streams.
+A region is therefore recorded once and replayed in constant time (Baccelli et al., Synchronization and Linearity,
+1992). Left out: several compute streams, and a full launch queue. CUDA holds about 1,024 launches; the host is ahead by
+then.
 """
 
 import math
@@ -33,7 +30,7 @@ PAGE_CACHE_BYTES_PER_SECOND = 4e9  # what one thread copies to it or from it
 
 @dataclass(frozen=True)
 class Span:
-    """What a region of operations does to the clocks, in seconds: see the module's docstring."""
+    """A region's effect on the clocks, in seconds: see the module's docstring."""
 
     host: float
     gpu: float
@@ -42,7 +39,7 @@ class Span:
 
     @staticmethod
     def of_operation(host: float, gpu: float) -> "Span":
-        """`host` seconds on the host, then `gpu` seconds on the GPU; 0 there means that no kernel is launched."""
+        """`host` seconds on the host, then `gpu` seconds on the GPU; `gpu` 0 means that no kernel is launched."""
         return Span(host, gpu, host + gpu if gpu > 0 else -math.inf)
 
     def then(self, other: "Span") -> "Span":

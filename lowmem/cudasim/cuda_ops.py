@@ -1,31 +1,12 @@
-"""Where CUDA allocates otherwise than the same operation on tensors without data.
+"""What CUDA runs in place of PyTorch's generic operators, and what its matrix products take for good.
 
-recorder.py runs the training step on the meta device, which takes PyTorch's generic path. A GPU does not always: it has
-fused operators that save other tensors for backward, kernels with temporaries of their own, and libraries that want a
-workspace. Two files are the table of those differences, and all of it. temporaries.py has what a kernel takes from the
-caching allocator and gives back before it returns; here are
+Meta tensors take PyTorch's generic path. On a GPU some functions are fused operators, which save other tensors for
+backward: `CudaFunctions` runs those. Kernels also have temporaries of their own: temporaries.py.
 
-- `CudaFunctions`, which puts CUDA's operator in the place of the generic one, so that autograd saves what CUDA's would;
-- `PRODUCTS`, `blas_workspace_bytes` and `blaslt_workspace_bytes`: what the first matrix product takes for good.
-
-It has been compared with the caching allocator, the dispatcher and the host code of PyTorch 2.14.1's CUDA build, which
-run without a GPU on a stand-in (tests/cuda/operators.py): every operator of the table over shapes, dtypes and five
-cards, every function that is replaced here, with its backward, and every operation of simulated steps of 16 families of
-decoders agree within 1 KiB, results and their layouts included. Not with a GPU: what libraries choose there (cuBLAS) is
-not known, and what is said of other releases is as it was read.
-
-Each entry names the file it was read in, below aten/src/ATen. "2.13" is what torch 2.13.0 installs (headers, meta
-kernels, the composites that it runs); "recent" a source of unknown release close to that; "main" is newer, "old" an
-earlier release; "assumed" was not read.
-
-Left out: F.rms_norm, one kernel there and a composite here, which no decoder tried calls; settings that this project
-never makes (attention kernels off, FlashAttention 3, ...).
-
-Taken to be alike, as 2.13 runs the operators here for which CUDA has kernels, and compared too: layer_norm (statistics
-in fp32), gelu, silu, embedding, cross_entropy, addmm, baddbmm, vector_norm, linear, softmax of bf16 in fp32. Alike but
-for C++ that tests for dispatch modes (autograd/input_buffer.cpp): two gradients that meet at a residual connection are
-added into a new tensor here, in place there; recorder.py puts that right. Backward runs on a thread of its own there,
-with a second cuBLAS handle, so workspaces are due twice."""
+Each entry names its source below aten/src/ATen: "2.13" is what torch 2.13.0 installs, "recent" a source close to that,
+"main" a newer one, "old" an earlier release, "assumed" was not read. tests/cuda compares all of it with PyTorch
+2.14.1's CUDA build. docs/cuda-memory.md gives the result and what is left out.
+"""
 
 import functools
 import math
@@ -38,16 +19,24 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lowmem.cudasim.multiprocessors import Capability
+from lowmem.cudasim.gpus import Capability
+from lowmem.units import KIB, MIB
 
 _aten = torch.ops.aten
 _16_BIT = (torch.float16, torch.bfloat16)
+# Products of matrices, with the place of the first factor among the arguments.
+MATRIX_PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.addmm_: 1, _aten.baddbmm: 1, _aten.baddbmm_: 1}
+# All that goes through a cuBLAS or cuBLASLt handle: cuda/Blas.cpp (recent).
+PRODUCTS = {
+    getattr(packet, overload)
+    for packet in (*MATRIX_PRODUCTS, _aten.mv, _aten.addmv, _aten.addmv_, _aten.dot)
+    for overload in {"default", "out"} & set(packet.overloads())
+}
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Inside `with CudaFunctions(capability, version):` functions of tensors without data (on meta, or FakeTensors of
-    any device) run the operators that PyTorch of this version would choose on CUDA, its cuDNN attention switched off.
-    Functions that do not differ, and tensors with data, are left alone."""
+    """Runs the operators that PyTorch of this version would choose on CUDA, without cuDNN's attention, for tensors
+    without data (on meta, or FakeTensors of any device). Other functions, and tensors with data, are left alone."""
 
     def __init__(self, capability: Capability, torch_version: tuple[int, int] = (2, 13)):
         super().__init__()
@@ -73,55 +62,47 @@ def _without_data(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
+def _differentiated(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def attention_kernel(
-    capability: Capability,
-    query,
-    key,
-    value,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    enable_gqa=False,
-    *,
+    capability: Capability, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, enable_gqa=False, *,
     torch_version: tuple[int, int] = (2, 13),
-) -> str:
+) -> str:  # fmt: skip
     """The kernel that scaled_dot_product_attention chooses on CUDA: "flash", else "efficient", else "math".
 
     native/transformers/cuda/sdp_utils.cpp (main), sdp_utils_cpp.h (2.13 and 2.14). From 2.14 on the efficient kernel
-    takes grouped queries, and both take one head of keys for all queries, which need not be said (the templates of the
-    two headers; seen on 2.14).
+    takes grouped queries, and both kernels take one head of keys for all queries (seen on 2.14).
     """
     tensors = (query, key, value)
     if any(t.dim() != 4 or t.dtype != query.dtype or t.shape[0] != query.shape[0] or t.numel() == 0 for t in tensors):
         return "math"
-    width, value_width = query.shape[-1], value.shape[-1]
+    width, value_width, dtype = query.shape[-1], value.shape[-1], query.dtype
     contiguous_rows = all(t.stride(-1) == 1 for t in tensors)
-    same_heads = query.shape[1] == key.shape[1] == value.shape[1]
-    groups = enable_gqa and key.shape[1] == value.shape[1] and query.shape[1] % key.shape[1] == 0
     newer = torch_version >= (2, 14)
-    shared_heads = newer and key.shape[1] == value.shape[1] == 1
-    differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    one_head = query.shape[1] == key.shape[1] == value.shape[1] or (newer and key.shape[1] == value.shape[1] == 1)
+    groups = enable_gqa and key.shape[1] == value.shape[1] and query.shape[1] % key.shape[1] == 0
     small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)  # no room for wide heads' backward
     if (
         (8, 0) <= capability <= (12, 1)
-        and query.dtype in _16_BIT
+        and dtype in _16_BIT
         and attn_mask is None
         and width == key.shape[-1] == value_width <= 256
-        and (same_heads or groups or shared_heads)
+        and (one_head or groups)
         and (contiguous_rows or width == 1)
         and (not is_causal or query.shape[-2] == key.shape[-2])
-        and not (differentiates and small and width > 192 and (dropout_p > 0 or width <= 224))
+        and not (_differentiated(*tensors) and small and width > 192 and (dropout_p > 0 or width <= 224))
     ):
         return "flash"
-    alignment = 1
-    if capability >= (8, 0) or (capability >= (7, 0) and query.dtype in _16_BIT):
-        alignment = 16 // query.dtype.itemsize
+    aligned = capability >= (8, 0) or (capability >= (7, 0) and dtype in _16_BIT)
+    alignment = 16 // dtype.itemsize if aligned else 1
     if (
         (5, 0) <= capability <= (12, 1)
-        and (query.dtype in (torch.float16, torch.float32) or (query.dtype is torch.bfloat16 and capability >= (8, 0)))
+        and (dtype in (torch.float16, torch.float32) or (dtype is torch.bfloat16 and capability >= (8, 0)))
         and width == key.shape[-1]
         and width % alignment == value_width % alignment == 0
-        and (same_heads or shared_heads or (groups and newer))
+        and (one_head or (groups and newer))
         and contiguous_rows
         and (attn_mask is None or attn_mask.stride(-1) == 1)
     ):
@@ -147,11 +128,10 @@ def _attention(chosen, query, key, value, attn_mask=None, dropout_p=0.0, is_caus
     if mask is not None:
         if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
             keys = mask.shape[-1]
-            mask = F.pad(mask, (0, 8 - keys % 8))[..., :keys]  # a whole 8 more where `keys` is a multiple of 8
+            mask = F.pad(mask, (0, 8 - keys % 8))[..., :keys]  # 8 more if `keys` is a multiple of 8
         mask = mask.expand(*query.shape[:3], key.shape[2])
-    differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     return _aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, differentiates, dropout_p, is_causal, scale=scale
+        query, key, value, mask, _differentiated(query, key, value), dropout_p, is_causal, scale=scale
     )[0]
 
 
@@ -163,7 +143,7 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa):
     """The composite of attention.cpp (recent) as it runs on CUDA: with a fused dropout, and the mask added in place.
-    Names die where they die there."""
+    Tensors are freed in the order in which the C++ code frees them."""
     dtype = query.dtype
     if dtype in _16_BIT:
         query, key, value = query.float(), key.float(), value.float()
@@ -181,13 +161,13 @@ def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable
     weights = _aten._safe_softmax(weights, -1)
     if dropout_p > 0:
         weights = torch.native_dropout(weights, dropout_p, True)[0]
-    second_result = weights.to(dtype)  # noqa: F841  computed first, and thrown away
+    second_result = weights.to(dtype)  # noqa: F841  the C++ code computes it first and does not use it
     return torch.matmul(weights, expanded[1]).to(dtype)
 
 
 def _linear(input, weight, bias=None):
-    """native/Linear.cpp: where the input cannot be taken as a matrix the bias is added in place. Tensors without data,
-    and any under a dispatch mode, get a new one."""
+    """native/Linear.cpp: adds the bias in place if the input cannot be viewed as a matrix. Tensors without data, and
+    any under a dispatch mode, would get a new tensor."""
     alike = not _without_data(input) or bias is None or input.dim() < 3 or input.is_contiguous()
     return NotImplemented if alike else torch.matmul(input, weight.t()).add_(bias)
 
@@ -200,51 +180,32 @@ def _dropout(input, p=0.5, training=True, inplace=False):
 
 
 def _softmax(input, dim, dtype=None):
-    """native/SoftMax.cpp (main): fp16 to fp32 inside the kernel. Not so for bf16."""
+    """native/SoftMax.cpp (main): fp16 becomes fp32 inside the kernel. bf16 does not."""
     if not (_without_data(input) and input.dtype is torch.float16 and dtype is torch.float32 and dim is not None):
         return NotImplemented
     return _aten._softmax(input, dim, True)
 
 
-# What goes through a cuBLAS or cuBLASLt handle: cuda/Blas.cpp (recent).
-PRODUCTS = {
-    overload
-    for product in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot)
-    for overload in (product.default, product.out)
-} | {_aten.addmm_.default, _aten.baddbmm_.default, _aten.addmv_.default}
-
-
 def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) -> list[Tensor]:
     """The results of an aten overload that are allocated on the device, in order (seen on 2.14.1): dropout's mask comes
-    first (cuda/Dropout.cu), and the two random numbers that efficient attention with dropout keeps lie in RAM."""
+    first (cuda/Dropout.cu), and the two random numbers of efficient attention with dropout are in RAM."""
     if func is _aten.native_dropout.default:
         return results[::-1]
-    if func is _aten._scaled_dot_product_efficient_attention.default and _dropout_p(*args, **kwargs) > 0:
-        return results[:2]
+    if func is _aten._scaled_dot_product_efficient_attention.default:
+        dropout_p = args[5] if len(args) > 5 else kwargs.get("dropout_p", 0.0)
+        return results[:2] if dropout_p > 0 else results
     return results
 
 
-def _dropout_p(query, key, value, bias, differentiates, dropout_p=0.0, *_, **__) -> float:
-    return dropout_p
+def workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int]) -> int:
+    """What a thread's first product takes; `config`: CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count".
 
-
-def blas_workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int] = (2, 13)) -> int:
-    """What a thread's first product on a stream takes; `config`: CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count".
-
-    cuda/CublasHandlePool.cpp: recent, whose declarations are 2.13's; that releases before it were like old is assumed.
-    In main every product takes its workspace and gives it back.
+    cuda/CublasHandlePool.cpp, recent, whose declarations are 2.13's. Releases before it are assumed to be like old,
+    where cuBLASLt (addmm with a bias vector) takes 1 MiB more. In main each product gives its workspace back.
     """
+    shared_with_blaslt = torch_version >= (2, 13)
     pairs = re.findall(":([0-9]+):([0-9]+)", config or "")
-    if pairs:
-        return sum(int(kib) * 1024 * int(count) for kib, count in pairs)
-    large = capability[0] in (9, 10, 12) if torch_version >= (2, 13) else capability == (9, 0)
-    return 8 * 4096 * 1024 if large else 2 * 4096 * 1024 + 8 * 16 * 1024
-
-
-def blaslt_workspace_bytes(torch_version: tuple[int, int] = (2, 13)) -> int:
-    """What a thread's first product through cuBLASLt takes beside that: nothing where the two share one buffer
-    (CublasHandlePool.cpp, recent), else 1 MiB (old; assumed for releases before 2.13).
-
-    Such a product is an addmm (beta 1, a new result) of a contiguous bias vector, no side of it 1: cuda/Blas.cpp (old).
-    """
-    return 0 if torch_version >= (2, 13) else 1024 * 1024
+    large = capability[0] in (9, 10, 12) if shared_with_blaslt else capability == (9, 0)
+    by_itself = 8 * 4096 * KIB if large else 2 * 4096 * KIB + 8 * 16 * KIB
+    blas = sum(int(kib) * KIB * int(count) for kib, count in pairs) if pairs else by_itself
+    return blas + (0 if shared_with_blaslt else MIB)

@@ -1,9 +1,10 @@
-"""What a device adds to the operations that a `Recorder` sees: temporaries, workspaces, operators of its own, time."""
+"""A `DeviceModel` says what a device adds to the operations that a `Recorder` sees."""
 
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -16,14 +17,14 @@ from lowmem.cudasim.gpus import Card
 class DeviceModel:
     """A device, as far as a `Recorder` has to know it. An operation is (func, args, kwargs, result).
 
-    functions           a mode that replaces the generic functions by the device's
-    hidden_bytes        sizes of an operation's temporaries, which it allocates after its results
-    copied_first        the operations that allocate their temporaries before their results
-    products            matrix products; a thread's first one takes `workspace_bytes` for good
-    allocated           which of an operation's results are allocated on the device, in order
-    seconds             time on the device
-    host_seconds        to launch an operation, in forward and in backward
-    more_host_seconds   by operator: what it takes besides
+    functions:          a mode that replaces the generic functions by the device's.
+    hidden_bytes:       sizes of an operation's temporaries. It allocates them after its results.
+    copied_first:       the operations that allocate their temporaries before their results.
+    products:           matrix products. A thread's first one takes `workspace_bytes` for good.
+    allocated:          an operation's results that are allocated on the device, in order.
+    seconds:            time on the device.
+    host_seconds:       time to launch an operation, in forward and in backward.
+    more_host_seconds:  more time, by operator.
     """
 
     functions: Callable[[], AbstractContextManager] = nullcontext
@@ -37,32 +38,31 @@ class DeviceModel:
     more_host_seconds: dict = field(default_factory=dict)
 
 
+TORCH_VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 _more_host_seconds: dict[torch._ops.OpOverload, float] = {}
 
 
 def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, host_seconds: float = 0.0) -> None:
     """Makes a custom operator known that multiplies two matrices through cuBLAS. `first_factor`: the first matrix's
-    place among the arguments, the second follows; `host_seconds`: what a call takes on the host besides."""
-    roofline.PRODUCTS[packet] = first_factor
+    place among the arguments, the second follows; `host_seconds`: more time that a call takes on the host."""
+    cuda_ops.MATRIX_PRODUCTS[packet] = first_factor
     cuda_ops.PRODUCTS.add(packet.default)
     temporaries.TEMPORARIES[packet.default] = temporaries.matrix_product
     _more_host_seconds[packet.default] = host_seconds
 
 
-def gpu_model(card: Card) -> DeviceModel:
-    """A GPU of this kind under the PyTorch that runs here, set up as lowmem/device.py does it."""
-    version = tuple(int(number) for number in torch.__version__.split(".")[:2])
-    workspaces = os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES)
-    gpu = temporaries.Gpu(card.capability, card.multiprocessors)
+def gpu_model(card: Card, *, plain: bool = False, torch_version: tuple[int, int] = TORCH_VERSION) -> DeviceModel:
+    """A GPU of this kind, set up as lowmem/device.py does it; `plain`: as PyTorch finds it, with sums in any order."""
+    workspaces = None if plain else os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES)
+    gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=not plain)
     return DeviceModel(
-        functions=lambda: cuda_ops.CudaFunctions(card.capability, version),
-        hidden_bytes=lambda *operation: temporaries.hidden_bytes(*operation, gpu),
+        functions=partial(cuda_ops.CudaFunctions, card.capability, torch_version),
+        hidden_bytes=partial(temporaries.hidden_bytes, gpu=gpu),
         copied_first=temporaries.COPIED_FIRST,
         products=frozenset(cuda_ops.PRODUCTS),
-        workspace_bytes=cuda_ops.blas_workspace_bytes(card.capability, workspaces, version)
-        + cuda_ops.blaslt_workspace_bytes(version),
+        workspace_bytes=cuda_ops.workspace_bytes(card.capability, workspaces, torch_version),
         allocated=cuda_ops.allocated,
-        seconds=lambda *operation: roofline.operation_seconds(card, *operation),
+        seconds=partial(roofline.operation_seconds, card),
         host_seconds=(roofline.HOST_SECONDS_PER_OPERATION, roofline.HOST_SECONDS_PER_BACKWARD_OPERATION),
         more_host_seconds=dict(_more_host_seconds),
     )

@@ -1,47 +1,76 @@
-"""The table of cards: what kinds of GPU there are, and how fast each is.
+"""The table of cards: which kinds of GPU there are, and how fast each one is.
 
-Rates are dense, with sums in fp32, as PyTorch computes them. What a datasheet promises and what products reach differ
-by card: 0.45 of it on cards that are short of power (T4, L4: 70 W), 0.7 to 0.8 on large ones, nearly all on GeForce.
-`Rate.share` has that figure for square products of 8,192 in PyTorch as others measured it (MEASURED below).
+cards.csv has the cards whose products somebody measured, geforce.csv the other GeForce RTX cards by their data sheets.
+Rates are dense, with sums in fp32, as PyTorch computes them; a `share` is the part of the data sheet's rate that square
+products of 8,192 reach in PyTorch. docs/cuda-memory.md says where the figures come from, and how to add a card.
 
-GeForce cards with tensor cores do such products at half of the rate that is advertised (sums in fp16). Pascal has no
-tensor cores: 16-bit products run on the fp32 units after conversion, also on the P100, whose double rate is for sums
-in fp16 only (tensorflow#15585 explains it). bf16 where the hardware has none is emulated at half the fp32 rate. TF32
-is off, as lowmem.device leaves it.
-
-Every figure here is assumed until a row of experiments measures it. What an operation takes on a card stands in
-roofline.py. This file needs no PyTorch: the stand-in reads it before that can be imported. GeForce RTX cards that were
-not measured stand in geforce.py; their `share`s are those of a measured card of their generation.
+This file needs no PyTorch: the stand-in reads it before PyTorch can be imported.
 """
 
+import csv
 import re
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lowmem.cudasim.geforce import GEFORCE, TENSOR_PER_CLOCK, GeForce, Generation
 from lowmem.errors import InputError
-from lowmem.units import GIB, MIB
+from lowmem.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
     import torch
 
+Capability = tuple[int, int]
 MEMORY_SHARE = 0.8  # of the bandwidth; copies reach 0.89 (mli/transformers-benchmarks#4), reductions less; assumed
-EMULATED_SHARE = 0.5  # bf16 products without bf16 units, of the fp32 rate: P40 0.5, 1080 Ti 0.5, P100 0.7 (MEASURED)
-DUPLEX_SHARE = (
-    0.85  # of one direction's speed while both copy; nvbandwidth saw 0.90 (gen3), 0.49 to 0.71 (gen4), 0.9 (gen5)
-)
+EMULATED_SHARE = 0.5  # bf16 without bf16 units, of the fp32 rate: P40 0.5, 1080 Ti 0.5, P100 0.7 (measured)
+# Of one direction's speed while both directions copy: nvbandwidth saw 0.90 (gen3), 0.49 to 0.71 (gen4), 0.9 (gen5).
+DUPLEX_SHARE = 0.85
+# Bytes per second of a page-locked copy over 16 lanes, alone: 12.4, 25 to 26, 55 to 57 GB/s were seen.
+PCIE_BYTES_PER_SECOND = {3: 12e9, 4: 25e9, 5: 55e9}
+# CUDA does not report all of a board's memory: 245 MiB less for an RTX 3060 and a 2080 Ti, 1.3% for a 3090, 1.5% for a
+# 4090. Data sheets' sizes are reduced by the larger of these two.
+UNREPORTED_BYTES, UNREPORTED_SHARE = 245 * MIB, 0.02
+TENSOR_FLOP_PER_CLOCK = 512  # of a GeForce multiprocessor's tensor cores, with sums in fp32
+# GeForce cards by capability: FLOP per clock of a multiprocessor's fp32 units, and the measured card whose shares are
+# assumed. Nobody measured Blackwell yet.
+GEFORCE = {(7, 5): (128, "rtx2080ti"), (8, 6): (256, "rtx3060"), (8, 9): (256, "rtx4090"), (12, 0): (256, "rtx4090")}
 
-GEN3, GEN4, GEN5 = 12e9, 25e9, 55e9  # bytes/s of a page-locked copy over 16 lanes, alone: 12.4, 25 to 26, 55 to 57 seen
-PCIE = {3: GEN3, 4: GEN4, 5: GEN5}
-# What CUDA does not report of a board's memory: 245 MiB of the RTX 3060 and 2080 Ti below, 1.3 and 1.5% of the 3090 and
-# the 4090.
-KEPT_BYTES, KEPT_SHARE = 245 * MIB, 0.02
-MEASURED = "github.com/zzc0721/torch-performance-test-data: database.md and the issues named"
+
+class Multiprocessor(NamedTuple):
+    """What one multiprocessor holds: resident threads, bytes of shared memory, the most of these for one block,
+    resident blocks."""
+
+    threads: int
+    shared_bytes: int
+    shared_bytes_of_block: int
+    blocks: int
+
+
+MULTIPROCESSORS = {  # NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"
+    (5, 0): Multiprocessor(2048, 64 * KIB, 48 * KIB, 32),
+    (5, 2): Multiprocessor(2048, 96 * KIB, 48 * KIB, 32),
+    (6, 0): Multiprocessor(2048, 64 * KIB, 48 * KIB, 32),
+    (6, 1): Multiprocessor(2048, 96 * KIB, 48 * KIB, 32),
+    (7, 0): Multiprocessor(2048, 96 * KIB, 96 * KIB, 32),
+    (7, 5): Multiprocessor(1024, 64 * KIB, 64 * KIB, 16),
+    (8, 0): Multiprocessor(2048, 164 * KIB, 163 * KIB, 32),
+    (8, 6): Multiprocessor(1536, 100 * KIB, 99 * KIB, 16),
+    (8, 7): Multiprocessor(1536, 164 * KIB, 163 * KIB, 16),
+    (8, 9): Multiprocessor(1536, 100 * KIB, 99 * KIB, 24),
+    (9, 0): Multiprocessor(2048, 228 * KIB, 227 * KIB, 32),
+    (10, 0): Multiprocessor(2048, 228 * KIB, 227 * KIB, 32),
+    (12, 0): Multiprocessor(1536, 100 * KIB, 99 * KIB, 24),
+}
+
+
+def multiprocessor(capability: Capability) -> Multiprocessor:
+    """The multiprocessor of a capability, or of the newest one before it that is in the table."""
+    known = max((listed for listed in MULTIPROCESSORS if listed <= capability), default=min(MULTIPROCESSORS))
+    return MULTIPROCESSORS[known]
 
 
 class Rate(NamedTuple):
-    """`peak`: FLOP/s of the datasheet, dense; `share`: how much of it large products reach."""
+    """`peak`: the data sheet's FLOP/s, dense; `share`: the part of it that large products reach."""
 
     peak: float
     share: float
@@ -55,15 +84,17 @@ class Rate(NamedTuple):
 class Card:
     """One kind of GPU.
 
-    `memory_bytes`: the total that CUDA reports. `rates`: by working precision; "bf16" is absent where the hardware has
-    none. `memory_bytes_per_second`: the datasheet's, of which `memory_share` is reached. `bus_bytes_per_second`: what a
-    page-locked copy reaches in one direction alone. `reported_names`: what torch.cuda.get_device_name says, without
-    "NVIDIA". `source`: of the figures, beside MEASURED. `measured`: whether its shares are its own.
+    memory_bytes:             the total that CUDA reports.
+    rates:                    by precision. A card without bf16 units has no "bf16".
+    memory_bytes_per_second:  the data sheet's. Kernels reach `memory_share` of it.
+    bus_bytes_per_second:     a page-locked copy in one direction, while the other direction is idle.
+    reported_names:           the answers of torch.cuda.get_device_name, without "NVIDIA".
+    measured:                 whether the shares were measured on this card.
     """
 
     name: str
     memory_bytes: int
-    capability: tuple[int, int]
+    capability: Capability
     multiprocessors: int
     rates: dict[str, Rate] = field(hash=False)
     memory_bytes_per_second: float
@@ -75,7 +106,7 @@ class Card:
 
     @property
     def copy_bytes_per_second(self) -> float:
-        """Of each direction while both are at work, as they are in the ring of streamed states."""
+        """Of each direction while both are at work."""
         return self.bus_bytes_per_second * DUPLEX_SHARE
 
     def sustained_flops(self, dtype: "torch.dtype") -> float:
@@ -86,113 +117,54 @@ class Card:
         return self.rates[precision].sustained
 
 
-def _rates(bf16: Rate | None, fp16: Rate, fp32: Rate) -> dict[str, Rate]:
-    return ({} if bf16 is None else {"bf16": bf16}) | {"fp16": fp16, "fp32": fp32}
+def _rows(name: str) -> list[dict[str, str]]:
+    with open(Path(__file__).with_name(name), encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
-_T = 1e12
-CARDS = {
-    card.name: card
-    for card in (
-        Card(
-            "gtx1080ti", 11178 * MIB, (6, 1), 28,
-            _rates(None, Rate(11.3 * _T, 0.71), Rate(11.3 * _T, 0.82)),
-            484e9, GEN3, ("GeForce GTX 1080 Ti",),
-            "NVIDIA GeForce GTX 1080 Ti specifications; 28 SMs at 1,582 MHz; measured: issue 60",
-        ),
-        Card(
-            "rtx2080ti", 11019 * MIB, (7, 5), 68,
-            _rates(None, Rate(53.8 * _T, 0.92), Rate(13.4 * _T, 0.83)),
-            616e9, GEN3, ("GeForce RTX 2080 Ti",),
-            "NVIDIA Turing GPU Architecture whitepaper, reference card (not Founders Edition); measured: issue 181",
-        ),
-        Card(  # the 8 GB edition has the same name and two thirds of the bandwidth
-            "rtx3060", 12044 * MIB, (8, 6), 28,
-            _rates(Rate(25.5 * _T, 0.97), Rate(25.5 * _T, 0.97), Rate(12.7 * _T, 0.63)),
-            360e9, GEN4, ("GeForce RTX 3060",),
-            "28 SMs at 1,777 MHz at the GA102 whitepaper's rates per SM; 12 GB; measured: issue 131",
-        ),
-        Card(
-            "rtx3090", 24260 * MIB, (8, 6), 82,
-            _rates(Rate(71 * _T, 1.0), Rate(71 * _T, 1.0), Rate(35.6 * _T, 0.69)),
-            936e9, GEN4, ("GeForce RTX 3090",),
-            "NVIDIA Ampere GA102 GPU Architecture whitepaper; measured: issue 42 (76 TFLOP/s)",
-        ),
-        Card(
-            "rtx4090", 24217 * MIB, (8, 9), 128,
-            _rates(Rate(165.2 * _T, 0.96), Rate(165.2 * _T, 0.95), Rate(82.6 * _T, 0.64)),
-            1008e9, GEN4, ("GeForce RTX 4090",),
-            "NVIDIA Ada GPU Architecture whitepaper; measured: issue 78",
-        ),
-        Card(
-            "p100", 16280 * MIB, (6, 0), 56,
-            _rates(None, Rate(9.3 * _T, 0.83), Rate(9.3 * _T, 0.90)),
-            732e9, GEN3, ("Tesla P100-PCIE-16GB",),
-            "NVIDIA Tesla P100 PCIe data sheet, 16 GB; measured: issues 164 and 174",
-        ),
-        Card(  # 42 TFLOP/s were seen in bursts; what 70 W sustain is assumed
-            "t4", 15095 * MIB, (7, 5), 40,
-            _rates(None, Rate(65 * _T, 0.45), Rate(8.1 * _T, 0.53)),
-            320e9, GEN3, ("Tesla T4", "T4"),
-            "NVIDIA T4 data sheet (70 W: its rates are not sustained); measured: database.md",
-        ),
-        Card(
-            "l4", 22563 * MIB, (8, 9), 58,
-            _rates(Rate(121 * _T, 0.47), Rate(121 * _T, 0.44), Rate(30.3 * _T, 0.36)),
-            300e9, GEN4, ("L4",),
-            "NVIDIA L4 data sheet, 242 TFLOP/s with sparsity (72 W: not sustained); measured: issue 120",
-        ),
-        Card(
-            "a100", 40442 * MIB, (8, 0), 108,
-            _rates(Rate(312 * _T, 0.70), Rate(312 * _T, 0.67), Rate(19.5 * _T, 0.93)),
-            1555e9, GEN4, ("A100-SXM4-40GB", "A100-PCIE-40GB"),
-            "NVIDIA A100 data sheet, 40 GB; measured: issue 108 (PCIe, 250 W; SXM reaches 0.8); fp32: database.md, and "
-            "kernels of a training step (17.0 to 18.3 TFLOP/s; yyin-dev/cs336-a2, writeup.md)",
-        ),
-        Card(
-            "h100", 81082 * MIB, (9, 0), 132,
-            _rates(Rate(989 * _T, 0.76), Rate(989 * _T, 0.71), Rate(67 * _T, 0.75)),
-            3350e9, GEN5, ("H100 80GB HBM3",),
-            "NVIDIA H100 data sheet, SXM, 1,979 TFLOP/s with sparsity; measured: issue 79",
-        ),
-        Card(
-            "h200", 143156 * MIB, (9, 0), 132,
-            _rates(Rate(989 * _T, 0.78), Rate(989 * _T, 0.74), Rate(67 * _T, 0.75)),
-            4800e9, GEN5, ("H200",),
-            "NVIDIA H200 data sheet, SXM, 141 GB; measured: database.md",
-        ),
-    )
-}  # fmt: skip
+def _capability(text: str) -> Capability:
+    major, minor = text.split(".")
+    return int(major), int(minor)
 
 
-def _card_of(data: GeForce, generation: Generation) -> Card:
-    clocks = data.multiprocessors * data.megahertz * 1e6
-    shares = {precision: rate.share for precision, rate in CARDS[generation.like].rates.items()}
-    memory_bytes = data.gigabytes * GIB
+def _measured(row: dict[str, str]) -> Card:
+    rates = {
+        precision: Rate(float(row[f"{precision}_teraflops"]) * 1e12, float(row[f"{precision}_share"]))
+        for precision in ("bf16", "fp16", "fp32")
+        if row[f"{precision}_share"]
+    }
     return Card(
-        data.name,
-        memory_bytes - max(KEPT_BYTES, int(memory_bytes * KEPT_SHARE)),
-        generation.capability,
-        data.multiprocessors,
-        {
-            precision: Rate(clocks * (generation.fp32_per_clock if precision == "fp32" else TENSOR_PER_CLOCK), share)
-            for precision, share in shares.items()
-        },
-        data.gigabytes_per_second * 1e9,
-        PCIE[generation.pcie] * data.lanes / 16,
-        (f"GeForce RTX {data.reported_name}",),
-        f"techpowerup.com/gpu-specs; shares of the {generation.like}",
-        measured=False,
-    )
+        row["name"], int(row["memory_mib"]) * MIB, _capability(row["capability"]), int(row["multiprocessors"]), rates,
+        float(row["memory_gigabytes_per_second"]) * 1e9, PCIE_BYTES_PER_SECOND[int(row["pcie"])],
+        tuple(row["reported_names"].split("; ")), row["source"],
+    )  # fmt: skip
 
 
-CARDS |= {data.name: _card_of(data, generation) for generation, listed in GEFORCE.items() for data in listed}
+def _from_data_sheet(row: dict[str, str], measured: dict[str, Card]) -> Card:
+    capability, memory_bytes = _capability(row["capability"]), int(row["memory_gib"]) * GIB
+    fp32_flop_per_clock, like = GEFORCE[capability]
+    clocks_per_second = int(row["multiprocessors"]) * int(row["megahertz"]) * 1e6
+    rates = {
+        precision: Rate(clocks_per_second * (fp32_flop_per_clock if precision == "fp32" else TENSOR_FLOP_PER_CLOCK),
+                        rate.share)
+        for precision, rate in measured[like].rates.items()
+    }  # fmt: skip
+    return Card(
+        row["name"], memory_bytes - max(UNREPORTED_BYTES, int(memory_bytes * UNREPORTED_SHARE)), capability,
+        int(row["multiprocessors"]), rates, float(row["memory_gigabytes_per_second"]) * 1e9,
+        PCIE_BYTES_PER_SECOND[int(row["pcie"])] * int(row["lanes"]) / 16, (row["reported_name"],),
+        f"techpowerup.com/gpu-specs; shares of the {like}", measured=False,
+    )  # fmt: skip
+
+
+CARDS = {row["name"]: _measured(row) for row in _rows("cards.csv")}
+CARDS |= {row["name"]: _from_data_sheet(row, CARDS) for row in _rows("geforce.csv")}
 _BY_SHORT_NAME = {name.replace("-", ""): card for name, card in CARDS.items()}
 
 
 def card_named(name: str) -> Card:
-    """The card of a name like ``rtx3090``, ``RTX 4070 Ti SUPER``, ``GeForce RTX 4060 Laptop GPU`` or ``Tesla T4``;
-    InputError for one that is not in CARDS."""
+    """The card that a user calls ``rtx3090``, ``RTX 4070 Ti SUPER``, ``GeForce RTX 4060 Laptop GPU`` or ``Tesla T4``;
+    InputError if the table has none of that name."""
     short = re.sub(r"nvidia|geforce|tesla|gpu|with|design|[^a-z0-9]", "", name.lower())
     if short not in _BY_SHORT_NAME:
         near = ", ".join(_BY_SHORT_NAME[known].name for known in get_close_matches(short, _BY_SHORT_NAME, n=3))
@@ -204,8 +176,8 @@ def card_named(name: str) -> Card:
 
 
 def card_of_name_reported(name: str, memory_bytes: int | None = None) -> Card | None:
-    """The card that torch.cuda.get_device_name calls `name`; None for any that is not exactly one of CARDS (a slice of
-    one, a card for servers). Of several with one name that whose memory is nearest to `memory_bytes`, or the first."""
+    """The card that torch.cuda.get_device_name calls `name`, None if the table has none of exactly that name. If cards
+    share a name, the one whose memory is nearest to `memory_bytes`, or the first."""
     name = name.strip().removeprefix("NVIDIA ").lower()
     found = [card for card in CARDS.values() if name in map(str.lower, card.reported_names)]
     return min(found, key=lambda card: abs(card.memory_bytes - (memory_bytes or card.memory_bytes)), default=None)

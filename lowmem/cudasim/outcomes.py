@@ -1,7 +1,7 @@
-"""What is known of an operation on tensors without data, so that it is not run again for the same shapes.
+"""Outcomes of operations: what is the same whenever an operation has arguments of the same shapes.
 
-An operation's signature is its function with the shapes, strides and dtypes of its arguments. Its outcome says what its
-results look like, what it allocates and how long it takes, whatever the tensors are.
+An operation's signature is its function with the shapes, strides and dtypes of its arguments. Its outcome says how to
+make its results without running it, what it allocates and how long it takes.
 """
 
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from torch.utils._pytree import tree_leaves
 
 from lowmem.cudasim.clock import Span
 
-_RUN, _FIRST = "run", "the first argument"  # in the place of an outcome's results
-_NO_TENSOR = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+Shape = tuple[torch.Size, tuple[int, ...], torch.dtype]  # with strides
+_RUN, _FIRST = "run it", "the first argument"
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is known of an operation on arguments of certain shapes. `results`: Tensor, tuple, list or None, whichever
-    it returns, and the shape, stride and dtype of each tensor in that; _FIRST: its first argument; _RUN: it has to be
-    run, as a view has. `allocated`: which of the results are allocated on the device, in order; `temporaries`: sizes;
-    `spans`: its effect on the clock, in forward and in backward."""
+    """`results`: how to make them: the type that the operation returns with its tensors' shapes, _FIRST, or _RUN.
+    `allocated`: the places of the results that are allocated on the device, in order; `temporaries`: their bytes;
+    `spans`: the effect on the clock in forward and in backward."""
 
-    results: tuple[type | None, list[tuple]] | str
+    results: tuple[type | None, list[Shape]] | str
     allocated: tuple[int, ...]
     temporaries: tuple[int, ...]
     spans: tuple[Span, Span]
@@ -36,16 +36,15 @@ def tensors_in(result) -> list[Tensor]:
 
 @cache
 def is_view(func) -> bool:
-    """Whether an operation returns a view of what it is given and does nothing else, whatever that is: it has to be
-    run, and costs the host the same every time."""
+    """Whether an operation only returns views: it has to be run, but its outcome is always the same."""
     aliases = [returned.alias_info for returned in func._schema.returns]
     only_views = bool(aliases) and not any(alias is None or alias.is_write for alias in aliases)
     return only_views and torch.Tag.inplace_view not in func.tags
 
 
 def signature_of(func, args: tuple, kwargs: dict) -> tuple | None:
-    """What the outcome of an operation depends on; None where that cannot be said: tensors that have data or are of
-    another class, one that is given twice, objects that are neither tensors nor numbers."""
+    """The key of an operation's outcome. None if it has none: arguments with data, one tensor given twice, objects that
+    are neither tensors nor numbers."""
     signature, seen = [func], set()
     if not _add_to_signature(signature, args, seen):
         return None
@@ -65,9 +64,9 @@ def _add_to_signature(signature: list, values: tuple | list, seen: set[int]) -> 
             seen.add(id(value))
             strides = value.stride()
             signature += (value.shape, strides, value.dtype)
-            if 0 in strides:  # how much there is of it
+            if 0 in strides:  # then the shape does not say how many bytes exist
                 signature.append(value.untyped_storage().nbytes())
-        elif kind in _NO_TENSOR:
+        elif kind in _PLAIN:
             signature += (kind, value)
         elif kind is list or kind is tuple:
             signature += (kind, len(value))
@@ -78,8 +77,8 @@ def _add_to_signature(signature: list, values: tuple | list, seen: set[int]) -> 
     return True
 
 
-def results_of(func, args: tuple, kwargs: dict, result) -> tuple[type | None, list[tuple]] | str:
-    """The `results` of an Outcome: what can be made without running it are tensors with a storage each, all of it."""
+def results_of(func, args: tuple, kwargs: dict, result) -> tuple[type | None, list[Shape]] | str:
+    """The `results` of an Outcome. Only tensors that own a whole storage each can be made without running `func`."""
     if torch.Tag.inplace_view in func.tags or is_view(func):
         return _RUN
     if args and result is args[0]:
@@ -103,7 +102,7 @@ def results_of(func, args: tuple, kwargs: dict, result) -> tuple[type | None, li
 
 
 def result_of(outcome: Outcome, func, args: tuple, kwargs: dict):
-    """What `func` returns, of which this outcome is known."""
+    """The result of `func`, which has this outcome."""
     if outcome.results is _RUN:
         return func(*args, **kwargs)
     if outcome.results is _FIRST:
@@ -114,5 +113,5 @@ def result_of(outcome: Outcome, func, args: tuple, kwargs: dict):
     return _made(shapes[0]) if kind is Tensor else kind(map(_made, shapes))
 
 
-def _made(shape: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> Tensor:
+def _made(shape: Shape) -> Tensor:
     return torch.empty_strided(shape[0], shape[1], dtype=shape[2], device="meta")

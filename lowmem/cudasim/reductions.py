@@ -1,16 +1,16 @@
 """The staging buffers of PyTorch's reductions on CUDA: sums over the rows of a matrix, norms, largest entries.
 
-One kernel template does them all (aten/src/ATen/native/cuda/Reduce.cuh). A thread sums one output, or, where there are
-few outputs, a row or a block of threads does. Where that still leaves multiprocessors idle, several blocks share an
-output; each writes what it has to global memory, and the last one to finish adds that up. Such a buffer has a number
+One kernel template does them all (aten/src/ATen/native/cuda/Reduce.cuh). If there are fewer outputs than the card has
+threads, several blocks share an output: each writes a partial result to a buffer, and the last one to finish adds them
+up. The buffer has a number
 
-    for every output x every block that shares it x every thread side by side in a block
+    for every output x every block that shares it x every thread next to each other in a block
 
-(the last factor is waste: only one thread in so many has an output of its own), so it grows with the card: the sum of
-a bias's gradient over 65,536 x 1,280 takes 40 MiB on 28 multiprocessors and 108 MiB on 108.
+so it grows with the card: the sum of a bias's gradient over 65,536 x 1,280 takes 40 MiB on 28 multiprocessors and 108
+MiB on 108. (The last factor is waste: only one thread in so many has an output of its own.)
 
-Read in the header that torch 2.14.1 installs; the order of the loops, which is TensorIterator.cpp's, is inferred. Both
-are held to what the allocator of that release saw on stand-ins for cards from a T4 to an H100 (tests/cuda).
+Read in the header that torch 2.14.1 installs. The order of the loops, TensorIterator.cpp's, is inferred; tests/cuda
+compares both with PyTorch's allocator.
 """
 
 import math
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lowmem.cudasim.multiprocessors import Multiprocessor
+from lowmem.cudasim.gpus import Multiprocessor
 
 _WARP = 32
 _MOST_THREADS = 512  # of a block, divided among the outputs that a thread has
@@ -33,18 +33,12 @@ class _Loop(NamedTuple):
 
 
 def staging_bytes(
-    multiprocessors: int,
-    multiprocessor: Multiprocessor,
-    tensor: Tensor,
-    dims: Iterable[int],
-    sum_bytes: int,
-    result_bytes: int,
-    input_vector: int = 4,
-) -> tuple[int, ...]:
-    """Sizes of the temporaries of the reduction of `tensor`, of any shape, over `dims`: where blocks share an output,
-    of numbers and of counters; where kernels follow each other, of what they hand on. `sum_bytes`: of one partial
-    result; `result_bytes`: of one entry of the result; `input_vector`: how many entries of a row a thread reads at
-    once."""
+    multiprocessors: int, multiprocessor: Multiprocessor, tensor: Tensor, dims: Iterable[int], sum_bytes: int,
+    result_bytes: int, input_vector: int = 4,
+) -> tuple[int, ...]:  # fmt: skip
+    """Sizes of the temporaries of a reduction of `tensor`, of any shape, over `dims`: partial results, counters, and
+    what one kernel hands on to the next. `sum_bytes`: of one partial result; `result_bytes`: of one entry of the
+    result; `input_vector`: entries of a row that a thread reads at once."""
     reduced, kept = _loops(tensor, {dim % tensor.dim() for dim in dims} if tensor.dim() else set())
     if not reduced or not all(loop.size for loop in (*reduced, *kept)):
         return ()
@@ -55,7 +49,7 @@ def staging_bytes(
 
 
 def _parts(offset: int, reduced: list[_Loop], kept: list[_Loop], entry_bytes: int) -> Iterator[tuple]:
-    """Offset and loops of one kernel each: those that reach over 2 GiB are cut in halves, at the longest loop."""
+    """Offset and loops of each kernel: loops that reach over 2 GiB are cut in halves, at the longest one."""
     loops = [*reduced, *kept]
     reach = [(loop.size - 1) * loop.stride for loop in loops]
     if 1 + sum(reach) * entry_bytes < 2**31:
@@ -69,14 +63,9 @@ def _parts(offset: int, reduced: list[_Loop], kept: list[_Loop], entry_bytes: in
 
 
 def _buffers(
-    multiprocessors: int,
-    multiprocessor: Multiprocessor,
-    offset: int,
-    reduced: list[_Loop],
-    kept: list[_Loop],
-    sum_bytes: int,
-    input_vector: int,
-) -> tuple[int, ...]:
+    multiprocessors: int, multiprocessor: Multiprocessor, offset: int, reduced: list[_Loop], kept: list[_Loop],
+    sum_bytes: int, input_vector: int,
+) -> tuple[int, ...]:  # fmt: skip
     inputs, outputs = math.prod(loop.size for loop in reduced), math.prod(loop.size for loop in kept)
     along_rows = not kept or reduced[0].stride < kept[0].stride
     width, height = (inputs, outputs) if along_rows else (outputs, inputs)
@@ -91,23 +80,23 @@ def _buffers(
     block_width, block_height = _block(width, height, _MOST_THREADS // output_vector)
 
     step_of_inputs, step_of_outputs = (block_width, 1) if along_rows else (1, block_width)
-    if _up(inputs, step_of_inputs) < min(block_height * 16, _MOST_VALUES):
-        return ()  # a thread has few enough values not to share them with its block
-    values = _up(inputs, step_of_inputs * block_height)
-    grid = _up(outputs // output_vector, step_of_outputs)
+    if _quotient(inputs, step_of_inputs) < min(block_height * 16, _MOST_VALUES):
+        return ()  # a thread has too few values to share them with its block
+    values = _quotient(inputs, step_of_inputs * block_height)
+    grid = _quotient(outputs // output_vector, step_of_outputs)
     resident = multiprocessors * (multiprocessor.threads // (block_width * block_height))
     if values < _MOST_VALUES or grid > resident:
         return ()
-    blocks = min(max(_up(resident, grid), _up(values, _MOST_VALUES)), _up(values, _FEWEST_VALUES))
+    blocks = min(max(_quotient(resident, grid), _quotient(values, _MOST_VALUES)), _quotient(values, _FEWEST_VALUES))
     if blocks == 1:
         return ()
-    side_by_side = 1 if along_rows else block_width * output_vector
-    return sum_bytes * outputs * blocks * side_by_side, 4 * grid
+    in_a_row = 1 if along_rows else block_width * output_vector
+    return sum_bytes * outputs * blocks * in_a_row, 4 * grid
 
 
 def _loops(tensor: Tensor, dims: set[int]) -> tuple[list[_Loop], list[_Loop]]:
     """The loops over `tensor`'s entries, reduced ones and kept ones, the fastest first: as TensorIterator orders them
-    and makes one of those that follow each other in memory."""
+    and merges those that follow each other in memory."""
     all_loops = [_Loop(*loop) for loop in zip(tensor.shape, tensor.stride(), strict=True)]
     reduced = [loop for dim, loop in enumerate(all_loops) if dim in dims and loop.size != 1]
     kept = [loop for dim, loop in enumerate(all_loops) if dim not in dims and loop.size != 1]
@@ -115,8 +104,7 @@ def _loops(tensor: Tensor, dims: set[int]) -> tuple[list[_Loop], list[_Loop]]:
 
 
 def _in_order(loops: list[_Loop]) -> list[_Loop]:
-    """By stride, with TensorIterator's insertion sort: a stride of 0 is neither before another one nor behind it."""
-    loops = list(loops)
+    """By stride, with TensorIterator's insertion sort: a stride of 0 compares with nothing."""
     for place in range(1, len(loops)):
         for before in range(place - 1, -1, -1):
             first, second = loops[before], loops[place]
@@ -141,7 +129,7 @@ def _merged(loops: list[_Loop]) -> list[_Loop]:
 
 
 def _block(width: int, height: int, threads: int) -> tuple[int, int]:
-    """Threads side by side, and rows of them."""
+    """Threads in a row, and rows of them."""
     most_width, most_height = _power_of_two(min(width, threads)), _power_of_two(min(height, threads))
     block_height = min(most_height, threads // min(most_width, _WARP))
     return min(most_width, threads // block_height), block_height
@@ -152,6 +140,6 @@ def _power_of_two(number: int) -> int:
     return 1 << max(0, number.bit_length() - 1)
 
 
-def _up(number: int, divisor: int) -> int:
-    """The quotient, rounded up."""
+def _quotient(number: int, divisor: int) -> int:
+    """Rounded up."""
     return -(-number // divisor)

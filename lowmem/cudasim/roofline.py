@@ -1,18 +1,14 @@
-"""How long a GPU works on an operation, without one at hand.
+"""How long a GPU works on an operation: a roofline.
 
-The model is a roofline: an operation takes as long as its arithmetic or its memory traffic, whichever is longer, and
-never less than a kernel's start and end.
+An operation takes as long as its arithmetic or its memory traffic, whichever is longer, plus a kernel's start and end:
 
     seconds = KERNEL_SECONDS + max(flops / (sustained flops x share of the card in use), bytes / (bandwidth x share))
 
-FLOPs are those of matrix products and attention; everything else is taken to be bound by memory: it reads each input
-once and writes each output once. A card's sustained rate is that of large square products (gpus.py); at training's
-shapes the rest is lost to tiles that do not divide and to multiprocessors without one (`_share_in_use`), checked
-against others' figures for products of 1,024 and 2,048.
+Matrix products and attention count FLOPs. All operations read each input once and write each output once. A card's
+sustained rates are those of large square products (gpus.py); `_share_in_use` says what smaller ones lose.
 
-Every constant here is assumed until a row of experiments measures it; tests/published holds them against whole steps
-that others measured. The model's use is to order plans; expect its seconds to be off by a third. Left out: clocks that
-fall as a card warms, cache hits, kernels that read an input twice (layer norm's backward), the cost of determinism.
+Every constant is assumed until a measurement replaces it; tests/published compares whole steps that others measured.
+Seconds order plans; they may be off by a third. docs/cuda-memory.md says what the model leaves out.
 """
 
 import math
@@ -23,15 +19,16 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from lowmem.cudasim.cuda_ops import MATRIX_PRODUCTS
 from lowmem.cudasim.gpus import Card
 
 HOST_SECONDS_PER_OPERATION = 10e-6  # Python, dispatcher and launch of an eager forward operation; assumed
 HOST_SECONDS_PER_BACKWARD_OPERATION = 6e-6  # the same from autograd's C++ engine; assumed
 KERNEL_SECONDS = 2e-6  # a kernel's start and end on the GPU; assumed
-# Fused attention against a large product on the same card: which kernel, whether on Hopper: forward, backward; tiles on
-# the diagonal of causal attention count whole. For heads of 64, from 2,048 tokens on:
+# Speed of fused attention, relative to a large product on the same card: (kernel, on Hopper): (forward, backward). A
+# tile on the diagonal of causal attention counts whole. For heads of 64, from 2,048 tokens on:
 # flash: RTX 4090 0.90, 0.61 (apache/tvm, tl_doc/flash_perf.md), RTX A5000 0.93, 0.8 (gpu-mode/ring-attention#10). These
-#   kernels are made for Ampere and leave the product instructions of Hopper unused: H100 0.38, 0.37 (arXiv:2407.08608).
+#   kernels are made for Ampere and do not use the product instructions of Hopper: H100 0.38, 0.37 (arXiv:2407.08608).
 # efficient: of flash's speed 0.6 to 0.8, 0.3 to 0.5 (Dao-AILab/flash-attention#416); on Hopper what makes steps of
 #   16,384 tokens as much longer as on an H200 (NVIDIA/cudnn-frontend, benchmark/Llama-3.2-1B-Training).
 ATTENTION_SHARES = {
@@ -42,27 +39,42 @@ ATTENTION_SHARES = {
 }
 _ATTENTION_TILE = 128  # tokens
 UNALIGNED_SHARE = 0.7  # 16-bit products with a size that 8 does not divide: 116 of 156 TFLOP/s in pytorch#181718
-# The pieces of a product that one multiprocessor computes at a time. In fp32 half a piece is as fast for its size, as
-# the kernels of a training step on an A100 show (ampere_sgemm_128x64_tn: 17.0 TFLOP/s; yyin-dev/cs336-a2, writeup.md).
-# Tensor cores would wait for what smaller pieces read.
+# The tiles of a product that one multiprocessor computes at a time. In fp32 half a tile is as fast for its size: the
+# kernels of a training step on an A100 show it (ampere_sgemm_128x64_tn: 17.0 TFLOP/s; yyin-dev/cs336-a2, writeup.md).
+# Tensor cores would wait for the inputs of smaller tiles.
 _TILES = ((128, 128),)
 _FP32_TILES = ((128, 128), (128, 64), (64, 128))
 _SMALLEST_TILE = 16
 _SMALLEST_SPLIT = 256  # terms of a sum that are worth a multiprocessor of their own
 
+_aten = torch.ops.aten
+# By operator: kernel of ATTENTION_SHARES, 0 forward or 1 backward, place of the query among the arguments, and how
+# many products over the width of query and key, and over the width of the value, there are.
+_ATTENTION = {
+    getattr(_aten, f"_scaled_dot_product_{name}{suffix}"): (kernel, *numbers)
+    for name, kernel in (
+        ("flash_attention", "flash"), ("efficient_attention", "efficient"), ("cudnn_attention", "flash"),
+        ("flash_attention_for_cpu", "flash"),
+    )
+    for suffix, *numbers in (("", 0, 0, 1, 1), ("_backward", 1, 1, 3, 2))
+}  # fmt: skip
+_NO_KERNEL = ("empty", "new_empty", "_unsafe_view", "_local_scalar_dense")  # beginnings of names
+_OVERWRITES = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_"}
+_COPY_FIRST = {"masked_fill"}  # the input is copied, and the copy then changed in place (TensorAdvancedIndexing.cpp)
+_GATHERS = {"embedding", "gather", "index", "index_select"}
+_SCATTERS = {"scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_", "_index_put_impl_"}
+
 
 def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> float:
-    """Seconds that the GPU works on an aten operation, 0 where it has no kernel (views, empty tensors, `.item()`).
-
-    `args`, `kwargs` and `result` are the call's; their tensors need no data. Costs about 5 microseconds.
-    """
+    """Seconds that the GPU works on an aten operation; 0 if it has no kernel (views, empty tensors, `.item()`). The
+    tensors need no data. Costs about 5 microseconds."""
     traffic = _traffic(func)
     if traffic is None:
         return 0.0
     seconds = _bytes_moved(traffic, args, kwargs, result) / (card.memory_bytes_per_second * card.memory_share)
     packet = func._overloadpacket
-    if packet in PRODUCTS:
-        first = PRODUCTS[packet]
+    first = 0 if packet is _aten._grouped_mm else MATRIX_PRODUCTS.get(packet)
+    if first is not None:
         seconds = max(seconds, _product_seconds(card, args[first], args[first + 1]))
     elif packet in _ATTENTION:
         seconds = max(seconds, _attention_seconds(card, func, args, kwargs))
@@ -70,34 +82,6 @@ def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwar
         flops = flop_registry[packet](*args, **kwargs, out_val=result)
         seconds = max(seconds, flops / card.sustained_flops(args[0].dtype))
     return KERNEL_SECONDS + seconds if seconds else 0.0
-
-
-_aten = torch.ops.aten
-# Where the two matrices stand among the arguments.
-PRODUCTS = {
-    _aten.mm: 0,
-    _aten.bmm: 0,
-    _aten.addmm: 1,
-    _aten.addmm_: 1,
-    _aten.baddbmm: 1,
-    _aten.baddbmm_: 1,
-    _aten._grouped_mm: 0,
-}
-# Whose share of ATTENTION_SHARES, forward or backward; where query, key and value stand; and how many products over
-# (head size of query and key, of value) there are.
-_ATTENTION = {
-    getattr(_aten, f"_scaled_dot_product_{kind}{suffix}"): (like, backward, first, products)
-    for kind, like in (
-        ("flash_attention", "flash"), ("efficient_attention", "efficient"), ("cudnn_attention", "flash"),
-        ("flash_attention_for_cpu", "flash"),
-    )
-    for suffix, backward, first, products in (("", 0, 0, (1, 1)), ("_backward", 1, 1, (3, 2)))
-}  # fmt: skip
-_NO_KERNEL = ("empty", "new_empty", "_unsafe_view", "_local_scalar_dense")  # beginnings of names
-_OVERWRITES = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_"}
-_COPY_FIRST = {"masked_fill"}  # the input is copied, and the copy then changed in place (TensorAdvancedIndexing.cpp)
-_GATHERS = {"embedding", "gather", "index", "index_select"}
-_SCATTERS = {"scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_", "_index_put_impl_"}
 
 
 class _Traffic(NamedTuple):
@@ -120,12 +104,10 @@ def _traffic(func: torch._ops.OpOverload) -> _Traffic | None:
         return None
     once = name in _OVERWRITES
     times = [1 if not write or once or a.is_out else 2 for a, write in zip(schema.arguments, written, strict=True)]
-    results = 0 if aliases else 1
-    if name in _COPY_FIRST:
-        results = 3
-    if name in _GATHERS:  # the rows that are read, not the table
+    results = 3 if name in _COPY_FIRST else 0 if aliases else 1
+    if name in _GATHERS:  # reads the rows, not the table
         times[0], results = 0, 2
-    if name in _SCATTERS:  # what is put somewhere is read, and its place is read and written; the rest is not touched
+    if name in _SCATTERS:  # reads the new values, reads and writes their places, and does not touch the rest
         times = [0] + [3] * (len(times) - 1)
     return _Traffic(tuple(times), dict(zip((a.name for a in schema.arguments), times, strict=True)), results)
 
@@ -138,19 +120,17 @@ def _bytes_moved(traffic: _Traffic, args: tuple, kwargs: dict, result: Any) -> i
 
 
 def _bytes_of(value: Any, seen: set[int]) -> int:
-    """Of the tensors in `value` that are not `seen`; of an expanded one, only what exists."""
+    """Of the tensors in `value` that are not `seen`. Of an expanded tensor only what exists counts."""
     if isinstance(value, Tensor):
         if id(value) in seen:
             return 0
         seen.add(id(value))
         return min(value.nbytes, value.untyped_storage().nbytes())
-    if isinstance(value, list | tuple):
-        return sum(_bytes_of(one, seen) for one in value)
-    return 0
+    return sum(_bytes_of(one, seen) for one in value) if isinstance(value, list | tuple) else 0
 
 
 def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
-    """`left` [(B,) M, K] times `right` [(B,) K, N]; where one of them alone has a B, M, K or N is cut into B groups."""
+    """`left` [(B,) M, K] times `right` [(B,) K, N]; if only one of them has a B, M, K or N is cut into B groups."""
     batch = left.shape[0] if left.dim() == right.dim() == 3 else 1
     rows, terms, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     flops = 2 * batch * rows * terms * columns
@@ -166,34 +146,33 @@ def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
 def _share_in_use(
     multiprocessors: int, batch: int, rows: int, columns: int, terms: int, tile: tuple[int, int]
 ) -> float:
-    """Which part of the card a product of [rows, terms] and [terms, columns] keeps busy.
+    """The part of the card that a product of [rows, terms] and [terms, columns] keeps busy.
 
-    The result is computed in tiles, one per multiprocessor at a time: the edges of tiles that stand over are lost, and
-    so are the multiprocessors that have none in the last round. Where there are fewer tiles than multiprocessors, long
-    sums are split among several (split-K).
+    Each multiprocessor computes one tile of the result at a time. Lost are the parts of tiles beyond the edges, and the
+    multiprocessors without a tile in the last round. If there are fewer tiles than multiprocessors, several share a
+    long sum (split-K).
     """
-    height, width = _fitting(rows, tile[0]), _fitting(columns, tile[1])
+    height, width = _tile_side(rows, tile[0]), _tile_side(columns, tile[1])
     tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
     splits = max(1, min(multiprocessors // tiles, terms // _SMALLEST_SPLIT))
     rounds = math.ceil(tiles * splits / multiprocessors)
     return batch * rows * columns * splits / (rounds * multiprocessors * height * width)
 
 
-def _fitting(size: int, tile: int) -> int:
-    """The side of a tile of at most `tile` for `size` rows or columns."""
-    return min(tile, max(_SMALLEST_TILE, 1 << (size - 1).bit_length()))
+def _tile_side(size: int, largest: int) -> int:
+    return min(largest, max(_SMALLEST_TILE, 1 << (size - 1).bit_length()))
 
 
 def _attention_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> float:
-    """Fused attention over query [B, H, T, E], key and value; no tiles above the diagonal where it is causal."""
-    like, backward, first, (over_query, over_value) = _ATTENTION[func._overloadpacket]
+    """Fused attention over query [B, H, T, E], key and value; without the tiles above the diagonal if it is causal."""
+    kernel, backward, first, over_query, over_value = _ATTENTION[func._overloadpacket]
     query, key, value = args[first : first + 3]
     inner = over_query * query.shape[3] + over_value * value.shape[3]
     flops = 2 * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * inner
     position = _position_of_causal(func)
     if args[position] if position < len(args) else kwargs.get("is_causal", False):
         flops *= 0.5 * (1 + min(1.0, _ATTENTION_TILE / key.shape[2]))
-    share = ATTENTION_SHARES[like, card.capability[0] == 9 and query.dtype.itemsize == 2][backward]
+    share = ATTENTION_SHARES[kernel, card.capability[0] == 9 and query.dtype.itemsize == 2][backward]
     return flops / (card.sustained_flops(query.dtype) * share)
 
 

@@ -1,68 +1,71 @@
-"""What a piece of code allocates and frees, as a `Tape`, and what a GPU makes of that.
+"""A `Tape`: what a piece of code allocates and frees, in order; and what a GPU makes of that.
 
-`under_cap` gives the tape to the model of CUDA's allocator (allocator.py): the code fits if, and only if, that run
-completes. `named_at_peak` and `most_bytes` count the bytes that were asked for, without an allocator.
+`under_cap` replays a tape through the model of CUDA's allocator (allocator.py): the code fits under a cap exactly if
+that run completes. `named_at_peak` and `most_bytes` count the bytes that were asked for, without an allocator.
+
+A tape consists of chunks. Chunks that were replayed share their list of operations: the tape refers to it and says
+where the numbers of its storages begin.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from lowmem import device
 from lowmem.cudasim.allocator import CachingAllocator
+from lowmem.device import expandable_segments as environment_expands
 
-FREED = -1  # in the place of a size
+FREED = -1  # stands in the place of a size
 Operation = tuple[int, int, str]  # storage, bytes or FREED, name
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Operations on storages numbered from `base`; -1 - n is the n-th storage from `earlier_base`, which belongs to
-    another region (to a forward, for a backward). `seconds`: the GPU's clock when the chunk began."""
+    """Operations whose storages count from `base`. A negative storage -1 - n was born outside: it is the n-th from
+    `earlier_base`. `seconds`: the GPU's clock at the start."""
 
     operations: list[Operation]
     base: int
     earlier_base: int
     seconds: float
 
+    def number(self, storage: int) -> int:
+        return self.base + storage if storage >= 0 else self.earlier_base - 1 - storage
+
 
 @dataclass
 class Tape:
-    """A record in chunks; iterating gives (storage, bytes or FREED, name), each storage a number of its own."""
+    """Iterating gives (storage, bytes or FREED, name), with a number of its own for each storage."""
 
     chunks: list[Chunk] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Operation]:
         for chunk in self.chunks:
-            base, earlier = chunk.base, chunk.earlier_base
             for storage, size, name in chunk.operations:
-                yield (base + storage if storage >= 0 else earlier - 1 - storage), size, name
+                yield chunk.number(storage), size, name
 
     def peak_bytes(self, rounding: int = 1) -> int:
-        """The most that lived at once, every size rounded up to a multiple of `rounding`. Operations that stand on the
-        tape many times are looked at once."""
-        sizes: dict[int, int] = {}  # of what is alive between two chunks
-        summaries: dict[tuple[int, bool], tuple[int, int, list]] = {}
+        """The most bytes that lived at once, each size rounded up to a multiple of `rounding`."""
+        sizes: dict[int, int] = {}  # of the storages that are alive between two chunks
+        summaries: dict[int, tuple[int, int, list, list]] = {}  # of operations that stand on the tape several times
         now = peak = 0
         for chunk in self.chunks:
-            key = id(chunk.operations), bool(chunk.base)
+            key = id(chunk.operations)
             if not chunk.base or key not in summaries:
                 summaries[key] = _summary(chunk, sizes, rounding)
-            change, highest, survivors, spent = summaries[key]
+            change, highest, left, ended = summaries[key]
             peak = max(peak, now + highest)
             now += change
-            for storage, size in survivors:
-                sizes[chunk.base + storage] = size
-            for storage in spent:
-                del sizes[chunk.base + storage if storage >= 0 else chunk.earlier_base - 1 - storage]
+            sizes.update((chunk.base + storage, size) for storage, size in left)
+            for storage in ended:
+                del sizes[chunk.number(storage)]
         return peak
 
 
 def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
-    """Of a chunk: bytes at its end and at its highest point, above those at its beginning; which storages, with their
-    sizes, it leaves behind; and which of those that were there it frees."""
+    """Bytes at the chunk's end and at its highest point, relative to its start. Then its storages that stay alive, with
+    their sizes, and the earlier storages that it frees."""
     own: dict[int, int] = {}
-    spent = []
+    ended = []
     now = highest = 0
     for storage, size, _ in chunk.operations:
         if size != FREED:
@@ -72,15 +75,15 @@ def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, i
         elif storage in own:
             now -= own.pop(storage)
         else:
-            spent.append(storage)
-            now -= sizes[chunk.base + storage if storage >= 0 else chunk.earlier_base - 1 - storage]
-    return now, highest, list(own.items()), spent
+            ended.append(storage)
+            now -= sizes[chunk.number(storage)]
+    return now, highest, list(own.items()), ended
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a tape takes of a GPU. `at_peak`: bytes by name at the peak of what is allocated, which they add up to;
-    `timeline`: (seconds, allocated, reserved), the most of every stretch of the tape."""
+    """What a tape takes of a GPU. `at_peak`: bytes by name when most is allocated, which add up to that peak;
+    `timeline`: for each chunk (seconds, most bytes allocated, most bytes reserved)."""
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
@@ -89,37 +92,51 @@ class Memory:
 
 
 def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None) -> Memory:
-    """What `tape` takes of a GPU whose allocator is capped; SimulatedOutOfMemory where it does not complete.
-    `expandable_segments`: None for what the environment says."""
-    grow = device.expandable_segments() if expandable_segments is None else expandable_segments
-    allocator = CachingAllocator(expandable_segments=grow, limit_bytes=limit_bytes)
+    """Replays `tape` on a GPU whose allocator is capped; SimulatedOutOfMemory if it does not complete.
+    `expandable_segments`: None means as the environment says."""
+    expands = environment_expands() if expandable_segments is None else expandable_segments
+    allocator = CachingAllocator(expandable_segments=expands, limit_bytes=limit_bytes)
     allocate, free = allocator.allocate, allocator.free
     handles: dict[int, int] = {}
-    peak = reserved_peak = peak_chunk = 0
     timeline = []
-    for index, chunk in enumerate(tape.chunks):
+    for chunk in tape.chunks:
         allocator.reset_peaks()
         base, before_base = chunk.base, chunk.earlier_base - 1
         for storage, size, _ in chunk.operations:
-            number = base + storage if storage >= 0 else before_base - storage
+            number = base + storage if storage >= 0 else before_base - storage  # chunk.number, but this loop is hot
             if size == FREED:
                 free(handles.pop(number))
             else:
                 handles[number] = allocate(size)
-        if allocator.peak_allocated_bytes > peak:
-            peak, peak_chunk = allocator.peak_allocated_bytes, index
-        reserved_peak = max(reserved_peak, allocator.peak_reserved_bytes)
         timeline.append((chunk.seconds, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes))
-    return Memory(peak, reserved_peak, _by_name(tape, peak_chunk, peak), timeline)
+    peaks = [allocated for _, allocated, _ in timeline] or [0]
+    at_peak = named_at_peak(Tape(tape.chunks[: peaks.index(max(peaks)) + 1]), max(peaks))
+    return Memory(max(peaks), max((reserved for *_, reserved in timeline), default=0), at_peak, timeline)
 
 
-def named_at_peak(tape: Tape) -> dict[str, int]:
-    """Bytes by name, largest first, at the tape's peak; sizes as asked for."""
-    return _by_name(tape, len(tape.chunks), tape.peak_bytes())
+def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
+    """Bytes by name, largest first, when most bytes are asked for. What `peak_bytes` is larger than their sum is called
+    "rounding": blocks are larger than tensors."""
+    live: dict[int, tuple[int, str]] = {}
+    by_name: dict[str, int] = {}
+    at_peak: dict[str, int] = {}
+    now = most = 0
+    for storage, size, name in tape:
+        if size == FREED:
+            size, name = live.pop(storage)
+            size = -size
+        else:
+            live[storage] = (size, name)
+        by_name[name] = by_name.get(name, 0) + size
+        now += size
+        if now > most:
+            most, at_peak = now, dict(by_name)
+    at_peak["rounding"] = 0 if peak_bytes is None else peak_bytes - most
+    return {name: size for name, size in sorted(at_peak.items(), key=lambda item: -item[1]) if size}
 
 
 def most_bytes(tape: Tape, name: str, below_bytes: float = math.inf) -> int:
-    """The most that storages of this name, each of fewer than `below_bytes`, ever take together; sizes as asked for."""
+    """The most bytes that storages of this name take together; only those of fewer than `below_bytes` each count."""
     live: dict[int, int] = {}
     now = most = 0
     for storage, size, called in tape:
@@ -130,22 +147,3 @@ def most_bytes(tape: Tape, name: str, below_bytes: float = math.inf) -> int:
             now += size
             most = max(most, now)
     return most
-
-
-def _by_name(tape: Tape, peak_chunk: int, peak_bytes: int) -> dict[str, int]:
-    """Bytes by name, largest first, at the tape's peak; what blocks are larger than tensors is "rounding"."""
-    live: dict[int, tuple[int, str]] = {}
-    by_name: dict[str, int] = {}
-    now = most = 0
-    for storage, size, name in Tape(tape.chunks[: peak_chunk + 1]):
-        if size == FREED:
-            size, name = live.pop(storage)
-            size = -size
-        else:
-            live[storage] = (size, name)
-        by_name[name] = by_name.get(name, 0) + size
-        now += size
-        if now > most:
-            most, at_peak = now, dict(by_name)
-    at_peak["rounding"] = peak_bytes - most
-    return {name: size for name, size in sorted(at_peak.items(), key=lambda item: -item[1]) if size}

@@ -1,17 +1,9 @@
-"""What a CUDA kernel of PyTorch's takes from the caching allocator and gives back before it returns.
+"""Temporaries: what a CUDA kernel of PyTorch's takes from the caching allocator and gives back before it returns.
 
-`hidden_bytes` is the table of these temporaries, by operator: copies that a kernel makes of its operands, sums in fp32,
-staging buffers, sorted indices. An operator that is not in the table has none, or less than 1 KiB.
-
-Each entry names the file that is responsible, below aten/src/ATen/native. Headers were read in torch 2.14.1; attention,
-embedding and layer norm in copies of unknown dates close to that; softmax, products, indexing and logsumexp were not
-read, but inferred from the sequence of allocations. tests/cuda holds the table, and every operation of a simulated
-step, to what the allocator of 2.14.1 saw on the stand-in, as cards from a T4 to an H100. "Assumed" says
-what no such card can show.
-
-Left out: what sorting and scanning (CUB) take beside their second buffers, 2% of those; embeddings of few words where
-sums need no order; out= tensors of products in which neither rows nor columns follow each other; the rest of
-reductions of 2 GiB and more, which several kernels make (some are off by a fraction).
+They are copies of operands, sums in fp32, staging buffers, sorted indices. TEMPORARIES is the table by operator; an
+operator that is not in it takes less than 1 KiB. Each entry names its source below aten/src/ATen/native. tests/cuda
+compares all of them with PyTorch's own allocator. docs/cuda-memory.md says how each was found and what is left out;
+"assumed" marks figures that no test can show.
 """
 
 import math
@@ -22,11 +14,13 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from lowmem.cudasim.multiprocessors import Capability, Multiprocessor, multiprocessor
+from lowmem.cudasim.cuda_ops import MATRIX_PRODUCTS
+from lowmem.cudasim.gpus import Capability, Multiprocessor, multiprocessor
 from lowmem.cudasim.reductions import staging_bytes
 
 _aten = torch.ops.aten
 _16_BIT = (torch.float16, torch.bfloat16)
+_WIDE = 8  # 16-bit entries that a thread of a sum reads at once
 
 
 @dataclass(frozen=True)
@@ -43,9 +37,8 @@ class Gpu:
 
 
 def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int, ...]:
-    """Sizes of the temporaries that `func`, an aten overload with these arguments and this result, has on CUDA: alive
-    together, and beside its results, which are there first (but see COPIED_FIRST). Nothing for most, and for tensors on
-    the CPU."""
+    """Sizes of the temporaries of `func`, an aten overload, on CUDA. They live at the same time, and are allocated
+    after the results (but see COPIED_FIRST). Empty for tensors on the CPU."""
     if func not in TEMPORARIES or (args[0].is_cpu and not isinstance(args[0], FakeTensor)):
         return ()
     return tuple(size for size in TEMPORARIES[func](gpu, result, *args, **kwargs) if size)
@@ -59,7 +52,7 @@ def _bytes(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
-# --- attention
+# --- attention: query [B, H, T, D], key and value [B, H or fewer, T, D]
 
 
 def _copies(*tensors: Tensor) -> tuple[int, ...]:
@@ -67,13 +60,20 @@ def _copies(*tensors: Tensor) -> tuple[int, ...]:
     return _bytes(*(tensor for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()))
 
 
+def _ungrouped(query, key, value) -> tuple[int, ...]:
+    """The gradients of keys and values for each query head, before those of a group of heads are added up."""
+    B, H, _, D = query.shape
+    entries = B * H * key.shape[2]
+    return (entries * D * key.itemsize, entries * value.shape[-1] * key.itemsize) if key.shape[1] != H else ()
+
+
 def _flash_width(D: int) -> int:
     return _up(D, 32 if D <= 128 else 64)
 
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
-    """transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv: few (sequence, head, 64 queries) split the keys
-    instead."""
+    """transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv: if there are few (sequence, head, 64 queries),
+    blocks split the keys."""
     B, H, T, D = query.shape
     if dropout_p > 0:
         return ()
@@ -96,33 +96,24 @@ def _splits(blocks: int, slots: int, key_blocks: int) -> int:
 
 
 def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__):
-    """transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: dq in fp32, once per split of the keys where sums have an
-    order."""
+    """transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: dq in fp32; if deterministic, once per split of the keys."""
     B, H, T, D = query.shape
     rows = B * H * _up(T, 128)
     splits = -(-gpu.multiprocessors // (B * H)) if gpu.deterministic else 1
-    return *_copies(grad_out, out), rows * 4, splits * rows * _flash_width(D) * 4, *_of_every_head(query, key, value)
-
-
-def _of_every_head(query, key, value) -> tuple[int, ...]:
-    """The gradients of keys and values before those of a group of queries are added up."""
-    B, H, _, D = query.shape
-    entries = B * H * key.shape[2]
-    return (entries * D * key.itemsize, entries * value.shape[-1] * key.itemsize) if key.shape[1] != H else ()
+    return *_copies(grad_out, out), rows * 4, splits * rows * _flash_width(D) * 4, *_ungrouped(query, key, value)
 
 
 def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
-    """transformers/cuda/mem_eff_attention/kernel_forward.h: heads wider than 128 are summed in fp32 outside the
-    registers."""
+    """transformers/cuda/mem_eff_attention/kernel_forward.h: sums of heads wider than 128 do not fit into registers."""
     B, H, T, D = query.shape
     wide = max(D, value.shape[-1]) > 128 and query.dtype in _16_BIT
     return (B * H * T * value.shape[-1] * 4,) if wide else ()
 
 
 def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> tuple[int, int, bool]:
-    """Queries and keys that the backward kernel works on at a time, and whether dk and dv of those stay in registers:
-    the first kernel of transformers/cuda/mem_eff_attention/kernels/cutlassB.h that is made for heads of this `width`
-    and fits into shared memory. The bytes that one asks for were read off its launches (Volta's assumed)."""
+    """Queries and keys that the backward kernel works on at a time, and whether their dk and dv stay in registers.
+    PyTorch takes the first kernel of transformers/cuda/mem_eff_attention/kernels/cutlassB.h for heads of this `width`
+    that fits into shared memory. The bytes that a kernel asks for were read off its launches (Volta's assumed)."""
     half, shared = dtype in _16_BIT, gpu.multiprocessor.shared_bytes_of_block
     if width <= 64:
         return 64, 64, half
@@ -159,18 +150,18 @@ def _efficient_backward(
         per_head += -(-T // queries) * -(-D // keys) * (4 + queries * keys)  # dq, and a lock per tile
     rows = B * H * T * 4
     while_running = rows, B * H * _up(per_head, 4) * 4
-    before = ()  # the sums of grad_out x out, which only 16-bit kernels take themselves
+    before = ()  # the sums of grad_out x out, which only 16-bit kernels compute themselves
     if not half or (sums_of_dk_and_dv and (7, 0) <= gpu.capability < (7, 5)):
         sums = rows if H == 1 else 2 * rows  # those of several heads are transposed
         before = rows * width * (1 if query.dtype is torch.float32 else 3), sums
-    return *_copies(grad_out), *_of_every_head(query, key, value), *max(before, while_running, key=sum)
+    return *_copies(grad_out), *_ungrouped(query, key, value), *max(before, while_running, key=sum)
 
 
-# --- other operators that take more than their results
+# --- softmax, embeddings, norms, indexing, products
 
 
 def _safe_softmax(gpu: Gpu, result, weights, *_, **__):
-    """transformers/attention.cpp: which weights are minus infinity, and which rows are so throughout, as bools."""
+    """transformers/attention.cpp: bools: which weights are minus infinity, and which rows are so throughout."""
     return weights.numel(), weights.numel() // max(1, weights.shape[-1])
 
 
@@ -180,7 +171,7 @@ def _softmax_backward(gpu: Gpu, result, gradient, output, *_, **__):
 
 
 def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
-    """cuda/Embedding.cu and EmbeddingBackwardKernel.cu: from 3,073 lookups on they are sorted, and runs of up to ten of
+    """cuda/Embedding.cu and EmbeddingBackwardKernel.cu: more than 3,072 lookups are sorted, and runs of up to ten of
     one word are summed in fp32."""
     lookups = indices.numel()
     copy = () if gradient.is_contiguous() else _bytes(gradient)
@@ -192,28 +183,24 @@ def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
     return *copy, *(entries * indices.itemsize for entries in tables), partial_runs * gradient.shape[-1] * 4
 
 
-def _norm_backward(gpu: Gpu, result, gradient, shape: list[int], weights: int):
-    """cuda/layer_norm_kernel.cu: above 65,536 rows, where few columns leave multiprocessors idle, blocks of rows are
-    summed first, then those sums; for each of `weights` vectors."""
-    columns, rows = math.prod(shape), gradient.numel() // math.prod(shape)
-    if rows <= 64 * 1024 or columns // 32 >= gpu.multiprocessors // 2:
-        return ()
-    blocks = min(64 * 1024 // 2 // -(-columns // 32), -(-rows // 32))
-    sums = gradient.new_empty(blocks, columns, device="meta")
-    sum_of_sums = columns * gradient.itemsize  # takes the place of a result
-    return *_bytes(sums) * weights, sum_of_sums, *_reduced(gpu, sums, (0,), gradient.itemsize, vector=_WIDE)
+def _norm_backward(weights: int) -> Callable:
+    """cuda/layer_norm_kernel.cu: with more than 65,536 rows, and so few columns that multiprocessors would idle, blocks
+    of rows are summed first, then those sums; for each of `weights` vectors."""
 
+    def temporaries(gpu: Gpu, result, gradient, input, shape: list[int], *_, **__):
+        columns, rows = math.prod(shape), gradient.numel() // math.prod(shape)
+        if rows <= 64 * 1024 or columns // 32 >= gpu.multiprocessors // 2:
+            return ()
+        blocks = min(64 * 1024 // 2 // -(-columns // 32), -(-rows // 32))
+        sums = gradient.new_empty(blocks, columns, device="meta")
+        sum_of_sums = columns * gradient.itemsize  # takes the place of a result
+        return *_bytes(sums) * weights, sum_of_sums, *_reduced(gpu, sums, (0,), gradient.itemsize, vector=_WIDE)
 
-def _layer_norm_backward(gpu: Gpu, result, gradient, input, shape, mean, rstd, weight, bias, *_, **__):
-    return _norm_backward(gpu, result, gradient, shape, 2)
-
-
-def _rms_norm_backward(gpu: Gpu, result, gradient, input, shape, *_, **__):
-    return _norm_backward(gpu, result, gradient, shape, 1)
+    return temporaries
 
 
 def _index(gpu: Gpu, result, tensor, indices, *_, **__):
-    """TensorAdvancedIndexing.cpp: indices whose strides differ once they are as large as one another are copied, in 64
+    """TensorAdvancedIndexing.cpp: indices whose strides differ once they are expanded to one shape are copied, in 64
     bits."""
     indices = [index for index in indices if index is not None]
     if len(indices) < 2 or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
@@ -225,8 +212,8 @@ def _index(gpu: Gpu, result, tensor, indices, *_, **__):
 
 
 def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
-    """cuda/Indexing.cu, index_put_with_sort_kernel, where sums have an order: places, sorted, and where they came from.
-    Larger sorts have second buffers too; CUB takes one byte for those that need none."""
+    """cuda/Indexing.cu, index_put_with_sort_kernel, if deterministic: places, sorted, and where they came from. Larger
+    sorts have second buffers; CUB takes one byte for those that need none."""
     if not gpu.deterministic:
         return ()
     table = index.numel() * 8
@@ -234,24 +221,22 @@ def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
 
 
 def matrix_product(gpu: Gpu, result, *matrices: Tensor, **_):
-    """cuda/Blas.cpp, prepare_matrix_for_cublas: matrices of which neither rows nor columns follow each other."""
-    return _bytes(*(matrix for matrix in matrices if matrix.dim() > 1 and not _one_after_the_other(matrix)))
+    """cuda/Blas.cpp, prepare_matrix_for_cublas: copies of matrices with gaps in both rows and columns."""
+    return _bytes(*(matrix for matrix in matrices if matrix.dim() > 1 and not _fits_cublas(matrix)))
 
 
-def _one_after_the_other(matrix: Tensor) -> bool:
+def _fits_cublas(matrix: Tensor) -> bool:
     (rows, columns), (row, column) = matrix.shape[-2:], matrix.stride()[-2:]
     if matrix.is_contiguous() or matrix.mT.is_contiguous():
-        return True  # also where a size of 1 has another stride
+        return True  # also if a size of 1 has another stride
     return (column == 1 and row >= max(1, columns)) or (row == 1 and column >= max(1, rows))
 
 
 # --- reductions
 
-_WIDE = 8  # entries of 16 bit that a sum's thread reads at once
-
 
 def _reduced(gpu: Gpu, tensor: Tensor, dims, result_bytes: int, partial_bytes: int | None = None, vector: int = 4):
-    """Of one run of the kernel; a partial result has at least 4 bytes unless `partial_bytes` says otherwise."""
+    """Of one run of the kernel. A partial result has at least 4 bytes unless `partial_bytes` says otherwise."""
     dims = range(tensor.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     partial = max(4, tensor.itemsize) if partial_bytes is None else partial_bytes
     vector = vector if tensor.itemsize == 2 else 4
@@ -259,16 +244,12 @@ def _reduced(gpu: Gpu, tensor: Tensor, dims, result_bytes: int, partial_bytes: i
 
 
 def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
-    """cuda/ReduceSumProdKernel.cu and ReduceMomentKernel.cu: sums and means. Entries of another dtype than the result
-    are copied first, unless they are of 16 bit and it is fp32."""
+    """cuda/ReduceSumProdKernel.cu and ReduceMomentKernel.cu: sums and means. Entries of another dtype than the result's
+    are copied first, but 16-bit entries of an fp32 result are not."""
     if tensor.dtype is result.dtype or (tensor.dtype in _16_BIT and result.dtype is torch.float32):
         return _reduced(gpu, tensor, dims, result.itemsize, vector=_WIDE)
     copy = torch.empty_like(tensor, dtype=result.dtype, device="meta")
     return *_bytes(copy), *_reduced(gpu, copy, dims, result.itemsize, vector=_WIDE)
-
-
-def _whole_sum(gpu: Gpu, result, tensor, **_):
-    return _sum(gpu, result, tensor)
 
 
 def _norm(gpu: Gpu, result, tensor, order=2, dims=None, *_, **__):
@@ -276,7 +257,7 @@ def _norm(gpu: Gpu, result, tensor, order=2, dims=None, *_, **__):
     return _reduced(gpu, tensor, dims, result.itemsize)
 
 
-def _largest(gpu: Gpu, result, tensor, dims=None, *_, **__):
+def _extreme(gpu: Gpu, result, tensor, dims=None, *_, **__):
     """cuda/ReduceMaxValuesKernel.cu and ReduceMinValuesKernel.cu."""
     return _reduced(gpu, tensor, dims, result.itemsize, tensor.itemsize)
 
@@ -287,8 +268,7 @@ def _log_sum_exp(gpu: Gpu, result, tensor, dims, *_, **__):
     return *_bytes(result), *_bytes(copy), *_reduced(gpu, copy, dims, result.itemsize, vector=_WIDE)
 
 
-# Whose temporaries are copies of operands, made before there is a result.
-COPIED_FIRST = frozenset({_aten.index.Tensor})
+COPIED_FIRST = frozenset({_aten.index.Tensor})  # their temporaries are copies of operands, made before the result
 TEMPORARIES: dict[torch._ops.OpOverload, Callable] = {
     _aten._scaled_dot_product_flash_attention.default: _flash_forward,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
@@ -297,24 +277,22 @@ TEMPORARIES: dict[torch._ops.OpOverload, Callable] = {
     _aten._safe_softmax.default: _safe_softmax,
     _aten._softmax_backward_data.default: _softmax_backward,
     _aten.embedding_dense_backward.default: _embedding_backward,
-    _aten.native_layer_norm_backward.default: _layer_norm_backward,
-    _aten._fused_rms_norm_backward.default: _rms_norm_backward,
+    _aten.native_layer_norm_backward.default: _norm_backward(weights=2),
+    _aten._fused_rms_norm_backward.default: _norm_backward(weights=1),
     _aten.index.Tensor: _index,
     _aten.scatter_add.default: _scatter_add,
     _aten.scatter_add_.default: _scatter_add,
-    _aten.sum.default: _whole_sum,
+    _aten.sum.default: _sum,
     _aten.sum.dim_IntList: _sum,
-    _aten.mean.default: _whole_sum,
+    _aten.mean.default: _sum,
     _aten.mean.dim: _sum,
     _aten.linalg_vector_norm.default: _norm,
-    _aten.amax.default: _largest,
-    _aten.amin.default: _largest,
+    _aten.amax.default: _extreme,
+    _aten.amin.default: _extreme,
     _aten.logsumexp.default: _log_sum_exp,
     **{
-        overload: matrix_product
-        for product in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
-        for overload in (product.default, product.out)
+        getattr(packet, overload): matrix_product
+        for packet in MATRIX_PRODUCTS
+        for overload in {"default", "out"} & set(packet.overloads())
     },
-    _aten.addmm_.default: matrix_product,
-    _aten.baddbmm_.default: matrix_product,
 }

@@ -1,16 +1,11 @@
-"""Which part of a rendered conversation the assistant wrote: what is trained.
+"""Finds the assistant's part of a rendered conversation, which is trained on.
 
-Where the chat template marks it with {% generation %}, it is that. Otherwise it is found by rendering less of the
-conversation. Of an answer,
+If the chat template marks it with {% generation %}, it is that part. Otherwise less of the conversation is rendered:
 
-- `before` is the conversation up to it, with the prompt for an answer: what the model is given when it is to answer;
-- `after` is the conversation up to its end;
-- what `after` has beyond `before`, its end-of-turn token included, is what the model writes.
+    before   the messages up to an answer, with the prompt for an answer: the model's input in inference
+    after    the messages up to the end of the answer; `after` without `before` is the model's output
 
-Templates may write a turn differently once others follow. Phi-3 ends the text, not the turn, with the end-of-text
-token; gpt-oss ends an old turn with <|end|> and the last with <|return|>; Qwen3 and DeepSeek-R1 drop the reasoning of
-old turns. A turn is then looked for where `before` ends in the whole text, and it is found if what stands there, up to
-an end-of-turn token, is an ending of the turn in `after`. Where that fails, the last turn alone is trained.
+Templates that write a turn differently once others follow are in docs/data.md.
 """
 
 import itertools
@@ -27,7 +22,7 @@ from lowmem.errors import InputError
 
 class Answers:
     """Finds the assistant's answers in conversations that the tokenizer's chat template writes, and counts those
-    conversations of which something is not trained."""
+    conversations in which something is not trained on."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.template = ChatTemplate(tokenizer)
@@ -40,7 +35,7 @@ class Answers:
 
     @property
     def notes(self) -> list[str]:
-        """What has to be said of the conversations that were read."""
+        """Remarks on the conversations so far, for the log."""
         alone = f"{self._last_alone:,} of them on the last answer alone, since the chat template rewrites earlier ones"
         reasoning = (
             f"the chat template leaves out the reasoning of the last answer in {self._without_reasoning:,} of them; "
@@ -49,8 +44,8 @@ class Answers:
         return [alone] * (self._last_alone > 0) + [reasoning] * (self._without_reasoning > 0)
 
     def segments(self, conversation: Conversation, everything: bool) -> Segments:
-        """The conversation as text; trained is what the assistant writes in answer, or `everything`. Raises InputError
-        where the template refuses the conversation or hides who wrote what."""
+        """The conversation as text; the assistant's answers are trained, or `everything`. Raises InputError if the
+        template refuses the conversation or the answers cannot be found."""
         text, marked = self.template.render(conversation)
         self.template.check(conversation, text)
         self._without_reasoning += not all(part in text for part in conversation.last_reasoning)
@@ -64,7 +59,7 @@ class Answers:
         return [segment for segment in [*segments, (text[start:], False)] if segment[0]]
 
     def _marked(self, conversation: Conversation, marked: list[Span]) -> list[Span]:
-        """Those of the `marked` spans that are of answers to be trained on."""
+        """The `marked` spans of answers that are trained on."""
         if len(conversation.answers) == sum(message["role"] == "assistant" for message in conversation.messages):
             return marked
         spans, seen = [], 0
@@ -89,7 +84,7 @@ class Answers:
         return turns[-1:]
 
     def _turn(self, conversation: Conversation, text: str, index: int) -> Span | None:
-        """Where in `text` the answer `index` is, its end-of-turn token included; None where that cannot be told."""
+        """The span of answer `index` in `text`, its end-of-turn token included; None if it is not found."""
         start = self._start(conversation, text, index)
         rendered = self._rendered(conversation, index + 1)
         if start is None or rendered is None:
@@ -99,7 +94,7 @@ class Answers:
         if end is None or end < start:
             return None
         if self.template.end_of_turn == "":
-            # GLM-4: what ends a turn in inference is the token that begins the next one.
+            # GLM-4: in inference, the token that begins the next turn ends this one.
             stop = self._special.search(text, end)
             end = stop.end() if stop and not text[end : stop.start()].strip() else end
         return start, end
@@ -110,11 +105,11 @@ class Answers:
             return len(asked[0])
         if not asked or not unasked or not text.startswith(unasked[0]):
             return None
-        return self._agreement(asked[0], text)  # the prompt begins a reasoning, which old turns are without
+        return self._agreement(asked[0], text)  # the prompt begins a reasoning, which old turns do not have
 
     def _end(self, text: str, start: int, after: str) -> int | None:
-        """The end of the turn that begins at `start`: the text up to some special token is an ending of the turn in
-        `after`, but for special tokens. Those that follow it in both are part of it, or else the first in `text`."""
+        """The end of the turn that begins at `start`. Special tokens that follow it in `text` and in `after` belong to
+        it; if there are none in both, the first one in `text` does."""
         if not after.startswith(text[:start]):
             return None
         turn = after[start:]
@@ -130,13 +125,13 @@ class Answers:
         return None
 
     def _agreement(self, one: str, other: str) -> int:
-        """How many characters the two have in common at their beginning, special tokens counted whole."""
+        """The length of the longest common beginning that cuts no special token."""
         length = len(os.path.commonprefix([one, other]))
         cut = next((token for token in self._special.finditer(one) if token.start() < length < token.end()), None)
         return cut.start() if cut else length
 
     def _rendered(self, conversation: Conversation, count: int, ask: bool = False) -> tuple[str, list[Span]] | None:
-        """The first `count` messages as text; None where the template refuses them without the others."""
+        """The first `count` messages as text; None if the template refuses them without the others."""
         try:
             return self.template.render(conversation, count, ask)
         except InputError:

@@ -1,28 +1,12 @@
-"""From tokens to batches: rows without hidden state, labels that say what is trained.
+"""From tokens to batches: rows of tokens, and labels that say which tokens are trained.
 
-Text is **packed**: every document is followed by an end-of-text token, all are laid end to end and cut into rows of
-T inputs; row r reads tokens rT .. rT + T, so neighbouring rows share one token (the last label of one is the first
-input of the next) and no prediction is lost. Attention crosses document ends inside a row, as when GPT-2 was trained,
-unless a document mask is asked for: then positions restart after each end-of-text token, and nobody is asked to predict
-the first token of a document from the end of the one before.
+Text is **packed**: documents end to end, cut into rows of T inputs. Row r reads tokens rT to rT + T, so no prediction
+is lost. **Examples** (conversations, prompts with completions) are one per row, padded on the right; `pack` says how
+much padding is computed (docs/data.md). The labels of padding are -100, by position and not by id.
 
-**Examples** (conversations, prompts with completions) are one per row, padded on the right. Right padding needs no
-attention mask: attention is causal, so no real token sees what stands after it, and the outputs at padding are not
-trained (label -100, set by position: the padding id may be the end-of-text id, and the true end-of-text is trained all
-the same). How much of the padding is computed is `pack`'s to say:
-
-    padded   all of it, up to the longest row of the batch
-    sorted   little: micro-batches are rows of about the same length (core/batch.py)
-    packed   little: the examples of a batch are laid into as few rows as may be, longest first, each into the first row
-             that has room; attention does not leave an example, and positions restart with it
-
-A batch has the same examples in all three, and a loss that is the mean over the same tokens, so the gradients are equal
-but for rounding, and for dropout, whose numbers are drawn in a micro-batch's shape.
-
-A batch is a pure function of (seed, step). Epoch e is a permutation drawn from a generator seeded with (seed, e);
-nothing remembers a position, so a resumed run reads exactly what the uninterrupted one would have read. Several texts
-are mixed within an epoch, each as often as its weight says: a weight of 2 is every row twice, one of 0.5 every other
-row, and the other half in the epoch after.
+A batch is a pure function of (seed, step), so a resumed run reads the same rows. Epoch e is a permutation drawn from a
+generator seeded with (seed, e). Several texts are mixed within an epoch. With a weight of 2 every row comes twice, with
+one of 0.5 every other row, and the other half in the next epoch.
 """
 
 import functools
@@ -37,10 +21,12 @@ from lowmem.core.batch import Batch
 from lowmem.core.loss import IGNORED as IGNORED_LABEL
 from lowmem.data.documents import Documents
 
+PADDED, SORTED, PACKED = "padded", "sorted", "packed"
+
 
 class Rows:
-    """`documents` cut into rows of at most `seq` inputs. `name`: what a user calls them; `weight`: how often each row
-    is in an epoch."""
+    """`documents` cut into rows of at most `seq` inputs. `name`: the text that the user gave; `weight`: how often each
+    row is in an epoch."""
 
     def __init__(self, name: str, documents: Documents, seq: int, weight: float = 1.0):
         self.name, self.documents, self.seq, self.weight = name, documents, seq, weight
@@ -50,12 +36,12 @@ class Rows:
 
     @property
     def sizes(self) -> np.ndarray:
-        """The inputs of each row."""
+        """The number of inputs of each row."""
         documents = self.documents
         return np.full(self.count, self.seq) if documents.packed else np.asarray(documents.lengths) - 1
 
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens (int64) and which of them are trained (bool): a row's inputs and, one further, its labels."""
+        """A row's tokens (int64) and which of them are trained (bool): its inputs and one more, the last label."""
         if self.documents.packed:
             tokens = self.documents.tokens[row * self.seq : (row + 1) * self.seq + 1]
             return tokens.astype(np.int64), np.ones(self.seq + 1, bool)
@@ -63,7 +49,7 @@ class Rows:
         return self.documents.tokens[span].astype(np.int64), self.documents.trained[span]
 
     def where(self, row: int) -> list[str]:
-        """Where the texts of a row were read: ["a.jsonl:17-23", "book.txt at 41.20%"]."""
+        """The places of a row's texts: ["a.jsonl:17-23", "book.txt at 41.20%"]."""
         if not self.documents.packed:
             return self.documents.where(slice(row, row + 1))
         start = row * self.seq
@@ -74,8 +60,8 @@ class Rows:
         return names
 
     def of_epoch(self, epoch: int, seed: int, part: int) -> np.ndarray:
-        """The rows that are in that epoch, in no particular order: the next `in_epoch` of all rows, passed through
-        again and again. A pass that epochs share is shuffled, by (seed, pass, which `part` of the mixture this is)."""
+        """The rows of an epoch, in no particular order. Passes over all rows are laid end to end, and each epoch has
+        the next `in_epoch` rows. A pass that epochs share is shuffled by (seed, pass, `part` of the mixture)."""
         found = []
         place, end = epoch * self.in_epoch, (epoch + 1) * self.in_epoch
         while place < end:
@@ -88,9 +74,6 @@ class Rows:
         return np.concatenate(found)
 
 
-PADDED, SORTED, PACKED = "padded", "sorted", "packed"
-
-
 class Batches:
     """A deterministic sequence of batches of `batch_rows` rows of `parts`, all cut to the same length.
 
@@ -100,24 +83,21 @@ class Batches:
     (PADDED, SORTED or PACKED) for examples.
     """
 
+    remarks: tuple[str, ...] = ()  # for the description of the data
+
     def __init__(
-        self,
-        parts: Sequence[Rows],
-        batch_rows: int,
-        seed: int | None,
-        end_of_text: int,
-        document_mask: bool = False,
-        fixed: bool = False,
-        pack: str = SORTED,
-    ):
+        self, parts: Sequence[Rows], batch_rows: int, seed: int | None, end_of_text: int, document_mask: bool = False,
+        fixed: bool = False, pack: str = SORTED,
+    ):  # fmt: skip
         self.parts, self.batch_rows, self.seed, self.end_of_text = tuple(parts), batch_rows, seed, end_of_text
         self.document_mask, self.fixed, self.pack = document_mask, fixed, pack
-        self._starts = np.cumsum([0, *(part.count for part in parts)])  # a row's number counts those of parts before
+        self.row_tokens = self.parts[0].seq if parts else 0
+        self._starts = np.cumsum([0, *(part.count for part in parts)])  # row numbers go through all parts
         self.rows = int(self._starts[-1]) if seed is None else sum(part.in_epoch for part in parts)
-        self._order = functools.lru_cache(maxsize=2)(self._epoch)  # what is cached can always be made again
+        self._order = functools.lru_cache(maxsize=2)(self._epoch)
 
     def __len__(self) -> int:
-        """Batches that hold every row of an epoch."""
+        """The number of batches that hold every row of an epoch."""
         return math.ceil(self.rows / self.batch_rows)
 
     @property
@@ -127,54 +107,49 @@ class Batches:
     def batch(self, step: int) -> Batch:
         """The batch of optimizer step `step`, counted from 0."""
         chosen = self._rows_of(step)
-        contents = [part.read(row) for part, row in chosen]  # of each, its last token is only a label
+        contents = [part.read(row) for part, row in chosen]  # the last token of each is only a label
         sizes = [len(tokens) - 1 for tokens, _ in contents]
         seq = self.parts[0].seq
         ragged = self.pack != PADDED and not all(part.documents.packed for part, _ in chosen)
         masked = self.document_mask and any(part.documents.packed for part in self.parts)
         places, lengths = [(row, 0) for row in range(len(sizes))], sizes
         if ragged and self.pack == PACKED:
-            places, lengths = _laid_into_rows(sizes, seq)
+            places, lengths = _first_fit(sizes, seq)
             masked = True
         input_ids = np.full((len(lengths), seq if ragged else max(lengths)), self.end_of_text, np.int64)
         labels = np.full_like(input_ids, IGNORED_LABEL)
-        starts = np.zeros(input_ids.shape, bool)  # the first positions of documents, but for those that begin a row
+        starts = np.zeros(input_ids.shape, bool)  # the first positions of documents, except at the start of a row
         for (part, _), (tokens, trained), (row, first) in zip(chosen, contents, places, strict=True):
             span = slice(first, first + len(tokens) - 1)
             input_ids[row, span] = tokens[:-1]
             labels[row, span] = np.where(trained, tokens, IGNORED_LABEL)[1:]
             starts[row, first] = first > 0
-            if part.documents.packed and self.document_mask:  # an example is one document, whatever is in it
+            if part.documents.packed and self.document_mask:  # an example is one document
                 ends = tokens[:-1] == self.end_of_text
                 labels[row, span][ends] = IGNORED_LABEL
                 starts[row, span][1:] = ends[:-1]
-        real = _tensor(np.array(lengths)) if ragged else None
-        if not masked:
-            return Batch(_tensor(input_ids), _tensor(labels), lengths=real)
-        positions = np.arange(input_ids.shape[1])
-        return Batch(
-            _tensor(input_ids),
-            _tensor(labels),
-            _tensor(positions - np.maximum.accumulate(np.where(starts, positions, 0), axis=1)),
-            _tensor(np.cumsum(starts, axis=1, dtype=np.int32)),
-            real,
-        )
+        batch = [input_ids, labels, None, None, np.array(lengths) if ragged else None]
+        if masked:
+            positions = np.arange(input_ids.shape[1])
+            batch[2] = positions - np.maximum.accumulate(np.where(starts, positions, 0), axis=1)
+            batch[3] = np.cumsum(starts, axis=1, dtype=np.int32)
+        return Batch(*(None if one is None else _tensor(one) for one in batch))
 
     def typical_lengths(self) -> list[int] | None:
-        """Of the rows of a batch that is like all of an epoch's rows together, longest first. None where all rows are
-        full, or computed as if they were."""
+        """The row lengths, longest first, of a batch with the average mix of an epoch. None if all rows are full, or
+        computed as if they were."""
         if self.pack == PADDED or all(part.documents.packed for part in self.parts):
             return None
         if self.fixed:
             lengths = self.batch(0).lengths
             return None if lengths is None else sorted(lengths.tolist(), reverse=True)
         in_epoch = [part.count if self.seed is None else part.in_epoch for part in self.parts]
-        of_parts = [_spread_alike(part.sizes, count) for part, count in zip(self.parts, in_epoch, strict=True)]
-        lengths = _spread_alike(np.concatenate(of_parts), self.batch_rows)[::-1].tolist()
-        return sorted(_laid_into_rows(lengths, self.parts[0].seq)[1], reverse=True) if self.pack == PACKED else lengths
+        of_parts = [_quantiles(part.sizes, count) for part, count in zip(self.parts, in_epoch, strict=True)]
+        lengths = _quantiles(np.concatenate(of_parts), self.batch_rows)[::-1].tolist()
+        return sorted(_first_fit(lengths, self.parts[0].seq)[1], reverse=True) if self.pack == PACKED else lengths
 
     def where(self, step: int) -> list[str]:
-        """Where the texts of training batch `step` were read, in its order."""
+        """The places of the texts of training batch `step`, in its order."""
         return list(dict.fromkeys(name for part, row in self._rows_of(step) for name in part.where(row)))
 
     def _rows_of(self, step: int) -> list[tuple[Rows, int]]:
@@ -198,14 +173,14 @@ class Batches:
         return np.concatenate(rows)[_permutation(self.rows, self.seed, epoch)]
 
 
-def _spread_alike(sizes: np.ndarray, count: int) -> np.ndarray:
-    """`count` sizes that are spread as all are, the smallest first: their quantiles."""
+def _quantiles(sizes: np.ndarray, count: int) -> np.ndarray:
+    """`count` sizes with the same distribution, the smallest first."""
     return np.sort(sizes)[((np.arange(count) + 0.5) / count * len(sizes)).astype(int)]
 
 
-def _laid_into_rows(sizes: Sequence[int], seq: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Where pieces of these sizes go, as (row, first position), in rows of `seq`, and how full each row is: the longest
-    first, each into the first row that has room (first-fit decreasing; at most 11/9 of the fewest rows plus one)."""
+def _first_fit(sizes: Sequence[int], seq: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """The (row, first position) of pieces of these sizes in rows of `seq`, and how full each row is. The longest comes
+    first, each into the first row with room (first-fit decreasing: at most 11/9 of the fewest rows plus one)."""
     places, filled, rows = [(0, 0)] * len(sizes), np.zeros(len(sizes), np.int64), 0
     for piece in np.argsort([-size for size in sizes], kind="stable"):
         row = int(np.argmax(filled[: rows + 1] <= seq - sizes[piece]))  # the first that is true; a new row is empty
@@ -216,7 +191,7 @@ def _laid_into_rows(sizes: Sequence[int], seq: int) -> tuple[list[tuple[int, int
 
 
 def _permutation(count: int, *seeds: int) -> np.ndarray:
-    # RandomState and not default_rng: numpy promises that its stream never changes, so old runs can be resumed.
+    # numpy promises that RandomState's stream never changes (default_rng's may), so old runs can be resumed.
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds))).permutation(count)
 
 

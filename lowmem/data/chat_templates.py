@@ -1,12 +1,12 @@
 """Chat templates: from a conversation to one text, as the model is given it in inference.
 
-A chat template is a Jinja program that belongs to the tokenizer. Nothing is added to its text by the tokenizer. What
-differs from `tokenizer.apply_chat_template` are four things that files of conversations need:
+A chat template is a Jinja program that belongs to the tokenizer. `ChatTemplate` differs from
+`tokenizer.apply_chat_template` in four points.
 
-- Training again must read the same text on any day, so templates that ask for today's date are told the same one.
-- Where the author marked what the assistant generates, with {% generation %}, those spans come with the text.
-- Templates of models that see take content in lists of parts alone, and get it so.
-- DeepSeek's templates read tool calls in an older form, which they get if they fail at the usual one.
+- Templates that ask for today's date always get the same one, so that training again reads the same text.
+- The spans that the author marked with {% generation %} are returned with the text.
+- Templates of vision models take content as a list of parts, and get it so.
+- DeepSeek's templates take tool calls in an older form, and get it if they fail with the usual one.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from lowmem.text_files import read_text
 
 Span = tuple[int, int]  # of characters
 
-TODAY = datetime.date(2024, 7, 26)  # the date that Llama's templates take where they cannot ask for one
+TODAY = datetime.date(2024, 7, 26)  # the default date in Llama's templates
 _ASKS_FOR_THE_DATE = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 _MARKS_GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 _QUESTION, _ANSWER = "a question", "an answer"
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
-    """Give the tokenizer the template in `file`; it is exported with the model. Raises InputError."""
+    """Gives the tokenizer the template in `file`, which is exported with the model. Raises InputError."""
     try:
         template = read_text(Path(file)).replace("\r\n", "\n").replace("\r", "\n")
     except InputError as error:
@@ -45,14 +45,17 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
         render_jinja_template([[{"role": "user", "content": _QUESTION}]], chat_template=template)
     except jinja2.TemplateSyntaxError as error:
         raise InputError(f"--chat-template {file}:{error.lineno}: not a Jinja template ({error.message})") from error
-    except Exception:  # whether it suits the conversations is known when there are some
+    except Exception:  # it may not take this conversation, but those of the data
         pass
     tokenizer.chat_template = template
 
 
 class ChatTemplate:
-    """The chat template of `tokenizer`. `note` is said of it in the log. `end_of_turn`: what it writes after the last
-    answer, "" where it writes nothing, as few do; None where that is not known."""
+    """The chat template of `tokenizer`.
+
+    note         a remark for the log
+    end_of_turn  the text that it writes after the last answer: "" for nothing, None if unknown
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -68,12 +71,12 @@ class ChatTemplate:
         self.end_of_turn = text.rpartition(_ANSWER)[2].strip() if _ANSWER in text else None
 
     def render(self, conversation: Conversation, count: int | None = None, ask: bool = False) -> tuple[str, list[Span]]:
-        """The first `count` messages (None: all) as text, with the prompt for an answer where the assistant is to
-        `ask`ed for one, and the spans that are marked as generated. Raises InputError where the template does."""
+        """The text of the first `count` messages (None: all), and the spans that are marked as generated. `ask`: with
+        the prompt for an answer. Raises InputError if the template raises an error."""
         messages = conversation.messages[:count]
         try:
             return self._write(messages, conversation.tools, ask)
-        except Exception as error:  # a template is a program of the model's author; it raises what it likes
+        except Exception as error:  # a template is a program and may raise anything
             if any("tool_calls" in message for message in messages):
                 with contextlib.suppress(Exception):
                     return self._write(list(map(_with_older_tool_calls, messages)), conversation.tools, ask)
@@ -83,11 +86,11 @@ class ChatTemplate:
             ) from error
 
     def check(self, conversation: Conversation, text: str) -> None:
-        """Raises InputError where `text`, which was rendered, cannot be written as UTF-8 or lacks calls of tools or
-        what they returned: many templates know none."""
+        """Raises InputError if the rendered `text` cannot be written as UTF-8, or lacks tool calls or their results:
+        many templates know no tools."""
         encodable(text, conversation.where, "the conversation")
         calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
-        if calls and conversation.tools:  # a name may be in the text merely because the tools are listed
+        if calls and conversation.tools:  # the list of tools also has the names
             with contextlib.suppress(InputError):
                 text, _ = self.render(replace(conversation, tools=None))
         parts = [call["function"]["name"] for call in calls]
@@ -120,11 +123,12 @@ def _in_parts(message: Message) -> Message:
 
 
 def _with_older_tool_calls(message: Message) -> Message:
-    """`message` with the arguments of its tool calls as text, and a content of None beside them."""
+    """`message` with the arguments of its tool calls as text, and a content of None next to them."""
     if "tool_calls" not in message:
         return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    calls = [(call, call["function"]) for call in message["tool_calls"]]
+    calls = [
+        {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+        for call, function in calls
+    ]
     return {"content": None, **message, "tool_calls": calls}

@@ -1,20 +1,8 @@
 """From a row to a conversation: messages as the chat templates of Hugging Face's models expect them.
 
 A message is {"role": ..., "content": ...}; its role is system, user, assistant or tool, or another one that the chat
-template names. Its other keys (`tool_calls`, `tool_call_id`, `name`, `reasoning_content`) reach the template unchanged.
-Three ways of writing conversations are understood:
-
-| columns | whose |
-|---|---|
-| `messages`; `content` a text or a list of parts, {"type": "text", "text": ...}; `tool_calls`, `weight` 0 | OpenAI's |
-| `conversations` of `from` and `value` (or of `role` and `content`) | ShareGPT's |
-| `prompt` and `completion`, both lists of messages | TRL's |
-
-An answer whose `weight` is 0, or whose `loss`, `train` or `training` is false or 0, is not trained on.
-
-A column `tools` beside them lists the functions that may be called, as JSON schemas or as that list written as text.
-OpenAI's older names are understood, too: `functions` for that column, `function_call` in a message for its one call.
-The text of a `system` column becomes the first message if the conversation has no system message.
+template names. Its other keys (`tool_calls`, `name`, `reasoning_content`, ...) reach the template unchanged. OpenAI's,
+ShareGPT's and TRL's ways of writing conversations are understood (docs/data.md).
 """
 
 from dataclasses import dataclass
@@ -28,18 +16,18 @@ from lowmem.text_files import parse_json
 Message = dict[str, Any]
 
 _ROLES = {  # other names of roles, in lower case and without a colon at the end
-    **dict.fromkeys(("system", "user", "assistant", "tool")),
+    **{role: role for role in ("system", "user", "assistant", "tool")},
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "chatbot", "model", "ai", "bard", "bing"), "assistant"),
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("observation", "function_response", "function", "tool_response", "ipython"), "tool"),
     "developer": "system",
 }
-_KEPT_IF_NAMED = ("developer", "ipython")  # a chat template that names one of these may know both names
-_CALLS = ("function_call", "tool_call")  # roles whose text is one function call or a list of calls, in JSON
-_TRAINED = ("loss", "train", "training", "weight")  # keys of messages that say whether an answer is trained on
-_NOT_TRAINED, _IS_TRAINED = (0, False, "0", "false"), (None, 1, True, "1", "true")  # their values
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
+_KEPT_IF_NAMED = ("developer", "ipython")  # Templates with one of these may know both names.
+_CALLS = ("function_call", "tool_call")  # The text of these roles is function calls in JSON.
+_TRAINED = ("loss", "train", "training", "weight")  # Keys that say whether an answer is trained on.
+_NOT_TRAINED, _IS_TRAINED = (0, False, "0", "false"), (None, 1, True, "1", "true")  # Their values.
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # The names in transformers.
 
 
 class UntrainableRow(InputError):
@@ -48,8 +36,7 @@ class UntrainableRow(InputError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """`where` it was read is said in errors. `given`: how many of the first messages are not trained on, whoever wrote
-    them."""
+    """`where`: its place, for errors. `given`: the number of first messages that are not trained on."""
 
     where: str
     messages: list[Message]
@@ -58,7 +45,7 @@ class Conversation:
 
     @property
     def answers(self) -> list[int]:
-        """The places among the messages of those that are trained on."""
+        """The indices of the messages that are trained on."""
         return [
             index
             for index, message in enumerate(self.messages)
@@ -69,8 +56,7 @@ class Conversation:
 
     @property
     def last_reasoning(self) -> list[str]:
-        """What the assistant thought before the last answer, if the row says so: between <think> and </think>, or
-        apart."""
+        """The reasoning of the last answer, if the row has one: between <think> and </think>, or under a key."""
         message = self.messages[self.answers[-1]] if self.answers else {}
         thoughts = [message[name] for name in _REASONING if isinstance(message.get(name), str)]
         within, ended, _ = message.get("content", "").rpartition("</think>")
@@ -78,16 +64,13 @@ class Conversation:
         return [thought.strip() for thought in thoughts]
 
 
-def read_conversation(record: Record, column: str, template: str = "") -> Conversation:
-    """The conversation in the column `messages` or `conversations`, for the chat `template`. Raises InputError."""
-    return Conversation(record.where, _with_system(record, _messages(record, column, template)), _tools(record))
-
-
-def read_prompt_and_completion(record: Record, template: str = "") -> Conversation:
-    """The messages of `prompt`, which are not trained on, and those of `completion`. Raises InputError."""
-    prompt = _with_system(record, _messages(record, "prompt", template))
-    messages = prompt + _messages(record, "completion", template)
-    return Conversation(record.where, messages, _tools(record), len(prompt))
+def read_conversation(record: Record, columns: tuple[str, ...], template: str = "") -> Conversation:
+    """The messages in `columns`, for the chat `template`; of two columns those of the first are not trained on. Raises
+    InputError."""
+    first, *rest = (_messages(record, column, template) for column in columns)
+    if (text := system_text(record)) and not (first and first[0]["role"] in ("system", "developer")):
+        first = [{"role": "system", "content": text}, *first]
+    return Conversation(record.where, [*first, *sum(rest, [])], _tools(record), len(first) if rest else 0)
 
 
 def system_text(record: Record) -> str:
@@ -99,13 +82,6 @@ def system_text(record: Record) -> str:
     if len({*filled.values()}) > 1:
         raise InputError(f"{record.where}: {' and '.join(filled)} hold different texts; keep one of them")
     return next((encodable(text, record.where, name) for name, text in filled.items()), "")
-
-
-def _with_system(record: Record, messages: list[Message]) -> list[Message]:
-    text = system_text(record)
-    if not text or messages and messages[0]["role"] in ("system", "developer"):
-        return messages
-    return [{"role": "system", "content": text}, *messages]
 
 
 def parse_within(text: str, place: str, this_is: str) -> Any:
@@ -134,12 +110,14 @@ def _messages(record: Record, column: str, template: str) -> list[Message]:
         raise UntrainableRow(f"{record.where}: {column} is empty (null); remove the row")
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise InputError(f"{record.where}: {column} must be a list of objects with the texts role and content")
-    places = (f"{record.where}: {column}, message {index}" for index in range(1, len(values) + 1))
-    return [_message(value, place, template) for value, place in zip(values, places, strict=True)]
+    return [
+        _message(value, f"{record.where}: {column}, message {number}", template)
+        for number, value in enumerate(values, 1)
+    ]
 
 
 def _message(value: dict[str, Any], place: str, template: str) -> Message:
-    """`value` with the keys and roles that chat templates read, and without those whose value is null."""
+    """`value` with the keys and roles that chat templates read, and without null values."""
     message = {key: item for key, item in value.items() if item is not None}
     said, content = _either(message, "role", "from", place), _either(message, "content", "value", place)
     message.pop("content", None)
@@ -152,21 +130,21 @@ def _message(value: dict[str, Any], place: str, template: str) -> Message:
     called = message.pop("function_call", None)
     if _plain(said) in _CALLS:
         called, content = content, None
-    if called and not (isinstance(called, dict) and not any(called.values())):  # tables fill what is missing with null
+    if called and not (isinstance(called, dict) and not any(called.values())):  # tables fill missing keys with null
         message["tool_calls"] = [{"function": call} for call in _objects(called, place, "function_call")]
-    if not message.get("tool_calls"):
-        message.pop("tool_calls", None)
-        if content is None:
-            raise UntrainableRow(f"{place}: there is no content; write the text that is said")
-    else:
+    if message.get("tool_calls"):
         message["tool_calls"] = [_call(call, place) for call in _objects(message["tool_calls"], place, "tool_calls")]
+    elif content is None:
+        raise UntrainableRow(f"{place}: there is no content; write the text that is said")
+    else:
+        message.pop("tool_calls", None)
     if content is not None:
         message["content"] = encodable(_text(content, place), place, "content")
     return message
 
 
 def _either(message: Message, name: str, other: str, place: str) -> Any:
-    """The value under one of two names; the `other` is taken out."""
+    """The value under one of two names; the `other` name is removed."""
     value = message.pop(other, None)
     if value is not None and message.get(name, value) != value:
         raise InputError(f"{place}: {name} and {other} differ; keep one of them")
@@ -178,7 +156,7 @@ def _role(said: str, place: str, template: str) -> str:
     plain = _plain(said)
     named = f"'{said}'" in template or f'"{said}"' in template
     if plain in _ROLES and not (named and said in _KEPT_IF_NAMED):
-        return _ROLES[plain] or plain
+        return _ROLES[plain]
     if not named:
         raise InputError(
             f"{place}: the role {said!r} is not known; write system, user, assistant or tool, or give --chat-template "
@@ -204,7 +182,7 @@ def _text(content: Any, place: str) -> str:
 
 
 def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
-    """One tool call with its arguments as an object: OpenAI writes them as text, chat templates write objects out."""
+    """One tool call with its arguments as an object: OpenAI writes them as text, chat templates take objects."""
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InputError(
@@ -213,8 +191,8 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = parse_within(arguments or "{}", place, f"the arguments of {function['name']} are")
-    kept = {key: item for key, item in call.items() if key not in ("function", "name", "arguments")}
-    return {"type": "function", **kept, "function": {**function, "arguments": arguments}}
+    others = {key: item for key, item in call.items() if key not in ("function", "name", "arguments")}
+    return {"type": "function", **others, "function": {**function, "arguments": arguments}}
 
 
 def _objects(value: Any, place: str, name: str) -> list[dict[str, Any]]:

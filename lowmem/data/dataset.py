@@ -1,13 +1,12 @@
-"""A run's data: what the settings name, read, tokenized, held out in part, and cut into batches."""
+"""A run's data: the texts that the settings name, read, tokenized, held out in part, and cut into batches."""
 
 import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -18,21 +17,25 @@ from lowmem.data.documents import Documents, hold_out, read_documents
 from lowmem.data.pairs import PairBatches
 from lowmem.data.prepared import Part, Preparation, content_key
 from lowmem.data.records import Record, Source
+from lowmem.data.settings import DataSettings
 from lowmem.data.sources import open_source
 from lowmem.data.stored import ArrayFolder
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import InputError
-from lowmem.settings import Settings, each
+from lowmem.settings import Settings
 
 STREAMED_EVALUATION_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class Data:
-    """A run's batches. `evaluations`: of each text that is held out, none where nothing could or should be.
-    `fingerprint` changes with any token, the vocabulary, or how rows are cut; `description` is to be said in the log.
-    `keep` gives the tokens their place in the run's folder, for who goes on from there; `close` removes them if it was
-    not called.
+    """A run's batches.
+
+    evaluations  One for each held-out text.
+    fingerprint  A hash of all tokens, the vocabulary, and how rows are cut.
+    description  Lines for the log.
+    keep         Stores the tokens in the run's folder, for a resumed run.
+    close        Removes them if they were not kept.
     """
 
     train: Batches
@@ -47,103 +50,34 @@ def load_data(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None = None,
     decoder_start: int | None = None,
 ) -> Data:  # fmt: skip
-    """Read, tokenize, hold out and cut into rows, as the settings say; `vocabulary_size`: ids that the model embeds;
-    `folder`: the run's, where the tokens are looked for first and, once `Data.keep` is called, kept; `decoder_start`:
-    the id that targets begin behind, of an encoder-decoder, None for decoders.
+    """Reads and tokenizes the data, holds a part out, and cuts it into rows. Raises InputError with the place in the
+    data.
 
-    Held out is what `eval_data` names, or of each source its own validation split, or `eval_fraction` of it (by
-    document); nothing, if that is 0. `steps` bounds what is read of a streamed source. Raises InputError with the place
-    in the data.
+    vocabulary_size  Number of ids that the model embeds.
+    folder           The run's folder, in which the tokens are looked for first.
+    decoder_start    The id before each target, for encoder-decoders.
+
+    The held-out part is `eval_data`, or the validation split of each source, or else `eval_fraction` of its documents.
+    `steps` bounds how much of a streamed source is read.
     """
+    settings = DataSettings.of(settings)
     if settings.chat_template is not None:
         set_chat_template(tokenizer, settings.chat_template)
-    seq, batch, steps = settings.seq, settings.batch, settings.steps
     if decoder_start is not None:
-        seq -= 1  # all tokens of a row are in it, and none is a label alone (pairs.py)
-    sources, evaluated = (
-        [open_source(spec, settings.text_field, steps, folder) for spec in each(specs)]
-        for specs in (settings.data, settings.eval_data)
-    )
-    for source in evaluated:
-        if source.weight != 1:
-            raise InputError(f"--eval-data {source.name}: held-out texts have no weight; each is read once")
-        if sum(other.spec == source.spec for other in evaluated) > 1:
-            raise InputError(f"--eval-data {source.spec} is given twice; give each held-out text once")
-    needed_rows = batch if settings.fixed_batch else math.ceil((steps or 0) * batch / (1 - settings.eval_fraction)) + 1
-
-    def read(folder: ArrayFolder) -> list[Part]:
-        files = [path for source in (*sources, *evaluated) for path in source.content if isinstance(path, Path)]
-        folder.source_bytes = sum(path.stat().st_size for path in files)
-        folder.times_written = 1 if evaluated or settings.eval_fraction == 0 else 2  # again when a share is held out
-
-        def load(source: Source, records: Iterable[Record], rows_limit: int) -> Documents:
-            return read_documents(
-                source,
-                records,
-                text_field=settings.text_field,
-                train_on=settings.train_on,
-                rows_limit=rows_limit if source.streamed else None,
-                tokenizer=tokenizer,
-                seq=seq,
-                target_tokens=settings.target_tokens,
-                vocabulary_size=vocabulary_size,
-                folder=folder,
-            )
-
-        def held_out_of(source: Source) -> Part:
-            records = source.train if source.evaluation is None else source.evaluation
-            documents = load(source, records, STREAMED_EVALUATION_ROWS)
-            said = [f"evaluated on {source.name}"] + [f"split {source.held_out}"] * bool(source.held_out)
-            return Part(None, documents, ", ".join([*said, *documents.notes]))
-
-        parts = []
-        for source in sources:
-            train = load(source, source.train, needed_rows)
-            if evaluated:
-                parts.append(Part(train, None, ""))
-            elif source.evaluation is not None and settings.eval_fraction > 0:
-                parts.append(held_out_of(source)._replace(train=train))
-            else:
-                parts.append(Part(*hold_out(train, settings.eval_fraction, seq, folder)))
-        named = [held_out_of(source) for source in evaluated]
-        return [*(_with_a_word_on(part, named) for part in _apart(parts, folder)), *named]
-
-    key = content_key(settings, tokenizer, vocabulary_size, needed_rows, sources, evaluated)
+        settings = replace(settings, seq=settings.seq - 1)  # pairs.py uses all tokens of a row, and no label follows it
+    reader = _Reader(settings, tokenizer, vocabulary_size, folder)
+    sources = [*reader.sources, *reader.evaluated]
+    key = content_key(settings, tokenizer, vocabulary_size, reader.needed_rows, reader.sources, reader.evaluated)
     preparation = Preparation(folder, key)
-    parts = preparation.find(tokenizer) or preparation.make(read)
+    parts = preparation.find(tokenizer) or preparation.make(reader.read)
     try:
-        rows_of = [
-            _CutPart(
-                source.spec,
-                source.name + source.remark,
-                part.train and Rows(source.spec, part.train, seq, source.weight),
-                part.evaluation and Rows(source.spec, part.evaluation, seq),
-                part.held_out + (source.remark if part.train is None else ""),
-            )
-            for source, part in zip([*sources, *evaluated], parts, strict=True)
-        ]
-        trained = [rows.train for rows in rows_of if rows.train is not None]
-        # A text that is trained on twice is held out of twice, and evaluated once.
-        held_out = list({rows.spec: rows.evaluation for rows in rows_of if rows.evaluation is not None}.values())
-        for rows in (*trained, *(held_out if evaluated else [])):
-            if rows.count == 0 and len(rows.documents.lengths) == 0:
-                raise InputError(f"{rows.name}: all of its documents are held out of other --data; give each text once")
-            if rows.count == 0:
-                raise InputError(
-                    f"{rows.name}: its {len(rows.documents.tokens)} tokens do not fill one row of {seq} (+ 1); "
-                    f"give more text or a smaller --seq"
-                )
-        end_of_text, mask = tokenizer.eos_token_id, settings.document_mask
-        make = Batches
-        if decoder_start is not None:
-            make = functools.partial(PairBatches, target_tokens=settings.target_tokens, decoder_start=decoder_start)
-        train = make(trained, batch, settings.seed, end_of_text, mask, settings.fixed_batch, settings.pack)
-        evaluations = [make([rows], batch, None, end_of_text, mask, pack=settings.pack) for rows in held_out]
+        cut = [_cut(source, part, settings.seq) for source, part in zip(sources, parts, strict=True)]
+        train, evaluations = _batches(cut, settings, tokenizer.eos_token_id, decoder_start)
         return Data(
             train,
             tuple(batches for batches in evaluations if len(batches)),
             _fingerprint(tokenizer, train, *evaluations),
-            _describe(rows_of, train, tokenizer),
+            _describe(sources, cut, train, tokenizer),
             keep=functools.partial(preparation.keep, parts, tokenizer),
             close=preparation.close,
         )
@@ -152,36 +86,98 @@ def load_data(
         raise
 
 
-class _CutPart(NamedTuple):
-    """A source's Part, cut into rows."""
+class _Reader:
+    """Opens the sources that the settings name, and tokenizes them."""
 
-    spec: str
-    source: str
-    train: Rows | None
-    evaluation: Rows | None
-    held_out: str
+    def __init__(
+        self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None
+    ):
+        self.settings, self.tokenizer, self.vocabulary_size = settings, tokenizer, vocabulary_size
+        self.sources, self.evaluated = (
+            [open_source(spec, settings.text_field, settings.steps, folder) for spec in specs]
+            for specs in (settings.data, settings.eval_data)
+        )
+        for source in self.evaluated:
+            if source.weight != 1:
+                raise InputError(f"--eval-data {source.name}: held-out texts have no weight; each is read once")
+            if sum(other.spec == source.spec for other in self.evaluated) > 1:
+                raise InputError(f"--eval-data {source.spec} is given twice; give each held-out text once")
+        rows = math.ceil((settings.steps or 0) * settings.batch / (1 - settings.eval_fraction)) + 1
+        self.needed_rows = settings.batch if settings.fixed_batch else rows
+
+    def read(self, folder: ArrayFolder) -> list[Part]:
+        """The documents of each source, then of each held-out text, written into `folder`."""
+        paths = [path for source in (*self.sources, *self.evaluated) for path in source.content]
+        folder.source_bytes = sum(path.stat().st_size for path in paths if isinstance(path, Path))
+        # A second time for the held-out share:
+        folder.times_written = 1 if self.evaluated or self.settings.eval_fraction == 0 else 2
+        parts = []
+        for source in self.sources:
+            train = self._load(source, source.train, self.needed_rows, folder)
+            if self.evaluated:
+                parts.append(Part(train, None, ""))
+            elif source.evaluation is not None and self.settings.eval_fraction > 0:
+                parts.append(self._held_out(source, folder)._replace(train=train))
+            else:
+                parts.append(Part(*hold_out(train, self.settings.eval_fraction, self.settings.seq, folder)))
+        named = [self._held_out(source, folder) for source in self.evaluated]
+        return [*_without_held_out(parts, folder, named), *named]
+
+    def _load(self, source: Source, records: Iterable[Record], rows: int, folder: ArrayFolder) -> Documents:
+        limit = rows if source.streamed else None
+        return read_documents(source, records, limit, self.settings, self.tokenizer, self.vocabulary_size, folder)
+
+    def _held_out(self, source: Source, folder: ArrayFolder) -> Part:
+        records = source.train if source.evaluation is None else source.evaluation
+        documents = self._load(source, records, STREAMED_EVALUATION_ROWS, folder)
+        said = [f"evaluated on {source.name}"] + [f"split {source.held_out}"] * bool(source.held_out)
+        return Part(None, documents, ", ".join([*said, *documents.notes]))
 
 
-def _apart(parts: list[Part], folder: ArrayFolder) -> list[Part]:
-    """`parts` without training documents that are held out of another of them."""
-    found = []
+def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part]) -> Iterator[Part]:
+    """`parts` without training documents that another of them holds out; those that are among the `named` held-out
+    texts stay, with a note."""
     for part in parts:
+        train = part.train
         others = [other.evaluation.keys for other in parts if other is not part and other.evaluation is not None]
-        elsewhere = np.isin(part.train.keys, np.concatenate([*others, np.empty(0, np.uint64)]))
+        elsewhere = np.isin(train.keys, np.concatenate([*others, np.empty(0, np.uint64)]))
         if elsewhere.any():
-            notes = (*part.train.notes, f"{elsewhere.sum():,} of its documents left out, as other --data hold them out")
-            part = part._replace(train=replace(part.train.select(~elsewhere, folder), notes=notes))
-        found.append(part)
-    return found
+            note = f"{elsewhere.sum():,} of its documents left out, as other --data hold them out"
+            train = replace(train.select(~elsewhere, folder), notes=(*train.notes, note))
+        if both := sum(int(np.isin(train.keys, other.evaluation.keys).sum()) for other in named):
+            note = f"{both:,} of its documents are trained on though they are in --eval-data, too"
+            train = replace(train, notes=(*train.notes, note))
+        yield part._replace(train=train)
 
 
-def _with_a_word_on(part: Part, evaluated: list[Part]) -> Part:
-    """`part`, whose training documents stay as they are, with a note on those that are among `evaluated`, too."""
-    both = sum(int(np.isin(part.train.keys, other.evaluation.keys).sum()) for other in evaluated)
-    if not both:
-        return part
-    notes = (*part.train.notes, f"{both:,} of its documents are trained on though they are in --eval-data, too")
-    return part._replace(train=replace(part.train, notes=notes))
+def _cut(source: Source, part: Part, seq: int) -> Part:
+    """`part` with Rows in place of documents."""
+    train = part.train and Rows(source.spec, part.train, seq, source.weight)
+    return part._replace(train=train, evaluation=part.evaluation and Rows(source.spec, part.evaluation, seq))
+
+
+def _batches(
+    parts: list[Part], settings: DataSettings, end_of_text: int, decoder_start: int | None
+) -> tuple[Batches, list[Batches]]:
+    """Batches of all trained texts, and of each held-out text. Raises InputError for a text without a row."""
+    trained = [part.train for part in parts if part.train is not None]
+    # A text that is given twice is evaluated once.
+    held_out = list({part.evaluation.name: part.evaluation for part in parts if part.evaluation is not None}.values())
+    for rows in (*trained, *(held_out if settings.eval_data else [])):
+        if rows.count == 0 and len(rows.documents.lengths) == 0:
+            raise InputError(f"{rows.name}: all of its documents are held out of other --data; give each text once")
+        if rows.count == 0:
+            raise InputError(
+                f"{rows.name}: its {len(rows.documents.tokens)} tokens do not fill one row of {settings.seq} (+ 1); "
+                f"give more text or a smaller --seq"
+            )
+    make = functools.partial(Batches, end_of_text=end_of_text, document_mask=settings.document_mask, pack=settings.pack)
+    if decoder_start is not None:
+        make = functools.partial(
+            PairBatches, *make.args, **make.keywords, target_tokens=settings.target_tokens, decoder_start=decoder_start
+        )
+    train = make(trained, settings.batch, settings.seed, fixed=settings.fixed_batch)
+    return train, [make([rows], settings.batch, None) for rows in held_out]
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase, train: Batches, *evaluations: Batches) -> str:
@@ -200,37 +196,33 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase, train: Batches, *evaluation
     return digest.hexdigest()
 
 
-def _describe(rows_of: list[_CutPart], train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A line for each text, and one for what they are mixed to; one line in all for one text that is trained on."""
+def _describe(sources: list[Source], parts: list[Part], train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A line for each text and one for the mixture; one line in all if a single text is trained on."""
     lines = []
-    pairs = [train.description] if isinstance(train, PairBatches) else []
-    for rows in rows_of:
-        said = []
-        if rows.train is not None:
-            tokens = rows.train.seq + bool(pairs)  # all tokens of a source and its target are in the row
-            said = [_describe_rows(rows.source, rows.train, tokens, train.document_mask, tokenizer)]
-        said += [] if rows.evaluation is None else [f"{rows.held_out}: {rows.evaluation.count:,} rows."]
+    for source, part in zip(sources, parts, strict=True):
+        name = source.name + source.remark
+        held_out = part.held_out + (source.remark if part.train is None else "")
+        said = [] if part.train is None else [_describe_rows(name, part.train, train, tokenizer)]
+        said += [] if part.evaluation is None else [f"{held_out}: {part.evaluation.count:,} rows."]
         lines.append("; ".join(said))
     if len(train.parts) == 1 and train.parts[0].weight == 1:
-        return "\n".join(["; ".join(lines), *pairs])
+        return "\n".join(["; ".join(lines), *train.remarks])
     shares = (f"{rows.in_epoch:,} of {rows.name} ({rows.in_epoch / train.rows:.1%})" for rows in train.parts)
-    return "\n".join([*lines, *pairs, f"an epoch has {train.rows:,} rows: {', '.join(shares)}"])
+    return "\n".join([*lines, *train.remarks, f"an epoch has {train.rows:,} rows: {', '.join(shares)}"])
 
 
-def _describe_rows(
-    source: str, rows: Rows, row_tokens: int, document_mask: bool, tokenizer: PreTrainedTokenizerBase
-) -> str:  # fmt: skip
+def _describe_rows(name: str, rows: Rows, train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
     documents = rows.documents
     unit = "tokens, one per byte (no tokenizer came with the model)" if is_byte_level(tokenizer) else "tokens"
     if documents.packed:
         kind = "documents"
         unused = len(documents.tokens) - 1 - rows.count * rows.seq
-        rest = f"packed into {rows.count:,} rows of {row_tokens:,} ({unused:,} unused); " + (
+        rest = f"packed into {rows.count:,} rows of {train.row_tokens:,} ({unused:,} unused); " + (
             "attention stops at a document's end, which is not asked to predict the next document"
-            if document_mask
+            if train.document_mask
             else "attention crosses document ends (--document-mask off)"
         )
     else:
         kind, rest = "examples", "one per row"
-    text = f"{source}: {len(documents.lengths):,} {kind}, {len(documents.tokens):,} {unit}, {rest}"
-    return "; ".join(filter(None, [text, documents.description, *documents.notes]))
+    said = f"{name}: {len(documents.lengths):,} {kind}, {len(documents.tokens):,} {unit}, {rest}"
+    return "; ".join(filter(None, [said, documents.description, *documents.notes]))

@@ -1,7 +1,7 @@
 """From the documents of a source to token ids end to end, and the share of them that is held out.
 
 Token ids are in files, 2 bytes each up to 65,536 ids, else 4; examples take one more byte for the trained mask. RAM
-holds 32 bytes per document, the name of each file, and the text that is being tokenized: TOKENIZING_BYTES at most,
+holds 32 bytes per document, the names of the files, and the text that is being tokenized: at most TOKENIZING_BYTES,
 however long the text is. Exceptions (long_text.py): a long word to Unigram or WordPiece, SentencePiece's own library, a
 `.json` list, and a row of a table. While the held-out share is written, the disk holds twice the data.
 """
@@ -23,14 +23,15 @@ from lowmem.data.encoder import Encoder
 from lowmem.data.formats import Format, UntrainableRow, find_format, with_first_filled
 from lowmem.data.long_text import LongText
 from lowmem.data.records import Record, Source, StableHash
-from lowmem.data.seams import Seams, Segments
+from lowmem.data.seams import Example, Seams, Segments
+from lowmem.data.settings import DataSettings
 from lowmem.data.stored import ArrayFolder, StoredArray
 from lowmem.errors import InputError
 from lowmem.units import MIB
 
 TOKENIZING_BYTES = 300 * MIB  # a test holds it to that
 _BATCH_CHARACTERS = 2**20  # of texts that are tokenized together
-_PLACE = re.compile(r"(.*?)([1-9][0-9]{0,8})?", re.DOTALL)  # "a.jsonl:17": what its neighbours share, and the number
+_PLACE = re.compile(r"(.*?)([1-9][0-9]{0,8})?", re.DOTALL)  # "a.jsonl:17": the file's part, and the number
 _PROGRESS_AFTER_SECONDS = 2
 
 
@@ -38,13 +39,11 @@ _PROGRESS_AFTER_SECONDS = 2
 class Documents:
     """The tokens of n documents end to end.
 
-    tokens  uint16 or uint32 [N], an end-of-text token after each document
-    lengths int64 [n], in tokens
-    keys    uint64 [n], of the content: what decides on which side of a held-out share a document falls
-    trained bool [N], which tokens are trained; None for packed text: all
-    places  int32 [n, 2], where each was read: which of `files`, and the line or row in it, 0 for a whole file
-
-    `packed`: documents may be cut and joined; otherwise one is one example. `description`: of their format.
+    tokens  uint16 or uint32 [N], an end-of-text token after each document.
+    lengths int64 [n], in tokens.
+    keys    uint64 [n], a hash of the content, which decides whether a document is held out.
+    trained bool [N], which tokens are trained; None for packed text: all.
+    places  int32 [n, 2]: the index in `files`, and the line or row, 0 for a whole file.
     """
 
     tokens: StoredArray
@@ -53,44 +52,48 @@ class Documents:
     trained: StoredArray | None
     places: np.ndarray
     files: tuple[str, ...]
-    packed: bool
-    description: str
+    description: str  # of the format
     notes: tuple[str, ...] = ()
 
+    @property
+    def packed(self) -> bool:
+        """Whether documents may be cut and joined; otherwise one is one example."""
+        return self.trained is None
+
     def select(self, chosen: np.ndarray, folder: ArrayFolder) -> "Documents":
-        """The documents whose place in `chosen` (bool [n]) is true; their tokens are written into `folder`."""
+        """The documents i for which `chosen` (bool [n]) is true; their tokens are written into `folder`."""
         ends = np.cumsum(self.lengths)
         edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)).reshape(-1, 2)  # of runs of neighbours
         spans = [(ends[first] - self.lengths[first], ends[after - 1]) for first, after in edges]
 
-        def of(values: StoredArray) -> StoredArray:
-            runs = itertools.chain.from_iterable(values.part(*span).chunks() for span in spans)
-            return folder.write(runs, values.dtype)
+        def copied(values: StoredArray) -> StoredArray:
+            chunks = itertools.chain.from_iterable(values.part(*span).chunks() for span in spans)
+            return folder.write(chunks, values.dtype)
 
         return dataclasses.replace(
             self,
-            tokens=of(self.tokens),
+            tokens=copied(self.tokens),
             lengths=self.lengths[chosen],
             keys=self.keys[chosen],
-            trained=None if self.trained is None else of(self.trained),
+            trained=None if self.trained is None else copied(self.trained),
             places=self.places[chosen],
         )
 
     def between(self, start: int, stop: int) -> "Documents":
-        """Tokens `start` to `stop` of packed text, of its first and last document perhaps a part."""
+        """Tokens `start` to `stop` of packed text; the first and the last document may be cut."""
         ends = np.cumsum(self.lengths)
         starts = ends - self.lengths
-        there = (ends > start) & (starts < stop)
+        inside = (ends > start) & (starts < stop)
         return dataclasses.replace(
             self,
             tokens=self.tokens.part(start, stop),
-            lengths=np.minimum(ends, stop)[there] - np.maximum(starts, start)[there],
-            keys=self.keys[there],
-            places=self.places[there],
+            lengths=np.minimum(ends, stop)[inside] - np.maximum(starts, start)[inside],
+            keys=self.keys[inside],
+            places=self.places[inside],
         )
 
     def where(self, chosen: slice) -> list[str]:
-        """The places that neighbouring documents were read from, one per file: ["a.jsonl:17-23", "b.txt"]."""
+        """The places of neighbouring documents, one per file: ["a.jsonl:17-23", "b.txt"]."""
         found = []
         for file, places in itertools.groupby(self.places[chosen].tolist(), key=lambda place: place[0]):
             numbers = [number for _, number in places if number]
@@ -99,33 +102,23 @@ class Documents:
 
 
 def read_documents(
-    source: Source,
-    records: Iterable[Record],
-    *,
-    text_field: str,
-    train_on: str,
-    rows_limit: int | None,
-    tokenizer: PreTrainedTokenizerBase,
-    seq: int,
-    target_tokens: int | None,
-    vocabulary_size: int,
-    folder: ArrayFolder,
-) -> Documents:
-    """All documents of `records` as tokens, or as many as fill `rows_limit` rows, written into `folder`.
-    `target_tokens`: how many of a row's seq + 1 tokens are the target's, for encoder-decoders (pairs.py)."""
+    source: Source, records: Iterable[Record], rows_limit: int | None, settings: DataSettings,
+    tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: ArrayFolder,
+) -> Documents:  # fmt: skip
+    """All documents of `records` as tokens, or as many as fill `rows_limit` rows, written into `folder`."""
     first, records = with_first_filled(iter(records))
     if first is None:
         raise InputError(f"{source.name}: there is no document in it")
-    format = find_format(first, text_field, train_on, tokenizer)
-    writer = _Writer(format, tokenizer, vocabulary_size, seq, target_tokens, folder)
+    format = find_format(first, settings.text_field, settings.train_on, tokenizer)
+    writer = _Writer(format, tokenizer, vocabulary_size, settings, folder)
     skipped, why = 0, ""
     for record in _with_progress(records, source.name, writer):
         try:
-            segments = writer.format.segments(record)
+            segments = format.segments(record)
             folder.count_read(sum(len(text.encode(errors="replace")) for text, _ in segments))
             writer.add(record, segments)
         except UntrainableRow as row:
-            if not (source.lenient or record.whole_file):
+            if not record.may_be_blank:
                 raise
             skipped, why = skipped + 1, why or f" ({row})"
         if rows_limit is not None and writer.rows >= rows_limit:
@@ -136,10 +129,10 @@ def read_documents(
 
 
 def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolder) -> tuple[Documents, Documents, str]:
-    """`documents` as (training, held out, what was done), the share counted in tokens (examples: in rows).
+    """`documents` as (training, held out, description), the share counted in tokens (examples: in rows).
 
-    Whole documents go, in the order of their hash; equal ones have equal hashes and stay together, so nothing held out
-    is trained on elsewhere. A document that would more than double the share stays in training. Where text has too few
+    Whole documents are held out, in the order of their hash. Equal ones have equal hashes and stay together, so no held
+    out text is trained on. A document that would more than double the share stays in training. If text has too few
     documents for that (one book), its last tokens are held out.
     """
     packed = documents.packed
@@ -163,21 +156,18 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
             break
     held_out = chosen[group]
     if share >= target and sizes.sum() - share >= smallest:
-        return (
-            documents.select(~held_out, folder),
-            documents.select(held_out, folder),
-            f"held out: {held_out.sum():,} of its documents, by hash",
-        )
+        said = f"held out: {held_out.sum():,} of its documents, by hash"
+        return documents.select(~held_out, folder), documents.select(held_out, folder), said
     if not packed:
         return nothing("its examples are too few or all the same")
     total = len(documents.tokens)
     cut = total - math.ceil(target)
-    train, tail = documents.between(0, cut), documents.between(cut, total)
-    return train, tail, f"held out: its last {len(tail.tokens):,} tokens, since its documents are few and long"
+    said = f"held out: its last {total - cut:,} tokens, since its documents are few and long"
+    return documents.between(0, cut), documents.between(cut, total), said
 
 
 def _with_progress(records: Iterable[Record], name: str, writer: "_Writer") -> Iterator[Record]:
-    """`records`, with a line at a terminal where they take long."""
+    """`records`, with a progress line on a terminal if they take long."""
     hidden = sys.stderr is None or not sys.stderr.isatty()
     with tqdm(
         desc=f"tokenizing {name[-40:]}", file=sys.stderr, unit=" tokens", unit_scale=True,
@@ -190,18 +180,18 @@ def _with_progress(records: Iterable[Record], name: str, writer: "_Writer") -> I
 
 
 class _Writer:
-    """Tokenizes documents by _BATCH_CHARACTERS and lays their ids end to end."""
+    """Tokenizes documents, _BATCH_CHARACTERS at a time, and writes their ids end to end."""
 
     def __init__(
-        self, format: Format, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, seq: int,
-        target_tokens: int | None, folder: ArrayFolder,
+        self, format: Format, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, settings: DataSettings,
+        folder: ArrayFolder,
     ):  # fmt: skip
-        self.format, self.tokenizer, self.vocabulary_size, self.seq = format, tokenizer, vocabulary_size, seq
-        self.target_tokens = target_tokens
+        self.packed, self.format, self.vocabulary_size = format.packed, format, vocabulary_size
+        self.seq, self.target_tokens = settings.seq, settings.target_tokens
         self.encode = Encoder(tokenizer)
-        self.mark = Seams(self.encode, target_tokens is not None)
-        self.begin = np.array(format.begin, np.int32)
-        self.begin_text = "".join(tokenizer.convert_ids_to_tokens(format.begin))
+        self.mark = Seams(self.encode, pairs=self.target_tokens is not None)
+        self.begin, self.begin_text = format.begin, "".join(tokenizer.convert_ids_to_tokens(format.begin))
+        self.end, self.end_text = [tokenizer.eos_token_id], tokenizer.eos_token
         self.pending: list[tuple[Record, Segments]] = []
         self.pending_characters = 0
         self.tokens = folder.writer(np.uint16 if vocabulary_size <= 2**16 else np.uint32)
@@ -209,12 +199,15 @@ class _Writer:
         self.lengths, self.keys, self.places = array("q"), array("Q"), array("i")
         self.files: dict[str, int] = {}
         self.token_count = self.truncated = self.dropped = 0
-        self.long_text: LongText | None = None  # of a document whose text goes on in the next record
-        self.begun_tokens, self.begun_hash, self.begun_end = 0, StableHash(), ""
+        self._begin_document()
+
+    def _begin_document(self) -> None:
+        self.long_text: LongText | None = None  # if its text goes on in the next record
+        self.document_tokens, self.document_hash, self.last_characters = 0, StableHash(), ""
 
     @property
     def rows(self) -> int:
-        return self.token_count // self.seq if self.format.packed else len(self.lengths)
+        return self.token_count // self.seq if self.packed else len(self.lengths)
 
     def add(self, record: Record, segments: Segments) -> None:
         if record.goes_on or record.begun:
@@ -231,9 +224,9 @@ class _Writer:
     def finish(self, name: str, notes: list[str], why_empty: str) -> Documents:
         self._flush()
         if not self.lengths:
-            beside = f" ({', '.join(notes)})" if notes else ""
+            said = f" ({', '.join(notes)})" if notes else ""
             raise InputError(
-                f"{name}: no example has a token to train on within {self.seq} tokens{beside}; raise --seq"
+                f"{name}: no example has a token to train on within {self.seq} tokens{said}; raise --seq"
                 if self.dropped
                 else f"{name}: every document in it is empty{why_empty}"
             )
@@ -250,7 +243,6 @@ class _Writer:
             self.trained and self.trained.finish(),
             np.array(self.places, np.int32).reshape(-1, 2),
             tuple(self.files),
-            self.format.packed,
             self.format.description,
             tuple(notes),
         )
@@ -267,51 +259,50 @@ class _Writer:
         if not record.begun and not "".join(texts).startswith(self.begin_text):
             texts = [self.begin_text, *texts]
             ids, trained = _joined((self.begin, segments[0][1]), (ids, trained))
-        self.begun_end = (self.begun_end + texts[-1][-64:])[-64:]
-        ended = self.begun_end.rstrip().endswith(self.tokenizer.eos_token)  # as a chat template does
+        self.last_characters = (self.last_characters + texts[-1][-64:])[-64:]
+        ended = self.last_characters.rstrip().endswith(self.end_text)  # as a chat template does
         if not record.goes_on and not ended:
-            ids, trained = _joined((ids, trained), ([self.tokenizer.eos_token_id], segments[-1][1]))
+            ids, trained = _joined((ids, trained), (self.end, segments[-1][1]))
         if ids.max(initial=0) >= self.vocabulary_size:
             raise InputError(
                 f"{record.where}: the tokenizer gives token id {ids.max()}, but the model has only "
                 f"{self.vocabulary_size} ids; use the tokenizer that belongs to the model"
             )
         if self.trained is not None:
-            kept = self._room_for(trained)
-            self.truncated += len(kept) < len(ids)
-            ids, trained = ids[kept], trained[kept]
+            room = self._room_for(trained)
+            self.truncated += len(room) < len(ids)
+            ids, trained = ids[room], trained[room]
             if not trained[self.target_tokens is None :].any():  # a decoder's first token is never a label
                 self.dropped += 1
                 return
             self.trained.append(trained)
         self.tokens.append(ids)
         self.token_count += len(ids)
-        self.begun_tokens += len(ids)
+        self.document_tokens += len(ids)
         for text in texts:
-            self.begun_hash.update(text)
+            self.document_hash.update(text)
         if not record.goes_on:
             self._end_document(record)
 
     def _room_for(self, trained: np.ndarray) -> np.ndarray:
-        """Which tokens of an example there is room for, by place. A source has a room of its own, in which its end
-        stands, too: however long a prompt is, all of a target's room is left for the answer."""
-        places = np.arange(len(trained))
+        """The indices of the tokens of an example for which there is room. A source and its end have room of their own,
+        so a long prompt takes no room from the answer."""
+        indices = np.arange(len(trained))
         if self.target_tokens is None:
-            return places[: self.seq + 1]
+            return indices[: self.seq + 1]
         first = int(trained.argmax())
         source = min(first, self.seq - self.target_tokens)
-        return np.concatenate([places[:source], places[first : first + self.target_tokens]])
+        return np.concatenate([indices[:source], indices[first : first + self.target_tokens]])
 
     def _end_document(self, record: Record) -> None:
-        self.lengths.append(self.begun_tokens)
-        self.keys.append(self.begun_hash.value())
+        self.lengths.append(self.document_tokens)
+        self.keys.append(self.document_hash.value())
         file, number = _PLACE.fullmatch(record.where).groups(default="0")
         self.places.extend((self.files.setdefault(file, len(self.files)), int(number)))
-        self.long_text = None
-        self.begun_tokens, self.begun_hash, self.begun_end = 0, StableHash(), ""
+        self._begin_document()
 
 
-def _joined(*parts: tuple[np.ndarray, np.ndarray | bool]) -> tuple[np.ndarray, np.ndarray]:
+def _joined(*parts: tuple[Iterable[int], np.ndarray | bool]) -> Example:
     """Ids, and whether each is trained, end to end."""
     trained = [np.broadcast_to(trained, len(ids)) for ids, trained in parts]
     return np.concatenate([np.asarray(ids, np.int32) for ids, _ in parts]), np.concatenate(trained)

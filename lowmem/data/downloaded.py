@@ -1,23 +1,14 @@
 """Data sets of the hub in a folder: finds the files that are trained on and those that are held out.
 
-A folder is such a data set if it has a card: a README.md that begins with YAML about a data set. Without a card, some
-tables (or all .txt files) must have names of a training split and some of a held-out split. Splits are found as the
-hub's client finds them, in this order:
-
-    the card's `configs`   name:config says which, if there are several and none is the default
-    data/NAME-00000-of-00001.parquet   the split NAME
-    words in names         of the folder first, then of the file: train, validation, valid, dev, val, test, eval, ...
-    none of these          all files are trained on
-
-Only files of one kind count: the most common kind of table, or .txt. The rest, such as the card, is left out.
+The splits are those of the data set's card (README.md), or those that the files' names say, as the hub's client finds
+them; docs/data.md has the rules.
 """
 
 import glob
 import re
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowmem.data.hub_data import choose_splits, split_of
 from lowmem.data.tables import KNOWN_SUFFIXES, TABLE_SUFFIXES
@@ -36,14 +27,13 @@ _PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 Splits = dict[str, list[Path]]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The files of the trained split and of the held-out split, called `name`; `remark`: for the data's description."""
+class Layout(NamedTuple):
+    """The files of the trained split and of the held-out split, called `name`."""
 
     train: list[Path]
     held_out: list[Path]
     name: str
-    remark: str
+    remark: str  # for the description of the data
 
 
 def find_layout(folder: Path, files: list[Path], config: str | None) -> Layout | None:
@@ -79,49 +69,45 @@ def _card(folder: Path) -> dict[str, Any] | None:
     """The YAML at the beginning of the data set's card; None if there is no such card."""
     try:
         text = read_text(folder / _CARD).replace("\r\n", "\n")
-        begun, _, rest = text.partition("---\n")
-        said = None if begun else parse_yaml(rest.partition("\n---")[0], _CARD)
+        before, _, rest = text.partition("---\n")
+        card = None if before else parse_yaml(rest.partition("\n---")[0], _CARD)
     except (OSError, InputError):
         return None
-    is_card = isinstance(said, dict) and said.keys() & _OF_DATA_SETS and not said.keys() & _OF_OTHERS
-    return said if is_card else None
+    is_card = isinstance(card, dict) and card.keys() & _OF_DATA_SETS and not card.keys() & _OF_OTHERS
+    return card if is_card else None
 
 
 def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None) -> tuple[str, dict[str, Any]]:
-    """Name and content of the configuration that is `asked` for, or of the default; ("", {}) where there is none."""
+    """Name and content of the configuration that is `asked` for, or of the default; ("", {}) if there is none."""
     items = (card or {}).get("configs")
     items = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
     configs = {str(item.get("config_name")): item for item in items}
-    names = ", ".join(configs)
+    names, first = ", ".join(configs), next(iter(configs), "")
     if asked is not None:
         if asked not in configs:
             instead = f"it has {names}" if configs else f"if {folder}/{asked} is a folder, give that"
             raise InputError(f"{folder}: its card names no configuration {asked}; {instead}")
         return asked, configs[asked]
-    if len(configs) == 1:
-        return "", items[0]
+    if len(configs) <= 1:
+        return "", items[0] if items else {}
     for name, item in configs.items():
         if name == "default" or str(item.get("default")).lower() == "true":
             return name, item
-    if configs:
-        raise InputError(
-            f"{folder} has {len(configs)} configurations ({names}); name one as {folder}:{next(iter(configs))}"
-        )
-    return "", {}
+    raise InputError(f"{folder} has {len(configs)} configurations ({names}); name one as {folder}:{first}")
 
 
 def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: Any) -> Splits:
-    """The files that a configuration names for each split, of which some may not have been downloaded."""
+    """The files that a configuration names for each split; some may not have been downloaded."""
     patterns: dict[str, list[str]] = {}
     for item in data_files if isinstance(data_files, list) else [data_files]:
         split, paths = (item.get("split"), item.get("path")) if isinstance(item, dict) else ("train", item)
         patterns.setdefault(str(split), []).extend(map(str, paths if isinstance(paths, list) else [paths]))
-    there = {file.relative_to(folder).as_posix(): file for file in files}
+    by_name = {file.relative_to(folder).as_posix(): file for file in files}
     splits: Splits = {}
     for split, names in patterns.items():
         names = [f"{name.rstrip('/')}/**" if (folder / name).is_dir() else name for name in names]
         found = {name for pattern in names for name in glob.glob(pattern, root_dir=folder, recursive=True)}
-        splits[split] = [there[name] for name in sorted(found) if name in there]
+        splits[split] = [by_name[name] for name in sorted(found) if name in by_name]
     train, _, _ = choose_splits(list(splits))
     if not splits[train]:
         raise InputError(
@@ -133,10 +119,9 @@ def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: An
 
 def _of_one_kind(files: list[Path]) -> list[Path]:
     """The files of the most common kind of table, packed or not; the .txt files if there is no table."""
-    kinds = {file: _kind(file) for file in files}
-    counted = Counter(kinds.values())
+    counted = Counter(map(_kind, files))
     most = max(TABLE_SUFFIXES, key=lambda kind: counted[kind])
-    return [file for file in files if kinds[file] == (most if counted[most] else ".txt")]
+    return [file for file in files if _kind(file) == (most if counted[most] else ".txt")]
 
 
 def _kind(file: Path) -> str:
@@ -145,16 +130,16 @@ def _kind(file: Path) -> str:
 
 
 def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
-    names = {file: file.relative_to(folder) for file in files}
-    for split in (
+    """The splits that the files' names say, by the first of three rules that finds one."""
+    for split_in in (
         lambda name: (match := _SHARD.fullmatch(name.as_posix())) and match[1],
         lambda name: split_of(" ".join(name.parent.parts)),
         lambda name: split_of(name.name),
     ):
         splits: Splits = {}
-        for file, name in names.items():
-            if found := split(name):
-                splits.setdefault(found, []).append(file)
+        for file in files:
+            if split := split_in(file.relative_to(folder)):
+                splits.setdefault(split, []).append(file)
         if splits:
             return splits
     return {}
@@ -162,6 +147,6 @@ def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
 
 def _tell_splits(splits: Splits, files: list[Path]) -> bool:
     """True if the names say that this is a data set with a held-out split; a lone `test of time.txt` does not."""
-    told = {split_of(split) for split in splits}
-    whole = sum(map(len, splits.values())) == len(files)
-    return "train" in told and len(told) > 1 and (whole or _kind(files[0]) != ".txt")
+    kinds = {split_of(split) for split in splits}
+    all_told = sum(map(len, splits.values())) == len(files)
+    return "train" in kinds and len(kinds) > 1 and (all_told or _kind(files[0]) != ".txt")

@@ -1,50 +1,16 @@
 """From a row's columns to the text that is trained on: plain text, conversations, prompts with completions.
 
-The columns of a source's first row decide (`--text-field` renames the `text` column).
-
-| columns | trained text |
-|---|---|
-| `text` | all of it; documents are packed |
-| `messages`, or ShareGPT's `conversations` | the chat template, or `DEFAULT_CHAT_TEMPLATE`; the assistant's turns |
-| `prompt`, `completion` | the two joined as they are, the completion; if both are lists of messages, as above |
-| `instruction`, `input` (may be missing or empty), `output` | Alpaca's wording; the output |
-| `instruction`, `context` (may be missing or empty), `response` | Dolly's columns in Alpaca's wording; the response |
-
-More columns are used, as in LLaMA-Factory and Axolotl.
-
-| columns | in rows of | become |
-|---|---|---|
-| `system` (or `system_prompt`, `system_message`, `system_instruction`) | conversations without one | a message |
-| | `prompt` + `completion` | the prompt's first paragraph |
-| | Alpaca's and Dolly's | the text in place of the wording's first sentences |
-| `history`, a list of pairs | Alpaca's and Dolly's | earlier instructions and responses, which are trained on, too |
-| `tools`, or OpenAI's older `functions` | conversations | the tools given to the chat template |
-
-All other columns are named in the line that describes the data. A null is no text: a column of nulls does not count.
-
-`--train-on all` trains on the prompts too. A text is handed on in segments, (text, trained), which are tokenized
-together (seams.py). An end-of-text token follows and is trained like the segment that it ends, or generation would
-never stop.
-
-If the tokenizer begins every text with a beginning-of-text token (Llama's and Gemma's do, GPT-2's does not), texts
-begin with it here too. A chat template writes it itself, if its author wants it.
+The columns of a source's first row decide; docs/data.md has the table. A row's text comes in segments, (text, trained),
+which are tokenized together (seams.py).
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
 
 from transformers import PreTrainedTokenizerBase
 
 from lowmem.data.answers import Answers
-from lowmem.data.conversations import (
-    UntrainableRow,
-    encodable,
-    parse_within,
-    read_conversation,
-    read_prompt_and_completion,
-    system_text,
-)
+from lowmem.data.conversations import UntrainableRow, encodable, parse_within, read_conversation, system_text
 from lowmem.data.records import Record
 from lowmem.data.seams import Segments
 from lowmem.data.tables import LABEL_COLUMNS, SYSTEM_COLUMNS
@@ -63,57 +29,148 @@ _ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
 )
 _ALPACA_WITH_INPUT = ", paired with an input that provides further context"
-_STRUCTURED = {  # the columns that each reading needs
-    **{name: (name,) for name in ("messages", "conversations")},
-    "prompt": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-    "dolly": ("instruction", "response"),
-}
 _QUESTIONS = ("prompt", "question", "query", "problem", "instruction", "input")  # other people's names, likeliest first
 _ANSWERS = ("completion", "answer", "response", "output", "solution", "target")
 _MOST_NAMED = 20  # columns, in one sentence
 _MOST_BLANK = 10_000  # rows before the first one that is filled
 
 
-@dataclass(frozen=True)
 class Format:
-    """How the rows of one source are read. `packed`: documents may be cut and joined; otherwise one row is one example.
-    `write` gives a row's text and raises InputError or UntrainableRow with the row's place. `begin`: ids before each
-    text. `needed`: columns that each row must have. `used`: all columns that are read. `rivals`: the columns of
-    other formats; a row that fills them, too, is refused. `first`: the place of the row that decided."""
+    """How the rows of one source are read.
 
-    summary: str
-    packed: bool
-    write: Callable[[Record], Segments]
-    answers: Answers | None = None
-    begin: tuple[int, ...] = ()
-    needed: tuple[str, ...] = ()
-    used: frozenset[str] = frozenset()
-    rivals: tuple[tuple[str, ...], ...] = ()
-    first: str = ""
-    unused: dict[str, None] = field(default_factory=dict)  # columns that were seen, in their order
+    packed   Documents may be cut and joined; otherwise one row is one example.
+    begin    The ids that the tokenizer puts before each text, as Llama's and Gemma's do.
+    rivals   The columns of other formats; a row that fills them, too, is refused.
+    """
+
+    packed = False
+    more: tuple[str, ...] = SYSTEM_COLUMNS  # columns that are used if a row has them
+    summary = ""
+    notes: list[str] | tuple = ()
+
+    def __init__(self, first: Record, needed: tuple[str, ...], everything: bool, tokenizer: PreTrainedTokenizerBase):
+        self._first, self._needed, self._everything, self._tokenizer = first, needed, everything, tokenizer
+        self.begin = _beginning_of_text(tokenizer)
+        self.rivals: list[tuple[str, ...]] = []
+        self._unused: dict[str, None] = {}  # columns in the order in which they were seen
 
     @property
     def description(self) -> str:
         """The summary, and notes on the rows that have been read."""
-        said = [self.summary, *(self.answers.notes if self.answers else ())]
-        said += [f"columns not used: {_listed(self.unused)}"] if self.unused else []
-        return "; ".join(filter(None, said))
+        unused = [f"columns not used: {_listed(self._unused)}"] if self._unused else []
+        return "; ".join(filter(None, [self.summary, *self.notes, *unused]))
 
     def segments(self, record: Record) -> Segments:
-        """The text of a row."""
+        """The text of a row. InputError, or UntrainableRow, with the row's place."""
         for name in (*record.columns, *record.unread):
-            if name not in self.used:
-                self.unused[name] = None
-        for name in self.needed:
+            if name not in self._needed and name not in self.more:
+                self._unused[name] = None
+        for name in self._needed:
             if name not in record.columns:
                 raise InputError(
-                    f"{record.where}: the column {name}, which the first row ({self.first}) has, is missing here"
+                    f"{record.where}: the column {name}, which the first row ({self._first.where}) has, is missing here"
                 )
         for columns in self.rivals:
-            if _filled_columns(record, columns):
-                raise _in_two_ways(record, (self.needed, columns))
+            if _are_filled(record, columns):
+                raise _in_two_ways(record, (self._needed, columns))
         return self.write(record)
+
+    def write(self, row: Record) -> Segments:
+        raise NotImplementedError
+
+    def _trained(self, on: str) -> str:
+        return "trained on every token" if self._everything else f"trained on the {on}"
+
+
+class _Text(Format):
+    packed, more = True, ()
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        if self.begin == (self._tokenizer.eos_token_id,):
+            self.begin = ()  # the end of one document also begins the next
+
+    def write(self, row: Record) -> Segments:
+        return [(_filled(row, self._needed[0]), True)]
+
+
+class _Prompts(Format):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.summary = f"prompt + completion, {self._trained('completions')}"
+
+    def write(self, row: Record) -> Segments:
+        prompt = "\n\n".join(filter(None, [system_text(row), _string(row, "prompt")]))
+        return [(prompt, self._everything), (_filled(row, "completion"), True)]
+
+
+class _Alpaca(Format):
+    """`instruction` with `input` and `output`, or with `context` and `response`."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self._answer = self._needed[1]
+        names = ("input", "context") if self._answer == "output" else ("context", "input")
+        self._given = next((name for name in names if name in self._first.columns), names[0])
+        self.more = (self._given, "history", *SYSTEM_COLUMNS)
+        self.summary = f"instruction + {self._answer} in Alpaca's wording, {self._trained('completions')}"
+
+    def write(self, row: Record) -> Segments:
+        given = _string(row, self._given) if row.columns.get(self._given) is not None else ""
+        opening = _ALPACA.format(_ALPACA_WITH_INPUT if given else "")
+        if system := system_text(row):
+            opening = f"{system}\n\n"
+        segments = []
+        for question, reply in _history(row):
+            segments += [(f"{opening}### Instruction:\n{question}\n\n### Response:\n", self._everything)]
+            segments += [(reply + self._tokenizer.eos_token, True)]
+            opening = "\n\n"
+        prompt = f"{opening}### Instruction:\n{_string(row, 'instruction')}\n\n"
+        prompt += f"### Input:\n{given}\n\n" if given else ""
+        return [*segments, (f"{prompt}### Response:\n", self._everything), (_filled(row, self._answer), True)]
+
+
+class _Conversations(Format):
+    """Messages through the chat template. A tokenizer without one is given the default template, so that it is exported
+    with the model."""
+
+    more = (*SYSTEM_COLUMNS, "tools", "functions")
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        tokenizer, said = self._tokenizer, "the chat template"
+        if not tokenizer.chat_template or tokenizer.chat_template in _DEFAULT_CHAT_TEMPLATES:
+            tokenizer.chat_template = _DEFAULT_CHAT_TEMPLATES[self.begin == (tokenizer.bos_token_id,)]
+            said = "the default chat template ('User: ...' and 'Assistant: ...', the tokenizer has none)"
+        self.begin = ()  # the template writes it
+        self._answers = Answers(tokenizer)
+        names = self._needed[0] if len(self._needed) == 1 else "prompt + completion, as messages,"
+        trained = self._trained("assistant's turns")
+        self.summary = f"{names} through {said}{self._answers.template.note}, {trained}"
+
+    @property
+    def notes(self) -> list[str]:
+        return self._answers.notes
+
+    def write(self, row: Record) -> Segments:
+        conversation = read_conversation(row, self._needed, str(self._tokenizer.chat_template))
+        answers = [conversation.messages[index] for index in conversation.answers]
+        said = any(message.get("content") or "tool_calls" in message for message in answers)
+        if not conversation.messages or not (self._everything or said):
+            raise UntrainableRow(
+                f"{row.where}: the conversation has no answer of the assistant, so there is no token "
+                f"to train on; remove the row"
+            )
+        return self._answers.segments(conversation, self._everything)
+
+
+_FORMATS: dict[tuple[str, ...], type[Format]] = {  # by the columns that each row needs
+    ("messages",): _Conversations,
+    ("conversations",): _Conversations,
+    ("prompt", "completion"): _Prompts,
+    ("instruction", "output"): _Alpaca,
+    ("instruction", "response"): _Alpaca,
+}
 
 
 def with_first_filled(records: Iterator[Record]) -> tuple[Record | None, Iterable[Record]]:
@@ -127,95 +184,27 @@ def with_first_filled(records: Iterator[Record]) -> tuple[Record | None, Iterabl
 
 
 def find_format(record: Record, text_field: str, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Format:
-    """The format that the columns of `record` (a source's first) say. Raises InputError where they say none or two.
-
-    A tokenizer without a chat template is given the default one, so that the exported model carries what it learnt.
-    """
-    readings = _STRUCTURED | {"text": (text_field,)}
-    found = [name for name, columns in readings.items() if record.columns.keys() >= {*columns}]
-    if "text" in found and text_field != "text":
-        found = ["text"]
-    elif "text" in found and {"alpaca", "dolly"} & {*found}:
-        found.remove("text")  # Alpaca's own files bring their rendering along
-    filled = [name for name in found if _filled_columns(record, readings[name])] if len(found) > 1 else found
+    """The format that the columns of `record` (a source's first) say. Raises InputError if they say none or two."""
+    text = (text_field,)
+    formats = _FORMATS | {text: _Text}
+    found = [columns for columns in formats if record.columns.keys() >= {*columns}]
+    if text in found and text_field != "text":
+        found = [text]
+    elif text in found and any(formats[columns] is _Alpaca for columns in found):
+        found.remove(text)  # Alpaca's own files bring their rendering along
+    filled = [columns for columns in found if _are_filled(record, columns)] if len(found) > 1 else found
     if len(filled) > 1:
-        raise _in_two_ways(record, [readings[name] for name in found])
+        raise _in_two_ways(record, found)
     if not filled:
         raise _unreadable(record, text_field)
-    name = filled[0]
-    _refuse_labels(record, name)
-    format, beside = _format(name, record, text_field, train_on == "all", tokenizer)
-    return replace(
-        format,
-        needed=readings[name],
-        used=frozenset((*readings[name], *beside)),
-        rivals=tuple(readings[other] for other in found if other != name),
-        first=record.where,
-    )
-
-
-def _format(
-    name: str, record: Record, text_field: str, everything: bool, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Format, tuple[str, ...]]:
-    """The format called `name`, and the columns that it uses but does not need."""
-    begin = _beginning_of_text(tokenizer)
-    if name == "text":
-        begin = () if begin == (tokenizer.eos_token_id,) else begin  # the end of one document then begins the next
-        return Format("", True, lambda row: [(_filled(row, text_field), True)], begin=begin), ()
-    if name in ("messages", "conversations") or (
-        name == "prompt" and any(isinstance(record.columns[column], list) for column in _STRUCTURED["prompt"])
-    ):
-        return _conversations(name, everything, tokenizer), (*SYSTEM_COLUMNS, "tools", "functions")
-    trained = "trained on every token" if everything else "trained on the completions"
-    if name == "prompt":
-
-        def prompt(row: Record) -> str:
-            return "\n\n".join(filter(None, [system_text(row), _string(row, "prompt")]))
-
-        return Format(
-            f"prompt + completion, {trained}",
-            False,
-            lambda row: [(prompt(row), everything), (_filled(row, "completion"), True)],
-            begin=begin,
-        ), SYSTEM_COLUMNS
-    given, answer = ("input", "output") if name == "alpaca" else ("context", "response")
-    if given not in record.columns and {"input", "context"} & record.columns.keys():
-        given = "context" if name == "alpaca" else "input"
-    return Format(
-        f"instruction + {answer} in Alpaca's wording, {trained}",
-        False,
-        lambda row: _alpaca(row, given, answer, everything, tokenizer.eos_token),
-        begin=begin,
-    ), (given, "history", *SYSTEM_COLUMNS)
-
-
-def _conversations(column: str, everything: bool, tokenizer: PreTrainedTokenizerBase) -> Format:
-    said = "the chat template"
-    if not tokenizer.chat_template or tokenizer.chat_template in _DEFAULT_CHAT_TEMPLATES:
-        tokenizer.chat_template = _DEFAULT_CHAT_TEMPLATES[_beginning_of_text(tokenizer) == (tokenizer.bos_token_id,)]
-        said = "the default chat template ('User: ...' and 'Assistant: ...', the tokenizer has none)"
-    finder = Answers(tokenizer)
-
-    def segments(row: Record) -> Segments:
-        template = str(tokenizer.chat_template)
-        if column == "prompt":
-            conversation = read_prompt_and_completion(row, template)
-        else:
-            conversation = read_conversation(row, column, template)
-        messages = conversation.messages
-        answers = [messages[index] for index in conversation.answers]
-        if not messages or not (
-            everything or any(message.get("content") or "tool_calls" in message for message in answers)
-        ):
-            raise UntrainableRow(
-                f"{row.where}: the conversation has no answer of the assistant, so there is no token "
-                f"to train on; remove the row"
-            )
-        return finder.segments(conversation, everything)
-
-    names = "prompt + completion, as messages," if column == "prompt" else column
-    trained = "trained on every token" if everything else "trained on the assistant's turns"
-    return Format(f"{names} through {said}{finder.template.note}, {trained}", False, segments, finder)
+    needed, kind = filled[0], formats[filled[0]]
+    if kind is not _Text:
+        _refuse_labels(record)
+    if kind is _Prompts and any(isinstance(record.columns[name], list) for name in needed):
+        kind = _Conversations
+    format = kind(record, needed, train_on == "all", tokenizer)
+    format.rivals = [columns for columns in found if columns != needed]
+    return format
 
 
 def _beginning_of_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -225,7 +214,7 @@ def _beginning_of_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(whole[: starts[0]]) if starts else ()
 
 
-def _filled_columns(record: Record, columns: Iterable[str]) -> bool:
+def _are_filled(record: Record, columns: Iterable[str]) -> bool:
     return all(record.columns.get(column) is not None for column in columns)
 
 
@@ -264,9 +253,9 @@ def _unreadable(record: Record, text_field: str) -> InputError:
     return InputError(f"{record.where}: nothing to train on in the columns ({_listed(names)}); {advice}")
 
 
-def _refuse_labels(record: Record, name: str) -> None:
+def _refuse_labels(record: Record) -> None:
     """InputError for rows with a label for good and bad answers: bad ones must not be trained on."""
-    for column in LABEL_COLUMNS if name != "text" else ():
+    for column in LABEL_COLUMNS:
         if isinstance(record.columns.get(column), bool):
             raise InputError(
                 f"{record.where}: {column} marks answers as good or bad (KTO), and bad ones would be trained on, too; "
@@ -288,21 +277,6 @@ def _filled(record: Record, column: str) -> str:
     if not text:
         raise UntrainableRow(f"{record.where}: {column} is empty, so there is no token to train on; remove the row")
     return text
-
-
-def _alpaca(record: Record, given: str, answer: str, everything: bool, end_of_text: str) -> Segments:
-    context = _string(record, given) if record.columns.get(given) is not None else ""
-    begun = _ALPACA.format(_ALPACA_WITH_INPUT if context else "")
-    if system := system_text(record):
-        begun = f"{system}\n\n"
-    segments = []
-    for question, reply in _history(record):
-        segments += [(f"{begun}### Instruction:\n{question}\n\n### Response:\n", everything)]
-        segments += [(reply + end_of_text, True)]
-        begun = "\n\n"
-    prompt = f"{begun}### Instruction:\n{_string(record, 'instruction')}\n\n"
-    prompt += f"### Input:\n{context}\n\n" if context else ""
-    return [*segments, (f"{prompt}### Response:\n", everything), (_filled(record, answer), True)]
 
 
 def _history(record: Record) -> list[list[str]]:

@@ -1,7 +1,6 @@
-"""Data sets of the Hugging Face hub, by their name or as `save_to_disk` wrote them, read by the package `datasets`.
+"""Data sets of the Hugging Face hub, by name or as `save_to_disk` wrote them, read by the package `datasets`.
 
-One split is trained on: train, or the first one whose name begins so. The publisher's validation split, or else its
-test split, is held out. Other splits are not read. The line that describes the data names them.
+One split is trained on, and one is held out; the description of the data names the others.
 """
 
 import re
@@ -11,37 +10,35 @@ from typing import Any
 
 from lowmem import hub
 from lowmem.data.records import Record, Source
-from lowmem.data.tables import wanted
+from lowmem.data.tables import split_columns
 from lowmem.errors import InputError, first_line
 from lowmem.text_files import read_json, refuse_pointer
 
 STREAM_ABOVE_BYTES = 2**30
-SPLIT_WORDS = {  # in names of splits and files
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "dev", "val"),
-    "test": ("test", "testing", "eval", "evaluation"),
+_SPLIT_WORDS = {  # words in the names of splits and files; a name with words of several kinds is of the first
+    "validation": {"validation", "valid", "dev", "val"},
+    "test": {"test", "testing", "eval", "evaluation"},
+    "train": {"train", "training"},
 }
-_ARTICLE_TITLE = re.compile(r" = [^=].*[^=] = \n?")
 _WORD_ENDS = re.compile(r"[-._ 0-9]+")
+_ARTICLE_TITLE = re.compile(r" = [^=].*[^=] = \n?")
 
 
 def split_of(name: str) -> str | None:
-    """The kind of split in a name such as `train_sft` or `dev-00000-of-00001.parquet`: a key of SPLIT_WORDS. With words
-    of several kinds it is not train."""
+    """The kind of split in a name such as `train_sft` or `dev-00000-of-00001.parquet`: a key of _SPLIT_WORDS."""
     words = set(_WORD_ENDS.split(name.lower()))
-    return next((split for split in ("validation", "test", "train") if words & {*SPLIT_WORDS[split]}), None)
+    return next((split for split, known in _SPLIT_WORDS.items() if words & known), None)
 
 
 def choose_splits(names: Sequence[str]) -> tuple[str, str | None, str]:
-    """The trained split, the held-out split, and a remark for the line that describes the data."""
+    """The trained split, the held-out split, and a remark for the description of the data."""
     train = "train" if "train" in names else next((name for name in names if split_of(name) == "train"), names[0])
     others = [name for name in names if name != train]
     same = [name for name in others if _WORD_ENDS.split(name)[1:] == _WORD_ENDS.split(train)[1:]]  # test_sft, train_sft
     kinds = ("validation", "test")
     held_out = next((name for kind in kinds for name in (*same, *others) if split_of(name) == kind), None)
     unused = [name for name in others if name != held_out]
-    said = [f"split {train}"] if train != "train" else []
-    said += [f"splits not used: {', '.join(unused)}"] if unused else []
+    said = [f"split {train}"] * (train != "train") + [f"splits not used: {', '.join(unused)}"] * bool(unused)
     return train, held_out, f" ({'; '.join(said)})" if said else ""
 
 
@@ -53,25 +50,39 @@ def hub_source(path: str, config: str | None, text_field: str, steps: int | None
         raise InputError(f"{spec} is too large to be read to its end; give --steps instead of --epochs")
     try:
         if not hub.is_reachable():
-            datasets.config.HF_HUB_OFFLINE = True  # the cache at once, instead of 25 seconds of retries before it
+            datasets.config.HF_HUB_OFFLINE = True  # saves 25 seconds of retries
         if not streamed and steps is not None:
             streamed = (datasets.load_dataset_builder(path, config).info.dataset_size or 0) > STREAM_ABOVE_BYTES
         splits = datasets.load_dataset(path, config, streaming=streamed)
-    except Exception as error:  # datasets, the hub's client and its transport each have their own family of errors
+    except Exception as error:  # datasets, the hub's client and its transport each have their own errors
         raise _hub_error(spec, error) from error
     train, held_out, remark = choose_splits(list(splits))
-    return Source(
-        spec,
-        _rows(spec, train, splits[train], text_field),
-        held_out and _rows(spec, held_out, splits[held_out], text_field),
-        streamed,
-        lenient=True,
-        content=tuple(
-            str(getattr(splits[name], "_fingerprint", name)) for name in (train, held_out) if name and not streamed
-        ),
-        remark=remark,
-        held_out=held_out or "",
-    )
+    names = [name for name in (train, held_out) if name]
+    rows = [_rows(spec, name, splits[name], text_field) for name in names]
+    content = () if streamed else tuple(str(getattr(splits[name], "_fingerprint", name)) for name in names)
+    return Source(spec, *rows, content=content, remark=remark, held_out=held_out or "")
+
+
+def saved_to_disk(path: Path, text_field: str) -> Source | None:
+    """The data set that `save_to_disk` wrote into this folder; None for another folder."""
+    train, held_out, remark = "", None, ""
+    if (path / "dataset_dict.json").is_file():
+        train, held_out, remark = choose_splits(_names_of_splits(path / "dataset_dict.json"))
+    elif not (path / "dataset_info.json").is_file() or not (path / "state.json").is_file():
+        return None
+
+    def rows(split: str) -> Iterator[Record]:
+        for file in filter(Path.is_file, (path / split).glob("*")):
+            refuse_pointer(file)
+        try:
+            found = _datasets(str(path)).load_from_disk(str(path / split))
+        except Exception as error:
+            raise InputError(f"{path / split}: datasets cannot read it ({first_line(error).rstrip('.')})") from error
+        yield from _rows(str(path), split, found, text_field)
+
+    evaluation = None if held_out is None else rows(held_out)
+    files = tuple(sorted(path.rglob("*.arrow")))
+    return Source(str(path), rows(train), evaluation, files, remark=remark, held_out=held_out or "")
 
 
 def _datasets(spec: str) -> Any:
@@ -85,31 +96,7 @@ def _datasets(spec: str) -> Any:
     return datasets
 
 
-def saved_to_disk(path: Path, text_field: str) -> Source | None:
-    """The data set that `save_to_disk` wrote into this folder; None for another folder."""
-    train, held_out, remark = "", None, ""
-    if (path / "dataset_dict.json").is_file():
-        train, held_out, remark = choose_splits(_splits_in(path / "dataset_dict.json"))
-    elif not (path / "dataset_info.json").is_file() or not (path / "state.json").is_file():
-        return None
-    files = sorted(path.rglob("*.arrow"))
-
-    def rows(split: str) -> Iterator[Record]:
-        for file in filter(Path.is_file, (path / split).glob("*")):
-            refuse_pointer(file)
-        try:
-            found = _datasets(str(path)).load_from_disk(str(path / split))
-        except Exception as error:  # as above
-            raise InputError(f"{path / split}: datasets cannot read it ({first_line(error).rstrip('.')})") from error
-        yield from _rows(str(path), split, found, text_field)
-
-    return Source(
-        str(path), rows(train), None if held_out is None else rows(held_out), lenient=True, content=tuple(files),
-        remark=remark, held_out=held_out or "",
-    )  # fmt: skip
-
-
-def _splits_in(file: Path) -> list[str]:
+def _names_of_splits(file: Path) -> list[str]:
     content = read_json(file)
     names = content.get("splits") if isinstance(content, dict) else None
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
@@ -120,18 +107,17 @@ def _splits_in(file: Path) -> list[str]:
 def _rows(spec: str, split: str, rows: Any, text_field: str) -> Iterator[Record]:
     place, unread, number = f"{spec}, {split} row" if split else f"{spec}: row", (), 0
     if rows.column_names is not None:  # streams do not always know them
-        columns = wanted(rows.column_names, text_field)
-        unread = tuple(name for name in rows.column_names if name not in columns)
+        columns, unread = split_columns(rows.column_names, text_field)
         if not columns:
             yield Record(f"{place} 1", {}, unread=unread)
             return
         rows = rows.select_columns(columns)
     try:
         for number, row in enumerate(rows, 1):
-            yield Record(f"{place} {number}", row, unread=unread)
+            yield Record(f"{place} {number}", row, may_be_blank=True, unread=unread)
     except (ValueError, OverflowError) as error:  # a date of the year 10000
         raise InputError(f"{place} {number + 1}: cannot be read ({first_line(error).rstrip('.')})") from error
-    except Exception as error:  # as above: a stream meets the network here
+    except Exception as error:  # a stream meets the network here
         raise _hub_error(spec, error) from error
 
 
@@ -141,14 +127,12 @@ def _hub_error(spec: str, error: Exception) -> InputError:
             f"{spec} is a data set with a loading script, which the package datasets no longer runs; use "
             f"a copy of it in Parquet or JSON"
         )
+    said = first_line(error).rstrip(".")
     if "Config name is missing" in str(error):
-        return InputError(
-            f"{spec} has several configurations; name one as {spec}:CONFIG ({first_line(error).rstrip('.')})"
-        )
+        return InputError(f"{spec} has several configurations; name one as {spec}:CONFIG ({said})")
     return InputError(
-        f"{spec} is neither in the cache nor to be had from the hub ({first_line(error).rstrip('.')}); check the "
-        f"name and the network (a gated data set needs `hf auth login`), or use python-stdlib or a local "
-        f"file"
+        f"{spec} is neither in the cache nor to be had from the hub ({said}); check the name and the network (a gated "
+        f"data set needs `hf auth login`), or use python-stdlib or a local file"
     )
 
 
@@ -158,13 +142,9 @@ def joined_articles(rows: Iterable[Record], text_field: str) -> Iterator[Record]
     where = ""
     for row in rows:
         if _ARTICLE_TITLE.fullmatch(row.columns["text"]) and lines:
-            yield Record(where, {text_field: "".join(lines)})
+            yield Record(where, {text_field: "".join(lines)}, may_be_blank=True)
             lines = []
         where = where if lines else row.where
         lines.append(row.columns["text"])
     if lines:
-        yield Record(where, {text_field: "".join(lines)})
-
-
-def renamed(rows: Iterable[Record], column: str, text_field: str) -> Iterator[Record]:
-    return (Record(row.where, {text_field: row.columns[column]}, unread=row.unread) for row in rows)
+        yield Record(where, {text_field: "".join(lines)}, may_be_blank=True)

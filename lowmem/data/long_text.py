@@ -1,20 +1,8 @@
 """The tokens of a text that is too long to tokenize at once, in bounded memory and by all processors.
 
-The text is cut at any place into windows of WINDOW characters. Each window begins OVERLAP characters before the end of
-the one before it. The overlap is also tokenized by itself. At least half of its tokens must also be tokens of both
-windows; the windows are joined in the middle of these. So the tokens at the edges of a window do not matter: parts of a
-word, a space written before a text.
-
-For BPE that is exact: a merge across the joint would have happened in one of the windows, too. Unigram adds up a word's
-scores from its beginning, and rounding decides between equal sums; so its windows begin at a word. Digits that are
-counted from the right end of a long number may agree by accident; so the overlap without its last character must
-agree, too.
-
-If two windows do not agree (in a run of one letter, whose tokens are pairs), the second window begins up to _SHIFTS
-characters earlier. If that does not help, the first window grows to twice its length, at worst to the whole text. The
-tokens are then still right, and RAM grows with the window. It happens with long words: WordPiece makes one unknown
-token of a word of any length, a word of Unigram may be a whole text, and to SentencePiece's own library any text is one
-word.
+The text is cut into windows that overlap. The overlap is also tokenized by itself. At least half of its tokens must be
+tokens of both windows; the windows are joined in the middle of these. If two windows do not agree, the second begins a
+little earlier, or else the first grows, at worst to the whole text. docs/data.md says why the tokens are exact.
 """
 
 import itertools
@@ -30,8 +18,8 @@ Tokens = np.ndarray  # int32 [tokens, 1 or 3]: the id, and where the token begin
 
 
 class LongText:
-    """The tokens of one text that comes in pieces; `encode` gives the tokens of shorter texts. `word_starts`: the
-    characters that a window may begin with; None for any character."""
+    """The tokens of one text that comes in pieces; `encode` encodes shorter texts. `word_starts`: the characters that a
+    window may begin with; None for any character."""
 
     def __init__(self, encode: Callable[[list[str]], list[Tokens]], word_starts: str | None = None):
         self._encode, self._word_starts = encode, word_starts
@@ -42,7 +30,7 @@ class LongText:
         self._given = 0  # tokens of the last window that the window before it has, too
 
     def add(self, piece: str, last: bool = False) -> Tokens:
-        """The next tokens that are certain once `piece` follows the text so far; all others if it is the `last`."""
+        """The next tokens that no later piece can change; all others if this piece is the `last`."""
         self._text += piece
         found = []
         while self._window is not None or len(self._text) >= self._end or last:

@@ -1,14 +1,8 @@
 """Batches for encoder-decoders: a row is a source of S tokens and a target of T.
 
-Of an **example** the source is what stands before its first trained token, with an end-of-text token behind it as T5
-was trained, and the target is the rest; each has been cut to its own room (documents.py). **Text** is cut into rows of
-S + T tokens, of which the first S are the source and the T behind them the target: prefix language modelling, as T5 was
-adapted to by Lester et al. (arXiv:2104.08691, section 3.2). The decoder reads its target one token late, behind
-`decoder_start`; nothing is asked of a source.
-
-Sources and targets are padded on the right, to the longest of the batch. What is padding is said by position: of a
-source by `Batch.source_mask`, of a target by labels of -100, behind which nothing is trained and before which nothing
-sees it.
+The source of an **example** is the part before its first trained token, with an end-of-text token after it. **Text** is
+cut into rows of S + T tokens: the source, and the target that follows. The decoder reads its target one token late,
+after `decoder_start`. Padding is on the right, masked by position: `Batch.source_mask`, and labels of -100.
 """
 
 import numpy as np
@@ -24,21 +18,19 @@ class PairBatches(Batches):
 
     def __init__(self, *arguments, target_tokens: int, decoder_start: int, **keywords):
         super().__init__(*arguments, **keywords)
+        self.row_tokens += 1
         self.target_tokens, self.decoder_start = target_tokens, decoder_start
-        self.source_tokens = self.parts[0].seq + 1 - target_tokens if self.parts else 0
-
-    @property
-    def description(self) -> str:
-        return (
+        self.source_tokens = self.row_tokens - target_tokens
+        self.remarks = (
             f"a row is a source of at most {self.source_tokens:,} tokens and a target of at most "
-            f"{self.target_tokens:,}; of plain text, those that follow"
+            f"{self.target_tokens:,}; of plain text, those that follow",
         )
 
     def batch(self, step: int) -> Batch:
         """The batch of optimizer step `step`, counted from 0."""
         pairs = [self._pair(*part.read(row), part.documents.packed) for part, row in self._rows_of(step)]
-        sources, targets = (self._width([len(pair[which]) for pair in pairs], most) for which, most in
-                            ((0, self.source_tokens), (1, self.target_tokens)))  # fmt: skip
+        sources = _width([len(source) for source, _, _ in pairs], self.source_tokens)
+        targets = _width([len(target) for _, target, _ in pairs], self.target_tokens)
         input_ids = np.full((len(pairs), sources + targets), self.end_of_text, np.int64)
         labels = np.full((len(pairs), targets), IGNORED_LABEL)
         mask = np.zeros((len(pairs), sources), bool)
@@ -50,7 +42,7 @@ class PairBatches(Batches):
         return Batch(*map(torch.from_numpy, (input_ids, labels)), source_mask=torch.from_numpy(mask))
 
     def typical_lengths(self) -> None:
-        """None: rows are computed as they are padded."""
+        """None: rows are computed with their padding."""
 
     def _pair(self, tokens: np.ndarray, trained: np.ndarray, packed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A row's source, its target, and which of the target's tokens are trained."""
@@ -60,6 +52,6 @@ class PairBatches(Batches):
         first = int(trained.argmax())
         return np.append(tokens[:first], self.end_of_text), tokens[first:], trained[first:]
 
-    @staticmethod
-    def _width(lengths: list[int], most: int) -> int:
-        return min(-(-max(lengths) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, most)
+
+def _width(lengths: list[int], most: int) -> int:
+    return min(-(-max(lengths) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, most)

@@ -1,12 +1,12 @@
-"""What was tokenized when a run began lies in its folder, so that going on needs no tokenizing.
+"""The tokens of a run's data, stored in its folder, so that a resumed run tokenizes nothing.
 
     data/
       0.uint16 ...     the arrays of the training and the held-out documents
       data.json        which array is what, and the key: a hash of all that the tokens follow from
       manifest.json    size and hash of each file; written last
 
-The key has the content of the files that are read, the tokenizer, the settings that matter and this package's code that
-reads data. A stream has no content that could be hashed: what was read of it is what the run trains on.
+The key covers the files' content, the tokenizer, the settings of the data and the code in this folder. A stream has no
+content that could be hashed: the run trains on what was read of it.
 
 While a run is being prepared, the files are in `.data-partial/`; a run that is refused removes them. If `data` is a
 link to another disk, `.data-partial/` is on that disk, too, and the link stays.
@@ -28,18 +28,18 @@ from transformers import PreTrainedTokenizerBase
 from lowmem import text_files
 from lowmem.data.documents import Documents
 from lowmem.data.records import Source
+from lowmem.data.settings import DataSettings
 from lowmem.data.stored import ArrayFolder, StoredArray
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import LowmemError
 from lowmem.files import CHUNK_BYTES, Manifest, flush_path, to_json, write, write_manifest
-from lowmem.settings import Settings
 
 FOLDER, _CONTENT = "data", "data.json"
 _SETTINGS = ("eval_fraction", "text_field", "train_on", "seq", "target_tokens")
 
 
 class Part(NamedTuple):
-    """What one source gives: documents to train on or none, held-out ones or none, and what is said of the latter."""
+    """The documents of one source (later cut into Rows): trained, held out, and a description of the latter."""
 
     train: Documents | None
     evaluation: Documents | None
@@ -47,36 +47,35 @@ class Part(NamedTuple):
 
 
 class Preparation:
-    """A data set's documents as they lie in a run's folder, or, where `folder` is None, in files without a name."""
+    """A data set's documents in a run's folder. If `folder` is None, they are in open files without a name."""
 
     def __init__(self, folder: Path | None, key: str):
         self._folder, self._key = None if folder is None else (folder / FOLDER).resolve(), key
-        self._arrays: ArrayFolder | None = None
+        self._arrays: ArrayFolder | None = None  # in the partial folder
 
     def find(self, tokenizer: PreTrainedTokenizerBase) -> list[Part] | None:
-        """The parts that were kept under this key, if they are whole; the tokenizer gets the chat template that they
+        """The parts that are stored under this key, if they are whole; the tokenizer gets the chat template that they
         were written with."""
         if self._folder is None:
             return None
-        folder = self._folder
         try:
-            manifest = Manifest(folder)
+            manifest = Manifest(self._folder)
             content = json.loads(manifest.read(_CONTENT))
             if content["key"] != self._key:
                 return None
             for name in manifest.entries:
                 manifest.verify(name)
             parts = [
-                Part(_documents(folder, part["train"]), _documents(folder, part["evaluation"]), part["held_out"])
+                Part(*(_documents(self._folder, part[name]) for name in ("train", "evaluation")), part["held_out"])
                 for part in content["parts"]
             ]
-        except (LowmemError, OSError, ValueError, KeyError, TypeError):  # there is none, or it is damaged: made again
+        except (LowmemError, OSError, ValueError, KeyError, TypeError):  # missing or damaged
             return None
         tokenizer.chat_template = content["chat_template"]
         return parts
 
     def make(self, prepare: Callable[[ArrayFolder], list[Part]]) -> list[Part]:
-        """What `prepare` returns, its arrays in files that `keep` gives their place in the run's folder."""
+        """The parts that `prepare` returns; `keep` moves their files to their place in the run's folder."""
         if self._folder is None:
             with tempfile.TemporaryDirectory() as place:  # open files outlive their names
                 return prepare(ArrayFolder(Path(place)))
@@ -91,16 +90,17 @@ class Preparation:
             raise
 
     def keep(self, parts: list[Part], tokenizer: PreTrainedTokenizerBase) -> None:
-        """From here on the run's folder has them; nothing is done where it had them before."""
+        """Stores `parts` in the run's folder, unless they were found there."""
         if self._arrays is None:
             return
         partial, folder = self._arrays.path, self._folder
         used: set[str] = set()
-        kept = [
-            part._replace(train=self._kept(part.train, used), evaluation=self._kept(part.evaluation, used))._asdict()
-            for part in parts
-        ]
-        content = {"key": self._key, "chat_template": tokenizer.chat_template, "parts": kept}
+        stored = [Part(self._stored(train, used), self._stored(other, used), said) for train, other, said in parts]
+        content = {
+            "key": self._key,
+            "chat_template": tokenizer.chat_template,
+            "parts": [part._asdict() for part in stored],
+        }
         entries = {name: entry for name, entry in self._arrays.entries.items() if name in used}
         for name in self._arrays.entries.keys() - used:
             (partial / name).unlink()
@@ -111,8 +111,8 @@ class Preparation:
         partial.rename(folder)
         self._arrays = None
 
-    def _kept(self, documents: Documents | None, used: set[str]) -> dict | None:
-        """`documents` for the file that tells of them, their arrays in files whose names `used` gets."""
+    def _stored(self, documents: Documents | None, used: set[str]) -> dict | None:
+        """`documents` for data.json, their arrays in files; `used` gets the files' names."""
         if documents is None:
             return None
         content = {item.name: getattr(documents, item.name) for item in fields(documents)}
@@ -126,17 +126,17 @@ class Preparation:
         return content
 
     def close(self) -> None:
-        """Removes what was not kept."""
+        """Removes the files that were not kept."""
         if self._arrays is not None:
             shutil.rmtree(self._arrays.path, ignore_errors=True)
             self._arrays = None
 
 
 def content_key(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, rows_limit: int,
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, rows_limit: int,
     sources: list[Source], evaluated: list[Source],
 ) -> str:  # fmt: skip
-    """A hash of all that the tokens of a data set follow from; `rows_limit` matters where a source is streamed."""
+    """A hash of all that the tokens of a data set follow from; `rows_limit` matters if a source is streamed."""
     digest = hashlib.blake2b(digest_size=16)
     code = [*sorted(Path(__file__).parent.glob("*.py")), Path(text_files.__file__)]
     for part in (*code, *(part for source in (*sources, *evaluated) for part in (source.name, *source.content))):

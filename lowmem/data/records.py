@@ -1,4 +1,4 @@
-"""A row of data and its source, as every reader gives them (sources.py)."""
+"""A row of data with its place, and the rows behind one `--data`."""
 
 import hashlib
 from collections.abc import Iterable
@@ -9,13 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Record:
-    """One row or file. `where`: its place, for errors. `whole_file` records may be empty (an `__init__.py`), rows may
-    not. `goes_on`: the next record holds the next piece of this text, and is `begun`. `unread`: the row's columns that
-    are not read, because no format uses them."""
+    """One row, or the text of a file.
+
+    where          The place for error messages, such as "a.jsonl:17".
+    may_be_blank   A row without text is skipped; otherwise it is an error.
+    goes_on        The next record has the next piece of this text, and is `begun`.
+    unread         Columns that were not read because no format uses them.
+    """
 
     where: str
     columns: dict[str, Any]
-    whole_file: bool = False
+    may_be_blank: bool = False
     goes_on: bool = False
     begun: bool = False
     unread: tuple[str, ...] = ()
@@ -23,22 +27,26 @@ class Record:
 
 @dataclass(frozen=True)
 class Source:
-    """`evaluation`: the publisher's held-out split, called `held_out`, if there is one. A `streamed` source is read no
-    further than needed. `lenient`: blank rows are skipped, because the user cannot mend them. `content`: the files of
-    the source, or the hub client's name of this version; empty for a stream. `spec`: the typed text without the
-    `weight`, which says how often each row is in an epoch. `remark`: stands behind the name in the line that describes
-    the data."""
+    """The rows behind one `--data SPEC=WEIGHT`.
+
+    evaluation   Rows of the publisher's held-out split, called `held_out`; None without one.
+    content      The files, or the hub client's name of this version; empty for a stream.
+    weight       How often each row is in an epoch.
+    remark       Follows the name in the description of the data.
+    """
 
     name: str
     train: Iterable[Record]
     evaluation: Iterable[Record] | None = None
-    streamed: bool = False
-    lenient: bool = False
     content: tuple[Path | str, ...] = ()
     spec: str = ""
     weight: float = 1.0
     remark: str = ""
     held_out: str = ""
+
+    @property
+    def streamed(self) -> bool:
+        return not self.content
 
 
 class StableHash:

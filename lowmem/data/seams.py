@@ -1,15 +1,11 @@
-"""From an example's segments to its tokens and which of them are trained.
+"""From an example's segments to its tokens, and which of them are trained.
 
-The whole text is tokenized at once, as `tokenizer(prompt + completion)` and `apply_chat_template(tokenize=True)` do.
-Some tokenizers write a space before every text, and would write one before every segment. A token is trained if any of
-its characters is. So a token across a seam is trained: it holds the first or last characters of an answer. White space
-that an added token strips from its neighbours (`rstrip`) is not counted.
+The whole text is tokenized at once. A token is trained if any of its characters is, so a token across a seam is. White
+space that an added token strips from its neighbours (`rstrip`) does not count.
 
-The place of a byte-level token follows from its bytes, that of another token from the offsets of the Rust tokenizer.
-A tokenizer written in Python gives no offsets, so it also tokenizes the text up to each seam. The tokens that both
-begin with stand before the seam. If the text up to the seam has more tokens, the next token is across the seam.
-
-An encoder-decoder reads the prompt as one text and writes the answer as another, so source and target are two texts.
+A tokenizer written in Python does not say where its tokens are, so it also tokenizes the text up to each seam. The
+tokens that both begin with are before the seam. If the text up to the seam has more tokens, the next one is across it.
+An encoder-decoder reads the prompt as one text and writes the answer as another, so these are tokenized apart.
 """
 
 import itertools
@@ -32,7 +28,7 @@ class Seams:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the log on the examples so far."""
+        """Remarks on the examples so far, for the log."""
         note = (
             f"in {self._straddled:,} of them one token is the end of a prompt and the beginning of an answer, so the "
             f"prompt alone has other tokens; let answers begin with the space"
@@ -41,19 +37,17 @@ class Seams:
 
     def __call__(self, examples: list[Segments]) -> list[Example]:
         parts = [self._parts(segments) for segments in examples]
-        flat = [part for example in parts for part in example]
-        mixed = [len({trained for text, trained in part if text}) > 1 for part in flat]
-        texts = ["".join(text for text, _ in part) for part in flat]
-        placed = iter(self._encode.with_places(list(itertools.compress(texts, mixed))))
-        plain = iter(self._encode([text for text, both in zip(texts, mixed, strict=True) if not both]))
-        marked = (
-            self._marked(part, *next(placed)) if both else self._uniform(part, next(plain))
-            for part, both in zip(flat, mixed, strict=True)
-        )
-        found = []
+        texts = ["".join(text for text, _ in segments) for example in parts for segments in example]
+        both = [len({trained for text, trained in segments if text}) > 1 for example in parts for segments in example]
+        placed = iter(self._encode.with_places(list(itertools.compress(texts, both))))
+        plain = iter(self._encode([text for text, mixed in zip(texts, both, strict=True) if not mixed]))
+        mixed, found = iter(both), []
         for example in parts:
-            ids, trained = zip(*(next(marked) for _ in example), strict=True)
-            found.append((np.concatenate(ids), np.concatenate(trained)))
+            marked = [
+                self._marked(segments, *next(placed)) if next(mixed) else _uniform(segments, next(plain))
+                for segments in example
+            ]
+            found.append(tuple(map(np.concatenate, zip(*marked, strict=True))))
         return found
 
     def _parts(self, segments: Segments) -> list[Segments]:
@@ -63,14 +57,12 @@ class Seams:
         source = list(itertools.takewhile(lambda segment: not segment[1], segments))
         return [source, segments[len(source) :]]
 
-    def _uniform(self, segments: Segments, ids: np.ndarray) -> Example:
-        return ids, np.full(len(ids), any(trained for text, trained in segments if text))
-
     def _marked(self, segments: Segments, ids: np.ndarray, places: np.ndarray | None) -> Example:
         ends = [0, *itertools.accumulate(len(text) for text, _ in segments)]
-        spans = [span for span, (_, trained) in zip(itertools.pairwise(ends), segments, strict=True) if trained]
         trained, straddled = np.zeros(len(ids), bool), False
-        for start, end in spans:
+        for (start, end), (_, is_trained) in zip(itertools.pairwise(ends), segments, strict=True):
+            if not is_trained:
+                continue
             if places is not None:
                 begins, stops = places[:, 0], np.maximum(places[:, 1], places[:, 0] + 1)
                 trained |= (begins < end) & (stops > start)
@@ -88,3 +80,7 @@ class Seams:
         [before] = self._encode([text[:seam]])
         count = common_start(before, ids)
         return count, count < len(before)
+
+
+def _uniform(segments: Segments, ids: np.ndarray) -> Example:
+    return ids, np.full(len(ids), any(trained for text, trained in segments if text))

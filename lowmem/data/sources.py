@@ -1,19 +1,8 @@
-"""Where documents come from: the standard library, local files and folders, the hub. Nothing here knows about tokens.
+"""The rows behind `--data SPEC[=WEIGHT]`: the standard library, local files and folders, the hub.
 
-Every source is a stream of records, each a dictionary of columns and the place it was read from (`file:line`), so that
-whatever is wrong with it later can be said where it is wrong. One record is in memory at a time (of a long text, a
-piece; a `.json` list, one file): the size of a data set costs time and disk, not RAM.
-
-| spec | what is read |
-|---|---|
-| `python-stdlib` | the `.py` files of this interpreter's own library: real text that is always there, 12 MB |
-| a file, a folder, a pattern such as `texts/*.jsonl` | `.txt` `.md` `.py`: a document each; others: a record per row |
-| a data set in a folder, `folder[:config]` | downloaded from the hub: its training split; what `save_to_disk` wrote |
-| `wikitext` | Salesforce/wikitext, wikitext-2-raw-v1 (Parquet), its lines joined to articles again |
-| `codeparrot` | codeparrot/codeparrot-clean-train and -valid (gzipped JSON lines, 50 GB), streamed |
-| `org/name[:config]` | any hub data set that `datasets` can load without running a script; over 1 GiB it is streamed |
-
-`=2` behind any of them (`chat.jsonl=2`) is its weight among others: how often each of its rows is in an epoch."""
+docs/data.md lists the kinds of SPEC. Every source is a stream of records, read one at a time, so a large data set takes
+time and disk, not RAM.
+"""
 
 import glob
 import itertools
@@ -25,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lowmem.data.downloaded import find_layout
-from lowmem.data.hub_data import hub_source, joined_articles, renamed, saved_to_disk
+from lowmem.data.hub_data import hub_source, joined_articles, saved_to_disk
 from lowmem.data.records import Record, Source, StableHash
 from lowmem.data.tables import KNOWN_SUFFIXES, TABLE_SUFFIXES, read_file
 from lowmem.errors import InputError
@@ -35,28 +24,28 @@ from lowmem.text_files import refuse_disguised, refuse_pointer
 
 MOST_WEIGHT = 1000
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_MOST_NAMED = 3  # of the folders that are left out
+_MOST_NAMED = 3  # folders that are left out
 _STDLIB = "python-stdlib"
 _NAMES = (_STDLIB, "wikitext", "codeparrot")
-_README = "readme.md"  # beside tables it is about them
-_ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}  # in which there are no rows
+_README = "readme.md"
+_ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}  # there are no rows in them
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?|-?\.[0-9]+")
 
 
 def open_source(spec: str, text_field: str, steps: int | None, out: Path | None = None) -> Source:
-    """The records behind a `--data` spec; `steps` None means that all of it will be read; `out`: the run's own
-    folder, which is no data. Raises InputError."""
+    """The rows behind a `--data` spec. `steps`: None if all of it will be read. `out`: the run's own folder, which is
+    no data. Raises InputError."""
     spec, weight = _split_weight(spec)
-    in_the_way = Path(spec).is_dir() and (spec in _NAMES or _HUB_NAME.fullmatch(spec) is not None)
+    hides_hub = Path(spec).is_dir() and (spec in _NAMES or _HUB_NAME.fullmatch(spec) is not None)
     try:
         source = _open(spec, text_field, steps, out)
     except InputError as error:
-        if not in_the_way:
+        if not hides_hub:
             raise
         raise InputError(f"{error}; this folder hides the hub's {spec}: rename it if you mean that") from None
     remark = source.remark
-    if in_the_way and spec in _NAMES:
+    if hides_hub and spec in _NAMES:
         remark += " (not the folder here, which is ./python-stdlib)" if spec == _STDLIB else " (the folder here)"
     return replace(source, spec=spec, weight=weight, remark=remark)
 
@@ -64,8 +53,7 @@ def open_source(spec: str, text_field: str, steps: int | None, out: Path | None 
 def _open(spec: str, text_field: str, steps: int | None, out: Path | None) -> Source:
     if spec == _STDLIB:
         files = _library_files()
-        records = _standard_library(files, text_field)
-        return Source("Python's standard library", records, lenient=True, content=tuple(files.values()))
+        return Source("Python's standard library", _library(files, text_field), content=tuple(files.values()))
     if Path(spec).exists():
         return _local(Path(spec), text_field, out)
     if folder := _folder_of_config(spec):
@@ -79,7 +67,10 @@ def _open(spec: str, text_field: str, steps: int | None, out: Path | None) -> So
     if spec == "codeparrot":
         names = (f"codeparrot/codeparrot-clean-{split}" for split in ("train", "valid"))
         source, held_out = (hub_source(name, None, "content", steps, streamed=True) for name in names)
-        train, evaluation = (renamed(rows, "content", text_field) for rows in (source.train, held_out.train))
+        train, evaluation = (
+            (replace(row, columns={text_field: row.columns["content"]}) for row in rows)
+            for rows in (source.train, held_out.train)
+        )
         return replace(source, train=train, evaluation=evaluation)
     if is_on_hub(spec):
         path, _, config = spec.partition(":")
@@ -94,7 +85,7 @@ def _open(spec: str, text_field: str, steps: int | None, out: Path | None) -> So
 
 
 def _split_weight(spec: str) -> tuple[str, float]:
-    """`spec` without the weight behind its last "=", and that. A path with such a name is a path (year=2024)."""
+    """`spec` without its weight, and the weight. An existing path is a path, as in year=2024."""
     name, _, typed = spec.rpartition("=")
     if not name or Path(spec).exists() or not _NUMBER.fullmatch(typed):
         return spec, 1.0
@@ -105,7 +96,7 @@ def _split_weight(spec: str) -> tuple[str, float]:
 
 
 def is_on_hub(spec: str) -> bool:
-    """Whether the records behind `spec` are looked for on the hub, by their name."""
+    """Whether `spec` is the name of a data set of the hub."""
     spec, _ = _split_weight(spec)
     if spec == _STDLIB or Path(spec).exists() or _folder_of_config(spec):
         return False
@@ -114,7 +105,7 @@ def is_on_hub(spec: str) -> bool:
 
 
 def _library_files() -> dict[str, Path]:
-    """The standard library's sources by name; not folder by folder, so that neighbours differ."""
+    """The standard library's sources by name, shuffled by hash, so that neighbours are not of one folder."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = []
     for folder, subfolders, files in os.walk(root):
@@ -123,13 +114,13 @@ def _library_files() -> dict[str, Path]:
     return {name: root / name for name in sorted(names, key=lambda name: (StableHash(name).value(), name))}
 
 
-def _standard_library(files: dict[str, Path], text_field: str) -> Iterator[Record]:
+def _library(files: dict[str, Path], text_field: str) -> Iterator[Record]:
     for name, path in files.items():
         try:
             text = path.read_bytes().decode()
-        except (OSError, UnicodeDecodeError):  # a few sources say that they are in Latin-1
+        except (OSError, UnicodeDecodeError):  # a few sources are in Latin-1
             continue
-        yield Record(name, {text_field: text}, whole_file=True)
+        yield Record(name, {text_field: text}, may_be_blank=True)
 
 
 def _folder_of_config(spec: str) -> Path | None:
@@ -140,22 +131,10 @@ def _folder_of_config(spec: str) -> Path | None:
 
 def _local(path: Path, text_field: str, out: Path | None, config: str | None = None) -> Source:
     if path.is_file():
-        _refuse_odd_names([path])
-        if path.suffix.lower() not in KNOWN_SUFFIXES:
-            if path.suffix == ".arrow":
-                refuse_pointer(path)
-                raise _is_arrow(path)
-            refuse_disguised(path)
-            raise InputError(
-                f"{path}: files of kind {path.suffix or '(none)'} are not read; convert it to one of "
-                f"{' '.join(KNOWN_SUFFIXES)}"
-            )
-        if path.stat().st_size == 0:
-            raise InputError(f"{path}: the file is empty")
-        return Source(str(path), read_file(path, text_field), content=(path,))
+        return _one_file(path, text_field)
     if not path.is_dir():  # a pipe, as <(zcat a.gz) is
         raise InputError(f"{path}: this is neither a file nor a folder; write the text into a file first")
-    if (path / "snapshots").is_dir() and (path / "refs" / "main").is_file():  # of the hub's client
+    if (path / "snapshots").is_dir() and (path / "refs" / "main").is_file():  # a folder of the hub's client
         path = path / "snapshots" / (path / "refs" / "main").read_text().strip()
     if saved := saved_to_disk(path, text_field):
         return saved
@@ -169,13 +148,28 @@ def _local(path: Path, text_field: str, out: Path | None, config: str | None = N
     layout = find_layout(path, files, config)
     if layout is None:
         return _files(str(path), "the folder holds", files, text_field, remark)
-    return replace(
-        _files(str(path), "the folder holds", layout.train, text_field, layout.remark + remark, files),
-        evaluation=_rows(layout.held_out, text_field) if layout.held_out else None,
-        lenient=True,
-        content=(*layout.train, *layout.held_out),
-        held_out=layout.name,
+    source = _files(str(path), "the folder holds", layout.train, text_field, layout.remark + remark, files)
+    train, evaluation = (
+        (replace(row, may_be_blank=True) for row in rows)  # the publisher's rows, which the user did not write
+        for rows in (source.train, _rows(layout.held_out, text_field))
     )
+    content = (*layout.train, *layout.held_out)
+    evaluation = evaluation if layout.held_out else None
+    return replace(source, train=train, evaluation=evaluation, content=content, held_out=layout.name)
+
+
+def _one_file(path: Path, text_field: str) -> Source:
+    _refuse_odd_names([path])
+    if path.suffix.lower() not in KNOWN_SUFFIXES:
+        _refuse_arrow([path])
+        refuse_disguised(path)
+        raise InputError(
+            f"{path}: files of kind {path.suffix or '(none)'} are not read; convert it to one of "
+            f"{' '.join(KNOWN_SUFFIXES)}"
+        )
+    if path.stat().st_size == 0:
+        raise InputError(f"{path}: the file is empty")
+    return Source(str(path), read_file(path, text_field), content=(path,))
 
 
 def _matching(pattern: str, text_field: str, out: Path | None) -> Source:
@@ -194,39 +188,35 @@ def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list
 
 
 def _files(
-    name: str, found: str, files: list[Path], text_field: str, remark: str, beside: list[Path] | None = None
+    name: str, found: str, files: list[Path], text_field: str, remark: str, in_folder: list[Path] | None = None
 ) -> Source:  # fmt: skip
-    """The records of all `files` that can be read, in their order; `beside`: all files of their folder."""
+    """The rows of all `files` that can be read, in their order. `in_folder`: all files of their folder."""
     readable = [file for file in files if file.suffix.lower() in KNOWN_SUFFIXES and file.name not in _ABOUT_DATA]
     readable = [file for file in readable if file.name != "state.json" or not any(file.parent.glob("*.arrow"))]
-    about = {_README} if any(file.suffix.lower() in TABLE_SUFFIXES for file in readable) else set()
+    about = {_README} if any(file.suffix.lower() in TABLE_SUFFIXES for file in readable) else set()  # about the tables
     readable = [file for file in readable if file.name.lower() not in about]
-    kinds = {file.name if file.name.lower() in about else file.suffix or file.name for file in beside or files}
+    kinds = {file.name if file.name.lower() in about else file.suffix or file.name for file in in_folder or files}
     others = sorted(kinds - {file.suffix for file in readable})
     _refuse_odd_names(readable)
     if not readable:
-        for file in beside or files:
-            if file.suffix == ".arrow":
-                refuse_pointer(file)
-                raise _is_arrow(file)
+        _refuse_arrow(in_folder or files)
         raise InputError(f"{name}: {found} no file of the kinds {' '.join(KNOWN_SUFFIXES)}{remark}")
-    return Source(
-        f"{name}, {len(readable)} files" + (f" ({', '.join(others)} left out)" if others else ""),
-        _rows(readable, text_field),
-        content=tuple(readable),
-        remark=remark,
-    )
+    said = f"{name}, {len(readable)} files" + (f" ({', '.join(others)} left out)" if others else "")
+    return Source(said, _rows(readable, text_field), content=tuple(readable), remark=remark)
 
 
 def _rows(files: list[Path], text_field: str) -> Iterator[Record]:
-    return (record for file in files for record in read_file(file, text_field, whole=True))
+    return (record for file in files for record in read_file(file, text_field, may_be_blank=True))
 
 
-def _is_arrow(file: Path) -> InputError:
-    return InputError(
-        f"{file}: .arrow files are read only as the folder that save_to_disk wrote, with its state.json; give that "
-        f"folder, or write the data set with to_parquet or to_json"
-    )
+def _refuse_arrow(files: list[Path]) -> None:
+    for file in files:
+        if file.suffix == ".arrow":
+            refuse_pointer(file)
+            raise InputError(
+                f"{file}: .arrow files are read only as the folder that save_to_disk wrote, with its state.json; give "
+                f"that folder, or write the data set with to_parquet or to_json"
+            )
 
 
 def _refuse_odd_names(files: list[Path]) -> None:

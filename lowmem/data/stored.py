@@ -1,14 +1,14 @@
-"""Arrays that lie in files: a data set takes disk, and of RAM only what is being read.
+"""Arrays in files: a data set takes disk, and RAM only for the part that is being read.
 
-Tokens are read in rows of some KiB from anywhere in the file, so the system's own cache serves them, which it shrinks
-when memory is wanted for more; a mapping of the file would count as this process's resident set, page by page.
+Rows of some KiB are read from anywhere in the file, with the help of the system's own cache. A memory map would count
+as this process's resident memory.
 """
 
 import errno
 import os
 import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +17,16 @@ from lowmem.errors import LowmemError, PlanError
 from lowmem.files import CHUNK_BYTES, HashedFile
 from lowmem.units import MIB, format_size
 
-_NEARLY_ALL = 1.02  # bytes of texts / bytes that were read: below it a held-out share is being written
+_NEARLY_ALL = 1.02  # bytes of texts / bytes that were read: below it, a held-out share is being written
 _MARGIN_BYTES = 2 * MIB  # stay free for the file system and a manifest
 
 
 class StoredArray:
-    """Entries `start` to `stop` (all, if None) of a file of numbers; a slice of it is read as a numpy array."""
+    """Entries `start` to `stop` (None: all) of a file of numbers; a slice of it is read as a numpy array."""
 
     def __init__(self, path: Path, dtype: np.dtype, start: int = 0, stop: int | None = None):
         self.path, self.dtype, self.start = path, np.dtype(dtype), start
-        self._descriptor = os.open(path, os.O_RDONLY)  # open as long as it is used, wherever the file is moved
+        self._descriptor = os.open(path, os.O_RDONLY)  # stays valid if the file is moved or removed
         weakref.finalize(self, os.close, self._descriptor)
         self.stop = os.fstat(self._descriptor).st_size // self.dtype.itemsize if stop is None else stop
 
@@ -35,35 +35,30 @@ class StoredArray:
 
     def __getitem__(self, chosen: slice) -> np.ndarray:
         start, stop, _ = chosen.indices(len(self))
-        parts = [self._read(first, min(first + self._chunk, stop)) for first in range(start, stop, self._chunk)]
-        return np.concatenate(parts) if parts else np.empty(0, self.dtype)
+        size = self.dtype.itemsize
+        offset, end = (self.start + start) * size, (self.start + stop) * size
+        firsts = range(offset, end, CHUNK_BYTES)  # one read gives at most 2 GiB
+        content = b"".join(os.pread(self._descriptor, min(CHUNK_BYTES, end - first), first) for first in firsts)
+        if len(content) != max(end - offset, 0):
+            raise LowmemError(f"{self.path} was cut off while it was in use; start the run again")
+        return np.frombuffer(content, self.dtype)
 
     def chunks(self) -> Iterator[np.ndarray]:
         """All of it, at most CHUNK_BYTES at a time."""
-        for start in range(0, len(self), self._chunk):
-            yield self[start : start + self._chunk]
+        count = CHUNK_BYTES // self.dtype.itemsize
+        for start in range(0, len(self), count):
+            yield self[start : start + count]
 
     def part(self, start: int, stop: int) -> "StoredArray":
         """Entries `start` to `stop` of this array, in the same file."""
         return StoredArray(self.path, self.dtype, self.start + start, self.start + stop)
 
-    @property
-    def _chunk(self) -> int:
-        return CHUNK_BYTES // self.dtype.itemsize
-
-    def _read(self, start: int, stop: int) -> np.ndarray:
-        wanted, offset_bytes = (stop - start) * self.dtype.itemsize, (self.start + start) * self.dtype.itemsize
-        content = os.pread(self._descriptor, wanted, offset_bytes)
-        if len(content) != wanted:
-            raise LowmemError(f"{self.path} was cut off while it was in use; start the run again")
-        return np.frombuffer(content, self.dtype)
-
 
 class ArrayFolder:
-    """A folder into which arrays are written one after another. `entries`: each finished file's, for a manifest.
+    """A folder into which arrays are written, one after another. `entries`: each finished file's, for a manifest.
 
-    PlanError before its disk is full. That says how much the data need in all, from the share that was read and
-    written so far. `source_bytes`: the size of all texts, 0 if unknown; `times_written`: how often each is written."""
+    Raises PlanError before its disk is full, with the size of all data, estimated from the share that was written.
+    `source_bytes`: the size of all texts, 0 if unknown; `times_written`: how often each is written."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -72,12 +67,12 @@ class ArrayFolder:
         self._written_bytes = self._read_bytes = self._written_of_read_bytes = 0
 
     def count_read(self, size_bytes: int) -> None:
-        """To be called before the tokens of so much text are written."""
+        """Call it before the tokens of so much text are written."""
         self._read_bytes += size_bytes
         self._written_of_read_bytes = self._written_bytes
 
     def take_room(self, size_bytes: int) -> None:
-        """To be called before so much is written. Raises PlanError."""
+        """Call it before so much is written. Raises PlanError."""
         self._written_bytes += size_bytes
         if shutil.disk_usage(self.path).free < size_bytes + _MARGIN_BYTES:
             raise self.too_small()
@@ -93,7 +88,7 @@ class ArrayFolder:
             "another --out"
         )
 
-    def write(self, chunks: Iterator[np.ndarray], dtype: np.dtype) -> StoredArray:
+    def write(self, chunks: Iterable[np.ndarray], dtype: np.dtype) -> StoredArray:
         """A new file with all of `chunks` [n], which have that dtype."""
         writer = self.writer(dtype)
         for chunk in chunks:
@@ -101,14 +96,14 @@ class ArrayFolder:
         return writer.finish()
 
     def writer(self, dtype: np.dtype) -> "ArrayWriter":
-        """A new file, to be filled."""
+        """A new, empty file."""
         name = f"{len(self.entries)}.{np.dtype(dtype).name}"
         self.entries[name] = {}
         return ArrayWriter(self, name, dtype)
 
 
 class ArrayWriter:
-    """One file of an ArrayFolder while it is filled."""
+    """One file of an ArrayFolder while it is written."""
 
     def __init__(self, folder: ArrayFolder, name: str, dtype: np.dtype):
         self._folder, self._name, self.dtype = folder, name, np.dtype(dtype)
@@ -117,7 +112,7 @@ class ArrayWriter:
         self._waiting_bytes = 0
 
     def append(self, values: np.ndarray) -> None:
-        """Entries in any dtype that this one can hold; short ones are gathered before they are written."""
+        """Entries of any dtype that this one can hold; short arrays are collected before they are written."""
         self._waiting.append(np.asarray(values).astype(self.dtype))
         self._waiting_bytes += self._waiting[-1].nbytes
         if self._waiting_bytes >= MIB:
@@ -135,7 +130,7 @@ class ArrayWriter:
             try:
                 self._file.write(piece)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a quota, or somebody else's files
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a quota, or another program's files
                     raise
                 raise self._folder.too_small() from None
         self._waiting, self._waiting_bytes = [], 0

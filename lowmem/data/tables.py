@@ -1,9 +1,4 @@
-"""Local files to rows: text, JSON, JSON lines, CSV and Parquet.
-
-`.jsonl` has an object on each line. `.csv` names its columns in its first line. A `.json` file is a list of objects, an
-object that holds one such list ({"data": [...]}), one object, or JSON lines. A column that is given twice is refused.
-Unused columns of Parquet are named and not read.
-"""
+"""Rows of local files: text, JSON, JSON lines, CSV and Parquet (docs/data.md says how each is written)."""
 
 import csv
 from collections.abc import Iterable, Iterator
@@ -28,50 +23,44 @@ KNOWN_SUFFIXES = (*DOCUMENT_SUFFIXES, ".jsonl", ".json", ".csv", ".parquet")
 _JSON_ADVICE = "; a .jsonl file has one object on each line, a .json file may be one list of them"
 
 
-def wanted(names: Iterable[str], text_field: str) -> list[str]:
-    """The columns of these `names` that could be trained on."""
-    return [name for name in names if name == text_field or name in _KNOWN_COLUMNS]
+def split_columns(names: Iterable[str], text_field: str) -> tuple[list[str], tuple[str, ...]]:
+    """The columns of these `names` that could be trained on, and the others, which need not be read."""
+    columns = [name for name in names if name == text_field or name in _KNOWN_COLUMNS]
+    return columns, tuple(name for name in names if name not in columns)
 
 
-def read_file(path: Path, text_field: str, whole: bool = False) -> Iterator[Record]:
-    """The rows of a file. `whole`: a file of text may be empty. Raises InputError."""
-    suffix = path.suffix.lower()
+def read_file(path: Path, text_field: str, may_be_blank: bool = False) -> Iterator[Record]:
+    """The rows of a file, one at a time. `may_be_blank`: whether a file of text may be empty. Raises InputError."""
     try:
-        if suffix in DOCUMENT_SUFFIXES:
-            piece, begun = "", False
-            for following in _pieces(text_lines(path, PIECE_CHARACTERS)):
-                if piece:
-                    yield Record(str(path), {text_field: piece}, whole, goes_on=True, begun=begun)
-                    begun = True
-                piece = following
-            yield Record(str(path), {text_field: piece}, whole, begun=begun)
-        elif suffix == ".csv":
-            yield from _csv_rows(path)
-        elif suffix == ".parquet":
-            yield from _parquet_rows(path, text_field)
-        elif suffix == ".json" and not _begins_with_a_row(path):
-            yield from _json_whole(path, text_field)
-        else:
-            yield from _json_lines(path)
+        match path.suffix.lower():
+            case ".csv":
+                yield from _csv_rows(path)
+            case ".parquet":
+                yield from _parquet_rows(path, text_field)
+            case ".json" if not _begins_with_a_row(path):
+                yield from _json_file(path, text_field)
+            case ".json" | ".jsonl":
+                yield from _json_lines(path)
+            case _:
+                yield from _pieces_of_text(path, text_field, may_be_blank)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def _pieces(lines: Iterable[str]) -> Iterator[str]:
-    """A text's `lines` in pieces of PIECE_CHARACTERS or more."""
-    piece, characters = [], 0
-    for line in lines:
+def _pieces_of_text(path: Path, text_field: str, may_be_blank: bool) -> Iterator[Record]:
+    """The text of a file in pieces of PIECE_CHARACTERS or more; one empty piece for an empty file."""
+    lines, characters, begun = [], 0, False
+    for line in text_lines(path, PIECE_CHARACTERS):
         if characters >= PIECE_CHARACTERS:
-            yield "".join(piece)
-            piece, characters = [], 0
-        piece.append(line)
+            yield Record(str(path), {text_field: "".join(lines)}, may_be_blank, goes_on=True, begun=begun)
+            lines, characters, begun = [], 0, True
+        lines.append(line)
         characters += len(line)
-    if piece:
-        yield "".join(piece)
+    yield Record(str(path), {text_field: "".join(lines)}, may_be_blank, begun=begun)
 
 
 def _begins_with_a_row(path: Path) -> bool:
-    """True for JSON lines, whatever the file's name: its first line is a whole JSON object, and others follow."""
+    """True for JSON lines in a .json file: its first line is a whole object, and other lines follow."""
     lines = (line for line in text_lines(path) if line.strip())
     try:
         return isinstance(parse_json(next(lines, "{}"), str(path)), dict) and next(lines, None) is not None
@@ -85,17 +74,17 @@ def _json_lines(path: Path) -> Iterator[Record]:
             yield _json_record(f"{path}:{number}", parse_json(line.rstrip(), str(path), number, _JSON_ADVICE))
 
 
-def _json_whole(path: Path, text_field: str) -> Iterator[Record]:
+def _json_file(path: Path, text_field: str) -> Iterator[Record]:
     """A file that is a list of rows, an object with exactly one list of rows in it, or one row."""
     value = parse_json(read_text(path), str(path), advice=_JSON_ADVICE)
     if isinstance(value, dict) and not value.keys() & {text_field, *STRUCTURED_COLUMNS}:
         lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
         value = lists[0] if len(lists) == 1 else value
-    if isinstance(value, list):
-        for number, item in enumerate(value, 1):
-            yield _json_record(f"{path}: item {number}", item)
-    else:
+    if not isinstance(value, list):
         yield _json_record(f"{path}:1", value)
+        return
+    for number, item in enumerate(value, 1):
+        yield _json_record(f"{path}: item {number}", item)
 
 
 def _json_record(where: str, value: Any) -> Record:
@@ -121,7 +110,7 @@ def _csv_rows(path: Path) -> Iterator[Record]:
 
 
 def _refuse_twice(names: Iterable[str], where: str) -> None:
-    names = [name for name in names if name]  # spreadsheets write columns without a name, and nothing in them
+    names = [name for name in names if name]  # spreadsheets write empty columns without a name
     for name in names:
         if names.count(name) > 1:
             raise InputError(f"{where}: the column {name} is given twice; remove or rename one of them")
@@ -137,10 +126,8 @@ def _parquet_rows(path: Path, text_field: str) -> Iterator[Record]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            _refuse_twice(names, str(path))
-            columns = wanted(names, text_field)
-            unread = tuple(name for name in names if name not in columns)
+            _refuse_twice(file.schema_arrow.names, str(path))
+            columns, unread = split_columns(file.schema_arrow.names, text_field)
             if not columns and file.metadata.num_rows:
                 yield Record(f"{path}: row 1", {}, unread=unread)
                 return

@@ -1,12 +1,10 @@
 """The model's own tokenizer; for weights from scratch without one, the 256 bytes of UTF-8.
 
-A model trained from random weights (`--init random`) needs no vocabulary from anywhere: every text is a sequence of
-bytes, so 256 byte ids and one end-of-text id say everything, losslessly, in any language. What it costs is length,
-about 3 to 4 tokens where GPT-2's vocabulary takes one. It is a real fast tokenizer (byte-level BPE without a single
-merge), so it is exported with the model and loads with `AutoTokenizer.from_pretrained`.
+The byte-level tokenizer needs no vocabulary: 256 ids for bytes and one for the end of a text say every text in any
+language. Texts are 3 to 4 times as long as with GPT-2's vocabulary. It is a real fast tokenizer (byte-level BPE without
+merges), so it is exported with the model and loads with `AutoTokenizer.from_pretrained`.
 
-Nothing here waits long for a network: the cache comes first, `--init random` asks nothing else, and the hub is tried
-only when it answers.
+The cache comes first, `--init random` asks nothing else, and the hub is asked only if it answers.
 """
 
 import json
@@ -50,7 +48,7 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
 
     `init` "random": a folder's own tokenizer, or the cached one of a hub name, or else byte-level; never the network.
     `init` "pretrained": the folder's, the cached or the hub's. `vocabulary_size` is the number of ids that the model
-    embeds. Raises InputError where there is no tokenizer, it has no end-of-text token, or the model has too few ids.
+    embeds. Raises InputError if there is no tokenizer, it has no end-of-text token, or the model has too few ids.
     """
     folder = Path(model)
     try:
@@ -59,7 +57,7 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
         raise InputError(f"{error.filename}: {error.strerror}, so the tokenizer cannot be read") from None
     if tokenizer is None and not folder.is_dir() and init != "random" and hub.is_reachable():
         tokenizer, error = _from_pretrained(model, local_files_only=False)
-    if tokenizer is None and _is_known(model):
+    if tokenizer is None and _files(hub.local_folder(model), *_VOCABULARIES):
         where = f"in the folder {model}" if folder.is_dir() else f"of {model}"
         raise InputError(f"the tokenizer {where} cannot be read: {_reason(model, error)}")
     if tokenizer is None and init == "random":
@@ -75,7 +73,6 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
             f"({hub.why_unreachable() or first_line(error)}); check the name and the network (a gated model needs "
             "`hf auth login`), or give a local folder"
         )
-
     if not tokenizer.eos_token or tokenizer.eos_token_id is None:  # the first LLaMA's was "", which has no id
         raise InputError(
             f"the tokenizer of {model} has no end-of-text token, which ends every document here; set "
@@ -91,7 +88,7 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
 
 @contextmanager
 def tokenizer_blamed(model: str) -> Iterator[None]:
-    """Makes an InputError of what the package tokenizers raises for a text: plain Exceptions and panics."""
+    """Makes an InputError of the errors of the package tokenizers: plain Exceptions and panics."""
     try:
         yield
     except BaseException as error:
@@ -109,7 +106,7 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    # byte_level is kept in tokenizer_config.json, so a tokenizer that was saved and loaded again is still recognised.
+    # byte_level is saved in tokenizer_config.json, so a tokenizer that was saved and loaded again is recognised.
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=END_OF_TEXT,
@@ -132,7 +129,10 @@ def _from_pretrained(
     if folder.is_dir():
         for path in _files(folder, *_VOCABULARIES, *_BESIDE_THEM):
             refuse_disguised(path, b"")
-        source = readable_folder(folder, _config_without_switches(folder / "config.json"))
+        fields = read_json(config) if (config := folder / "config.json").is_file() else None
+        readable = without_switches(fields) if isinstance(fields, dict) else fields
+        # transformers also reads the model's config, and refuses some of its fields.
+        source = readable_folder(folder, {} if readable == fields else {config.name: json.dumps(readable).encode()})
     with _held_back() as records:
         try:
             tokenizer = AutoTokenizer.from_pretrained(
@@ -147,19 +147,10 @@ def _from_pretrained(
     for record in records:
         logging.getLogger(record.name).handle(record)
     tokenizer.name_or_path = model
-    # Without a vocabulary transformers makes a GPT2Tokenizer that turns every text into nothing, or a T5Tokenizer
-    # that turns every character into <unk>.
+    # Without a vocabulary, transformers makes a GPT2Tokenizer that gives no ids, or a T5Tokenizer that gives <unk>.
     if len(ordinary) < 2 or not reads:
         return None, ValueError(f"a {type(tokenizer).__name__} with an empty vocabulary is all that its files give")
     return tokenizer, None
-
-
-def _config_without_switches(path: Path) -> dict[str, bytes]:
-    """transformers also reads the model's config, some fields of which it refuses."""
-    fields = read_json(path) if path.is_file() else None
-    if not isinstance(fields, dict) or (readable := without_switches(fields)) == fields:
-        return {}
-    return {path.name: json.dumps(readable).encode()}
 
 
 @contextmanager
@@ -174,14 +165,10 @@ def _held_back() -> Iterator[list[logging.LogRecord]]:
         logger.handlers = before
 
 
-def _files(folder: Path, *patterns: str) -> list[Path]:
+def _files(folder: Path | None, *patterns: str) -> list[Path]:
+    if folder is None:
+        return []
     return [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
-
-
-def _is_known(model: str) -> bool:
-    """True if the folder of `model` holds a vocabulary."""
-    folder = hub.local_folder(model)
-    return folder is not None and bool(_files(folder, *_VOCABULARIES))
 
 
 def _reason(model: str, error: Exception) -> str:
@@ -204,8 +191,8 @@ def _reason(model: str, error: Exception) -> str:
             "pip install --upgrade transformers tokenizers"
         )
     if not (folder / "tokenizer.json").is_file():
-        said += f"; its vocabulary is only in {', '.join(path.name for path in _files(folder, *_VOCABULARIES))}"
-        return f"{said}: copy the model's tokenizer.json there"
+        named = ", ".join(path.name for path in _files(folder, *_VOCABULARIES))
+        return f"{said}; its vocabulary is only in {named}: copy the model's tokenizer.json there"
     return f"{said} ({type(error).__name__})"
 
 
@@ -236,7 +223,7 @@ def _is_json(path: Path) -> bool:
 
 
 def byte_characters() -> list[str]:
-    """The printable character by which byte-level tokenizers write each byte: itself where it is visible, else the next
+    """The printable character by which byte-level tokenizers write each byte: itself if it is visible, else the next
     free one from U+0100 on (GPT-2's table)."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in visible]

@@ -1,7 +1,7 @@
-"""Which model: its folder or its place on the hub, its config, and the model itself without weights.
+"""From a model's name to its folder, its config, and the model itself without weights.
 
-The shapes of GPT-2 are known here, so that planning and training from random weights need no network. Everything else
-is looked for in a folder, then in the hub's cache, then once, and quickly, on the hub itself.
+The shapes of GPT-2 are known here, so planning and training from random weights need no network. Any other model comes
+from a folder, the hub's cache, or the hub itself, which is asked once, with a time limit.
 """
 
 import copy
@@ -9,7 +9,6 @@ import errno
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -17,21 +16,13 @@ from pathlib import Path
 import torch
 from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_load_from_cache
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    GenerationConfig,
-    GPT2Config,
-    PretrainedConfig,
-    PreTrainedModel,
-    __version__,
-)
+from transformers import CONFIG_MAPPING, GenerationConfig, GPT2Config, PretrainedConfig, PreTrainedModel, __version__
 
 from lowmem import hub
 from lowmem.config_switches import set_padding, without_switches
 from lowmem.core.decoder import Decoder
-from lowmem.core.encoder_decoder import ATTENTION, is_encoder_decoder, take_apart
+from lowmem.core.encoder_decoder import decoder_start as decoder_start
+from lowmem.core.encoder_decoder import stock_model, take_apart, with_target_tokens
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import InputError, first_few, first_line
@@ -48,40 +39,35 @@ GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
 }
 DEMO_MODEL = "gpt2-demo"  # the small model of `make demo`: its tokens are bytes
 _DEMO = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 256, "vocab_size": 257}
+_OWNER = "openai-community/"  # of the GPT-2s on the hub; older caches store them without it
 _WEIGHT_PATTERNS = (("model.safetensors*", "model-*.safetensors"), ("pytorch_model.bin*", "pytorch_model-*.bin"))
+_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # configs and tokenizers
 _SIZES = (  # of a model, by transformers' common names
     *("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size", "intermediate_size"),
     *("num_attention_heads", "num_key_value_heads"),
 )
-_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # configs and tokenizers
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 def model_folder(model: str, part: str) -> Path:
-    """The folder that holds `part` ("config" or "weights") of `model`, which is a folder or a hub name.
-
-    The hub's cache comes first and is enough where it is complete. Otherwise the hub is asked once (its client would
-    wait for ever for a server that does not answer), and what is missing is downloaded. InputError, in one sentence,
-    where neither works.
-    """
+    """The folder with `part` ("config" or "weights") of `model`, a folder or a hub name; downloaded if the hub's cache
+    lacks it. InputError if it cannot be had."""
     if Path(model).is_dir():
         return Path(model)
-    short = model.removeprefix("openai-community/")  # older caches know the GPT-2s by that
-    repository = f"openai-community/{short}" if short in GPT2_SHAPES else model
+    short = model.removeprefix(_OWNER)
+    repository = _OWNER + short if short in GPT2_SHAPES else model
     try:
-        cached = [try_to_load_from_cache(name, "config.json") for name in dict.fromkeys((repository, short))]
-        for folder in (Path(path).parent for path in cached if isinstance(path, str)):
-            if _has_part(folder, part):
-                return folder
+        for name in dict.fromkeys((repository, short)):
+            cached = try_to_load_from_cache(name, "config.json")
+            if isinstance(cached, str) and _has_part(Path(cached).parent, part):
+                return Path(cached).parent
         files = [item.rfilename for item in HfApi().model_info(repository, timeout=hub.TIMEOUT_SECONDS).siblings]
         files = [name for name in files if "/" not in name]  # not the copies for other frameworks in subfolders
-        patterns = list(_SMALL_FILES)
-        if part == "weights":
-            found = [kind for kind in _WEIGHT_PATTERNS if any(fnmatch(name, p) for name in files for p in kind)]
-            if not found:
-                raise InputError(f"{model} has neither .safetensors nor .bin weights on the hub; choose another model")
-            patterns += found[0]
-        wanted = [name for name in files if any(fnmatch(name, pattern) for pattern in patterns)]
-        return Path(snapshot_download(repository, allow_patterns=wanted, etag_timeout=hub.TIMEOUT_SECONDS))
+        kinds = [kind for kind in _WEIGHT_PATTERNS if any(fnmatch(name, p) for name in files for p in kind)]
+        if part == "config" or kinds:
+            patterns = (*_SMALL_FILES, *(kinds[0] if part == "weights" else ()))
+            wanted = [name for name in files if any(fnmatch(name, pattern) for pattern in patterns)]
+            return Path(snapshot_download(repository, allow_patterns=wanted, etag_timeout=hub.TIMEOUT_SECONDS))
     except errors.HFValidationError:
         raise not_found(model) from None
     except errors.GatedRepoError:
@@ -89,13 +75,9 @@ def model_folder(model: str, part: str) -> Path:
             f"{model} is gated: accept its licence on {constants.ENDPOINT}/{repository} and run `hf auth login`"
         ) from None
     except errors.RepositoryNotFoundError:
-        raise InputError(
-            f"the hub has no model named {model}, or it is private: check the name, or run `hf auth login`"
-        ) from None
-    except InputError:
-        raise
+        raise InputError(f"the hub has no model named {model}, or it is private (run `hf auth login`)") from None
     except Exception as error:  # the client's network errors differ from version to version
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             raise InputError(
                 f"{error.filename or constants.HF_HUB_CACHE}: {error.strerror}, so the {part} of {model} cannot be "
                 "stored in the hub's cache; set HF_HOME to another folder, or give --model a local one"
@@ -105,6 +87,7 @@ def model_folder(model: str, part: str) -> Path:
             f"({type(error).__name__}: {first_line(error)[:200]}): connect to the network and run again, "
             "or give --model a local folder"
         ) from error
+    raise InputError(f"{model} has neither .safetensors nor .bin weights on the hub; choose another model")
 
 
 def _has_part(folder: Path, part: str) -> bool:
@@ -115,18 +98,15 @@ def _has_part(folder: Path, part: str) -> bool:
 
 
 def load_config(model: str, init: str) -> PretrainedConfig:
-    """The configuration of `model`: a folder, a config.json, or a hub name; `init` is "pretrained" or "random".
+    """The config of `model`: a folder, a config.json, or a hub name; `init` is "pretrained" or "random".
 
-    The GPT-2 names are known here and never need the network; for pretrained weights the real file is preferred where
-    it can be had, and must agree with the known shape. InputError for a name that leads nowhere, a broken file, or a
-    model that needs code from the hub (which is not run here).
+    A GPT-2's known shape is used if its config.json cannot be had, and must agree with it otherwise. InputError for a
+    name that leads nowhere, a broken file, or a model that needs code from the hub.
     """
-    name = model.removeprefix("openai-community/")
-    path = Path(model)
-    if path.is_file():
-        return _read_config(path)
-    if (path / "config.json").is_file():
-        return _read_config(path / "config.json")
+    name, path = model.removeprefix(_OWNER), Path(model)
+    for file in (path, path / "config.json"):
+        if file.is_file():
+            return _read_config(file)
     if name == DEMO_MODEL:
         return GPT2Config(**_DEMO, bos_token_id=256, eos_token_id=256)
     if name not in GPT2_SHAPES:
@@ -147,36 +127,13 @@ def load_config(model: str, init: str) -> PretrainedConfig:
     return config
 
 
-def own_generation_config(
-    model: str, init: str, say: Callable[[str], None] = lambda sentence: None
-) -> GenerationConfig | None:
-    """The generation config of pretrained `model` (a folder or a hub name); None if it has none, or if transformers
-    cannot read it, which `say` gets as a sentence."""
-    if init == "random":
-        return None
-    try:
-        path = model_folder(model, "config") / "generation_config.json"
-    except InputError:
-        return None
-    if not path.is_file():
-        return None
-    try:
-        return GenerationConfig.from_dict(read_json(path))
-    except Exception as error:  # values that generation cannot have, each refused in its own way
-        say(f"warning: {path} is left out of the export, since transformers cannot read it: {first_line(error)}")
-        return None
-
-
 def _read_config(path: Path) -> PretrainedConfig:
     fields = config_fields(path)
     kind = fields["model_type"]
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if "auto_map" in fields:
             raise needs_code(path, f"the model type {kind!r}")
-        raise InputError(
-            f"{path}: the model type {kind!r} is not known to transformers {__version__}; choose another model or a "
-            "newer transformers"
-        )
+        raise InputError(f"{path}: the model type {kind!r} is not known to transformers {__version__}; use a newer one")
     theirs = CONFIG_MAPPING[kind].attribute_map
     for name in (own for common in _SIZES for own in (common, theirs.get(common))):
         if isinstance(size := fields.get(name), int) and size < 1:
@@ -190,9 +147,31 @@ def _read_config(path: Path) -> PretrainedConfig:
     return config
 
 
+def own_generation_config(
+    model: str, init: str, say: Callable[[str], None] = lambda sentence: None
+) -> GenerationConfig | None:
+    """The generation config of pretrained `model` (a folder or a hub name); None if it has none, or if transformers
+    cannot read it, which is given to `say` as a sentence."""
+    path = None
+    try:
+        if init != "random":
+            path = model_folder(model, "config") / "generation_config.json"
+        return GenerationConfig.from_dict(read_json(path)) if path and path.is_file() else None
+    except Exception as error:  # values that generation cannot have, each refused in its own way
+        if path:
+            say(f"warning: {path} is left out of the export, since transformers cannot read it: {first_line(error)}")
+        return None
+
+
+def most_positions(config: PretrainedConfig) -> int | None:
+    """The most tokens that a sequence of the model can have; None without a limit (XLNet says -1)."""
+    text = config.get_text_config()
+    limits = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))  # the second is MPT's
+    return next((number for number in limits if isinstance(number, int) and number > 0), None)
+
+
 def check_length(config: PretrainedConfig, seq: int) -> None:
-    """InputError where `seq` tokens are more than the model has positions. On a GPU that is an assertion that kills the
-    process, so it is found here, beforehand."""
+    """InputError if `seq` tokens are more than the model has positions: on a GPU an assertion would end the process."""
     positions = most_positions(config)
     if positions is not None and seq > positions:
         raise InputError(f"--seq {seq} is longer than the {positions} positions of this model; lower --seq")
@@ -206,44 +185,27 @@ def check_length(config: PretrainedConfig, seq: int) -> None:
 
 
 def fitted(settings: Settings, config: PretrainedConfig) -> Settings:
-    """`settings` for the model of `config`: with the length of targets, where it is an encoder-decoder. InputError
-    where sequences are too long for it, or something is asked for that such a model does not do."""
+    """`settings` for the model of `config`: with the length of an encoder-decoder's targets. InputError if sequences
+    are too long for it, or for a setting that it does not have."""
     check_length(config, settings.seq)
-    if not is_encoder_decoder(config):
-        if settings.target_tokens is not None:
-            raise InputError("--target-tokens is for encoder-decoders, and this model is none: leave it out")
-        return settings
-    if settings.masks_documents:
-        raise InputError(
-            "an encoder-decoder has one source and one target in a row: leave out --document-mask on and --pack packed"
-        )
-    if settings.train_on == "all":
-        raise InputError("an encoder-decoder learns targets, never sources: leave out --train-on all")
-    return replace(settings, target_tokens=settings.target_tokens or max(settings.seq // 4, 1))
+    return with_target_tokens(settings, config)
 
 
-def decoder_start(config: PretrainedConfig) -> int | None:
-    """The id that an encoder-decoder's targets begin behind; None for decoders."""
-    if not is_encoder_decoder(config):
-        return None
-    said = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
-    return next((number for number in said if number is not None), 0)
-
-
-def most_positions(config: PretrainedConfig) -> int | None:
-    """The longest sequence that the model of `config` takes; None where it has no such limit (XLNet says -1)."""
-    text = config.get_text_config()
-    said = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))  # the second is MPT's
-    return next((number for number in said if isinstance(number, int) and number > 0), None)
+def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_kernels: bool = False) -> Decoder:
+    """The decoder of `config` without weights. `precision`: "bf16", "fp16" or "fp32", of the working weights;
+    `residual`: "fp32" or "16bit", of the residual stream; `fused_kernels`: run kernels/operators.py's."""
+    model = build_model(config)
+    fuse_gelu(model)
+    if precision != "fp32":
+        cast_explicitly(model, torch.float32 if residual == "fp32" else WORKING_DTYPES[precision], fused_kernels)
+    return take_apart(model, fused_kernels)
 
 
 def build_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The causal language model of `config`, or the encoder-decoder, in training mode: fp32 parameters on `meta`,
-    buffers real, on the CPU.
+    """The model of `config` in training mode: fp32 parameters on `meta`, buffers real, on the CPU.
 
-    Tied parameters are one object, as the config says. Attention is SDPA where transformers has it for the architecture
-    and eager where not (GPT-J, GPT-Neo, BLOOM, CodeGen). Not thread-safe while it runs. InputError for architectures
-    that transformers cannot build or that keep learned state in buffers.
+    Tied parameters are one object. Attention is SDPA if transformers has it for the architecture, else eager. Not
+    thread-safe while it runs. InputError if transformers cannot build the model, or if buffers hold learned state.
     """
     with parameters_placed(lambda tensor: tensor.to("meta")):
         model = model_from_config(config)
@@ -253,23 +215,13 @@ def build_model(config: PretrainedConfig) -> PreTrainedModel:
     return model.train()
 
 
-def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_kernels: bool = False) -> Decoder:
-    """The decoder of `config` without weights, ready for a working precision ("bf16", "fp16", "fp32"); `residual`:
-    "fp32" or "16bit", of the residual stream; `fused_kernels`: whether its layers run operators.py's."""
-    model = build_model(config)
-    fuse_gelu(model)
-    if precision != "fp32":
-        cast_explicitly(model, torch.float32 if residual == "fp32" else WORKING_DTYPES[precision], fused_kernels)
-    return take_apart(model, fused_kernels)
-
-
 @contextmanager
 def parameters_placed(place: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Whatever parameter a module registers is moved by `place` at that moment, before anything is written into it."""
+    """Moves every parameter by `place` when a module registers it, before anything is written into it."""
     register = nn.Module.register_parameter
 
     def register_placed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not hasattr(parameter, "_is_placed"):  # a tied one comes twice: it stays the same
+        if parameter is not None and not hasattr(parameter, "_is_placed"):  # a tied one is registered twice
             parameter = nn.Parameter(place(parameter.detach()), requires_grad=parameter.requires_grad)
             parameter._is_placed = True
         register(module, name, parameter)
@@ -282,21 +234,14 @@ def parameters_placed(place: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def model_from_config(config: PretrainedConfig) -> PreTrainedModel:
+    """The model of `config` with fp32 weights as transformers initializes them. InputError if there is none."""
     config = copy.deepcopy(config)  # from_config writes the dtype into it
-    kind, options, wanted = AutoModelForCausalLM, {}, "causal language model"
-    if is_encoder_decoder(config):
-        kind, options, wanted = AutoModelForSeq2SeqLM, {"attn_implementation": ATTENTION}, "encoder-decoder"
     try:
-        model = kind.from_config(config, dtype=torch.float32, trust_remote_code=False, **options)
+        model = stock_model(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # no such model of this type, or fields that every architecture checks itself
         reason = first_line(error)[:300]
-        raise InputError(f"this {config.model_type} config makes no {wanted}: {reason}") from error
-    _keep_rotary_frequencies(model)
-    return model
-
-
-def _keep_rotary_frequencies(model: PreTrainedModel) -> None:
-    """Rotary tables whose frequencies follow the sequence keep those of short ones: `check_length` admits no others."""
-    for module in model.modules():
+        raise InputError(f"this {config.model_type} config makes no causal language model or T5: {reason}") from error
+    for module in model.modules():  # frequencies that follow the length stay those of short sequences (check_length)
         if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
             module.forward = torch.no_grad()(partial(inspect.unwrap(type(module).forward), module))
+    return model

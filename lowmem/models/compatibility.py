@@ -1,12 +1,11 @@
-"""Do a decoder's pieces make the whole, and whose error is an error?
+"""Compares a decoder's pieces with the whole model, and tells the architecture's errors from this project's.
 
-What happens to the logits after the head, or a block that sees later tokens, shows only when a model computes. Before
-training the real weights do that; before there are any, a plan makes a copy of the model with two narrow blocks and
-random weights, and runs 64 tokens through it on the CPU. A copy that cannot be made or run says nothing about the
-model: then the plan says that it was not compared.
+Only a run of the model shows what happens to its logits, or that a block sees later tokens. Training compares on the
+real weights. A plan has none: it runs 64 tokens on the CPU through a copy with two narrow blocks and random weights. If
+such a copy cannot be made or run, the plan says that the model was not compared.
 
-Of the default configs of transformers' 189 causal language models 91 agree, 16 differ, and most of the rest do not come
-apart at any size (5.23). Costs about 0.1 s (XL: 0.08 s, 24 MiB; Falcon-H1's scan in Python 9 s), at most 0.25 GiB.
+Of transformers' 189 default configs of causal language models 91 agree, 16 differ, and most of the others do not split
+at any size (5.23). Costs about 0.1 s (Falcon-H1's scan in Python 9 s) and at most 0.25 GiB.
 """
 
 import copy
@@ -21,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
-from lowmem.core.decoder import Decoder, forward_replaced
-from lowmem.core.encoder_decoder import EncoderDecoder, is_encoder_decoder, take_apart
+from lowmem.core.decoder import Decoder
+from lowmem.core.encoder_decoder import take_apart
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import InputError, LowmemError, first_line
@@ -30,7 +29,8 @@ from lowmem.models.build import build_model, model_from_config
 
 _BLOCKS, _HEADS, _VOCABULARY = 2, 4, 64
 _MOST_PARAMETERS = 60_000_000
-_WIDTHS = (  # what families call that of the matrices within a block, or within each of its many experts
+_DEPTHS = ("num_hidden_layers", "num_decoder_layers")
+_WIDTHS = (  # families' names for the width of the matrices in a block, or in each of its many experts
     *("intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size", "moe_intermediate_size"),
     "shared_expert_intermediate_size",
 )
@@ -41,95 +41,63 @@ _AUTOGRAD = str(Path(torch.autograd.__file__).parent)
 
 
 def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = False) -> None:
-    """The pieces against the whole model on a few tokens; raises InputError if they differ. Needs real weights."""
+    """InputError if the pieces, with real weights, differ from the whole model on a few tokens."""
+    training = decoder.model.training
+    decoder.model.eval()
     try:
         found = difference(decoder, vocabulary_size, document_mask)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # that is the card's error and says nothing of the model
+        raise  # the card's error, not the model's
     except RuntimeError as error:
         where, advice = "in this precision", "try --precision fp32"
         if decoder.head_weight.dtype is torch.float32:
             where, advice = "with these weights", "they may be damaged: take others"
         raise InputError(f"{decoder.architecture} cannot run {where}: {first_line(error)}; {advice}") from error
+    finally:
+        decoder.model.train(training)
     if found is not None:
         raise InputError(found)
 
 
 @torch.no_grad()
 def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> str | None:
-    """In what the pieces, in evaluation mode, differ from the whole model, or the model from a causal one; None for
-    nothing. Raises what the model raises."""
-    training = decoder.model.training
-    decoder.model.eval()
-    try:
-        return _difference(decoder, vocabulary_size, document_mask)
-    finally:
-        decoder.model.train(training)
-
-
-def _difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> str | None:
-    if isinstance(decoder, EncoderDecoder):
-        return _difference_of_encoder_decoder(decoder, vocabulary_size)
-    model, name, head_weight = decoder.model, decoder.architecture, decoder.head_weight
-    device = head_weight.device
-    input_ids = (torch.arange(16, device=device).view(2, 8) * 7919) % vocabulary_size
-    whole = model(input_ids=input_ids, use_cache=False).logits
+    """How the pieces differ from the whole model, in evaluation mode, or the model from a causal one; None if they
+    agree. Raises what the model raises."""
+    name, head_weight = decoder.architecture, decoder.head_weight
+    input_ids, *others = decoder.example(vocabulary_size)
+    whole = decoder.whole(input_ids, *others)
     if not whole.isfinite().all():
         raise RuntimeError("its logits are not finite")
-    made_up = torch.linspace(-100, 100, 16 * head_weight.shape[0], device=device, dtype=head_weight.dtype)
-    made_up = made_up.view(2, 8, -1)
-    with forward_replaced(model.get_output_embeddings(), lambda hidden: made_up):
-        returned = model(input_ids=input_ids, use_cache=False).logits
-    if not _close(returned, decoder.logit_function(made_up)) or not _close(whole, decoder.logits(input_ids)):
+    made_up = torch.linspace(-100, 100, whole.numel(), device=whole.device, dtype=head_weight.dtype).view_as(whole)
+    returned = decoder.with_head_output(made_up, input_ids, *others)
+    pieces = decoder.logits(input_ids, *others)
+    if not _close(returned, decoder.logit_function(made_up)) or not _close(whole, pieces):
         return f"{name} cannot be trained in pieces: its logits are not those of embedding, blocks and head in turn"
     with torch.enable_grad():
-        _, extras = decoder.embed(input_ids)
+        _, extras = decoder.embed(input_ids, *others)
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(extras)):
         return f"{name} hands its blocks what is trained outside of them, which is not supported"
     changed = input_ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % vocabulary_size
-    if not _close(whole[:, :-1], model(input_ids=changed, use_cache=False).logits[:, :-1]):
+    if not _close(whole[:, :-1], decoder.whole(changed, *others)[:, :-1]):
         return f"{name} attends to later tokens, so it is no causal language model"
     if document_mask:
-        positions = torch.arange(8, device=device).repeat(2).view(1, 16)
+        positions = torch.arange(8, device=whole.device).repeat(2).view(1, 16)
         packed = decoder.logits(input_ids.view(1, 16), positions, positions.new_tensor([[0] * 8 + [1] * 8]))
         if not _close(whole.view(1, 16, -1), packed):
             return f"{name} does not honour a document mask; use --document-mask off, and not --pack packed"
     return None
 
 
-def _difference_of_encoder_decoder(decoder: EncoderDecoder, vocabulary_size: int) -> str | None:
-    """The same; of two sources one is half padding."""
-    model, name = decoder.model, decoder.architecture
-    device = decoder.head_weight.device
-    source, target = (torch.arange(32, device=device).view(2, 2, 8) * 7919 % vocabulary_size).unbind()
-    mask = torch.ones_like(source, dtype=torch.bool)
-    mask[1, 4:] = False
-
-    def whole(source: Tensor, target: Tensor) -> Tensor:
-        return model(input_ids=source, attention_mask=mask.long(), decoder_input_ids=target, use_cache=False).logits
-
-    logits = whole(source, target)
-    if not logits.isfinite().all():
-        raise RuntimeError("its logits are not finite")
-    if not _close(logits, decoder.logits(torch.cat([source, target], dim=1), None, None, mask)):
-        return f"{name} cannot be trained in pieces: its logits are not those of embedding, blocks and head in turn"
-    changed = target.clone()
-    changed[:, -1] = (changed[:, -1] + 1) % vocabulary_size
-    if not _close(logits[:, :-1], whole(source, changed)[:, :-1]):
-        return f"{name} attends to later tokens of a target, so it is no language model"
-    return None
-
-
 def _close(whole: Tensor, pieces: Tensor) -> bool:
-    """Equal but for the rounding of products computed in other shapes."""
+    """True if they are equal but for rounding, which depends on the shapes of products."""
     tolerance = 1e-4 if whole.dtype is torch.float32 else 3e-2
     return whole.shape == pieces.shape and bool((whole - pieces).abs().max() <= tolerance * whole.abs().max())
 
 
 def compare_small_copy(config: PretrainedConfig, document_mask: bool, precision: str, residual: str) -> str | None:
-    """InputError where the pieces of a small copy of `config`'s model do not make the whole, or where it does not run
-    in `precision`; None where all is well; in a few words why not, where the two were not compared."""
+    """InputError if the pieces of a small copy of the model differ from the whole, or if it does not run in
+    `precision`. Returns None, or a few words on why they were not compared."""
     try:
         small = small_copy(config)
         parameters = sum(parameter.numel() for parameter in build_model(small).parameters())
@@ -138,7 +106,7 @@ def compare_small_copy(config: PretrainedConfig, document_mask: bool, precision:
         vocabulary_size = small.get_text_config().vocab_size
         model = _with_random_weights(small)
         found = difference(take_apart(model), vocabulary_size, document_mask)
-    except Exception as error:  # nobody ever made such a model: what it runs into need not be the original's fault
+    except Exception as error:  # nobody has made such a model before: its errors need not be the original's
         return f"a small copy of it does not run ({first_line(error)})"
     if found is not None:
         raise InputError(found)
@@ -148,60 +116,53 @@ def compare_small_copy(config: PretrainedConfig, document_mask: bool, precision:
 
 
 def _run_in_16_bit(model: nn.Module, dtype: torch.dtype, residual: str, vocabulary_size: int) -> None:
-    """InputError where `model`, with its matrices in `dtype` as training has them, does not run."""
+    """InputError if `model`, with its matrices in `dtype`, does not run."""
     cast_explicitly(model, torch.float32 if residual == "fp32" else dtype)
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             parameter.data = parameter.data.to(dtype)
     decoder = take_apart(model)
-    input_ids = torch.arange(16).view(2, 8) % vocabulary_size
-    source = (None, None, torch.ones((2, 4), dtype=torch.bool)) if isinstance(decoder, EncoderDecoder) else ()
     try:
         with torch.no_grad():
-            decoder.logits(input_ids, *source)
+            decoder.logits(*decoder.example(vocabulary_size))
     except Exception as error:
-        raise InputError(
-            f"{decoder.architecture} does not run with matrices in {str(dtype).removeprefix('torch.')}: "
-            f"{first_line(error)}; --precision fp32 takes more memory and may work"
-        ) from None
+        found = f"{decoder.architecture} does not run with matrices in {str(dtype).removeprefix('torch.')}"
+        raise InputError(f"{found}: {first_line(error)}; --precision fp32 takes more memory and may work") from None
 
 
 def small_copy(config: PretrainedConfig) -> PretrainedConfig:
-    """`config` with fewer blocks, heads (of the same size), tokens and a smaller width; everything else is as it was.
-    Raises whatever the config raises where it cannot be changed so."""
+    """`config` with fewer blocks, tokens and heads (of the same size), and a smaller width. Raises what a config raises
+    that cannot be changed so."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     blocks, heads, width = text.num_hidden_layers, getattr(text, "num_attention_heads", None), text.hidden_size
     for name, value in list(vars(text).items()):
-        if isinstance(value, list | tuple) and len(value) == blocks:  # what kind each block is of, and the like
+        if isinstance(value, list | tuple) and len(value) == blocks:  # the kind of each block, and the like
             setattr(text, name, value[:_BLOCKS])
-    text.num_hidden_layers = min(_BLOCKS, blocks)
-    if is_encoder_decoder(config) and isinstance(getattr(text, "num_decoder_layers", None), int):
-        text.num_decoder_layers = min(_BLOCKS, text.num_decoder_layers)
+    _change(text, _DEPTHS, lambda depth: min(_BLOCKS, depth))
     text.vocab_size = min(_VOCABULARY, text.vocab_size)
     for holder in (config, text):
-        for name in _SPECIAL_TOKENS:
-            if isinstance(number := getattr(holder, name, None), int):
-                setattr(holder, name, min(number, text.vocab_size - 1))
+        _change(holder, _SPECIAL_TOKENS, lambda number: min(number, text.vocab_size - 1))
     if heads is not None and heads > _HEADS:
         text.hidden_size = width * _HEADS // heads
-        for name in _KEY_HEADS:
-            if isinstance(groups := getattr(text, name, None), int):
-                setattr(text, name, max(1, groups * _HEADS // heads))
         text.num_attention_heads = _HEADS
-        for name in _WIDTHS:
-            if isinstance(getattr(text, name, None), int):
-                setattr(text, name, text.hidden_size // _HEADS)
-        if isinstance(
-            projected := getattr(text, "word_embed_proj_dim", None), int
-        ):  # OPT-350m's embeddings are narrower
-            text.word_embed_proj_dim = projected * text.hidden_size // width
+        _change(text, _KEY_HEADS, lambda groups: max(1, groups * _HEADS // heads))
+        _change(text, _WIDTHS, lambda _: text.hidden_size // _HEADS)
+        # OPT-350m's embeddings are narrower than its blocks.
+        _change(text, ("word_embed_proj_dim",), lambda projected: projected * text.hidden_size // width)
     return config
 
 
+def _change(config: PretrainedConfig, names: tuple[str, ...], change) -> None:
+    """Replaces the whole numbers among the fields `names`."""
+    for name in names:
+        if isinstance(number := getattr(config, name, None), int):
+            setattr(config, name, change(number))
+
+
 def _with_random_weights(config: PretrainedConfig) -> nn.Module:
-    """Not as models begin: a norm that scales by 1 and a bias of 0 would hide what they do. Leaves torch's random
-    numbers as they were."""
+    """Not transformers' initial weights: a norm that scales by 1 and a bias of 0 would hide errors. Leaves torch's
+    generator as it was."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = model_from_config(config)
         torch.manual_seed(0)
@@ -215,8 +176,7 @@ def _with_random_weights(config: PretrainedConfig) -> nn.Module:
 
 @contextmanager
 def architecture_blamed(model: str, precision: str) -> Iterator[None]:
-    """Makes an InputError of what goes wrong in the code of `model`'s architecture: some do not run in pieces, or in
-    this precision, or not without data. Errors of ours stay what they are."""
+    """Turns errors from the code of `model`'s architecture into InputError. This project's errors pass unchanged."""
     try:
         yield
     except LowmemError:
@@ -224,18 +184,16 @@ def architecture_blamed(model: str, precision: str) -> Iterator[None]:
     except Exception as error:
         if not _of_the_architecture(error):
             raise
-        raise InputError(
-            f"{model} cannot be simulated in {precision}, so it is not trained: {first_line(error)}"
-        ) from error
+        reason = first_line(error)
+        raise InputError(f"{model} cannot be simulated in {precision}, so it is not trained: {reason}") from error
 
 
 def _of_the_architecture(error: Exception) -> bool:
-    """Whether `error` came up beneath transformers' code, or in the backward pass of what that has computed, and not in
-    a line of ours. Ours stand below theirs too: each of their operations passes through our modes, where an operator
-    that refuses its arguments has no frame of its own. It raises RuntimeError then, which no line of ours does, or
-    another error in the two functions that hand all operations on."""
+    """True if `error` was raised in or below transformers' code, or in the backward pass, and not by a line of ours."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
+    # Our modes are below transformers' frames on the stack, too. An operator that refuses its arguments has no frame.
+    # It raises RuntimeError, as no line of ours does, or another error in the two functions that call operators.
     by_operator = isinstance(error, RuntimeError) or last.name in ("__torch_function__", "__torch_dispatch__")
     ours = last.filename.startswith(_OURS) and not by_operator
     return not ours and any(frame.filename.startswith((_THEIRS, _AUTOGRAD)) for frame in frames)

@@ -1,11 +1,11 @@
 """The files of an exported model that are not weights: config, tokenizer, generation config, README.
 
-transformers 4, and programs built on it, must read the same in them as transformers 5. Version 5 keeps the parameters
-of rotary embeddings only under `rope_parameters`, and version 4 does not know version 5's classes of tokenizers. So
-both spellings are written. A generation config is written as it came: transformers refuses to save many published ones.
+transformers 4, and programs built on it, must read the same in them as transformers 5. Version 5 stores the parameters
+of rotary embeddings only under `rope_parameters`, and version 4 does not know version 5's tokenizer classes, so both
+spellings are written. A generation config is written as published: transformers refuses to save many of them.
 
-A run writes these files before its first step. The tokenizer's files come from the model's own folder, which may be
-gone when training ends, so they wait in the run's folder until the export.
+A run rehearses this before its first step. The tokenizer's files then wait in the run's folder: the folder that they
+come from may be gone when training ends.
 """
 
 import codecs
@@ -23,38 +23,30 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 
 from lowmem import hub
 from lowmem.config_switches import as_given
-from lowmem.core.encoder_decoder import is_encoder_decoder
+from lowmem.core.encoder_decoder import decoder_start
 from lowmem.errors import NO_ERRORS, InputError
+from lowmem.families import ROPE_FACTORS_ONLY, ROPE_NAMES, ROPE_NAMES_BY_ATTENTION, ROPE_TYPE_AND_FACTOR
 from lowmem.files import remove
-from lowmem.models.build import build_model, decoder_start
+from lowmem.models.build import build_model
 from lowmem.text_files import read_json
 
-_OF_OTHERS = ("config.json", "generation_config.json", "README.md")  # a rehearsal's files that are not the tokenizer's
+_NOT_THE_TOKENIZERS = ("config.json", "generation_config.json", "README.md")  # of a rehearsal's files
 _LOADING = ("auto_map", "is_local", "local_files_only", "name_or_path")  # how a tokenizer was read: not exported
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TOKENIZER_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
 )
-_ROPE_BY_LAYER = {  # version 4's names of the theta of full and of sliding attention, by family
-    "gemma3_text": ("rope_theta", "rope_local_base_freq"),
-    "gemma3n_text": ("rope_theta", "rope_local_base_freq"),
-    "olmo3": ("rope_theta", None),  # both have one theta there
-    "modernbert-decoder": ("global_rope_theta", None),
-}
-_ROPE_NAMES = {  # version 4's names of the theta and the rotated share, if they are not the common ones
-    "gpt_neox": ("rotary_emb_base", "rotary_pct"),
-    "gpt_neox_japanese": ("rotary_emb_base", "rotary_pct"),
-}
-_OF_TWO_KEYS = ("olmo", "olmo2", "chameleon", "fuyu", "hunyuan_v1_dense", "hunyuan_v1_moe")  # scaling: type and factor
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What an export needs beside weights and config; `remarks`: what it does otherwise than transformers."""
+    """An export's tokenizer, generation config and tokenizer files; `remarks`: sentences on differences from
+    transformers' own export."""
 
     tokenizer: PreTrainedTokenizerBase | None
     generation_config: GenerationConfig | None
-    folder: Path  # with the tokenizer's files
+    folder: Path
     remarks: list[str]
 
 
@@ -87,9 +79,13 @@ def write_description(
     folder: Path, model: PreTrainedModel, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype,
     readme: str, tokenizer_files: Path | None = None,
 ) -> dict[str, BaseException]:  # fmt: skip
-    """Writes the files of `model` into `folder`. {file that could not be written: error}. `dtype`: of the exported
-    weights; `generation_config`: None for the one that follows from the config; `tokenizer_files`: a rehearsal's folder
-    with the tokenizer's files, None to make them."""
+    """Writes the files of `model`. Returns {file that could not be written: error}.
+
+    Args:
+        generation_config: None for the one that follows from the config.
+        dtype: of the exported weights.
+        tokenizer_files: the folder of a rehearsal, with the tokenizer's files; None to make them.
+    """
     trained = partial(_trained, model, tokenizer, dtype)
     parts: dict[str, Callable[[], None]] = {
         "config.json": lambda: _write_json(folder / "config.json", as_given(config_fields(trained()))),
@@ -109,14 +105,14 @@ def write_description(
 
 
 def _trained(model: PreTrainedModel, tokenizer, dtype: torch.dtype) -> PretrainedConfig:
-    """The config of `model` for the export."""
+    """The exported config of `model`."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype  # from_pretrained loads in this dtype unless told otherwise
-    if hasattr(config, "auto_map"):  # names Python files of the repository it came from, which are not here
+    if hasattr(config, "auto_map"):  # Python files of the repository, which are not exported
         del config.auto_map
-    if is_encoder_decoder(config):  # by which it was trained, and without which `generate` does not begin
-        config.decoder_start_token_id = decoder_start(config)
+    if (start := decoder_start(config)) is not None:
+        config.decoder_start_token_id = start  # `generate` needs it
     _set_ends(config.get_text_config(), tokenizer)
     return config
 
@@ -124,8 +120,8 @@ def _trained(model: PreTrainedModel, tokenizer, dtype: torch.dtype) -> Pretraine
 def _set_ends(settings: PretrainedConfig | GenerationConfig, tokenizer) -> None:
     for key in ("bos_token_id", "eos_token_id") if tokenizer is not None else ():
         token_id, old = getattr(tokenizer, key), getattr(settings, key, None)
-        several = isinstance(old, list) and token_id in old  # ends, the tokenizer's among them
-        if token_id is not None and not several:
+        one_of_several = isinstance(old, list) and token_id in old
+        if token_id is not None and not one_of_several:
             setattr(settings, key, token_id)
 
 
@@ -133,10 +129,10 @@ def _write_generation(
     folder: Path, config: PretrainedConfig, generation_config: GenerationConfig | None, tokenizer
 ) -> None:
     generation_config = copy.deepcopy(generation_config) or GenerationConfig.from_model_config(config)
-    if is_encoder_decoder(config) and generation_config.decoder_start_token_id is None:
-        generation_config.decoder_start_token_id = config.decoder_start_token_id
+    if generation_config.decoder_start_token_id is None:
+        generation_config.decoder_start_token_id = decoder_start(config)
     _set_ends(generation_config, tokenizer)
-    # save_pretrained would refuse values that have no effect, and that published files have
+    # save_pretrained would refuse values without effect, which published files have.
     generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 
 
@@ -154,20 +150,19 @@ def _remarks_on_generation(generation_config: GenerationConfig | None) -> list[s
 
 
 def config_fields(config: PretrainedConfig) -> dict:
-    """The content of config.json, which transformers 4 and 5 read alike; version 5's spelling if both together change
-    what version 5 reads."""
+    """The content of config.json in the spellings of transformers 4 and 5; in version 5's only, if version 5 would read
+    both together otherwise."""
     fields = json.loads(config.to_json_string())
     try:
         both = _in_both_spellings(copy.deepcopy(fields))
-        again = type(config).from_dict(copy.deepcopy(both))
+        wanted, found = _all_fields(config), _all_fields(type(config).from_dict(copy.deepcopy(both)))
     except Exception:  # every family checks its fields in its own way
         return fields
-    wanted, found = _all_fields(config), _all_fields(again)
     return both if all(found.get(name) == wanted[name] for name in wanted if name != "_name_or_path") else fields
 
 
 def _all_fields(config: PretrainedConfig) -> dict:
-    """Defaults, too; of the two names of a rotary embedding's type the newer."""
+    """With defaults; of the two names for a rotary embedding's type only the newer."""
     values = json.loads(config.to_json_string(use_diff=False))
     rope = values.get("rope_parameters") or {}
     for part in (rope, *rope.values()):
@@ -177,65 +172,62 @@ def _all_fields(config: PretrainedConfig) -> dict:
 
 
 def _in_both_spellings(fields: dict) -> dict:
-    """`fields` as transformers 5 writes them, with the names of version 4 added, in configs within them, too."""
+    """Adds version 4's names to version 5's `fields`, in configs within them, too."""
     for value in fields.values():
         if isinstance(value, dict) and "model_type" in value:
             _in_both_spellings(value)
     if "dtype" in fields:
         fields["torch_dtype"] = fields["dtype"]
-    if fields.get("model_type") == "gpt2":  # llama.cpp's converter wants the name that the published ones have, too
-        fields.setdefault("n_ctx", fields["n_positions"])
     kind, rope = fields.get("model_type"), fields.get("rope_parameters")
+    if kind == "gpt2":
+        fields.setdefault("n_ctx", fields["n_positions"])  # llama.cpp's converter wants this name of published files
     if not rope:
         return fields
-    full = rope.get("full_attention", rope)
-    if full is not rope and kind not in _ROPE_BY_LAYER:  # version 4 has no such model
-        return fields
-    theta_name, share_name = _ROPE_NAMES.get(kind, ("rope_theta", "partial_rotary_factor"))
-    if full is not rope:
-        theta_name, sliding_name = _ROPE_BY_LAYER[kind]
-        if sliding_name is not None:
-            fields[sliding_name] = rope["sliding_attention"]["rope_theta"]
-    fields[theta_name] = full["rope_theta"]
-    if "partial_rotary_factor" in full:
-        fields[share_name] = full["partial_rotary_factor"]
-    fields["rope_scaling"] = _rope_scaling(kind, full)
+    theta, share = ROPE_NAMES.get(kind, ("rope_theta", "partial_rotary_factor"))
+    if "full_attention" in rope:
+        if kind not in ROPE_NAMES_BY_ATTENTION:  # version 4 has no such model
+            return fields
+        theta, sliding_theta = ROPE_NAMES_BY_ATTENTION[kind]
+        if sliding_theta is not None:
+            fields[sliding_theta] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    fields[theta] = rope["rope_theta"]
+    if "partial_rotary_factor" in rope:
+        fields[share] = rope["partial_rotary_factor"]
+    fields["rope_scaling"] = _rope_scaling(kind, rope)
     return fields
-
-
-def _in_version_4(fields: dict) -> bool:
-    """True if `fields`, of an exported config, tell version 4 all that they tell version 5."""
-    rope, kind = fields.get("rope_parameters") or {}, fields["model_type"]
-    thetas = [rope.get(layers, {}).get("rope_theta") for layers in ("full_attention", "sliding_attention")]
-    one_theta = kind in _ROPE_BY_LAYER and _ROPE_BY_LAYER[kind][1] is None
-    return "torch_dtype" in fields and not (one_theta and thetas[0] != thetas[1])
 
 
 def _rope_scaling(kind: str, rope: dict) -> dict | None:
     """Version 4's `rope_scaling`; None for the original rotary embedding."""
-    of_type = rope["rope_type"]
-    rest = {
-        name: value
-        for name, value in rope.items()
-        if name not in ("rope_theta", "partial_rotary_factor", "rope_type", "type")
-    }
-    if kind in ("phi3", "phi4_multimodal") and of_type == "longrope":  # which allow no other keys
-        return {"type": of_type, "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
-    if of_type == "default" and not rest:
+    rope_type = rope["rope_type"]
+    if kind in ROPE_FACTORS_ONLY and rope_type == "longrope":
+        return {"type": rope_type, "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
+    elsewhere = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
+    rest = {name: value for name, value in rope.items() if name not in elsewhere}
+    if rope_type == "default" and not rest:
         return None
-    return {"type" if kind in _OF_TWO_KEYS else "rope_type": of_type} | rest
+    return {"type" if kind in ROPE_TYPE_AND_FACTOR else "rope_type": rope_type} | rest
+
+
+def _in_version_4(fields: dict) -> bool:
+    """True if version 4 can read the exported config `fields` as version 5 does."""
+    rope = fields.get("rope_parameters") or {}
+    full, sliding = (rope.get(kind, {}).get("rope_theta") for kind in ("full_attention", "sliding_attention"))
+    needs_one = ROPE_NAMES_BY_ATTENTION.get(fields["model_type"], ("", ""))[1] is None
+    return "torch_dtype" in fields and not (needs_one and full != sliding)
 
 
 # --------------------------------------------------------------------------------------------------------- tokenizer
 
 
 def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
-    """As it came, but for the class and for where it was read from, with the template that conversations had; from
-    `made`, if that is there."""
+    """Writes the tokenizer as published, but for its class and its origin, with the chat template that training used;
+    or copies it from the folder `made`."""
     if tokenizer is None:
         return
     if made is not None and made.is_dir():
-        others = shutil.ignore_patterns(*_OF_OTHERS)
+        others = shutil.ignore_patterns(*_NOT_THE_TOKENIZERS)
         shutil.copytree(made, folder, ignore=others, copy_function=shutil.copyfile, dirs_exist_ok=True)
         return
     tokenizer.save_pretrained(folder)
@@ -245,13 +237,13 @@ def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
     published = source and (source / path.name).is_file() and read_json(source / path.name)
     fields = {name: value for name, value in (published or saved).items() if name not in _LOADING}
     own = type(tokenizer).__name__
-    plain = own == "TokenizersBackend"  # what tokenizer.json says, and nothing else
-    fields["tokenizer_class"] = "PreTrainedTokenizerFast" if plain else fields.get("tokenizer_class") or own
-    if plain:  # the padding in tokenizer.json, which is not exported, may be all that names a token
-        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+    if own == "TokenizersBackend":  # version 5's class for "as tokenizer.json says"
+        fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+        for name in _SPECIAL_TOKENS:  # only tokenizer.json's padding may name one, and that is not exported
             if getattr(tokenizer, name) is not None and fields.get(name) is None:
                 fields[name] = getattr(tokenizer, name)
-    else:  # version 4 goes by these where version 5 goes by tokenizer.json
+    else:  # version 5 follows tokenizer.json, version 4 these fields
+        fields["tokenizer_class"] = fields.get("tokenizer_class") or own
         ids = tokenizer("a")["input_ids"]
         fields["add_bos_token"] = ids[:1] == [tokenizer.bos_token_id]
         fields["add_eos_token"] = ids[-1:] == [tokenizer.eos_token_id]
@@ -262,7 +254,7 @@ def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
         several = isinstance(template, dict)
         fields["chat_template"] = [{"name": n, "template": t} for n, t in template.items()] if several else template
     _write_json(path, fields)
-    for name in _TOKENIZER_FILES if source else ():  # transformers 5 writes tokenizer.json alone
+    for name in _TOKENIZER_FILES if source else ():  # transformers 5 writes only tokenizer.json
         if (source / name).is_file() and not (folder / name).exists():
             (folder / name).write_bytes((source / name).read_bytes().removeprefix(codecs.BOM_UTF8))
 
@@ -290,5 +282,5 @@ def _write_json(path: Path, content: dict) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """In UTF-8, with escapes for anything else, such as a name from another system in the command."""
+    """In UTF-8, with escapes for the rest, such as a name from another system in the command."""
     path.write_text(text, encoding="utf-8", errors="backslashreplace")

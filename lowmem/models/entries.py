@@ -1,8 +1,8 @@
-"""The place of each tensor in a file of weights, and its values, read from there.
+"""The tensors in files of weights: where each one is, and its values, read from there.
 
-Both kinds of file (.safetensors and zipped .bin) are only a list of (name, dtype, shape, offset) followed by raw bytes.
-So the lists of all files are read first and compared with the model; then the bytes are read by offset. Mapping the
-files instead would be shorter, but every page touched counts as memory of this process until the map is closed.
+A file (.safetensors or zipped .bin) is a list of (name, dtype, shape, offset) and raw bytes. The lists of all files are
+read first and compared with the model; then the bytes are read by offset. Files are not memory-mapped: every page read
+would count as RAM of this process until the map is closed.
 """
 
 import json
@@ -29,35 +29,35 @@ _NESTED = ("model", "state_dict", "model_state_dict", "module", "model_state", "
 
 @dataclass(frozen=True)
 class Entry:
-    """The place of one tensor in a file; `dtype` is None if it cannot be trained in that dtype."""
+    """The place of one tensor in a file."""
 
     path: Path
     offset_bytes: int
-    dtype: torch.dtype | None
-    stored: str  # the dtype as the file calls it
+    dtype: torch.dtype | None  # None if it cannot be trained in that dtype
+    stored: str  # the dtype by the file's name for it
     shape: tuple[int, ...]
-    stride: tuple[int, ...]  # in elements; safetensors are always contiguous, .bin files need not be
-
-    @property
-    def is_contiguous(self) -> bool:
-        return self.stride == _strides(self.shape)
+    stride: tuple[int, ...] | None = None  # in elements; None if it is contiguous, as in every .safetensors file
 
     @property
     def elements(self) -> int:
-        """Elements from the first to the last, whatever the stride."""
-        if 0 in self.shape:
-            return 0
+        """Elements from the first to the last in the file."""
+        if self.stride is None or 0 in self.shape:
+            return math.prod(self.shape)
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
 
 def entries_of(path: Path) -> tuple[dict[str, Entry], list[str]]:
-    """{name: entry} of a file of weights, in the order of its bytes; the keys under which they were in it."""
+    """{name: entry} of a file of weights, in the order of its bytes; the keys of the dictionaries around them."""
     return (_safetensors_entries(path), []) if path.suffix == ".safetensors" else _bin_entries(path)
+
+
+def _in_order(entries: dict[str, Entry]) -> dict[str, Entry]:
+    return dict(sorted(entries.items(), key=lambda pair: pair[1].offset_bytes))
 
 
 def _safetensors_entries(path: Path) -> dict[str, Entry]:
     try:
-        with safe_open(path, framework="pt"):  # checks the header, and that the data have the length that it promises
+        with safe_open(path, framework="pt"):  # checks the header and the length of the data
             pass
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -68,22 +68,18 @@ def _safetensors_entries(path: Path) -> dict[str, Entry]:
         header_bytes = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_bytes))
     header.pop("__metadata__", None)
-    entries = {}
-    for name, item in sorted(header.items(), key=lambda pair: pair[1]["data_offsets"]):
-        shape, stored = tuple(item["shape"]), item["dtype"]
-        offset_bytes = 8 + header_bytes + item["data_offsets"][0]
-        entries[name] = Entry(path, offset_bytes, _FLOATS.get(stored), stored, shape, _strides(shape))
-    return entries
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return _in_order({
+        name: Entry(
+            path, 8 + header_bytes + item["data_offsets"][0], _FLOATS.get(item["dtype"]), item["dtype"],
+            tuple(item["shape"]),
+        )
+        for name, item in header.items()
+    })  # fmt: skip
 
 
 def _bin_entries(path: Path) -> tuple[dict[str, Entry], list[str]]:
     try:
-        with FakeTensorMode():  # reads the pickle but no data, and notes where in the file each storage lies
+        with FakeTensorMode():  # reads the pickle but no data, and notes each storage's offset in the file
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and torch each have their own
         if found := re.search(r"Unsupported (?:global: GLOBAL|class) ([\w.]+)", str(error)):
@@ -94,36 +90,34 @@ def _bin_entries(path: Path) -> tuple[dict[str, Entry], list[str]]:
         reason = (str(error).strip().rpartition("WeightsUnpickler error: ")[2] or type(error).__name__).splitlines()[0]
         refuse_disguised(path, ZIP)
         raise InputError(f"{path} is truncated, corrupt or no state_dict ({reason[:200]}); download it again") from None
-    tensors, keys = _state_dict(path, content)
-    entries = {}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            continue
-        if tensor.layout is not torch.strided:
-            kind = str(tensor.layout).removeprefix("torch.")
-            raise InputError(f"{path}: {name} is stored as {kind}; save it dense (tensor.to_dense())")
-        storage_offset_bytes = tensor.untyped_storage()._checkpoint_offset
-        if storage_offset_bytes is None:
-            raise InputError(
-                f"{path} was written before torch 1.6 and cannot be read piece by piece; load it once with "
-                "AutoModelForCausalLM.from_pretrained, save it with save_pretrained, and give that folder"
-            )
-        offset_bytes = storage_offset_bytes + tensor.storage_offset() * tensor.element_size()
-        dtype = tensor.dtype if tensor.dtype in _FLOATS.values() else None
-        stored = str(tensor.dtype).removeprefix("torch.")
-        entries[str(name)] = Entry(path, offset_bytes, dtype, stored, tuple(tensor.shape), tensor.stride())
-    return dict(sorted(entries.items(), key=lambda pair: pair[1].offset_bytes)), keys
+    content, keys = _state_dict(path, content)
+    tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+    return _in_order({name: _bin_entry(path, name, tensor) for name, tensor in tensors.items()}), keys
+
+
+def _bin_entry(path: Path, name: str, tensor: Tensor) -> Entry:
+    if tensor.layout is not torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+        raise InputError(f"{path}: {name} is stored as {kind}; save it dense (tensor.to_dense())")
+    storage_offset_bytes = tensor.untyped_storage()._checkpoint_offset
+    if storage_offset_bytes is None:
+        raise InputError(
+            f"{path} was written before torch 1.6 and cannot be read piece by piece; load it once with "
+            "AutoModelForCausalLM.from_pretrained, save it with save_pretrained, and give that folder"
+        )
+    offset_bytes = storage_offset_bytes + tensor.storage_offset() * tensor.element_size()
+    dtype, stored = tensor.dtype if tensor.dtype in _FLOATS.values() else None, str(tensor.dtype).removeprefix("torch.")
+    stride = None if tensor.is_contiguous() else tensor.stride()
+    return Entry(path, offset_bytes, dtype, stored, tuple(tensor.shape), stride)
 
 
 def _state_dict(path: Path, content: object) -> tuple[dict, list[str]]:
-    """The dictionary of tensors in the `content` of a file, and the keys under which it was."""
+    """The dictionary of tensors in the `content` of a file, and the keys that lead to it."""
     keys = []
     while isinstance(content, dict):
         inner = [key for key in _NESTED if isinstance(content.get(key), dict) and _holds_tensors(content[key])]
         if len(inner) > 1:
-            raise InputError(
-                f"{path} holds several dictionaries of weights ({', '.join(inner)}); save the right one alone"
-            )
+            raise InputError(f"{path} holds several dictionaries of weights ({', '.join(inner)}); save the right one")
         if not inner:
             break
         keys += inner
@@ -134,14 +128,13 @@ def _state_dict(path: Path, content: object) -> tuple[dict, list[str]]:
     return content, keys
 
 
-def _holds_tensors(content: dict) -> bool:
-    return any(
-        isinstance(value, Tensor) or (isinstance(value, dict) and _holds_tensors(value)) for value in content.values()
-    )
+def _holds_tensors(content: object) -> bool:
+    inner = content.values() if isinstance(content, dict) else ()
+    return isinstance(content, Tensor) or any(map(_holds_tensors, inner))
 
 
 def exact_empty(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """Zeros in a memory mapping that is freed with the tensor: malloc would keep freed pieces of up to 32 MiB."""
+    """Zeros in a memory mapping that is freed with the tensor: malloc would keep freed blocks of up to 32 MiB."""
     shape = tuple(shape)
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
@@ -150,7 +143,7 @@ def exact_empty(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
 
 
 def chunks(entry: Entry) -> Iterator[Tensor]:
-    """The entry's elements [n] in the file's dtype, a run at a time, always in the same memory."""
+    """The entry's elements in the file's dtype, in runs [n]; each run overwrites the one before."""
     staging = exact_empty([min(RUN_ELEMENTS, entry.elements)], entry.dtype)
     with entry.path.open("rb") as file:
         file.seek(entry.offset_bytes)
@@ -162,26 +155,22 @@ def chunks(entry: Entry) -> Iterator[Tensor]:
 
 
 def read_runs(entry: Entry) -> Iterator[Tensor]:
-    """Yields the tensor in fp32; fp64 is rounded. A contiguous tensor of more than RUN_ELEMENTS elements comes as flat
-    runs, any other one whole."""
-    if entry.elements > RUN_ELEMENTS and entry.is_contiguous:
+    """Yields the tensor in fp32: a contiguous tensor of more than RUN_ELEMENTS elements as flat runs, others whole."""
+    if entry.elements > RUN_ELEMENTS and entry.stride is None:
         for chunk in chunks(entry):
             yield chunk.to(torch.float32, copy=True)
         return
     flat = exact_empty([entry.elements], torch.float32)
-    start = 0
-    for chunk in chunks(entry):
+    for start, chunk in zip(range(0, entry.elements, RUN_ELEMENTS), chunks(entry), strict=True):
         flat[start : start + len(chunk)] = chunk
-        start += len(chunk)
-    yield flat.as_strided(entry.shape, entry.stride)
+    yield flat.view(entry.shape) if entry.stride is None else flat.as_strided(entry.shape, entry.stride)
 
 
 def same_values(one: Entry, other: Entry) -> bool:
     """True if two tensors are equal, or cannot be trained and have one dtype and shape."""
     if (one.path, one.offset_bytes) == (other.path, other.offset_bytes):
         return True
+    alike = (one.stored, one.shape, one.stride) == (other.stored, other.shape, other.stride)
     if one.dtype is None:
-        return (one.stored, one.shape) == (other.stored, other.shape)
-    pairs = zip(chunks(one), chunks(other), strict=False)
-    alike = (one.dtype, one.shape, one.stride) == (other.dtype, other.shape, other.stride)
-    return alike and all(torch.equal(a, b) for a, b in pairs)
+        return alike
+    return alike and all(torch.equal(a, b) for a, b in zip(chunks(one), chunks(other), strict=True))

@@ -1,13 +1,15 @@
-"""A trained model in Hugging Face format, written run by run: a few MiB are in RAM, whatever the model's size."""
+"""Writes a trained model in Hugging Face format, run by run: a few MiB of RAM, whatever the model's size."""
 
 import json
 import math
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -19,7 +21,7 @@ from lowmem.models.build import build_model
 from lowmem.models.description import write_description
 from lowmem.units import MIB, format_size
 
-BESIDE_WEIGHTS_BYTES = 16 * MIB  # tokenizer, config, README of an exported model, about
+BESIDE_WEIGHTS_BYTES = 16 * MIB  # about: tokenizer, config and README of an exported model
 
 
 class BeyondRange(LowmemError):
@@ -41,38 +43,46 @@ def export_model(
 ) -> list[str]:
     """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it with the same logits, bit for bit.
 
-    `parameters` yields each name of `build_model(config).named_parameters()` with its tensor, or with flat runs of it
-    one after the other, in any order, on any device; the memory behind it may be used again once the next is asked for.
-    `generation_config`, `tokenizer_files`: as write_description's. `order`: that of the names, by which they are put
-    into files; None: the config's. Names in files are those that `save_pretrained` would write. The folder is made
-    beside the old one and takes its place only when it is complete and on the disk.
-    Returns sentences on weights that are not finite and on other files that could not be written. Raises LowmemError if
-    disk or RAM are too small, BeyondRange if `dtype` is, ValueError if `parameters` are not the config's.
+    The folder takes the place of an older one only when it is complete and on the disk. Returns sentences on weights
+    that are not finite and on other files that could not be written. LowmemError if disk or RAM are too small,
+    BeyondRange if `dtype` is, ValueError if `parameters` are not the config's.
+
+    Args:
+        parameters: each name of `build_model(config).named_parameters()` with its tensor, or with flat runs of it one
+            after the other, in any order, on any device; memory may be used again once the next is asked for.
+        generation_config: as write_description's; so are `tokenizer_files`.
+        order: of the names in the files; None for the config's.
     """
     try:
         model = build_model(config)
-    except InputError as error:  # the model that was trained was built from it: now it is the machine that fails
+    except InputError as error:  # the trained model was built from it: now the machine fails
         raise LowmemError(f"the export to {folder} failed ({error}); what was saved is safe") from error
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    folder = folder.resolve()  # a link leads to a larger disk
+    needed_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    with _replacing(folder.resolve()) as partial:  # a link leads to a larger disk
+        free_bytes = shutil.disk_usage(partial).free
+        if free_bytes < needed_bytes + BESIDE_WEIGHTS_BYTES:
+            raise LowmemError(
+                f"the export to {folder} needs {format_size(needed_bytes)}, and {format_size(free_bytes)} are left on "
+                "the disk: free some room; an older export is untouched"
+            )
+        problems = _write_shards(partial, model, shapes, order or list(shapes), parameters, dtype, shard_bytes)
+        failed = write_description(partial, model, tokenizer, generation_config, dtype, readme, tokenizer_files)
+    return problems + [f"{name} could not be written ({first_line(error)})" for name, error in failed.items()]
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A new folder, which takes the place of `folder` when the block ends and all of it is on the disk."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, previous = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "previous"))
     if previous.exists() and not folder.exists():  # a run was killed between the two renames below
         previous.rename(folder)
     for stale in (partial, previous):
         remove(stale)
-    needed_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-    free_bytes = shutil.disk_usage(folder.parent).free
-    if free_bytes < needed_bytes + BESIDE_WEIGHTS_BYTES:
-        raise LowmemError(
-            f"the export to {folder} needs {format_size(needed_bytes)}, and {format_size(free_bytes)} are left on the "
-            "disk: free some room; an older export is untouched"
-        )
     partial.mkdir()
     try:
-        problems = _write_shards(partial, model, shapes, order or list(shapes), parameters, dtype, shard_bytes)
-        failed = write_description(partial, model, tokenizer, generation_config, dtype, readme, tokenizer_files)
-        problems += [f"{name} could not be written ({first_line(error)})" for name, error in failed.items()]
+        yield partial
         for path in (*partial.rglob("*"), partial):
             flush_path(path)
         if folder.exists():
@@ -84,7 +94,6 @@ def export_model(
     finally:
         remove(partial)
     remove(previous)
-    return problems
 
 
 def _write_shards(
@@ -96,29 +105,23 @@ def _write_shards(
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> list[str]:
-    """The shapes tell the place of each value, so values are written as they come. A sentence on values that are not
+    """Writes the weights as they come: shapes give the place of each value. Returns a sentence on values that are not
     finite, if there are any."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    shards: list[list[str]] = [[]]  # the parameters in each file
-    for name in order:
-        if shards[-1] and sum(sizes[other] for other in shards[-1]) + sizes[name] > shard_bytes:
-            shards.append([])
-        shards[-1].append(name)
-    numbers = range(1, len(shards) + 1)
-    files = [folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers]
-    if len(shards) == 1:
-        files = [folder / "model.safetensors"]
-
     file_name = _file_names(model)
+    split = split_state_dict_into_shards_factory(
+        {name: sizes[name] for name in order}, get_storage_size=int, max_shard_size=shard_bytes,
+        filename_pattern="model{suffix}.safetensors",
+    )  # fmt: skip
     places: dict[str, tuple[Path, int]] = {}
-    for path, names in zip(files, shards, strict=True):
+    for shard, names in split.filename_to_tensors.items():
         names = sorted(names, key=lambda name: file_name[name].encode())  # as safetensors itself does
-        ends = [0, *accumulate(sizes[name] for name in names)]
-        text = safetensors_header(
+        header = safetensors_header(
             {file_name[name]: (dtype, shapes[name]) for name in names}, {"format": "pt"}, separators=(",", ":")
         )
-        write_at(path, 0, text)
-        places |= {name: (path, len(text) + start) for name, start in zip(names, ends, strict=False)}
+        write_at(folder / shard, 0, header)
+        starts = accumulate((sizes[name] for name in names), initial=len(header))
+        places |= {name: (folder / shard, start) for name, start in zip(names, starts, strict=False)}
 
     written, not_finite = dict.fromkeys(shapes, 0), {}
     for name, values in parameters:
@@ -137,10 +140,9 @@ def _write_shards(
         del values
     if missing := [name for name in shapes if written[name] < sizes[name]]:
         raise ValueError(f"{len(missing)} parameters were not given: {first_few(missing)}")
-
-    if len(shards) > 1:
-        weight_map = {file_name[name]: path.name for name, (path, _) in places.items()}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+    if split.is_sharded:
+        weight_map = {file_name[name]: shard for name, shard in split.tensor_to_filename.items()}
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(weight_map.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return [f"NaN or infinity in {len(not_finite)} tensors ({first_few(not_finite)})"] if not_finite else []
 
@@ -153,7 +155,7 @@ def _check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:
 
 
 def _file_names(model: PreTrainedModel) -> dict[str, str]:
-    """{parameter's name: its name in files}: older names where transformers still writes those."""
+    """{parameter: its name in files}, which is an older name if `save_pretrained` writes that."""
     parameters = dict(model.named_parameters())
     old_name = {id(tensor): name for name, tensor in revert_weight_conversion(model, parameters).items()}
     return {name: old_name.get(id(parameter), name) for name, parameter in parameters.items()}

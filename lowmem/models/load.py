@@ -1,20 +1,17 @@
-"""Hugging Face weights, one tensor at a time (the way out is in export.py).
+"""The weights of a model as a stream of fp32 tensors: from files, or initialized randomly.
 
-`from_pretrained` puts a whole fp32 model into RAM (XL: 5.8 GiB) before a trainer has placed its first byte, and often
-a second copy while converting. Here the model is built without storage, its weights pass by as a stream, and whoever
-consumes the stream puts each tensor where it belongs (split into halves, on the GPU, ...) before the next one is read:
+`from_pretrained` puts a whole fp32 model into RAM (XL: 5.8 GiB), often twice. Here the model has no storage, and the
+caller puts each tensor where it belongs (split into halves, on the GPU, ...) before the next one is read:
 
-    model = build_model(load_config("gpt2-xl", "pretrained"))    shapes on `meta`, buffers real: about a second, no RAM
+    model = build_model(load_config("gpt2-xl", "pretrained"))    shapes on `meta`: about a second, no RAM
     for name, values in read_weights(model, "gpt2-xl"): ...      fp32; RAM: some MiB
     for name, tensor in random_weights(model.config, seed): ...  fp32; RAM: one module's tensors
 
-A tensor of more than 1 MiB comes as runs of its elements, in their order, one after the other.
+A tensor of more than 1 MiB comes as flat runs of its elements, one after the other.
 
-weight_files.py finds the files, entries.py the tensors in them, names.py the parameter of each tensor.
-
-Limits: Files are fp32, fp16, bf16 or fp64, which is rounded; quantised ones are refused. So are .bin files from before
-torch 1.6, which are not zipped, and weights that transformers merges or splits on load (experts of some mixtures). A
-flipped bit inside a tensor cannot be seen: neither format has checksums.
+weight_files.py finds the files, entries.py the tensors in them, names.py the parameter of each tensor. Refused are
+quantised files, .bin files from before torch 1.6 (not zipped), and weights that transformers merges or splits on load.
+A flipped bit inside a tensor goes unnoticed: neither format has checksums.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,10 +34,9 @@ def read_weights(
     """Yields every name of `model.named_parameters()` with its fp32 CPU tensor, in the order of the files; one of more
     than RUN_ELEMENTS elements as flat runs, the name with each.
 
-    `source` is a folder or a hub name. Everything is compared with the model's names and shapes before this function
-    returns (names.py); InputError lists what is missing, unexpected or of another shape. `say` gets sentences on names
-    and values that are changed. The stream raises InputError at a value that is not finite. RAM: one run, 1 MiB, and
-    the previous run while the caller's loop holds it. A transposed tensor of a .bin file comes whole.
+    `source` is a folder or a hub name. InputError, before this returns, if names or shapes are not the model's; from
+    the stream, at a value that is not finite. `say` gets a sentence on each change of names or values. RAM: one run,
+    1 MiB, and the one that the caller still holds; a transposed tensor of a .bin file comes whole.
     """
     folder = model_folder(source, "weights")
     entries: dict[str, Entry] = {}
@@ -64,7 +60,7 @@ def read_weights(
 def _stream(matched: dict[str, Entry]) -> Iterator[tuple[str, Tensor]]:
     for name, entry in matched.items():
         for values in read_runs(entry):
-            if values.numel() and not all(bound.isfinite() for bound in values.aminmax()):  # takes no room
+            if values.numel() and not all(bound.isfinite() for bound in values.aminmax()):  # allocates next to nothing
                 beyond = " or numbers that fp32 cannot hold" if entry.dtype is torch.float64 else ""
                 raise InputError(
                     f"{entry.path}: {name} has values that are NaN or infinite{beyond}, so it cannot be trained from; "
@@ -75,36 +71,30 @@ def _stream(matched: dict[str, Entry]) -> Iterator[tuple[str, Tensor]]:
 
 
 def random_weights(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields every parameter's name and fp32 CPU tensor, drawn by the architecture's own `_init_weights` under `seed`.
+    """Yields every parameter's name and fp32 CPU tensor, initialized by the architecture's `_init_weights`.
 
-    transformers initialises a model module by module, and so does this, with one module's parameters in memory at a
-    time. Which parameters a module's turn writes is seen beforehand, on meta; one that several write (GPT-2 draws
-    `c_proj` as a layer and again, smaller, as part of a block) lives from the first of these turns to the last. A tied
-    weight is drawn once, where transformers draws the one that stays. RAM: the largest of these (XL: the embedding,
-    307 MiB), and the previous tensor for as long as the caller's loop still holds it. The global generator is left as
-    it was, and may be used between two tensors.
+    transformers initializes a model module by module. So does this, with storage for one module's parameters at a time;
+    a run on meta first finds the modules that write each parameter. RAM: the largest tensor (XL: 307 MiB), and the one
+    that the caller still holds. The distribution is transformers', the numbers are not: it draws most weights twice.
 
-    The distribution is transformers', the numbers are not: it draws most weights twice, first in their constructors.
-    Where a parameter has its constructor's value because no turn writes it (OpenAI GPT, Data2VecText), or a turn does
-    not run on meta, the whole model is built when this is called: 4 bytes of RAM per parameter, falling from then on.
+    If a parameter is not found this way (OpenAI GPT, Data2VecText), the whole model is built: 4 bytes of RAM each.
     """
     model = build_model(config)
-    homes = _untie(model)
-    order = list(_turns(model, model))
+    owners = _untie(model)
+    turns = list(_turns(model, model))
     with torch.random.fork_rng(devices=[]):
-        written = _written(order, homes)
-    if written is None:
-        return _give_away(_whole(config, seed))
-    return _draw(order, homes, written, seed)
+        written = _written(turns, owners)
+    return _from_whole(config, seed) if written is None else _by_turns(turns, owners, written, seed)
 
 
-Home = tuple[nn.Module, str]  # a module, and what a parameter of it is called there
+Owner = tuple[nn.Module, str]  # a module, and its name for a parameter
+Turn = tuple[PreTrainedModel, nn.Module]  # a module, and the innermost model around it, which initializes it
 
 
-def _untie(model: PreTrainedModel) -> dict[str, Home]:
-    """Where each parameter of `model` lies; what is tied to one gets another in its place, which stays on meta."""
+def _untie(model: PreTrainedModel) -> dict[str, Owner]:
+    """{parameter: its owner}. Each name that is tied to another gets a parameter of its own on meta."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for tied in model.all_tied_weights_keys:  # not the name of the weight that stays
+    for tied in model.all_tied_weights_keys:  # without the name of the weight that stays
         module, _, leaf = tied.rpartition(".")
         setattr(model.get_submodule(module), leaf, nn.Parameter(torch.empty_like(model.get_parameter(tied))))
     return {
@@ -115,65 +105,64 @@ def _untie(model: PreTrainedModel) -> dict[str, Home]:
     }
 
 
-def _turns(module: nn.Module, model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
-    """Each module after those it holds, and the innermost model around it, which initialises it."""
+def _turns(module: nn.Module, model: PreTrainedModel) -> Iterator[Turn]:
+    """Each module after its children."""
     for child in module.children():
         yield from _turns(child, child if isinstance(child, PreTrainedModel) else model)
     yield model, module
 
 
-def _written(order: list[tuple[PreTrainedModel, nn.Module]], homes: dict[str, Home]) -> dict[str, range] | None:
-    """From which turn to which a parameter is written, found on meta; None where that cannot be told of all."""
-    parameters = {name: getattr(*home) for name, home in homes.items()}
+def _written(turns: list[Turn], owners: dict[str, Owner]) -> dict[str, range] | None:
+    """{parameter: its first to its last turn}, found on meta; None if some are not found.
+
+    GPT-2 initializes `c_proj` as a layer, and again as part of a block."""
+    parameters = {name: getattr(*owner) for name, owner in owners.items()}
     written: dict[str, range] = {}
     versions = {name: parameter._version for name, parameter in parameters.items()}
-    for turn, (model, module) in enumerate(order):
+    for number, turn in enumerate(turns):
         try:
-            _initialise(model, module)
+            _initialize(*turn)
         except RuntimeError:  # it reads a number
             return None
         for name, parameter in parameters.items():
             if parameter._version != versions[name]:
                 versions[name] = parameter._version
-                written[name] = range(written.get(name, range(turn, turn)).start, turn + 1)
+                written[name] = range(written.get(name, range(number, number)).start, number + 1)
     return written if len(written) == len(parameters) else None
 
 
 @torch.no_grad()
 @guard_torch_init_functions()
-def _initialise(model: PreTrainedModel, module: nn.Module) -> None:
+def _initialize(model: PreTrainedModel, module: nn.Module) -> None:
     model._init_weights(module)
 
 
-def _draw(
-    order: list[tuple[PreTrainedModel, nn.Module]], homes: dict[str, Home], written: dict[str, range], seed: int
+def _by_turns(
+    turns: list[Turn], owners: dict[str, Owner], written: dict[str, range], seed: int
 ) -> Iterator[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed).get_state()
-    for turn, (model, module) in enumerate(order):
-        for name in [name for name, turns in written.items() if turns.start == turn]:
-            owner, leaf = homes[name]
+    for number, turn in enumerate(turns):
+        for name in [name for name, range_ in written.items() if range_.start == number]:
+            owner, leaf = owners[name]
             setattr(owner, leaf, nn.Parameter(exact_empty(getattr(owner, leaf).shape, torch.float32)))
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(generator)
-            _initialise(model, module)
+            _initialize(*turn)
             generator = torch.get_rng_state()
-        for name in [name for name, turns in written.items() if turns.stop == turn + 1]:
-            owner, leaf = homes[name]
+        for name in [name for name, range_ in written.items() if range_.stop == number + 1]:
+            owner, leaf = owners[name]
             tensor = getattr(owner, leaf).data
             setattr(owner, leaf, nn.Parameter(tensor.to("meta")))
             yield name, tensor
             del tensor
 
 
-def _whole(config: PretrainedConfig, seed: int) -> PreTrainedModel:
-    """As transformers builds it; each parameter in memory of its own."""
+def _from_whole(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """From the model as transformers builds it, each parameter in memory of its own."""
     on_its_own = parameters_placed(lambda tensor: exact_empty(tensor.shape, torch.float32).copy_(tensor))
     with torch.random.fork_rng(devices=[]), on_its_own:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
-        return model_from_config(config)
-
-
-def _give_away(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+        model = model_from_config(config)
     for name, parameter in model.named_parameters():
         tensor, parameter.data = parameter.data, torch.empty(0)
         yield name, tensor

@@ -1,27 +1,29 @@
-"""Which tensor of a checkpoint is which parameter of the model.
+"""Finds the model's parameter for each tensor of a checkpoint, by name.
 
 Names may lack the base model's prefix, or be older ones that transformers renames. A tied weight may have either or
-both of its names. torch.compile, DDP, FSDP, Lightning, PEFT and others write a prefix before the names. It is left off
-if all names without it are the model's, with the right shapes. A value or reward head is left out.
+both of its names. torch.compile, DDP, FSDP, Lightning, PEFT and others add a prefix, which is left off if the rest are
+the model's names. A value or reward head is left out.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from lowmem.core.encoder_decoder import is_encoder_decoder
 from lowmem.errors import InputError, first_few
 from lowmem.models.entries import Entry, same_values
 
-# Masks, rotary tables and the like, which older versions of transformers and other programs stored with the weights.
-_OLD_BUFFERS = re.compile(
+# Masks, rotary tables and the like, which older versions of transformers and other programs stored with the weights,
+# and a table in T5's files that no model uses.
+_NOT_WEIGHTS = re.compile(
     r"(^|\.)((attn|attention|crossattention)\.(bias|masked_bias|causal_mask|scale_attn|embed_positions)"
-    r"|rotary_emb\.\w+|inv_freq|position_ids|decoder\.version|_extra_state)$"
+    r"|rotary_emb\.\w+|inv_freq|position_ids|decoder\.version|_extra_state"
+    r"|EncDecAttention\.relative_attention_bias\.weight)$"
 )
 # Modules that torch.compile, FSDP and others put around a module, at any depth.
 _WRAPPERS = re.compile(
@@ -34,33 +36,32 @@ _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|weight_scale(_inv)?|weight_pa
 
 @dataclass
 class _Fit:
-    """How the names of a checkpoint, after one way of renaming, fit a model."""
+    """The result of one way of renaming a checkpoint's names."""
 
     prefix: str  # that is left off
     target: dict[str, str] = field(default_factory=dict)  # {name in the files: parameter}
-    missing: list[str] = field(default_factory=list)  # parameters
-    wrong: list[str] = field(default_factory=list)  # of those in `target`, by name in the files: of another shape
+    missing: list[str] = field(default_factory=list)  # parameters that are not in the files
+    wrong: list[str] = field(default_factory=list)  # names in `target` of tensors with another shape
     unexpected: list[str] = field(default_factory=list)
-    heads: list[str] = field(default_factory=list)  # that are no part of a language model
-    converted: list[str] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)  # of other tasks, which are left out
+    converted: list[str] = field(default_factory=list)  # weights that transformers would merge or split
 
     def problems(self) -> int:
         return len(self.missing) + len(self.wrong) + len(self.unexpected) + len(self.converted)
 
 
 def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tuple[dict[str, Entry], list[str]]:
-    """{parameter name: entry} of all parameters in the order of `entries`, and remarks; raises InputError."""
-    fits = _fits(model, entries)
-    fit = min(fits, key=_Fit.problems)
+    """{parameter name: entry} of all parameters in the order of `entries`, and remarks. InputError if they do not
+    fit."""
+    fit = min(_fits(model, entries), key=_Fit.problems)
     untrainable = [name for name in fit.target if entries[name].dtype is None]
     if fit.problems() or untrainable:
         raise _refusal(model, entries, source, fit, untrainable)
     matched: dict[str, Entry] = {}
-    for name, entry in entries.items():
-        if name in fit.target:
-            first = matched.setdefault(fit.target[name], entry)
-            if first is not entry and not same_values(entry, first):
-                raise _differing(model, name, entry, fit.target)
+    for name in (name for name in entries if name in fit.target):
+        first = matched.setdefault(fit.target[name], entries[name])
+        if not same_values(entries[name], first):
+            raise _differing(model, name, entries[name], fit.target)
     return matched, _remarks(fit, entries, source)
 
 
@@ -86,9 +87,6 @@ def _fit(model: PreTrainedModel, entries: dict[str, Entry], rename: Callable[[st
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-
-    # T5's files on the hub have a table that no model uses. Decoders' patterns also match weights that are needed.
-    ignored = model._keys_to_ignore_on_load_unexpected or () if is_encoder_decoder(model.config) else ()
     fit = _Fit(prefix)
     for name in sorted(entries, key=rename):  # some renamings want the names sorted
         bare = rename(name)
@@ -98,31 +96,29 @@ def _fit(model: PreTrainedModel, entries: dict[str, Entry], rename: Callable[[st
             fit.converted.append(name)
         elif own:
             fit.target[name] = own
+            if entries[name].shape != parameters[own].shape:
+                fit.wrong.append(name)
         elif _OTHER_HEADS.search(bare):
             fit.heads.append(name)
-        elif not _OLD_BUFFERS.search(bare) and not any(re.search(key, bare) for key in ignored):
+        elif not _NOT_WEIGHTS.search(bare):
             fit.unexpected.append(name)
     found = set(fit.target.values())
     fit.missing = [name for name in parameters if name not in found]
-    fit.wrong = [
-        name for name in entries if name in fit.target and entries[name].shape != parameters[fit.target[name]].shape
-    ]
     return fit
 
 
 def _remarks(fit: _Fit, entries: dict[str, Entry], source: str) -> list[str]:
     wrappers = {f"{found}." for name in fit.target for found in _WRAPPERS.findall(name)}
-    left_off = [*sorted(wrappers), *([fit.prefix] if fit.prefix else [])] if fit.target else []
+    left_off = [*sorted(wrappers), *([fit.prefix] if fit.prefix else [])]
     renamed = [name for name in fit.target if _WRAPPERS.search(name) or name.startswith(fit.prefix or " ")]
-    said = []
-    if left_off and renamed:
-        said.append(f"the names of {len(renamed)} weights in {source} are taken without {' and '.join(left_off)}")
+    remarks = []
+    if renamed:
+        remarks.append(f"the names of {len(renamed)} weights in {source} are taken without {' and '.join(left_off)}")
     if fit.heads:
-        said.append(f"{source} holds a head beside the language model ({first_few(fit.heads)}), which is left out")
-    double = sum(entries[name].stored in ("F64", "float64") for name in fit.target)
-    if double:
-        said.append(f"{double} weights in {source} are fp64, and rounded to fp32")
-    return said
+        remarks.append(f"{source} holds a head beside the language model ({first_few(fit.heads)}), which is left out")
+    if double := sum(entries[name].stored in ("F64", "float64") for name in fit.target):
+        remarks.append(f"{double} weights in {source} are fp64, and rounded to fp32")
+    return remarks
 
 
 def _refusal(
@@ -134,22 +130,22 @@ def _refusal(
     wrong += [f"{name}: neither fp32, fp16 nor bf16, but {entries[name].stored}" for name in untrainable]
     unexpected = fit.unexpected + fit.heads
     problems = {"missing": fit.missing, "unexpected": unexpected, "unfit": wrong, "merged or split": fit.converted}
-    said = [f"{len(names)} {problem} ({first_few(names)})" for problem, names in problems.items() if names]
+    found = [f"{len(names)} {problem} ({first_few(names)})" for problem, names in problems.items() if names]
     advice = _advice(model, fit, [*entries], sizes, untrainable)
-    return InputError(f"the weights in {source} do not fit {type(model).__name__}: {'; '.join(said)}; {advice}")
+    return InputError(f"the weights in {source} do not fit {type(model).__name__}: {'; '.join(found)}; {advice}")
 
 
 def _advice(
     model: PreTrainedModel, fit: _Fit, names: list[str], sizes: dict[str, tuple[list, list]], untrainable: list[str]
 ) -> str:
-    """Advice, by the kind of misfit."""
+    """The way out, by the kind of misfit."""
     if fit.converted:
         return "transformers converts these weights on load, which reading them one by one cannot do"
-    if any(_ADAPTER.search(name) for name in names):
+    if any(map(_ADAPTER.search, names)):
         return "they hold adapters (LoRA) that are not merged: merge_and_unload, then save_pretrained (peft)"
     if any(name.endswith("_flat_param") for name in names):
         return "they are FSDP's flattened pieces: save the full state_dict there (StateDictType.FULL_STATE_DICT)"
-    if untrainable or any(_QUANTISED.search(name) for name in fit.unexpected):
+    if untrainable or any(map(_QUANTISED.search, fit.unexpected)):
         return "they are quantised or integers: choose the model in its original precision"
     head = _names_of(model, model.get_output_embeddings())
     vocabulary = head | _names_of(model, model.get_input_embeddings())
@@ -157,10 +153,7 @@ def _advice(
     if len(rows) == 1 and {fit.target[name] for name in sizes} <= vocabulary:
         return f'set "vocab_size": {rows.pop()} in config.json'
     if fit.missing and set(fit.missing) <= head and not fit.unexpected and not sizes:
-        return (
-            'the files hold no head: set "tie_word_embeddings": true in config.json if the model shares it with its '
-            "embedding"
-        )
+        return 'they hold no head: set "tie_word_embeddings": true in config.json if the model shares its embedding\'s'
     own = {part for name, _ in model.named_parameters(remove_duplicate=False) for part in name.split(".")[:2]}
     begin = sorted({_WRAPPERS.sub("", name).removeprefix(fit.prefix).split(".")[0] for name in fit.unexpected})
     if fit.unexpected and not fit.missing and own.isdisjoint(begin):
@@ -173,22 +166,20 @@ def _advice(
     return "use the config.json that came with the weights, or --init random"
 
 
-def _names_of(model: PreTrainedModel, module) -> set[str]:
+def _names_of(model: PreTrainedModel, module: nn.Module) -> set[str]:
     mine = {id(parameter) for parameter in module.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in mine}
 
 
 def _differing(model: PreTrainedModel, name: str, entry: Entry, target: dict[str, str]) -> InputError:
-    """The error for a weight that the files hold twice with different values."""
-    others: Iterable[str] = [other for other in target if target[other] == target[name] and other != name]
-    tied = {
-        alias for alias, p in model.named_parameters(remove_duplicate=False) if p is model.get_parameter(target[name])
-    }
-    if len(tied) == 1:
+    """The refusal of a weight that the files hold twice with different values."""
+    others = [other for other in target if target[other] == target[name] and other != name]
+    named = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
+    if sum(parameter is model.get_parameter(target[name]) for parameter in named) == 1:  # it is not tied
         return InputError(
             f"{entry.path}: {name} and {first_few(others)} are the same weight with different values; leave one"
         )
     advice = 'set "tie_word_embeddings": false in config.json if they are meant to differ'
-    if is_encoder_decoder(model.config):  # transformers 5 ties it whatever the config says
+    if model.config.is_encoder_decoder:  # transformers 5 ties it whatever the config says
         advice = "a T5 with a head of its own (version 1.1, FLAN) cannot be trained here"
     return InputError(f"{entry.path}: {name} differs from the weight that the config ties it to; {advice}")

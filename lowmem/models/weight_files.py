@@ -1,13 +1,12 @@
-"""Which files in a model's folder hold its weights. Nothing here imports PyTorch."""
+"""Finds the files of weights in a model's folder. Nothing here imports PyTorch."""
 
 import re
-from collections import defaultdict
 from pathlib import Path
 
 from lowmem.errors import InputError, first_few
 from lowmem.text_files import read_json, refuse_pointer
 
-_USUAL = (  # a single file and the index of several, in the order in which they are looked for
+_USUAL = (  # a single file and the index of several; the first that exists
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
@@ -20,8 +19,8 @@ _NO_WEIGHTS = re.compile(  # files of trainers, and weights under the names of o
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights in `folder`, under their usual names, as shards without an index, or the only
-    file that can. InputError if there is none, several could be meant, a shard is missing or is a Git LFS pointer."""
+    """The files of weights in `folder`: under their usual names, as shards without an index, or the only candidate.
+    InputError if there is none or a choice, or if a shard is missing or a Git LFS pointer."""
     files = usual_weight_files(folder) or _shards(folder) or _only_one(folder)
     for path in files:
         refuse_pointer(path)
@@ -29,8 +28,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def usual_weight_files(folder: Path) -> list[Path]:
-    """Files under the names that transformers looks for; an empty list if there are none. InputError if a shard is
-    missing."""
+    """The files under the names that transformers looks for, if any. InputError if a shard is missing."""
     for single, index in _USUAL:
         if (folder / single).is_file():
             return [folder / single]
@@ -46,8 +44,7 @@ def usual_weight_files(folder: Path) -> list[Path]:
 
 
 def _complete(folder: Path, paths: list[Path]) -> list[Path]:
-    missing = [path.name for path in paths if not path.is_file()]
-    if missing:
+    if missing := [path.name for path in paths if not path.is_file()]:
         raise InputError(
             f"{folder} lacks {len(missing)} of {len(paths)} weight files ({first_few(missing)}): download again"
         )
@@ -57,21 +54,17 @@ def _complete(folder: Path, paths: list[Path]) -> list[Path]:
 def _candidates(folder: Path) -> list[Path]:
     return [
         path
-        for path in sorted(folder.iterdir())
+        for path in sorted(folder.iterdir(), key=lambda path: (path.suffix != ".safetensors", path))
         if path.suffix in _ENDS and not _NO_WEIGHTS.match(path.name) and path.is_file()
     ]
 
 
 def _shards(folder: Path) -> list[Path]:
-    """Files that are numbered m-of-n and share a name."""
-    sets = defaultdict(list)
-    for path in _candidates(folder):
-        if match := _SHARD.fullmatch(path.name):
-            name, number, count, end = match.groups()
-            sets[name, count, end].append(len(number))
-    for (name, count, end), (digits, *_) in sorted(sets.items(), key=lambda item: item[0][2] != ".safetensors"):
+    """The first set of files that share a name and are numbered m-of-n."""
+    for match in filter(None, (_SHARD.fullmatch(path.name) for path in _candidates(folder))):
+        name, number, count, end = match.groups()
         numbers = range(1, int(count) + 1)
-        return _complete(folder, [folder / f"{name}-{number:0{digits}d}-of-{count}{end}" for number in numbers])
+        return _complete(folder, [folder / f"{name}-{i:0{len(number)}d}-of-{count}{end}" for i in numbers])
     return []
 
 

@@ -157,7 +157,7 @@ def _refusal(case: _Case, room: Room, card_limit: int | None, decoder, target: T
     ram += PROCESS_VARIES_BYTES if measured else 0
     if card_limit is not None and smallest_cap(smallest.gpu) > card_limit:
         return (
-            f"{case.card.name} has {format_size(card_limit)} for us; {what(settings)} needs "
+            f"{case.card.name} has {format_size(card_limit)} usable; {what(settings)} needs "
             f"{format_size(smallest_cap(smallest.gpu))}, even with {format_size(ram)} of RAM: no plan for this card."
         )
     sentence = refusal(settings, case.gpu_limit, smallest.gpu, ram)

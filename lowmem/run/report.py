@@ -13,7 +13,6 @@ from transformers import PretrainedConfig
 
 from lowmem.config_switches import SWITCHES, as_given, remarks
 from lowmem.core.decoder import Decoder
-from lowmem.core.encoder_decoder import EncoderDecoder
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import first_line
 from lowmem.models.build import decoder_start
@@ -149,7 +148,7 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
     """What the model makes of `prompt`, greedily, or why it does not, as a sentence."""
     tokenized = tokenizer(prompt, return_tensors="pt").to(decoder.head_weight.device)
     inputs = {name: tokenized[name] for name in ("input_ids", "attention_mask") if name in tokenized}
-    if pair := isinstance(decoder, EncoderDecoder):  # the prompt is a source; as in training, it has an end
+    if decoder.needs_sources:  # the prompt is a source; as in training, it has an end
         source = inputs["input_ids"][0].tolist()
         source += [tokenizer.eos_token_id] if source[-1:] != [tokenizer.eos_token_id] else []
         inputs = {
@@ -177,6 +176,6 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
     except (ValueError, TypeError, IndexError, RuntimeError) as error:  # models generate each in their own way
         return f"no sample: {first_line(error)}"
     # What decoders write shows its end; an encoder-decoder pads until its own.
-    text = tokenizer.decode(tokens[0], skip_special_tokens=pair)
+    text = tokenizer.decode(tokens[0], skip_special_tokens=decoder.needs_sources)
     shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return f"sample: {shown}"  # a terminal would obey control characters

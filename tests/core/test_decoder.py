@@ -82,9 +82,10 @@ def test_the_pieces_logits_are_bitwise_those_of_the_whole_model(family):
 
 
 @every_family
-def test_every_parameter_is_in_exactly_one_unit(family):
-    model = build(FAMILIES[family]())
-    decoder = Decoder(model)
+def test_every_parameter_is_in_one_unit_on_meta_too_and_the_head_is_known_to_be_tied_or_not(family):
+    config = FAMILIES[family]()
+    model = build(config)
+    decoder, meta = Decoder(model), Decoder(build_on_meta(config))
     assert [unit.name for unit in decoder.units] == ["embedding", "block 0", "block 1", "block 2", "final"]
     owned = {name: parameter for unit in decoder.units for name, parameter in unit.parameters.items()}
     assert sum(len(unit.parameters) for unit in decoder.units) == len(owned)
@@ -92,27 +93,14 @@ def test_every_parameter_is_in_exactly_one_unit(family):
     assert all(owned[name] is parameter for name, parameter in model.named_parameters())
     for block, unit in zip(decoder.blocks, decoder.units[1:-1], strict=True):
         assert {id(p) for p in block.parameters()} == {id(p) for p in unit.parameters.values()}
-
-
-@every_family
-def test_the_head_is_found_and_known_to_be_tied_or_not(family):
-    decoder = Decoder(build(FAMILIES[family]()))
-    assert decoder.tied == (family in TIED)
+    assert decoder.tied == meta.tied == (family in TIED)
     assert decoder.head_weight.shape[0] == V
     assert (decoder.head_bias is not None) == (family in {"gptj", "codegen"})
     holder = decoder.units[0 if decoder.tied else -1]
     assert any(parameter is decoder.head_weight for parameter in holder.parameters.values())
-
-
-@every_family
-def test_a_model_on_the_meta_device_is_taken_apart_into_the_same_units(family):
-    config = FAMILIES[family]()
-    real, meta = Decoder(build(config)), Decoder(build_on_meta(config))
-    assert [(unit.name, list(unit.parameters)) for unit in meta.units] == [
-        (unit.name, list(unit.parameters)) for unit in real.units
-    ]
-    assert meta.tied == real.tied
     assert all(parameter.is_meta for unit in meta.units for parameter in unit.parameters.values())
+    of_units, of_meta = ([(unit.name, list(unit.parameters)) for unit in each.units] for each in (decoder, meta))
+    assert of_meta == of_units
 
 
 def test_a_model_that_replaces_its_buffers_while_it_runs_is_refused():
@@ -158,14 +146,6 @@ def test_gradients_through_the_pieces_are_bitwise_those_of_the_whole_model(famil
     for name, parameter in model.named_parameters():
         # A tied weight's two contributions may be added in either order: a + b is b + a.
         assert torch.equal(parameter.grad, whole[name]), name
-
-
-def test_each_block_gets_its_own_extra_arguments():
-    """GPT-Neo's local blocks and Gemma-2-like alternations differ in what they are handed; none may see another's."""
-    decoder = Decoder(build(FAMILIES["llama"]()))
-    _, extras = decoder.embed(tokens(2, 5))
-    assert len(extras) == 3
-    assert len({id(keywords) for _, keywords in extras}) == 3
 
 
 def in_16_bit(model: nn.Module, residual: torch.dtype) -> nn.Module:
@@ -283,49 +263,45 @@ def test_what_is_neither_a_factor_nor_a_cap_on_the_logits_is_refused_by_name(cha
         Decoder(model)
 
 
-def test_blocks_that_share_parameters_are_refused():
-    model = build(FAMILIES["gpt2"]())
+class Scaled(nn.Linear):
+    def forward(self, hidden):
+        return 2 * super().forward(hidden)
+
+
+def share(model):
     model.transformer.h[2].mlp.c_fc.weight = model.transformer.h[0].mlp.c_fc.weight
-    with pytest.raises(InputError, match="GPT2LMHeadModel: blocks share parameters"):
-        Decoder(model)
 
 
-def test_one_block_used_twice_is_refused():
-    model = build(FAMILIES["llama"]())
-    model.model.layers[1] = model.model.layers[0]
-    with pytest.raises(InputError, match="LlamaForCausalLM"):
-        Decoder(model)
+def use_twice(model):
+    model.transformer.h[1] = model.transformer.h[0]
 
 
-def test_a_parameter_that_nothing_uses_is_refused_by_name():
-    model = build(FAMILIES["gpt2"]())
-    model.transformer.forgotten = nn.Linear(3, 3)
-    with pytest.raises(InputError, match=r"neither embedding, blocks nor head use transformer\.forgotten\.weight"):
-        Decoder(model)
-
-
-def test_a_head_that_is_no_plain_linear_layer_is_refused():
-    class Scaled(nn.Linear):
-        def forward(self, hidden):
-            return 2 * super().forward(hidden)
-
-    model = build(FAMILIES["llama"]())
-    model.set_output_embeddings(Scaled(32, V, bias=False))
-    with pytest.raises(InputError, match="LlamaForCausalLM: the head is Scaled"):
-        Decoder(model)
-
-
-def test_two_lists_of_blocks_are_refused():
-    model = build(FAMILIES["gpt2"]())
-    model.transformer.others = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
-    with pytest.raises(InputError, match="found 2 lists of 3 blocks"):
-        Decoder(model)
-
-
-def test_a_model_that_never_runs_its_blocks_is_refused():
-    model = build(FAMILIES["gpt2"]())
+def never_run(model):
     model.transformer.forward = lambda *_, **__: (torch.zeros(2, 3, 32),)
-    with pytest.raises(InputError, match="GPT2LMHeadModel"):
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (share, "GPT2LMHeadModel: blocks share parameters"),
+        (use_twice, "GPT2LMHeadModel"),
+        (never_run, "GPT2LMHeadModel"),
+        (
+            lambda model: setattr(model.transformer, "forgotten", nn.Linear(3, 3)),
+            r"neither embedding, blocks nor head use transformer\.forgotten\.weight",
+        ),
+        (lambda model: model.set_output_embeddings(Scaled(32, V, bias=False)), "GPT2LMHeadModel: the head is Scaled"),
+        (
+            lambda model: setattr(model.transformer, "others", nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])),
+            "found 2 lists of 3 blocks",
+        ),
+    ],
+    ids=["shared", "used twice", "never run", "unused", "another head", "two lists"],
+)
+def test_a_model_that_does_not_split_is_refused_by_name(change, said):
+    model = build(FAMILIES["gpt2"]())
+    change(model)
+    with pytest.raises(InputError, match=said):
         Decoder(model)
 
 

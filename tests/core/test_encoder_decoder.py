@@ -5,18 +5,18 @@ import copy
 
 import pytest
 import torch
-from test_step import PLAIN, Outcome
 from torch import Tensor, nn
 from transformers import MT5Config, T5Config, T5ForConditionalGeneration, UMT5Config, UMT5ForConditionalGeneration
 
+from experiments.harness import trainings
+from experiments.harness.trainings import PLAIN, Outcome, make_step
 from families import T5
 from lowmem.core.accumulation import Accumulation
 from lowmem.core.batch import Batch
-from lowmem.core.encoder_decoder import EncoderDecoder, take_apart
+from lowmem.core.encoder_decoder import take_apart
 from lowmem.errors import InputError
 from lowmem.models.build import build_model, model_from_config
 from reference import VOCABULARY, plain_training
-from steps import make_step
 
 SOURCE, TARGET, BATCH = 20, 12, 4
 RATE = 3e-3
@@ -91,14 +91,7 @@ def stock(model: nn.Module) -> nn.Module:
 
 
 def train(batches, *, gated=False, dropout=0.1, **kind) -> Outcome:
-    step, store = make_step(t5(gated, dropout), **kind)
-    results = [step(batch, index, RATE) for index, batch in enumerate(batches)]
-    step.flush()
-    states = {(part.name, name): tensor for part in store.parts for name, tensor in part.state.items()}
-    return Outcome(
-        [result.loss for result in results], [result.grad_norm for result in results],
-        [result.updated for result in results], dict(store.masters()), states, step,
-    )  # fmt: skip
+    return trainings.train(*make_step(t5(gated, dropout), **kind), batches, [RATE] * len(batches))
 
 
 @pytest.mark.parametrize("kind", [T5Config, MT5Config])
@@ -131,7 +124,7 @@ def test_what_is_padding_changes_nothing():
 
 def test_units_have_each_parameter_once_and_the_shared_ones_first():
     decoder = take_apart(build_model(t5_config()))
-    assert isinstance(decoder, EncoderDecoder) and decoder.tied
+    assert decoder.needs_sources and decoder.tied
     names = [name for unit in decoder.units for name in unit.parameters]
     assert sorted(names) == sorted(name for name, _ in decoder.model.named_parameters())
     assert [unit.name for unit in decoder.units] == ["embedding", *(f"block {index}" for index in range(5)), "final"]
@@ -207,30 +200,6 @@ def test_placement_and_order_change_no_bit(precision):
             train(batches, **kind | in_backward | {"weights_on_gpu": 1, "states_on_gpu": 0}).differences(unclipped)
             == []
         )
-
-
-def test_tables_of_positions_that_were_summed_as_they_come_would_follow_the_schedule():
-    """What the accumulators of their own are for: without them, groups change bits."""
-    batches = make_batches(2)
-
-    def moments(group: int, own: bool) -> Tensor:
-        step, store = make_step(t5(), micro_batch=1, group=group, defer=False)
-        for use in step._decoder.shared:
-            if not own:
-                part = store.part_of(use.name)
-                use.own._post_accumulate_grad_hooks.clear()
-
-                def add(parameter, part=part, use=use):
-                    part.gradient_of(use.name).add_(parameter.grad)
-                    parameter.grad = None
-
-                use.own.register_post_accumulate_grad_hook(add)
-        for index, batch in enumerate(batches):
-            step(batch, index, RATE)
-        return store.part_of(use.name).state["m"].clone()
-
-    for own in (True, False):
-        assert torch.equal(moments(1, own), moments(BATCH, own)) == own
 
 
 def test_16_bit_training_stays_beside_autocast():

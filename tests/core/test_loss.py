@@ -65,15 +65,9 @@ def plain(
 def chunked(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, scale: float, **keywords) -> Results:
     weight_gradient = torch.zeros(weight.shape)
     bias_gradient = None if bias is None else torch.zeros(bias.shape)
+    gradients = {"weight_gradient": weight_gradient, "bias_gradient": bias_gradient}
     loss, hidden_gradient = linear_cross_entropy(
-        hidden,
-        weight,
-        labels,
-        bias=bias,
-        scale=scale,
-        weight_gradient=weight_gradient,
-        bias_gradient=bias_gradient,
-        **keywords,
+        hidden, weight, labels, bias=bias, scale=scale, **gradients, **keywords
     )
     return Results(loss, hidden_gradient, weight_gradient, bias_gradient)
 
@@ -132,20 +126,6 @@ def test_16_bit_errors_are_those_of_the_plain_16_bit_loss(chunk_tokens, dtype, f
         own = errors(chunked(*case, 0.37, chunk_tokens=chunk_tokens, function=function), truth)
         for name, plain_error in errors(plain(*case, 0.37, function=function), truth).items():
             assert own[name] <= SIXTEEN_BIT_FACTOR[name] * plain_error, (name, own[name], plain_error)
-
-
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch before 2.13 has no linear_cross_entropy")
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_fp32_is_torchs_own_linear_cross_entropy(with_bias):
-    hidden, weight, labels, bias = operands(3, V=1000)
-    bias = bias if with_bias else None
-    leaves = [t if t is None else t.double().requires_grad_() for t in (hidden, weight, bias)]
-    loss = F.linear_cross_entropy(
-        leaves[0], leaves[1], labels, linear_bias=leaves[2], reduction="sum", ignore_index=IGNORED
-    )
-    (loss * 0.37).backward()
-    truth = Results(loss.detach(), *(None if leaf is None else leaf.grad for leaf in leaves))
-    assert_fp32_close(chunked(hidden, weight, labels, bias, 0.37, chunk_tokens=8), truth)
 
 
 def test_the_loss_is_finite_where_exponentials_overflow():

@@ -45,15 +45,7 @@ def gradients(updates: int, elements: int = N) -> list[torch.Tensor]:
     return [torch.randn(elements) * sizes for _ in range(updates)]
 
 
-def run(
-    name: str,
-    master: torch.Tensor,
-    dtype: torch.dtype,
-    given: list[torch.Tensor],
-    decay: bool = True,
-    at_once=None,
-    **hyper,
-):
+def run(name: str, master: torch.Tensor, dtype: torch.dtype, given: list, decay: bool = True, at_once=None, **hyper):
     """Updates with each gradient in turn; returns working weights and state."""
     working, low = split(master.clone(), dtype)
     state = fresh_state(name, master.numel(), dtype)
@@ -127,32 +119,6 @@ def test_fp16_and_its_low_half_are_updated_as_fp32_but_for_the_tiniest_weights(n
     difference = (join(working, state["low"]) - expected).abs()
     assert difference.max() <= 10 * 2.0**-40
     assert (difference == 0).float().mean() > 0.99
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_relative_update_of_1e_minus_7_is_not_lost(dtype):
-    """1e-7 of a weight is about one unit in the last place of fp32, and 1/40,000 of one of bf16."""
-    master = torch.rand(N) + 1  # in [1, 2): one fp32 unit is 1.2e-7
-    first_low = split(master, dtype)[1]
-    working, state = run("sgd", master, dtype, [master * 1e-7], decay=False, learning_rate=1.0)
-    moved = join(working, state["low"]) - master
-    assert (moved < 0).all() and (moved >= -(2.0**-22)).all()
-    assert torch.equal(join(working, state["low"]), master - master * 1e-7)
-    assert (state["low"] != first_low).all()
-
-
-def test_many_small_updates_add_up_where_plain_bf16_would_not_move():
-    """Adam moves a weight by its learning rate; 200 times 1e-5 is a 25th of what bf16 can resolve next to 1."""
-    master = torch.full((N,), 1.0)
-    given = [torch.ones(N)] * 200
-    working, state = run("adamw", master, torch.bfloat16, given, decay=False, learning_rate=1e-5)
-    torch.testing.assert_close(join(working, state["low"]), master - 200 * 1e-5, rtol=0, atol=2e-5)
-    plain = torch.nn.Parameter(master.bfloat16())
-    optimizer = torch.optim.AdamW([plain], lr=1e-5, weight_decay=0.0, foreach=False)
-    for _ in range(200):
-        plain.grad = torch.ones(N, dtype=torch.bfloat16)
-        optimizer.step()
-    assert (plain == 1.0).all()
 
 
 # --- SGD ---

@@ -1,4 +1,4 @@
-"""What is kept of a memory recording: how many allocations and frees, a digest of their sequence, and its peak.
+"""Keeps of a memory recording the numbers of allocations and frees, a digest of their sequence, and the peak.
 
     python -m tests.cuda.digest_recording SNAPSHOT.pickle --name NAME --repository OWNER/NAME --commit C --path P \
         --torch VERSION --context TOKENS [--autocast] [--reductions]

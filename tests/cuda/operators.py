@@ -1,5 +1,4 @@
-"""Every operator that the simulator has an opinion on, run for real: what it allocates, against
-lowmem/cudasim/temporaries.py.
+"""Runs every operator of lowmem/cudasim/temporaries.py on a card, and compares what it allocates with that table.
 
     python -m stand_in --gpu a100 -- -m tests.cuda.operators [--workspaces] [--families gpt2 llama ...]
 
@@ -48,7 +47,7 @@ from transformers import (
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.cudasim.cuda_ops import blas_workspace_bytes, blaslt_workspace_bytes
+from lowmem.cudasim.cuda_ops import workspace_bytes
 from lowmem.cudasim.gpus import CARDS
 from lowmem.cudasim.temporaries import Gpu
 from lowmem.device import make_deterministic, set_environment
@@ -145,7 +144,7 @@ def workspaces(gpu: Gpu) -> Iterator[dict]:
     x = torch.ones(8, 8, device=device, requires_grad=True)
     bias = torch.ones(8, device=device)
     config = os.environ["CUBLAS_WORKSPACE_CONFIG"]
-    said = blas_workspace_bytes(gpu.capability, config, VERSION) + blaslt_workspace_bytes(VERSION)
+    said = workspace_bytes(gpu.capability, config, VERSION)
     results = [torch.empty_like(x), torch.empty_like(x)]
     before = torch.cuda.memory_allocated(device)
     with torch.no_grad():
@@ -192,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     gpu = Gpu((properties.major, properties.minor), properties.multi_processor_count)
     here = properties.max_threads_per_multi_processor, properties.shared_memory_per_multiprocessor
     if (*here, properties.shared_memory_per_block_optin, gpu.multiprocessor.blocks) != gpu.multiprocessor:
-        raise AssertionError(f"the device's multiprocessors are not those of lowmem/cudasim/multiprocessors.py: {here}")
+        raise AssertionError(f"the device's multiprocessors are not those of lowmem/cudasim/gpus.py: {here}")
     with deterministic_algorithms(False):  # which refuses products where the workspaces are not set
         found = list(workspaces(gpu))
     for row in itertools.chain(found, () if options.workspaces else rows(gpu, options.families)):

@@ -14,10 +14,10 @@ from lowmem.cudasim.cuda_ops import (
     CudaFunctions,
     allocated,
     attention_kernel,
-    blas_workspace_bytes,
-    blaslt_workspace_bytes,
+    workspace_bytes,
 )
 from lowmem.cudasim.temporaries import hidden_bytes
+from lowmem.units import MIB
 
 aten = torch.ops.aten
 H100, RTX3090, T4, V100, GTX1080TI = (9, 0), (8, 6), (7, 5), (7, 0), (6, 1)
@@ -323,18 +323,21 @@ def test_gelu_layer_norm_and_products_are_left_alone():
     assert seen.names == plain.names
 
 
-def test_workspaces():
-    mib = 2**20
-    assert blas_workspace_bytes(RTX3090, None) == 8_519_680
-    assert blas_workspace_bytes(RTX3090, ":4096:2:16:8") == 8_519_680
-    assert blas_workspace_bytes(RTX3090, ":4096:8") == 32 * mib
-    assert blas_workspace_bytes(H100, ":16:8") == 128 * 1024
-    assert blas_workspace_bytes(RTX3090, "nonsense") == 8_519_680
-    for capability in (H100, (10, 0), (12, 0)):
-        assert blas_workspace_bytes(capability, None) == 32 * mib
-    assert blas_workspace_bytes((12, 0), None, torch_version=(2, 11)) == 8_519_680
-    assert blas_workspace_bytes(H100, None, torch_version=(2, 11)) == 32 * mib
-    assert blaslt_workspace_bytes() == 0 and blaslt_workspace_bytes((2, 12)) == mib
+@pytest.mark.parametrize(
+    ("capability", "config", "version", "expected"),
+    [
+        (RTX3090, None, (2, 13), 8_519_680),
+        (RTX3090, ":4096:2:16:8", (2, 13), 8_519_680),
+        (RTX3090, ":4096:8", (2, 13), 32 * MIB),
+        (RTX3090, "nonsense", (2, 13), 8_519_680),
+        (H100, ":16:8", (2, 13), 128 * 1024),
+        *((capability, None, (2, 13), 32 * MIB) for capability in (H100, (10, 0), (12, 0))),
+        ((12, 0), None, (2, 11), 8_519_680 + MIB),  # and 1 MiB for cuBLASLt
+        (H100, None, (2, 11), 33 * MIB),
+    ],
+)
+def test_workspaces(capability, config, version, expected):
+    assert workspace_bytes(capability, config, version) == expected
 
 
 def test_every_product_of_a_block_and_of_the_loss_counts_as_one():

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lowmem.cudasim.gpus import CARDS
-from lowmem.cudasim.multiprocessors import MULTIPROCESSORS, multiprocessor
+from lowmem.cudasim.gpus import CARDS, MULTIPROCESSORS, multiprocessor
 from lowmem.cudasim.reductions import staging_bytes
 
 BF16, FP32 = torch.bfloat16, torch.float32

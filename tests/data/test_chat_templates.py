@@ -12,7 +12,7 @@ from lowmem.data.answers import Answers
 from lowmem.data.conversations import Conversation
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
-from tests.data.test_dataset import load, write_rows
+from tests.data.loading import POINTER, load, tokens_of, write_rows
 
 TRL = importlib.util.find_spec("trl")  # its folder, without importing it
 FOLDER = Path(TRL.submodule_search_locations[0]) / "chat_templates" if TRL else Path("none")
@@ -86,19 +86,6 @@ TRL_TRAINS = {
     # TRL ends the last answer with what would begin a question.
     "glm4moe": ["\n<think></think>\nTwo.<|user|>", "\n<think></think>\nThree.<|user|>"],
     **{name: [extra + turn for turn in TRAINED[name]] for name, extra in TRL_TRAINS_OF_THE_PROMPT.items()},
-}
-
-# The same of WITH_TOOLS, where the model is given the beginning of a reasoning, or an empty one.
-TRL_TRAINS_OF_THE_PROMPT_WITH_TOOLS = TRL_TRAINS_OF_THE_PROMPT | {
-    **dict.fromkeys(("qwen3_5_think", "qwen3_6"), "<think>\n"),
-    "qwen3_5_nothink": "<think>\n\n</think>\n\n",
-    **dict.fromkeys(("lfm2_v2", "qwen3_instruct_2507", "qwen3_vl"), ""),
-}
-NOT_COMPARED_WITH_TOOLS = {
-    **dict.fromkeys(("deepseek_r1_distill", "deepseekv3"), "TRL's variants want a text beside the call"),
-    "diffusion_gemma": "TRL leaves out <|tool_response>, which ends a call; the prompt for an answer has no header",
-    "glm4moe": "TRL ends the last answer with what would begin a question",
-    "qwen3": "TRL's variant writes the reasoning of all turns",
 }
 
 # What the templates that train no tools say.
@@ -189,13 +176,6 @@ def test_tool_calls_are_trained_and_what_tools_return_is_not_or_the_row_is_refus
     call, answer = trained_pieces(name, WITH_TOOLS, TOOLS)
     assert "add" in call and "2" in call and "five" not in call + answer and "They are" not in call
     assert "They are 5." in answer and "add" not in answer
-
-
-@pytest.mark.parametrize("name", sorted(TRAINING.keys() - NO_TOOLS.keys() - NOT_COMPARED_WITH_TOOLS.keys()))
-def test_tool_calls_are_trained_as_by_trl_but_for_the_end_of_the_prompt(name):
-    extra = TRL_TRAINS_OF_THE_PROMPT_WITH_TOOLS[name]
-    ours, trls = (trained_pieces(one, WITH_TOOLS, TOOLS) for one in (name, TRAINING[name]))
-    assert [extra + piece for piece in ours] == trls
 
 
 @pytest.mark.parametrize("name", TRAINING)
@@ -289,7 +269,7 @@ def test_chat_template_file_is_used_and_left_on_the_tokenizer(tmp_path):
         (None, r"chat.jinja: cannot be read \(No such file"),
         (b"one\n{% if %}", r"chat.jinja:2: not a Jinja template"),
         (b"one\n\xff", r"chat.jinja:2: not UTF-8"),
-        (b"version https://git-lfs.github.com/spec/v1\n", r"chat.jinja is a Git LFS pointer"),
+        (POINTER.encode(), r"chat.jinja is a Git LFS pointer"),
     ],
 )
 def test_a_missing_or_broken_chat_template_file_is_refused(tmp_path, content, message):
@@ -328,10 +308,6 @@ def llama_like():
     first = ("<s>", tokenizer.bos_token_id)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[first])
     return tokenizer
-
-
-def tokens_of(rows):
-    return rows.parts[0].documents.tokens[:].tolist()
 
 
 def test_texts_and_examples_begin_as_the_tokenizer_begins_them(tmp_path):

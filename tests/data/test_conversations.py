@@ -8,7 +8,7 @@ from lowmem.data.conversations import read_conversation
 from lowmem.data.records import Record
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
-from tests.data.test_dataset import CONVERSATION, END, load, shown, trained_text, write_rows
+from tests.data.loading import CONVERSATION, END, in_order, load, shown, tokens_of, trained_text, write_rows
 
 CALL = {"name": "add", "arguments": {"a": 2}}
 TOOL_TEMPLATE = (
@@ -22,23 +22,18 @@ TOOL_TEMPLATE = (
 def read(tmp_path, *rows, tokenizer=None, **options):
     """(text, trained text) of each row as a batch has it, without the ends of text."""
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    data = load(path, tokenizer, seq=512, batch=len(rows), eval_data=str(path), **options)
-    batch = data.evaluations[0].batch(0)
+    batch = in_order(path, tokenizer, seq=512, batch=len(rows), **options).batch(0)
     texts = ["".join(token for token, _ in shown(batch, row)).rstrip("$") for row in range(len(rows))]
     return [(text, trained_text(batch, row).rstrip("$")) for row, text in enumerate(texts)]
 
 
 def messages_of(row, column="messages"):
-    return read_conversation(Record("rows.jsonl:1", row), column).messages
+    return read_conversation(Record("rows.jsonl:1", row), (column,)).messages
 
 
 def test_sharegpt_rows_read_as_messages_and_a_system_column_is_said_first(tmp_path):
-    sharegpt = [
-        {"from": "human", "value": "Hi"},
-        {"from": "gpt", "value": "Hello"},
-        {"from": "user", "value": "Bye"},
-        {"from": "assistant", "value": "See you"},
-    ]
+    speakers = ("human", "gpt", "user", "assistant")
+    sharegpt = [{"from": name, "value": m["content"]} for name, m in zip(speakers, CONVERSATION, strict=True)]
     openai = {"messages": [{"role": "system", "content": "Be kind."}, *CONVERSATION]}
     expected = read(tmp_path, openai)
     assert expected[0][1] == " Hello$ See you"
@@ -107,48 +102,61 @@ def test_of_prompt_and_completion_as_messages_only_the_completion_is_trained(tmp
 
 
 def test_dolly_rows_are_alpacas_under_other_names(tmp_path):
-    alpaca = [
-        {"instruction": "Add.", "input": "1 2", "output": "3"},
-        {"instruction": "Greet.", "input": "", "output": "Hi"},
-    ]
-    dolly = [
-        {"instruction": "Add.", "context": "1 2", "response": "3", "category": "closed_qa"},
-        {"instruction": "Greet.", "context": "", "response": "Hi", "category": "chat"},
-    ]
+    rows = [("Add.", "1 2", "3"), ("Greet.", "", "Hi")]
+    alpaca = [dict(zip(("instruction", "input", "output"), row, strict=True)) for row in rows]
+    dolly = [dict(zip(("instruction", "context", "response"), row, strict=True)) | {"category": "chat"} for row in rows]
     assert read(tmp_path, *dolly) == read(tmp_path, *alpaca)
 
 
+def of(content=None, **message):
+    """A row with one message of the user."""
+    return {"messages": [{"role": "user", "content": content} | message]}
+
+
+def calling(**function):
+    return {"messages": [{"role": "assistant", "tool_calls": [{"function": function}]}]}
+
+
+PAIR = {"prompt": "a", "completion": "b"}
+SYSTEM = {"system": "Be kind."}
+ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
+RESPONSE = "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n"
+IMAGE = [{"type": "image_url", "image_url": {}}]
 BAD_ROWS = {
-    "an image": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages, message 1: a part of kind image_url is not text",
-    ),
+    "an image": (of(IMAGE), "messages, message 1: a part of kind image_url is not text"),
     "no role": ({"messages": [{"content": "Hi"}]}, "messages, message 1: there is no role"),
-    "two roles": ({"messages": [{"role": "user", "from": "gpt", "content": "a"}]}, "message 1: role and from differ"),
-    "two contents": (
-        {"messages": [{"role": "user", "content": "a", "value": "b"}]},
-        "message 1: content and value differ",
-    ),
-    "no content": ({"messages": [{"role": "user", "content": None}]}, "message 1: there is no content"),
-    "a number": ({"messages": [{"role": "user", "content": 5}]}, "message 1: content must be text or a list of parts"),
-    "half a pair": ({"messages": [{"role": "user", "content": "\ud800"}]}, "message 1: content holds half a surrogate"),
+    "two roles": (of("a", **{"from": "gpt"}), "message 1: role and from differ"),
+    "two contents": (of("a", value="b"), "message 1: content and value differ"),
+    "no content": (of(), "message 1: there is no content"),
+    "a number as content": (of(5), "message 1: content must be text or a list of parts"),
+    "half a pair of a surrogate": (of("\ud800"), "message 1: content holds half a surrogate"),
     "a bad call": (
         {"conversations": [{"from": "function_call", "value": "add(2)"}]},
         "conversations, message 1: function_call is not JSON",
     ),
-    "bad arguments": (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "2)"}}]}]},
-        "message 1: the arguments of add are not JSON",
-    ),
-    "a call without a name": (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
-        "message 1: a tool call must be an object",
-    ),
+    "bad arguments": (calling(name="add", arguments="2)"), "message 1: the arguments of add are not JSON"),
+    "a call without a name": (calling(), "message 1: a tool call must be an object"),
     "bad tools": ({"messages": CONVERSATION, "tools": ["add"]}, "tools must be a list of objects"),
     "a text as completion": ({"prompt": CONVERSATION[:1], "completion": "a"}, "completion must be a list of objects"),
     "nobody answers": ({"prompt": CONVERSATION[:2], "completion": CONVERSATION[:1]}, "no answer of the assistant"),
     "two readings": ({"messages": [], "conversations": []}, r"more than one way \(messages or conversations\)"),
-}
+    "preferences": ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"chosen and rejected are .*rename chosen to"),
+    "KTO": (PAIR | {"label": False}, r"label marks answers as good or bad"),
+    "KTO of LLaMA-Factory": (ALPACA | {"kto_tag": True}, r"kto_tag marks answers"),
+    "question": ({"question": "a", "answer": "b"}, r"rename question to prompt and answer to completion"),
+    "query": ({"query": "a", "response": "b", "id": 1}, r"rename query to prompt and response to completion"),
+    "response": ({"prompt": "a", "response": "b"}, r"; rename response to completion$"),
+    "OpenOrca": ({"system_prompt": "s", "question": "a", "response": "b"}, "rename question to prompt"),
+    "tokens": ({"input_ids": [1, 2], "labels": [1, 2]}, "rows that are tokenized already are not read"),
+    "two systems": (ALPACA | {"system": "a", "system_prompt": "b"}, "system and system_prompt hold different texts"),
+    "a number": (ALPACA | {"system": 5}, "system must be text, not int"),
+    "history": (ALPACA | {"history": [["a"]]}, "history must be a list of pairs"),
+    "history of nulls": (ALPACA | {"history": [["a", None]]}, "history must be a list of pairs"),
+    "history as text": (ALPACA | {"history": "a, b"}, "history is not JSON"),
+    "half a pair": (ALPACA | {"system": "\ud800"}, "system holds half a surrogate pair"),
+    "deep": ({"messages": CONVERSATION, "tools": "[" * 99_999}, "tools is not JSON .*nested too deeply"),
+    "given twice": ({"messages": CONVERSATION, "tools": '{"a": 1, "a": 2}'}, "tools is not JSON .*'a' is given twice"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_ROWS)
@@ -172,12 +180,7 @@ def test_a_bad_row_is_refused_with_its_place(tmp_path, case):
 @pytest.mark.parametrize("indent", [None, 1])
 def test_a_json_object_with_one_list_of_rows_is_that_list(tmp_path, content, indent):
     (tmp_path / "a.json").write_text(json.dumps(content, indent=indent))
-    assert load(tmp_path / "a.json").train.parts[0].documents.tokens[:].tolist() == [
-        *b"one",
-        END,
-        *b"and the second one",
-        END,
-    ]
+    assert tokens_of(load(tmp_path / "a.json").train) == [*b"one", END, *b"and the second one", END]
 
 
 def test_a_json_file_may_be_one_row_or_json_lines(tmp_path):
@@ -198,8 +201,8 @@ def test_a_pattern_reads_what_it_finds_in_order(tmp_path):
     for name, text in (("b.md", "# second\n"), ("a.md", "# first one\n"), ("sub/c.md", "# third\n"), ("d.rst", "no")):
         (tmp_path / name).write_text(text)
     data = load(f"{tmp_path}/*.md")
-    assert data.train.parts[0].documents.tokens[:].tolist() == [*b"# first one\n", END, *b"# second\n", END]
-    assert load(f"{tmp_path}/**/*.md").train.parts[0].documents.tokens[:].tolist()[-9:] == [*b"# third\n", END]
+    assert tokens_of(data.train) == [*b"# first one\n", END, *b"# second\n", END]
+    assert load(f"{tmp_path}/**/*.md").train.parts[0].documents.tokens[-9:].tolist() == [*b"# third\n", END]
     assert "2 files (.rst left out)" in load(f"{tmp_path}/?.*").description.replace("3 files", "2 files")
     for pattern in ("*.rst", "*.txt"):
         with pytest.raises(InputError, match="the pattern finds no file of the kinds"):
@@ -207,12 +210,6 @@ def test_a_pattern_reads_what_it_finds_in_order(tmp_path):
 
 
 # Columns beside them, roles, nulls
-
-
-PAIR = {"prompt": "a", "completion": "b"}
-SYSTEM = {"system": "Be kind."}
-ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
-RESPONSE = "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n"
 
 
 def test_alpaca_s_system_and_history_are_used(tmp_path):
@@ -264,7 +261,7 @@ def test_other_spellings_of_roles_are_understood(said, role):
 def test_roles_that_the_chat_template_names_stay_and_others_are_refused():
     for role in ("developer", "ipython", "critic"):
         record = Record("rows.jsonl:1", {"messages": [{"role": role, "content": "a"}]})
-        assert read_conversation(record, "messages", f"{{% if m.role == '{role}' %}}").messages[0]["role"] == role
+        assert read_conversation(record, ("messages",), f"{{% if m.role == '{role}' %}}").messages[0]["role"] == role
     with pytest.raises(InputError, match=r"rows\.jsonl:1: messages, message 1: the role 'critic' is not known; write"):
         messages_of({"messages": [{"role": "critic", "content": "a"}]})
 
@@ -286,14 +283,7 @@ def test_openai_s_older_calls_are_calls_of_tools(tmp_path):
     [
         ([{"text": "a" * 20}, {"text": None}, {"text": ""}], 2),
         ([{"text": None}, {"text": "a" * 20}], 1),
-        (
-            [
-                {"prompt": "a", "completion": "b"},
-                {"prompt": None, "completion": "b"},
-                {"prompt": "a", "completion": None},
-            ],
-            2,
-        ),
+        ([PAIR, PAIR | {"prompt": None}, PAIR | {"completion": None}], 2),
         ([{"prompt": None, "completion": None}, {"prompt": CONVERSATION[:1], "completion": CONVERSATION[1:2]}], 1),
         ([ALPACA, ALPACA | {"output": None}, ALPACA | {"instruction": None}], 2),
         ([{"messages": CONVERSATION}, {"messages": None}, {"messages": []}], 2),
@@ -311,34 +301,6 @@ def test_nulls_are_empty_and_a_column_of_nulls_is_no_second_reading(tmp_path, ro
     if count:
         with pytest.raises(InputError, match=r"rows\.jsonl:\d: .*(null|is empty|no answer|no content)"):
             load(path)
-
-
-BAD_COLUMNS = {
-    "preferences": ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"chosen and rejected are .*rename chosen to"),
-    "KTO": ({"prompt": "a", "completion": "b", "label": False}, r"label marks answers as good or bad"),
-    "KTO of LLaMA-Factory": (ALPACA | {"kto_tag": True}, r"kto_tag marks answers"),
-    "question": ({"question": "a", "answer": "b"}, r"rename question to prompt and answer to completion"),
-    "query": ({"query": "a", "response": "b", "id": 1}, r"rename query to prompt and response to completion"),
-    "response": ({"prompt": "a", "response": "b"}, r"; rename response to completion$"),
-    "OpenOrca": ({"system_prompt": "s", "question": "a", "response": "b"}, "rename question to prompt"),
-    "tokens": ({"input_ids": [1, 2], "labels": [1, 2]}, "rows that are tokenized already are not read"),
-    "two systems": (ALPACA | {"system": "a", "system_prompt": "b"}, "system and system_prompt hold different texts"),
-    "a number": (ALPACA | {"system": 5}, "system must be text, not int"),
-    "history": (ALPACA | {"history": [["a"]]}, "history must be a list of pairs"),
-    "history of nulls": (ALPACA | {"history": [["a", None]]}, "history must be a list of pairs"),
-    "history as text": (ALPACA | {"history": "a, b"}, "history is not JSON"),
-    "half a pair": (ALPACA | {"system": "\ud800"}, "system holds half a surrogate pair"),
-    "deep": ({"messages": CONVERSATION, "tools": "[" * 99_999}, "tools is not JSON .*nested too deeply"),
-    "given twice": ({"messages": CONVERSATION, "tools": '{"a": 1, "a": 2}'}, "tools is not JSON .*'a' is given twice"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD_COLUMNS)
-def test_columns_that_say_what_is_not_done_here_are_refused_with_advice(tmp_path, case):
-    row, message = BAD_COLUMNS[case]
-    with pytest.raises(InputError, match=rf"rows\.jsonl:1: .*{message}") as caught:
-        read(tmp_path, row)
-    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
 
 
 def test_a_second_reading_that_fills_later_is_refused_there(tmp_path):

@@ -1,11 +1,9 @@
-import dataclasses
 import json
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,26 +11,21 @@ import torch
 
 from lowmem.core.batch import Batch
 from lowmem.data import hub_data
-from lowmem.data.dataset import load_data
 from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
 from lowmem.data.sources import open_source
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
-from lowmem.settings import Settings
-
-END = 256
-
-
-def load(spec, tokenizer=None, vocabulary_size=257, **options):
-    """load_data, with nothing held out and examples padded in their order."""
-    chosen = dataclasses.asdict(Settings(seq=16, batch=2, pack="padded"))
-    chosen |= {"data": str(spec), "eval_fraction": 0} | options
-    return load_data(SimpleNamespace(**chosen), tokenizer or byte_level_tokenizer(), vocabulary_size)
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+from tests.data.loading import (
+    CONVERSATION,
+    END,
+    in_order,
+    load,
+    shown,
+    tokens_of,
+    trained_text,
+    write_rows,
+    write_texts,
+)
 
 
 def all_tokens(rows) -> list[int]:
@@ -42,26 +35,12 @@ def all_tokens(rows) -> list[int]:
     return [*inputs.flatten().tolist(), int(batches[-1].labels[-1, -1])]
 
 
-def shown(batch, row) -> list[tuple[str, str]]:
-    """(input, label) characters of one row: '$' is end-of-text, '' is not trained."""
-    character = {END: "$", -100: ""}
-    return [
-        (character.get(token, chr(token)), character.get(label, chr(max(label, 0))))
-        for token, label in zip(batch.input_ids[row].tolist(), batch.labels[row].tolist(), strict=True)
-    ]
-
-
-def trained_text(batch, row=0) -> str:
-    return "".join(label for _, label in shown(batch, row))
-
-
 # Packing
 
 
 def test_packed_rows_are_the_documents_end_to_end_with_nothing_lost_but_the_tail(tmp_path):
     texts = [f"document {index} " * (index + 1) for index in range(9)]
-    rows = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    evaluation = load(rows, eval_data=str(rows)).evaluations[0]  # the same rows in their order
+    evaluation = in_order(write_texts(tmp_path / "a.jsonl", *texts))
     expected = [token for text in texts for token in [*text.encode(), END]]
     tokens = all_tokens(evaluation)
     assert tokens == expected[: len(tokens)] and len(expected) - len(tokens) < 16
@@ -71,8 +50,8 @@ def test_packed_rows_are_the_documents_end_to_end_with_nothing_lost_but_the_tail
 
 
 def test_document_mask_restarts_positions_and_trains_no_first_token_of_a_document(tmp_path):
-    path = write_rows(tmp_path / "a.jsonl", [{"text": "abc"}, {"text": "d"}, {"text": "efghijk"}])
-    batch = load(path, seq=10, batch=1, document_mask=True, eval_data=str(path)).evaluations[0].batch(0)
+    path = write_texts(tmp_path / "a.jsonl", "abc", "d", "efghijk")
+    batch = in_order(path, seq=10, batch=1, document_mask=True).batch(0)
     assert "".join(token for token, _ in shown(batch, 0)) == "abc$d$efgh"
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3]]
     assert batch.document_ids.tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 2, 2]]
@@ -81,7 +60,7 @@ def test_document_mask_restarts_positions_and_trains_no_first_token_of_a_documen
 
 
 def test_description_says_whether_attention_crosses_documents_and_what_was_unused(tmp_path):
-    path = write_rows(tmp_path / "a.jsonl", [{"text": "x" * 40}])
+    path = write_texts(tmp_path / "a.jsonl", "x" * 40)
     assert "attention crosses document ends" in load(path).description
     assert "attention stops at a document's end" in load(path, document_mask=True).description
     assert "packed into 2 rows of 16 (8 unused)" in load(path).description and "one per byte" in load(path).description
@@ -97,8 +76,14 @@ def test_tokens_take_two_bytes_where_the_vocabulary_allows(tmp_path, vocabulary_
 # Batches
 
 
+def numbered(path, count: int):
+    """`count` lines of 8 bytes."""
+    path.write_text("".join(f"{index:07d}\n" for index in range(count)))
+    return path
+
+
 def test_a_batch_is_a_function_of_seed_and_step_and_every_epoch_has_every_row_once(tmp_path):
-    (tmp_path / "a.txt").write_text("".join(f"{index:07d}\n" for index in range(22)))  # 11 rows of 16, batches of 4
+    numbered(tmp_path / "a.txt", 22)  # 11 rows of 16, batches of 4
     rows = load(tmp_path / "a.txt", batch=4).train
     assert rows.rows == 11 and rows.steps_per_epoch == 2.75
     forwards = [rows.batch(step).input_ids for step in range(11)]
@@ -112,41 +97,34 @@ def test_a_batch_is_a_function_of_seed_and_step_and_every_epoch_has_every_row_on
 
 
 def test_batch_order_is_the_same_in_another_process_and_does_not_touch_the_global_generators(tmp_path):
-    (tmp_path / "a.txt").write_text("".join(f"{index:07d}\n" for index in range(40)))
+    numbered(tmp_path / "a.txt", 40)
     program = (
-        "from tests.data.test_dataset import load; import sys\n"
-        "print(load(sys.argv[1]).train.batch(5).input_ids.tolist())"
+        "from tests.data.loading import load; import sys\nprint(load(sys.argv[1]).train.batch(5).input_ids.tolist())"
     )
     np.random.seed(1)
     torch.manual_seed(1)
     states = np.random.get_state()[1].copy(), torch.get_rng_state()
     here = load(tmp_path / "a.txt").train.batch(5).input_ids.tolist()
     assert np.array_equal(np.random.get_state()[1], states[0]) and torch.equal(torch.get_rng_state(), states[1])
-    there = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "a.txt"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-c", program, tmp_path / "a.txt"]
+    there = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
     assert json.loads(there.stdout) == here
 
 
 def test_fixed_batch_is_the_same_batch_every_step(tmp_path):
-    (tmp_path / "a.txt").write_text("".join(f"{index:07d}\n" for index in range(40)))
+    numbered(tmp_path / "a.txt", 40)
     fixed, free = load(tmp_path / "a.txt", fixed_batch=True).train, load(tmp_path / "a.txt").train
     assert all(torch.equal(fixed.batch(step).input_ids, free.batch(0).input_ids) for step in (0, 1, 17))
     assert fixed.steps_per_epoch == 1 and not torch.equal(free.batch(1).input_ids, free.batch(0).input_ids)
 
 
 def test_a_batch_larger_than_the_data_repeats_it(tmp_path):
-    (tmp_path / "a.txt").write_text("x" * 16 + "y" * 16)
-    assert load(tmp_path / "a.txt", batch=5).train.batch(0).input_ids.shape == (5, 16)
+    assert load(numbered(tmp_path / "a.txt", 4), batch=5).train.batch(0).input_ids.shape == (5, 16)
 
 
 def test_evaluation_keeps_its_order_ends_with_a_smaller_batch_and_cycles(tmp_path):
-    (tmp_path / "a.txt").write_text("".join(f"{index:07d}\n" for index in range(10)))
-    rows = load(tmp_path / "a.txt", eval_data=str(tmp_path / "a.txt")).evaluations[0]
+    numbered(tmp_path / "a.txt", 10)
+    rows = in_order(tmp_path / "a.txt")
     assert (rows.rows, len(rows)) == (5, 3) and rows.batch(2).input_ids.shape == (1, 16)
     firsts = [bytes(rows.batch(index).input_ids[0, :7].tolist()) for index in (0, 1, 2)]
     assert firsts == [b"0000000", b"0000004", b"0000008"]
@@ -168,26 +146,22 @@ def test_micro_batches_are_the_rows_in_their_order(tmp_path):
 
 
 def test_prompt_and_completion_train_the_completion_and_the_true_end_of_text(tmp_path):
-    path = write_rows(
-        tmp_path / "a.jsonl", [{"prompt": "Q:", "completion": " yes"}, {"prompt": "Say", "completion": " a"}]
-    )
-    batch = load(path, eval_data=str(path)).evaluations[0].batch(0)
+    rows = [{"prompt": "Q:", "completion": " yes"}, {"prompt": "Say", "completion": " a"}]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    batch = in_order(path).batch(0)
     assert batch.input_ids.shape == (2, 6)  # padded to the longest of the batch, not to seq
     assert shown(batch, 0) == [("Q", ""), (":", " "), (" ", "y"), ("y", "e"), ("e", "s"), ("s", "$")]
     assert shown(batch, 1) == [("S", ""), ("a", ""), ("y", " "), (" ", "a"), ("a", "$"), ("$", "")]
-    everything = load(path, train_on="all", eval_data=str(path)).evaluations[0].batch(0)
-    assert trained_text(everything, 0) == ": yes$"
+    assert trained_text(in_order(path, train_on="all").batch(0)) == ": yes$"
     assert load(path, document_mask=True).train.batch(0).document_ids is None
 
 
 def test_alpaca_columns_use_alpacas_wording_with_and_without_input(tmp_path):
-    path = write_rows(
-        tmp_path / "a.jsonl",
-        [
-            {"instruction": "Add.", "input": "1 2", "output": "3", "text": "its own rendering"},
-            {"instruction": "Greet.", "input": "", "output": "Hi", "text": "its own rendering"},
-        ],
-    )
+    rows = [
+        {"instruction": "Add.", "input": "1 2", "output": "3", "text": "its own rendering"},
+        {"instruction": "Greet.", "input": "", "output": "Hi", "text": "its own rendering"},
+    ]
+    path = write_rows(tmp_path / "a.jsonl", rows)
     data = load(path, seq=512, eval_data=str(path))
     batch = data.evaluations[0].batch(0)
     prompts = ["".join(token for token, _ in shown(batch, row)) for row in (0, 1)]
@@ -195,14 +169,6 @@ def test_alpaca_columns_use_alpacas_wording_with_and_without_input(tmp_path):
     assert "request.\n\n### Instruction:\nGreet.\n\n### Response:\nHi" in prompts[1] and "Input" not in prompts[1]
     assert [trained_text(batch, row) for row in (0, 1)] == ["3$", "Hi$"]
     assert "columns not used: text;" in data.description
-
-
-CONVERSATION = [
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Hello"},
-    {"role": "user", "content": "Bye"},
-    {"role": "assistant", "content": "See you"},
-]
 
 
 def test_messages_without_a_template_use_the_default_one_say_so_and_leave_it_on_the_tokenizer(tmp_path):
@@ -241,15 +207,9 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_everything_is_
 
 
 def test_long_examples_are_cut_and_counted_and_dropped_when_no_trained_token_is_left(tmp_path):
-    path = write_rows(
-        tmp_path / "a.jsonl",
-        [
-            {"prompt": "p", "completion": "c" * 30},
-            {"prompt": "p" * 17, "completion": "c"},
-            {"prompt": "p", "completion": "c"},
-            {"prompt": "p" * 14, "completion": "cc"},
-        ],
-    )
+    sizes = [(1, 30), (17, 1), (1, 1), (14, 2)]
+    rows = [{"prompt": "p" * prompt, "completion": "c" * completion} for prompt, completion in sizes]
+    path = write_rows(tmp_path / "a.jsonl", rows)
     data = load(path, eval_data=str(path))
     batches = [data.evaluations[0].batch(0), data.evaluations[0].batch(1)]
     assert data.evaluations[0].rows == 3 and batches[0].input_ids.shape == (2, 16)
@@ -257,7 +217,7 @@ def test_long_examples_are_cut_and_counted_and_dropped_when_no_trained_token_is_
     assert trained_text(batches[1]) == "cc$"  # exactly seq + 1 tokens: whole
     assert "2 cut off at 16 tokens; 1 of these dropped" in data.description
     with pytest.raises(InputError, match="raise --seq"):
-        load(write_rows(tmp_path / "b.jsonl", [{"prompt": "p" * 17, "completion": "c"}]))
+        load(write_rows(tmp_path / "b.jsonl", rows[1:2]))
 
 
 # What is held out
@@ -265,7 +225,7 @@ def test_long_examples_are_cut_and_counted_and_dropped_when_no_trained_token_is_
 
 def test_held_out_documents_are_never_trained_on_and_are_the_same_every_time(tmp_path):
     texts = [f"[{index % 50:02d}]" + "abcdefghij" * 3 for index in range(150)]  # every text three times
-    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    path = write_texts(tmp_path / "a.jsonl", *texts)
     data = load(path, eval_fraction=0.1)
     documents = [
         bytes(tokens[tokens != END].astype(np.uint8)).split(b"[")[1:]
@@ -273,12 +233,8 @@ def test_held_out_documents_are_never_trained_on_and_are_the_same_every_time(tmp
     ]
     assert not set(documents[0]) & set(documents[1])
     assert len(documents[0]) + len(documents[1]) == 150 and 15 <= len(documents[1]) <= 18
-    assert (
-        load(path, eval_fraction=0.1, seed=5)
-        .evaluations[0]
-        .batch(0)
-        .input_ids.equal(data.evaluations[0].batch(0).input_ids)
-    )
+    again = load(path, eval_fraction=0.1, seed=5).evaluations[0].batch(0).input_ids
+    assert again.equal(data.evaluations[0].batch(0).input_ids)
     assert load(path, eval_fraction=0).evaluations == ()
 
 
@@ -287,8 +243,8 @@ def test_one_long_text_has_its_end_held_out(tmp_path):
     (tmp_path / "a.txt").write_text(text)
     data = load(tmp_path / "a.txt", eval_fraction=0.1)
     tokens = [*text.encode(), END]
-    assert data.train.parts[0].documents.tokens[:].tolist() == tokens[:-81]
-    assert data.evaluations[0].parts[0].documents.tokens[:].tolist() == tokens[-81:]
+    assert tokens_of(data.train) == tokens[:-81]
+    assert tokens_of(data.evaluations[0]) == tokens[-81:]
     assert "its last 81 tokens" in data.description
 
 
@@ -318,7 +274,7 @@ def test_standard_library_is_split_by_files_and_ready_in_seconds():
 
 def test_a_batch_names_the_lines_that_its_text_is_from(tmp_path):
     texts = [f"[{line:03d}]" + "x" * (line % 13) for line in range(1, 101)]
-    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    path = write_texts(tmp_path / "a.jsonl", *texts)
     lines = [line for line, text in enumerate(texts, 1) for _ in f"{text}$"]
     data = load(path, eval_data=str(path), batch=1)
     for row in range(data.evaluations[0].rows):  # in their order
@@ -360,22 +316,15 @@ def test_a_batch_names_files_examples_and_places_in_a_long_text(tmp_path):
 
 def test_every_file_format_gives_the_same_rows(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as parquet
-
     rows = [{"text": f'naïve, "{index}"\nand 😀', "other": index} for index in range(20)]
     write_rows(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
-    (tmp_path / "a.csv").write_text(
-        "\ufefftext,other\r\n"
-        + "".join('"{}",{}\r\n'.format(row["text"].replace('"', '""'), row["other"]) for row in rows)
-    )
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    tokens = [
-        load(tmp_path / f"a.{kind}").train.parts[0].documents.tokens[:].tolist()
-        for kind in ("jsonl", "json", "csv", "parquet")
-    ]
-    assert tokens[0] == [token for row in rows for token in [*row["text"].encode(), END]]
-    assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
+    quoted = ['"{}",{}\r\n'.format(row["text"].replace('"', '""'), row["other"]) for row in rows]
+    (tmp_path / "a.csv").write_text("\ufefftext,other\r\n" + "".join(quoted))
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for kind in ("jsonl", "json", "csv", "parquet"):
+        found = tokens_of(load(tmp_path / f"a.{kind}").train)
+        assert found == [token for row in rows for token in [*row["text"].encode(), END]]
 
 
 def test_a_folder_is_read_in_order_whole_files_and_rows_together(tmp_path):
@@ -389,7 +338,7 @@ def test_a_folder_is_read_in_order_whole_files_and_rows_together(tmp_path):
     write_rows(tmp_path / "z.jsonl", [{"body": "third"}])
     data = load(tmp_path, text_field="body")
     expected = [*b"first = 1\r\n", END, *b"second file ", END, *b"third", END]
-    assert data.train.parts[0].documents.tokens[:].tolist() == expected
+    assert tokens_of(data.train) == expected
     assert ".rst left out" in data.description and "1 empty one skipped" in data.description
 
 
@@ -504,16 +453,8 @@ def hub(tmp_path, monkeypatch):
 
 
 def test_wikitext_lines_are_joined_to_articles_and_its_validation_split_is_used(hub):
-    lines = [
-        "",
-        " = First = \n",
-        "",
-        " text of it . \n",
-        " = = Section = = \n",
-        " more . \n",
-        " = Second = \n",
-        " other . \n",
-    ]
+    first = ["", " = First = \n", "", " text of it . \n", " = = Section = = \n", " more . \n"]
+    lines = [*first, " = Second = \n", " other . \n"]
     asked = hub(
         "Salesforce/wikitext",
         train=[{"text": line} for line in lines],
@@ -521,7 +462,7 @@ def test_wikitext_lines_are_joined_to_articles_and_its_validation_split_is_used(
     )
     data = load("wikitext", steps=4, eval_fraction=0.01)
     expected = ("".join(lines[:6]).encode(), "".join(lines[6:]).encode())
-    assert data.train.parts[0].documents.tokens[:].tolist() == [*expected[0], END, *expected[1], END]
+    assert tokens_of(data.train) == [*expected[0], END, *expected[1], END]
     assert bytes(data.evaluations[0].batch(0).input_ids[0].tolist()).startswith(b" = Held out = ")
     assert ("Salesforce/wikitext", "wikitext-2-raw-v1", False) in asked
 

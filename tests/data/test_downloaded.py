@@ -10,7 +10,7 @@ from lowmem.data.downloaded import find_layout
 from lowmem.data.hub_data import choose_splits
 from lowmem.data.sources import is_on_hub, open_source
 from lowmem.errors import InputError
-from tests.data.test_dataset import load, write_rows
+from tests.data.loading import POINTER, load, write_rows
 
 CARD = "---\nlicense: mit\n---\n# About these data\n"
 CONFIGS = """---
@@ -26,7 +26,6 @@ configs:
   data_files: "no/*.jsonl"
 ---
 """
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 
 def make(folder, *names, card=None):

@@ -1,30 +1,22 @@
 """Several texts in one run: how often each row comes, what a mixed batch is, what is held out of what."""
 
-import dataclasses
 import json
 import os
 import sysconfig
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from lowmem.data.dataset import load_data
 from lowmem.data.sources import is_on_hub, open_source
-from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
-from lowmem.settings import Settings
+from tests.data import loading
+from tests.data.loading import END
 
-END = 256
 
-
-def load(*specs, eval_data=None, **options):
-    """load_data; its settings may hold what Settings refuse (--eval-fraction 0)."""
-    chosen = dataclasses.asdict(Settings(seq=8, batch=3)) | {"eval_fraction": 0} | options
-    chosen |= {"data": tuple(map(str, specs)), "eval_data": eval_data and tuple(map(str, eval_data))}
-    return load_data(SimpleNamespace(**chosen), byte_level_tokenizer(), 257)
+def load(*specs, **options):
+    return loading.load(specs, **{"seq": 8, "batch": 3, "pack": "sorted"} | options)
 
 
 def texts(path, letter, count):

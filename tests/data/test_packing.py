@@ -1,6 +1,5 @@
 """Examples of many lengths: padded, sorted or packed, a batch has the same examples and the same gradients."""
 
-import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -10,11 +9,9 @@ import torch
 
 from lowmem.core.loss import IGNORED
 from lowmem.data.batches import PACKED, PADDED, SORTED, Batches, Rows
-from lowmem.data.dataset import load_data
-from lowmem.data.tokenizer import byte_level_tokenizer
-from lowmem.settings import Settings
 from reference import VOCABULARY, tiny_model
 from steps import make_step
+from tests.data.loading import load
 
 SEQ, END = 64, 0
 LENGTHS = [1, 64, 2, 17, 17, 40, 8, 9, 33, 5, 1, 24]  # inputs, so one token less than the example has
@@ -148,7 +145,6 @@ def test_a_batch_like_the_others_has_as_many_tokens_as_they_have_on_average():
 def test_a_run_reads_its_examples_as_its_settings_say(tmp_path, pack):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"prompt": "q", "completion": "a" * n}) + "\n" for n in range(1, 40)))
-    settings = dataclasses.asdict(Settings(seq=SEQ, batch=8, pack=pack)) | {"data": str(path)}
-    data = load_data(SimpleNamespace(**settings), byte_level_tokenizer(), 257)
+    data = load(path, seq=SEQ, batch=8, pack=pack, eval_fraction=0.01)
     assert data.train.pack == pack and all(held_out.pack == pack for held_out in data.evaluations)
     assert (data.train.batch(0).lengths is None) == (pack == PADDED)

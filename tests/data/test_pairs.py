@@ -1,29 +1,25 @@
-"""Sources and targets: what of a row is which, and that padding is said by position."""
+"""Rows of a source and a target, with padding that is masked by position."""
 
 import json
 
 import pytest
 import torch
 
-from lowmem.data.dataset import load_data
 from lowmem.data.pairs import PairBatches
-from lowmem.data.tokenizer import byte_level_tokenizer
-from lowmem.settings import Settings
+from tests.data import loading
 
 SOURCE, TARGET, START, END = 12, 6, 7, 256
 
 
 @pytest.fixture
 def load(tmp_path):
-    """What load_data makes of some content, for sources of 12 and targets of 6 bytes."""
+    """Loads some content for sources of 12 and targets of 6 bytes."""
 
     def loaded(content: str, name: str, **more):
         path = tmp_path / name
         path.write_text(content)
-        settings = Settings(
-            data=str(path), seq=SOURCE + TARGET, target_tokens=TARGET, batch=4, eval_fraction=0.01, **more
-        )
-        data = load_data(settings, byte_level_tokenizer(), 257, None, START)
+        options = {"seq": SOURCE + TARGET, "target_tokens": TARGET, "batch": 4, "eval_fraction": 0.01} | more
+        data = loading.load(path, decoder_start=START, **options)
         assert isinstance(data.train, PairBatches)
         return data
 
@@ -53,7 +49,7 @@ def test_text_is_cut_into_sources_and_what_follows_them(load):
         assert len(source) == SOURCE and len(target) == TARGET
         assert (source + target).decode() in text
     assert train.typical_lengths() is None
-    assert "a source of at most 12 tokens and a target of at most 6" in train.description
+    assert "a source of at most 12 tokens and a target of at most 6" in train.remarks[0]
 
 
 def test_an_example_is_its_prompt_with_an_end_and_its_completion_with_an_end(load):

@@ -12,20 +12,16 @@ import numpy as np
 import pytest
 
 from lowmem.data import documents, sources, tables
-from lowmem.data.dataset import load_data
 from lowmem.data.documents import TOKENIZING_BYTES
 from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError, PlanError
-from lowmem.settings import Settings
+from tests.data.loading import load
 from tests.data.test_long_text import small_windows
 
 
 def prepare(folder, spec, tokenizer=None, **options):
-    chosen = {name: getattr(Settings(seq=16, batch=2), name) for name in Settings.__dataclass_fields__}
-    data = [str(one) for one in spec] if isinstance(spec, list) else str(spec)
-    settings = SimpleNamespace(**chosen | {"data": data, "eval_fraction": 0.2} | options)
-    return load_data(settings, tokenizer or byte_level_tokenizer(), 257, folder)
+    return load(spec, tokenizer, folder=folder, **{"pack": "sorted", "eval_fraction": 0.2} | options)
 
 
 @pytest.fixture

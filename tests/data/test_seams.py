@@ -19,9 +19,11 @@ from lowmem.data.encoder import Encoder
 from lowmem.data.formats import find_format
 from lowmem.data.records import Record, Source
 from lowmem.data.seams import Seams
+from lowmem.data.settings import DataSettings
 from lowmem.data.stored import ArrayFolder
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.run.report import sample
+from lowmem.settings import Settings
 from tests.data.test_long_text import TEXTS, small_windows
 from tests.data.tokenizer_kinds import KINDS, tokenizer
 
@@ -107,11 +109,9 @@ ALL += [(kind, False, False) for kind in OTHERS]
 def examples(of, rows: list[dict], tmp_path, **more) -> list[tuple[list[int], list[bool]]]:
     """The tokens of each row and whether each is trained, as they are written."""
     records = [Record(f"a.jsonl:{number}", columns) for number, columns in enumerate(rows, 1)]
-    given = {"text_field": "text", "train_on": "completions", "rows_limit": None, "seq": 10_000, "target_tokens": None}
-    folder = ArrayFolder(Path(tempfile.mkdtemp(dir=tmp_path)))
-    found = documents.read_documents(
-        Source("a", []), records, tokenizer=of, vocabulary_size=2**20, folder=folder, **given | more
-    )
+    chosen = vars(Settings(seq=10_000)) | more
+    settings, folder = DataSettings.of(SimpleNamespace(**chosen)), ArrayFolder(Path(tempfile.mkdtemp(dir=tmp_path)))
+    found = documents.read_documents(Source("a", []), records, None, settings, of, 2**20, folder)
     trained = [True] * len(found.tokens) if found.trained is None else found.trained[:].tolist()
     spans = itertools.pairwise([0, *itertools.accumulate(found.lengths.tolist())])
     return [(found.tokens[start:end].tolist(), trained[start:end]) for start, end in spans]
@@ -201,8 +201,6 @@ def test_any_text_cut_into_segments_keeps_its_tokens(kind, text, cuts):
     assert ids.tolist() == of(text, add_special_tokens=False)["input_ids"]
     with pytest.MonkeyPatch.context() as patch:
         small_windows(patch, 64, 32)
-        if of.is_fast and kind != "bytes":
-            patch.setattr(encode, "_token_bytes", None)  # places by bytes are the offsets
         [(again, trained_again)] = Seams(encode, pairs=False)([segments])
     assert again.tolist() == ids.tolist() and trained_again.tolist() == trained.tolist()
 

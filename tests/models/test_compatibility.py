@@ -66,16 +66,10 @@ def test_the_small_copy_of_a_decoder_of_any_size_comes_apart_in_either_precision
     assert config.to_dict() == before
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (BertConfig(), "BertLMHeadModel attends to later tokens"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else value.model_type,
-)
-def test_what_the_pieces_cannot_express_is_refused_by_name_without_weights(config, said):
-    with pytest.raises(InputError, match=said):
-        compare(config)
+def test_what_the_pieces_cannot_express_is_refused_by_name_without_weights():
+    with pytest.raises(InputError, match="BertLMHeadModel attends to later tokens"):
+        compare(BertConfig())
+    assert compare(BertConfig(is_decoder=True)) is None
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -83,10 +77,6 @@ def test_what_does_not_run_in_16_bit_is_refused_with_the_precision_that_may(prec
     """Its convolution's bias is a vector, and so in fp32."""
     with pytest.raises(InputError, match="MambaForCausalLM does not run with matrices in .*; --precision fp32"):
         compare(MambaConfig(**SCAN), precision=precision)
-
-
-def test_a_neighbour_of_the_refused_is_not():
-    assert compare(BertConfig(is_decoder=True)) is None
 
 
 def test_a_document_mask_is_refused_where_it_would_not_be_honoured():

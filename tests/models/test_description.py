@@ -71,8 +71,6 @@ def export(folder, model, parameters=None, **changes) -> list[str]:
     [
         {"temperature": 0.7, "do_sample": False, "max_length": 50},  # values of generation, as version 4 kept them
         {"task_specific_params": {"text-generation": {"do_sample": True}}, "my": {"deep": [1, None]}},
-        {"output_attentions": True},
-        {"output_hidden_states": True},
         {"auto_map": {"AutoConfig": "x.Y"}, "architectures": ["GPT2Model"]},
         {"torch_dtype": "float16"},
     ],

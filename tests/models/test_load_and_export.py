@@ -116,6 +116,7 @@ def test_family_is_built_read_and_exported_bit_for_bit(kind, tied, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     assert torch.equal(logits_of(loaded), logits_of(real))
     assert exported_names(tmp_path / "model") == exported_names(tmp_path / "saved"), "as save_pretrained names them"
+    assert ("is tied to" in (tmp_path / "model/README.md").read_text()) == tied
 
 
 def assert_buffers_same(model, real) -> None:
@@ -259,13 +260,7 @@ def test_bias_of_a_layer_too_many_is_not_taken_for_a_mask(gpt2, tmp_path):
         read_weights(build_model(gpt2.config), str(tmp_path))
 
 
-def test_quantised_and_merged_weights_are_refused(gpt2, tmp_path):
-    tensors = {name: tensor.detach() for name, tensor in gpt2.named_parameters()}
-    name = "transformer.h.0.mlp.c_fc.weight"
-    save_file(tensors | {name: tensors[name].to(torch.int8)}, tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match="c_fc.weight: neither fp32, fp16 nor bf16"):
-        read_weights(build_model(gpt2.config), str(tmp_path))
-
+def test_merged_weights_are_refused(tmp_path):
     mixture = real_model(
         transformers.MixtralConfig(**LLAMA, num_key_value_heads=1, num_local_experts=2, num_experts_per_tok=1)
     )
@@ -296,25 +291,9 @@ def test_file_cut_after_its_header_was_read_is_named(gpt2, tmp_path):
         list(stream)
 
 
-def test_bin_of_before_torch_1_6_and_folder_without_weights_are_refused(gpt2, tmp_path):
-    with pytest.raises(InputError, match="holds no model.safetensors"):
-        read_weights(build_model(gpt2.config), str(tmp_path))
+def test_bin_of_before_torch_1_6_is_refused(gpt2, tmp_path):
     torch.save(gpt2.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(InputError, match="before torch 1.6 .* save_pretrained"):
-        read_weights(build_model(gpt2.config), str(tmp_path))
-
-
-def test_bin_that_would_run_code_is_refused(gpt2, tmp_path):
-    torch.save({"transformer.wte.weight": Path("x")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(InputError, match="pytorch_model.bin holds a Python object .pathlib"):
-        read_weights(build_model(gpt2.config), str(tmp_path))
-
-
-def test_missing_shard_is_named(gpt2, tmp_path):
-    gpt2.save_pretrained(tmp_path, max_shard_size="12KB")
-    lost = sorted(tmp_path.glob("model-*.safetensors"))[1]
-    lost.unlink()
-    with pytest.raises(InputError, match=lost.name):
         read_weights(build_model(gpt2.config), str(tmp_path))
 
 
@@ -504,11 +483,6 @@ def test_export_in_16_bit_says_so_in_its_config(gpt2, tmp_path):
         assert torch.equal(loaded.get_parameter(name), parameter.bfloat16())
 
 
-def test_untied_export_says_nothing_of_ties(tmp_path):
-    export(tmp_path / "model", real_model(family_config("llama", tie_word_embeddings=False)))
-    assert (tmp_path / "model" / "README.md").read_text() == "# A run\n"
-
-
 def test_export_copies_tensors_as_they_come_and_keeps_shards_small(gpt2, tmp_path):
     room = torch.empty(max(parameter.numel() for parameter in gpt2.parameters()))
 
@@ -682,13 +656,6 @@ def test_bad_config_is_refused_by_its_path(text, message, tmp_path):
     with pytest.raises(InputError, match=message) as caught:
         load_config(str(tmp_path), "pretrained")
     assert str(tmp_path / "config.json") in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_names_that_lead_nowhere(hub, tmp_path):
-    with pytest.raises(InputError, match="holds no config.json"):
-        load_config(str(tmp_path), "random")
-    with pytest.raises(InputError, match="neither a folder here nor a name"):
-        load_config("./no/such/folder", "random")
 
 
 def test_complete_cache_is_enough_without_a_hub(hub, gpt2, tmp_path):

@@ -458,7 +458,7 @@ def test_a_plan_for_a_gpu_that_is_here_keeps_to_the_ram_that_is_free_and_the_mic
     assert tight.layout.micro_batch == roomy.layout.micro_batch and tight.settings == settings
     assert tight.faster_with_ram == (roomy.ram_bytes, roomy.step_seconds) and roomy.step_seconds < tight.step_seconds
     said = " ".join(tight.describe().split())
-    assert f"RAM decides: with {format_size(roomy.ram_bytes)} a step takes" in said
+    assert f"limited by RAM: with {format_size(roomy.ram_bytes)} a step takes" in said
     assert tight.to_dict()["faster_with_ram"]["ram_bytes"] == roomy.ram_bytes
     with pytest.raises(PlanError, match="64.0 MiB are free here"):
         plan(64 * MIB)
@@ -578,7 +578,7 @@ def test_batches_that_are_no_power_of_two_are_cut_into_any_parts_of_one_size():
 def test_a_card_that_is_too_small_is_said_to_be_and_no_cap_beyond_it_is_named():
     tiny = dataclasses.replace(CARDS["t4"], memory_bytes=CONTEXT_BYTES + 100 * MIB)
     with pytest.raises(
-        PlanError, match="t4 has 100 MiB for us; small at 8 x 256 tokens needs .* no plan for this card"
+        PlanError, match="t4 has 100 MiB usable; small at 8 x 256 tokens needs .* no plan for this card"
     ):
         make_plan(dataclasses.replace(SMALL, gpu="t4"), CONFIG, "cuda", "fp16", tiny)
 

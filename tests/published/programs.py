@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, LlamaConfig
 
-from experiments.harness.autocast import CudaAutocast
+from lowmem.cudasim.autocast import CudaAutocast
 from lowmem.models.build import build_model
 from tests.cuda.recorded_model import AdamW, Model, Size, cross_entropy
 from tests.published.points import Point

@@ -4,14 +4,12 @@ The step runs on tensors without data, as in lowmem/planning/simulated_step.py, 
 host's, which launches, and the GPU's. Streaming, recomputation and lowmem's own kernels are not in it."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from torch import nn
 
 from experiments.memory_estimation.estimate import plain_target
 from lowmem.cudasim.gpus import Card
 from lowmem.cudasim.recorder import Recorder
-from lowmem.cudasim.roofline import HOST_SECONDS_PER_BACKWARD_OPERATION, HOST_SECONDS_PER_OPERATION, operation_seconds
 from lowmem.cudasim.tape import Tape
 from lowmem.planning.simulated_step import Target
 
@@ -21,14 +19,7 @@ STEPS = 2  # the first one has no gradients and no optimizer states to begin wit
 def simulate(card: Card, model: nn.Module, step: Callable[[], None]) -> float:
     """Seconds of the last of `STEPS` calls of `step`, which trains `model` on the meta device, the GPU waited for
     before and after it."""
-    target = plain_target(card)
-    machine = replace(
-        target.machine,
-        seconds=lambda *operation: operation_seconds(card, *operation),
-        host_seconds=(HOST_SECONDS_PER_OPERATION, HOST_SECONDS_PER_BACKWARD_OPERATION),
-    )
-    seconds, _ = record(replace(target, machine=machine), model, step)
-    return seconds
+    return record(plain_target(card), model, step)[0]
 
 
 def record(target: Target, model: nn.Module, step: Callable[[], None]) -> tuple[float, Tape]:

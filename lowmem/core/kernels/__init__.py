@@ -1,5 +1,5 @@
-"""Operators that pass over memory once where PyTorch passes several times: updates, the loss, gradients of matrices.
+"""Operators that read and write memory once instead of several times: updates, the loss, gradients of matrices.
 
-operators.py registers them (`torch.ops.lowmem`), triton_kernels.py has the Triton code, fused.py says whether a GPU can
-have them and holds them to the plain lines when a run begins. Without them the plain lines run.
+operators.py registers them (`torch.ops.lowmem`), and triton_kernels.py has the Triton code. When a run begins, fused.py
+compiles them and compares them with the plain lines. If that fails, the plain lines run.
 """

@@ -1,7 +1,6 @@
-"""Whether the operators of operators.py can be had on a GPU, and the updates of optimizers.py made of them.
+"""Compiles operators.py's operators and compares them with the plain lines; optimizers.py's updates made of them.
 
-Where Triton is missing, or a kernel does not compile or does not agree with the lines that it stands for, those lines
-run, and the plan is made for them.
+If Triton is missing, or a kernel does not compile or does not agree, the plain lines run, and are planned for.
 """
 
 import importlib.util
@@ -18,12 +17,12 @@ from lowmem.core.optimizers import Hyperparameters, Optimizer, State
 from lowmem.core.precision import join, split
 
 OLDEST_CAPABILITY = (7, 5)  # that today's Triton compiles for
-KINDS_OF_LOGITS = (  # whether they have a bias, and what a model makes of them: Triton compiles a kernel for each
+KINDS_OF_LOGITS = (  # (with a bias, function of the logits): Triton compiles a kernel for each
     (False, LogitFunction()),
     (True, LogitFunction()),
     (False, LogitFunction(5.0, 0.25)),
 )
-SIZES = (4096, 4097)  # Triton compiles another kernel for numbers that 16 divides
+SIZES = (4096, 4097)  # Triton compiles another kernel for multiples of 16
 MOST_LOSS_ERROR = 0.02  # logits, and the gradients for them, are rounded to 16 bit: 0.006 in bf16 on the CPU
 MOST_ULPS = 8  # between a kernel and the eager lines: some fused products and sums, and a square root
 
@@ -31,8 +30,8 @@ MOST_ULPS = 8  # between a kernel and the eager lines: some fused products and s
 def update(
     optimizer: Optimizer, working: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, decay: bool
 ) -> None:
-    """optimizers.update in one kernel; for 8-bit moments in bitsandbytes' and one on each side of it, with 4 bytes of
-    temporaries per parameter; optimizers.update itself for those that have no kernel."""
+    """optimizers.update in one kernel. 8-bit moments take bitsandbytes' kernel between two, and 4 bytes of temporaries
+    per parameter. Optimizers without a kernel run optimizers.update."""
     weight_decay = hyper.weight_decay if decay else 0.0
     low = state.get("low")
     if optimizer.name == "adamw":
@@ -51,26 +50,26 @@ def update(
 
 
 def may_run_beside(fused_kernels: bool, optimizer: Optimizer) -> bool:
-    """Whether updates may have a CUDA stream of their own: kernels allocate nothing, and launch all they do on the
-    stream that is current, unless they are bitsandbytes'."""
+    """True if updates may run on a CUDA stream of their own: our kernels allocate nothing, and run on the current
+    stream; bitsandbytes' do not."""
     return fused_kernels and optimizer.any_stream
 
 
 def expected(capability: tuple[int, int]) -> bool:
-    """Whether a plan for a card of this compute capability counts on kernels."""
+    """True if a plan for a card of this compute capability may assume kernels."""
     here = not torch.cuda.is_available() or importlib.util.find_spec("triton") is not None
     return here and capability >= OLDEST_CAPABILITY
 
 
 def available(device: torch.device) -> bool:
-    """Whether `device` is a GPU that runs the kernels."""
+    """True if `device` is a GPU that runs the kernels."""
     return device.type == "cuda" and why_not(device) is None
 
 
 @cache
 def why_not(device: torch.device) -> str | None:
-    """Compiles the kernels and holds them to the eager lines; a sentence where they cannot be had, None where they
-    can. Some ten seconds the first time on a machine, then from Triton's cache."""
+    """Compiles the kernels and compares them with the eager lines; None if they agree, else a sentence. Takes some ten
+    seconds the first time on a machine; then Triton's cache has them."""
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         return "Triton compiles for cards from Turing on"
@@ -102,8 +101,8 @@ def loss_error(
     device: torch.device, dtype: torch.dtype, words: int, with_bias: bool = True, differentiate: bool = True,
     function: LogitFunction = LogitFunction(),  # noqa: B008  it is frozen
 ) -> float:  # fmt: skip
-    """The largest distance, relative to its norm, of the loss and its gradients on `device` from those of the eager
-    lines on the CPU, in fp32, of the same 16-bit operands."""
+    """The largest relative distance (by norm) of the loss and its gradients on `device` from those of the eager lines
+    on the CPU, in fp32, of the same 16-bit operands."""
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(rows, 16, generator=generator).to(dtype) for rows in (40, words))
     labels, bias = torch.arange(40) * 7 % words, torch.randn(words, generator=generator)
@@ -124,7 +123,7 @@ def loss_error(
 
 
 def halves_agree(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Whether weights of all sizes are split and joined to the bit as precision.py does it."""
+    """True if weights of all magnitudes are split and joined as by precision.py, to the bit."""
     exponents = torch.linspace(-30, 10, size).exp2()
     master = torch.randn(size, generator=torch.Generator().manual_seed(2)) * exponents
     working, low = split(master, dtype)
@@ -143,10 +142,9 @@ def largest_ulps(
     rule: optimizers.UpdateRule = update,
     size: int = 4097,
 ) -> dict[str, float]:
-    """How far one update by `rule` on `device` is from optimizers.py's lines on the CPU, for the weight and each
-    moment: in units of the last place of the larger of old and new (for a weight also of the learning rate, which is
-    the size of a step: where the old moment and the gradient cancel, a step has fewer places), the largest over `size`
-    parameters."""
+    """{weight or moment: largest distance of one update by `rule` on `device` from optimizers.py's lines on the CPU},
+    over `size` parameters, in units of the last place of the larger of old and new value. A weight counts as at least
+    the learning rate: if the old moment and the gradient cancel, its step has fewer exact places."""
     generator = torch.Generator().manual_seed(1)
     optimizer = optimizers.get_optimizer(optimizer_name)
     hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=3, gradient_scale=0.7)

@@ -1,12 +1,11 @@
-"""Operators of our own for GPUs, `torch.ops.lowmem`: what PyTorch does in several passes over memory, in one.
+"""This project's operators for GPUs, `torch.ops.lowmem`: one pass over memory instead of PyTorch's several.
 
     adamw, sgd, join, split     the updates of optimizers.py, halves of precision.py    (triton_kernels.py)
     cross_entropy               a row of logits: its loss, its gradient in its place    (triton_kernels.py)
     add_product                 accumulator += left @ right, in fp32, of 16-bit factors      (cuBLAS)
 
-They are operators, and not functions, so that a simulated step sees one operation with what it reads and writes, and
-no temporaries. On CPU tensors the kernels run in Triton's interpreter, for tests. fused.py says whether they can be
-had; the eager lines that they stand for remain where they are: optimizers.py, precision.py, loss.py, layers.py.
+They are operators, not functions, so that a simulated step sees one operation with its inputs and outputs, without
+temporaries. On CPU tensors they run in Triton's interpreter, for tests.
 """
 
 import torch
@@ -35,7 +34,7 @@ def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def row_stride(entries: int) -> int:
-    """The smallest with which Triton reads rows of so many numbers 16 bytes at a time: it asks for multiples of 16."""
+    """The smallest row stride, a multiple of 16, with which Triton reads rows of `entries` 16 bytes at a time."""
     return -(-entries // 16) * 16
 
 

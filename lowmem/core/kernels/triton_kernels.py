@@ -1,22 +1,20 @@
 """The Triton kernels: updates and the loss, each in one pass over memory.
 
-Eagerly, every line of an update reads and writes whole tensors: AdamW moves about 140 bytes per parameter so, and holds
-three tensors of temporaries. Here every number is read once and written once, 28 bytes per parameter with a 16-bit
-working weight:
+The eager lines of AdamW move about 140 bytes per parameter, and hold three tensors of temporaries. Here every number is
+read once and written once, 28 bytes per parameter with a 16-bit working weight:
 
     working 2 + low 2 + m 4 + v 4, read and written      24
     gradient, read                                        4
 
-which is what a card's memory bandwidth allows. The arithmetic is optimizers.py's, line by line, in fp32; square root
-and division round correctly. A compiler may fuse a product and the sum that follows it, in either version, so the two
-agree to a few units of the last place and not to the bit; halves are split and joined exactly, in integers.
+The arithmetic is optimizers.py's, line by line, in fp32; square root and division round correctly. A compiler may fuse
+a product and a sum in either version, so the two agree to a few units of the last place. Halves are split and joined
+exactly, in integers.
 
-The loss reads a row of 16-bit logits for its largest number and the sum of the exponentials, as it goes (Milakov and
-Gimelshein, arXiv:1805.02867), and once more to put the gradient in its place: 6 bytes a logit. Line by line it is about
-50, in fp32.
+The loss reads a row of 16-bit logits once for its maximum and the sum of its exponentials (arXiv:1805.02867), and once
+more to write the gradient over them: 6 bytes a logit. The eager lines move about 50, in fp32.
 
-Importing this needs Triton (it comes with PyTorch's CUDA builds for Linux). Tested in Triton's interpreter, and
-compiled for sm_75 to sm_90.
+Needs Triton, which PyTorch's CUDA builds for Linux have. Tested in Triton's interpreter, and compiled for sm_75 to
+sm_90.
 """
 
 import torch
@@ -32,12 +30,12 @@ _ROUND = tl.constexpr(1.5 * 2**23)  # added to a small fp32 number and taken off
 
 
 def adamw(working: Tensor, low: Tensor | None, m: Tensor, v: Tensor, gradient: Tensor, *numbers: float) -> None:
-    """In place, all tensors [n]; `numbers`: those of optimizers.adamw_numbers, and before them the gradient's scale."""
+    """In place, all tensors [n]; `numbers`: the gradient's scale and those of optimizers.adamw_numbers."""
     _launch(_adamw, working, low, m, v, gradient, numbers=numbers)
 
 
 def sgd(working: Tensor, low: Tensor | None, gradient: Tensor, *numbers: float) -> None:
-    """In place; `numbers`: the gradient's scale, what decay leaves of a weight, and the learning rate."""
+    """In place; `numbers`: the gradient's scale, 1 - learning rate x decay, and the learning rate."""
     _launch(_sgd, working, low, gradient, numbers=numbers)
 
 
@@ -62,12 +60,11 @@ def cross_entropy(
     logits: Tensor, bias: Tensor | None, labels: Tensor, losses: Tensor, scale: float | None,
     outer: float = 1.0, inner: float | None = None,
 ) -> None:  # fmt: skip
-    """Writes `losses` [C] fp32 of f(`logits` [C, V] + `bias` [V] fp32), of any dtype, and unless `scale` is None
-    `scale` times their gradient in the place of the logits; 0 where one of the `labels` [C] is -100. f is
-    `outer` * z, or with `inner` `outer` * tanh(`inner` * z) (logits.py).
+    """Writes `losses` [C] fp32 of f(`logits` [C, V] + `bias` [V] fp32) and, unless `scale` is None, `scale` times their
+    gradient over the logits, of any dtype; 0 for a label [C] of -100. f is LogitFunction(`outer`, `inner`).
 
-    `labels` and `bias` are contiguous. Rows begin at multiples of 16 numbers (operators.row_stride), and what lies
-    behind a row's V is overwritten."""
+    `labels` and `bias` are contiguous. Rows begin at multiples of 16 numbers (operators.row_stride), and the numbers
+    after a row's V are overwritten."""
     _cross_entropy[(logits.shape[0],)](
         logits, logits if bias is None else bias, labels, losses, 0.0 if scale is None else scale, outer, inner or 0.0,
         logits.shape[1], logits.stride(0), HAS_BIAS=bias is not None, CAPPED=inner is not None,
@@ -117,7 +114,7 @@ def _cross_entropy(
 
 @triton.jit
 def _logits(logits_at, bias_at, word, words, stride, inner, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr):
-    """But for the factor `outer`; 0 behind a row's words."""
+    """f without the factor `outer`; 0 after a row's words."""
     z = tl.load(logits_at + word, word < stride, other=0.0).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_at + word, word < words, other=0.0)
@@ -128,7 +125,7 @@ def _logits(logits_at, bias_at, word, words, stride, inner, HAS_BIAS: tl.constex
 
 @triton.jit
 def _tanh(x):
-    """To 1e-7, absolutely: the compiler's own is not in the interpreter."""
+    """With an absolute error of 1e-7: the interpreter lacks the compiler's own."""
     return 1 - tl.div_rn(2.0, tl.exp(2 * x) + 1)
 
 
@@ -197,7 +194,7 @@ def _read(working_at, low_at, place, there, KIND: tl.constexpr):
 
 @triton.jit
 def _write(working_at, low_at, place, there, master, KIND: tl.constexpr):
-    """precision.split of an fp32 master weight, its working half stored as the bits of that."""
+    """precision.split of an fp32 master weight; the working half is written as its bits."""
     if KIND == FP32:
         tl.store(working_at + place, master, there)
     elif KIND == BF16:

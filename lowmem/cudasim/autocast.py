@@ -1,0 +1,95 @@
+"""CUDA's autocast on tensors without data.
+
+`torch.autocast` follows a tensor's device: meta tensors have no rules, and the CPU's differ (there softmax and
+layer_norm stay in 16 bit). So CUDA's rules (aten/src/ATen/autocast_mode.h, and "CUDA Ops that can autocast" in
+PyTorch's documentation) are applied here to the functions that Python calls:
+
+- matrix products and attention run in 16 bit. A weight is copied once; the copy lives until autocast ends and backward
+  has used it;
+- softmax, norms, losses, powers and sums run in fp32;
+- everything else takes what it is given: fp32 + bf16 is fp32, and an embedding is in its table's fp32.
+
+Functions that are written in Python are named themselves (cross_entropy, not only the nll_loss inside). A test compares
+the names with PyTorch's own test lists. Functions of those lists that have no rule here are refused by name.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lowmem.errors import InputError
+
+IN_16_BIT = (
+    "linear matmul __matmul__ __rmatmul__ mm bmm mv einsum addmm addbmm baddbmm addmv addr chain_matmul "
+    "scaled_dot_product_attention conv1d conv2d conv3d"
+).split()
+IN_FP32 = (
+    "softmax log_softmax layer_norm rms_norm group_norm norm cross_entropy nll_loss mse_loss pow __pow__ __rpow__ "
+    "rsqrt reciprocal exp expm1 log log1p log2 log10 logsumexp sum prod cumsum cumprod softplus l1_loss "
+    "smooth_l1_loss kl_div cosine_similarity acos asin cosh sinh tan erfinv dist"
+).split()
+WIDEST = "addcdiv addcmul atan2 dot vdot cross bilinear index_put scatter_add tensordot".split()
+REFUSED = (
+    "prelu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell conv_tbc convolution _convolution conv_transpose1d "
+    "conv_transpose2d conv_transpose3d binary_cross_entropy cdist pdist renorm poisson_nll_loss "
+    "cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss triplet_margin_loss "
+    "binary_cross_entropy_with_logits multilabel_margin_loss multi_margin_loss grid_sampler"
+).split()
+_HAVE_A_DTYPE = ("softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod")  # a dtype that is given is respected
+
+
+def _functions(names: list[str]) -> dict:
+    """What Python calls by these names: in torch, as a method, in torch.nn.functional."""
+    return {getattr(place, name): name for place in (torch, Tensor, F) for name in names if hasattr(place, name)}
+
+
+_IN_16_BIT, _IN_FP32, _WIDEST, _REFUSED = map(_functions, (IN_16_BIT, IN_FP32, WIDEST, REFUSED))
+
+
+class CudaAutocast(TorchFunctionMode):
+    """`with CudaAutocast():` stands for torch.autocast("cuda", torch.bfloat16) around a forward pass. InputError for a
+    function whose rule is not written down here."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16):
+        super().__init__()
+        self._dtype = dtype
+        self._copies: dict[Tensor, Tensor] = {}  # of the weights, by identity
+
+    def __exit__(self, *exception):
+        self._copies.clear()
+        return super().__exit__(*exception)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _IN_16_BIT:
+            args, kwargs = tree_map(self._narrow, (args, kwargs))
+        elif func in _IN_FP32 and not (_IN_FP32[func] in _HAVE_A_DTYPE and _dtype_given(args, kwargs)):
+            args, kwargs = tree_map(_widened, (args, kwargs))
+        elif func in _REFUSED or (func in _WIDEST and len(_float_dtypes((args, kwargs))) > 1):
+            name = (_REFUSED | _WIDEST)[func]
+            raise InputError(f"autocast's rule for torch's {name} is not written down here; use fp32")
+        return func(*args, **kwargs)
+
+    def _narrow(self, value):
+        if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return value
+        if not (value.dtype is torch.float32 and value.is_leaf and value.requires_grad and value._base is None):
+            return value.to(self._dtype)
+        if value not in self._copies:
+            self._copies[value] = value.to(self._dtype)
+        return self._copies[value]
+
+
+def _widened(value):
+    narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if narrow else value
+
+
+def _dtype_given(args: tuple, kwargs: dict) -> bool:
+    return kwargs.get("dtype") is not None or any(isinstance(value, torch.dtype) for value in args)
+
+
+def _float_dtypes(values) -> set[torch.dtype]:
+    return {leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()}

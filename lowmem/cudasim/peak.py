@@ -1,0 +1,207 @@
+"""`cuda_peak`: the memory that any PyTorch code would take of a GPU, by PyTorch's own allocator, without a GPU.
+
+The code runs on the meta device. It may say `device="cuda"`, `.cuda()` or `torch.autocast("cuda")`: `_CudaIsMeta` maps
+these to meta. It also reports meta tensors as being on "cuda:0". So the code takes the branches that it takes on a GPU;
+AdamW, for example, updates lists of tensors there. Code that needs numbers or a real GPU is refused.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch._dynamo  # else an operation imports it during the record, and the import's frames keep its tensors alive
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.optim import optimizer as optimizers
+from torch.overrides import TorchFunctionMode
+
+from lowmem.cudasim.autocast import CudaAutocast
+from lowmem.cudasim.device_model import DeviceModel, gpu_model
+from lowmem.cudasim.gpus import card_named
+from lowmem.cudasim.recorder import Recorder
+from lowmem.cudasim.tape import under_cap
+from lowmem.errors import InputError, first_line
+from lowmem.units import parse_size
+
+META, CUDA = torch.device("meta"), torch.device("cuda", 0)
+_READS_NUMBERS = {Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.tolist, Tensor.numpy}
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes when most is reserved, and when most is allocated; `by_name` adds up to the latter. `seconds`: how long all
+    of the function takes on the card."""
+
+    reserved_bytes: int
+    allocated_bytes: int
+    by_name: dict[str, int]
+    seconds: float
+
+
+def cuda_peak(
+    function: Callable[[], object], card: str = "RTX 3060", limit: str | int | None = None, *,
+    expandable_segments: bool = False,
+) -> Peak:  # fmt: skip
+    """What `function()` takes of `card`. The function makes its model, tensors and optimizer itself; on "cuda" nothing
+    of them takes memory here.
+
+    `limit`, a size like "11GiB", caps the allocator as torch.cuda.set_per_process_memory_fraction does:
+    SimulatedOutOfMemory if the function does not complete under it. InputError, in a sentence, for code that needs
+    numbers or a real GPU: .item(), boolean masks, custom CUDA extensions, functions of torch.cuda.
+    """
+    machine = gpu_model(card_named(card), plain=not torch.are_deterministic_algorithms_enabled())
+    recorder = record(lambda _: function(), machine)
+    limit_bytes = parse_size(limit) if isinstance(limit, str) else limit
+    memory = under_cap(recorder.tape, limit_bytes, expandable_segments=expandable_segments)
+    seconds = max(recorder.clock.host, recorder.clock.gpu)
+    return Peak(memory.reserved_peak_bytes, memory.allocated_peak_bytes, memory.at_peak, seconds)
+
+
+def record(function: Callable[[Recorder], object], machine: DeviceModel, name_of: Callable | None = None) -> Recorder:
+    """Runs `function` under a recorder, which it is given; the record has a tape and a clock. `name_of`: see
+    Recorder."""
+    recorder = Recorder(machine, name_of or _phase)
+    with (
+        _named(recorder), _autocast_simulated(), _modes_in_backward(_CudaIsMeta, machine.functions),
+        _CudaIsMeta(), recorder, machine.functions(),
+    ):  # fmt: skip
+        try:
+            function(recorder)
+        except (RuntimeError, AssertionError) as error:
+            if not isinstance(error, NotImplementedError) and "CUDA" not in str(error):
+                raise
+            raise InputError(f"this code cannot be simulated without a GPU: {first_line(error)}") from error
+    return recorder
+
+
+class _CudaIsMeta(TorchFunctionMode):
+    """CUDA devices are the meta device, and meta tensors say that they are on CUDA."""
+
+    _replacements = {  # of equal keys: Python makes a new wrapper of a property's getter each time
+        Tensor.device.__get__: lambda tensor: CUDA if tensor.is_meta else tensor.device,
+        Tensor.is_cuda.__get__: lambda tensor: tensor.is_meta or tensor.is_cuda,
+        Tensor.cuda: lambda tensor, *_, **__: tensor.to(META),
+        Tensor.pin_memory: lambda tensor, *_, **__: tensor,
+    }
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in self._replacements:
+            return self._replacements[func](*args, **kwargs)
+        if func in _READS_NUMBERS and args[0].is_meta:
+            _refuse_number(func)
+        if func is torch.device:  # the code may look at it; what it is given to maps it
+            return func(*args, **kwargs)
+        return func(*map(_on_meta, args), **{name: _on_meta(value) for name, value in kwargs.items()})
+
+
+@contextmanager
+def _modes_in_backward(*modes: Callable) -> Iterator[None]:
+    """PyTorch switches function modes off for backward, which runs a model's code if it recomputes blocks. Its check of
+    what is recomputed is off: it would compare the device "meta" of the first run with "cuda"."""
+    run = torch.autograd._engine_run_backward
+
+    def run_under_modes(*args, **kwargs):
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode())
+            return run(*args, **kwargs)
+
+    checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
+    with patch.object(torch.autograd, "_engine_run_backward", run_under_modes):
+        with patch.dict(checks, default=checks["none"]):
+            yield
+
+
+def _on_meta(value):
+    if isinstance(value, torch.device):
+        return META if value.type == "cuda" else value
+    return META if isinstance(value, str) and value.split(":")[0] == "cuda" else value
+
+
+def _refuse_number(func: Callable) -> None:
+    """InputError if the user's own code reads a number. An installed package may: what it asks is whether a mask is
+    trivial, or the like, and the recorder answers 1."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    file = Path(frame.f_code.co_filename)
+    if not {"site-packages", "dist-packages"} & set(file.parts):
+        raise InputError(
+            f"{file.name}:{frame.f_lineno}: {func.__name__} reads a number, and the simulation has none; leave it out"
+        )
+
+
+@contextmanager
+def _autocast_simulated() -> Iterator[None]:
+    """torch.autocast("cuda") applies CUDA's rules to meta tensors."""
+    autocast, open_modes = torch.autocast, {}
+    make, enter, leave = autocast.__init__, autocast.__enter__, autocast.__exit__
+
+    def init(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+        here = device_type == "cuda"
+        make(self, device_type, dtype, enabled and not here, cache_enabled)
+        self.simulated = CudaAutocast(dtype or torch.get_autocast_dtype("cuda")) if here and enabled else None
+
+    def entered(self):
+        open_modes[id(self)] = stack = ExitStack()
+        if getattr(self, "simulated", None) is not None:
+            stack.enter_context(self.simulated)
+        return enter(self)
+
+    def left(self, *exception):
+        open_modes.pop(id(self)).close()
+        return leave(self, *exception)
+
+    with patch.multiple(autocast, __init__=init, __enter__=entered, __exit__=left):
+        yield
+
+
+@contextmanager
+def _named(recorder: Recorder) -> Iterator[None]:
+    """Names weights, buffers, gradients and optimizer states when modules and optimizers use them. Modules stay the
+    same objects when they move to meta, as they do on CUDA: tied weights stay tied."""
+
+    def name_module(module: nn.Module, *_) -> None:
+        for name, tensors in (("weights", module._parameters), ("buffers", module._buffers)):
+            for tensor in tensors.values():
+                if tensor is not None:
+                    recorder.note(tensor, name)
+                    recorder.rename(tensor, name)
+
+    def name_gradients(optimizer: torch.optim.Optimizer, *_) -> None:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            recorder.rename(parameter, "weights")
+            if parameter.grad is not None:
+                recorder.rename(parameter.grad, "gradients")
+
+    def name_states(optimizer: torch.optim.Optimizer, *_) -> None:
+        for tensor in (value for state in optimizer.state.values() for value in state.values()):
+            if isinstance(tensor, Tensor):
+                recorder.rename(tensor, "optimizer_states")
+
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    hooks = (
+        nn.modules.module.register_module_forward_pre_hook(name_module),
+        optimizers.register_optimizer_step_pre_hook(name_gradients),
+        optimizers.register_optimizer_step_post_hook(name_states),
+    )
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+        for hook in hooks:
+            hook.remove()
+
+
+def _phase(frame) -> str | None:
+    code = frame.f_code
+    if code.co_qualname.startswith("Optimizer.profile_hook_step"):
+        return "update"
+    return {"_engine_run_backward": "backward", "_call_impl": "forward"}.get(code.co_name)

@@ -1,0 +1,24 @@
+"""Facts about model families, by a config's `model_type`, that the config itself does not say.
+
+Nothing here imports PyTorch: a folder is recognized before that (models/recognize.py).
+"""
+
+ENCODER_DECODERS = ("t5", "mt5")  # that can be trained; UMT5 has a table in each block, LongT5 another attention
+ENCODERS = (  # a config of these is a decoder's only with "is_decoder": true
+    *("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "esm", "eurobert"),
+    *("flaubert", "longformer", "mobilebert", "modernbert", "mpnet", "nomic_bert", "roberta", "roformer", "xlm"),
+    *("xlm-roberta", "xlm-roberta-xl"),
+)
+
+# transformers 4's names of the rotary embedding's base frequency and share; in version 5 both are rope_parameters'.
+ROPE_NAMES = dict.fromkeys(("gpt_neox", "gpt_neox_japanese"), ("rotary_emb_base", "rotary_pct"))
+# ... and of the base frequencies of full and of sliding attention; None: it has one for both.
+ROPE_NAMES_BY_ATTENTION = {
+    **dict.fromkeys(("gemma3_text", "gemma3n_text"), ("rope_theta", "rope_local_base_freq")),
+    "olmo3": ("rope_theta", None),
+    "modernbert-decoder": ("global_rope_theta", None),
+}
+# ... and families whose `rope_scaling` has the keys "type" and "factor" only.
+ROPE_TYPE_AND_FACTOR = ("olmo", "olmo2", "chameleon", "fuyu", "hunyuan_v1_dense", "hunyuan_v1_moe")
+# ... or "type" and the factors of longrope only.
+ROPE_FACTORS_ONLY = ("phi3", "phi4_multimodal")

@@ -1,0 +1,206 @@
+"""`lowmem.cuda_peak`: the peak of plain PyTorch code that says "cuda", on a machine without a GPU."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import lowmem
+from experiments.gpu_acceptance.at_peak import tape_of_cpu
+from lowmem.cudasim.allocator import SimulatedOutOfMemory
+from lowmem.cudasim.device_model import DeviceModel
+from lowmem.cudasim.peak import record
+from lowmem.cudasim.tape import FREED
+from lowmem.units import KIB, MIB
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTH, ROWS = 1024, 512
+WEIGHTS = 4 * (2 * WIDTH * WIDTH + 2 * WIDTH)
+
+
+class Net(nn.Module):
+    """Two layers and GELU, tied to nothing; recomputed if asked."""
+
+    def __init__(self, recompute: bool = False):
+        super().__init__()
+        self.first, self.second, self.recompute = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), recompute
+
+    def forward(self, x):
+        if self.recompute:
+            return checkpoint(self.run, x, use_reentrant=False)
+        return self.run(x)
+
+    def run(self, x):
+        return F.dropout(self.second(F.gelu(self.first(x))), 0.1)
+
+
+def training(place, recompute=False, autocast=None, **options):
+    """Two steps, the model brought to the device by `place`."""
+
+    def run():
+        model = place(lambda: Net(recompute))
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+        x = torch.zeros(ROWS, WIDTH, device="cuda")
+        for _ in range(2):
+            with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None):
+                loss = model(x).sum()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def made_there(make):
+    with torch.device("cuda"):
+        return make()
+
+
+PLACES = {
+    "to": lambda make: make().to("cuda"),
+    "to a device": lambda make: make().to(torch.device("cuda", 0)),
+    "cuda": lambda make: make().cuda(),
+    "made there": made_there,
+    "meta": lambda make: make().to("meta"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_a_models_way_to_the_gpu_does_not_matter(place):
+    peak = lowmem.cuda_peak(training(place))
+    assert peak.by_name["weights"] == WEIGHTS and peak.by_name["optimizer_states"] >= 2 * WEIGHTS
+    assert peak.by_name["gradients"] == WEIGHTS
+    assert sum(peak.by_name.values()) == peak.allocated_bytes <= peak.reserved_bytes
+    assert replace(peak, seconds=0) == replace(lowmem.cuda_peak(training(made_there)), seconds=0)
+    assert peak.seconds > 0  # initialization counts too
+
+
+def test_the_optimizer_updates_lists_of_tensors_as_on_cuda_unless_it_is_told_otherwise():
+    """foreach has a temporary as large as the weights, the root of the second moments; the other two have none."""
+    foreach, single, fused = (
+        lowmem.cuda_peak(training(made_there, **options)).by_name.get("update", 0)
+        for options in ({}, {"foreach": False}, {"fused": True})
+    )
+    assert foreach >= WEIGHTS > single >= 4 * WIDTH * WIDTH > MIB > fused
+
+
+def test_recomputed_blocks_keep_nothing_and_run_cudas_functions_again_in_backward():
+    kept, recomputed = (lowmem.cuda_peak(lambda again=again: forward_alone(again)) for again in (False, True))
+    assert kept.allocated_bytes - recomputed.allocated_bytes > 4 * 16 * ROWS * WIDTH * 4
+
+
+def forward_alone(recompute: bool):
+    model = made_there(lambda: nn.Sequential(*(Net(recompute) for _ in range(4))))
+    model(torch.zeros(16 * ROWS, WIDTH, device="cuda", requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_copies_weights_and_halves_activations(dtype):
+    sums = {}
+
+    def run(autocast):
+        model, x = made_there(Net), torch.zeros(ROWS, WIDTH, device="cuda")
+        with torch.autocast("cuda", dtype, enabled=autocast):
+            hidden = F.linear(x, model.first.weight)
+            sums[autocast] = hidden.dtype
+            with torch.autocast("cuda", enabled=False):
+                model(hidden.float())
+
+    for autocast in (True, False):
+        lowmem.cuda_peak(lambda autocast=autocast: run(autocast))
+    assert sums == {True: dtype, False: torch.float32}
+
+
+def test_tied_weights_stay_tied_and_code_sees_a_cuda_device():
+    def run():
+        embedding, head = nn.Embedding(1000, 64), nn.Linear(64, 1000, bias=False)
+        head.weight = embedding.weight
+        model = nn.Sequential(embedding, head).to("cuda")
+        assert model[1].weight is model[0].weight
+        x = torch.zeros(4, device=model[0].weight.device, dtype=torch.int64)
+        assert x.is_cuda and x.device == torch.device("cuda", 0) and torch.device("cuda").type == "cuda"
+        assert not torch.zeros(1).is_cuda
+        model(x.pin_memory())
+
+    assert lowmem.cuda_peak(run).by_name["weights"] == 1000 * 64 * 4
+
+
+def test_the_requests_are_those_that_the_profiler_sees_on_the_cpu():
+    def run(device):
+        x = torch.ones(256 * KIB, device=device, requires_grad=True)
+        (x.sin() * 2).backward(torch.ones(256 * KIB, device=device))
+
+    tape = record(lambda _: run("cuda"), DeviceModel()).tape
+    births = [size for _, size, _ in tape if size != FREED]
+    seen = [size for _, size, _ in tape_of_cpu(lambda: run("cpu"))[0] if size != FREED]
+    assert births == [size for size in seen if size > KIB]
+
+
+def test_a_limit_caps_the_allocator():
+    free = lowmem.cuda_peak(training(made_there))
+    assert lowmem.cuda_peak(training(made_there), limit=free.reserved_bytes) == free
+    with pytest.raises(SimulatedOutOfMemory, match="20.0 MiB"):
+        lowmem.cuda_peak(training(made_there), limit="20MiB")
+    expanding = lowmem.cuda_peak(training(made_there), expandable_segments=True)
+    assert expanding.allocated_bytes <= free.allocated_bytes
+
+
+def test_the_card_decides():
+    small, large = (lowmem.cuda_peak(training(made_there), card) for card in ("T4", "H100"))
+    assert small.seconds > large.seconds and small.by_name["workspaces"] < large.by_name["workspaces"]
+
+
+REFUSED = {
+    "item reads a number": lambda x: x.sum().item(),
+    "__bool__ reads a number": lambda x: bool(x.sum() > 0),
+    "tolist reads a number": lambda x: x.tolist(),
+    "numpy reads a number": lambda x: x.numpy(),
+    "nonzero": lambda x: x.nonzero(),
+    "unique": lambda x: x.unique(),
+    "copy out of meta": lambda x: x.cpu(),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_code_that_needs_numbers_is_refused_in_a_sentence(said):
+    with pytest.raises(lowmem.InputError, match=said) as refused:
+        lowmem.cuda_peak(lambda: REFUSED[said](torch.zeros(3, device="cuda")))
+    assert "\n" not in str(refused.value)
+    if "reads" in said:
+        assert str(refused.value).startswith("test_peak.py:")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_code_that_needs_a_gpu_is_refused_and_other_errors_are_its_own():
+    with pytest.raises(lowmem.InputError, match="without a GPU"):
+        lowmem.cuda_peak(torch.cuda.synchronize)
+    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+        lowmem.cuda_peak(lambda: torch.zeros(2, 3, device="cuda") @ torch.zeros(2, 3, device="cuda"))
+    with pytest.raises(lowmem.InputError, match="no such card"):
+        lowmem.cuda_peak(lambda: None, "abacus")
+
+
+def test_nothing_of_the_simulation_is_left_behind():
+    lowmem.cuda_peak(training(made_there, recompute=True, autocast=torch.bfloat16))
+    assert torch.zeros(1).device.type == "cpu" and not torch.__future__.get_swap_module_params_on_conversion()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(torch.zeros(2, 2), torch.zeros(2, 2)).dtype is torch.bfloat16
+    model = Net(recompute=True)
+    model(torch.zeros(2, WIDTH)).sum().backward()
+    assert model.first.weight.grad is not None
+
+
+def test_the_readmes_example_runs_as_it_stands():
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+               if "cuda_peak" in code]  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\d+\.\d GiB", done.stdout)
