@@ -30,9 +30,8 @@ from lowmem.limits import Budget
 from lowmem.models.build import fitted, load_config, make_decoder, own_generation_config
 from lowmem.models.compatibility import check_pieces
 from lowmem.models.export import export_model
-from lowmem.planning.known_plans import Question
 from lowmem.planning.plan import Plan
-from lowmem.planning.planner import make_plan
+from lowmem.planning.planner import Question, make_plan
 from lowmem.planning.process import process_aside
 from lowmem.planning.target import planning_target
 from lowmem.run.early import check_folders, with_recognized_model

@@ -30,8 +30,7 @@ def _answer(options: argparse.Namespace, settings: Settings) -> int:
 
         from lowmem.device import set_environment
         from lowmem.models.build import fitted, load_config
-        from lowmem.planning.known_plans import Question
-        from lowmem.planning.planner import make_plan
+        from lowmem.planning.planner import Question, make_plan
         from lowmem.planning.target import planning_target
 
     logging.set_verbosity_error()

@@ -32,9 +32,8 @@ from lowmem.models.build import decoder_start, fitted, load_config, make_decoder
 from lowmem.models.compatibility import check_pieces
 from lowmem.models.description import Rehearsal, rehearsed
 from lowmem.models.load import random_weights, read_weights
-from lowmem.planning.known_plans import Question
 from lowmem.planning.plan import Plan
-from lowmem.planning.planner import make_plan, timed_with
+from lowmem.planning.planner import Question, make_plan, timed_with
 from lowmem.planning.process import process_aside
 from lowmem.planning.ram import Process
 from lowmem.planning.target import planning_target
