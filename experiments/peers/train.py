@@ -30,7 +30,7 @@ MICRO_BATCHES = (8, 4, 2, 1)  # the largest first: what fits with more is faster
 DATA = "python-stdlib"
 LEARNING_RATE = 1e-4  # constant; large enough that 20 steps from random weights go somewhere
 REFERENCE, OURS = "plain", "lowmem"
-TINY = {"model": "gpt2-demo", "seq": 32, "batch": 4, "steps": 3, "data": str(ROOT / "lowmem")}
+TINY = {"model": "gpt2-demo", "seq": 32, "batch": 4, "steps": 3, "data": str(ROOT / "lowmem" / "core")}
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""Where every number lies: parameters are views of their part, masters come back exactly, pieces cover it all once."""
+"""Parameters are views of their part, masters come back exactly, and pieces cover each part once."""
 
 import math
 

@@ -1,7 +1,7 @@
 """The window of states: on the CPU for real, and CUDA transfers against streams that run in any order that is allowed.
 
-No GPU is needed for the second part: a stand-in for `torch.cuda` queues every copy on its stream and runs the queues
-in random order, held back by events alone. An order that the events do not enforce is sooner or later not kept.
+The second part needs no GPU. A stand-in for `torch.cuda` queues every copy on its stream and runs the queues in random
+order; only events hold a queue back. Sooner or later, it breaks every order that the events do not enforce.
 """
 
 import contextlib

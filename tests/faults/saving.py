@@ -87,7 +87,7 @@ def measure(model: str, folder: Path, saves: int) -> dict:
         code = run_script(
             SCRIPTS["large"].SETTINGS,
             [
-                *("--model", model, "--init", "random", "--data", str(ROOT / "lowmem"), "--device", "cpu"),
+                *("--model", model, "--init", "random", "--data", str(ROOT / "lowmem" / "core"), "--device", "cpu"),
                 *("--seq", "64", "--batch", "2", "--micro-batch", "1", "--steps", str(saves + 1), "--save-every", "1"),
                 *("--keep-last", "1", "--eval-batches", "1", "--ram-limit", "none", "--out", str(folder / "out")),
             ],

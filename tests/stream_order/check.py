@@ -53,8 +53,8 @@ def checked(arrangement: Arrangement) -> dict:
 
 def sanitized(arrangement: Arrangement, device: torch.device, races_only: bool) -> dict:
     """The same of a run on `device`; `races` are what PyTorch's sanitizer raised, where it is switched on."""
-    # The import alone makes PyTorch call Python at every allocation and event of this process, for good; such a call
-    # fails where an exception is on its way, as after the allocator has refused memory.
+    # Imported here alone: from then on, PyTorch calls Python at every allocation and event of this process. Such a call
+    # fails while an exception is raised, as after the allocator has refused memory.
     from torch.cuda._sanitizer import CUDASanitizerErrors
 
     try:

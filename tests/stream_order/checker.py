@@ -5,10 +5,10 @@ order that nothing enforces is a mistake even where it is kept nearly always: a 
 steps leaves wrong weights. Further runs of a program do not show that it is right. This module proves it for the
 operations of one recorded run, without a GPU.
 
-**Happens before** (Lamport, 1978, "Time, clocks, and the ordering of events in a distributed system"): an operation
-comes before another if both are in one stream and it was given first, if the other's stream has waited for an event
-recorded behind it, if the host has waited for it before it launched the other, or by any chain of these. Two accesses
-to the same bytes, of which one at least is a write, are a **race** if neither comes before the other.
+**Happens before** (Lamport, 1978, "Time, clocks, and the ordering of events in a distributed system"). Operation A
+comes before B in three cases, and by any chain of them: both are in one stream, and A was given first; the stream of B
+has waited for an event recorded after A; the host has waited for A before it launched B. Two accesses to the same
+bytes are a **race** if one writes and neither comes before the other.
 
 **Vector clocks** (Mattern, 1989; Fidge, 1988) decide that without a search. Every stream counts its operations. For
 every other stream it stores how many of that stream's operations are complete before its own next one. Recording an
@@ -22,8 +22,8 @@ tensors. Three things are stricter here:
 * **Bytes.** Accesses are ranges of bytes of an allocation, so that views of one tensor are told apart.
 * **Reuse.** PyTorch's caching allocator has a pool per stream, and hands memory out again as soon as it is freed on the
   host, while other streams may still be at work on it. The block of a later allocation depends on sizes and on the
-  past. So here an allocation of a pool may get any memory that was freed into that pool, and its uses must come after
-  every access to that memory. (A race found so may need other sizes to happen. None found means that none can.)
+  past. So here an allocation may get any memory that was freed into its pool. Its uses must come after every access to
+  that memory. (A race may need other sizes to happen. If none is found, none can happen.)
 * **Unmapping.** An allocation that finds no room gives freed blocks of every pool back to the driver; with expandable
   segments it waits, for each, for the stream of its pool alone. So at every allocation the accesses to freed memory
   must come before what the pool's own stream is given next.

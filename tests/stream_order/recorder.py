@@ -1,10 +1,11 @@
 """The record of what a program gives to CUDA's streams, made on the CPU: the streams and events are imitated.
 
-Every operator of PyTorch's dispatcher counts as one kernel on the stream that is current, with the bytes that its
-schema says it reads and writes; autograd's operators are among them. The values are the CPU's, computed at once, in the
-order in which the host calls. Which memory would be the device's and which the host's cannot be seen from a CPU tensor:
-all of it counts as the device's, but for tensors made by `Recorder.host_tensor` and what is computed from those. So
-random weights, say, count as made on the device, and more has to be ordered here than on a GPU, never less.
+Every operator of PyTorch's dispatcher, autograd's too, counts as one kernel on the current stream. Its schema says
+which bytes it reads and writes. The values are the CPU's, computed at once, in the order in which the host calls.
+
+A CPU tensor does not say whether it would be the device's memory or the host's. All memory counts as the device's, but
+for tensors made by `Recorder.host_tensor` and those computed from them. So random weights, say, count as made on the
+device: more has to be ordered here than on a GPU, never less.
 
 checker.py says what the record means.
 """
