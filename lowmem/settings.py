@@ -41,11 +41,10 @@ class Mark(Flag):
     """What depends on a setting."""
 
     RUN = auto()  # the bits of a run: a run that is resumed must have the same
-    PLAN = auto()  # a plan for a GPU
     TOKENS = auto()  # the tokens of a data set
 
 
-RUN, PLAN, TOKENS = Mark
+RUN, TOKENS = Mark
 
 
 def _option(default: Any, help: str, metavar: str = "", shown: str = "", marks: Mark | None = None) -> Any:
@@ -60,10 +59,10 @@ class Settings:
     """The settings of a run; the constructor raises InputError for a combination that cannot run."""
 
     # fmt: off
-    model: str = _option("gpt2-large", "model on the Hugging Face hub, or a local folder", "NAME|DIR", marks=RUN | PLAN)
+    model: str = _option("gpt2-large", "model on the Hugging Face hub, or a local folder", "NAME|DIR", marks=RUN)
     # Random weights must be asked for: never by accident.
     init: Literal["pretrained", "random"] = _option(
-        "pretrained", "load the weights, or initialize them randomly, which needs no download", marks=RUN | PLAN)
+        "pretrained", "load the weights, or initialize them randomly, which needs no download", marks=RUN)
     demo: bool = _option(False, "train the small demonstration model; other options override its defaults")
 
     data: Specs = _option(
@@ -80,17 +79,17 @@ class Settings:
         None, "Jinja file that writes conversations as text; it is exported with the model", "FILE",
         "the tokenizer's own")
     seq: int = _option(
-        1024, "tokens per sequence; for an encoder-decoder, source and target together", marks=RUN | PLAN | TOKENS)
+        1024, "tokens per sequence; for an encoder-decoder, source and target together", marks=RUN | TOKENS)
     target_tokens: int | None = _option(
         None, "how many of these are the target's, for encoder-decoders", "N", "a quarter, for encoder-decoders",
-        marks=RUN | PLAN | TOKENS)
+        marks=RUN | TOKENS)
     # GPT-2 was pretrained with packed documents that see each other.
-    document_mask: bool = _option(False, "whether attention stops at a packed document's end", marks=RUN | PLAN)
+    document_mask: bool = _option(False, "whether attention stops at a packed document's end", marks=RUN)
     pack: Literal["padded", "sorted", "packed"] = _option(
         "sorted", "padding of short examples: full, little because micro-batches have like lengths, or none because "
-        "other examples fill the row, which attention keeps apart", marks=RUN | PLAN)
+        "other examples fill the row, which attention keeps apart", marks=RUN)
 
-    batch: int = _option(64, "sequences per optimizer step; the planner chooses micro-batches", marks=RUN | PLAN)
+    batch: int = _option(64, "sequences per optimizer step; the planner chooses micro-batches", marks=RUN)
     steps: int | None = _option(None, "optimizer steps", shown="as --epochs says")
     epochs: float | None = _option(None, "passes over the data, instead of --steps", shown="1, unless --steps is given")
     fixed_batch: bool = _option(False, "train on the first batch again and again: the loss must fall", marks=RUN)
@@ -107,51 +106,50 @@ class Settings:
     adam_beta2: float = _option(0.999, "decay of the mean of their squares; pretraining often uses 0.95", marks=RUN)
     adam_epsilon: float = _option(1e-8, "AdamW's epsilon", marks=RUN)
     clip_norm: float | None = _option(
-        1.0, "largest global gradient norm; 0 switches clipping off", shown="0", marks=RUN | PLAN)
+        1.0, "largest global gradient norm; 0 switches clipping off", shown="0", marks=RUN)
     seed: int = _option(0, "seed of the data order, dropout and random weights", marks=RUN)
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = _option(
-        "adamw", "adamw8bit keeps its states in 8 bits and needs bitsandbytes", marks=RUN | PLAN)
+        "adamw", "adamw8bit keeps its states in 8 bits and needs bitsandbytes", marks=RUN)
     precision: Literal["auto", "bf16", "fp16", "fp32"] = _option(
         "auto", "of the computation; master weights are always fp32. auto: bf16 if the GPU has it, else fp16; fp32 on "
         "the CPU")
     residual: Literal["fp32", "16bit"] = _option(
         "fp32", "dtype of the residual stream under bf16 and fp16; 16bit halves the saved block inputs and follows "
-        "the fp32 loss curve less closely", marks=RUN | PLAN)
+        "the fp32 loss curve less closely", marks=RUN)
     device: Literal["auto", "cuda", "cpu"] = _option("auto", "where to train; auto: a GPU if there is one")
 
     gpu_limit_bytes: int | None = _option(
-        11 * GIB, "hard cap of GPU memory, such as 11GiB, 16G or 800MiB; none: no cap", shown="none", marks=PLAN)
+        11 * GIB, "hard cap of GPU memory, such as 11GiB, 16G or 800MiB; none: no cap", shown="none")
     ram_limit_bytes: int | None = _option(
-        None, "hard cap of RAM, page-locked memory included; none: no cap", shown="none", marks=PLAN)
+        None, "hard cap of RAM, page-locked memory included; none: no cap", shown="none")
     plan_only: bool = _option(False, "print the plan and both predicted peaks, train nothing")
     gpu: str | None = _option(
         None, "plan for this card (rtx3060, t4, ...) and at most its memory, not for the card that is here", "CARD",
-        "the card here", marks=PLAN)
-    micro_batch: int | None = _option(None, "sequences that go through the model at once", shown=AUTO, marks=PLAN)
+        "the card here")
+    micro_batch: int | None = _option(None, "sequences that go through the model at once", shown=AUTO)
     group: int | None = _option(
-        None, "micro-batches that pass a segment before the next segment runs; must divide their number", shown=AUTO,
-        marks=PLAN)
+        None, "micro-batches that pass a segment before the next segment runs; must divide their number", shown=AUTO)
     segment_blocks: int | None = _option(
-        None, "consecutive blocks that are recomputed together", shown=AUTO, marks=PLAN)
+        None, "consecutive blocks that are recomputed together", shown=AUTO)
     recompute: Literal["auto", "on", "products", "off"] = _option(
         "auto", "activations to compute again in the backward pass: all, all except matrix products and attention, or "
-        "none", marks=PLAN)
+        "none")
     states: Literal["auto", "resident", "streamed", "disk"] = _option(
         "auto", "optimizer states on the GPU, or in RAM or on a disk and copied to the GPU for each update: the same "
-        "bits. disk: all of them; auto and streamed: in --states-folder only if RAM is too small", marks=PLAN)
+        "bits. disk: all of them; auto and streamed: in --states-folder only if RAM is too small")
     states_folder: str | None = _option(
-        None, "a folder on a fast disk for optimizer states", "DIR", "none", marks=PLAN)
+        None, "a folder on a fast disk for optimizer states", "DIR", "none")
     disk_rate_bytes: int | None = _option(
-        2 * GIB, "bytes per second that this disk reads and writes in all, for the predicted time", "SIZE", marks=PLAN)
+        2 * GIB, "bytes per second that this disk reads and writes in all, for the predicted time", "SIZE")
     weights: Literal["auto", "resident", "streamed"] = _option(
         "auto", "16-bit weights of the blocks on the GPU, or in RAM and copied for each pass: the same bits; auto: in "
-        "RAM if that is needed or faster", marks=PLAN)
+        "RAM if that is needed or faster")
     boundaries: Literal["auto", "resident", "streamed"] = _option(
         "auto", "saved block inputs on the GPU until backward, or in RAM: the same bits; auto: in RAM if that is "
-        "needed or faster", marks=PLAN)
+        "needed or faster")
     gradients: Literal["auto", "resident", "streamed"] = _option(
         "auto", "gradients on the GPU until all are known and clipped, or in RAM: the same bits; resident: if they do "
-        "not fit, forward and backward run twice", marks=PLAN)
+        "not fit, forward and backward run twice")
 
     out: str = _option("runs/gpt2-large", "run folder: plan, metrics, checkpoints, model", "DIR")
     run_name: str | None = _option(None, "name of the run in wandb", shown="the folder's name")

@@ -14,7 +14,6 @@ from experiments.harness import vocabulary
 from tests.exhaustive import QUICK_CASES
 
 TESTS = Path(__file__).resolve().parent
-os.environ["LOWMEM_PLANS"] = "off"  # a plan of an earlier run would hide what a test does to the planner
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 torch.set_num_threads(1)
 

@@ -232,7 +232,7 @@ def _made():
     import torch
 
     from lowmem.core.layout import Layout
-    from lowmem.core.optimizers import get_optimizer
+    from lowmem.core.optimizers import Hyperparameters, get_optimizer
     from lowmem.core.parameters import Store
     from lowmem.core.precision import LossScale
     from lowmem.core.step import TrainingStep
@@ -245,7 +245,7 @@ def _made():
     store = Store(decoder, torch.device("cpu"), torch.float32, optimizer, layout)
     store.write(random_weights(config, 0))
     training = TrainingStep(
-        decoder, store, optimizer, layout, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False)
+        decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=1.0, seed=0, loss_scale=LossScale(False)
     )
     return training, store
 

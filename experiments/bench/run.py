@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="processes per case and tree (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="ROWS.jsonl")
     options = parser.parse_args(arguments)
-    os.environ |= {"OMP_NUM_THREADS": "1", "LOWMEM_PLANS": "off"}
+    os.environ |= {"OMP_NUM_THREADS": "1"}
     common = {"sources": row_file.sources(PROGRAM), "rounds": options.rounds} | row_file.made_by(PROGRAM, arguments)
     made = []
     with tempfile.TemporaryDirectory() as folder:

@@ -172,7 +172,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print("\n".join(case.name for case in chosen))
         return 0
-    os.environ["LOWMEM_PLANS"] = "off"  # a row says how long its plan takes to make
     transformers_logging.set_verbosity_error()
     try:
         make_folder(options.out)

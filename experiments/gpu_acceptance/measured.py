@@ -23,6 +23,7 @@ from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
 from lowmem.core.deferred_updates import UpdateInterrupted
 from lowmem.core.kernels import fused
+from lowmem.core.optimizers import Hyperparameters
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.step import TrainingStep
@@ -107,7 +108,7 @@ def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, 
         part.working.normal_(0, 0.02)
     store.page_lock()
     step = TrainingStep(
-        decoder, store, case.optimizer, case.layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
+        decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=case.clip_norm, seed=0,
         loss_scale=LossScale(case.dtype is torch.float16, scale=1024.0),
     )  # fmt: skip
     seconds = []

@@ -30,7 +30,9 @@ from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import CARDS
 from lowmem.cudasim.tape import Tape, under_cap
 from lowmem.planning.caps import MARGIN_BYTES
-from lowmem.planning.search import Choices, MemoryLimits, fastest
+from lowmem.planning.choices import Choices
+from lowmem.planning.fastest import fastest_layout
+from lowmem.planning.search import Room
 from lowmem.planning.simulated_step import Recording, Target, gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.units import GIB, MIB
@@ -201,7 +203,8 @@ def check_choice(setting: Setting, device: torch.device, target: Target) -> Resu
     simulations = Simulated.of(base, target).simulations
     kept = (0, 2 * simulations.blocks)
     resident = sorted({layout.case(simulations.units).layout.states_on_gpu for layout in layouts})
-    found = fastest(simulations, Choices(micro_batches, groups, (1, 2), kept, resident), MemoryLimits(room, None))
+    choices = Choices(Layout(1), micro_batches, groups, (1, 2), kept, tuple(resident))
+    found = fastest_layout([[choices]], simulations, Room(room, None))
     seconds: dict[str, float] = {}
     chosen = None
     for layout in layouts:

@@ -23,7 +23,7 @@ from lowmem.core.encoder_decoder import take_apart
 from lowmem.core.homes import DiskStates, host_tensor
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.layout import Layout
-from lowmem.core.optimizers import get_optimizer
+from lowmem.core.optimizers import Hyperparameters, get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
 from lowmem.core.step import StepResult, TrainingStep
@@ -189,8 +189,8 @@ def make_step(
     store = Store(decoder, device, dtype, rule, laid_out, host_tensor, disk_tensor)
     store.write(iter(weights))
     step = (TrainingStep if defer else FlushedStep)(
-        decoder, store, rule, laid_out, clip_norm=clip_norm, weight_decay=0.01, seed=dropout_seed,
-        loss_scale=loss_scale or LossScale(precision == "fp16"), beta1=beta1, beta2=beta2, epsilon=epsilon,
+        decoder, store, Hyperparameters(weight_decay=0.01, beta1=beta1, beta2=beta2, epsilon=epsilon),
+        clip_norm=clip_norm, seed=dropout_seed, loss_scale=loss_scale or LossScale(precision == "fp16"),
     )  # fmt: skip
     return step, store
 

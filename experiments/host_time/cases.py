@@ -169,7 +169,7 @@ def step_case(model: str, blocks: int, fused: bool) -> Case:
         decoder = make_decoder(config, "bf16", "16bit", fused)
         store = Store(decoder, device, case.dtype, case.optimizer, layout)
         step = TrainingStep(
-            decoder, store, case.optimizer, layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
+            decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=case.clip_norm, seed=0,
             loss_scale=LossScale(enabled=False),
         )  # fmt: skip
         ids = torch.zeros(SEQUENCES, SEQ, dtype=torch.int64)

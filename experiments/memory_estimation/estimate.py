@@ -20,8 +20,9 @@ from lowmem.cudasim.device_model import TORCH_VERSION, gpu_model
 from lowmem.cudasim.gpus import Card
 from lowmem.cudasim.tape import Memory, Tape, under_cap
 from lowmem.models.build import make_decoder
-from lowmem.planning.gpu_plan import fastest_layout, least_room
-from lowmem.planning.search import MemoryLimits
+from lowmem.planning.choices import ways
+from lowmem.planning.fastest import fastest_layout, smallest_room
+from lowmem.planning.search import Room
 from lowmem.planning.simulated_step import StepCase, Target, gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
@@ -54,9 +55,9 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
     InputError, with what is missing, for an architecture that lowmem cannot train.
     """
     settings, simulations = _lowmem(config, seq, batch, card)
-    found = fastest_layout(settings, simulations, MemoryLimits(limit_bytes, None))
+    found = fastest_layout(ways(settings, simulations), simulations, Room(limit_bytes, None))
     if found is None:
-        smallest = least_room(settings, simulations, MemoryLimits(limit_bytes, None))
+        smallest = smallest_room(ways(settings, simulations), simulations, Room(limit_bytes, None))
         return {"batch": batch, "fits": False, "smallest_cap_bytes": smallest.gpu, "streamed_bytes": smallest.ram}
     choice = asdict(found.layout) | {
         "recompute": found.layout.recomputes(simulations.blocks),
@@ -64,12 +65,13 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
         "units": simulations.units,
         "streamed_bytes": found.recording.streamed_bytes,
     }
-    return {"batch": batch, "fits": True} | figures_of(found.memory) | {"choice": choice}
+    return {"batch": batch, "fits": True} | figures_of(simulations.run(found.layout, limit_bytes)) | {"choice": choice}
 
 
 def smallest_row(config: PretrainedConfig, seq: int, batch: int, card: Card) -> dict:
     """The smallest cap under which lowmem trains, and the states in RAM then; InputError as above."""
-    smallest = least_room(*_lowmem(config, seq, batch, card), MemoryLimits(0, None))
+    settings, simulations = _lowmem(config, seq, batch, card)
+    smallest = smallest_room(ways(settings, simulations), simulations, Room(0, None))
     return {"batch": batch, "smallest_cap_bytes": smallest.gpu, "streamed_bytes": smallest.ram}
 
 

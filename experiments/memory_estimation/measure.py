@@ -20,7 +20,7 @@ from lowmem import device as devices
 from lowmem.core.batch import Batch
 from lowmem.core.kernels import fused
 from lowmem.core.layout import Layout
-from lowmem.core.optimizers import get_optimizer
+from lowmem.core.optimizers import Hyperparameters, get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.step import TrainingStep
@@ -92,7 +92,7 @@ def run_lowmem(config: PretrainedConfig, seq: int, batch: int, choice: dict, dev
         part.working.normal_(0, 0.02)
     store.page_lock()
     step = TrainingStep(
-        decoder, store, optimizer, layout, clip_norm=1.0, weight_decay=0.01, seed=0, loss_scale=LossScale(False)
+        decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=1.0, seed=0, loss_scale=LossScale(False)
     )  # fmt: skip
     tokens = torch.zeros((batch, seq), dtype=torch.int64)
     _begin(device)

@@ -26,8 +26,9 @@ from lowmem.cudasim.allocator import LARGE_SEGMENT
 from lowmem.device import ALLOCATOR_VARIABLES, set_environment
 from lowmem.errors import PlanError
 from lowmem.models.build import load_config
-from lowmem.planning import alternatives
+from lowmem.planning import gpu_plan
 from lowmem.planning.caps import smallest_cap
+from lowmem.planning.choices import Choices, ways
 from lowmem.planning.planner import make_plan
 from lowmem.planning.target import planning_target
 from lowmem.run.cli import parse_arguments
@@ -76,7 +77,7 @@ def _run(case: Case, folder: Path) -> dict:
         os.environ[name] = f"expandable_segments:{case.grow}"
     arguments = [*_model(case, folder), *RUN, *_data(case, folder), *case.options]
     arguments += ["--gradients", "resident"] if case.two_passes else []
-    with patch.object(alternatives, "choices_of", _in_two_passes if case.two_passes else alternatives.choices_of):
+    with patch.object(gpu_plan, "ways", _in_two_passes if case.two_passes else ways):
         limit = _tight_cap(arguments) if case.cap == TIGHT else case.cap
         arguments += ["--gpu-limit", str(limit), "--out", str(folder / "run")]
         with memory_alone():
@@ -114,8 +115,9 @@ def _data(case: Case, folder: Path) -> list[str]:
     return ["--data", str(folder / "train.txt"), "--eval-data", str(folder / "evaluation.txt"), "--eval-batches", "1"]
 
 
-def _in_two_passes(settings: Settings, simulations, choices=alternatives.choices_of):
-    return replace(choices(settings, simulations), fate=Fate.DROPPED)
+def _in_two_passes(settings: Settings, simulations) -> list[list[Choices]]:
+    dropped = ([each for each in fates if each.base.fate is Fate.DROPPED] for fates in ways(settings, simulations))
+    return [choices for choices in dropped if choices]
 
 
 def _tight_cap(arguments: list[str]) -> int:

@@ -45,9 +45,10 @@ from lowmem.core.kernels import fused
 from lowmem.core.layout import Layout
 from lowmem.limits import OVERSHOOT_BYTES
 from lowmem.models.build import make_decoder
-from lowmem.planning import alternatives, gpu_plan
+from lowmem.planning import fastest
 from lowmem.planning.caps import room_under, smallest_cap
-from lowmem.planning.search import MemoryLimits
+from lowmem.planning.choices import step_case, ways
+from lowmem.planning.search import Room
 from lowmem.planning.simulated_step import StepCase, gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.planning.target import card_for
@@ -70,10 +71,10 @@ def settings_of(case: Case) -> Settings:
 def caps(settings: Settings, simulations: Simulations) -> tuple[int, int]:
     """The smallest cap that is named, and the largest that is refused, in whole MiB; bytes. They may differ by more
     than a MiB: a layout's smallest cap is searched to a few thousandths (simulations.py)."""
-    smallest = _in_mib(gpu_plan.least_room(settings, simulations, MemoryLimits(0, None)).gpu)
+    smallest = _in_mib(fastest.smallest_room(ways(settings, simulations), simulations, Room(0, None)).gpu)
     refused = smallest - MIB
     while True:
-        found = gpu_plan.fastest_layout(settings, simulations, MemoryLimits(room_under(refused), None))
+        found = fastest.fastest_layout(ways(settings, simulations), simulations, Room(room_under(refused), None))
         if found is None:
             return smallest, refused
         least = simulations.smallest_cap_bytes(found.layout)
@@ -88,7 +89,7 @@ def _in_mib(room_bytes: int) -> int:
 def most_frugal(settings: Settings, simulations: Simulations, limit_bytes: int) -> list[Layout]:
     """The layout that takes least, and all others whose tensors fit into the limit."""
     size = simulations.allocated_bytes
-    layouts = gpu_plan.frugal_layouts(settings, simulations)
+    layouts = fastest.frugal_layouts(ways(settings, simulations), simulations)
     if settings.segment_blocks is None:
         smallest = min(layouts, key=size)
         if not smallest.kept:
@@ -105,10 +106,10 @@ def run_cell(case: Case, device: torch.device) -> dict:
     target = gpu_target(card, fused.why_not(device) is None)
     config = named("experiments.memory_estimation.models:MODELS")[settings.model].config()
     decoder = partial(make_decoder, config, precision, settings.residual, target.fused_kernels)
-    simulations = Simulations(decoder, alternatives.step_case(settings, precision), target)
+    simulations = Simulations(decoder, step_case(settings, precision), target)
     run = partial(_reserved_bytes, decoder, settings, device)
     smallest, refused = caps(settings, simulations)
-    planned = gpu_plan.fastest_layout(settings, simulations, MemoryLimits(room_under(smallest), None))
+    planned = fastest.fastest_layout(ways(settings, simulations), simulations, Room(room_under(smallest), None))
     if planned is None:
         return {"ok": False, "named_bytes": smallest, "completes": False, "why": "no plan under the cap that is named"}
     reserved = run(simulations.case(planned.layout), smallest)

@@ -1,12 +1,9 @@
-"""The updates of one optimizer step: made unit by unit, forwards before weights are read, or backwards as gradients
-become final.
+"""The updates of one optimizer step, unit by unit: in order, before the next forward pass reads the weights, or in
+reverse, as backward makes gradients final.
 
-They wait here until the next forward pass needs a unit's new weights or, where nothing has to be known of all gradients
-first, until that unit's gradient is final. Streamed states visit the device (window.py) in the same order,
-fetched ahead.
-
-Memory that runs out within an update leaves it to be made: a piece is updated whole or not at all (optimizers.py), and
-`run` goes on with the piece that it had come to, so none is updated twice and none left out."""
+Streamed states visit the device (window.py) in the same order, fetched ahead. If memory runs out, the piece at hand is
+unchanged (optimizers.py) and `run` goes on with it: no piece is updated twice, and none is left out.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,21 +18,17 @@ from lowmem.errors import LowmemError
 
 
 class UpdateInterrupted(LowmemError):
-    """An update of which only a part could be made: the weights are of no use any more, and what was saved is."""
+    """Only a part of an update was made: the weights are useless, and the newest checkpoint is not."""
 
 
 class Updates:
-    """`hyper`: of the last update begun, `hyper.update` their number; `units_done`: how many units have been updated,
-    in the order of the pass, all of them where nothing waits."""
+    """`hyper`: of the update that was begun last; `hyper.update` counts them from 1. `units_done`: how many of the
+    `units` have been updated, in the order of the pass; all of them if nothing waits."""
 
     def __init__(
-        self,
-        store: Store,
-        units: int,
-        hyper: Hyperparameters,
-        update: Callable[[Piece, State], None],
+        self, store: Store, units: int, hyper: Hyperparameters, update: Callable[[Piece, State], None],
         transfers: Transfers,
-    ):
+    ):  # fmt: skip
         """`update`: updates one piece, whose state is on the device, with `hyper`, or changes nothing if memory runs
         out."""
         self.states, self._transfers = StateWindow(transfers, store.device, store.pieces), transfers
@@ -44,17 +37,17 @@ class Updates:
         self.units, self.units_done = units, units
         self._store, self._update_piece = store, update
         self._pieces: Sequence[Piece] = ()
-        self._next = 0  # the piece that the pass has come to
-        self._torn = False  # whether an error or Ctrl-C has ended the update of a piece, which may be half made
-        self.downwards = False  # whether it goes from the last unit to the first
+        self._next = 0  # the piece that comes next in the pass
+        self._torn = False  # whether an error or Ctrl-C ended the update of a piece, which may be half made
+        self.downwards = False  # whether the pass goes from the last unit to the first, in a step that is not made yet
 
     @property
     def waiting(self) -> bool:
         return self.units_done < self.units
 
     def begin(self, gradient_scale: float, learning_rate: float, *, downwards: bool) -> None:
-        """Makes ready the updates by all gradients there are, or come to be, times `gradient_scale`: from the first
-        unit on, as the forward pass needs them, or `downwards` from the last, as the backward is done with them."""
+        """Prepares the updates by all gradients times `gradient_scale`: from the first unit on, or `downwards` from the
+        last. Those of a pass downwards need not be there yet."""
         self.hyper = replace(
             self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale
         )
@@ -66,15 +59,15 @@ class Updates:
         self._wait_for_gradients()
 
     def run(self, units: int) -> None:
-        """Makes updates until so many units are updated; what the compute stream is given later waits for them. Where
-        memory runs out, the next call makes what is left."""
+        """Updates until `units` are done. Kernels launched later wait for these updates. If memory runs out, the next
+        call makes the rest."""
         if self._torn:
             raise UpdateInterrupted("an update was ended in the middle of a tensor; load the weights again")
         if self.units_done >= units:
             return
         if not self.states.fits:
             self.move_states(self._store.states_on_gpu)
-        if self.downwards:  # their gradients came to be since the pass was begun
+        if self.downwards:  # their gradients are newer than `begin`
             self._wait_for_gradients()
         try:
             while self.units_done < units:
@@ -83,13 +76,12 @@ class Updates:
             self._transfers.wait(Lane.COMPUTE, self._updated)
 
     def flush(self) -> None:
-        """Makes every update that still waits; returns when all states have arrived where they belong."""
+        """Makes every update that waits; returns when all states are in their homes."""
         self.run(self.units)
         self.states.synchronize()
 
     def move_states(self, states_on_gpu: int) -> bool:
-        """Moves states into RAM (Store.stream), also in the middle of a pass, which goes on with the piece that it had
-        come to; the result is whether they are page-locked."""
+        """Moves states into RAM (Store.stream), also in the middle of a pass; returns whether they are page-locked."""
         self.states.synchronize()
         if self._store.device.type == "cuda":
             torch.cuda.synchronize(self._store.device)
@@ -102,8 +94,8 @@ class Updates:
 
     @torch.no_grad()
     def _go_on(self) -> None:
-        """Updates the next piece, or comes to the end of a unit and says so in `units_done`. A part's gradient is freed
-        after its last piece."""
+        """Updates the next piece, or sets `units_done` at the end of a unit. Frees a part's gradient after its last
+        piece."""
         if self._next == len(self._pieces):
             self.units_done = self.units
             return

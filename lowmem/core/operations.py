@@ -1,7 +1,7 @@
-"""What a step spends its time in, operation by operation.
+"""The operations that a step is made of; step.py has their order.
 
-The step (step.py) says in which order these run; this file says what each of them is. The simulator wraps this class:
-planning/replay.py's `ReplayedOperations` has the same methods, and runs each of them once per shape.
+The planner wraps this class: `ReplayedOperations` (planning/replay.py) has the same methods, and runs each once per
+shape.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -15,21 +15,21 @@ from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder, Extra
 from lowmem.core.kernels import fused
 from lowmem.core.loss import linear_cross_entropy
-from lowmem.core.optimizers import Hyperparameters, Optimizer, State, UpdateRule
+from lowmem.core.optimizers import Hyperparameters, State, UpdateRule
 from lowmem.core.parameters import GRADIENT, WORKING, Piece, Store
 from lowmem.core.recompute import Dropout, SavedSegment, Segment, SkippableProducts
 
 
 class Operations:
-    """Those of `decoder`, whose numbers lie in `store`.
+    """Those of `decoder`, whose numbers are in `store`.
 
-    `rule`: the function that updates a piece, None for the one of the device and the decoder's kernels.
-    `skippable_products`: which last matrix product a segment that runs again may skip (recompute.py); `kind`:
+    `skippable_products`: the last matrix product that a segment may skip when it runs again (recompute.py); `kind`:
     what two segments must share to learn from each other.
     """
 
-    def __init__(self, decoder: Decoder, store: Store, optimizer: Optimizer, rule: UpdateRule | None = None):
-        self.decoder, self.store, self.optimizer = decoder, store, optimizer
+    def __init__(self, decoder: Decoder, store: Store, rule: UpdateRule | None = None):
+        """`rule`: updates a piece; None for the one of the device and the decoder's kernels."""
+        self.decoder, self.store, self.optimizer = decoder, store, store.optimizer
         eager = optimizers.update_in_slices if store.device.type == "cpu" else optimizers.update
         self.rule = rule or (fused.update if decoder.fused_kernels else eager)
         self.skippable_products: SkippableProducts = {}
@@ -40,12 +40,12 @@ class Operations:
         self, run: Callable[[], tuple], micro_batches: Sequence[Batch], segments: Sequence[Segment],
         self_contained: bool,
     ) -> tuple:  # fmt: skip
-        """The result of `run()`, which is forward and backward of one group of micro-batches. `self_contained`: whether
-        nothing is updated or dropped meanwhile, and no weights come."""
+        """Returns `run()`, forward and backward of one group of micro-batches. `self_contained`: whether nothing is
+        updated, dropped or copied meanwhile."""
         return run()
 
     def norm_of_all(self, run: Callable[[], float]) -> float:
-        """The result of `run()`, which is the norm of all gradients of a step that holds them until its end."""
+        """Returns `run()`, the norm of gradients that were all held."""
         return run()
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
@@ -62,9 +62,9 @@ class Operations:
         return recompute.forward(self.decoder, segment, hidden, extras, dropout, last_is_needed)
 
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float) -> tuple[Tensor, Tensor]:
-        """The loss of one micro-batch, summed over its tokens, and the gradient of `scale` times that for the last
-        block's output `hidden` [B, T, D], of which the last positions have `labels`; the head's own gradient goes into
-        its accumulator."""
+        """The loss of one micro-batch, summed over its tokens, and the gradient of `scale` times that for `hidden`
+        [B, T, D], the last block's output; the last positions have `labels`. The head's own gradient goes into its
+        accumulator."""
         dropout.begin(len(self.decoder.blocks), self.store.device)
         boundary = hidden.requires_grad_()
         final = self.decoder.final(_with_labels(boundary, labels))
@@ -86,7 +86,7 @@ class Operations:
         accumulation.join()
 
     def embed_backward(self, micro_batch: Batch, dropout: Dropout, gradient: Tensor) -> None:
-        """Adds to the embeddings' accumulators what `gradient` [B, T, D], for the first block's input, says."""
+        """Backward of the embeddings from `gradient` [B, T, D], for the first block's input."""
         dropout.begin(-1, self.store.device)
         hidden, _ = self.decoder.embed(*micro_batch.inputs)
         hidden.backward(gradient)
@@ -103,8 +103,7 @@ class Operations:
         return torch.linalg.vector_norm(piece.part.gradient[piece.start : piece.stop])
 
     def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
-        """Updates the weights of one piece, whose state is on the device, by its gradient, which is
-        there, too, or has come with the state."""
+        """Updates one piece. Its state is on the device; its gradient too, or it has come with the state."""
         place = slice(piece.start, piece.stop)
         working = state.get(WORKING, piece.part.working[place])
         gradient = state[GRADIENT] if piece.part.gradient_left else piece.part.gradient[place]

@@ -38,9 +38,9 @@ CPU_SLICE = 2**18  # parameters at a time on the CPU: temporaries stay in the ca
 class Hyperparameters:
     """Of one update."""
 
-    learning_rate: float
-    weight_decay: float
-    update: int  # counts from 1
+    learning_rate: float = 0.0
+    weight_decay: float = 0.0
+    update: int = 0  # counts from 1
     gradient_scale: float = 1.0  # multiplies every gradient first
     beta1: float = 0.9
     beta2: float = 0.999

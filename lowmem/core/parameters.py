@@ -177,7 +177,7 @@ class Store:
         disk_tensor: MakeTensor | None = None,
     ):
         """ValueError if `layout` has states on a disk and there is no `disk_tensor`."""
-        self.device, self.layout, self._host_tensor = device, layout, host_tensor
+        self.device, self.layout, self.optimizer, self._host_tensor = device, layout, optimizer, host_tensor
         self.states_on_gpu = min(layout.states_on_gpu, len(decoder.units))
         self.parameter_count = sum(p.numel() for p in decoder.model.parameters())
         if disk_tensor is None and layout.units_on_disk(len(decoder.units)):

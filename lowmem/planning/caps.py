@@ -1,16 +1,18 @@
-"""What room a cap leaves, the smallest cap for a room, and the sentence of a refusal that names it."""
+"""Caps and the room that they leave, and the sentence of a refusal."""
 
 import math
 
 from lowmem.settings import Settings
 from lowmem.units import MIB, format_size
 
-MARGIN_BYTES = 64 * MIB  # of the GPU's cap, at least; with pages that are mapped beyond the allocator's own (limits.py)
-MARGINS_IN_A_CAP = 200  # 0.5%: a driver's addresses decide which free block serves which request
+# Part of a cap stays free: at least MARGIN_BYTES, or 0.5%. Growing segments may map pages beyond the allocator's own
+# cap (limits.py), and the driver's addresses, which no simulation knows, decide which free block serves a request.
+MARGIN_BYTES = 64 * MIB
+MARGINS_IN_A_CAP = 200
 
 
 def room_under(gpu_limit: int) -> int:
-    """What a layout may take, simulated, under a cap of the GPU's memory."""
+    """Bytes that a simulated layout may take under a cap of the GPU's memory."""
     return gpu_limit - max(MARGIN_BYTES, gpu_limit // MARGINS_IN_A_CAP)
 
 
@@ -20,8 +22,8 @@ def smallest_cap(room: int) -> int:
 
 
 def refusal(settings: Settings, gpu_limit: int | None, room: int | None, ram: int) -> str:
-    """`room`: what the allocator has to have (None: it has enough); `ram`: what the whole run takes of RAM then, and
-    where that was measured, what the next process may hold more than this one."""
+    """The refusal's sentence. `room`: bytes that the allocator needs, None if its cap is enough; `ram`: bytes that the
+    whole run needs."""
     caps = [
         f"{format_size(limit)} of {memory}"
         for memory, limit in (("GPU memory", gpu_limit), ("RAM", settings.ram_limit_bytes))
@@ -36,5 +38,5 @@ def refusal(settings: Settings, gpu_limit: int | None, room: int | None, ram: in
 
 
 def what(settings: Settings) -> str:
-    """What a plan is for, as refusals name it."""
+    """The job, as refusals name it."""
     return f"{settings.model} at {settings.batch} x {settings.seq} tokens"

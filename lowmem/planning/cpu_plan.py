@@ -1,24 +1,23 @@
-"""The plan on the CPU.
+"""The plan for the CPU: the search without a clock. The first layout that fits is taken, in order of preference.
 
-There is no choice to make for speed: the largest micro-batch of at most 4,096 tokens that fits, and recompute unless
-all activations fit into a quarter of the free RAM. The simulated peak is RAM's, and beside it as much as the blocks'
-activations ever take: malloc keeps what was freed in small blocks and does not find it all again. That is a rule of
-thumb (experiments/memory_estimation has four models' figures beside it).
+The largest micro-batch of at most 4,096 tokens comes first, then two passes for gradients, then states on a disk. All
+activations are kept if they fit into a quarter of the free RAM. The simulated peak counts RAM. The peak of the blocks'
+activations is added to it, because malloc does not reuse all small blocks that were freed. That is a rule of thumb
+(experiments/memory_estimation has figures of four models).
 
-The micro-batch changes the bits of the result. So it never depends on what happens to be free or on a stopwatch: the
-same command on the same machine takes the same one.
+The micro-batch changes the bits of the result, so free RAM has no part in choosing it, nor has a stopwatch.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.layout import Fate, Layout
 from lowmem.cudasim.tape import most_bytes, named_at_peak
 from lowmem.device import RETURNED_FROM_BYTES
 from lowmem.errors import PlanError
-from lowmem.planning.alternatives import largest_drawn_bytes, placements, step_case
 from lowmem.planning.caps import refusal
+from lowmem.planning.choices import everything_on_gpu, step_case
 from lowmem.planning.plan import Plan
 from lowmem.planning.ram import CPU_TRAINING_BYTES, PROCESS_VARIES_BYTES, Process, on_the_cpu
 from lowmem.planning.simulated_step import cpu_target
@@ -28,86 +27,106 @@ from lowmem.settings import Settings
 CPU_MICRO_BATCH_TOKENS = 4096
 
 
+@dataclass(frozen=True)
+class _Case:
+    settings: Settings
+    simulations: Simulations
+    precision: str
+    free_bytes: int | None  # RAM that the machine has for this process, None for no limit
+    process: Process
+
+    def plan(self, layout: Layout) -> Plan:
+        settings, simulations, recording = self.settings, self.simulations, self.simulations.record(layout)
+        train = named_at_peak(recording.tape) | {name: size for name, size in recording.in_ram.items() if size}
+        train["freed_and_kept"] = most_bytes(recording.tape, "live_blocks", RETURNED_FROM_BYTES)
+        drawn_bytes = simulations.largest_drawn_bytes(settings.init)
+        ram = on_the_cpu(self.process.now_bytes + CPU_TRAINING_BYTES, train, drawn_bytes)
+        return Plan(
+            settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, "cpu",
+            self.precision, None, layout, settings.gpu_limit_bytes, None, None, {}, ram, None, None, [],
+            checkpoint_bytes=recording.checkpoint_bytes, disk_state_bytes=sum(recording.disk_bytes),
+        )  # fmt: skip
+
+    def fits(self, plan: Plan) -> bool:
+        """Under the cap."""
+        return self.settings.ram_limit_bytes is None or plan.ram_bytes <= self.settings.ram_limit_bytes
+
+    def fits_here(self, plan: Plan) -> bool:
+        """Under the cap, and into what is free."""
+        here = self.free_bytes is None or plan.ram_bytes - self.process.now_bytes <= self.free_bytes
+        return here and self.fits(plan)
+
+    def first(self, layouts: Iterable[Layout], fits: Callable[[Plan], bool]) -> Plan | None:
+        return next((plan for plan in map(self.plan, layouts) if fits(plan)), None)
+
+    def twice(self, layout: Layout) -> list[Layout]:
+        """The layout with two passes, if that is possible."""
+        waits = self.simulations.base.needs_all_gradients and layout.fate is Fate.HELD
+        if not waits or self.settings.group is not None:
+            return []
+        return [replace(layout, fate=Fate.DROPPED, group=self.settings.batch // layout.micro_batch)]
+
+    def on_disk(self, layout: Layout, units: int) -> Layout:
+        return replace(layout, states_on_gpu=self.simulations.units - units, states_on_disk=units)
+
+
 def cpu_plan(
     settings: Settings, decoder: Callable[[], Decoder], precision: str, ram_free_bytes: int | None, process: Process
 ) -> Plan:
-    """make_plan's, for the CPU; PlanError where nothing fits."""
-    case = step_case(settings, precision)
-    simulations = Simulations(decoder, case, cpu_target())
-    choices = placements(settings, simulations)[0]  # in RAM they are in any case, and so are boundaries
+    """make_plan's, for the CPU; PlanError if nothing fits."""
+    simulations = Simulations(decoder, step_case(settings, precision), cpu_target())
+    case = _Case(settings, simulations, precision, ram_free_bytes, process)
+    once = _layouts(settings, simulations)
+    layouts = once + [layout for each in once for layout in case.twice(each)]
+    plan = case.first(layouts, case.fits)
+    if settings.states_folder is not None and (plan is None or not case.fits_here(plan)):
+        same = layouts if plan is None else [each for each in layouts if each.micro_batch == plan.layout.micro_batch]
+        layouts = [case.on_disk(layout, simulations.units) for layout in same]
+        plan = case.first(layouts, case.fits_here) or plan or case.first(layouts, case.fits)
+        if plan is not None and settings.states != "disk":
+            plan = _with_fewer_on_disk(case, plan)
+    if plan is None:
+        least = min(case.plan(layout).ram_bytes for layout in layouts) + PROCESS_VARIES_BYTES
+        raise PlanError(refusal(settings, None, None, least))
+    if not case.fits_here(plan):  # changes no bit, so free RAM may decide it
+        plan = next((case.plan(layout) for layout in case.twice(plan.layout)), plan)
+    streamed = plan.layout.weights_on_gpu is not None or plan.layout.boundaries_in_ram or plan.layout.states_on_disk
+    if settings.recompute == "auto" and ram_free_bytes is not None and not streamed:
+        kept = case.plan(replace(plan.layout, kept=2 * simulations.blocks, segment_blocks=1))
+        if case.fits_here(kept) and kept.ram_bytes - plan.ram_bytes <= ram_free_bytes // 4:
+            return kept
+    return plan
+
+
+def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
+    """With everything in RAM, and of the rest what the settings ask for; the largest micro-batch first."""
+    choices = everything_on_gpu(settings, simulations)
+    base = Layout(
+        1,
+        segment_blocks=choices.segments[0],
+        kept=choices.kept[0],
+        states_on_gpu=choices.on_gpu[-1],
+        states_on_disk=simulations.units if settings.states == "disk" else 0,
+        boundaries_in_ram=settings.boundaries == "streamed",
+    )
+    if settings.weights == "streamed":
+        base = replace(base, weights_on_gpu=1, states_on_gpu=0)
     if settings.gradients == "streamed":
-        choices = replace(choices, fate=Fate.SENT, states_on_gpu=[0])
-
-    def plan_of(layout: Layout) -> Plan:
-        recording = simulations.record(layout)
-        beside = {
-            "streamed_weights": recording.streamed_weight_bytes,
-            "streamed_boundaries": recording.boundary_bytes,
-            "streamed_gradients": recording.gradient_bytes,
-        }
-        states = recording.streamed_bytes - sum(beside.values())
-        train = named_at_peak(recording.tape) | {"streamed_states": states}
-        train |= {name: size for name, size in beside.items() if size}
-        train["freed_and_kept"] = most_bytes(recording.tape, "live_blocks", RETURNED_FROM_BYTES)
-        ram = on_the_cpu(process.now_bytes + CPU_TRAINING_BYTES, train, largest_drawn_bytes(settings, simulations))
-        return Plan(
-            settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, "cpu", precision,
-            None, layout, settings.gpu_limit_bytes, None, None, {}, ram, None,
-            None, [], checkpoint_bytes=recording.checkpoint_bytes, disk_state_bytes=sum(recording.disk_bytes),
-        )  # fmt: skip
-
-    def fits(plan: Plan) -> bool:
-        return settings.ram_limit_bytes is None or plan.ram_bytes <= settings.ram_limit_bytes
-
-    def fits_here(plan: Plan) -> bool:
-        return ram_free_bytes is None or plan.ram_bytes - process.now_bytes <= ram_free_bytes
-
-    def on_disk(layout: Layout, states_on_disk: int) -> Layout:
-        return replace(layout, states_on_gpu=simulations.units - states_on_disk, states_on_disk=states_on_disk)
-
-    def with_fewer_on_disk(plan: Plan) -> Plan:
-        too_few = 0
-        while plan.layout.states_on_disk - too_few > 1:
-            fewer = plan_of(on_disk(plan.layout, (plan.layout.states_on_disk + too_few) // 2))
-            if fits(fewer) and fits_here(fewer):
-                plan = fewer
-            else:
-                too_few = fewer.layout.states_on_disk
-        return plan
-
-    def twice(layout: Layout) -> Layout:
-        return replace(layout, fate=Fate.DROPPED, group=settings.batch // layout.micro_batch)
-
+        base = replace(base, fate=Fate.SENT, states_on_gpu=0)
+    choices = replace(choices, whole_batch=base.boundaries_in_ram or base.fate is Fate.SENT)
     most = max(CPU_MICRO_BATCH_TOKENS // settings.seq, 1)
     sizes = [size for size in choices.micro_batches if size <= most] or choices.micro_batches[:1]
-    layouts = [
-        Layout(
-            size, choices.groups_of(settings.batch, size)[0], choices.segments[0],
-            states_on_gpu=choices.states_on_gpu[-1], weights_on_gpu=choices.weights_on_gpu,
-            boundaries_in_ram=settings.boundaries == "streamed", states_on_disk=choices.states_on_disk,
-            fate=choices.fate,
-        )
-        for size in reversed(sizes)
-    ]  # fmt: skip
-    layouts = [simulations.keeping(layout, choices.kept[0]) for layout in layouts]
-    may_run_twice = case.needs_all_gradients and settings.group is None and choices.fate is Fate.HELD
-    if may_run_twice:
-        layouts += map(twice, list(layouts))
-    plan = next((plan for plan in map(plan_of, layouts) if fits(plan)), None)
-    if settings.states_folder is not None and (plan is None or not fits_here(plan)):
-        layouts = [on_disk(layout, simulations.units) for layout in layouts]
-        plan = next((plan for plan in map(plan_of, layouts) if fits(plan) and fits_here(plan)), plan)
-        if plan is not None and settings.states != "disk":
-            plan = with_fewer_on_disk(plan)
-    if plan is None:
-        least = min(plan_of(layout).ram_bytes for layout in layouts) + PROCESS_VARIES_BYTES
-        raise PlanError(refusal(settings, None, None, least))
-    if may_run_twice and not fits_here(plan):  # which changes no bit, so what is free may decide it
-        plan = plan_of(twice(plan.layout))
-    streamed = choices.weights_on_gpu is not None or settings.boundaries == "streamed" or plan.layout.states_on_disk
-    if settings.recompute == "auto" and ram_free_bytes is not None and not streamed:
-        kept = plan_of(simulations.keeping(plan.layout, 2 * simulations.blocks))
-        activations = kept.ram_bytes - plan.ram_bytes
-        if fits(kept) and fits_here(kept) and activations <= ram_free_bytes // 4:
-            plan = kept
+    groups = {size: choices.groups_of(settings.batch, size) for size in reversed(sizes)}
+    return [replace(base, micro_batch=size, group=found[0]) for size, found in groups.items() if found]
+
+
+def _with_fewer_on_disk(case: _Case, plan: Plan) -> Plan:
+    """With the states of as few units on the disk as RAM has no room for."""
+    too_few = 0
+    while plan.layout.states_on_disk - too_few > 1:
+        fewer = case.plan(case.on_disk(plan.layout, (plan.layout.states_on_disk + too_few) // 2))
+        if case.fits_here(fewer):
+            plan = fewer
+        else:
+            too_few = fewer.layout.states_on_disk
     return plan

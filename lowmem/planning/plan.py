@@ -1,10 +1,11 @@
-"""What a plan is and says: a layout of the step, the bytes and seconds that its simulation predicts, and as what they
-are shown, `plan.json` for programs and a table for people. planner.py makes plans.
+"""A plan: a layout of the step with the bytes and seconds that its simulation predicts. planner.py makes plans.
 
-A figure depends on the kind of card and on the versions of torch and transformers, so the plan names them.
+It is shown as `plan.json` for programs and as a table for people. The figures depend on the kind of card and on the
+versions of torch and transformers, so the plan names them.
 """
 
 import textwrap
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 
@@ -13,7 +14,6 @@ import torch
 from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.core.recompute import ALL, INPUT, PRODUCTS
 from lowmem.cudasim.gpus import Card
 from lowmem.planning.ram import Ram, largest
 from lowmem.settings import Settings
@@ -22,14 +22,18 @@ from lowmem.units import GIB, MIB, format_size
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout of the step and what the simulation says of it. `card`: None on the CPU; GPU figures are None there.
-    `ram`: bytes by phase of the run and by name (ram.py). `fused_kernels`: whether operators.py's are counted on.
-    `not_compared`: why a small copy of the model was not compared with its pieces (compatibility.py); None where it
-    was. `seconds_with_more_ram`: what a step takes if RAM's cap is 1 GiB higher, or less; None where RAM does not
-    decide. `faster_with_ram`: RAM and seconds of a step of a faster plan, for which there is no room in RAM; None where
-    there is, or nobody looked. `checkpoint_bytes`: of one checkpoint. `disk_state_bytes`: of the states that are in
-    --states-folder. `typical_tokens`: of a step whose rows are as long as the data's, where the seconds are that
-    step's; None where they are those of full rows."""
+    """A layout and its predicted figures. On the CPU the card and all GPU figures are None.
+
+    ram                    bytes by phase of the run and by name (ram.py)
+    fused_kernels          whether the step is expected to use the fused kernels
+    not_compared           why compatibility.py did not compare the model with its pieces; None if it did
+    seconds_with_more_ram  of a step with a RAM cap that is 1 GiB higher; None if RAM is not what limits
+    faster_with_ram        (RAM, seconds of a step) of a faster plan that needs more RAM; None if none was found
+    disk_state_bytes       of the states in --states-folder
+    typical_tokens         tokens of a step with rows as long as the data's, which the seconds are of; None: full rows
+    smaller_layouts        layouts to go on with if memory runs out, the largest first. They allocate 5 to 50% less and
+                           change no bit. Empty if the plan is not for training
+    """
 
     model: str
     parameters: int
@@ -55,6 +59,7 @@ class Plan:
     checkpoint_bytes: int = 0
     disk_state_bytes: int = 0
     typical_tokens: int | None = None
+    smaller_layouts: tuple[Layout, ...] = ()
 
     @property
     def ram_breakdown(self) -> dict[str, int]:
@@ -123,31 +128,12 @@ class Plan:
         }
 
     def describe(self) -> str:
-        """The plan as a table for people, in 80 columns; README.md says what each row is."""
-        layout, settings = self.layout, self.settings
+        """The plan as a table for people, in 80 columns; README.md explains the rows."""
+        settings = self.settings
         masters = " with fp32 master weights" if self.precision != "fp32" else ""
-        laid_out = f"batch {settings.batch} x {settings.seq} tokens as micro-batches of {layout.micro_batch}"
-        if layout.group > 1:
-            laid_out += f" in groups of {layout.group}"
-        laid_out += f"; {kept_in_words(layout, self.blocks)}"
-        if self.device == "cuda":
-            laid_out += f"; states of {layout.states_on_gpu} of {self.units} units on the GPU"
-        if layout.weights_on_gpu is not None:
-            streamed = self.blocks + 1 - max(layout.weights_on_gpu, 1)
-            laid_out += f"; working weights of {streamed} of {self.blocks} blocks brought over for each pass"
-        if layout.states_on_disk:
-            on_disk = len(layout.units_on_disk(self.units))
-            laid_out += f"; states of {on_disk} of {self.units} units on the disk of {settings.states_folder}"
-        if layout.boundaries_in_ram:
-            laid_out += "; inputs of blocks wait in RAM for their backward"
-        if layout.fate is Fate.SENT:
-            laid_out += "; gradients wait in RAM for their updates"
-        lines = [
-            f"{self.model}: {self.parameters:,} parameters, all trained; "
-            f"{settings.optimizer}, {self.precision}{masters}",
-            laid_out,
-        ]
-        if layout.fate is Fate.DROPPED:
+        trained = f"{self.model}: {self.parameters:,} parameters, all trained"
+        lines = [f"{trained}; {settings.optimizer}, {self.precision}{masters}", self._layout_in_words()]
+        if self.layout.fate is Fate.DROPPED:
             lines.append(
                 "all gradients at once would not fit, so forward and backward run twice, first for the norm alone"
             )
@@ -165,47 +151,61 @@ class Plan:
         if self.disk_state_bytes:
             size = format_size(self.disk_state_bytes)
             lines.append(f"  disk {size} in {settings.states_folder}: states, read and written in each step")
+        lines += [*self._seconds_in_words(), "fits"]
+        broken = (textwrap.wrap(line, 80, subsequent_indent="    ", break_on_hyphens=False) for line in lines)
+        return "\n".join(line for parts in broken for line in parts)
+
+    def _layout_in_words(self) -> str:
+        layout, settings, units, blocks = self.layout, self.settings, self.units, self.blocks
+        streamed = blocks + 1 - max(layout.weights_on_gpu or 0, 1)
+        on_disk = len(layout.units_on_disk(units))
+        groups = f" in groups of {layout.group}" if layout.group > 1 else ""
+        said = {
+            f"batch {settings.batch} x {settings.seq} tokens as micro-batches of {layout.micro_batch}{groups}": True,
+            kept_in_words(layout, blocks): True,
+            f"states of {layout.states_on_gpu} of {units} units on the GPU": self.device == "cuda",
+            f"working weights of {streamed} of {blocks} blocks brought over for each pass": (
+                layout.weights_on_gpu is not None
+            ),
+            f"states of {on_disk} of {units} units on the disk of {settings.states_folder}": layout.states_on_disk,
+            "inputs of blocks wait in RAM for their backward": layout.boundaries_in_ram,
+            "gradients wait in RAM for their updates": layout.fate is Fate.SENT,
+        }
+        return "; ".join(text for text, holds in said.items() if holds)
+
+    def _seconds_in_words(self) -> Iterator[str]:
         if self.step_seconds is not None:
-            tokens = self.typical_tokens or settings.batch * settings.seq
+            tokens = self.typical_tokens or self.settings.batch * self.settings.seq
             of_data = "" if self.typical_tokens is None else f" with the data's {tokens:,} tokens"
-            lines.append(
+            yield (
                 f"a step{of_data} takes about {self.step_seconds:.3g} s on {self.card.name} "
                 f"({tokens / self.step_seconds:,.0f} tokens/s), "
                 f"{round(self.waiting_seconds, 4):.2g} s of it waiting for copies"
             )
         if self.seconds_with_more_ram is not None:
-            lines.append(f"RAM decides: with 1 GiB more a step takes about {self.seconds_with_more_ram:.3g} s")
+            yield f"limited by RAM: with 1 GiB more a step takes about {self.seconds_with_more_ram:.3g} s"
         if self.faster_with_ram is not None:
             ram_bytes, seconds = self.faster_with_ram
-            lines.append(f"RAM decides: with {format_size(ram_bytes)} a step takes about {seconds:.3g} s")
+            yield f"limited by RAM: with {format_size(ram_bytes)} a step takes about {seconds:.3g} s"
         if self.not_compared is not None:
-            lines.append(
-                f"not compared with the whole model ({self.not_compared}); training does that before its first step"
-            )
-        lines.append("fits")
-        broken = (textwrap.wrap(line, 80, subsequent_indent="    ", break_on_hyphens=False) for line in lines)
-        return "\n".join(line for parts in broken for line in parts)
+            yield f"not compared with the whole model ({self.not_compared}); training does that before its first step"
 
 
 def kept_in_words(layout: Layout, blocks: int) -> str:
-    """What a layout recomputes of a model's blocks."""
+    """How many blocks the layout recomputes, in words."""
     if not layout.recomputes(blocks):
         return "nothing recomputed"
-    segments = layout.segments(blocks)
-    again, products, whole = (
-        sum(len(segment.blocks) for segment in segments if segment.keep == keep) for keep in (INPUT, PRODUCTS, ALL)
-    )
-    if again == blocks:
-        return f"all {blocks} blocks recomputed" + (
-            f", {layout.segment_blocks} at a time" if layout.segment_blocks > 1 else ""
-        )
     at_a_time = f", {layout.segment_blocks} at a time" if layout.segment_blocks > 1 else ""
-    parts = [
-        f"{again} recomputed{at_a_time}" if again else "",
-        f"{products} recomputed but for their matrix products" if products else "",
-        f"{whole} kept whole" if whole else "",
-    ]
-    return f"of {blocks} blocks " + ", ".join(filter(None, parts))
+    if not layout.kept:
+        return f"all {blocks} blocks recomputed{at_a_time}"
+    whole = max(layout.kept - blocks, 0)
+    again = max(blocks - layout.kept, 0)
+    said = {
+        f"{again} recomputed{at_a_time}": again,
+        f"{blocks - again - whole} recomputed but for their matrix products": blocks - again - whole,
+        f"{whole} kept whole": whole,
+    }
+    return f"of {blocks} blocks " + ", ".join(text for text, number in said.items() if number)
 
 
 def _table(title: str, breakdown: dict[str, int], total: str, limit_bytes: int | None) -> list[str]:

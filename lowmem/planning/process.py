@@ -5,8 +5,8 @@ against would keep them for good. So the process forks before it has anything to
 imports are done; the fork waits to be told what to plan, sends the plan back and ends. It sees no GPU. Nothing is
 imported a second time, and a script needs no `if __name__ == "__main__"`.
 
-The plan is made in the same process where there is no fork that is safe: elsewhere than on Linux, where CUDA is
-initialised already, and where autograd has started threads for it, which are not forked.
+If no fork is safe, the plan is made in the same process. That is so outside of Linux, if CUDA is initialised already,
+and if autograd has started its threads, which are not forked.
 """
 
 import os

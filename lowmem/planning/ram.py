@@ -1,5 +1,4 @@
-"""RAM over the whole life of a run: what each phase of it holds, by name. A cap holds in all of them, so the largest is
-what a plan predicts.
+"""RAM over the whole life of a run, by phase and by name. A cap holds in all phases, so a plan predicts the largest.
 
     prepare    until the weights are read: imports, data, the GPU's libraries; measured, where the process is there
     load       weights pass through; states take up their room
@@ -44,30 +43,21 @@ class Process:
 
 
 def on_a_gpu(
-    process_bytes: int, streamed_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype,
-    weight_bytes: int = 0, boundary_bytes: int = 0, gradient_bytes: int = 0, disk_buffer_bytes: int = 0,
-) -> Ram:  # fmt: skip
-    """RAM of a run on a GPU: `streamed_bytes` of states, weights, boundaries, gradients and buffers for a disk
-    lie in RAM, `weight_bytes`, `boundary_bytes`, `gradient_bytes` and `disk_buffer_bytes` of them of these;
-    `drawn_bytes` is the largest tensor that is whole in RAM while it loads (random weights are drawn so; 0 for weights
-    from files). Gradients take room when the weights are in place, boundaries and buffers in the first step."""
-    states = streamed_bytes - weight_bytes - boundary_bytes - gradient_bytes - disk_buffer_bytes
-    loaded = {"streamed_states": states, "process": process_bytes}
-    if weight_bytes:
-        loaded["streamed_weights"] = weight_bytes
-    later = {
-        "streamed_boundaries": boundary_bytes,
-        "streamed_gradients": gradient_bytes,
-        "disk_buffers": disk_buffer_bytes,
-    }
-    kept = loaded | {name: size for name, size in later.items() if size}
-    moments = states * _share_of_moments(optimizer, dtype)
+    process_bytes: int, in_ram: dict[str, int], drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
+) -> Ram:
+    """RAM of a run on a GPU. `in_ram`: what is streamed (Recording's); `drawn_bytes`: the largest tensor that is whole
+    in RAM while random weights are loaded, 0 for weights from files. Gradients get their memory when the weights are
+    in place, boundaries and buffers in the first step."""
+    streamed = {name: size for name, size in in_ram.items() if size or name == "streamed_states"}
+    held = streamed | {"process": process_bytes}
+    loaded = {name: held[name] for name in ("streamed_states", "process", "streamed_weights") if name in held}
+    moments = int(in_ram["streamed_states"] * _share_of_moments(optimizer, dtype))
     return {
-        "load": loaded | {"loading": max(drawn_bytes + RUNS_BYTES - int(moments), 0)},
-        "evaluate": kept,
-        "train": kept,
-        "save": kept | {"saving": CHUNK_BYTES},
-        "export": kept | {"exporting": RUNS_BYTES},
+        "load": loaded | {"loading": max(drawn_bytes + RUNS_BYTES - moments, 0)},
+        "evaluate": held,
+        "train": held,
+        "save": held | {"saving": CHUNK_BYTES},
+        "export": held | {"exporting": RUNS_BYTES},
     }
 
 

@@ -1,10 +1,9 @@
-"""The training step, each part of it run once per shape and replayed from then on.
+"""The operations of a training step, each run once per shape and then replayed onto the recorder's tape.
 
-A step repeats the same few computations: a segment's forward and backward, the head, the embeddings, a piece's update.
-`ReplayedOperations` takes the place of the operations of the step that trains (core/operations.py): each is run once
-under a Recorder and then replayed onto its tape, whole groups of micro-batches too; what comes out of a replay are
-tensors that stand for those of the run. A test holds the tape to the one that running everything leaves, operation by
-operation.
+A step repeats a few computations: a segment's forward and backward, the head, the embeddings, a piece's update.
+`ReplayedOperations` replaces the step's operations (core/operations.py). A replay returns tensors without storage that
+stand for those of the run. Whole groups of micro-batches are replayed too. A test compares the tape with that of
+running everything, operation by operation.
 """
 
 from collections.abc import Callable, Sequence
@@ -176,8 +175,9 @@ class ReplayedOperations:
         )  # fmt: skip
 
     def _rehearse(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> None:
-        """Runs a new kind of segment off the tape, so that all that stands there of it are replays. A first backward
-        that learns something is like no later one; and what is replayed forward has to be replayed backward."""
+        """Runs a new kind of segment off the tape, so that the tape has replays only. The first backward pass records
+        which products can be skipped, so it is not like later ones; and a replayed forward needs a replayed backward.
+        """
         kind = (*self._kind(segment, extras), hidden.shape)
         if kind in self._rehearsed:
             return
@@ -209,7 +209,7 @@ class ReplayedOperations:
                 part.gradient = gradient
 
     def _kind(self, segment: Segment, extras: Sequence[Extra]) -> tuple:
-        """What two segments must share to allocate alike: blocks of a kind, called with arguments of a shape."""
+        """Two segments of one kind allocate alike: equal blocks, called with arguments of equal shapes."""
         kind = self._kinds_in_group.get((id(extras), segment))
         if kind is None:
             kind = self._kinds_in_group[id(extras), segment] = self._kind_of(segment, extras)
@@ -228,11 +228,11 @@ class ReplayedOperations:
         self, key: tuple, name: str, call: Callable, parts: Sequence[Part] = (), *, renamed: str | None = None,
         arguments: Sequence[Tensor] = (), forward: Region | _ReplayedGraph | None = None,
     ):  # fmt: skip
-        """What `call` returns, from running it or from replaying an earlier run of the same `key`.
+        """The result of `call`, from running it or from replaying an earlier run with the same `key`.
 
-        Its storages are called `name`, the tensor it returns `renamed`. `parts`: those whose accumulators it makes if
-        they are not there yet, which makes another key of it. `arguments`: tensors that it may hand through;
-        `forward`: the forward whose graph it spends, as a region where that ran, as a number where it was replayed.
+        Its storages are called `name`, the returned tensor `renamed`. `parts`: `call` makes their accumulators if they
+        have none, so that is part of the key. `arguments`: tensors that `call` may return. `forward`: the forward pass
+        whose graph it frees: its region if it ran, the number of its first storage if it was replayed.
         """
         key = (*key, tuple(part.gradient is None for part in parts))
         new = [part for part in parts if part.gradient is None]
@@ -274,7 +274,7 @@ class ReplayedOperations:
         self._known[key] = _Known(region, as_it_was if plain else places, None if plain else structure)
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
-        """What came out of a call, for the replay of it whose storages are numbered from `base`."""
+        """The results of a known call, with storages numbered from `base`."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def tensor(place: _Place) -> Tensor:
@@ -305,14 +305,14 @@ def _leaves(results) -> list:
 
 
 def _traffic_of_8_bit(master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, *_) -> None:
-    """What bitsandbytes' update and the scaling before it read and write; they allocate nothing."""
+    """Reads and writes as much as bitsandbytes' update and the scaling before it, and allocates nothing."""
     master.add_(gradient.mul_(hyper.gradient_scale))
     state["m"].bitwise_not_()
     state["v"].bitwise_not_()
 
 
 def kind_of(block: nn.Module) -> tuple:
-    """What a block is made of, but for its place in the model: blocks of a kind are taken to allocate alike."""
+    """Describes a block's modules without its place in the model. Blocks with equal kinds allocate alike."""
     return tuple(
         (
             name,

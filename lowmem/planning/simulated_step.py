@@ -1,17 +1,15 @@
-"""The training step on tensors without data: what it allocates, what a GPU makes of that, and how long it takes.
+"""The training step on tensors without data: its allocations and its time on a card.
 
-`record_step` runs the very `TrainingStep` that trains, with its store, on meta tensors (recorder.py): an evaluation, as
-a run begins with one, then two optimizer steps. The first has no update to apply, the second applies the first one's
-while it runs forward, as all later ones do. (With states on a disk there is a third: what the disk was left to write in
-one step holds up the next.) A segment of blocks runs once per shape and is replayed for every other
-micro-batch. `under_cap` gives the tape to the model of CUDA's allocator: it fits if, and only if, that run completes.
+`record_step` runs the `TrainingStep` that trains, with its store, on meta tensors (recorder.py): an evaluation, with
+which a run begins, then two optimizer steps. The second applies the updates of the first, as all later ones do. With
+states on a disk there is a third, because late writes of one step hold up the next. Each segment runs once per shape
+and is replayed for all other micro-batches (replay.py). The layout fits if the tape completes under the cap
+(cudasim/tape.py).
 
-A search looks at many layouts, so that their first step has two groups of micro-batches only, and is left out where a
-step makes its own updates. What the allocator has cached when the second step begins is then not quite what it is in a
-run, and what is reserved may be off by a page or two; `whole_first_step` is for the layout that is taken.
-
-What CUDA does otherwise than the generic kernels is a table of its own (cuda_ops.py). Not simulated: the CUDA context,
-which is outside the allocator's cap; saving and export, which take less of a GPU than training.
+The search records many layouts. Their first step has two groups only, or is left out if a step applies its own updates.
+The second step then finds other memory cached than in a run, and reserved bytes may be off by a page or two. Use
+`whole_first_step` for exact ones. The CUDA context is not simulated, nor are saving and export, which take less of a
+GPU than training.
 """
 
 import math
@@ -26,12 +24,12 @@ from torch.overrides import TorchFunctionMode
 from lowmem.core import optimizers
 from lowmem.core.batch import LEAST_POSITIONS, Batch
 from lowmem.core.decoder import Decoder
-from lowmem.core.final_gradients import AppliedGradients, DroppedGradients, HeldGradients, LeavingGradients
+from lowmem.core.final_gradients import FinalGradients
 from lowmem.core.kernels import fused, operators  # noqa: F401  operators defines torch.ops.lowmem
 from lowmem.core.layout import Fate, Layout
 from lowmem.core.operations import Operations
-from lowmem.core.optimizers import Optimizer, UpdateRule
-from lowmem.core.parameters import Store
+from lowmem.core.optimizers import Hyperparameters, Optimizer, UpdateRule
+from lowmem.core.parameters import WORKING, Store
 from lowmem.core.precision import LossScale
 from lowmem.core.segment_windows import BoundaryWindow, WeightWindow
 from lowmem.core.step import TrainingStep
@@ -48,11 +46,9 @@ _NAMES = {  # of what is born in these functions, or in what they call, outside 
     StateWindow.fit.__code__: "staging_ring",
     WeightWindow.fit.__code__: "weight_slots",
     BoundaryWindow._fetch.__code__: "boundaries",
-    **{
-        kind.finish.__code__: "update" for kind in (HeldGradients, LeavingGradients, DroppedGradients, AppliedGradients)
-    },
+    FinalGradients.finish.__code__: "update",
 }
-HOST_SECONDS_PER_PYTHON_BACKWARD = 27e-6  # of layers.py's product, both ways, beside its operations: on a CPU (x86_64)
+HOST_SECONDS_PER_PYTHON_BACKWARD = 27e-6  # in both passes of layers.py's product, measured on an x86_64 CPU
 register_product(torch.ops.lowmem.add_product, first_factor=1, host_seconds=HOST_SECONDS_PER_PYTHON_BACKWARD)
 
 
@@ -127,35 +123,38 @@ class StepCase:
 
     @property
     def needs_all_gradients(self) -> bool:
-        """Whether the first update waits for all gradients: for their norm, by which they are clipped, or, where the
-        loss is scaled, for whether they are finite."""
+        """Whether the first update waits for all gradients: to clip them by their norm or, if the loss is scaled, to
+        see that they are finite."""
         return self.clip_norm is not None or self.dtype is torch.float16
 
 
 @dataclass(frozen=True)
 class Recording:
-    """`seconds`: of a step in the long run, the last one, which `began` then; `waiting_seconds`: what of it the GPU
-    waits for copies; `state_bytes`: of the optimizer, by unit; `streamed_bytes`: of all states, working weights,
-    boundaries and gradients that lie in RAM, and of the buffers through which states on a disk pass;
-    `streamed_weight_bytes`, `boundary_bytes`, `gradient_bytes`, `disk_buffer_bytes`: of these alone; `disk_bytes`: of
-    states that are on a disk, by unit; `weight_bytes`: of all working weights."""
+    """`began`, `seconds`: of the last step, which is like all later ones; `waiting_seconds`: how much of it the GPU
+    waits for copies; `in_ram`: bytes by name of everything that is streamed, under ram.py's names; `state_bytes`: of
+    the optimizer, by unit, wherever they are; `disk_bytes`: of those on a disk, by unit; `weight_bytes`: of all working
+    weights."""
 
     tape: Tape
     began: float
     seconds: float
     waiting_seconds: float
+    in_ram: dict[str, int]
     state_bytes: tuple[int, ...]
-    streamed_bytes: int
-    streamed_weight_bytes: int
-    boundary_bytes: int
-    gradient_bytes: int
-    disk_buffer_bytes: int
     disk_bytes: tuple[int, ...]
     weight_bytes: int
 
     @property
+    def streamed_bytes(self) -> int:
+        return sum(self.in_ram.values())
+
+    @property
+    def computing_seconds(self) -> float:
+        return self.seconds - self.waiting_seconds
+
+    @property
     def checkpoint_bytes(self) -> int:
-        """What a run saves: the working weights and the whole state."""
+        """The working weights and all states."""
         return self.weight_bytes + sum(self.state_bytes)
 
 
@@ -182,7 +181,7 @@ def record_step(
         for buffer in decoder.model.buffers():
             recorder.note(buffer, "buffers")
         operations = ReplayedOperations(
-            Operations(decoder, store, case.optimizer, target.update), recorder,
+            Operations(decoder, store, target.update), recorder,
             known=known, alike=alike, functions=target.machine.functions,
         )  # fmt: skip
         copies = None
@@ -196,7 +195,7 @@ def record_step(
                 host_buffer=store.host_buffer,
             )
         step = TrainingStep(
-            decoder, store, case.optimizer, case.layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
+            decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=case.clip_norm, seed=0,
             loss_scale=LossScale(enabled=case.dtype is torch.float16), operations=operations, transfers=copies,
         )  # fmt: skip
         step.least_positions = target.least_positions
@@ -217,28 +216,25 @@ def record_step(
         seconds = recorder.clock.host - began
         waiting = copies.exposed_seconds - waited if copies else 0.0
         step.flush()
-    state_bytes = [0] * len(decoder.units)
-    for part in store.parts:
-        state_bytes[part.unit] += sum(tensor.nbytes for tensor in part.state.values())
-    streamed_weights = sum(part.working.nbytes for part in store.parts if part.weights_streamed)
-    disk_bytes, disk_buffers = [0] * len(decoder.units), step.states.buffer_bytes
+    return Recording(recorder.tape, began, seconds, waiting, *_sizes(store, step))
+
+
+def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:
+    """Recording's last four."""
+    units = 1 + max(part.unit for part in store.parts)
+    states, on_disk = [0] * units, [0] * units
     for piece in store.pieces:
-        disk_bytes[piece.part.unit] += sum(piece.state[name].nbytes for name in piece.on_disk)
-    in_ram = sum(state_bytes[case.layout.states_on_gpu :]) - sum(disk_bytes)
-    return Recording(
-        recorder.tape,
-        began,
-        seconds,
-        waiting,
-        tuple(state_bytes),
-        in_ram + streamed_weights + step.boundary_bytes + store.gradient_bytes + disk_buffers,
-        streamed_weights,
-        step.boundary_bytes,
-        store.gradient_bytes,
-        disk_buffers,
-        tuple(disk_bytes),
-        sum(part.working.nbytes for part in store.parts),
-    )
+        sizes = {name: tensor.nbytes for name, tensor in piece.state.items() if name != WORKING}
+        states[piece.part.unit] += sum(sizes.values())
+        on_disk[piece.part.unit] += sum(sizes[name] for name in piece.on_disk)
+    in_ram = {
+        "streamed_states": sum(states[store.layout.states_on_gpu :]) - sum(on_disk),
+        "streamed_weights": sum(part.working.nbytes for part in store.parts if part.weights_streamed),
+        "streamed_boundaries": step.boundaries.buffer_bytes,
+        "streamed_gradients": store.gradient_bytes,
+        "disk_buffers": step.states.buffer_bytes,
+    }
+    return in_ram, tuple(states), tuple(on_disk), sum(part.working.nbytes for part in store.parts)
 
 
 def batch_of_zeros(case: StepCase, rows: int) -> Batch:

@@ -1,10 +1,11 @@
-"""Layouts of one decoder's step, each simulated once: its seconds, what it allocates, the smallest cap that it fits.
+"""Layouts of one decoder's step are simulated once each: seconds, allocated bytes and the smallest cap.
 
-None of these depends on a cap, so that they can be asked for in any order.
+None of these depends on a cap, so the search may ask for them in any order.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.layout import Layout
@@ -17,100 +18,91 @@ _PRECISION = 1 / 256  # of a smallest cap
 
 
 class Simulations:
-    """Recordings of one decoder for one target, made once each: of steps that differ from `base` in their layouts."""
+    """Recordings of one decoder's step for one target. They differ from `base` in their layouts only."""
 
     def __init__(self, make_decoder: Callable[[], Decoder], base: StepCase, target: Target):
-        self.base = base
-        self._target, self._known = target, {}
+        self.base, self._target = base, target
         self._decoder = make_decoder()
         self.units, self.blocks = len(self._decoder.units), len(self._decoder.blocks)
+        self.weight_bytes = [  # by unit, of the matrices, which are what may be in RAM
+            base.dtype.itemsize * sum(p.numel() for p in unit.parameters.values() if p.dim() > 1)
+            for unit in self._decoder.units
+        ]
         sizes = [parameter.numel() for parameter in self._decoder.model.parameters()]
         self.parameters, self.largest_parameter = sum(sizes), max(sizes)
-        self._recordings: dict[Layout, Recording] = {}
+        self._known: dict = {}
+        self._recordings: dict[tuple[Layout, bool], Recording] = {}
         self._peaks: dict[Layout, int] = {}
-        self._runs: dict[Layout, _Runs] = {}
+        self._runs: dict[tuple[Layout, int | None], Memory | None] = {}
 
     def case(self, layout: Layout) -> StepCase:
-        """`base`, laid out so."""
         return replace(self.base, layout=layout)
 
-    def record(self, layout: Layout) -> Recording:
-        """The recording of a layout; blocks that are made alike are run once."""
-        if layout not in self._recordings:
-            case = self.case(layout)
-            self._recordings[layout] = record_step(self._decoder, case, self._target, self._known, alike=True)
-        return self._recordings[layout]
+    def largest_drawn_bytes(self, init: str) -> int:
+        """The largest tensor that is whole in RAM while the weights are loaded."""
+        return 4 * self.largest_parameter if init == "random" else 0
 
-    def record_run(self, layout: Layout) -> Recording:
-        """The recording of a layout with a first step of all its groups, as a run has it, which takes longer."""
-        return record_step(
-            self._decoder, self.case(layout), self._target, self._known, alike=True, whole_first_step=True
-        )
+    def record(self, layout: Layout, whole_first_step: bool = False) -> Recording:
+        """The recording of a layout. `whole_first_step`: with all groups of the first step, as in a run; it takes
+        twice as long to make."""
+        key = layout, whole_first_step
+        if key not in self._recordings:
+            self._recordings[key] = record_step(
+                self._decoder,
+                self.case(layout),
+                self._target,
+                self._known,
+                alike=True,
+                whole_first_step=whole_first_step,
+            )
+        return self._recordings[key]
 
-    def keeping(self, layout: Layout, kept: int) -> Layout:
-        """`layout` with so much kept for backward; `kept`: see search.py."""
-        if kept >= self.blocks:  # none is recomputed from its input
-            layout = replace(layout, segment_blocks=1)
-        return replace(layout, kept=kept)
+    @property
+    def state_bytes(self) -> tuple[int, ...]:
+        """Bytes of optimizer states, by unit."""
+        return next(iter(self._recordings.values())).state_bytes
+
+    @cached_property
+    def ring_bytes(self) -> int:
+        """Of the slots that streamed states pass through; there are none if all states are on the GPU."""
+        streamed = self.base.layout
+        resident = replace(streamed, states_on_gpu=self.units)
+        return self.allocated_bytes(streamed) + sum(self.state_bytes) - self.allocated_bytes(resident)
 
     def allocated_bytes(self, layout: Layout) -> int:
-        """The peak of what is allocated, before the allocator has its say."""
+        """The peak of the bytes that tensors take, without what the allocator wastes."""
         if layout not in self._peaks:
             self._peaks[layout] = self.record(layout).tape.peak_bytes(ROUNDING)
         return self._peaks[layout]
 
-    def runs(self, layout: Layout) -> "_Runs":
-        """The layout's simulated runs under caps."""
-        if layout not in self._runs:
-            self._runs[layout] = _Runs(self.record(layout), self.allocated_bytes(layout))
-        return self._runs[layout]
+    def run(self, layout: Layout, limit_bytes: int | None) -> Memory | None:
+        """The memory of the layout's run under the cap; None if it runs out."""
+        key = layout, limit_bytes
+        if key not in self._runs:
+            try:
+                self._runs[key] = under_cap(self.record(layout, whole_first_step=True).tape, limit_bytes)
+            except SimulatedOutOfMemory:
+                self._runs[key] = None
+        return self._runs[key]
+
+    def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
+        """Whether the layout's run completes under the cap, or under a smaller one."""
+        if limit_bytes is None or self.allocated_bytes(layout) > limit_bytes:
+            return limit_bytes is None
+        if self.run(layout, None).reserved_peak_bytes <= limit_bytes or self.run(layout, limit_bytes) is not None:
+            return True
+        return self.smallest_cap_bytes(layout) <= limit_bytes
 
     def smallest_cap_bytes(self, layout: Layout) -> int:
-        """The smallest cap under which the layout's run completes, in whole MiB and to a few thousandths."""
-        return self.runs(layout).smallest_cap_bytes()
+        """The smallest cap under which the layout's run completes, to a few thousandths and rounded up to whole MiB.
 
-
-class _Runs:
-    """Simulated runs of one layout, of which the smallest cap is looked for: bisection between what is allocated and
-    what a run without a cap reserves, which no cap above it changes. It stops when a question is answered; the caps
-    that are tried do not depend on the questions, and so the answers agree.
-
-    Under a cap between the two the run gives cached memory back to the driver. Holes in it need not shrink as the cap
-    grows, so a run may complete under one cap and not under the next; but a layout that completes under a cap can
-    be run under that one. (The allocator looks at the cap before it maps whole pages, so that a little less than is
-    allocated may do; nobody calls that a cap.)"""
-
-    def __init__(self, recording: Recording, allocated_bytes: int):
-        self._recording, self._low = recording, allocated_bytes
-        self._high: int | None = None  # under which the run has completed
-        self.memory: Memory | None = None  # of that run
-
-    def smallest_cap_bytes(self) -> int:
-        """In whole MiB, to a few thousandths."""
-        while not self._settled():
-            self._try_one_more()
-        return -(-self._high // MIB) * MIB
-
-    def fits(self, limit_bytes: int | None) -> bool:
-        """Whether the smallest cap is within the limit."""
-        if limit_bytes is None:
-            limit_bytes = 2**62
-        while True:
-            if self._low > limit_bytes:
-                return False
-            if self._high is not None and -(-self._high // MIB) * MIB <= limit_bytes:
-                return True
-            if self._settled():
-                return False
-            self._try_one_more()
-
-    def _settled(self) -> bool:
-        return self._high is not None and self._high - self._low <= self._low * _PRECISION
-
-    def _try_one_more(self) -> None:
-        cap = None if self._high is None else (self._low + self._high) // 2
-        try:
-            self.memory = under_cap(self._recording.tape, cap)
-            self._high = self.memory.reserved_peak_bytes if cap is None else cap
-        except SimulatedOutOfMemory:
-            self._low = cap
+        It bisects between the bytes that are allocated and those that a run without a cap reserves. Between the two a
+        run gives cached memory back to the driver, and it may complete under one cap and fail under a larger one."""
+        low, high = self.allocated_bytes(layout), self.run(layout, None).reserved_peak_bytes
+        while high - low > low * _PRECISION:
+            middle = (low + high) // 2
+            if self.run(layout, middle) is None:
+                low = middle
+            else:
+                high = middle
+        return -(-high // MIB) * MIB

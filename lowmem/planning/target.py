@@ -1,4 +1,4 @@
-"""What is planned for: the device, the precision and, for CUDA, the card."""
+"""The device, the precision and the card that a plan is for."""
 
 from dataclasses import replace
 
@@ -13,10 +13,9 @@ from lowmem.settings import Settings
 
 
 def planning_target(settings: Settings) -> tuple[str, str, Card | None]:
-    """Device ("cuda" or "cpu"), precision and, for CUDA, card that a plan is for: what is here to train on, or, with
-    plan_only, a GPU whether or not there is one, unless the CPU was asked for. InputError for a card that is not in the
-    table, for one that a run without a GPU is to train on, for bf16 on a card that has none, and for a cap that is more
-    than the card has, where that card is here."""
+    """Device ("cuda" or "cpu"), precision and, on CUDA, the card. A run uses this machine's device. With `plan_only`
+    the plan is for a GPU, here or not, unless the settings ask for the CPU. InputError if the card is unknown, if a
+    run needs a card that is not here, if the card has no bf16, or if it is here and smaller than the cap."""
     for_this_card = settings.gpu is None or not settings.plan_only
     if for_this_card and settings.device != "cpu" and torch.cuda.is_available():
         Budget(torch.device("cuda"), settings.gpu_limit_bytes, None).check_card()  # before anything slow
@@ -45,8 +44,8 @@ def _possible(device: str, precision: str, card: Card | None) -> tuple[str, str,
 
 
 def card_for(settings: Settings) -> Card:
-    """The card that is planned for: the one asked for, the one that is here, or, of those that were measured, the
-    smallest that has bf16 and as much memory as the cap."""
+    """The card that the settings name; else the one that is here; else the smallest measured card that has bf16 and as
+    much memory as the cap."""
     if settings.gpu is not None:
         return card_named(settings.gpu)
     if torch.cuda.is_available():
@@ -63,8 +62,8 @@ def card_for(settings: Settings) -> Card:
 
 
 def _nearest(capability: tuple[int, int], properties) -> Card:
-    """A card that is not in the table, taken for the one that is most like it. It is not timed: what is
-    chosen must not depend on a stopwatch (cpu_plan.py)."""
+    """The card of the table that is most like one that is not in it. That one is not timed, because no choice may
+    depend on a stopwatch (cpu_plan.py)."""
     alike = min(
         CARDS.values(),
         key=lambda card: (

@@ -22,7 +22,7 @@ from lowmem.core.batch import LEAST_POSITIONS, micro_batch_shapes
 from lowmem.core.decoder import Decoder
 from lowmem.core.homes import DiskStates
 from lowmem.core.kernels import fused
-from lowmem.core.optimizers import get_optimizer
+from lowmem.core.optimizers import Hyperparameters, get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
 from lowmem.core.states_folder import in_memory
@@ -36,9 +36,8 @@ from lowmem.models.build import decoder_start, fitted, load_config, make_decoder
 from lowmem.models.compatibility import check_pieces
 from lowmem.models.description import Rehearsal, rehearsed
 from lowmem.models.load import random_weights, read_weights
-from lowmem.planning.known_plans import Question
 from lowmem.planning.plan import Plan
-from lowmem.planning.planner import make_plan, timed_with
+from lowmem.planning.planner import Question, make_plan, timed_with
 from lowmem.planning.process import process_aside
 from lowmem.planning.ram import Process
 from lowmem.planning.target import planning_target
@@ -140,10 +139,13 @@ def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: 
     optimizer = get_optimizer(settings.optimizer)
     disk_tensor = DiskStates(Path(settings.states_folder)).tensor if plan.layout.states_on_disk else None
     store = Store(decoder, device, WORKING_DTYPES[plan.precision], optimizer, plan.layout, disk_tensor=disk_tensor)
+    hyper = Hyperparameters(
+        weight_decay=settings.weight_decay, beta1=settings.adam_beta1, beta2=settings.adam_beta2,
+        epsilon=settings.adam_epsilon,
+    )  # fmt: skip
     return TrainingStep(
-        decoder, store, optimizer, plan.layout, clip_norm=settings.clip_norm, weight_decay=settings.weight_decay,
-        beta1=settings.adam_beta1, beta2=settings.adam_beta2, epsilon=settings.adam_epsilon,
-        seed=settings.seed, loss_scale=LossScale(enabled=plan.precision == "fp16"),
+        decoder, store, hyper, clip_norm=settings.clip_norm, seed=settings.seed,
+        loss_scale=LossScale(enabled=plan.precision == "fp16"),
     )  # fmt: skip
 
 
@@ -236,7 +238,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
         budget.apply(plan.gpu_reserved_peak_bytes)
         budget.enter("load")
         model, weights = build(question, plan, tokenizer, device, log.say, weights=not checkpoints)
-        recovery = recovery_of(model.step, model.step.store, model.decoder.head_weight.shape[1], plan, log.say)
+        recovery = recovery_of(model.step, plan, log.say)
         session = Session(model, data, rehearsal, log, budget, recovery, identity)
         _fill(session, weights, checkpoints)
         yield session

@@ -1,41 +1,41 @@
-"""What a run does where the machine gives less than was planned.
+"""What a run does if the machine gives less than was planned.
 
-**Out of memory on the GPU**: another process took it, it is in pieces, or the plan was wrong. The work is done again
-(core/step.py says what of it), with less and less in its way:
+If **GPU memory runs out** (another process took it, it is in pieces, or the plan was wrong), the work is done again
+(core/step.py), with less and less in its way:
 
-    1. what the allocator keeps for later is freed, and everything stays as it was, once for each layout;
-    2. a smaller layout, one after the other (smaller_layouts.py). No bit of the result depends on which;
-    3. smaller micro-batches, which is said, for it changes the bits: from that step on the run is one that had them.
+    1. the allocator's cache is freed and nothing else changes, once for each layout;
+    2. the plan's next smaller layout; last of all one without states on the GPU and with every block recomputed. No
+       bit of the result depends on the layout;
+    3. smaller micro-batches, down to single sequences. These change the bits, and the run says so.
 
-An evaluation gets smaller micro-batches of its own: they change the last digits of its loss, and nothing of training.
-Each measure is said, and noted in the checkpoints, so that a run that goes on begins where this one had come to. When
-nothing is left the run ends with exit code 4; what it had come to is saved first, unless updates are half made.
+Waiting updates and evaluations only need states to leave the GPU; an evaluation has smaller micro-batches of its own,
+which change the last digits of its loss. Each measure is said, and noted in the checkpoints, so that a run that is
+resumed begins with it. If nothing is left, or if a step has updated some of the weights, the run ends with exit code 4;
+what is whole is saved first.
 
-**Page-locked memory refused**: states are copied from pageable memory, slower and without overlap.
+If **page-locked memory is refused**, states are copied from pageable memory, slower and without overlap.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 import torch
 
 from lowmem.core.layout import Layout
-from lowmem.core.parameters import Store
-from lowmem.core.segment_windows import WEIGHT_SLOTS
-from lowmem.core.step import EVALUATION, PART, STEP, UPDATES, TrainingStep
+from lowmem.core.step import EVALUATION, HALFWAY, STEP, UPDATES, TrainingStep
 from lowmem.errors import CapExceeded
 from lowmem.limits import ram_available_bytes, ram_now_bytes
 from lowmem.planning.plan import Plan, kept_in_words
-from lowmem.run.smaller_layouts import Sizes, smaller_layouts, with_micro_batch
 from lowmem.units import format_size
 
 PAGEABLE_SHARE = 0.5  # of the bus's speed that copies from pageable memory reach; assumed
-CACHE = "cache"
-_WHERE = {PART: " after updates had begun", UPDATES: " in updates", EVALUATION: " in the evaluation"}
+CACHE, LAYOUT, STATES = "cache", "layout", "states"
+MICRO_BATCH, EVALUATION_ROWS = "micro_batch", "evaluation_rows"
+_WHERE = {HALFWAY: " after its first updates", UPDATES: " in updates", EVALUATION: " in the evaluation"}
 _NOTHING_LEFT = {
     STEP: "even for single sequences, with every block recomputed and no states on the GPU that RAM has room for",
     EVALUATION: "even for single sequences, with no states on the GPU that RAM has room for",
-    PART: "and once updates have begun nothing else can be given up",
+    HALFWAY: "and a step cannot be made again once it has updated some of the weights",
     UPDATES: "and RAM has no room for more states",
 }
 
@@ -45,40 +45,43 @@ class OutOfRoom(CapExceeded):
 
 
 class Recovery:
-    """Makes room for a step. `number`: of the optimizer step that is being made, from 1; `measures`: what was done, as
-    checkpoints and the report have it."""
+    """Makes room for `step`. `number`: of the optimizer step at hand, from 1; `measures`: what was done, as checkpoints
+    and the report have it."""
 
     def __init__(
-        self, step: TrainingStep, store: Store, sizes: Sizes, say: Callable[[str], None],
+        self, step: TrainingStep, smaller_layouts: Sequence[Layout], say: Callable[[str], None],
         ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
     ):  # fmt: skip
-        """`ram_refuses(moving, moved)`: why RAM has no room for so many bytes of states more, which makes it `moved`
-        more than was planned; None where it has."""
+        """`ram_refuses(moving, moved)`: why RAM has no room for so many bytes of states more, `moved` more than
+        planned; None if it has."""
         self.number, self.measures = 0, []
-        self._step, self._store, self._sizes, self._say, self._ram_refuses = step, store, sizes, say, ram_refuses
+        self._step, self._say, self._ram_refuses = step, say, ram_refuses
         self._planned = step.layout
-        self._freed: set[Layout] = set()  # the layouts for which the cache was
+        self._blocks = sum(len(segment.blocks) for segment in step.segments)
+        # Only states can change their home while the run goes on.
+        homes = {"states_on_disk": step.layout.states_on_disk, "weights_on_gpu": step.layout.weights_on_gpu}
+        smaller = [layout for layout in smaller_layouts if layout == replace(layout, **homes)]
+        last = (smaller or [step.layout])[-1]
+        self._smaller = [*smaller, replace(last, kept=0, states_on_gpu=0)]
+        self._freed: set[Layout] = set()  # the layouts that were tried again without the cache
         step.make_room = self
 
     def __call__(self, where: str, reason: str) -> None:
-        """Makes room after an OutOfMemoryError; OutOfRoom where there is nothing to give up."""
-        if where == PART and not self._step.keeps_activations:
-            where = UPDATES  # as there, nothing but states can be given up
+        """Makes room after an OutOfMemoryError; OutOfRoom if there is nothing to give up."""
         said = f"step {self.number}: out of memory{_WHERE.get(where, '')} ({reason})"
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         now = self._step.layout
         just_now = bool(self.measures) and self.measures[-1]["step"] == self.number
-        if not just_now and now not in self._freed:
+        if where != HALFWAY and not just_now and now not in self._freed:
             self._freed.add(now)
             self._note(CACHE, now, reason)
-            self._say(f"{said}; what the allocator kept was freed, and it is tried again as it was")
+            self._say(f"{said}; the allocator's cache was freed, and it is tried again with the same layout")
             return
-        while (found := self._next(where)) is not None:
-            name, layout = found
+        for name, layout in self._less(where):
             try:
                 locked = self._step.change_layout(layout)
-            except torch.OutOfMemoryError:  # the staging ring had no room: more states have to go
+            except torch.OutOfMemoryError:  # no room for the slots of streamed states
                 if self._step.layout == now:
                     raise
                 continue
@@ -86,84 +89,100 @@ class Recovery:
             words = f"{said}; it is tried again, and training goes on, {self._in_words(name, now, layout)}"
             self._say(words if locked else f"{words}; page-locked memory was refused for them, so copies are slower")
             return
-        self.measures = [measure for measure in self.measures if measure["step"] < self.number]  # these did not do
-        mixed = self._step.halfway or where == UPDATES
+        self.measures = [measure for measure in self.measures if measure["step"] < self.number]  # these did not help
+        mixed = "some weights are new and some old by now, so they are not saved; "
         raise OutOfRoom(
-            f"{said}. That is out of GPU memory, {_NOTHING_LEFT[where]}; "
-            + ("some weights are new and some old by now, so they are not saved; " if mixed else "")
-            + "the same command goes on from the newest checkpoint"
+            f"{said}. That is out of GPU memory, {_NOTHING_LEFT[where]}; {mixed if where in (HALFWAY, UPDATES) else ''}"
+            "the same command goes on from the newest checkpoint"
         )
 
     def resume(self, measures: list[dict]) -> None:
-        """Goes on with the layout that `measures`, of a checkpoint, had come to. Where another was planned meanwhile,
-        under other caps, say, that is taken, but for the size of micro-batches, which the bits depend on."""
+        """Continues with the layout that `measures`, of a checkpoint, ended with. If the plan is another one now, under
+        other caps, say, that is taken, with no larger micro-batches, because the bits depend on these."""
         self.measures += measures
         if not measures:
             return
         last = measures[-1]
         if last.get("planned") == asdict(self._planned):
             layout = Layout(**last["layout"])
+            del self._smaller[: sum(measure["measure"] == LAYOUT for measure in measures)]
         else:
             layout = self._planned
             if last["micro_batch"] < layout.micro_batch:
-                layout = with_micro_batch(layout, last["micro_batch"], self._sizes)
+                layout = with_micro_batch(layout, last["micro_batch"], self._step.needs_all_gradients)
         if layout != self._planned:
             self._step.change_layout(layout)
             self._say(
                 f"memory ran out before, last in step {last['step']}, so this goes on with micro-batches of "
-                f"{layout.micro_batch}, {kept_in_words(layout, self._sizes.blocks)}, and the states "
-                f"of {layout.states_on_gpu} units on the device"
+                f"{layout.micro_batch}, {kept_in_words(layout, self._blocks)}, and the states of "
+                f"{layout.states_on_gpu} units on the device"
             )
 
-    def _next(self, where: str) -> tuple[str, Layout] | None:
-        refused = None
-        for name, layout in smaller_layouts(self._planned, self._step.layout, where, self._sizes):
-            if name == "states":
-                refused = self._refusal(layout.states_on_gpu)
-                if refused is not None:
-                    continue
-            if refused is not None:
-                self._say(f"{'other ' if name == 'states' else ''}states stay on the GPU: {refused}")
-            return name, layout
-        if refused is not None:
-            self._say(f"states stay on the GPU: {refused}")
-        return None
+    def _less(self, where: str) -> Iterator[tuple[str, Layout]]:
+        """What is given up, and the layout without it, in order."""
+        while where == STEP and self._smaller:
+            now, layout = self._step.layout, self._smaller.pop(0)
+            units = self._fewest_states(layout)
+            kept = layout.kept if units <= layout.states_on_gpu else min(layout.kept, now.kept)
+            layout = replace(layout, states_on_gpu=units, kept=kept, evaluation_rows=now.evaluation_rows)
+            if layout != now:
+                yield LAYOUT, layout
+        for layout in self._smaller if where in (UPDATES, EVALUATION) else ():
+            now, units = self._step.layout, self._fewest_states(layout)
+            if units < now.states_on_gpu:
+                yield STATES, replace(now, states_on_gpu=units)
+        now = self._step.layout
+        if where == STEP and now.micro_batch > 1:
+            yield MICRO_BATCH, with_micro_batch(now, _smaller_divisor(now.micro_batch), self._step.needs_all_gradients)
+        rows = min(now.evaluation_rows or now.micro_batch, now.micro_batch)
+        if where == EVALUATION and rows > 1:
+            yield EVALUATION_ROWS, replace(now, evaluation_rows=_smaller_divisor(rows))
 
-    def _refusal(self, states_on_gpu: int) -> str | None:
-        """Why RAM cannot take the states of the units from the `states_on_gpu`-th on."""
-        now = self._step.layout.states_on_gpu
-        return self._ram_refuses(
-            self._store.state_bytes(range(states_on_gpu, now)),
-            self._store.state_bytes(range(states_on_gpu, self._planned.states_on_gpu)),
-        )
+    def _fewest_states(self, layout: Layout) -> int:
+        """The units whose states stay on the GPU: those of `layout`, or more if RAM has no room."""
+        now, store = self._step.layout.states_on_gpu, self._step.store
+        for units in range(layout.states_on_gpu, now):
+            moving = store.state_bytes(range(units, now))
+            refused = self._ram_refuses(moving, store.state_bytes(range(units, self._planned.states_on_gpu)))
+            if refused is None:
+                return units
+        if layout.states_on_gpu < now:
+            self._say(f"states stay on the GPU: {refused}")
+        return now
 
     def _note(self, name: str, layout: Layout, reason: str) -> None:
-        self.measures.append(
-            {
-                "step": self.number,
-                "measure": name,
-                "reason": reason,
-                "micro_batch": layout.micro_batch,
-                "layout": asdict(layout),
-                "planned": asdict(self._planned),
-            }
-        )
+        what = {"step": self.number, "measure": name, "reason": reason, "micro_batch": layout.micro_batch}
+        self.measures.append(what | {"layout": asdict(layout), "planned": asdict(self._planned)})
 
     def _in_words(self, name: str, before: Layout, after: Layout) -> str:
-        return {
-            "kept": f"keeping less: {kept_in_words(after, self._sizes.blocks)}",
-            "groups": f"in groups of {after.group} instead of {before.group} micro-batches",
-            "segments": f"in segments of {after.segment_blocks} instead of {before.segment_blocks} blocks",
-            "states": f"with the states of {after.states_on_gpu} instead of {before.states_on_gpu} units on the GPU",
-            "micro_batch": f"with micro-batches of {after.micro_batch} instead of {before.micro_batch} and the same "
-            "batch, which changes roundings and dropout masks from here on",
-            "evaluation_rows": f"with micro-batches of {after.evaluation_rows} in evaluations, which may change the "
-            "last digits of their loss",
-        }[name]
+        if name == MICRO_BATCH:
+            sizes = f"with micro-batches of {after.micro_batch} instead of {before.micro_batch} and the same batch"
+            return f"{sizes}, which changes roundings and dropout masks from here on"
+        if name == EVALUATION_ROWS:
+            rows = f"with micro-batches of {after.evaluation_rows} in evaluations"
+            return f"{rows}, which may change the last digits of their loss"
+        groups = f"groups of {after.group} instead of {before.group} micro-batches, "
+        states = f"the states of {after.states_on_gpu} instead of {before.states_on_gpu} units on the GPU"
+        return (
+            f"with less: {groups if after.group != before.group else ''}{kept_in_words(after, self._blocks)}"
+            + (f", {states}" if after.states_on_gpu != before.states_on_gpu else "")
+        )  # fmt: skip
 
 
-def recovery_of(step: TrainingStep, store: Store, width: int, plan: Plan, say: Callable[[str], None]) -> Recovery:
-    """The recovery of a run as planned, of a model of that `width`, within its cap for RAM and what the machine has."""
+def with_micro_batch(layout: Layout, micro_batch: int, needs_all_gradients: bool) -> Layout:
+    """`layout` with micro-batches of that many sequences, a divisor of what it has. A group of several micro-batches,
+    or one that updates in backward, keeps its number of sequences; else it is a single micro-batch again."""
+    several = layout.group > 1 or layout.whole_batch or not needs_all_gradients
+    group = layout.group * (layout.micro_batch // micro_batch) if several else 1
+    return replace(layout, micro_batch=micro_batch, group=group)
+
+
+def _smaller_divisor(number: int) -> int:
+    return next(divisor for divisor in range(number - 1, 0, -1) if number % divisor == 0)
+
+
+def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> Recovery:
+    """The recovery of a run as planned, within its cap for RAM and what the machine has."""
 
     def ram_refuses(moving: int, moved: int) -> str | None:
         limit, free = plan.settings.ram_limit_bytes, ram_available_bytes()[0]
@@ -172,28 +191,12 @@ def recovery_of(step: TrainingStep, store: Store, width: int, plan: Plan, say: C
             return f"with them RAM would be at {format_size(needed)} of the {format_size(limit)} of --ram-limit"
         return f"they take {format_size(moving)} and {format_size(free)} of RAM are free" if moving > free else None
 
-    settings = plan.settings
-    bytes_per_number = 4 if settings.residual == "fp32" or plan.precision == "fp32" else 2
-    return Recovery(
-        step,
-        store,
-        Sizes(
-            blocks=plan.blocks,
-            batch=settings.batch,
-            row_bytes=settings.seq * width * bytes_per_number,
-            gradient_bytes=4 * store.parameter_count,
-            clips=settings.clip_norm is not None or plan.precision == "fp16",
-            slot_bytes=WEIGHT_SLOTS
-            * max((part.working.nbytes for part in store.parts if part.weights_streamed), default=0),
-        ),
-        say,
-        ram_refuses,
-    )
+    return Recovery(step, plan.smaller_layouts, say, ram_refuses)
 
 
 def with_pageable_copies(plan: Plan) -> Plan:
-    """`plan` with the time of a step predicted anew for states that are copied from pageable memory: the computation,
-    then the copies in and out at PAGEABLE_SHARE of the bus's speed, with no overlap."""
+    """`plan` with the time of a step with states in pageable memory: the computation, then the copies in and out at
+    PAGEABLE_SHARE of the bus's speed, with no overlap."""
     copying = 2 * plan.ram_breakdown["streamed_states"] / (plan.card.bus_bytes_per_second * PAGEABLE_SHARE)
     computing = plan.step_seconds - plan.waiting_seconds
     return replace(plan, step_seconds=computing + copying, waiting_seconds=copying)

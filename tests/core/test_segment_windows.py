@@ -204,12 +204,12 @@ def test_at_most_a_few_are_on_the_device():
     most = {"leaving": 0, "coming": 0}
 
     def watching(lane, pairs, *after):
-        window = step._boundaries._window
+        window = step.boundaries._window
         if lane is Lane.RAM_OUT:
             most["leaving"] = max(most["leaving"], len(window.sent))
         elif lane is Lane.BOUNDARIES_IN:
             assert not window.sent
-            most["coming"] = max(most["coming"], len(step._boundaries._coming) + 1)
+            most["coming"] = max(most["coming"], len(step.boundaries._coming) + 1)
         copy(lane, pairs, *after)
 
     copy, step.transfers.copy = step.transfers.copy, watching
@@ -221,12 +221,12 @@ def test_the_buffer_is_made_once_and_holds_a_group():
     step, _ = make_step(tiny_model("gpt2", 0.1, 0), group=2, segment_blocks=2, **BOUNDARIES)
     batches = make_batches(2)
     step(batches[0], 0, 1e-3)
-    buffer = step._boundaries._buffer
+    buffer = step.boundaries._buffer
     width = step._decoder.model.config.n_embd
     elements = 2 * 2 * batches[0].input_ids.shape[1] * width  # micro-batches x segments x a boundary's
     assert elements <= buffer.numel() <= elements + 4 * 256 and step.boundary_bytes == 4 * buffer.numel()
     step(batches[1], 1, 1e-3)
-    assert step._boundaries._buffer is buffer
+    assert step.boundaries._buffer is buffer
 
 
 def test_an_attempt_that_fails_leaves_no_boundary_in_flight():
@@ -244,10 +244,10 @@ def test_an_attempt_that_fails_leaves_no_boundary_in_flight():
     step.operations.segment_backward = fail
     with pytest.raises(KeyboardInterrupt):
         step(batch, 0, 1e-3)
-    assert step._boundaries._coming
+    assert step.boundaries._coming
     interrupted = step(batch, 0, 1e-3)
     fresh, _ = make_step(tiny_model("gpt2", 0.0, 0), group=2, segment_blocks=1, **BOUNDARIES)
-    assert interrupted == fresh(batch, 0, 1e-3) and not step._boundaries._coming
+    assert interrupted == fresh(batch, 0, 1e-3) and not step.boundaries._coming
 
 
 # --- gradients ---

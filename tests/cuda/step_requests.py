@@ -21,7 +21,7 @@ from lowmem import device as devices
 from lowmem.core.homes import DiskStates
 from lowmem.core.kernels import fused
 from lowmem.core.layout import Fate, Layout
-from lowmem.core.optimizers import OPTIMIZERS
+from lowmem.core.optimizers import OPTIMIZERS, Hyperparameters
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
 from lowmem.core.step import TrainingStep
@@ -74,7 +74,7 @@ def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
     on_disk = DiskStates(Path(tempfile.gettempdir())).tensor
     store = Store(decoder, device, case.dtype, case.optimizer, layout, disk_tensor=on_disk)
     step = TrainingStep(
-        decoder, store, case.optimizer, case.layout, clip_norm=case.clip_norm, weight_decay=0.01, seed=0,
+        decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=case.clip_norm, seed=0,
         loss_scale=LossScale(enabled=case.dtype is torch.float16),
     )  # fmt: skip
     full = batch_of_zeros(case, case.batch)

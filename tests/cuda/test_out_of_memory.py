@@ -20,7 +20,6 @@ from lowmem.core.kernels import fused
 from lowmem.core.step import STEP, TrainingStep
 from lowmem.device import collect_garbage
 from lowmem.run.recovery import OutOfRoom, Recovery
-from lowmem.run.smaller_layouts import Sizes
 
 CUDA = torch.device("cuda")
 TINY = replace(Shape.of(True, dropout=0.1), batch=4)
@@ -94,11 +93,9 @@ def training(shape: Shape, device: torch.device, case: dict) -> Iterator[tuple[T
     case = {"clip_norm": 0.1} | PLAIN | case
     step, store = shape.make_step(device=device, precision="bf16" if shape is TINY else "fp32", **case)
     store.page_lock()
-    row_bytes = shape.seq * shape.config.n_embd * 4
-    sizes = Sizes(shape.config.n_layer, shape.batch, row_bytes, 4 * store.parameter_count, "clip_norm" in case)
     said: list[str] = []
     try:
-        yield step, Recovery(step, store, sizes, said.append), said
+        yield step, Recovery(step, [], said.append), said
     finally:
         step.make_room = None
         del step, store

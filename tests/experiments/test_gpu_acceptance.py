@@ -488,8 +488,7 @@ def test_a_step_without_its_update_copies_nothing_changes_nothing_and_drops_its_
     for part in store.parts:
         part.working.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
     step = measured.TrainingStep(
-        decoder, store, case.optimizer, case.layout, clip_norm=1.0, weight_decay=0.0, seed=0,
-        loss_scale=measured.LossScale(False),
+        decoder, store, measured.Hyperparameters(), clip_norm=1.0, seed=0, loss_scale=measured.LossScale(False)
     )  # fmt: skip
     before = [part.working.clone() for part in store.parts]
     with overlap._update_left_out(step):

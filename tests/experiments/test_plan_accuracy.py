@@ -14,8 +14,9 @@ from experiments.plan_accuracy import promise, promise_ram, table
 from experiments.plan_accuracy.cases import CARDS, CASES, NO_CAP, PROMISED, PROMISED_RAM, TIGHT
 from lowmem.cudasim.gpus import CARDS as ALL_CARDS
 from lowmem.models.build import make_decoder
-from lowmem.planning import alternatives, caps, gpu_plan
-from lowmem.planning.search import MemoryLimits
+from lowmem.planning import caps, fastest
+from lowmem.planning.choices import step_case, ways
+from lowmem.planning.search import Room
 from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.run.cli import parse_arguments
@@ -100,7 +101,7 @@ def simulations():
     config = GPT2Config(n_layer=6, n_embd=64, n_head=2, vocab_size=1000, n_positions=32)
     decoder = partial(make_decoder, config, "bf16", TINY.residual, True)
     target = gpu_target(ALL_CARDS["rtx3060"], fused_kernels=True)
-    return Simulations(decoder, alternatives.step_case(TINY, "bf16"), target)
+    return Simulations(decoder, step_case(TINY, "bf16"), target)
 
 
 def test_the_cells_are_of_all_kinds():
@@ -120,21 +121,21 @@ def test_the_cells_are_of_all_kinds():
 def test_the_cap_that_is_named_is_planned_and_the_one_below_is_not(simulations):
     named, refused = promise.caps(QUICK, simulations)
     assert named % MIB == 0 and refused == named - MIB
-    rooms = [MemoryLimits(caps.room_under(cap), None) for cap in (named, refused)]
-    planned, not_planned = (gpu_plan.fastest_layout(QUICK, simulations, room) for room in rooms)
+    rooms = [Room(caps.room_under(cap), None) for cap in (named, refused)]
+    planned, not_planned = (fastest.fastest_layout(ways(QUICK, simulations), simulations, room) for room in rooms)
     assert planned is not None and not_planned is None
 
 
 def test_a_named_cap_that_is_not_the_smallest_is_found_out(simulations, monkeypatch):
     named, refused = promise.caps(QUICK, simulations)
-    least = gpu_plan.least_room(QUICK, simulations, MemoryLimits(0, None))
-    monkeypatch.setattr(gpu_plan, "least_room", lambda *arguments: MemoryLimits(least.gpu + 5 * MIB, 0))
+    least = fastest.smallest_room(ways(QUICK, simulations), simulations, Room(0, None))
+    monkeypatch.setattr(fastest, "smallest_room", lambda *arguments: Room(least.gpu + 5 * MIB, 0))
     assert promise.caps(QUICK, simulations) == (named + 5 * MIB, refused)
 
 
 def test_every_frugal_layout_that_its_tensors_do_not_rule_out_is_run(simulations):
     """Segments of other lengths than a plan's, too."""
-    layouts = gpu_plan.frugal_layouts(TINY, simulations)
+    layouts = fastest.frugal_layouts(ways(TINY, simulations), simulations)
     sizes = sorted(simulations.allocated_bytes(layout) for layout in layouts)
     (only,) = promise.most_frugal(TINY, simulations, 0)
     assert simulations.allocated_bytes(only) <= sizes[0]

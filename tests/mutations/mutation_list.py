@@ -120,8 +120,8 @@ MUTATIONS = (
     Mutation(
         "core/parameters.py",
         "biases and norms decay",
-        "self.decay = self.part.streamed, self.part.is_matrices",
-        "self.decay = self.part.streamed, True",
+        "self.streamed, self.decay = self.part.streamed, self.part.is_matrices",
+        "self.streamed, self.decay = self.part.streamed, True",
         tests=(STORE, LIKE_TRANSFORMERS),
     ),
     Mutation(
@@ -163,8 +163,8 @@ MUTATIONS = (
     Mutation(
         "core/step.py",
         "gradients are not divided by the trained tokens",
-        "self.loss_scale.scale / tokens, groups)",
-        "self.loss_scale.scale, groups)",
+        "step, self.loss_scale.scale / tokens)",
+        "step, self.loss_scale.scale)",
         tests=(LIKE_TRANSFORMERS,),
     ),
     Mutation(

@@ -8,7 +8,7 @@ from transformers import GPT2Config
 
 from lowmem.cudasim.gpus import CARDS
 from lowmem.models.build import make_decoder
-from lowmem.planning.alternatives import step_case
+from lowmem.planning.choices import step_case
 from lowmem.planning.planner import make_plan, timed_with
 from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations

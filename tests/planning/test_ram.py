@@ -20,19 +20,19 @@ def totals(ram: dict[str, dict[str, int]]) -> dict[str, int]:
 
 
 def test_where_all_states_are_on_the_gpu_loading_random_weights_takes_the_most():
-    ram = on_a_gpu(GIB, 0, 300 * MIB, ADAMW, torch.bfloat16)
+    ram = on_a_gpu(GIB, {"streamed_states": 0}, 300 * MIB, ADAMW, torch.bfloat16)
     assert largest(ram) is ram["load"] and totals(ram)["load"] == GIB + 300 * MIB + RUNS_BYTES
     assert totals(ram)["save"] == GIB + CHUNK_BYTES and totals(ram)["train"] == GIB
 
 
 def test_streamed_moments_leave_loading_their_room_until_they_are_page_locked():
     """4 of 5 bytes: they are zeros until then. The largest phase is the last, whose runs come on top."""
-    ram = on_a_gpu(GIB, 10 * GIB, 300 * MIB, ADAMW, torch.bfloat16)
+    ram = on_a_gpu(GIB, {"streamed_states": 10 * GIB}, 300 * MIB, ADAMW, torch.bfloat16)
     assert totals(ram) == {
         "load": 11 * GIB, "evaluate": 11 * GIB, "train": 11 * GIB, "save": 11 * GIB + CHUNK_BYTES,
         "export": 11 * GIB + RUNS_BYTES,
     }  # fmt: skip
-    small = on_a_gpu(GIB, 100 * MIB, 300 * MIB, ADAMW, torch.bfloat16)
+    small = on_a_gpu(GIB, {"streamed_states": 100 * MIB}, 300 * MIB, ADAMW, torch.bfloat16)
     assert totals(small)["load"] == GIB + 100 * MIB + 300 * MIB + RUNS_BYTES - 80 * MIB
 
 

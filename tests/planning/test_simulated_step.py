@@ -17,7 +17,7 @@ from lowmem.core.encoder_decoder import take_apart
 from lowmem.core.kernels import fused
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.layout import Fate, Layout
-from lowmem.core.optimizers import OPTIMIZERS
+from lowmem.core.optimizers import OPTIMIZERS, Hyperparameters
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.step import TrainingStep
@@ -81,7 +81,7 @@ def really_allocated(config, case: StepCase) -> int:
         decoder = decoder_of(config)
         store = Store(decoder, CPU, case.dtype, case.optimizer, case.layout)
         step = TrainingStep(
-            decoder, store, case.optimizer, case.layout, clip_norm=1.0, weight_decay=0.01, seed=0,
+            decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=1.0, seed=0,
             loss_scale=LossScale(enabled=False),
         )  # fmt: skip
         batch = batch_of_zeros(case, case.batch)

@@ -26,7 +26,7 @@ def main() -> int:
         "--keep", metavar="DIR", help="a folder for what the runs write, instead of one that is removed"
     )
     options = parser.parse_args()
-    os.environ |= {"LOWMEM_PLANS": "off", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
     import torch
 

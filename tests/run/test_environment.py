@@ -28,7 +28,7 @@ CONTAINER = {  # no home, no folder for caches, no locale, no name of the user
     },
     **{"TORCH_HOME": "/proc/nope", "TRITON_CACHE_DIR": "/proc/nope", "HF_DATASETS_CACHE": "/proc/nope", "USER": ""},
     **{"LC_ALL": "xx_YY", "LANG": "tr_TR", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "TZ": "garbage"},
-    **{"HTTPS_PROXY": "garbage", "REQUESTS_CA_BUNDLE": "/nope", "SSL_CERT_FILE": "/nope", "LOWMEM_PLANS": "/proc/nope"},
+    **{"HTTPS_PROXY": "garbage", "REQUESTS_CA_BUNDLE": "/nope", "SSL_CERT_FILE": "/nope"},
 }
 SWITCHES = {  # of packages, as people set them in their shells
     **{
@@ -59,7 +59,7 @@ def test_the_environment_changes_nothing(text, finished, tmp_path, environment, 
     opened = {name: open(path, "w") if isinstance(path, str) else path for name, path in streams.items()}  # noqa: SIM115
     quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     run = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"LOWMEM_PLANS": "off"} | environment, check=False, **quiet | opened
+        command, cwd=tmp_path, env=os.environ | environment, check=False, **quiet | opened
     )  # fmt: skip
     assert run.returncode == 0, run
     assert b"Traceback" not in (run.stderr or b"")

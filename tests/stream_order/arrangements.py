@@ -36,7 +36,6 @@ from lowmem.core.homes import host_tensor
 from lowmem.core.parameters import Store
 from lowmem.core.step import StepResult, TrainingStep
 from lowmem.run.recovery import Recovery
-from lowmem.run.smaller_layouts import Sizes
 from tests.stream_order import kernels as plain_kernels
 from tests.stream_order.checker import Trace
 from tests.stream_order.recorder import Recorder
@@ -124,9 +123,7 @@ def run(
     case = PLAIN | arrangement.case
     step, store = _prepare(case, device, arrangement.kernels, host_tensor=host_tensor, disk_tensor=disk_tensor)
     store.page_lock()
-    config = SHAPE.config
-    sizes = Sizes(config.n_layer, SHAPE.batch, SHAPE.seq * config.n_embd * 4, 0, case.get("clip_norm", 0.1) is not None)
-    recovery = Recovery(step, store, sizes, lambda said: None)
+    recovery = Recovery(step, [], lambda said: None)
 
     def one_step(index: int, batch: Batch) -> StepResult:
         recovery.number = index

@@ -73,7 +73,7 @@ BEGIN = """\
         self._wait_for_gradients()
 """
 DOWNWARDS = """\
-        if self.downwards:  # their gradients came to be since the pass was begun
+        if self.downwards:  # their gradients are newer than `begin`
             self._wait_for_gradients()
 """
 HOLD = "            self._transfers.wait(Lane.COMPUTE, self._updated)\n"

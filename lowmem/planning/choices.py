@@ -1,0 +1,143 @@
+"""The settings leave layouts open: this file lists them, home by home, in the order in which the search tries them.
+
+Working weights and saved block inputs are on the GPU or in RAM, optimizer states on the GPU, in RAM or on a disk.
+Gradients that wait for the norm are held on the GPU, sent to RAM, or dropped and computed a second time.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from lowmem.core.layout import Fate, Layout
+from lowmem.core.optimizers import OPTIMIZERS
+from lowmem.core.precision import WORKING_DTYPES
+from lowmem.planning.simulated_step import StepCase
+from lowmem.planning.simulations import Simulations
+from lowmem.settings import Settings
+
+FEW_SEQUENCES = 4  # the largest micro-batch with gradients sent or dropped: more would not fit next to the inputs
+FEW_MICRO_BATCHES = 16  # in a group that holds its gradients: more save more inputs than that is worth
+SEGMENTS, SEGMENTS_OF_A_BATCH = (1, 2, 3, 4), (1, 2, 4, 6, 8)  # blocks; the second if a whole batch's inputs are saved
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Layouts with the same homes of numbers and the same fate of gradients.
+
+    `base` has the homes and the fate. The lists have what is left to choose, in ascending order. `on_gpu` counts the
+    units with optimizer states on the GPU or, if working weights are in RAM, with weights there. `groups` None allows
+    any size. `whole_batch`: the whole batch must be one group. `disk`: minimum number of units with states on a disk.
+    """
+
+    base: Layout
+    micro_batches: Sequence[int]
+    groups: Sequence[int] | None
+    segments: Sequence[int]
+    kept: Sequence[int]
+    on_gpu: Sequence[int]
+    whole_batch: bool = False
+    disk: int = 0
+
+    def groups_of(self, batch: int, micro_batch: int) -> list[int]:
+        """Group sizes to try: 1, about twice as many each time, less than the whole batch; or that alone."""
+        count = batch // micro_batch
+        if self.groups is not None:
+            return [size for size in self.groups if size == count or not self.whole_batch and count % size == 0]
+        if self.whole_batch or count == 1:
+            return [count]
+        sizes = [1]
+        while larger := [size for size in range(2 * sizes[-1], count) if count % size == 0]:
+            sizes.append(larger[0])
+        return sizes
+
+    def layout(self, micro_batch: int, group: int, segment: int, kept: int, on_gpu: int) -> Layout:
+        where = "states_on_gpu" if self.base.weights_on_gpu is None else "weights_on_gpu"
+        return replace(
+            self.base, micro_batch=micro_batch, group=group, segment_blocks=segment, kept=kept, **{where: on_gpu}
+        )
+
+
+def step_case(settings: Settings, precision: str) -> StepCase:
+    """The step of these settings, in some layout."""
+    return StepCase(
+        settings.seq, settings.batch, Layout(settings.micro_batch or 1), WORKING_DTYPES[precision],
+        OPTIMIZERS[settings.optimizer], settings.clip_norm, settings.masks_documents,
+        target_tokens=settings.target_tokens,
+    )  # fmt: skip
+
+
+def ways(settings: Settings, simulations: Simulations) -> list[list[Choices]]:
+    """Lists to try one after the other: everything on the GPU; working weights in RAM; block inputs in RAM; both; then
+    the same with states on a disk. A list has one entry for each fate of gradients."""
+    in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
+    keeps_everything = settings.recompute == "off"
+    weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
+    inputs = (False,) if keeps_everything else in_ram[settings.boundaries]
+    disk = (0,) if settings.states_folder is None else (0, 1)
+    disk = (simulations.units,) if settings.states == "disk" else disk
+    homes = (_placed(settings, simulations, *home) for home in product(disk, inputs, weights))
+    fates = (list(_fates(settings, choices, simulations.base.needs_all_gradients)) for choices in homes)
+    return [choices for choices in fates if choices]
+
+
+def _placed(
+    settings: Settings, simulations: Simulations, disk: int, inputs_in_ram: bool, weights_in_ram: bool
+) -> Choices:
+    choices = replace(everything_on_gpu(settings, simulations), disk=disk)
+    base = Layout(1, boundaries_in_ram=inputs_in_ram, weights_on_gpu=1 if weights_in_ram else None)
+    kept = choices.kept
+    if weights_in_ram:
+        kept = tuple(each for each in kept if each <= simulations.blocks)
+        choices = replace(choices, on_gpu=range(1, simulations.units - 1))
+    if inputs_in_ram:  # what blocks keep on the GPU would be more than their inputs
+        kept = kept[:1]
+    return replace(choices, base=base, kept=kept)
+
+
+def everything_on_gpu(settings: Settings, simulations: Simulations) -> Choices:
+    """All that the settings leave open with weights and gradients on the GPU."""
+    units, blocks = simulations.units, simulations.blocks
+    micro_batches = [size for size in range(1, settings.batch + 1) if settings.batch % size == 0]
+    if settings.micro_batch is not None:
+        micro_batches = [settings.micro_batch]
+    if settings.group is not None:
+        micro_batches = [size for size in micro_batches if (settings.batch // size) % settings.group == 0]
+    return Choices(
+        Layout(1),
+        tuple(micro_batches),
+        groups=None if settings.group is None else (settings.group,),
+        segments=SEGMENTS if settings.segment_blocks is None else (settings.segment_blocks,),
+        kept={"auto": range(2 * blocks + 1), "on": (0,), "products": (blocks,), "off": (2 * blocks,)}[
+            settings.recompute
+        ],
+        on_gpu={"auto": range(units + 1), "resident": (units,)}.get(settings.states, (0,)),
+    )
+
+
+def _fates(settings: Settings, choices: Choices, needs_all: bool) -> Iterator[Choices]:
+    """The choices with gradients held, held by the whole batch as one group, sent and dropped, as far as the settings
+    allow it. If no update waits for the norm, one group updates during backward, and the last two are of no use."""
+    inputs_in_ram = choices.base.boundaries_in_ram
+    held = not (needs_all and (inputs_in_ram or settings.gradients == "streamed"))
+    if held and not inputs_in_ram:
+        yield choices
+    segments = SEGMENTS_OF_A_BATCH if settings.segment_blocks is None else choices.segments
+    whole = replace(choices, segments=segments, whole_batch=True)
+    possible = tuple(size for size in choices.micro_batches if whole.groups_of(settings.batch, size))
+    whole = replace(whole, micro_batches=possible)
+    if not whole.micro_batches:
+        return
+    if held:
+        most = FEW_MICRO_BATCHES if needs_all else settings.batch
+        held_sizes = tuple(size for size in possible if settings.batch // size <= most)
+        yield replace(whole, micro_batches=held_sizes)
+    if not needs_all:
+        return
+    smallest, *larger = whole.micro_batches
+    whole = replace(whole, micro_batches=(smallest, *(size for size in larger if size <= FEW_SEQUENCES)))
+    if settings.gradients != "resident" and settings.states != "resident":
+        sent = replace(whole.base, fate=Fate.SENT)
+        on_gpu = choices.on_gpu if sent.weights_on_gpu is not None else (0,)
+        yield replace(whole, base=sent, on_gpu=on_gpu)
+    if settings.gradients != "streamed":
+        yield replace(whole, base=replace(whole.base, fate=Fate.DROPPED))

@@ -1,0 +1,150 @@
+"""The fastest layout that the allocator can run in a room, over all homes of numbers; or the smallest room.
+
+The search counts allocated bytes. The allocator may need more, so the layout that was found is run; if it runs out of
+memory, the search is repeated without it. If nothing is found, the layouts that take least are run. They are the same
+ones that the smallest room was computed from, so caps that were named are planned.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lowmem.core.layout import Fate, Layout
+from lowmem.planning.choices import Choices
+from lowmem.planning.columns import Columns
+from lowmem.planning.search import Found, Room, Search, faster, within
+from lowmem.planning.simulations import Simulations
+
+Ways = Sequence[Sequence[Choices]]  # choices.ways: lists to try one after the other
+
+
+def fastest_layout(ways: Ways, simulations: Simulations, room: Room) -> Found | None:
+    """The fastest layout of all ways; None if nothing fits."""
+    search = Search(Columns(simulations), room)
+    while (found := _fastest(ways, search)) is not None:
+        if simulations.fits(found.layout, room.gpu):
+            return found
+        search = replace(search, failed=(*search.failed, replace(found, kept=_too_much(simulations, found, room))))
+    fitting = [
+        found
+        for found in _frugal(ways, simulations, room)
+        if within(found.recording.streamed_bytes, room.ram) and simulations.fits(found.layout, room.gpu)
+    ]
+    return min(fitting, key=lambda found: found.seconds, default=None)
+
+
+def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
+    """The smallest `kept` that fails, given one that does. One less is the first try; bisection is the rest."""
+    runs, fails = -1, found.kept
+    tried = fails - 1
+    while fails - runs > 1:
+        if simulations.fits(found.column.layout(tried, found.on_gpu), room.gpu):
+            runs = tried
+        else:
+            fails = tried
+        tried = (runs + fails) // 2
+    return fails
+
+
+def _fastest(ways: Ways, search: Search) -> Found | None:
+    """By allocated bytes. It ends with the first way that holds weights and gradients on the GPU. A disk is used only
+    if nothing fits without one, or nothing but what runs forward and backward twice."""
+    best: Found | None = None
+    for fates in ways:
+        if fates[0].disk and best is not None and best.layout.fate is not Fate.DROPPED:
+            break
+        for choices in fates:
+            if not choices.disk:
+                best = search.fastest(choices, best)
+                continue
+            best = faster(best, _fastest_with_disk(choices, search, best))
+        if best is not None and best.layout.fate is Fate.HELD and best.layout.weights_on_gpu is None:
+            break
+    return best
+
+
+def _fastest_with_disk(choices: Choices, search: Search, best: Found | None) -> Found | None:
+    """The fastest of the choices, with states on a disk, if it is faster than `best`. The disk's speed has no part in
+    it: all that stream as much wait for it as long. If RAM has no room for the inputs of its segments, it may have for
+    those of longer ones."""
+    while choices.segments:
+        found = replace(search, room=replace(search.room, ram=None)).fastest(choices, best)
+        if found is None or found is best:
+            return None
+        on_disk = _with_states_on_disk(search.columns.simulations, found, search.room)
+        if on_disk is not None:
+            return on_disk
+        longer = tuple(each for each in choices.segments if each > found.layout.segment_blocks)
+        choices = replace(choices, segments=longer)
+    return None
+
+
+def _with_states_on_disk(simulations: Simulations, found: Found, room: Room) -> Found | None:
+    """The same with the states of as few units on a disk as possible; None if RAM has no room for the rest."""
+
+    def on_disk(units: int) -> Found:
+        layout = replace(found.layout, states_on_disk=units)
+        return replace(found, layout=layout, recording=simulations.record(layout))
+
+    units = range(found.column.choices.disk, simulations.units + 1)
+    place = bisect_left(units, True, key=lambda units: within(on_disk(units).recording.streamed_bytes, room.ram))
+    return None if place == len(units) else on_disk(units[place])
+
+
+def smallest_room(ways: Ways, simulations: Simulations, room: Room) -> Room:
+    """The smallest caps that would do if nothing fits: for RAM if only RAM is short, else for the GPU, with as much
+    streamed as RAM has room for."""
+    frugal = _frugal(ways, simulations, room)
+    for found in sorted(frugal, key=lambda found: found.recording.streamed_bytes):
+        # Weights in RAM are no help if RAM is short.
+        if found.layout.weights_on_gpu is None and simulations.fits(found.layout, room.gpu):
+            return Room(room.gpu, found.recording.streamed_bytes)
+    in_ram = [found for found in frugal if within(found.recording.streamed_bytes, room.ram)]
+    smallest: Room | None = None
+    for found in sorted(in_ram or frugal, key=lambda found: simulations.allocated_bytes(found.layout)):
+        if smallest is not None and simulations.allocated_bytes(found.layout) >= smallest.gpu:
+            break
+        cap = simulations.smallest_cap_bytes(found.layout)
+        if smallest is None or cap < smallest.gpu:
+            smallest = Room(cap, found.recording.streamed_bytes)
+    return smallest
+
+
+def frugal_layouts(ways: Ways, simulations: Simulations) -> list[Layout]:
+    """Layouts without a limit for RAM, one of which takes least of the GPU."""
+    return [found.layout for found in _frugal(ways, simulations, Room(None, None))]
+
+
+def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
+    """Layouts that keep nothing, with the smallest micro-batch and the smallest group: in each column those with the
+    fewest units on the GPU that RAM allows, with the most that the GPU allows, and with all."""
+    found, columns = [], Columns(simulations)
+    every = [choices for fates in ways for choices in fates]
+    dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
+    for choices in every:
+        if choices.base.fate is Fate.SENT and dropped:
+            continue  # computing gradients twice takes less of everything but time
+        ram = None if choices.disk else room.ram
+        for segment in choices.segments:
+            column = replace(columns.frugal(choices), segment=segment)
+            places, fitting = (Search(columns, each).places(column) for each in (Room(None, ram), Room(room.gpu, None)))
+            for place in sorted({*places[:1], *fitting[-1:], len(choices.on_gpu) - 1}):
+                layout = column.layout(0, place)
+                if choices.disk:
+                    layout = replace(layout, states_on_disk=simulations.units)
+                found.append(Found(layout, simulations.record(layout), column))
+    return found
+
+
+def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:
+    """Layouts for a run to go on with if memory runs out, the largest first. They have the micro-batch and homes of
+    `found`, no more units on the GPU, and allocate at most these shares of its bytes. A share that nothing fits gives
+    no layout."""
+    choices = found.column.choices
+    units = found.layout.states_on_gpu if found.layout.weights_on_gpu is None else found.layout.weights_on_gpu
+    base = replace(choices.base, states_on_disk=found.layout.states_on_disk)
+    fixed = replace(choices, base=base, micro_batches=(found.layout.micro_batch,))
+    fixed = replace(fixed, on_gpu=tuple(each for each in choices.on_gpu if each <= units))
+    columns, allocated = Columns(simulations), simulations.allocated_bytes(found.layout)
+    smaller = (Search(columns, Room(int(share * allocated), room.ram)).fastest(fixed) for share in shares)
+    return list(dict.fromkeys(each.layout for each in smaller if each is not None and each.layout != found.layout))
