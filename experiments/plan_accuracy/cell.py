@@ -27,8 +27,8 @@ from lowmem.device import ALLOCATOR_VARIABLES, set_environment
 from lowmem.errors import PlanError
 from lowmem.models.build import load_config
 from lowmem.planning import gpu_plan
-from lowmem.planning.caps import smallest_cap
-from lowmem.planning.choices import Choices, ways
+from lowmem.planning.caps import margins, smallest_cap
+from lowmem.planning.choices import Choices, step_case, ways
 from lowmem.planning.planner import make_plan
 from lowmem.planning.target import planning_target
 from lowmem.run.cli import parse_arguments
@@ -124,16 +124,18 @@ def _tight_cap(arguments: list[str]) -> int:
     """A cap between what is allocated and what is reserved without one, under which there is a plan."""
     settings = parse_arguments([*arguments, "--gpu-limit", "none"], Settings())
     config = load_config(settings.model, settings.init)
-    free = make_plan(settings, config, *planning_target(settings))
+    target = planning_target(settings)
+    free = make_plan(settings, config, *target)
+    left_free = margins(step_case(settings, target[1]).needs_all_gradients)
     allocated, reserved = free.gpu_allocated_peak_bytes, free.gpu_reserved_peak_bytes
     for share in (0.5, 1.0):
-        cap = smallest_cap(int(allocated + share * (reserved - allocated)))
+        cap = smallest_cap(int(allocated + share * (reserved - allocated)), left_free)
         try:
-            make_plan(replace(settings, gpu_limit_bytes=cap), config, *planning_target(settings))
+            make_plan(replace(settings, gpu_limit_bytes=cap), config, *target)
         except PlanError:
             continue
         return cap
-    return smallest_cap(reserved + LARGE_SEGMENT)
+    return smallest_cap(reserved + LARGE_SEGMENT, left_free)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from lowmem.core.layout import Layout
 from lowmem.limits import OVERSHOOT_BYTES
 from lowmem.models.build import make_decoder
 from lowmem.planning import fastest
-from lowmem.planning.caps import room_under, smallest_cap
+from lowmem.planning.caps import margins, room_under, smallest_cap
 from lowmem.planning.choices import step_case, ways
 from lowmem.planning.search import Room
 from lowmem.planning.simulated_step import StepCase, gpu_target
@@ -71,19 +71,20 @@ def settings_of(case: Case) -> Settings:
 def caps(settings: Settings, simulations: Simulations) -> tuple[int, int]:
     """The smallest cap that is named, and the largest that is refused, in whole MiB; bytes. They may differ by more
     than a MiB: a layout's smallest cap is searched to a few thousandths (simulations.py)."""
-    smallest = _in_mib(fastest.smallest_room(ways(settings, simulations), simulations, Room(0, None)).gpu)
+    free = margins(simulations.base.needs_all_gradients)
+    smallest = _in_mib(fastest.smallest_room(ways(settings, simulations), simulations, Room(0, None)).gpu, free)
     refused = smallest - MIB
     while True:
-        found = fastest.fastest_layout(ways(settings, simulations), simulations, Room(room_under(refused), None))
+        found = fastest.fastest_layout(ways(settings, simulations), simulations, Room(room_under(refused, free), None))
         if found is None:
             return smallest, refused
         least = simulations.smallest_cap_bytes(found.layout)
-        refused = min(refused, _in_mib(least)) - MIB
+        refused = min(refused, _in_mib(least, free)) - MIB
 
 
-def _in_mib(room_bytes: int) -> int:
-    """The smallest cap with so much room, as a refusal names it."""
-    return math.ceil(smallest_cap(room_bytes) / MIB) * MIB
+def _in_mib(room_bytes: int, free: int) -> int:
+    """The smallest cap with so much room and `free` margins, as a refusal names it."""
+    return math.ceil(smallest_cap(room_bytes, free) / MIB) * MIB
 
 
 def most_frugal(settings: Settings, simulations: Simulations, limit_bytes: int) -> list[Layout]:
@@ -109,11 +110,12 @@ def run_cell(case: Case, device: torch.device) -> dict:
     simulations = Simulations(decoder, step_case(settings, precision), target)
     run = partial(_reserved_bytes, decoder, settings, device)
     smallest, refused = caps(settings, simulations)
-    planned = fastest.fastest_layout(ways(settings, simulations), simulations, Room(room_under(smallest), None))
+    free = margins(simulations.base.needs_all_gradients)
+    planned = fastest.fastest_layout(ways(settings, simulations), simulations, Room(room_under(smallest, free), None))
     if planned is None:
         return {"ok": False, "named_bytes": smallest, "completes": False, "why": "no plan under the cap that is named"}
     reserved = run(simulations.case(planned.layout), smallest)
-    tried_bytes = int(room_under(refused) * LESS)
+    tried_bytes = int(room_under(refused, free) * LESS)
     frugal = most_frugal(settings, simulations, tried_bytes)
     cases = [simulations.case(layout) for layout in frugal]
     # the margin has what segments that grow may map beyond the allocator's own cap, which is not taken off twice

@@ -13,7 +13,7 @@ from lowmem.cudasim.gpus import Card
 from lowmem.cudasim.tape import Memory
 from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES
-from lowmem.planning.caps import refusal, room_under, smallest_cap, what
+from lowmem.planning.caps import margins, refusal, room_under, smallest_cap, what
 from lowmem.planning.choices import everything_on_gpu, step_case, ways
 from lowmem.planning.columns import Columns
 from lowmem.planning.fastest import fastest_layout, smaller_layouts, smallest_room
@@ -51,8 +51,8 @@ class _Case:
     process_bytes: int
 
     def room(self, ram_limit: int | None) -> Room:
-        gpu = None if self.gpu_limit is None else room_under(self.gpu_limit)
         base = self.simulations.base
+        gpu = None if self.gpu_limit is None else room_under(self.gpu_limit, margins(base.needs_all_gradients))
         if ram_limit is not None:
             ram_limit = most_streamed(ram_limit, self.process_bytes, self.drawn_bytes, base.optimizer, base.dtype)
         return Room(gpu, ram_limit)
@@ -85,7 +85,8 @@ class _Case:
         free = self.simulations.run(layout, None)
         if self.gpu_limit is None or free.reserved_peak_bytes <= self.gpu_limit - OVERSHOOT_BYTES:
             return free  # the cap changes nothing
-        caps = self.gpu_limit - OVERSHOOT_BYTES, room_under(self.gpu_limit)
+        room = room_under(self.gpu_limit, margins(self.simulations.base.needs_all_gradients))
+        caps = self.gpu_limit - OVERSHOOT_BYTES, room
         under_caps = (self.simulations.run(layout, cap) for cap in caps)  # holes may make the wider one fail
         found = next(filter(None, under_caps), None)
         return found or self.simulations.run(layout, self.simulations.smallest_cap_bytes(layout))
@@ -155,12 +156,13 @@ def _refusal(case: _Case, room: Room, card_limit: int | None, decoder, target: T
     in_ram = {"streamed_states": smallest.ram}
     ram = sum(largest(on_a_gpu(case.process_bytes, in_ram, case.drawn_bytes, base.optimizer, base.dtype)).values())
     ram += PROCESS_VARIES_BYTES if measured else 0
-    if card_limit is not None and smallest_cap(smallest.gpu) > card_limit:
+    gpu_cap = smallest_cap(smallest.gpu, margins(base.needs_all_gradients))
+    if card_limit is not None and gpu_cap > card_limit:
         return (
             f"{case.card.name} has {format_size(card_limit)} usable; {what(settings)} needs "
-            f"{format_size(smallest_cap(smallest.gpu))}, even with {format_size(ram)} of RAM: no plan for this card."
+            f"{format_size(gpu_cap)}, even with {format_size(ram)} of RAM: no plan for this card."
         )
-    sentence = refusal(settings, case.gpu_limit, smallest.gpu, ram)
+    sentence = refusal(settings, case.gpu_limit, gpu_cap, ram)
     if room.ram is not None and smallest.gpu == room.gpu and settings.optimizer == "adamw":  # only RAM is short
         smaller = replace(base, optimizer=OPTIMIZERS["adamw8bit"])
         with_8_bit = Simulations(partial(decoder, fused_kernels=target.fused_kernels), smaller, target)

@@ -146,7 +146,7 @@ def test_every_frugal_layout_that_its_tensors_do_not_rule_out_is_run(simulations
 
 
 def test_the_smallest_cap_of_ram_is_read_from_the_sentence_that_names_it():
-    sentence = caps.refusal(TINY, 100 * MIB, 90 * MIB, 1234 * MIB)
+    sentence = caps.refusal(TINY, 100 * MIB, caps.smallest_cap(90 * MIB), 1234 * MIB)
     assert promise_ram.cap_named(f"train.py: {sentence}") == 1234 * MIB
     assert promise_ram.cap_named("train.py: out of memory") is None
 
