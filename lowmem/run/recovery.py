@@ -1,17 +1,17 @@
-"""What a run does where the machine gives less than was planned.
+"""Recovery from less memory than was planned.
 
-**Out of memory on the GPU**: another process took it, it is in pieces, or the plan was wrong. The work is done again
-(core/step.py says what of it), with less and less in its way:
+GPU memory can run out because another process took it, because it is fragmented, or because the plan was wrong. The
+work is then done again (core/step.py says which part of it) with the first of these measures that helps:
 
-    1. what the allocator keeps for later is freed, and everything stays as it was, once for each layout;
-    2. a smaller layout, one after the other (smaller_layouts.py). No bit of the result depends on which;
-    3. smaller micro-batches, which is said, for it changes the bits: from that step on the run is one that had them.
+    1. the allocator's unused memory is freed, and the layout stays; once for each layout
+    2. a smaller layout (smaller_layouts.py), which changes no bit of the result
+    3. smaller micro-batches, which change the bits from that step on
 
-An evaluation gets smaller micro-batches of its own: they change the last digits of its loss, and nothing of training.
-Each measure is said, and noted in the checkpoints, so that a run that goes on begins where this one had come to. When
-nothing is left the run ends with exit code 4; what it had come to is saved first, unless updates are half made.
+An evaluation gets smaller micro-batches of its own, which change the last digits of its loss, and no bit of training.
+The run says each measure, and checkpoints store it, so a resumed run starts with the same layout. If no measure is
+left, the run saves its last whole state and ends with exit code 4. A state with half of its updates is not saved.
 
-**Page-locked memory refused**: states are copied from pageable memory, slower and without overlap.
+If the system refuses to page-lock memory, states are copied from pageable memory, slower and without overlap.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from lowmem.planning.plan import Plan, kept_in_words
 from lowmem.run.smaller_layouts import Sizes, smaller_layouts, with_micro_batch
 from lowmem.units import format_size
 
-PAGEABLE_SHARE = 0.5  # of the bus's speed that copies from pageable memory reach; assumed
+PAGEABLE_SHARE = 0.5  # of the bus's speed, for copies from pageable memory; assumed
 CACHE = "cache"
 _WHERE = {PART: " after updates had begun", UPDATES: " in updates", EVALUATION: " in the evaluation"}
 _NOTHING_LEFT = {
@@ -45,25 +45,25 @@ class OutOfRoom(CapExceeded):
 
 
 class Recovery:
-    """Makes room for a step. `number`: of the optimizer step that is being made, from 1; `measures`: what was done, as
-    checkpoints and the report have it."""
+    """Makes room for a step. `number`: the current optimizer step, from 1; `measures`: every measure so far, as
+    checkpoints and the report store them."""
 
     def __init__(
         self, step: TrainingStep, store: Store, sizes: Sizes, say: Callable[[str], None],
         ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
     ):  # fmt: skip
-        """`ram_refuses(moving, moved)`: why RAM has no room for so many bytes of states more, which makes it `moved`
-        more than was planned; None where it has."""
+        """`ram_refuses(moving, moved)`: the reason why RAM has no room for `moving` more bytes of states, `moved` more
+        than planned in all; None if it has room."""
         self.number, self.measures = 0, []
         self._step, self._store, self._sizes, self._say, self._ram_refuses = step, store, sizes, say, ram_refuses
         self._planned = step.layout
-        self._freed: set[Layout] = set()  # the layouts for which the cache was
+        self._freed: set[Layout] = set()  # layouts for which the allocator's cache was freed
         step.make_room = self
 
     def __call__(self, where: str, reason: str) -> None:
-        """Makes room after an OutOfMemoryError; OutOfRoom where there is nothing to give up."""
+        """Makes room after an OutOfMemoryError; OutOfRoom if no measure is left."""
         if where == PART and not self._step.keeps_activations:
-            where = UPDATES  # as there, nothing but states can be given up
+            where = UPDATES  # only states can be moved, as in updates
         said = f"step {self.number}: out of memory{_WHERE.get(where, '')} ({reason})"
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -78,7 +78,7 @@ class Recovery:
             name, layout = found
             try:
                 locked = self._step.change_layout(layout)
-            except torch.OutOfMemoryError:  # the staging ring had no room: more states have to go
+            except torch.OutOfMemoryError:  # no room for the windows' slots: move more states
                 if self._step.layout == now:
                     raise
                 continue
@@ -86,7 +86,7 @@ class Recovery:
             words = f"{said}; it is tried again, and training goes on, {self._in_words(name, now, layout)}"
             self._say(words if locked else f"{words}; page-locked memory was refused for them, so copies are slower")
             return
-        self.measures = [measure for measure in self.measures if measure["step"] < self.number]  # these did not do
+        self.measures = [measure for measure in self.measures if measure["step"] < self.number]  # these did not help
         mixed = self._step.halfway or where == UPDATES
         raise OutOfRoom(
             f"{said}. That is out of GPU memory, {_NOTHING_LEFT[where]}; "
@@ -95,8 +95,8 @@ class Recovery:
         )
 
     def resume(self, measures: list[dict]) -> None:
-        """Goes on with the layout that `measures`, of a checkpoint, had come to. Where another was planned meanwhile,
-        under other caps, say, that is taken, but for the size of micro-batches, which the bits depend on."""
+        """Takes the last layout of `measures`, those of a checkpoint. If today's plan is another one, for other caps,
+        only the size of micro-batches is taken, because the bits depend on it."""
         self.measures += measures
         if not measures:
             return
@@ -130,7 +130,7 @@ class Recovery:
         return None
 
     def _refusal(self, states_on_gpu: int) -> str | None:
-        """Why RAM cannot take the states of the units from the `states_on_gpu`-th on."""
+        """The reason why RAM has no room for the states of the units from the `states_on_gpu`-th on, if it has none."""
         now = self._step.layout.states_on_gpu
         return self._ram_refuses(
             self._store.state_bytes(range(states_on_gpu, now)),
@@ -163,7 +163,7 @@ class Recovery:
 
 
 def recovery_of(step: TrainingStep, store: Store, width: int, plan: Plan, say: Callable[[str], None]) -> Recovery:
-    """The recovery of a run as planned, of a model of that `width`, within its cap for RAM and what the machine has."""
+    """The recovery of a run within its cap for RAM and the machine's free RAM. `width`: of hidden states."""
 
     def ram_refuses(moving: int, moved: int) -> str | None:
         limit, free = plan.settings.ram_limit_bytes, ram_available_bytes()[0]
@@ -192,8 +192,8 @@ def recovery_of(step: TrainingStep, store: Store, width: int, plan: Plan, say: C
 
 
 def with_pageable_copies(plan: Plan) -> Plan:
-    """`plan` with the time of a step predicted anew for states that are copied from pageable memory: the computation,
-    then the copies in and out at PAGEABLE_SHARE of the bus's speed, with no overlap."""
+    """`plan` with a step's time for states in pageable memory: the computation, then copies in and out at
+    PAGEABLE_SHARE of the bus's speed, without overlap."""
     copying = 2 * plan.ram_breakdown["streamed_states"] / (plan.card.bus_bytes_per_second * PAGEABLE_SHARE)
     computing = plan.step_seconds - plan.waiting_seconds
     return replace(plan, step_seconds=computing + copying, waiting_seconds=copying)

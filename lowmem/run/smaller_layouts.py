@@ -1,14 +1,14 @@
-"""From one layout of a step to smaller ones: what is given up, and in which order, where memory has run out.
+"""The next smaller layouts of a step that has run out of memory, the cheapest first. Only the last one changes bits.
 
-    kept          fewer blocks keep what their backward needs              they run again
-    groups        fewer micro-batches to a group                           states are waited for
-    segments      longer or shorter ones, whichever keep less              little
-    states        those of fewer units on the device                       more to copy; takes RAM
-    micro_batch   the next smaller divisor                                 smaller products, and the result's bits
+    measure                                                   its cost
+    kept          fewer blocks keep what backward needs       they run again
+    groups        fewer micro-batches in a group              the step waits for states
+    segments      longer or shorter, whichever keep less      little
+    states        fewer units have theirs on the GPU          more copies, more RAM
+    micro_batch   the next smaller divisor                    smaller products; other bits
 
-What costs least comes first; all but the last change no bit. Blocks and states are given up one, then two more, then
-four more, and so on, for a failed attempt costs a step, and what is given up costs something in every step to come.
-These are functions of layouts alone, by rough sizes: nothing is simulated while a run is in trouble.
+Blocks and states are moved in doubling steps (1, 2, 4, ...): a failed attempt costs a step, and each move costs time in
+every later step. The functions here compare layouts by rough sizes, because a run in trouble simulates nothing.
 """
 
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ from lowmem.core.layout import Layout
 from lowmem.core.recompute import INPUT
 from lowmem.core.step import EVALUATION, PART, STEP
 
-SEGMENTS = range(1, 13)  # blocks per segment that are considered
-LIVE_BOUNDARIES = 8.5  # what a block keeps for its backward, 34 D per token, in boundaries of 4 D (recompute.py)
+SEGMENTS = range(1, 13)  # lengths that are tried, in blocks
+LIVE_BOUNDARIES = 8.5  # a block in backward has 34 D bytes per token, a boundary 4 D (recompute.py)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What of a run decides about its layouts: `row_bytes`, a boundary's per sequence; `gradient_bytes`, of all
-    accumulators; `clips`, whether the first update waits for all gradients (StepCase.needs_all_gradients);
-    `slot_bytes`, of a streamed block's weights in all slots."""
+    """A run's sizes that layouts depend on. `row_bytes`: of a boundary, for each sequence; `gradient_bytes`: of
+    all accumulators; `clips`: whether the first update waits for all gradients (StepCase.needs_all_gradients);
+    `slot_bytes`: of a streamed block's weights in all slots."""
 
     blocks: int
     batch: int
@@ -37,15 +37,15 @@ class Sizes:
 
 
 def smaller_layouts(planned: Layout, now: Layout, where: str, sizes: Sizes) -> Iterator[tuple[str, Layout]]:
-    """(what is given up, the layout without it), in the order in which they are to be tried. `planned`: where it all
-    began; `where`: what ran out of memory (core/step.py)."""
+    """(measure, layout) in the order in which they are tried. `planned`: the run's first layout; `where`: the part of
+    the step that ran out of memory (core/step.py)."""
     kept, planned_kept = kept_things(now, sizes.blocks), kept_things(planned, sizes.blocks)
     if where in (STEP, PART) and kept:
         yield "kept", keeping_less(now, sizes.blocks, max(planned_kept - kept, 0) + 1)
     if where == STEP:
         yield from _other_groups_and_segments(now, sizes)
     most = min(max(planned.states_on_gpu - now.states_on_gpu, 0) + 1, now.states_on_gpu)
-    for units in range(most, 0, -1):  # fewer, where RAM has no room for more
+    for units in range(most, 0, -1):  # fewer, if RAM has no room for more
         yield "states", replace(now, states_on_gpu=now.states_on_gpu - units)
     if where == STEP and now.micro_batch > 1:
         yield "micro_batch", with_micro_batch(now, _smaller_divisor(now.micro_batch), sizes)
@@ -55,9 +55,8 @@ def smaller_layouts(planned: Layout, now: Layout, where: str, sizes: Sizes) -> I
 
 
 def with_micro_batch(layout: Layout, micro_batch: int, sizes: Sizes) -> Layout:
-    """`layout` with micro-batches of that many sequences, a divisor of what it has. A group of several
-    micro-batches keeps its number of sequences; one of a single micro-batch keeps a single one, unless updates are made
-    during backward."""
+    """`layout` with smaller micro-batches, a divisor of its own. A group of several micro-batches keeps its number of
+    sequences. A group of one keeps one, unless updates are made during backward."""
     ratio = layout.micro_batch // micro_batch
     several = layout.recomputes(sizes.blocks) and (layout.group > 1 or not sizes.clips)
     group = layout.group * ratio if several or layout.whole_batch else 1
@@ -65,7 +64,7 @@ def with_micro_batch(layout: Layout, micro_batch: int, sizes: Sizes) -> Layout:
 
 
 def kept_things(layout: Layout, blocks: int) -> int:
-    """How many blocks keep their products, and of these how many keep the rest, too."""
+    """`layout.kept`, at most 2 x blocks."""
     return min(layout.kept, 2 * blocks)
 
 
@@ -75,8 +74,8 @@ def keeping_less(layout: Layout, blocks: int, less: int) -> Layout:
 
 
 def activation_bytes(layout: Layout, sizes: Sizes) -> float:
-    """Boundaries, accumulators, and the segment that runs backward with its weights where these are streamed, at the
-    worst moment of a step, roughly."""
+    """About the peak of a step: boundaries, accumulators, and the segment in backward, with its weights if they are
+    streamed."""
     micro_batches = sizes.batch // layout.micro_batch
     group = min(layout.group, micro_batches)
     segments = layout.segments(sizes.blocks)
@@ -86,9 +85,9 @@ def activation_bytes(layout: Layout, sizes: Sizes) -> float:
     live = longest * (LIVE_BOUNDARIES * boundary + sizes.slot_bytes)
     if group < micro_batches:
         return sizes.gradient_bytes + held + live
-    if layout.whole_batch or not sizes.clips:  # gradients come and go with their segment
+    if layout.whole_batch or not sizes.clips:  # gradients live as long as their segment's backward
         return held + sizes.gradient_bytes * longest / sizes.blocks + live
-    return max(held, sizes.gradient_bytes) + live  # boundaries go as gradients come
+    return max(held, sizes.gradient_bytes) + live  # boundaries are freed while gradients are made
 
 
 def _other_groups_and_segments(layout: Layout, sizes: Sizes) -> Iterator[tuple[str, Layout]]:
