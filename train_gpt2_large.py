@@ -9,7 +9,7 @@ What it takes, in GiB (2**30 bytes), for N parameters and a batch of 64 x 1,024 
     36 blocks' activations     2 x 1,024 tokens               3.3    nothing is computed twice
     gradients of the first block's input                      0.31   64 x 1,024 x 1,280 x 4
 
-Kept the usual way (fp32 weights, gradients, m and v, all on the GPU) the first lines alone would be 11.53.
+With fp32 weights, gradients, m and v on the GPU, the usual way, the first lines alone would be 11.53.
 
     python train_gpt2_large.py                      # pretrained weights, Python's standard library as text
     python train_gpt2_large.py --data wikitext --steps 500 --out runs/wikitext

@@ -12,10 +12,7 @@ What it takes, in GiB (2**30 bytes), for N parameters and a batch of 64 x 1,024 
     a chunk of logits          1,024 x 50,257 x 2             0.10
     gradients of the first block's input                      0.39   64 x 1,024 x 1,600 x 4
 
-The first four micro-batches go through a block together, so that their forward pass hides the states' way over the bus;
-their boundaries lie where the gradients lay that the updates have just spent.
-
-Kept the usual way (fp32 weights, gradients, m and v, all on the GPU) the first lines alone would be 23.2.
+With fp32 weights, gradients, m and v on the GPU, the usual way, the first lines alone would be 23.2.
 
     python train_gpt2_xl.py                         # pretrained weights, Python's standard library as text
     python train_gpt2_xl.py --plan-only             # what it will take; needs no GPU, no weights, no network

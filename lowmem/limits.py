@@ -143,8 +143,8 @@ def ram_now_bytes() -> int:
 
 
 def ram_available_bytes() -> tuple[int, str]:
-    """How much RAM this process may still take, and where that number is from: the machine's free memory, or the
-    smallest limit of its control groups (containers, batch systems) minus their usage."""
+    """Bytes of RAM that this process may still take, and the source of that number. It is the machine's free memory or
+    the room in a control group (containers, batch systems), whichever is smaller."""
     limits = [(_machine_available(), "the machine's free memory")]
     names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")  # versions 2 and 1
     for group in _groups():

@@ -5,9 +5,8 @@
       state.json                     step, updates, loss scale, the run's identity, ... (saver.py)
       manifest.json                  size and hash of each file; written last
 
-No random state or data position is saved: dropout masks are functions of (seed, step, micro-batch, layer), batches of
-(seed, step), and the learning rate of the number of updates. A checkpoint gets its final name when every byte is on
-the disk:
+No random state or data position is saved. Dropout masks depend on (seed, step, micro-batch, layer), batches on (seed,
+step), and the learning rate on the number of updates. A checkpoint gets its final name when every byte is on the disk:
 
     write .tmp-step-00000123/, fsync every file, then the folder  ->  rename  ->  fsync the parent  ->  remove old ones
 

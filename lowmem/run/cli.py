@@ -1,8 +1,8 @@
 """From a command line to Settings, or to one sentence that says why not.
 
-Three layers, of which the later wins: the script's own Settings (changed by ``--demo``), the file of ``--config``, the
-typed options. Nothing is written, and only the ``--config`` file is read. There are no abbreviations. ``lowmem plan``
-has the same options and two more.
+There are three layers: the script's own Settings (changed by ``--demo``), the file of ``--config``, the typed options.
+The later one wins. Nothing is written, and only the ``--config`` file is read. There are no abbreviations. ``lowmem
+plan`` has the same options and two more.
 """
 
 import argparse

@@ -1,8 +1,7 @@
-"""Refusals that need neither PyTorch nor transformers, whose import takes seconds: a path that leads nowhere, a folder
-that is no model, an unknown card, a machine that cannot run this.
+"""Refusals before PyTorch and transformers are imported, which takes seconds.
 
-Each sentence belongs to the module that reads the path, the table or the folder later; here it is only asked earlier.
-Nothing is written, and no network is asked.
+They are about paths, folders of models, names of cards and the machine. The module that reads a path, table or folder
+later has the sentence; here it is only asked earlier. Nothing is written, and no network is asked.
 """
 
 import errno

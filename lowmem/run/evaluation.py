@@ -1,4 +1,4 @@
-"""What a run looks at on its way: the loss on held-out texts, and the text that the model writes."""
+"""Evaluations and samples during a run: the loss on held-out texts, and texts that the model writes."""
 
 import math
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class Evaluator:
         return {}
 
     def is_best(self, done: int) -> bool:
-        """Whether this evaluation has the lowest loss of the run's, the one before the first step left aside."""
+        """Whether the evaluation after step `done` has the lowest loss after a step."""
         return best_evaluation(self._session.log.rows, None).step == done
 
     def out_of_patience(self) -> bool:
@@ -56,7 +56,7 @@ class Evaluator:
 
 
 class Sampler:
-    """What the model writes after --sample-prompt."""
+    """The samples of a run: the model's continuations of --sample-prompt."""
 
     def __init__(self, session: Session):
         self._session = session

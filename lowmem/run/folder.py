@@ -1,8 +1,8 @@
-"""A run's folder: one run at a time, room on its disk, and the checkpoints in it.
+"""A run's folder: its lock, the room on its disk, and its checkpoints.
 
-checkpoints/step-00000123/      a finished checkpoint (checkpoint.py)
-checkpoints/.tmp-step-...       one that is being written or removed
-checkpoints/.old-step-...       one that a save of the same step is about to replace
+checkpoints/step-00000123/   a finished checkpoint (checkpoint.py)
+checkpoints/.tmp-step-...    while it is written or removed
+checkpoints/.old-step-...    while a save of the same step replaces it
 """
 
 import itertools
@@ -88,7 +88,7 @@ def check_disk(folder: Path, disk: dict[str, int], saves: int | None, states_fol
 
 
 def checkpoint_of(folder: Path, step: int) -> Path:
-    """Where the run in `folder` has the checkpoint of `step`, if it has one."""
+    """The path of the checkpoint of `step`, whether it exists or not."""
     return folder / "checkpoints" / f"step-{step:08d}"
 
 
@@ -103,7 +103,7 @@ def checkpoints_in(root: Path) -> list[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Removes the leftovers of a killed save. A checkpoint that it put aside gets its name back if that is free."""
+    """Removes the leftovers of a killed save. A checkpoint it put aside gets its name back, if free."""
     for aside in root.glob(f"{ASIDE}step-*"):
         final = root / aside.name.removeprefix(ASIDE)
         os.rename(aside, root / (TEMPORARY + aside.name) if final.exists() else final)

@@ -1,7 +1,7 @@
-"""What a run and the checkpoint that it goes on from must have in common, because it changes the bits.
+"""The identity of a run: everything that changes its bits. A resumed run and its checkpoint must have the same.
 
-`state.json` holds the identity of the run that saved it: the settings marked `RUN`, what they were resolved to (steps,
-device, precision, micro-batch), the hash of the data and the fields of the model's config.
+It is saved in `state.json`: the settings marked `RUN`, the values that were chosen for the others (steps, device,
+precision, micro-batch), the hash of the data, and the fields of the model's config.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""What a run shows and records: a progress bar, one JSON row per step, and trackers if asked for (trackers.py).
+"""The output of a run: a progress bar, one JSON row per step, and trackers if asked for (trackers.py).
 
-metrics.jsonl is the record. A row is written as one line when its step is done, so a killed run keeps every finished
-row; a resumed run first drops the rows that it computes again. If the disk takes no line, the run goes on, and the line
+metrics.jsonl is the record. A step's row is written when the step is done, so a killed run keeps every finished row. A
+resumed run first drops the rows of steps that are made again. If the disk takes no line, the run goes on, and the line
 is written with the next one. Only `step_ms`, the tokens per second and the memory figures depend on the clock: all
 other values are bitwise the same whenever the same command runs on the same machine. A number that JSON cannot write
 (NaN or inf: a diverged loss, a skipped fp16 step) is null in the file, and NaN when read back.

@@ -37,8 +37,8 @@ def draw(path: Path, picture: Callable[[], None]) -> str | None:
 
 
 def _import_matplotlib() -> None:
-    """Imports it without MPLBACKEND, which a notebook passes on to the programs that it starts: the import fails if
-    matplotlib does not know that backend."""
+    """Imports it without MPLBACKEND. Notebooks set that for the programs they start, and the import fails if matplotlib
+    does not know the backend."""
     if "matplotlib" in sys.modules:
         return
     backend = os.environ.pop("MPLBACKEND", None)

@@ -1,9 +1,9 @@
 """From settings to a model that is ready to train: the first half of a run, and all of `lowmem.load`.
 
-ask         the settings, the device here and the model's config  ->  the planner's question
-plan_here   the question and what this machine has free           ->  the plan
-build       the plan                                              ->  decoder, store and step
-prepare     all of these for a run, with its folder, data and checkpoints  ->  Session
+ask         settings, device and the model's config      ->  the planner's question
+plan_here   the question and this machine's free memory  ->  the plan
+build       the plan                                     ->  decoder, store and step
+prepare     all of these, run folder, data, checkpoints  ->  Session
 """
 
 import math

@@ -52,8 +52,8 @@ class Recovery:
         self, step: TrainingStep, smaller_layouts: Sequence[Layout], say: Callable[[str], None],
         ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
     ):  # fmt: skip
-        """`ram_refuses(moving, moved)`: why RAM has no room for so many bytes of states more, `moved` more than
-        planned; None if it has."""
+        """`ram_refuses(moving, moved)`: the reason why RAM has no room for `moving` more bytes of states, `moved` more
+        than planned in all; None if it has room."""
         self.number, self.measures = 0, []
         self._step, self._say, self._ram_refuses = step, say, ram_refuses
         self._planned = step.layout

@@ -1,12 +1,14 @@
 """When a run saves a checkpoint: every so many steps or minutes, at its end, and when it is told to stop."""
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 
 from lowmem.errors import Stopped
 from lowmem.run.checkpoint import NotSaved, save_checkpoint
 from lowmem.run.prepare import Session
+from lowmem.run.recovery import OutOfRoom
 from lowmem.run.report import best_evaluation
 from lowmem.run.signals import StopRequest
 from lowmem.units import interval_seconds
@@ -42,10 +44,17 @@ class Saver:
         if self._stop.requested and not ended:
             raise Stopped(f"stopped by {self._stop.name} after step {done}; the same command goes on from there")
 
-    def save_before_failing(self, done: int) -> None:
-        """For a run that ends because memory has run out, which is the error to report."""
-        with suppress(NotSaved, Stopped):
-            self.save(done)
+    @contextmanager
+    def saved_if_memory_runs_out(self, done: int) -> Iterator[None]:
+        """If memory runs out in the block, saves the state after `done` steps, unless updates are half made. The error
+        of the block ends the run."""
+        try:
+            yield
+        except OutOfRoom:
+            if not self._session.step.halfway:
+                with suppress(NotSaved, Stopped):
+                    self.save(done)
+            raise
 
     def _write(self, done: int) -> None:
         session, step, progress = self._session, self._session.step, self._session.progress

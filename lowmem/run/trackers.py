@@ -40,8 +40,8 @@ _TOGETHER = {  # TensorBoard's charts with several values, as patterns of their 
 class Trackers:
     """The trackers of a run, each until it fails. InputError if TensorBoard is asked for and not installed.
 
-    A tracker has the methods `start`, `row`, `sample`, `pictures` and `finish`, which may raise anything, and `leave`,
-    which ends whatever is left of it within a limit of its own."""
+    The methods `start`, `row`, `sample`, `pictures` and `finish` of a tracker may raise anything. `leave` ends what is
+    left of it, within a limit of its own."""
 
     def __init__(self, folder: Path, settings: Settings, say: Callable[[str], None]):
         self._say = say

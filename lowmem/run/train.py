@@ -12,7 +12,6 @@ from lowmem.run.evaluation import Evaluator, Sampler
 from lowmem.run.log import step_row, write_json
 from lowmem.run.plan_command import show_plan
 from lowmem.run.prepare import Session, page_locked, prepare
-from lowmem.run.recovery import OutOfRoom
 from lowmem.run.report import best_evaluation
 from lowmem.run.saver import Saver
 from lowmem.run.signals import StopRequest
@@ -32,14 +31,9 @@ def run(settings: Settings, stop: StopRequest) -> None:
 
 def train(session: Session, stop: StopRequest) -> None:
     """Makes the steps of `session` that are not done yet, and its end."""
-    settings, step, log = session.settings, session.step, session.log
-    train, progress, steps = session.data.train, session.progress, session.steps
-    evaluator, sampler, saver, ending = (
-        Evaluator(session, stop),
-        Sampler(session),
-        Saver(session, stop),
-        Ending(session),
-    )
+    step, progress, log, steps = session.step, session.progress, session.log, session.steps
+    evaluator, sampler = Evaluator(session, stop), Sampler(session)
+    saver, ending = Saver(session, stop), Ending(session)
     _begin(session, evaluator, sampler)
     done, seconds = progress.done, session.model.plan.step_seconds
     ended = done == steps or evaluator.out_of_patience()
@@ -52,34 +46,29 @@ def train(session: Session, stop: StopRequest) -> None:
             raise LowmemError(f"{progress.skipped} steps in a row had no finite gradient; stopped at step {done}")
         done += 1
         started = time.perf_counter()
-        batch, rate = train.batch(done - 1), progress.course.rate(step.updates)
-        _announce(stop, done, seconds)
-        session.recovery.number = done
+        batch, rate = session.data.train.batch(done - 1), progress.course.rate(step.updates)
+        _announce(session, stop, done, seconds)
         try:
-            result = step(batch, done - 1, rate)
+            with saver.saved_if_memory_runs_out(done - 1):
+                result = step(batch, done - 1, rate)
         except StepAbandoned:
             saver.save(done - 1)
-        except OutOfRoom:
-            if not step.halfway:
-                saver.save_before_failing(done - 1)
-            raise
         evaluating, saving = evaluator.due(done), saver.due(done) or done == steps
         if evaluating or saving:
             step.flush()  # its update is part of this step's time
         seconds = time.perf_counter() - started
-        row = step_row(done, done / train.steps_per_epoch, batch, rate, seconds, result, session.budget.peaks())
-        if evaluating:
+        epoch = done / session.data.train.steps_per_epoch
+        row = step_row(done, epoch, batch, rate, seconds, result, session.budget.peaks())
+        with saver.saved_if_memory_runs_out(done):
             try:
-                with ending.part("the last evaluation") if done == steps else nullcontext():
-                    row |= evaluator.after(done)
-            except OutOfRoom:
+                if evaluating:
+                    with ending.part("the last evaluation") if done == steps else nullcontext():
+                        row |= evaluator.after(done)
+            finally:
                 log.step(row)
-                saver.save_before_failing(done)
-                raise
-        log.step(row)
         ended = done == steps
         if "eval_loss" in row:
-            saving |= settings.keep_best and evaluator.is_best(done)
+            saving |= session.settings.keep_best and evaluator.is_best(done)
             ended |= evaluator.out_of_patience()
         if sampler.due(done) and not ended:
             sampler.take(done)
@@ -107,9 +96,11 @@ def _begin(session: Session, evaluator: Evaluator, sampler: Sampler) -> None:
         sampler.take(0)
 
 
-def _announce(stop: StopRequest, done: int, seconds: float | None) -> None:
+def _announce(session: Session, stop: StopRequest, number: int, seconds: float | None) -> None:
+    """Step `number` begins, which takes about `seconds`."""
+    session.recovery.number = number
     about = "" if seconds is None else f", about {seconds:.2g} s"
-    stop.now(f"step {done}{about}, then saving", "drops this step, unless its updates have begun, and saves")
+    stop.now(f"step {number}{about}, then saving", "drops this step, unless its updates have begun, and saves")
 
 
 def _count_skipped(session: Session, done: int, result: StepResult) -> None:

@@ -515,9 +515,7 @@ def test_a_step_without_its_update_copies_nothing_changes_nothing_and_drops_its_
         ([None], 1, None),
     ],
 )
-def test_the_search_for_a_micro_batch_ends_where_memory_does_or_speed_falls_twice(
-    recorded, monkeypatch, speeds, tried, best
-):
+def test_the_search_for_a_micro_batch_ends_with_memory_or_falling_speed(recorded, monkeypatch, speeds, tried, best):
     setting, found = recorded
 
     def timed(setting, device, model, micro_batch):

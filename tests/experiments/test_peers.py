@@ -194,9 +194,7 @@ def test_how_an_attempts_process_ends_is_told(reference, tmp_path, monkeypatch, 
 # The command, its rows and tables.
 
 
-def test_the_command_writes_a_row_for_each_peer_and_a_missing_one_does_not_stop_the_next(
-    text, tmp_path, monkeypatch, capsys
-):
+def test_a_peer_that_is_missing_has_a_row_and_does_not_stop_the_next(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "machine_here", lambda: MACHINE)
     monkeypatch.setattr(run, "DATA", str(text))
     monkeypatch.setitem(PEERS, "lowmem", replace(PEERS["lowmem"], packages=("no_such_package",)))
