@@ -5,12 +5,13 @@ Streamed states visit the device (window.py) in the same order, fetched ahead. I
 unchanged (optimizers.py) and `run` goes on with it: no piece is updated twice, and none is left out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from lowmem.core.optimizers import Hyperparameters, State
+from lowmem.core.operations import Operations
+from lowmem.core.optimizers import Hyperparameters
 from lowmem.core.parameters import Piece, Store
 from lowmem.core.transfers import Lane, Transfers
 from lowmem.core.window import StateWindow
@@ -25,17 +26,12 @@ class Updates:
     """`hyper`: of the update that was begun last; `hyper.update` counts them from 1. `units_done`: how many of the
     `units` have been updated, in the order of the pass; all of them if nothing waits."""
 
-    def __init__(
-        self, store: Store, units: int, hyper: Hyperparameters, update: Callable[[Piece, State], None],
-        transfers: Transfers,
-    ):  # fmt: skip
-        """`update`: updates one piece, whose state is on the device, with `hyper`, or changes nothing if memory runs
-        out."""
+    def __init__(self, store: Store, units: int, hyper: Hyperparameters, transfers: Transfers, operations: Operations):
         self.states, self._transfers = StateWindow(transfers, store.device, store.pieces), transfers
         self._updated = None  # event of the last update; by the time it is awaited, UPDATES waits for the next piece
         self.hyper = hyper
         self.units, self.units_done = units, units
-        self._store, self._update_piece = store, update
+        self._store, self._operations = store, operations
         self._pieces: Sequence[Piece] = ()
         self._next = 0  # the piece that comes next in the pass
         self._torn = False  # whether an error or Ctrl-C ended the update of a piece, which may be half made
@@ -109,7 +105,12 @@ class Updates:
         self._torn = True
         if part.has_gradient:  # else nothing of it took part in this step
             with self._transfers.updating():
-                self._update(piece, state)
+                try:
+                    self._operations.update(piece, state, self.hyper)
+                except torch.OutOfMemoryError:  # nothing was changed
+                    self._torn = False
+                    raise
+                part.updates += 1
             self._updated = self._transfers.mark(Lane.UPDATES)
         self.states.give_back(piece)
         self._next += 1
@@ -119,10 +120,3 @@ class Updates:
 
     def _wait_for_gradients(self) -> None:
         self._transfers.wait(Lane.UPDATES, self._transfers.mark(Lane.COMPUTE))
-
-    def _update(self, piece: Piece, state: State) -> None:
-        try:
-            self._update_piece(piece, state)
-        except torch.OutOfMemoryError:  # nothing was changed
-            self._torn = False
-            raise

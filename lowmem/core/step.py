@@ -42,8 +42,8 @@ from lowmem.core.final_gradients import FinalGradients
 from lowmem.core.kernels import fused
 from lowmem.core.layout import Fate, Layout
 from lowmem.core.operations import Operations
-from lowmem.core.optimizers import Hyperparameters, State
-from lowmem.core.parameters import Piece, Store
+from lowmem.core.optimizers import Hyperparameters
+from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.recompute import Dropout, SavedSegment
 from lowmem.core.segment_windows import BoundaryWindow, GradientWindow, WeightWindow
@@ -107,7 +107,7 @@ class TrainingStep:
         self._set_layout(store.layout)
         concurrent = fused.may_run_beside(decoder.fused_kernels, store.optimizer)
         self.transfers = transfers or transfers_for(store.device, concurrent, store.host_buffer)
-        self._updates = Updates(store, len(decoder.units), hyper, self._update_piece, self.transfers)
+        self._updates = Updates(store, len(decoder.units), hyper, self.transfers, self.operations)
         self.states = self._updates.states
         self._weights = WeightWindow(self.transfers, decoder, store, [each.blocks for each in self.segments])
         self.boundaries = BoundaryWindow(self.transfers, store)
@@ -252,10 +252,6 @@ class TrainingStep:
                 )
             if by_unit:
                 gradients.finish(segment.blocks.start + 1)
-
-    def _update_piece(self, piece: Piece, state: State) -> None:
-        self.operations.update(piece, state, self._updates.hyper)
-        piece.part.updates += 1
 
     # --- between steps
 

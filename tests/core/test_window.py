@@ -438,6 +438,7 @@ class Part:
     unit: int
     gradient: Cell | None = None
     pieces: list = field(default_factory=list)
+    updates: int = 0
 
     @property
     def has_gradient(self) -> bool:
@@ -463,13 +464,13 @@ def train_on_fake_device(seed: int, downwards: bool, kind=CudaTransfers) -> tupl
     def compute(cell: Cell, value) -> None:
         current[-1].enqueue(lambda: setattr(cell, "value", value))
 
-    def update(piece, state) -> None:
+    def update(piece, state, hyper) -> None:
         weight, gradient = weights[piece.part.unit], piece.part.gradient
         current[-1].enqueue(lambda: setattr(weight, "value", weight.value + gradient.value))
 
     store = SimpleNamespace(device=CPU, pieces=[], parts=parts)
     lanes = kind(CPU, concurrent=True, host_buffer=host_tensor)
-    updates = Updates(store, units, Hyperparameters(0.0, 0.0, update=0), update, lanes)
+    updates = Updates(store, units, Hyperparameters(0.0, 0.0, update=0), lanes, SimpleNamespace(update=update))
     store.pieces, updates.states._window.slots = pieces, [Slot({"m": Cell()}) for _ in range(AHEAD + 1)]
     for number in range(3):
         if downwards:

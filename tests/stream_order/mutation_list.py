@@ -86,7 +86,12 @@ RUN = """\
 MARK_UPDATED = "            self._updated = self._transfers.mark(Lane.UPDATES)\n"
 UPDATE = """\
             with self._transfers.updating():
-                self._update(piece, state)
+                try:
+                    self._operations.update(piece, state, self.hyper)
+                except torch.OutOfMemoryError:  # nothing was changed
+                    self._torn = False
+                    raise
+                part.updates += 1
 """
 GIVE_BACK = "        self.states.give_back(piece)\n"
 FLUSH = """\
@@ -182,10 +187,10 @@ WEIGHTS = [
         "                pass\n",
     ),
     Mutation(
-        "core/step.py",
+        "core/deferred_updates.py",
         "weights that were updated are taken for those of before",
-        "+= 1\n\n    # ---",
-        "+= 0\n\n    # ---",
+        "part.updates += 1",
+        "part.updates += 0",
     ),
 ]
 
