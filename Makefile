@@ -12,9 +12,10 @@ PRINT_PACKAGES = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 help:
 	@echo 'make setup   make .venv and install what requirements.txt pins; a second call installs nothing'
 	@echo 'make demo    train a small model on the source files of the standard library (minutes on two CPU cores)'
-	@echo 'make test    run the test suite (no GPU, no network)'
+	@echo 'make test    run the test suite: every promise once, some minutes on two CPU cores (no GPU, no network)'
+	@echo 'make test-all   run all tests, also those that take long: half an hour on two CPU cores'
 	@echo 'make stand-in   make .venv-cuda: a CUDA build of PyTorch (1.2 GB) and a GPU that is not there to run it on'
-	@echo 'make transformers4   make .venv-transformers4, in which make test then reads exported models (transformers 4)'
+	@echo 'make transformers4   make .venv-transformers4, in which make test-all then reads exported models (transformers 4)'
 	@echo 'make test-cuda  run the tests of what only CUDA does, on that'
 	@echo 'make bench   time plans, steps, loading and saving on this machine (some ten minutes); nothing depends on it'
 	@echo 'make results tables and pictures of the READMEs from the rows that are there'
@@ -49,8 +50,13 @@ setup:
 demo: setup
 	$(RUN) train_gpt2_large.py --demo --sample-prompt 'import '
 
+PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
+
 test: setup
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
+	$(PYTEST) -m 'not exhaustive'
+
+test-all: setup
+	$(PYTEST)
 
 # .venv-cuda has nothing of its own but a CUDA build of PyTorch, without the libraries of CUDA; the rest is .venv's.
 # Another version: make stand-in TORCH_CUDA=2.12.1
@@ -69,7 +75,7 @@ stand-in: setup
 test-cuda: stand-in
 	OMP_NUM_THREADS=1 $(RUN_CUDA) -m stand_in --values -- -m pytest -n 2 --dist worksteal tests/cuda
 
-# transformers 4, which reads exported models in tests; PyTorch is .venv's. Without it make test skips these tests.
+# transformers 4, which reads exported models in tests; PyTorch is .venv's. Without it make test-all skips these tests.
 transformers4: setup
 	@set -eu; \
 	if [ "$$(cat .venv-transformers4/installed.txt 2>/dev/null)" != "$(TRANSFORMERS_4)" ]; then \
@@ -101,4 +107,4 @@ lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-.PHONY: help setup demo test stand-in test-cuda transformers4 results bench lint
+.PHONY: help setup demo test test-all stand-in test-cuda transformers4 results bench lint

@@ -2,7 +2,7 @@
 
     .venv-cuda/bin/python -m stand_in [--gpu CARD] [--order ORDER] [--values] ... -- COMMAND [ARGUMENT ...]
 
-COMMAND is a script, or -m and a module; it runs with this interpreter, and its exit code is this command's.
+COMMAND is a script, or -m and a module. It runs with this interpreter and sets the exit code.
 """
 
 import argparse

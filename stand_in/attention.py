@@ -1,18 +1,18 @@
-"""Attention as the CPU computes it, behind the operators that CUDA calls it by.
+"""Computes CUDA's attention operators on the CPU.
 
 `F.scaled_dot_product_attention` becomes one operator on CUDA (flash, memory-efficient or cuDNN attention), which the
-CPU does not have. What the same call becomes on a CPU is chosen by PyTorch itself (`torch._fused_sdp_choice`):
+CPU does not have. PyTorch itself chooses the CPU's implementation (`torch._fused_sdp_choice`):
 
   * one operator, `_scaled_dot_product_flash_attention_for_cpu`, which saves the logarithm of each row's sum. Its
-    backward reads that and the output from the tensors that CUDA's forward saved, so whoever spoils them spoils the
-    gradients here, too;
-  * with dropout (and where the first cannot be had) the plain sequence of products, softmax and `bernoulli_`. Its
-    backward is autograd's, of the sequence run again: CUDA saves no probabilities either.
+    backward reads that and the output from the tensors that CUDA's forward saved, so code that overwrites them changes
+    the gradients here, too;
+  * with dropout, or if the first is not available, the plain sequence of products, softmax and `bernoulli_`. Its
+    backward runs the sequence again under autograd: CUDA saves no probabilities either.
 
-Masks of dropout. CUDA's operators return two 64-bit numbers, a seed and an offset, of which backward draws the mask
-again. A state of the CPU's generator takes 5,056 bytes. It is kept here, and its hash is what forward writes in the
-place of the seed. So backward finds its state whenever it is executed and in whatever order, a forward pass that runs
-twice from one state (recomputation) keeps one, and a seed that was overwritten is an error and not another mask.
+Dropout masks. CUDA's operators return a seed and an offset, two 64-bit numbers; backward draws the mask again from
+them. A state of the CPU's generator has 5,056 bytes, so this module stores it and forward returns its hash as the seed.
+Backward then finds the state at any time and in any order, a forward pass that is recomputed from one state stores it
+once, and an overwritten seed is an error instead of another mask.
 
 Logsumexp is [B, H, T] in fp32 throughout; efficient attention pads T to a multiple of 32.
 """
@@ -130,17 +130,17 @@ def _backward(
         there = bias if bias_leaf is None else bias_leaf
         return _plain(query, key, value, there, dropout_p, is_causal, scale)
 
-    with torch.random.fork_rng(devices=[]):  # backward draws what forward drew, and nothing of its own
+    with torch.random.fork_rng(devices=[]):  # backward draws the same numbers as forward
         if dropout_p > 0:
             torch.default_generator.set_state(_kept_generator_state(seed))
         return gradients(plain, (query, key, value, bias if bias_gradient else None), gradient)
 
 
 def _in_one_operator(query, key, value, bias, dropout_p, is_causal, scale) -> bool:
-    """Whether a CPU computes these by its one operator; keys may have fewer heads than queries.
+    """True if the CPU computes these in one operator. Keys may have fewer heads than queries.
 
-    Forward and backward must be of one mind, so what a program has asked for by `sdpa_kernel` at either moment is left
-    out: that was about CUDA's kernels."""
+    Forward and backward have to choose the same, so a program's `sdpa_kernel` is ignored: it chooses among CUDA's
+    kernels."""
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         choice = torch._fused_sdp_choice(query, key, value, bias, dropout_p, is_causal, scale=scale, enable_gqa=True)
     return choice == SDPBackend.FLASH_ATTENTION.value

@@ -2,10 +2,10 @@
 
     .venv-cuda/bin/python -m stand_in.build
 
-One library has what is modelled (card/*.c). For every CUDA library that PyTorch's own libraries ask for, a second kind
-is generated: the same name, the same symbols and versions of symbols, and each function either jumps to what is
-modelled, or is a stub that returns 0 (success) and, where it creates an object, hands out a piece of memory. Which
-functions those are is read from PyTorch's libraries, so another version of PyTorch needs no change here.
+One library contains the model of the card (card/*.c). For every CUDA library that PyTorch's own libraries need, a
+second kind is generated, with the same name and the same versioned symbols. Each of its functions jumps to the model
+or is a stub: it returns 0 (success), and a piece of memory if it creates an object. The names of the functions are read
+from PyTorch's libraries, so another version of PyTorch needs no change here.
 
 Needs a C compiler and binutils (nm, readelf). The headers of CUDA are those that Triton's package has.
 """
@@ -40,10 +40,10 @@ class BuildError(Exception):
 
 
 def build() -> Path:
-    """The folder of the libraries, which are made where they are missing or were made of something else.
+    """Returns the folder of the libraries, and makes them if they are missing or outdated.
 
-    They are made in a folder of their own, which gets its name when it is complete: another process may be building or
-    running the same, and an interrupted build leaves nothing that is taken for a whole one."""
+    They are made in a temporary folder, which is renamed when it is complete. So other processes may build or run the
+    same libraries meanwhile, and an interrupted build is not taken for a complete one."""
     asking = _libraries_that_ask()
     sources = sorted((HERE / "card").iterdir())
     made_of = hashlib.sha256("".join(f"{path}{path.stat().st_mtime_ns}" for path in asking).encode())

@@ -11,7 +11,7 @@ COMPUTATION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
 
 
 class Counts(ctypes.Structure):
-    """What the card has been asked for since the process began; bytes, and their highest where it says `peak`."""
+    """Counts of calls and bytes since the process began; `peak` is the highest number of bytes."""
 
     _fields_ = [
         (name, ctypes.c_uint64)

@@ -1,18 +1,18 @@
-"""What computes a CUDA operator's values on tensors in host memory, where that is not the very same operator.
+"""CPU implementations of CUDA operators that the CPU does not have, or has in another form.
 
-Most operators have a CPU implementation, which computes them. COUNTERPARTS has the others:
+The CPU's own implementation computes most operators. COUNTERPARTS has the others:
 
-  * operators that the CPU has no implementation of: fused attention (attention.py), the project's Triton kernels
-    (interpreted.py), products with a result in another dtype, RMS norm's backward;
-  * operators by which CUDA computes what the CPU computes otherwise: dropout;
-  * operators whose saved tensors have another dtype on the CPU, or that convert as they go: layer norm, softmax.
+  * not implemented on the CPU: fused attention (attention.py), the project's Triton kernels (interpreted.py), products
+    with a result in another dtype, RMS norm's backward;
+  * computed by other operators on the CPU: dropout;
+  * with saved tensors of another dtype on the CPU, or with conversions inside: layer norm, softmax.
 
-A counterpart is called with the operator's own arguments, CPU tensors in the places of CUDA tensors, and returns what
-the operator returns, None in the place of a tensor that nobody reads. The bits are those that the same model computes
-on a CPU; where CUDA's operator rounds at other places, this does not show it.
+A counterpart takes the operator's arguments with CPU tensors for CUDA tensors. It returns the operator's results, with
+None for a tensor that nobody reads. The bits are those of the same model on a CPU, even if CUDA's operator rounds
+elsewhere.
 
-RANDOM: the operators that draw from a generator. SYNCHRONOUS: those whose CUDA implementation reads a number back to
-decide on a shape or on a result: from device memory that no kernel has written here.
+RANDOM: operators that draw from a generator. SYNCHRONOUS: operators whose CUDA implementation reads a number from
+device memory to decide on a shape or a result.
 """
 
 import math
@@ -145,8 +145,8 @@ def _tagged(*tags: torch.Tag) -> Iterable[OpOverload]:
 RANDOM: set[OpOverload] = {
     operator for operator in _tagged(torch.Tag.nondeterministic_seeded) if "_backward" not in operator.name()
 } - {_aten._fused_sdp_choice.default}
-# What waits for the GPU though no tag says so: found with torch.cuda.set_sync_debug_mode over PyTorch's own samples of
-# its operators (torch 2.14), but for embedding_renorm_, whose sorting waits where that mode does not look.
+# These wait for the GPU without a tag. torch.cuda.set_sync_debug_mode found them in PyTorch's own samples of operators
+# (torch 2.14), except for embedding_renorm_, whose sorting waits unseen by that mode.
 _WAITING_WITHOUT_A_TAG = (
     "_grouped_mm.default", "_index_put_impl_.default", "embedding_renorm_.default", "histc.default",
     "index_fill.int_Tensor", "index_fill_.int_Tensor", "index_put.default", "index_put_.default", "isin.Tensor_Tensor",
@@ -161,7 +161,7 @@ _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defau
 
 
 def waits(operator: OpOverload, args: Sequence) -> bool:
-    """Whether an operator of SYNCHRONOUS waits for the GPU with these arguments: indexing does so for masks alone."""
+    """True if the operator waits for the GPU with these arguments. Indexing waits only for masks."""
     if operator in _INDEXING:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return operator in SYNCHRONOUS

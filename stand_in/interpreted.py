@@ -1,16 +1,15 @@
 """The project's Triton kernels, run by Triton's interpreter on tensors in host memory.
 
-What `triton.jit` makes of a function, code for a GPU or calls of the interpreter, is decided when the function is
-defined. So that the compiled kernels go their whole way on the stand-in (compiling, loading, launching), the module of
-the kernels is loaded a second time here, under another name, for the interpreter.
+`triton.jit` decides when a function is defined whether it becomes GPU code or calls of the interpreter. The stand-in
+compiles, loads and launches the real kernels. So their module is loaded a second time here, under another name, for the
+interpreter.
 
-The interpreter changes Triton's language while a kernel runs and leaves part of that changed, which the compiler would
-stumble over. `_language_interpreted` puts everything back. It does two more things, as tests do who run kernels so: it
-lets kernels call functions of the language that are kernels' functions themselves (sums, maxima), and it rounds to
-bf16 as GPUs do, where the interpreter cuts off.
+The interpreter changes Triton's language while a kernel runs and does not undo all of it, which breaks the compiler.
+`_language_interpreted` restores everything. It also lets kernels call the language's own jitted functions (sums,
+maxima), and rounds to bf16 as GPUs do; the interpreter truncates.
 
-Kernels that go over the parameters one by one run in blocks as large as fit, since the interpreter takes milliseconds
-per block, whatever its size. The loss keeps its block, on which the order of its sums depends.
+Elementwise kernels over parameters run in blocks as large as fit, since the interpreter takes milliseconds per block of
+any size. The loss keeps its block size, because the order of its sums depends on it.
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
-"""What this project's own checks cannot do on the stand-in, and so do not.
+"""Replaces the project's own checks that need values, for a stand-in without them.
 
-Without values device memory is never written, so what compares values is carried out, it allocates and launches as
-ever, and its verdict is not looked at; what is asked of a value is so. With values nothing is passed over.
+Without values nobody writes device memory. A check that compares values still allocates and launches, but its verdict
+is ignored, and every question about a value is answered with yes. With values no check is replaced.
 """
 
 import contextlib
@@ -10,8 +10,8 @@ from lowmem.errors import InputError
 
 
 def comparisons() -> None:
-    """From here on the comparison of a decoder's pieces with the whole model, and of the fused kernels with the lines
-    that they stand for, find no difference."""
+    """From now on comparisons of a decoder's pieces with the whole model, and of fused kernels with the eager lines,
+    find no difference."""
     from lowmem.core.kernels import fused
     from lowmem.models import compatibility
 
@@ -29,8 +29,8 @@ def comparisons() -> None:
 
 
 def questions() -> None:
-    """From here on the answer is yes when a program asks whether a value on the card is true, as in a simulated step
-    (recorder.py). Models ask of masks and positions whether they need a mask; memory that is 0 says that they do."""
+    """From now on every value on the card is true, as in a simulated step (recorder.py). Models look at masks and
+    positions to see whether they need a mask; memory full of zeros would say that they do."""
     from torch import Tensor
 
     truth = Tensor.__bool__

@@ -1,4 +1,4 @@
-"""What kind of card the stand-in is: from the project's table of cards, as the environment that its libraries read."""
+"""Describes the stand-in's card to its libraries, through environment variables, from the project's table of cards."""
 
 import os
 from collections.abc import Sequence
@@ -26,14 +26,18 @@ def environment(
     order: str = "issue",
     sanitize: bool = False,
 ) -> dict[str, str]:
-    """This process's variables, with those under which another, and those that it starts, find a card of kind `gpu`.
+    """Environment variables for a process, and its children, that shall find a card of kind `gpu`.
 
-    `libraries`: where build.py put them; `architectures`: which PyTorch's kernels are built for; `memory_bytes`: the
-    card's, where it is not the table's; `page_locked_bytes`: how much host memory may be page-locked; `host_resident`:
-    whether host memory takes RAM where CUDA makes it do so (page-locked, or the destination of a copy), so that a
-    process's RAM is what it would be with a GPU; `values`: whether operators are computed, by the CPU (values.py);
-    without them device memory is not even written by copies. `order`: one of ORDERS (card/streams.c); `sanitize`:
-    whether PyTorch's own checker of streams runs."""
+    Args:
+        libraries: build.py's folder.
+        architectures: the compute capabilities that PyTorch's kernels are built for.
+        memory_bytes: the card's memory, if it is not the table's.
+        page_locked_bytes: the most host memory that may be page-locked.
+        host_resident: page-locked memory and destinations of copies take RAM, as with a GPU.
+        values: the CPU computes operators (values.py); else not even copies write device memory.
+        order: one of ORDERS (card/streams.c).
+        sanitize: PyTorch's own checker of streams runs.
+    """
     card = CARDS[gpu]
     major, minor = card.capability
     processor = multiprocessor(card.capability)
@@ -64,7 +68,7 @@ def environment(
         "PYTHONPATH": os.pathsep.join(filter(None, search)),
         "TRITON_LIBCUDA_PATH": str(libraries),  # where Triton looks for libcuda.so.1
     }
-    found.pop("TORCH_CUDA_SANITIZER", None)  # PyTorch looks whether it is there
+    found.pop("TORCH_CUDA_SANITIZER", None)  # PyTorch runs its checker if the variable is set
     if sanitize:
         found["TORCH_CUDA_SANITIZER"] = "1"
     return found

@@ -1,20 +1,19 @@
-"""What kernels would compute, computed by the CPU: every operator that launched a kernel, where the kernel would write.
+"""Computes on the CPU what the card's kernels would compute, and writes it to their output memory.
 
-The memory of the stand-in's card is memory of this process, so a CPU tensor can lie over a CUDA tensor's bytes. Under
-the mode below each operator runs as it is: it allocates, checks its arguments, launches kernels that do nothing, and
-copies, which the card does itself. If it launched a kernel, its computation is put into the queue of the stream on
-which it did (card/streams.c): the same operator of the CPU, or the one that counterparts.py names, on CPU tensors over
-the same bytes. It runs when the card would run the kernel, so what is computed depends on the order of streams, and on
-memory that was freed too early and is somebody else's by then, as on a card.
+The memory of the stand-in's card is memory of this process, so a CPU tensor can share a CUDA tensor's bytes. Under the
+mode below each operator runs unchanged: it allocates, checks its arguments and launches kernels that do nothing. The
+card itself makes the copies. For a launched kernel, a computation is queued on the kernel's stream (card/streams.c):
+the CPU's version of the operator, or the one in counterparts.py, on CPU tensors over the same bytes. It runs when the
+card would run the kernel. So a missing wait, or memory that was freed too early, changes the values, as on a card.
 
-Random numbers: CUDA's generator is a seed and an offset, the CPU's another algorithm. A run that seeds both alike
-should draw the same dropout masks on both, so the CPU draws from its own generator in the state that belongs to the
-seed and offset at which CUDA's stands. How many numbers an operator draws must not depend on values (as poisson's do).
+Random numbers: CUDA's generator is a seed and an offset; the CPU has another algorithm. Runs with the same seed should
+draw the same dropout masks on both. So each seed and offset of CUDA's generator has a state of the CPU's, from which
+the CPU draws. Operators may not draw a number of values that depends on values (poisson does).
 
-What disables dispatch modes is not computed; printing a CUDA tensor does, so print `tensor.cpu()`.
+Code that disables dispatch modes is not computed. Printing a CUDA tensor disables them, so print `tensor.cpu()`.
 
-Operators that decide on the host by what is in device memory (how many entries are not zero) would decide by memory
-that is computed later; for these everything before is waited for, and the result is the CPU's.
+Some operators decide on the host from device memory (such as the number of nonzero entries), which a later computation
+would fill. These wait for all earlier work first, and their result is the CPU's.
 """
 
 import _thread
@@ -42,7 +41,7 @@ _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 
 
 def begin() -> None:
-    """From here on this thread's operators, and those of the backward passes that it begins, compute."""
+    """From now on operators of this thread, and of its backward passes, compute."""
     library().card_set_computation(_run)
     torch.cuda.empty_cache = _when_all_is_computed(torch.cuda.empty_cache)
     _mode.append(Values())
@@ -233,7 +232,7 @@ def _over(func, args: tuple, kwargs: dict, computed_on_host: set[int]) -> tuple[
 
 
 def _host_waits(args: tuple, kwargs: dict, result: Any) -> bool:
-    """Whether a copy with these arguments is one from or to the host that is done when it returns."""
+    """True for a copy from or to the host that has finished when the call returns."""
     tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
     on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     non_blocking = kwargs.get("non_blocking") or args[2:3] == (True,)

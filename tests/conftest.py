@@ -4,16 +4,30 @@ The fixtures of whole runs (see runs.py) are here because tests/ and tests/fault
 """
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 from experiments.harness import vocabulary
+from tests.exhaustive import QUICK_CASES
 
+TESTS = Path(__file__).resolve().parent
 os.environ["LOWMEM_PLANS"] = "off"  # a plan of an earlier run would hide what a test does to the planner
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks what `make test` leaves out (exhaustive.py)."""
+    seen = Counter()
+    for item in items:
+        name = f"{item.path.relative_to(TESTS).as_posix()}::{item.originalname}"
+        seen[name] += 1
+        if seen[name] > QUICK_CASES.get(name, seen[name]):
+            item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(scope="session")

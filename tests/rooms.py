@@ -13,10 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOUNDATION, PROGRAMS = "foundation", "programs"  # the files that lie in lowmem/ itself, below and above the rooms
 PROGRAM_FILES = {"__init__", "__main__", "allocator", "plan"}
-ROOMS = (FOUNDATION, "core", "models", "data", "cudasim", "planning", "distributed", "run", PROGRAMS)
+ROOMS = (FOUNDATION, "core", "models", "data", "cudasim", "planning", "run", PROGRAMS)
 # Neighbours in that order that know nothing of each other all the same.
-STRANGERS = {("data", "models"), ("cudasim", "core"), ("cudasim", "models"), ("cudasim", "data"), ("planning", "data"),
-             ("distributed", "data")}  # fmt: skip
+STRANGERS = {("data", "models"), ("cudasim", "core"), ("cudasim", "models"), ("cudasim", "data"), ("planning", "data")}
 OPTIONAL_PACKAGES = {"wandb", "bitsandbytes", "datasets", "matplotlib", "pyarrow", "tensorboard"}
 
 

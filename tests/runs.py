@@ -1,7 +1,7 @@
 """What tests of whole runs share: their options, what of a run folder is compared, and a process to measure.
 
-The fixtures `text`, `train` and `finished` (conftest.py) go with it: two files of text, the Large script on them, and
-the folder of such a run that ended as it should. The model is that of --demo, at three steps of 4 x 32 tokens.
+conftest.py has the fixtures `text`, `train` and `finished`: two files of text, the Large script on them, and the folder
+of a finished run. The model is that of --demo, at three steps of 4 x 32 tokens.
 """
 
 import json
@@ -75,9 +75,8 @@ _PLANS: dict[tuple, Plan] = {}
 
 @contextmanager
 def remembering() -> Iterator[Callable]:
-    """In the place of process_aside: a run without a cap of RAM that differs from one before in nothing that is planned
-    gets that one's plan. To plan takes longer than to train as little as these tests do. What is free counts where it
-    is short."""
+    """Replaces process_aside: a run without a cap of RAM gets the plan of an earlier run with the same planned
+    settings. To plan takes longer than to train as little as these tests do. What is free counts where it is short."""
     with process_aside() as aside:
 
         def plan(function: Callable, *arguments):
@@ -95,8 +94,8 @@ def remembering() -> Iterator[Callable]:
 
 @contextmanager
 def simulations_shared(*modules: ModuleType) -> Iterator[None]:
-    """What `modules` simulate for one model, step and card is simulated once: nothing of it depends on a cap or on what
-    of the layout was asked for (simulations.py)."""
+    """Makes `modules` simulate each model, step and card once: a simulation depends neither on a cap nor on the
+    requested layout (simulations.py)."""
     targets: dict[str, Target] = {}
     made: dict[tuple, Simulations] = {}
 

@@ -5,10 +5,10 @@
 
 Each run of RUNS is made in both trees and compared: every exported tensor, every parameter's tensors in the newest
 checkpoint (working weights, low halves, moments), the loss scale, and what metrics.jsonl says of each step but for
-times and memory. Nothing is imported from the package, so that what is compared may be moved, renamed and rewritten:
-options, plan.json, metrics.jsonl and the files of a run folder are what has to stay. A run says which of plan.json's
-choices it is there for, so that none passes because it took an easier way. Ends with exit code 1 where anything
-differs or a run fails.
+times and memory. Nothing is imported from the package, so that its code may be moved, renamed and rewritten. Only
+options, plan.json, metrics.jsonl and the files of a run folder have to stay. A run says which of plan.json's choices it
+is there for, so that none passes because it took an easier way. Ends with exit code 1 where anything differs or a run
+fails.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The caps: what is measured is what was used, and what is over a cap is said and fails.
+"""The caps: measured memory is used memory, and exceeding a cap fails with a sentence.
 
 What PyTorch's CUDA functions would answer comes from a stand-in: no line of this has run on a GPU.
 """

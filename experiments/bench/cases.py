@@ -70,7 +70,7 @@ def planned(case: str, tree: Path) -> dict:
 
 
 def tokenized(tree: Path) -> dict:
-    """Of a run in `tree` that begins on a long text, and of one that goes on; its RAM is what it grew by meanwhile."""
+    """Times a run in `tree` that starts on a long text, and one that resumes. RAM is the growth of the process."""
     program = ROOT / "experiments" / "bench" / "tokenize.py"
     with tempfile.TemporaryDirectory() as folder:
         make_text(Path(folder) / "text.txt", TEXT_BYTES)

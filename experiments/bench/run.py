@@ -3,9 +3,9 @@
     python -m experiments.bench.run --only "plan"
     python -m experiments.bench.run --before COMMIT        the same in a copy of another commit, by turns
 
-Each case (cases.py) is a process of its own with one thread (but for the tokenizer, which has its own), in each tree
-the least of `--rounds`; a plan of XL takes minutes. A row of two trees has both and is a ratio of one run, which
-another day's row is not. A case that the other commit does not know is timed in this tree alone.
+Each case (cases.py) is a separate process with one thread, except for the tokenizer's threads. The least of `--rounds`
+counts in each tree. A plan of XL takes minutes. A row of two trees has both and is a ratio of one run, which another
+day's row is not. A case that the other commit does not know is timed in this tree alone.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """What cases.py runs in a tree, to tokenize FOLDER/text.txt there; this program's text is given to `python -c`.
 
-The tree may be of an older commit, which has no folder to keep tokens in. Prints one line of JSON: seconds and the
-growth of RAM of reading, tokenizing and keeping; seconds of finding again what was kept; and seconds of the tokenizer
-alone over the same text in pieces.
+The tree may be of an older commit, which has no folder to keep tokens in. Prints one line of JSON: seconds and growth
+of RAM for reading, tokenizing and storing, seconds for finding the stored tokens again, and seconds of only the
+tokenizer over the same text in pieces.
 """
 
 import inspect

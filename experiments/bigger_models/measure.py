@@ -3,10 +3,10 @@
     python -m experiments.bigger_models.measure [--only NAME ...] [--ram-limit SIZE] [--disk-limit SIZE] [--out DIR]
     .venv-cuda/bin/python -m stand_in --gpu rtx3090 -- -m experiments.bigger_models.measure       the cases of a card
 
-On the CPU: slices from random weights in fp32, by the recipes in processes of their own, two steps of 2 x 128 tokens
-with Adam's states on a disk, evaluation, checkpoint and export as in every run. `largest` is the slice of GPT-J with
-the most blocks whose plan keeps to both limits. The disk is that of the folder for temporary files, which TMPDIR names;
-it must not be a RAM disk.
+On the CPU: slices from random weights in fp32, trained by the recipes in separate processes. A run has two steps of 2 x
+128 tokens with Adam's states on a disk, evaluation, checkpoint and export. `largest` is the slice of GPT-J with the
+most blocks whose plan keeps to both limits. The disk is that of the folder for temporary files, which TMPDIR names; it
+must not be a RAM disk.
 
 On the stand-in: runs whose 16-bit weights alone are more than their cap of the GPU's memory. Of the large ones only
 memory is a run's (on_card.py); `narrow`, GPT-J's blocks with a width of 768, is computed, and once more without a cap:

@@ -14,8 +14,8 @@ What it takes, in GiB (2**30 bytes), for N parameters, 28 blocks of width 4,096 
     Adam's m and v, fp32       8 N                             45.08   in RAM, or with --states-folder DIR on a disk
     low half of the weights    2 N                             11.27   there, too
 
-So a machine with 96 GiB of RAM holds all of it. One with 64 GiB keeps half of Adam's states on a disk or, with none to
-spare, runs forward and backward twice (--gradients resident); one with 32 GiB keeps all of them there. Kept the usual
+So a machine with 96 GiB of RAM holds all of it. A machine with 64 GiB keeps half of Adam's states on a disk or, without
+a disk, runs forward and backward twice (--gradients resident). With 32 GiB all states are on the disk. Kept the usual
 way (fp32 weights, gradients, m and v, all on the GPU) it would be 16 N, 90.2, before the first activation.
 
     python -m experiments.bigger_models.train_gptj                                   # the hub's weights, 96 GiB of RAM

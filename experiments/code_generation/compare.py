@@ -4,9 +4,9 @@
     python -m experiments.code_generation.compare --data codeparrot    the same on GitHub's code, with a network
     python -m experiments.code_generation.compare --before gpt2-xl --after runs/gpt2-xl/model --seq 1024
 
-Without --before and --after it trains a small GPT-2 with a tokenizer of its own, by `python -m lowmem train`, and
-compares that; a run that was interrupted goes on with the same command. Under --out: report.json, samples.txt,
-samples.html; of a training, train.jsonl, held_out.jsonl, `before` and `run`.
+Without --before and --after it trains a tokenizer and a small GPT-2, by `python -m lowmem train`, and compares that.
+The same command continues an interrupted run. Under --out: report.json, samples.txt, samples.html; of a training,
+train.jsonl, held_out.jsonl, `before` and `run`.
 """
 
 import argparse
@@ -234,9 +234,9 @@ def judged(
 def next_lines(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, one: Beginning, context: int, new_tokens: int
 ) -> str:
-    """How the model goes on behind the beginning's last line. It is given that line without its end: most tokenizers
-    write the end of a line and the indentation of the next one as one token, and would not indent behind another. What
-    goes on in the given line begins with an ellipsis, and parses nowhere."""
+    """How the model goes on behind the beginning's last line. The line has no line end: most tokenizers join the end of
+    a line and the next indentation in one token, and would not indent after another. What goes on in the given line
+    begins with an ellipsis, and parses nowhere."""
     prompt = (one.before + one.begun).rstrip()
     text = generation.continued(model, tokenizer, prompt, context, new_tokens)
     return text[1:] if text.startswith("\n") else GOES_ON + text

@@ -29,8 +29,8 @@ def next_line_of(generated: str) -> str | None:
 
 
 def completion_of(begun: str, generated: str) -> str:
-    """What of the generated text is the function's that `begun` begins: whole lines, up to the first that is indented
-    no more than its head."""
+    """The part of the generated text that belongs to the function `begun`: whole lines, up to the first that is
+    indented no more than its head."""
     kept = []
     for line in _whole_lines(generated):
         if line.strip() and _indentation(line) <= _indentation(begun):

@@ -30,12 +30,12 @@ progress.py). How long a case or a training may take follows from the seconds th
 three times as long, and two minutes. Before it has planned, a job has five minutes, and the peers, which plan nothing,
 have three times what their arithmetic takes on this card on top.
 
-Rows are appended one by one as they are found out, so whatever ends the command, what was measured is kept, and a
-second call goes on with what is missing or did not hold, in time that is left: a job is not begun with less than a
-third of its limit. A training has its row when its second step is done, and again when it has ended; the last row of a
-name counts, and one that was ended in between says so ("complete": false). What a machine lacks (bitsandbytes, a C
-compiler, bf16 below sm_80, where fp16 is measured) is a row that says so or is left out. Beside the rows lie
-timeline_<job>.json and .png. `--dry-run` runs the same lines with tiny shapes, on the CPU or on the stand-in for a GPU:
+Each row is appended as soon as it is measured, so an interrupted command keeps its rows. A second call runs the jobs
+that are missing or failed, in the time that is left. A job needs at least a third of its limit to start. A training
+writes its row after the second step and again at its end. The last row of a name counts; an interrupted one says
+"complete": false. If a machine lacks something (bitsandbytes, a C compiler, bf16 below sm_80, where fp16 is measured),
+a row says so or the case is left out. The rows' folder also has timeline_<job>.json and .png. `--dry-run` runs the same
+lines with tiny shapes, on the CPU or on the stand-in for a GPU:
 
     .venv-cuda/bin/python -m stand_in --gpu rtx3060 --values -- -m experiments.gpu_acceptance --dry-run --minutes 30
 

@@ -125,7 +125,7 @@ def run_jobs(
 
 
 def of_job(job: Job, dry_run: bool) -> dict:
-    """What all rows of a job share, beside what all jobs do."""
+    """The fields that all rows of a job share, but not all jobs."""
     command = ["python3", *rows.through_stand_in(), "-m", "experiments.gpu_acceptance", "--only", job.full_name]
     caps = {
         name: None if gib is None else int(gib * GIB)

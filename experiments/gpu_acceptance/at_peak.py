@@ -1,4 +1,4 @@
-"""What lies in memory at the peak, measured beside simulated: why a prediction was off, from one run.
+"""Lists the tensors at the memory peak, measured and simulated, to explain a wrong prediction from one run.
 
 Every source becomes a `Tape` (lowmem/cudasim/recorder.py): CPU memory events of the profiler, the caching allocator's
 own history on a GPU, the simulation's. So a real run can be replayed through the model of the allocator, which parts

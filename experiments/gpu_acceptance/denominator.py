@@ -126,7 +126,7 @@ def _compiled(setting: Setting, device: torch.device, name: str, micro_batch: in
 
 
 def _planned_seconds(setting: Setting, name: str, micro_batch: int) -> float:
-    """What arithmetic alone takes of a measurement: 6 FLOP per parameter and token, forward and backward."""
+    """FLOP of a measurement: 6 per parameter and token, forward and backward."""
     parameters = sum(parameter.numel() for parameter in build_model(_config(setting, name)).parameters())
     tokens = micro_batch * (TINY_SEQ if setting.dry_run else SEQ)
     return (1 + REPEATS) * 6 * parameters * tokens / setting.flops_per_second

@@ -9,9 +9,9 @@ SILENT_SECONDS = 300.0  # for importing, trying kernels and planning, on a slow 
 class Job:
     """`target`: "module:function", called in a process of its own as function(setting, **options) (child.py).
 
-    `seconds`: the time limit until the function says what its work is planned to take on the card that is here
-    (Setting.expect and attempt), with `flops`, what it computes before that or without saying so, on top; the caps, in
-    GiB (None: no cap), are the function's to apply and the row's to state."""
+    `seconds`: the time limit until the function states its planned seconds on this card (Setting.expect and attempt).
+    `flops` are added for work before that or without such a statement. The function applies the caps, in GiB (None: no
+    cap), and the row states them."""
 
     section: str
     name: str

@@ -129,8 +129,8 @@ def split_and_join(device: torch.device, dtype: torch.dtype, size: int) -> dict[
 
 
 def update_speed(device: torch.device, size: int, dtype: torch.dtype) -> dict[str, float]:
-    """Nanoseconds per parameter of AdamW's update with weights of `dtype` by either rule, and the fused one's bytes per
-    second beside those of a plain copy on the device."""
+    """Nanoseconds per parameter of AdamW's update with weights of `dtype`, eager and fused, and bytes per second of the
+    fused one and of a plain copy on the device."""
     optimizer = get_optimizer("adamw")
     hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=1)
     working, gradient = torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, device=device)
@@ -241,8 +241,7 @@ def host_memory(device: torch.device, size_bytes: int) -> Result:
 
 
 def allocator(device: torch.device, gpu_limit_bytes: int, fits_bytes: int) -> Result:
-    """Whether the cap holds to the byte that was asked for, and whether segments are those that grow; `fits_bytes`:
-    what is allocated under it."""
+    """Checks that the cap holds to the byte and that segments grow; `fits_bytes`: what is allocated under it."""
     kept = torch.zeros(64 * MIB, dtype=torch.uint8, device=device)
     growing = all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
     try:

@@ -1,4 +1,4 @@
-"""The layouts of a step that plans.py measures: every attention kernel, precision and kind of layout, and mixtures.
+"""The layouts of a step that plans.py measures: every attention kernel, precision and kind of layout, and combinations.
 
 Widths are those of real models, for the sizes of tensors decide; blocks are few, for repeating them shows nothing new.
 Peaks are 1 to 10 GiB: large enough that a page of the allocator (20 MiB) is little, small enough for most cards.

@@ -9,8 +9,8 @@ the first: the rows of losses and norms, all of the last checkpoint, the exporte
     not page-locked CUDA really refuses to register the states' memory, so that they are copied from pageable memory
     exported        what transformers loads from the exported folder are the weights that were trained
 
-Where recovering has made the micro-batch smaller, which is another order of summation, the comparison is with a run
-that had that micro-batch from the start.
+If recovery has made the micro-batch smaller, sums have another order. Then the comparison is with a run that had that
+micro-batch from the start.
 """
 
 import json
@@ -152,8 +152,8 @@ def _take_all_memory(setting: Setting, taken: list[Tensor]) -> None:
 
 
 def not_page_locked(setting: Setting) -> Result:
-    """CUDA refuses memory that is registered already, and leaves its error for the next kernel as it does whenever it
-    refuses; then that memory is given back, so that it is pageable."""
+    """CUDA refuses memory that is registered already, and leaves an error for the next kernel. Then the memory is
+    unregistered, so that it is pageable."""
     out, runtime = setting.scratch / "not_page_locked", torch.cuda.cudart()
     register, answers = runtime.cudaHostRegister, []
 

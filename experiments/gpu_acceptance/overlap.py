@@ -1,12 +1,11 @@
 """What the update adds to a step, after the run whose step it is: measured with it and without, and as a timeline.
 
 Steps as trained alternate with steps of the same schedule whose update is left out: no copy of a state, no kernel of
-the update; gradients are dropped where the update would have spent them. An update is made within the step after its
-own, so each step that is timed as trained makes one whole update, that of the step before, and the one after it makes
-none.
+the update; gradients are dropped where the update would have spent them. An update is made within the next step. So
+each step that is timed as trained makes the update of the step before it, and the step after it makes none.
 
-Then one more step is recorded, with its copies (timeline.py), beside the same step as the plan has simulated it:
-timeline_<job>.json and .png beside the rows.
+Then one more step is recorded with its copies (timeline.py), and drawn with the plan's simulated step:
+timeline_<job>.json and .png next to the rows.
 """
 
 import json

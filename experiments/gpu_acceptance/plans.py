@@ -147,8 +147,8 @@ def bars(allocated_error: float, reserved_error: float) -> dict[str, bool]:
 
 
 def smallest_cap(setting: Setting, layout: ModelLayout, device: torch.device, target: Target) -> Result:
-    """The smallest cap under which the simulation completes beside that under which the step does. A plan takes
-    the layout from MARGIN_BYTES above the former on."""
+    """The smallest caps under which the simulation and the real step complete. A plan takes the layout from
+    MARGIN_BYTES above the former on."""
     simulated = Simulated.of(layout, target)
     simulated_bytes = simulated.simulations.smallest_cap_bytes(simulated.layout)
     resolution = MIB // 2 if setting.dry_run else RESOLUTION_BYTES
@@ -181,8 +181,8 @@ def smallest_cap(setting: Setting, layout: ModelLayout, device: torch.device, ta
 
 
 def check_choice(setting: Setting, device: torch.device, target: Target) -> Result:
-    """A case per layout of a small grid under CHOICE_LIMIT_BYTES, less the margin that the planner leaves; its choice
-    beside the fastest."""
+    """Measures each layout of a small grid under CHOICE_LIMIT_BYTES, less the planner's margin, and compares the
+    planner's choice with the fastest."""
     if setting.dry_run:  # where the simulation of the CPU has no clock, and the grid is three layouts
         base, target, room, steps = DRY_GRID[0], gpu_target(CARDS["rtx3060"], fused_kernels=False), None, STEPS
         micro_batches, groups, states = (4,), (1,), ("resident",)

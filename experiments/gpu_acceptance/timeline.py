@@ -1,4 +1,4 @@
-"""Where the copies of one step lie in time, and what computes meanwhile: recorded, simulated, and both in one picture.
+"""The times of the copies and computations of one step, recorded and simulated, and both in one picture.
 
 Three lanes: what the compute stream does but for updates, copies to the card, copies from it. Recorded lanes are the
 profiler's: every kernel, copy and memset that CUPTI reports. Simulated ones are the plan's (lowmem/cudasim/clock.py):
@@ -166,8 +166,8 @@ def common(left: Sequence[Stretch], right: Sequence[Stretch]) -> list[Stretch]:
 
 
 def busy_shares(stretches: Sequence[Stretch], start: float, end: float, parts: int = PARTS) -> list[float]:
-    """Of each of as many equal `parts` of the time from `start` to `end`, the share that the stretches cover; none
-    where there is no time between the two, as in a recording without an event."""
+    """The share that the stretches cover in each of `parts` equal parts of the time from `start` to `end`. All 0 if no
+    time is between them, as in a recording without events."""
     if end <= start:
         return [0.0] * parts
     starts = [begin for begin, _ in stretches]

@@ -3,13 +3,12 @@
 The script runs as a user would run it, inside this process, to its very end: with the checkpoint and the exported model
 of the last step, 18 bytes per parameter of disk (28 GB for XL), which are removed after the job.
 
-The first step also warms up, so a step's time is the median of the others. Its update is deferred into the next step,
-which is where it is timed; the last step, which makes its own too, counts only as far as a median of three lets it.
+The first step also warms up, so a step's time is the median of the others. Its update is deferred into the next step
+and timed there. The last step makes its own update, too; a median of three keeps it from counting much.
 
-What the run was is a row, "<job>: run". It is written when the second step is done, and again, complete, when the run
-has ended: as everywhere the last row of a name counts, and where the run was ended in between that is the first of the
-two, which says so ("complete": false, and "steps" of "of_steps"). Then, where the job asks for it, what the update adds
-to a step (overlap.py).
+What the run was is a row, "<job>: run". It is written after the second step, and again, complete, at the end of the
+run. The last row of a name counts. If the run was interrupted, that is the first one, which says so ("complete": false,
+and "steps" of "of_steps"). Then, where the job asks for it, what the update adds to a step (overlap.py).
 
 How long the run may take follows from its own plan on this card (progress.py), with assumed speeds for the rest.
 """
@@ -140,8 +139,8 @@ class _Watched:
 
 
 def _figures(report: dict, limits: dict[str, int | None]) -> tuple[dict, dict[str, bool]]:
-    """Of a run's report.json: speed, time and peaks, measured beside predicted, with signed errors; whether the caps
-    were kept."""
+    """Reads a run's report.json: speed, time and peaks, measured and predicted, with signed errors, and whether the
+    caps were kept."""
     measured, predicted = report["measured"], report["plan"]["predicted"]
     values = {"sequences_per_second": measured["sequences_per_second"]}
     for figure in (*PEAKS, "step_seconds"):

@@ -1,1 +1,1 @@
-"""What experiments share: rows of results, tables made of them, jobs that run in processes of their own."""
+"""The library of experiments and tests: rows of results, tables of rows, jobs in processes, small trainings."""

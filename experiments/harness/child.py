@@ -60,8 +60,8 @@ class Setting:
         self._begin(None, planned_seconds)
 
     def attempt(self, case: str, work: Callable[[], Result], planned_seconds: float = 0.0) -> Result:
-        """What `work` returns, after its row is written. A case that has ended an earlier process of this job, or was
-        done by one, is not begun again: then its result is what is known of it. To be called in a fixed order."""
+        """What `work` returns, after its row is written. A case that an earlier process of this job has
+        finished, or that has ended one, does not run again: its known result is returned. Call it in a fixed order."""
         progress = Progress(self.scratch)
         known = progress.done().get(case)
         if known is not None:
@@ -82,7 +82,7 @@ class Setting:
 
 
 class Unavailable(Exception):
-    """What a job's function raises, with a sentence, where this machine lacks what it needs: no crash, no result."""
+    """A job's function raises it, with a sentence, if this machine lacks something: neither crash nor result."""
 
 
 def main() -> int:
@@ -134,8 +134,8 @@ def named(name: str):
 
 
 def machine_here() -> dict:
-    """What `probe` says in a process of its own: a CUDA context in this one would take memory from every job. No names
-    where not even lowmem can be imported, which stands on stderr then."""
+    """Runs `probe` in another process: a CUDA context in this one would take memory from every job. There are no names
+    if lowmem cannot be imported; stderr says why."""
     command = [sys.executable, "-m", "experiments.harness.child", "probe"]
     result = subprocess.run(command, cwd=rows.ROOT, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
     return json.loads(result.stdout) if result.returncode == 0 else {"names": {}, "versions": {}}

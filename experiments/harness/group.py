@@ -1,9 +1,9 @@
 """Processes of one process group of `torch.distributed`: started together, watched, and ended as soon as one ends.
 
-The command calls `run`, each process `member`. What goes wrong in a process is left in their folder, and `run` raises
-one ProcessFailed, whose text is the first cause: a process that lost its neighbour says so too, but is not the cause.
-A process ends when its standard input does, so that none outlives the command. Under torchrun a process calls `begin`
-alone; torchrun watches.
+The command calls `run`, each process `member`. A process writes its error to their folder, and `run` raises one
+ProcessFailed with the first cause. (A process that lost its neighbour fails too, but is not the cause.) A process ends
+when its standard input does, so that none outlives the command. Under torchrun a process calls only `begin`; torchrun
+watches.
 """
 
 import contextlib
@@ -137,7 +137,7 @@ def _watch(processes: list[subprocess.Popen], folder: Path) -> None:
 
 
 def _cause(processes: list[subprocess.Popen], folder: Path) -> str:
-    """Of what went wrong first: a process that was killed, or the first error that is not another process's end."""
+    """The first cause: a process that was killed, or the first error that another process's end does not explain."""
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline and any(process.poll() is None for process in processes):
         time.sleep(POLL_SECONDS)

@@ -16,9 +16,9 @@ CASES = ["rank 0", "rank 2", "the command"]
 
 
 def ended(module: str, who: str) -> dict:
-    """Runs `python -m module` for more steps than it can do, kills (SIGKILL) one of its processes or the command, as
-    `who` of CASES says, and measures the seconds until the command and all its processes are gone. With them what the
-    command says, and its exit code."""
+    """Runs `python -m module` for more steps than it can do and kills (SIGKILL) `who` of CASES: one of its processes or
+    the command. Returns the seconds until the command and all its processes are gone, the command's last words and its
+    exit code."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", module, "--steps", "1000000", "--out", out]
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)

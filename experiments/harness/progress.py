@@ -1,8 +1,8 @@
-"""What a job's process tells the command that started it: which case it is at, how long that may take, what is done.
+"""Tells the command about a job's process: the current case, its time limit, and the cases that are done.
 
-A job may consist of cases. A case that raises, hangs or is killed ends its process; the command writes the case's row
-and starts the job again, which passes over the cases that are done. So no case hides those after it, and none meets
-what a failed one has left on the card.
+A job may consist of cases. A case that raises, hangs or is killed ends its process. The command then writes the case's
+row and starts the job again, which skips the cases that are done. So a failed case hides none of the later ones, and
+leaves nothing on the card for them.
 
     time limit of a case = FLOOR_SECONDS + FACTOR x the seconds that are planned for it on this card
 
@@ -29,8 +29,8 @@ def time_limit(planned_seconds: float) -> float:
 
 
 def flops_per_second(device_name: str) -> float:
-    """16-bit FLOP/s of large products on the card that reports this name; of a card that is not in the table, as slow
-    as the slowest one that was measured."""
+    """16-bit FLOP/s of large products on the card that reports this name. A card that is not in the table counts as the
+    slowest measured one."""
     card = card_of_name_reported(device_name)
     if card is not None:
         return _rate(card)

@@ -1,7 +1,7 @@
 """The results file: one JSON object per line, each complete in itself and written whole before the next is begun.
 
 A row says what was measured (`values`), what had to hold (`checks`), and everything needed to measure it again. A job
-ends with a row that bears its name alone; rows before it, named "job: detail", are its parts. A job counts as done when
+ends with a row of its own name; rows before it, named "job: detail", are its parts. A job counts as done when
 its last row is `ok` and was made by the same sources on the same device: a digest of the code decides, because a
 commit's name says nothing about a working tree that was changed since.
 """
@@ -24,7 +24,7 @@ KEYS = (
 
 
 def on_stand_in() -> bool:
-    """Whether this process's GPU is the one that is not there (stand_in/): its seconds mean nothing."""
+    """True on the stand-in for a GPU (stand_in/), where seconds mean nothing."""
     return bool(os.environ.get("STAND_IN_LIBRARIES"))
 
 

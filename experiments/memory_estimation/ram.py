@@ -2,15 +2,15 @@
 
     python -m experiments.memory_estimation.ram [--models gpt2 ...] [--out DIR]
 
-Each model is trained by its script, in a process of its own, as anybody would start it: two steps of 2 x 64 tokens from
-random weights in fp32, no cap, with evaluation, checkpoint and export as in every run. So the peak is that of a whole
-run, loading included. The run's report has what its plan predicted beside the kernel's high-water mark; a row is
-written to ram.jsonl as soon as a model is done, in the place of its older one.
+Each model is trained by its script in a separate process, as a user would start it. A run has two steps of 2 x 64
+tokens from random weights in fp32, without a cap, with evaluation, checkpoint and export. So the peak is that of a
+whole run, loading included. The run's report has the plan's prediction and the kernel's high-water mark. When a model
+is done, its row replaces the older one in ram.jsonl.
 
 What it costs: 16 bytes of disk per parameter while a model runs (its checkpoint and its export; XL: 23 GiB), in the
 folder for temporary files, which TMPDIR names; it must not be a RAM disk. XL takes 21 GiB of RAM. The layout depends on
-what is free: where little is, forward and backward run twice a step, so that gradients are never all held. The row has
-what was free.
+the free memory. If little is free, forward and backward run twice a step, so that gradients are never all held. The row
+has what was free.
 """
 
 import argparse

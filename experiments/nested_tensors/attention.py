@@ -13,8 +13,8 @@ and called with `documents=Documents(lengths)`, which transformers hands down to
              tensors for query / key are not supported when is_causal=True"), so there values are padded to the longest
              for attention alone
 
-No loop of the model goes over documents. Where they are cut into classes of widths, which is once for a batch and no
-layer's work, one does; there are at most a class for every 8 tokens of the longest.
+No loop of the model goes over documents. One loop over samples cuts them into classes of widths, once for a batch and
+not per layer. There is at most one class for every 8 tokens of the longest.
 """
 
 import copy
@@ -50,7 +50,7 @@ class Rows:
 
 
 class Documents:
-    """Those of a ragged batch: their `lengths` [B], in the order in which they lie. ValueError for an empty one."""
+    """The documents of a ragged batch: their `lengths` [B], in their order in the row. ValueError for an empty one."""
 
     def __init__(self, lengths: Sequence[int]):
         if not len(lengths) or min(lengths) < 1:
@@ -136,7 +136,7 @@ def nested_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     documents: Documents, scaling: float | None = None, dropout: float = 0.0, **more,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The same through `torch.nested` tensors [B, heads, j, d] of the jagged layout."""
+    """Attention through `torch.nested` tensors [B, heads, j, d] of the jagged layout."""
     _check(query, key, documents, more)
     heads = query.shape[1]
     if query.is_cuda:  # whose kernel takes no grouped keys

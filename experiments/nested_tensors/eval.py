@@ -7,10 +7,9 @@ gradients of all parameters of the sum of all losses. Each mode gets the same sa
     gradient  the largest distance of a parameter's gradient, relative to its norm, or to a thousandth of the norm of
               all gradients where that is more: some are nothing but rounding (of queries, where a sample has one token)
 
-Both have to be below 1e-5. fp32 rounds to 6e-8; sums of up to a thousand terms in another order, in a few dozen layers
-one after the other, make a few 1e-7 of it, and a document that sees another makes 0.3. With --dtype bf16, in which a
-GPU has kernels of its own, the truth is still in fp32; there a rounding is 4e-3, small gradients keep few digits (7e-2
-was seen), and 0.1 is allowed.
+Both have to be below 1e-5. fp32 rounds to 6e-8. Sums of up to a thousand terms in another order, in a few dozen layers,
+make a few 1e-7; a document that sees another makes 0.3. With --dtype bf16, for which a GPU has other kernels, the truth
+is still in fp32. There a rounding is 4e-3 and small gradients keep few digits (7e-2 was seen), so 0.1 is allowed.
 """
 
 import argparse

@@ -93,7 +93,7 @@ def add_sample_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:
-    """Those that say where and in which precision."""
+    """Adds the options for device and precision."""
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: %(default)s")
 
@@ -181,7 +181,7 @@ def compute(model: nn.Module, inputs: Inputs, device: torch.device, backward: bo
 
 
 def begin_peak(device: torch.device) -> int:
-    """What is held now, beside which the peak counts from here on."""
+    """Returns the memory in use now, and restarts the count of the peak above it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)

@@ -2,10 +2,10 @@
 
     python -m experiments.nested_tensors.memory --data functions --num_samples 16 --batch_size 8
 
-Every mode is a process of its own (main.py), so that no peak is another mode's; a row is one of these processes. What
-they free goes back to the system at once (MALLOC_MMAP_THRESHOLD_), without which a peak of the resident set has old
-memory in it. How long they take is time_profiling's: processes come one after the other, and a shared machine is not
-equally fast all the time.
+Every mode runs in a separate process (main.py), so that peaks stay apart. A row is one process. What they free goes
+back to the system at once (MALLOC_MMAP_THRESHOLD_), without which a peak of the resident set has old memory in it. How
+long they take is time_profiling's: processes come one after the other, and a shared machine is not equally fast all the
+time.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def in_process(model: str, mode: str, options: argparse.Namespace) -> dict:
-    """What main.py finds in a process of its own. RuntimeError where it fails."""
+    """Runs main.py in a separate process and returns its figures. RuntimeError where it fails."""
     with tempfile.TemporaryDirectory() as out:
         words = [
             *("--model", model, "--mode", mode, "--data", options.data, "--backward", "--use_warmup", "--out", out),

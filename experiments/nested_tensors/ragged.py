@@ -53,9 +53,9 @@ def make_model(shape: str, mode: str, device: torch.device, dtype: str = "fp32",
 
 def read_samples(data: str, count: int, seed: int = 0) -> list[list[int]]:
     """Token ids of `count` samples, drawn without replacement, of each at most LONGEST tokens. `data`: one of KINDS of
-    Python's standard library (lines that are not blank, whole functions, whole files), or what the training scripts
-    take as --data, of which each row or file is a sample; "wikitext" is its rows, which are headings and paragraphs.
-    InputError where that is not to be had, ValueError where there are fewer."""
+    Python's standard library (nonblank lines, whole functions, whole files), or a --data of the training scripts, with
+    a sample for each row or file; "wikitext" is its rows, which are headings and paragraphs. InputError if that is not
+    available, ValueError if there are fewer."""
     texts = _library_texts(data) if data in KINDS else _texts(data)
     if count > len(texts):
         name = f"{data} in the standard library" if data in KINDS else f"samples in {data}"

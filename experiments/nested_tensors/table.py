@@ -21,8 +21,8 @@ SEED = [  # its own figures, of one batch of random words, forward only
 
 
 def modes_table(peaks: list[dict], stages: list[dict]) -> str:
-    """Of each device, model and set of samples that there are peaks of: those, and the speed in the newest run of the
-    stages, where there is one: medians over its rounds, ratios to padded of the same round."""
+    """The peaks of each device, model and set of samples, and the speed in the newest run of the stages: medians over
+    its rounds, as ratios to padded in the same round."""
     newest = {(*_what(row), row["mode"]): row for row in peaks}
     lines = []
     for what in dict.fromkeys(key[:-1] for key in newest):

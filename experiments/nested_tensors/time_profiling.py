@@ -2,9 +2,9 @@
 
     python -m experiments.nested_tensors.time_profiling --data functions --num_samples 16 --batch_size 8 --rounds 1
 
-A stage is timed from the moment its module is called until it returns, on a GPU with a wait for it at both ends; the
-head's has the loss in it, and what lies between the modules (norms, sums) is "norms, sums". Modes take turns, batch
-after batch. Writes plots/stages-<data>.png under --out and adds rows, of which `table` makes the README's picture.
+A stage is timed from the call of its module to its return, on a GPU with a synchronization at both ends. The head's
+time includes the loss; the time between modules is "norms, sums". Modes take turns, batch after batch. Writes
+plots/stages-<data>.png under --out and adds rows, of which `table` makes the README's picture.
 """
 
 import argparse

@@ -1,12 +1,12 @@
 """Peaks of a training that is not ours, measured the same way for everybody.
 
-GPU: what PyTorch's allocator had allocated and reserved, beside it managed memory (bitsandbytes' paged states come
-from cudaMallocManaged, which the allocator neither counts nor caps), and the growth of what the whole card has in use.
+GPU: bytes allocated and reserved by PyTorch's allocator, managed memory, and the growth of the whole card's memory in
+use. (bitsandbytes' paged states come from cudaMallocManaged, which the allocator neither counts nor caps.)
 
-RAM: the resident set, and page-locked memory. Whether memory from PyTorch's page-locking allocator is part of a
-process's resident set depends on the driver, so that is tried out once, with a block that is filled (32 MiB, which
-stay with the allocator): where it is not, what the allocator holds (in powers of two, as it takes them) is added. A
-thread looks every 20 ms; the kernel's own high-water mark is taken where that is higher.
+RAM: the resident set, and page-locked memory. It depends on the driver whether memory from PyTorch's page-locking
+allocator is in a process's resident set. So this is tried once with a filled block (32 MiB, which the allocator keeps).
+If it is not, the allocator's bytes are added, in powers of two as it takes them. A thread looks every 20 ms; the
+kernel's own high-water mark is taken where that is higher.
 
 """
 

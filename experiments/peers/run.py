@@ -1,4 +1,5 @@
-"""The same training by every peer and by lowmem, each under the same caps and in processes of its own; a row for each.
+"""Runs the same training with every peer and with lowmem, under the same caps and in separate processes, and writes a
+row for each.
 
 Rows are added to rows.jsonl as they are found out, in the format of gpu_acceptance; a peer that is not installed, does
 not fit or fails has its row too, and does not stop the next. At the end a table is printed. On the CPU (`--device cpu`)

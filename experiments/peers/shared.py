@@ -1,8 +1,8 @@
 """What is the same for every peer: the weights to begin with, the batches, how far the weights got from the reference.
 
-Weights lie in folders that `from_pretrained` loads, for that is how the peers' documentation begins; without dropout,
-whose masks no two systems draw alike. Batches are lowmem's own (lowmem/data/batches.py), the learning rate is constant;
-clipping and weight decay (of matrices only) are as in every run of lowmem.
+Weights are in folders for `from_pretrained`, as in the peers' documentation. Configs have no dropout, since no two
+systems draw the same masks. Batches are lowmem's own (lowmem/data/batches.py), the learning rate is constant; clipping
+and weight decay (of matrices only) are as in every run of lowmem.
 """
 
 import math

@@ -87,7 +87,7 @@ def training_settings(
 
 
 def _checks(values: dict) -> dict[str, bool]:
-    """What must hold whatever wins: that a peer does not fit is a result, that lowmem does not is a failure."""
+    """Checks that must hold: a peer that does not fit is a result; if lowmem does not fit, that is a failure."""
     checks = {}
     if "losses" in values:
         checks["every loss is a number"] = all(map(math.isfinite, values["losses"]))
@@ -108,8 +108,8 @@ def _first_that_fits(setting: Setting, case: Case, sizes: Sequence[int | None]) 
 
 
 def _attempt(case: Case) -> dict:
-    """What attempt.py finds out in a process of its own. A process that the system killed has found out that memory is
-    too small. LowmemError with its last words where it ended in any other way."""
+    """Runs attempt.py in a separate process and returns its values. A process that the system killed has found out that
+    memory is too small. LowmemError with its last words where it ended in any other way."""
     outcome, errors = case.scratch / "outcome.json", case.scratch / "stderr.txt"
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # Trainer would take all there are
     with open(errors, "wb") as stderr:

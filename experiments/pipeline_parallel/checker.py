@@ -1,9 +1,9 @@
-"""Proves of a schedule that it computes what it should and cannot deadlock, and says what it costs.
+"""Proves that a schedule is complete and cannot deadlock, and computes its cost.
 
-`check` runs through the lists of all ranks with a clock and no tensors. Whatever the lists are, one of these happens:
-every rank comes to the end of its list, and then a runtime does, too, since it waits for nothing else; or a ValueError
-says what is wrong. It runs twice: once with sends that return at once, as they do where the network has room for what
-is sent, and once with sends that wait until the other end has begun to receive. A schedule has to end in both.
+`check` runs through the lists of all ranks with a clock and no tensors. Either every rank reaches the end of its list,
+and then a runtime does, too, since it waits for nothing else. Or a ValueError says what is wrong. It runs twice: once
+with sends that return at once, as if the network had room, and once with sends that wait for the receive to begin. A
+schedule has to end in both.
 
 What has to hold:
     every stage has one forward and one backward of every micro-batch, whole or in its two parts;
@@ -95,8 +95,7 @@ def steady_bubble_of(spans: Sequence[Sequence[Span]]) -> float | None:
 
 
 def _check_contents(lists: list[list[Action]], stages: int, micro_batches: int, updates: int) -> None:
-    """What can be said of each rank's list without the others': all that is to be done is done, once and in an order in
-    which each action's input is there."""
+    """Checks each rank's list by itself: every action is there once, and comes after its input."""
     ranks = len(lists)
     for rank, actions in enumerate(lists):
         done: set[Action] = set()
@@ -185,8 +184,8 @@ def _before(action: Action, ranks: int, stages: int) -> list[Action]:
 
 
 def _walk(lists: list[list[Action]], stages: int, sends_wait: bool) -> list[list[Span]]:
-    """When each rank computes what. ValueError where all that are not at their end wait for another, where messages
-    arrive in another order than they are expected in, and where one is sent that nobody receives."""
+    """When each rank computes what. ValueError for a deadlock, for messages in another order than the receives, and for
+    a message that nobody receives."""
     ranks = len(lists)
     place, clock = [0] * ranks, [0.0] * ranks
     spans: list[list[Span]] = [[] for _ in range(ranks)]

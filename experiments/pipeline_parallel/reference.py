@@ -1,8 +1,7 @@
 """What a pipeline has to compute, by one process and plain autograd: no stages' code, no schedule, no messages.
 
-`synchronous`: every micro-batch through all layers, gradients summed in their order, the two gradients of a tied
-embedding summed apart and joined once (each stage has its own sum; one after the other would be another order of
-additions), clipped, one update a step.
+`synchronous`: every micro-batch passes all layers, gradients are summed in their order and clipped, with one update a
+step. The two gradients of a tied embedding are summed apart and joined once, as each stage has its own sum.
 
 `asynchronous`: PipeDream as a recurrence. Micro-batch i meets in stage s of p the weights of max(0, i - (p - 1 - s))
 updates, with vertical sync those of max(0, i - (p - 1)) in all stages, forward and backward, and its gradient updates

@@ -42,8 +42,8 @@ MOST_PLANNED = 400_000  # micro-batches x stages: some 2 GB and a minute until i
 
 @dataclass(frozen=True)
 class Trained:
-    """Of all ranks: losses of the steps, spans of the last step, and by rank versions of weights, and bytes before the
-    first step and at the peak of all: allocated on a GPU, else the RAM of the process."""
+    """The ranks' results: losses of the steps, spans of the last step, and by rank versions of weights, bytes before
+    the first step and at the peak. Bytes are those allocated on a GPU, or the RAM of the process."""
 
     losses: list[float]
     spans: list[list[tuple[float, float, Action]]]
@@ -121,7 +121,7 @@ def planned(options: argparse.Namespace) -> tuple[Job, Checked]:
 
 
 def seconds_of_layers(task: Task, seed: int, rows: int = 8, repeats: int = 5) -> list[float]:
-    """Of forward and backward of each layer, the median of a few."""
+    """The median time of forward and backward for each layer."""
     x, target = (tensor[:rows] for tensor in (task.inputs, task.targets))
     found = []
     for number, layer in enumerate(task.layers):

@@ -1,7 +1,7 @@
 """Runs what a checked schedule says of one rank. It knows nothing of schedules: it does one action after the other.
 
-What is sent is held until the network has taken it, but never more than PENDING of a kind: then the oldest is waited
-for, which the checker has proved to end. What is received has a buffer from the moment the receive is begun until a
+A sent tensor is held until the network has taken it, but never more than PENDING of a kind. Then the rank waits for the
+oldest, which ends as the checker has proved. What is received has a buffer from the moment the receive is begun until a
 stage has used it. So what a rank holds depends on what is in flight, not on the number of micro-batches.
 """
 
@@ -98,8 +98,8 @@ class MicroBatches:
 
 @dataclass
 class Done:
-    """Of a rank: the losses of the micro-batches, where it has the last stage; of all that it computed, in that order,
-    when it began and ended, in seconds of a clock that is the same for all processes of a machine."""
+    """A rank's results: the losses of the micro-batches, if it has the last stage, and the start and end of each
+    computation in order, in seconds of a clock that all processes of a machine share."""
 
     losses: dict[int, float] = field(default_factory=dict)
     times: array = field(default_factory=lambda: array("d"))

@@ -1,8 +1,8 @@
 """Pipeline schedules as data: of each rank the list of what it does, in order.
 
-A model is cut into S stages, which lie on R ranks: stage s on rank s mod R, so that with S = R each rank has one stage
-and with S = vR it has v chunks. A batch is cut into M micro-batches. What a schedule chooses is the order of forwards
-and backwards on each rank, one short function for each schedule; the sends and receives follow from it (`schedule`).
+A model is cut into S stages on R ranks, stage s on rank s mod R. With S = R each rank has one stage, with S = vR it has
+v chunks. A batch is cut into M micro-batches. What a schedule chooses is the order of forwards and backwards on each
+rank, one short function for each schedule; the sends and receives follow from it (`schedule`).
 
     gpipe         all forwards, then all backwards                      Huang et al. 2019, arXiv 1811.06965
     1f1b          a backward as soon as there is one                    Narayanan et al. 2021, arXiv 2104.04473
@@ -35,9 +35,9 @@ TIMES = {FORWARD: 1.0, BACKWARD: 2.0, INPUT_GRADIENT: 1.0, WEIGHT_GRADIENT: 1.0}
 
 
 class Action(NamedTuple):
-    """One thing that a rank does. What is sent is the output of `stage`, or the gradient of its input; what is received
-    is the input of `stage`, or the gradient of its output: the receive is begun here, and waited for where its tensor
-    is used. `version` is of a forward alone. An update's micro-batch is the one whose gradient it uses, -1: of all."""
+    """One thing that a rank does. A send carries the output of `stage` or the gradient of its input, a receive the
+    input of `stage` or the gradient of its output. The receive starts here; the user of its tensor waits for it.
+    `version` is of a forward alone. An update's micro-batch is the one whose gradient it uses, -1: of all."""
 
     kind: str
     stage: int
@@ -71,8 +71,8 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, chunks: 
 
 
 def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """The chunks take turns: as many micro-batches as there are ranks pass through the first, then the next. Where
-    the ranks do not divide their number it is the schedule of the next one that they do, without those too many."""
+    """The chunks take turns: as many micro-batches as there are ranks pass through the first, then the next. If the
+    ranks do not divide the number of micro-batches, it is the schedule of the next multiple without the extra ones."""
     stages = range(rank, ranks * chunks, ranks)
     groups = [range(first, first + ranks) for first in range(0, micro_batches, ranks)]
     forwards = [Action(FORWARD, stage, m) for group in groups for stage in stages for m in group]

@@ -9,9 +9,9 @@ Gradients are asked of autograd by name (`torch.autograd.grad`) and summed here,
 
 Both ways call the same kernels with the same operands and leave the same bits.
 
-Weights have versions. A synchronous schedule updates them in place once nothing is in flight. An asynchronous one
-(`stashing`) updates a copy and publishes it as a version of its own; the graphs of what is in flight keep the weights
-that they were made with, and `versions` those that a forward still may name.
+Weights have versions. A synchronous schedule updates them in place once nothing is in flight. An asynchronous stage
+(`stashing`) updates a copy and publishes it as a new version. Graphs in flight keep the weights that they were made
+with; `versions` keeps the ones that a forward may still use.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from experiments.harness.randomness import seed_of
 
 
 class Layers(nn.Module):
-    """Layers `first`, `first` + 1, ... of a model, each with random numbers of its own."""
+    """Layers `first`, `first` + 1, ... of a model, each with its random numbers."""
 
     def __init__(self, layers: Iterable[nn.Module], first: int, seed: int):
         super().__init__()

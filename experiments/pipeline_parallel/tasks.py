@@ -1,4 +1,4 @@
-"""What is trained: a model as a list of layers, batches of real data, and the loss of a micro-batch.
+"""The tasks to train: a model as a list of layers, batches of real data, and the loss of a micro-batch.
 
     digits    8 x 8 images of scikit-learn's bundled digits, by convolutions
     cifar10   32 x 32 colour images through `datasets`, from its cache or the hub, by the same convolutions
@@ -26,9 +26,9 @@ SEQ, WIDTH, HEADS, BLOCKS, BYTES = 64, 64, 4, 8, 256
 
 @dataclass(frozen=True)
 class Task:
-    """`layers`: of the whole model, in its order. `tied`: the name of a parameter of the first layer that is, in the
-    model, the same as one of the last layer, whose name is the second. `inputs` and `targets` are all samples [N, ..];
-    `loss_of(output, target)` is the sum over the micro-batch's predictions, `predictions` how many a sample has."""
+    """`layers`: of the whole model, in its order. `tied`: the names of a parameter of the first layer and of one of the
+    last layer that are the same in the model. `inputs` and `targets` are all samples [N, ..]; `loss_of(output, target)`
+    is the sum over the micro-batch's predictions, `predictions` how many a sample has."""
 
     layers: list[nn.Module]
     inputs: Tensor
@@ -122,8 +122,8 @@ TASKS: dict[str, Callable[[str, bool], Task]] = {"digits": _digits, "cifar10": _
 
 
 def cut(costs: Sequence[float], stages: int) -> list[int]:
-    """How many layers each stage gets, one at least, so that the most expensive stage is as cheap as can be; of equal
-    cuts the one with the least sum of squares."""
+    """The number of layers of each stage, at least one, such that the most expensive stage is as cheap as possible.
+    Among equal cuts it is the one with the least sum of squares."""
     count = len(costs)
     if stages > count:
         raise InputError(f"the model has {count} layers, which make no {stages} stages")

@@ -1,4 +1,4 @@
-"""What one process of a pipeline does: its stages, its part of every step, and what it tells at the end.
+"""One process of a pipeline: its stages, its part of every step, and its report at the end.
 
 python -m experiments.pipeline_parallel.worker FOLDER RANK        started by run.py, never by hand
 """
@@ -68,7 +68,7 @@ class Job:
         return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.01)
 
     def micro_batches_of(self, task: Task, step: int, device: torch.device) -> MicroBatches:
-        """Of one step; of an asynchronous schedule of all steps, each of whose micro-batches is a batch of its own."""
+        """The micro-batches of one step, or of all steps of an asynchronous schedule, where each is a batch."""
         steps = range(self.steps) if self.asynchronous else range(step, step + 1)
         chosen = torch.cat([task.chosen(number, self.batch, self.seed) for number in steps])
         rows = self.rows * len(steps)
@@ -144,7 +144,7 @@ def of_steps(job: Job, losses: dict[int, float]) -> list[float]:
 
 
 def stages_of(job: Job, task: Task, rank: int, device: torch.device) -> dict[int, Stage]:
-    """Those that lie on a rank, by number."""
+    """The stages of a rank, by number."""
     found, first = {}, 0
     for number, size in enumerate(job.sizes):
         if number % job.ranks == rank:

@@ -1,10 +1,10 @@
 """What is compared: models, cards, caps and options of training, as command lines.
 
-CASES are for run.py: `SCRIPTS`, train_gpt2_large.py and train_gpt2_xl.py at their full shape, and `OTHERS`, all models
-of memory_estimation at batches of a few sequences: small ones on every card that they fit on with each of LAYOUTS,
-larger ones with some of them, and one model with everything that can be chosen. Layouts are mostly given, because a
-search takes longer than the run, and its choice is not the question here; `SEARCHED` leaves the layout to the search,
-under three caps. `PROMISED` are for promise.py and `PROMISED_RAM` for promise_ram.py.
+CASES are for run.py: `SCRIPTS` are train_gpt2_large.py and train_gpt2_xl.py at their full shape. `OTHERS` are all
+models of memory_estimation at batches of a few sequences: small ones on every card that they fit on with each of
+LAYOUTS, larger ones with some of them, and one model with every option. Layouts are mostly given, because a search
+takes longer than the run, and its choice is not the question here; `SEARCHED` leaves the layout to the search, under
+three caps. `PROMISED` are for promise.py and `PROMISED_RAM` for promise_ram.py.
 """
 
 from dataclasses import dataclass

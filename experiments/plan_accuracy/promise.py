@@ -9,17 +9,16 @@ planner names the smallest cap of the GPU for it. Then, each from an empty alloc
     refused     under the largest cap that is refused, less the margin that plans leave free and 2%, the most frugal
                 layouts are run with the planner passed by; each must run out of memory
 
-The margin (64 MiB of a cap, or 0.5%) is taken off first, because it is not the simulation's to be judged by: a driver's
-addresses, which no plan knows, decide what becomes of it. What is judged is the room that the simulated run is given,
-to 2%. The row says beside that whether the most frugal layout completes where the margin is not taken off
-(`completed_in_the_margin`); under caps of less than 3.1 GiB 64 MiB are more than 2%, so it may.
+The margin (64 MiB of a cap, or 0.5%) is taken off first, because it does not judge the simulation: it is for a driver's
+addresses, which no plan knows. What is judged is the room that the simulated run is given, to 2%. The row also says
+whether the smallest layout completes with the margin left in (`completed_in_the_margin`). Under caps of less than 3.1
+GiB it may, because 64 MiB are more than 2%.
 
 The most frugal layouts are those that the smallest cap is looked for among: nothing kept that need not be, the smallest
 micro-batch, every length of segments, as much streamed as can be (or everything resident, which needs no staging ring),
 one pass and two, one micro-batch or the whole batch as a group; and, with the one that takes least of these, segments
-of up to LONGEST blocks, whether or not a plan tries those. Of all of them the one with least memory is run, and every
-other one whose tensors alone would not fill the cap: the rest cannot complete under it, since what is allocated is
-exact (the table above).
+of up to LONGEST blocks, whether or not a plan tries those. The smallest of them runs, and every other one whose tensors
+do not fill the cap. The rest cannot complete under it, since allocated bytes are exact (the table above).
 
 Rows go to results/promise.jsonl; a cell that has a row of the same sources is not run again, so that the command can be
 stopped at any time and given again.
@@ -69,8 +68,8 @@ def settings_of(case: Case) -> Settings:
 
 
 def caps(settings: Settings, simulations: Simulations) -> tuple[int, int]:
-    """The smallest cap that is named, and the largest that is refused, in whole MiB; bytes. They may lie apart by more
-    than a MiB: a layout's smallest cap is looked for to a few thousandths (simulations.py)."""
+    """The smallest cap that is named, and the largest that is refused, in whole MiB; bytes. They may differ by more
+    than a MiB: a layout's smallest cap is searched to a few thousandths (simulations.py)."""
     smallest = _in_mib(gpu_plan.least_room(settings, simulations, MemoryLimits(0, None)).gpu)
     refused = smallest - MIB
     while True:

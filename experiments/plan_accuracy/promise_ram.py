@@ -2,9 +2,8 @@
 
     .venv-cuda/bin/python -m stand_in --ram -- -m experiments.plan_accuracy.promise_ram [--only TEXT ...]
 
-A cell is a model, its options and a cap of the GPU that leaves states to be streamed. The run is asked for twice, each
-time as a user would, in a process of its own on the stand-in, whose --ram lets host memory take the RAM that it would
-take beside a GPU:
+A cell is a model, its options and a cap of the GPU that leaves states to be streamed. The run is started twice as by a
+user, in separate processes on the stand-in. With its --ram, host memory takes as much RAM as with a GPU:
 
     refused     under a cap of 1 MiB of RAM; the sentence that refuses names the smallest cap that would do
     completes   under that cap: two steps, an evaluation, a checkpoint and the export, with exit code 0; the high-water
@@ -15,9 +14,9 @@ same mark says what the other end is worth: a cap below it could not have been k
 largest refused cap, a MiB below the one that was named, that the run did not need. A cell holds where that is no more
 than what a plan adds on purpose for what it cannot know (ALLOWED_BYTES), and 2% of the cap.
 
-A run's plan takes the process as it was measured, with what training adds to it assumed (ram.py); that is the
-stand-in's process here, which has the host code of PyTorch's CUDA build and no driver. CUDA_PROCESS_BYTES, which
-stands for a process where no GPU is, has no part in these cells.
+A run's plan measures the process and assumes what training adds to it (ram.py). Here that is the stand-in's process,
+with the host code of PyTorch's CUDA build and no driver. CUDA_PROCESS_BYTES, which stands for a process where no GPU
+is, has no part in these cells.
 """
 
 import argparse

@@ -4,8 +4,8 @@
 
 A case is one run in two processes. The first is stopped by SIGTERM after its first step, so that it saves a checkpoint
 and ends with exit code 75; the second goes on from there, evaluates, saves, exports the model and ends with 0. Neither
-may exceed a cap: the GPU's is the real allocator's, and with the stand-in's --ram host memory takes the RAM that it
-would take beside a GPU, so XL needs a machine with 16 GiB of it free, and 40 GiB of disk below --scratch.
+may exceed a cap. The GPU's cap is the real allocator's. With the stand-in's --ram, host memory takes as much RAM as
+with a GPU, so XL needs 16 GiB of free RAM, and 40 GiB of disk below --scratch.
 
 Rows go to results/whole_life.jsonl; a case that has a row of the same sources is not run again.
 """

@@ -1,4 +1,4 @@
-"""The same Llama cut by PyTorch's own `parallelize_module`, to be held beside: a process of `measure`.
+"""The same Llama cut by PyTorch's own `parallelize_module`, for comparison: a process of `measure`.
 
 python -m experiments.tensor_parallel.dtensor FOLDER RANK        started by measure.py, never by hand
 

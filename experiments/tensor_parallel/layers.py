@@ -1,4 +1,4 @@
-"""Layers of which each rank has a part, and layers that know which part of a tensor they see."""
+"""Layers that are divided among ranks, and layers that know their part of a tensor."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ def conv1d_product(x: Tensor, weight: Tensor) -> Tensor:
 
 class ColumnParallel(nn.Module):
     """A rank's part of what comes out: x [.., in], the same on all ranks, -> [.., part of out]. Weight and bias have
-    this rank's outputs alone. What comes in has to be `copied` or `gathered` before: once for all such layers that use
+    this rank's outputs alone. The input has to be `copied` or `gathered` before, once for all such layers that use
     it."""
 
     def __init__(self, product: Product, weight: nn.Parameter, bias: nn.Parameter | None):
@@ -100,8 +100,8 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, vocabu
 
 
 class FeatureParallelLayerNorm(nn.Module):
-    """Layer norm over features [.., D] of which each rank has a part, [.., part of D]: mean and variance are added up
-    over the ranks, one after the other, since their difference would lose digits."""
+    """Layer norm over features [.., D] of which each rank has a part, [.., part of D]. Mean and variance are summed
+    over the ranks one after the other, since E[x^2] - E[x]^2 would lose digits."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, features: int, eps: float, ranks: Ranks):
         super().__init__()
@@ -116,8 +116,8 @@ class FeatureParallelLayerNorm(nn.Module):
 class PlacedDropout(nn.Module):
     """Dropout with the mask that the whole tensor would have, of which this rank takes what it sees. So the same is
     dropped on any number of ranks. The mask depends on (seed, step, number of this layer); `step` is to be set before
-    each. `place`: of a tensor that is cut along `dim`, from how long it is here to where it begins in the whole, and
-    how long that is."""
+    each. `place`: maps the local length of a tensor that is cut along `dim` to its start in the whole and the whole
+    length."""
 
     def __init__(self, p: float, number: int, seed: int, dim: int = 0, place: Callable | None = None):
         super().__init__()

@@ -154,7 +154,7 @@ def report_of(job: Job, results: list[RankResult], compare: bool) -> dict:
 
 def too_large(report: dict) -> list[str]:
     """Of COMPARED what differs by more than rounding is allowed to; nothing where nothing was compared. Gradients count
-    in fp64 alone: in fp32 some ReLU of millions is at zero but for rounding, and its gradient is there or not."""
+    only in fp64: in fp32 some ReLU of millions is zero up to rounding, and its gradient may be missing."""
     counted = [key for key in COMPARED if key != "max_rel_gradient_difference" or report["dtype"] == "fp64"]
     return [key for key in counted if report[key] is not None and not report[key] <= ALLOWED[report["dtype"]]]
 
@@ -178,8 +178,8 @@ def compared(job: Job, ours: RankResult) -> dict:
 
 def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest of all tensors, as the norm of the difference relative to the norm. Vectors count together: a bias
-    may begin at zero and have no gradient but what rounding leaves of one (that of keys, which softmax does not see),
-    and then nothing of it is right or wrong."""
+    may begin at zero and have a gradient of pure rounding (that of keys, which softmax does not see). Then no value of
+    it is right or wrong."""
     if found.keys() != expected.keys():
         raise ValueError(f"other tensors: {found.keys() ^ expected.keys()}")
     pairs = [(found[name], tensor.cpu()) for name, tensor in expected.items() if tensor.is_floating_point()]

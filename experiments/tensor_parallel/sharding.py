@@ -1,15 +1,15 @@
 """Turns a model into the part of it that one rank has, by a list of rules; cuts weights, and puts them together again.
 
-A rule says, for the modules of a name, what their layer becomes. Attention and an MLP are pairs: the first layers'
-outputs are cut (by heads, by features), the last one's inputs are, so that what lies between needs no communication.
+A rule says, for the modules of a name, what their layer becomes. Attention and an MLP are pairs: the outputs of the
+first layers and the inputs of the last one are cut (by heads, by features), so that nothing between them communicates.
 Such a pair is a parallel region: hidden states `enter` it once, and `leave` its last layer:
 
                          enter                         leave
     plain                nothing; backward all-reduce  all-reduce; backward nothing
     sequence-parallel    all-gather; reduce-scatter    reduce-scatter; all-gather
 
-With sequence parallelism each rank has, between pairs, a part of the sequence of all features; norms, dropouts and
-biases see that part alone, so the gradients of their weights are added up over the ranks, once for all (`partial`).
+With sequence parallelism each rank has, between pairs, all features of a part of the sequence. Norms, dropouts and
+biases see only that part, so their weights' gradients are summed over the ranks, once for all (`partial`).
 """
 
 import re
@@ -60,8 +60,8 @@ class Cut:
 
 
 def evenly(size: int, ranks: int, block: int = 1, blocks: int = 1) -> Cut:
-    """Of `blocks` tensors of `size` that lie one behind the other (GPT-2's Q, K and V), of each a stretch for each
-    rank, of whole units of `block`; the first ranks have one more where they do not divide evenly. Of dimension 0."""
+    """Cuts `blocks` concatenated tensors of `size` (GPT-2's Q, K and V): each rank gets a stretch of each one, in whole
+    units of `block`. The first ranks get one unit more if they do not divide evenly. Of dimension 0."""
     units = np.array_split(np.arange(size).reshape(-1, block), ranks)
     return Cut(
         0,
@@ -218,7 +218,7 @@ class Sharder:
         module.register_forward_hook(lambda *_: setattr(self.ranks, "place", ""))
 
     def enters(self, module: nn.Module, name: str) -> None:
-        """What goes in enters the region of the layers inside."""
+        """The input enters the region of the layers inside."""
 
         def entered(_, args: tuple, kwargs: dict):
             if args:
@@ -228,7 +228,7 @@ class Sharder:
         module.register_forward_pre_hook(entered, with_kwargs=True)
 
     def head_follows(self, module: nn.Module, name: str) -> None:
-        """What comes out enters the region of the head, which is all that comes behind."""
+        """The output enters the region of the head, the rest of the model."""
         module.register_forward_hook(lambda module, args, output: self.enter(output))
 
     def gathers_channels(self, module: nn.Module, name: str) -> None:
@@ -329,7 +329,7 @@ class Sharder:
 
 
 def _product(module: nn.Module) -> tuple[layers.Product, int, int]:
-    """What a linear layer does with its weight, and the weight's dimensions of outputs and of inputs."""
+    """A linear layer's function of its weight, and the weight's dimensions of outputs and inputs."""
     if isinstance(module, nn.Linear):
         return F.linear, 0, 1
     if isinstance(module, nn.Conv2d):

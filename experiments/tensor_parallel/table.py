@@ -133,7 +133,7 @@ def sent_by_theory(row: dict) -> float:
 
 
 def _hidden_bytes(row: dict) -> tuple[int, int]:
-    """Of all hidden states between two layers in fp32, and how many blocks there are."""
+    """Bytes of all hidden states between two layers in fp32, and the number of blocks."""
     given = _given(row)
     config = kind_of(row["model"], shape=given.shape).config
     return given.batch * (given.seq or SEQ) * config.hidden_size * 4, config.num_hidden_layers

@@ -1,4 +1,4 @@
-"""What one process of tensor parallelism does, and what one process alone does with the same model.
+"""One process of tensor parallelism, and the same training by a single process.
 
 python -m experiments.tensor_parallel.worker FOLDER RANK        started by run.py, never by hand
 """

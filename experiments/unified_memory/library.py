@@ -1,6 +1,6 @@
 """Managed memory as an ordinary import: built on first use, plugged into PyTorch where it is asked for and only there.
 
-`managed_tensor(bytes)` is memory that both the host and the GPU can use, which lies where it was last prefetched to. It
+`managed_tensor(bytes)` is memory that both the host and the GPU can use. It is where it was last prefetched to. It
 comes out of a `torch.cuda.MemPool` with an allocator of its own, so PyTorch's statistics count it and all other tensors
 stay ordinary. A global pluggable allocator would lose the statistics and OutOfMemoryError (pytorch #133281, #133280).
 """
@@ -29,7 +29,7 @@ COMPILERS = ("cc", "gcc", "clang", "nvcc")
 def build(cuda_major: int | None = None) -> Path:
     """The shared library for the runtime of this PyTorch (or of `cuda_major`), made where it is not yet.
 
-    It lies in the user's cache, under a name of its source, its version and its compiler's machine. InputError without
+    The library is in the user's cache, named by its source, its version and the compiler's machine. InputError without
     a compiler; LowmemError where the cache cannot be written, and with what the compiler says where it fails."""
     major = cuda_major or _cuda_major()
     made_of = hashlib.sha256(SOURCE.read_bytes() + f"{major} {os.uname().machine}".encode()).hexdigest()[:16]
@@ -95,8 +95,8 @@ def pool() -> torch.cuda.MemPool:
 def managed_tensor(size_bytes: int) -> Tensor:
     """uint8 [size_bytes] in managed memory; nothing of it is anywhere until it is written or prefetched.
 
-    InputError where it is more than is free on the GPU, though CUDA would give it: what does not fit is paged in and
-    out by faults, and a machine whose GPU others use may stand still."""
+    InputError if the GPU has less free memory, though CUDA would allow it: faults would page the rest in and out, and a
+    machine whose GPU others use may stand still."""
     loaded()
     free_bytes = torch.cuda.mem_get_info()[0]
     if size_bytes > free_bytes:

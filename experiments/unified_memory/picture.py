@@ -1,4 +1,4 @@
-"""What lies on the GPU during each access of a pass."""
+"""Draws the pieces on the GPU during each access of a pass."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ DRAWN = (  # of a report of run_gpt2
 
 
 def draw_resident(report: dict, path: Path) -> None:
-    """Of a report of run_gpt2: bytes of weights (and gradients) by access, the limit where it is no more than all of
-    them, and what CUDA counts in all."""
+    """Draws a report of run_gpt2: bytes of weights (and gradients) by access, the limit if it is not above all of them,
+    and CUDA's own count."""
     import matplotlib
 
     matplotlib.use("Agg")

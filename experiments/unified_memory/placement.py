@@ -1,4 +1,4 @@
-"""Where a model's weights lie while it runs: all on the GPU, in managed memory, or on the host and copied."""
+"""Places a model's weights while it runs: all on the GPU, in managed memory, or on the host and copied."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -87,8 +87,9 @@ class Placement:
 
 
 class ManagedPlacement(Placement):
-    """In managed memory, whose pages prefer the host and are mapped by the GPU: what was not prefetched is read where
-    it is, and the driver evicts nothing on its own. Pieces leave behind their last access, before others come.
+    """In managed memory, whose pages prefer the host and are mapped by the GPU. The GPU reads pages on the host unless
+    they were prefetched, and the driver evicts nothing by itself. Pieces leave behind their last access, before others
+    come.
 
     With `prefetch`, pieces come before their access; else by faults, with the advice of a plain program: none."""
 

@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> dict:
     weights = read_weights(build_model(config), options.weights) if given else random_weights(config, options.seed)
     fusion.fuse(model, options.fusion)
     placement = placed(options, model, pieces, dtype, device, planned)
-    # What can be refused has been by now, so that a run that is leaves another one's files as they are.
+    # All refusals come before this, so that a refused run leaves another run's files unchanged.
     make_folder(options.out)
     for name in (REPORT, PICTURE):
         remove_old(options.out / name)
@@ -263,7 +263,7 @@ def traffic(
 
 
 def remove_old(path: Path) -> None:
-    """So that nothing of another run lies beside what a run writes. InputError where it cannot be removed."""
+    """Removes another run's files. InputError where it cannot be removed."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

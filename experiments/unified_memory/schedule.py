@@ -1,11 +1,11 @@
-"""Which pieces of a model lie on the GPU when, under a limit; and what that moves.
+"""Schedules the pieces of a model on the GPU under a limit, and counts the bytes moved.
 
 A pass is a list of accesses, in each of which some pieces are used: a block's weights, and in the backward their
-gradients. Passes follow each other. What is used most often is kept, and then what comes first, as long as it fits
-beside the window: the pieces of an access and of those `ahead` of it. Everything else is streamed through the window.
-For passes that repeat and pieces of one size, no choice that looks further ahead moves less but for the pieces of one
-window (Belady 1966). Of other sizes are GPT-2's tied embeddings, which are used most: a window so wide that they would
-have to leave is made narrower.
+gradients. Passes follow each other. The most frequently used pieces are kept, then the first ones, as far as they fit
+next to the window. The window is the pieces of an access and of those `ahead` of it. Everything else is streamed
+through the window. For passes that repeat and pieces of one size, no choice that looks further ahead moves less but for
+the pieces of one window (Belady 1966). Of other sizes are GPT-2's tied embeddings, which are used most: a window so
+wide that they would have to leave is made narrower.
 """
 
 from collections import Counter, OrderedDict
@@ -69,8 +69,8 @@ class Schedule:
 def schedule(
     sizes: Sequence[int], accesses: Sequence[Access], limit_bytes: int, ahead: int = 1, in_slots: bool = False
 ) -> Schedule:
-    """Keeps what it can. Looks less far ahead where the window alone would be over the limit, or where what is used
-    most often could be kept otherwise; InputError where one access is over the limit."""
+    """Keeps what it can. Looks less far ahead if the window would exceed the limit, or if the most frequently used
+    pieces could be kept otherwise; InputError where one access is over the limit."""
     nothing = Schedule(tuple(sizes), tuple(map(tuple, accesses)), frozenset(), 0, in_slots)
     if nothing.peak_bytes > limit_bytes:
         least = "a slot of each size" if in_slots else "one layer"
@@ -117,7 +117,7 @@ def prefetched(of: Schedule) -> Traffic:
 
 
 def evicted_only(of: Schedule) -> Traffic:
-    """What a schedule that does not look ahead moves where what an access uses comes by faults, and is sent back."""
+    """The traffic of a schedule without look-ahead, with pieces that come by faults and are sent back."""
     moved = prefetched(of)
     return Traffic(moved.to_device, moved.to_host, moved.to_device // PAGE_BYTES)
 
@@ -128,8 +128,8 @@ def streamed(of: Schedule) -> Traffic:
 
 
 def by_faults(sizes: Sequence[int], accesses: Sequence[Access], limit_bytes: int) -> Traffic:
-    """Managed memory left to itself: pages come when they are used, and where there is no room the one that was used
-    longest ago leaves, as the driver does it. A page has one place, so each that leaves is copied, changed or not."""
+    """Managed memory without a schedule: pages come when they are used, and the least recently used page leaves if
+    there is no room, as in the driver. A page has one place, so each that leaves is copied, changed or not."""
     room = limit_bytes // PAGE_BYTES
     resident: OrderedDict[tuple[int, int], None] = OrderedDict()
     for _ in range(2):  # the first pass fills the memory

@@ -1,12 +1,15 @@
 """`python -m lowmem.plan`: what training a model would take, on a machine without a GPU and without its weights."""
 
 import argparse
+import importlib
 import json
+import sys
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from lowmem.cudasim.gpus import CARDS, Card
-from lowmem.errors import InputError, LowmemError, PlanError
+from lowmem.errors import InputError, LowmemError
 from lowmem.run.early import check_target, packages_needed
 from lowmem.run.environment import variables_blamed, warnings_end_nothing
 from lowmem.run.signals import interrupt_ends_at_once
@@ -44,26 +47,15 @@ def _answer(options: argparse.Namespace, settings: Settings) -> int:
 
 
 def _advise(options: argparse.Namespace, settings: Settings, config: "PretrainedConfig", card: Card) -> int:
-    """What --gpus prints: peaks per rank and advice for PyTorch's own ways to use several cards."""
-    from lowmem.distributed.methods import advise, describe, to_dict  # torch.distributed costs a second
-    from lowmem.limits import CONTEXT_BYTES
-    from lowmem.models.compatibility import architecture_blamed
-    from lowmem.planning.simulated_step import gpu_target
-
-    if settings.target_tokens is not None:
-        raise InputError("--gpus is advice for decoders, and this model is an encoder-decoder: leave it out")
-    limit = settings.gpu_limit_bytes
-    memory = card.memory_bytes if limit is None else min(limit + CONTEXT_BYTES, card.memory_bytes)
-    with architecture_blamed(settings.model, "16 bit"):
-        rows, sentence = advise(config, options.gpus, memory, settings.seq, settings.batch, gpu_target(card))
-    if options.json:
-        print(json.dumps(to_dict(rows, sentence), indent=2))
-    else:
-        print(describe(rows, sentence))
-    if any(row.peak is not None for row in rows):
-        return 0
-    say(f"lowmem.plan: {sentence}")
-    return PlanError.exit_code
+    """--gpus: advice on PyTorch's own ways to use several cards, which only the repository contains."""
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    try:
+        advice = importlib.import_module("experiments.memory_estimation.several_gpus.methods")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("experiments"):
+            raise
+        raise InputError("--gpus needs the project's repository: run python -m lowmem.plan in its folder") from None
+    return advice.answer(settings, config, card, options.gpus, options.json)
 
 
 def main(arguments: list[str] | None = None) -> int:

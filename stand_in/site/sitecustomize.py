@@ -1,7 +1,7 @@
-"""What every Python process does first on the stand-in: Python imports a module of this name when it starts.
+"""Prepares every Python process on the stand-in: Python imports a module of this name when it starts.
 
-The libraries are loaded before PyTorch asks for CUDA's, whose names then count as loaded. What has to be done to a
-module is done right after its import, so that a process which needs no PyTorch does not wait for it.
+The libraries are loaded before PyTorch asks for CUDA's, whose names then count as loaded. A module is changed right
+after its import, so that a process without PyTorch does not wait for PyTorch.
 """
 
 import atexit
@@ -49,9 +49,9 @@ def _load_libraries(folder):
 
 
 def _wait_for_backward_threads():
-    """Let PyTorch's backward threads finish before Python ends. One that asks for the interpreter's lock after that, to
-    let go of its last tensors, is unwound through C++ that cannot be unwound, and the process aborts (pytorch #38228).
-    A thread that has finished sleeps; one that waits for the lock would have got it while this one slept."""
+    """Lets PyTorch's backward threads finish before Python ends. A thread that needs the interpreter's lock later, to
+    free its last tensors, aborts the process (pytorch #38228). Finished threads sleep. A thread that waits for the lock
+    gets it while this one sleeps."""
     asleep = 0
     for _ in range(200):  # at most a second
         threads = [folder for folder in Path("/proc/self/task").glob("*") if _name(folder).startswith("pt_autograd")]

@@ -5,10 +5,11 @@ import copy
 
 import pytest
 import torch
-from test_step import PLAIN, Outcome
 from torch import Tensor, nn
 from transformers import MT5Config, T5Config, T5ForConditionalGeneration, UMT5Config, UMT5ForConditionalGeneration
 
+from experiments.harness import trainings
+from experiments.harness.trainings import PLAIN, Outcome, make_step
 from families import T5
 from lowmem.core.accumulation import Accumulation
 from lowmem.core.batch import Batch
@@ -16,7 +17,6 @@ from lowmem.core.encoder_decoder import take_apart
 from lowmem.errors import InputError
 from lowmem.models.build import build_model, model_from_config
 from reference import VOCABULARY, plain_training
-from steps import make_step
 
 SOURCE, TARGET, BATCH = 20, 12, 4
 RATE = 3e-3
@@ -91,14 +91,7 @@ def stock(model: nn.Module) -> nn.Module:
 
 
 def train(batches, *, gated=False, dropout=0.1, **kind) -> Outcome:
-    step, store = make_step(t5(gated, dropout), **kind)
-    results = [step(batch, index, RATE) for index, batch in enumerate(batches)]
-    step.flush()
-    states = {(part.name, name): tensor for part in store.parts for name, tensor in part.state.items()}
-    return Outcome(
-        [result.loss for result in results], [result.grad_norm for result in results],
-        [result.updated for result in results], dict(store.masters()), states, step,
-    )  # fmt: skip
+    return trainings.train(*make_step(t5(gated, dropout), **kind), batches, [RATE] * len(batches))
 
 
 @pytest.mark.parametrize("kind", [T5Config, MT5Config])

@@ -15,14 +15,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config
 
-from experiments.gpu_acceptance.bitwise import PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Outcome, Shape, make_step
+from experiments.harness.trainings import CPU, IN_BACKWARD, LAYOUTS, PLAIN, SENT, TWICE, UNCLIPPED, Outcome, Shape
 from lowmem.core.kernels import fused
 from lowmem.core.step import STEP, TrainingStep
 from lowmem.device import collect_garbage
 from lowmem.run.recovery import OutOfRoom, Recovery
 from lowmem.run.smaller_layouts import Sizes
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CUDA = torch.device("cuda")
 TINY = replace(Shape.of(True, dropout=0.1), batch=4)
 WIDE = Shape(
     GPT2Config(
@@ -32,12 +32,12 @@ WIDE = Shape(
 )  # fmt: skip
 SAMPLES = 5  # of the operations of a step
 ARRANGEMENTS = {
-    "streamed, deferred": {"states_on_gpu": 0, "defer": True},
+    "streamed, deferred": LAYOUTS["streamed, deferred"],
     "half resident, some blocks kept": {"states_on_gpu": 3, "kept": 7 / 6, "defer": True},
-    "in backward": UNCLIPPED | UPDATED_IN_BACKWARD | {"group": 2},
-    "forward and backward twice": {"fate": "dropped", "group": 2, "states_on_gpu": 1, "defer": True},
-    "gradients in RAM": {"fate": "sent", "group": 2, "states_on_gpu": 1, "defer": True},
-    "8-bit moments": {"states_on_gpu": 0, "defer": True, "optimizer": "adamw8bit"},
+    "in backward": IN_BACKWARD["in backward, half streamed"] | {"group": 2},
+    "forward and backward twice": TWICE | {"group": 2, "states_on_gpu": 1, "defer": True},
+    "gradients in RAM": SENT | {"group": 2, "states_on_gpu": 1, "defer": True},
+    "8-bit moments": LAYOUTS["streamed, deferred"] | {"optimizer": "adamw8bit"},
 }
 
 
@@ -91,8 +91,8 @@ def cap(size_bytes: int | None) -> None:
 
 @contextmanager
 def training(shape: Shape, device: torch.device, case: dict) -> Iterator[tuple[TrainingStep, Recovery, list[str]]]:
-    case = {"clip_norm": 0.1, "optimizer": "adamw"} | PLAIN | case
-    step, store = make_step(shape, device, "bf16" if shape is TINY else "fp32", False, **case)
+    case = {"clip_norm": 0.1} | PLAIN | case
+    step, store = shape.make_step(device=device, precision="bf16" if shape is TINY else "fp32", **case)
     store.page_lock()
     row_bytes = shape.seq * shape.config.n_embd * 4
     sizes = Sizes(shape.config.n_layer, shape.batch, row_bytes, 4 * store.parameter_count, "clip_norm" in case)

@@ -16,7 +16,7 @@ import torch
 from transformers import GPT2Config, T5Config
 
 from experiments.gpu_acceptance import bitwise
-from experiments.gpu_acceptance.bitwise import CASES, PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Shape
+from experiments.harness.trainings import CPU, IN_BACKWARD, LAYOUTS, PLAIN, UNCLIPPED, Shape
 from lowmem.core.batch import LEAST_POSITIONS
 from lowmem.core.kernels import fused
 from lowmem.core.layout import Layout
@@ -29,12 +29,11 @@ from lowmem.units import KIB
 from runs import at_call, content, loss_rows, stored, weights
 from stand_in.card_library import counts, order, page_locked_limit
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CUDA = torch.device("cuda")
 SHAPE = Shape.of(True, dropout=0.1)
-IN_BACKWARD = "no clipping, updated in backward"
-ARRANGEMENTS = CASES | {IN_BACKWARD: UNCLIPPED | UPDATED_IN_BACKWARD}
-FEW = ("streamed, deferred", "streamed, deferred, the first group larger", IN_BACKWARD)
-IN_PRECISIONS = [("bf16", name) for name in ARRANGEMENTS] + [("fp32", name) for name in FEW] + [("fp16", FEW[1])]
+ARRANGEMENTS = LAYOUTS | IN_BACKWARD
+FEW = ("streamed, deferred", "in backward, half streamed")
+IN_PRECISIONS = [("bf16", name) for name in ARRANGEMENTS] + [("fp32", name) for name in FEW] + [("fp16", FEW[0])]
 # By Triton's interpreter, whose sums of exponentials and fused products are ordered otherwise than PyTorch's: the
 # largest difference of a weight after two steps at a learning rate of 1e-3, where Adam's first steps are as large as
 # the rate whatever the gradient, so that the sign of one near zero decides.
@@ -97,7 +96,7 @@ def test_fused_kernels_train_as_the_plain_lines_do(on_cpu, precision):
 
 def test_states_that_cannot_be_page_locked_are_streamed_all_the_same(on_cpu, plain_lines):
     with page_locked_limit(counts()["page_locked_bytes"] + 64 * KIB), order("late"):  # PyTorch's own buffers still can
-        outcome = bitwise.train(SHAPE, CUDA, "bf16", **PLAIN | CASES["streamed, deferred"])
+        outcome = bitwise.train(SHAPE, CUDA, "bf16", **PLAIN | LAYOUTS["streamed, deferred"])
     assert not outcome.page_locked
     assert outcome.differences(on_cpu("bf16")) == []
 

@@ -1,5 +1,6 @@
-"""Jobs of the acceptance command that are made for it, each in its own process as the real ones are: what ends a job or
-a case of it, what must not end the others, how long each may take, what the rows keep."""
+"""Made-up jobs of the acceptance command, in separate processes as the real ones. They show how a job or a case ends,
+that the others go on, the time limits, and the rows.
+"""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""`make bench`: rows of one tree or of two by turns, and tables that say what they say. No duration is asserted."""
+"""`make bench`: rows of one tree, or of two that take turns, and the tables of the rows. No duration is asserted."""
 
 import json
 
@@ -62,7 +62,7 @@ def test_a_case_does_its_work_and_the_plain_work(case, tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize("pack, rows", [("sorted", cases.EXAMPLES), ("packed", cases.EXAMPLES * 3 // 4)])
 def test_examples_of_many_lengths_are_laid_as_asked(pack, rows, tmp_path, monkeypatch):
-    """Padded beside them, and all with the same labels to train."""
+    """They are compared with padded rows; all have the same labels to train."""
     asked = []
     monkeypatch.setattr(cases, "_made", lambda: (lambda batch, step, rate: asked.append(batch), None))
     ours, padded, tokens, unit = cases.IN_PROCESS[pack](tmp_path)

@@ -72,22 +72,6 @@ def test_help_says_how_a_recipe_is_run_and_lists_blocks_and_the_scripts_own_opti
     assert said.count("usage:") == 1 and said.index("Exit codes") < said.index("slices:")
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("--wrong 3", "Unknown option --wrong"),
-        ("--blocks 2 --wrong 3", "Unknown option --wrong"),
-        ("--blocks 29", "28 blocks"),
-        ("--blocks 2 --model gpt2", "--model gpt2 names another model"),
-        ("--blocks 2 --demo", "names another model"),
-    ],
-)
-def test_what_cannot_run_is_said_in_a_sentence(words, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert recipe.main("gpt-j-6b", train_gptj.SETTINGS, words.split()) == 2
-    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
 def test_no_blocks_are_refused_and_a_place_that_cannot_be_written(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         recipe.main("gpt-j-6b", train_gptj.SETTINGS, ["--blocks", "0"])

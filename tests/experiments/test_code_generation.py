@@ -246,40 +246,6 @@ def test_two_folders_are_compared_as_they_are(small_run, tmp_path, capsys):
         assert found[name] | {"model": ""} == report[name] | {"model": ""}
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("--before x", "give both"),
-        ("--seq 32 --new-tokens 32", "leaves nothing of --seq 32"),
-        ("--shape 2x64x5", "BLOCKSxWIDTHxHEADS"),
-        ("--before nowhere/at-all --after nowhere/at-all --prefixes 1 --held-out-bytes 20KB", "nowhere/at-all"),
-        ("--data missing-file", "no such file or folder"),
-        ("--held-out-bytes 3GBs", "--held-out-bytes"),
-    ],
-)
-def test_what_cannot_run_is_said_in_a_sentence(words, said, tmp_path, capsys):
-    try:
-        code = compare.main([*words.split(), "--out", str(tmp_path / "out")])
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2 and said in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("--device cuda", "finds no CUDA device"),
-        ("--lr -1", "--lr -1 must be more than 0"),
-        ("--lr nan", "--lr"),
-        ("--before /nonexistent --after /nonexistent", "--before /nonexistent: there is no such folder"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_anything_is_written(words, said, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert compare.main([*SMALL, *words.split(), "--out", str(tmp_path / "out")]) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
 def test_rows_that_cannot_be_kept_are_refused_before_the_work(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compare.corpus, "split", lambda *_: pytest.fail("the work was begun"))
     (tmp_path / "file").touch()

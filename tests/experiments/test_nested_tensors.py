@@ -244,28 +244,6 @@ def test_all_modes_have_the_same_loss_over_all_samples(monkeypatch, tmp_path):
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--use_nested", "--mode", "packed"], "--use_nested and --mode packed name two modes"),
-        (["--num_samples", "0"], "invalid whole number of at least 1 value: '0'"),
-        (["--num_samples", "99999999"], "lines in the standard library, and not 99,999,999"),
-        (["--batch_size", "x"], "invalid whole number of at least 1 value: 'x'"),
-        (["--device", "cuda"], "--device cuda: there is no such GPU here"),
-        (["--device", "meta"], "--device meta: neither cpu nor cuda"),
-        (["--num_workers", "-1"], "invalid whole number of at least 0 value: '-1'"),
-        (["--out", __file__], "cannot be made"),
-        (["--device", "gpu"], "--device gpu: neither cpu nor cuda"),
-        (["--data", "no/such"], "no/such is neither in the cache nor to be had from the hub"),
-        (["--data", "wikitext"], "wikitext-2-raw-v1 is neither in the cache nor to be had from the hub"),
-    ],
-)
-def test_what_cannot_run_is_a_sentence_and_exit_code_2(options, said, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main.main(options)
-    assert ended.value.code == 2 and said in " ".join(capsys.readouterr().err.split())
-
-
 def _whole_vocabulary(config):
     changed = type(config)(**config.to_dict())
     changed.vocab_size = ragged.VOCABULARY

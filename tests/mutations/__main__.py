@@ -4,9 +4,9 @@
     python -m tests.mutations --only "dropout"
 
 Of each mutation's tests pytest runs one after the other until one fails; which one is the row. The tests that found
-something are run once more in a copy without a mutation, where they must pass. Ends with exit code 1 where a mutation
-is not found by its tests, where what found one fails without it too, or where a text to be changed is not in the
-package exactly once.
+something are run once more in a copy without a mutation, where they must pass. Ends with exit code 1 if a mutation's
+tests do not find it, if a test that found one fails without it too, or if a text to change is not in the package
+exactly once.
 """
 
 import re

@@ -11,8 +11,8 @@ from tests.stream_order import mutation_list
 
 @dataclass(frozen=True)
 class Mutation(mutation_list.Mutation):
-    """`tests`: files of tests/ that have to find it, what finds it soonest first; or tests in them, for what would
-    otherwise take minutes. No file stands beside one of its tests, which pytest would run in the file's order."""
+    """`tests`: files of tests/ that have to find it, the fastest first, or single tests where a file takes minutes. A
+    file is not named together with one of its tests, which pytest would run in the file's order."""
 
     tests: tuple[str, ...] = ()
 

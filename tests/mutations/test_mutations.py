@@ -1,4 +1,4 @@
-"""Every mutation has its place and its row, and the command that tries them sees what lives and what cannot be tried.
+"""Every mutation has a place and a row, and the command reports mutations that live or cannot be tried.
 
 README.md has them at length: `python -m tests.mutations`.
 """

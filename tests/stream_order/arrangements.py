@@ -1,9 +1,10 @@
 """Trainings that together take every way through the code that moves states and updates weights.
 
-Each is the small GPT-2 of gpu_acceptance/bitwise.py, dropout on, three steps of four micro-batches, so that the update
-of one step meets the forward pass of the next twice, and eleven pieces pass through three slots. `run` takes the
-project's own TrainingStep, Store and StagingRing through it: on "cuda", on the CPU, or, inside `Recorder.imitating`, on
-the CPU with imitated streams."""
+Each trains the small GPT-2 of experiments/harness/trainings.py with dropout, for three steps of four micro-batches. So
+the update of one step meets the forward pass of the next twice, and eleven pieces pass through three slots. `run` takes
+the project's own TrainingStep and Store through it: on "cuda", on the CPU, or, inside `Recorder.imitating`, on the CPU
+with imitated streams.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from experiments.gpu_acceptance.bitwise import PLAIN, UNCLIPPED, UPDATED_IN_BACKWARD, Outcome, Shape, make_step
+from experiments.harness.trainings import (
+    CPU,
+    IN_BACKWARD,
+    LAYOUTS,
+    LEARNING_RATE,
+    PLAIN,
+    SENT,
+    STREAMED,
+    TWICE,
+    WEIGHTS_STREAMED,
+    Outcome,
+    Shape,
+)
 from lowmem.core import kernels
 from lowmem.core import parameters as stores
 from lowmem.core.batch import Batch
@@ -30,80 +43,74 @@ from tests.stream_order.recorder import Recorder
 
 PIECE = 2**13  # elements that are updated at once, so that a block's matrices are two pieces
 SHAPE = replace(Shape.of(tiny=True, dropout=0.1), steps=3)
-LEARNING_RATE = 1e-3
-CPU = torch.device("cpu")
-STREAMED = {"states_on_gpu": 0, "defer": True}
-WEIGHTS_STREAMED = STREAMED | {"weights_on_gpu": 1}
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """`placement`: what is not PLAIN in it, of Layout's fields and `defer`; it may not change a bit.
+    """`case`: what differs from PLAIN. But for the clipping, the optimizer and the precision it may not change a bit.
 
-    `kernels`: whether with fused operators; unless the moments are in 8 bit, updates then run beside what computes.
+    `kernels`: whether with fused operators; unless the moments are in 8 bit, updates then run on a stream of their own.
     `evaluated`, `saved`: after which steps; `runs_out`: {step: the matrix product, counted from 1, at which memory runs
     out}, after which that step is begun again.
     """
 
-    placement: dict[str, int | bool]
-    precision: str = "bf16"
-    optimizer: str = "adamw"
-    clip_norm: float | None = 0.1
+    case: dict[str, int | bool | str]
     kernels: bool = True
     evaluated: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
     runs_out: dict[int, int] = field(default_factory=dict)
 
+    def plain(self) -> dict:
+        """The training that has to leave the same bits: everything on the device, updated at once."""
+        return PLAIN | {key: value for key, value in self.case.items() if key in COMPUTED}
 
+
+COMPUTED = ("precision", "optimizer", "clip_norm")  # what may change bits
+FP32, FP16, SGD, EIGHT_BIT = (
+    {"precision": "fp32"},
+    {"precision": "fp16"},
+    {"optimizer": "sgd"},
+    {"optimizer": "adamw8bit"},
+)
 ARRANGEMENTS = {
     "deferred": Arrangement(STREAMED),
     "deferred, one unit streamed, evaluated and saved": Arrangement(
-        STREAMED | {"states_on_gpu": 4}, evaluated=(0,), saved=(1,)
+        LAYOUTS["one unit streamed, deferred"], evaluated=(0,), saved=(1,)
     ),
-    "in backward, half streamed, saved": Arrangement(
-        UPDATED_IN_BACKWARD | {"group": UNCLIPPED["group"]}, clip_norm=None, saved=(0,)
-    ),
-    "in backward, all streamed, SGD": Arrangement(
-        STREAMED | {"group": UNCLIPPED["group"]}, clip_norm=None, optimizer="sgd"
-    ),
-    "forward and backward twice, fp32": Arrangement(STREAMED | {"fate": "dropped", "group": 4}, precision="fp32"),
-    "streamed, fp16": Arrangement(STREAMED, precision="fp16"),
+    "in backward, half streamed, saved": Arrangement(IN_BACKWARD["in backward, half streamed"], saved=(0,)),
+    "in backward, all streamed, SGD": Arrangement(IN_BACKWARD["in backward, all streamed"] | SGD),
+    "forward and backward twice, fp32": Arrangement(STREAMED | TWICE | FP32),
+    "streamed, fp16": Arrangement(STREAMED | FP16),
     "groups of 2, products and whole blocks kept, half streamed": Arrangement(
-        STREAMED | {"states_on_gpu": 3, "group": 2, "kept": 4 / 3}
+        LAYOUTS["products of some kept, others whole, half streamed, groups of 2"]
     ),
     "all resident, evaluated": Arrangement({"defer": True}, evaluated=(1,)),
-    "not deferred, fp16, evaluated": Arrangement({"states_on_gpu": 0}, precision="fp16", evaluated=(0,)),
+    "not deferred, fp16, evaluated": Arrangement({"states_on_gpu": 0} | FP16, evaluated=(0,)),
     "updates on the stream that computes, saved": Arrangement(STREAMED, kernels=False, saved=(0,)),
-    "8-bit moments, saved": Arrangement(STREAMED, optimizer="adamw8bit", saved=(1,)),
+    "8-bit moments, saved": Arrangement(STREAMED | EIGHT_BIT, saved=(1,)),
     "weights streamed, evaluated and saved": Arrangement(WEIGHTS_STREAMED, evaluated=(0,), saved=(1,)),
-    "weights streamed, in backward": Arrangement(WEIGHTS_STREAMED | {"group": UNCLIPPED["group"]}, clip_norm=None),
+    "weights streamed, in backward": Arrangement(IN_BACKWARD["in backward, weights streamed"]),
     "weights of some streamed, forward and backward twice, fp32": Arrangement(
-        WEIGHTS_STREAMED | {"weights_on_gpu": 2, "fate": "dropped", "group": 4, "segment_blocks": 2},
-        precision="fp32",
+        LAYOUTS["weights of some streamed, forward and backward twice"] | FP32
     ),
-    "boundaries in RAM, in backward": Arrangement(
-        STREAMED | {"group": UNCLIPPED["group"], "boundaries_in_ram": True}, clip_norm=None
-    ),
+    "boundaries in RAM, in backward": Arrangement(IN_BACKWARD["in backward, boundaries in RAM"]),
     "boundaries and weights in RAM, products kept": Arrangement(
-        WEIGHTS_STREAMED | {"group": 2, "kept": 1 / 3, "boundaries_in_ram": True}
+        LAYOUTS["boundaries and weights in RAM, products kept"]
     ),
-    "gradients in RAM, evaluated and saved": Arrangement(
-        STREAMED | {"group": 4, "fate": "sent"}, evaluated=(0,), saved=(1,)
-    ),
+    "gradients in RAM, evaluated and saved": Arrangement(STREAMED | SENT, evaluated=(0,), saved=(1,)),
     "gradients of some in RAM, weights and boundaries of all, fp16": Arrangement(
-        WEIGHTS_STREAMED | {"group": 4, "fate": "sent", "boundaries_in_ram": True, "states_on_gpu": 1},
-        precision="fp16",
+        LAYOUTS["gradients of some in RAM, weights and boundaries of all"] | FP16
     ),
     "gradients in RAM, on a disk, memory runs out in a backward pass": Arrangement(
-        STREAMED | {"group": 4, "fate": "sent", "states_on_disk": 3}, runs_out={1: 60}
+        LAYOUTS["half on a disk, gradients in RAM"], runs_out={1: 60}
     ),
-    "on a disk, evaluated and saved": Arrangement(STREAMED | {"states_on_disk": 99}, evaluated=(0,), saved=(1,)),
+    "on a disk, evaluated and saved": Arrangement(LAYOUTS["on a disk"], evaluated=(0,), saved=(1,)),
     "every second unit on a disk, weights streamed, in backward": Arrangement(
-        WEIGHTS_STREAMED | {"group": UNCLIPPED["group"], "states_on_disk": 3}, clip_norm=None
+        IN_BACKWARD["in backward, half on a disk, weights streamed"]
     ),
     "memory runs out in a forward pass": Arrangement(STREAMED | {"group": 2}, runs_out={1: 9}),
     "memory runs out in a backward pass, evaluated": Arrangement(
-        STREAMED | {"kept": 2}, runs_out={1: 20}, evaluated=(1,)
+        STREAMED | {"kept": 2.0}, runs_out={1: 20}, evaluated=(1,)
     ),
 }
 
@@ -114,10 +121,11 @@ def run(
 ) -> list[Outcome]:  # fmt: skip
     """Trains as `arrangement` says; what is there at each save, and at the end. RuntimeError where memory was to run
     out and did not."""
-    step, store = _prepare(arrangement, device, host_tensor, disk_tensor)
+    case = PLAIN | arrangement.case
+    step, store = _prepare(case, device, arrangement.kernels, host_tensor=host_tensor, disk_tensor=disk_tensor)
     store.page_lock()
     config = SHAPE.config
-    sizes = Sizes(config.n_layer, SHAPE.batch, SHAPE.seq * config.n_embd * 4, 0, arrangement.clip_norm is not None)
+    sizes = Sizes(config.n_layer, SHAPE.batch, SHAPE.seq * config.n_embd * 4, 0, case.get("clip_norm", 0.1) is not None)
     recovery = Recovery(step, store, sizes, lambda said: None)
 
     def one_step(index: int, batch: Batch) -> StepResult:
@@ -141,8 +149,7 @@ def recorded(arrangement: Arrangement) -> tuple[list[Outcome], Trace]:
 def plain(arrangement: Arrangement, device: torch.device = CPU) -> list[Outcome]:
     """The same training with everything on the device and updated at once. Memory does not run out."""
     with with_plain_kernels() if device.type == "cpu" else nullcontext():
-        step, store = _prepare(replace(arrangement, placement={}), device, host_tensor)
-
+        step, store = _prepare(arrangement.plain(), device, arrangement.kernels)
         return _train(arrangement, step, store, lambda index, batch: step(batch, index, LEARNING_RATE))
 
 
@@ -151,16 +158,9 @@ def differences(outcomes: list[Outcome], others: list[Outcome]) -> list[str]:
     return [name for one, other in zip(outcomes, others, strict=True) for name in one.differences(other)]
 
 
-def _prepare(
-    arrangement: Arrangement, device: torch.device, host_tensor: Callable[[int, torch.dtype], Tensor],
-    disk_tensor: Callable[[int, torch.dtype], Tensor] | None = None,
-) -> tuple[TrainingStep, Store]:  # fmt: skip
+def _prepare(case: dict, device: torch.device, kernels: bool, **memory) -> tuple[TrainingStep, Store]:
     with patch.object(stores, "PIECE", PIECE):
-        return make_step(
-            SHAPE, device, arrangement.precision, arrangement.kernels, clip_norm=arrangement.clip_norm,
-            optimizer=arrangement.optimizer, host_tensor=host_tensor, disk_tensor=disk_tensor,
-            **PLAIN | arrangement.placement,
-        )  # fmt: skip
+        return SHAPE.make_step(**{"precision": "bf16"} | case, device=device, fused_kernels=kernels, **memory)
 
 
 def _train(

@@ -2,34 +2,33 @@
 
 A GPU runs what one stream is given in order, and what several streams are given in any order that events allow. An
 order that nothing enforces is a mistake even where it is kept nearly always: a copy that is late once in a million
-steps leaves wrong weights. Running the program more often does not show that it is right; this module proves it for the
-operations that a program issues, without a GPU, from the record of one run.
+steps leaves wrong weights. Further runs of a program do not show that it is right. This module proves it for the
+operations of one recorded run, without a GPU.
 
 **Happens before** (Lamport, 1978, "Time, clocks, and the ordering of events in a distributed system"): an operation
 comes before another if both are in one stream and it was given first, if the other's stream has waited for an event
 recorded behind it, if the host has waited for it before it launched the other, or by any chain of these. Two accesses
 to the same bytes, of which one at least is a write, are a **race** if neither comes before the other.
 
-**Vector clocks** (Mattern, 1989; Fidge, 1988) decide that without a search. Every stream counts its operations, and
-keeps for every other stream the number of that one's operations that are known to be complete when its own next one
-starts. Recording an event copies the clock of its stream; waiting for the event takes, number by number, the larger of
-both. Operation n of stream s comes before whatever is given to a stream whose clock has n or more at s. The host is one
-more "stream": what it launches comes after all it has waited for.
+**Vector clocks** (Mattern, 1989; Fidge, 1988) decide that without a search. Every stream counts its operations. For
+every other stream it stores how many of that stream's operations are complete before its own next one. Recording an
+event copies the clock of its stream; waiting for the event takes, number by number, the larger of both. Operation n of
+stream s comes before whatever is given to a stream whose clock has n or more at s. The host is one more "stream": what
+it launches comes after all it has waited for.
 
 PyTorch's own checker for CUDA (torch/cuda/_sanitizer.py, TORCH_CUDA_SANITIZER=1) does the same on a GPU, by whole
 tensors. Three things are stricter here:
 
 * **Bytes.** Accesses are ranges of bytes of an allocation, so that views of one tensor are told apart.
 * **Reuse.** PyTorch's caching allocator has a pool per stream, and hands memory out again as soon as it is freed on the
-  host, while other streams may still be at work on it. Which block a later allocation takes depends on sizes and on
-  what happened before, so here every allocation of a pool may get any memory that was freed into that pool: whoever
-  uses it must come after every access to all of that. (A race found so may need other sizes to happen. None found means
-  that none can.)
+  host, while other streams may still be at work on it. The block of a later allocation depends on sizes and on the
+  past. So here an allocation of a pool may get any memory that was freed into that pool, and its uses must come after
+  every access to that memory. (A race found so may need other sizes to happen. None found means that none can.)
 * **Unmapping.** An allocation that finds no room gives freed blocks of every pool back to the driver; with expandable
   segments it waits, for each, for the stream of its pool alone. So at every allocation the accesses to freed memory
   must come before what the pool's own stream is given next.
 
-What is not seen: what a kernel touches beyond its operator's schema, and temporaries inside operators, which are
+Not seen: memory that a kernel touches beyond its operator's schema, and temporaries inside operators, which are
 allocated and freed on one stream.
 
 **Reading a number** (`.item()`) copies it to the host and waits for the stream. Some orders hold only because the host

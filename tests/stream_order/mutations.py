@@ -7,8 +7,8 @@
 
 Each mutation has a process of its own, which imports a changed copy of lowmem/. A row says in which arrangement each
 way of counting `.item()` finds the first race, and where weights come out wrong. Other methods that try the same
-mutations leave rows with another `method`, which are shown beside these (table.py). Ends with exit code 1 where a
-mutation that is not equivalent was not found, or one that is said to be was.
+mutations leave rows with another `method`, which are shown beside these (table.py). Ends with exit code 1 if an
+equivalent mutation was found or another one was not.
 """
 
 import json

@@ -35,7 +35,7 @@ def read(stream: int, start: int = 0, stop: int = 8, memory: int = 0) -> Work:
 
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_an_arrangement_has_no_race_and_the_bits_of_the_plain_run(name):
-    if ARRANGEMENTS[name].optimizer == "adamw8bit":
+    if ARRANGEMENTS[name].case.get("optimizer") == "adamw8bit":
         pytest.importorskip("bitsandbytes")
     result = checked(ARRANGEMENTS[name])
     assert result["races"] == {} and result["different"] == []

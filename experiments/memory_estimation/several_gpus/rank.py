@@ -16,7 +16,7 @@ on top for a while:
     dp+tp    tp over pairs of ranks, each rank's share divided further by fsdp2 over the pairs
 
 A run is recorded on rank 0 of a *fake* process group, in one process, on FakeTensors (recorder.py says what a Recorder
-sees). What of it is
+sees). It consists of
 
 - PyTorch's own code: the model, activation checkpointing, autocast, AdamW, and fully_shard, which gathers and reduces
   on streams of its own. The allocator keeps these apart, so reserved memory is simulated per stream.
@@ -48,14 +48,14 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, masking_utils
 
+from experiments.memory_estimation.several_gpus.more_blocks import BLOCKS, Operation, Placed, numbered, stretched
+from experiments.memory_estimation.several_gpus.recipe import owners_of, place, prepare
+from experiments.memory_estimation.several_gpus.tensor_parallel import keep_share
 from lowmem.core.decoder import Decoder
 from lowmem.cudasim.allocator import CachingAllocator
 from lowmem.cudasim.device_model import DeviceModel
 from lowmem.cudasim.recorder import Recorder
 from lowmem.cudasim.tape import FREED, Chunk, Tape, under_cap
-from lowmem.distributed.more_blocks import BLOCKS, Operation, Placed, numbered, stretched
-from lowmem.distributed.recipe import owners_of, place, prepare
-from lowmem.distributed.tensor_parallel import keep_share
 from lowmem.errors import InputError, LowmemError, first_line
 from lowmem.models.build import build_model
 from lowmem.planning.replay import kind_of

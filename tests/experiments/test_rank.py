@@ -23,15 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPTNeoConfig, LlamaConfig, OPTConfig
 
+from experiments.memory_estimation.several_gpus import rank
+from experiments.memory_estimation.several_gpus.more_blocks import BLOCKS, Operation, Placed, stretched
+from experiments.memory_estimation.several_gpus.rank import METHODS, PLAIN, RankPeak, peak_of, record_blocks
+from experiments.memory_estimation.several_gpus.recipe import place, prepare
+from experiments.memory_estimation.several_gpus.tensor_parallel import keep_share
 from lowmem.core.decoder import Decoder
 from lowmem.cudasim.gpus import CARDS
 from lowmem.cudasim.recorder import Recorder
 from lowmem.cudasim.tape import FREED
-from lowmem.distributed import rank
-from lowmem.distributed.more_blocks import BLOCKS, Operation, Placed, stretched
-from lowmem.distributed.rank import METHODS, PLAIN, RankPeak, peak_of, record_blocks
-from lowmem.distributed.recipe import place, prepare
-from lowmem.distributed.tensor_parallel import keep_share
 from lowmem.errors import InputError, LowmemError
 from lowmem.models.build import build_model
 from lowmem.planning.simulated_step import gpu_target
@@ -88,7 +88,7 @@ def test_ddp_keeps_sixteen_bytes_per_parameter_and_while_it_accumulates_four_mor
     N = sum(p.numel() for p in parameters)
     peak = rank_peak(gpt2(), "ddp", 4, 2, T, accumulation=2)
     assert peak.persistent_bytes == 16 * N + persistent_beside_parameters(len(parameters))
-    # The buckets are made once: gradients that are not summed yet lie beside them.
+    # The buckets are made once; gradients that are not summed yet come on top.
     at_once = record("ddp", 4)
     assert most_live(at_once, {"gradient_buckets"}) == 4 * N
     more = most_live(record("ddp", 4, accumulation=2)) - most_live(at_once)

@@ -2,14 +2,14 @@
 
 The blocks of most decoders are made alike, and training runs through them in order: placed on the GPU, forward, forward
 again and backward, updated. So a recording falls into *phases*: stretches in which every block in turn (upwards or
-downwards) does the same, and what lies between them. The first two blocks and the last may differ from the others, by
-what is done beside them (fully_shard fetches the next block's parameters early, and there is none below the first); the
-third stands for all that are added.
+downwards) does the same, and what lies between them. The first two blocks and the last may differ from the others in
+the work around them (fully_shard fetches the next block's parameters early, and there is none below the first). The
+third is repeated for all further blocks.
 
-A storage is then known by its phase, its block and its place among what was born there, and a block frees its own or
-a neighbour's: the same distance away, wherever the block is. Anything that does not read like this is given up (None):
-the whole model has to be recorded. Whether it was read correctly is seen by stretching to one block more and comparing
-with a recording of that, operation by operation; rank.py does so before it relies on a stretched recording.
+A storage is known by its phase, its block and its number among the storages made there. A block frees its own storages,
+or a neighbour's at the same distance for every block. A recording with another structure gives None: then the whole
+model has to be recorded. To check the result, rank.py stretches to one block more and compares with a recording of
+that, operation by operation, before it relies on a stretched recording.
 """
 
 from dataclasses import dataclass

@@ -5,16 +5,16 @@ import json
 import pytest
 from transformers import GPT2Config
 
+from experiments.memory_estimation.several_gpus import methods
+from experiments.memory_estimation.several_gpus.methods import advise, describe, to_dict
+from experiments.memory_estimation.several_gpus.rank import METHODS, peak_of, record
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import CARDS
-from lowmem.distributed import methods
-from lowmem.distributed.methods import advise, describe, to_dict
-from lowmem.distributed.rank import METHODS, peak_of, record
 from lowmem.errors import InputError
 from lowmem.limits import CONTEXT_BYTES
 from lowmem.planning.simulated_step import gpu_target
 from lowmem.units import GIB, MIB
-from tests.distributed.test_rank import rank_peak
+from tests.experiments.test_rank import rank_peak
 
 T = 64
 

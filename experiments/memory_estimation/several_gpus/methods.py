@@ -11,16 +11,21 @@ with GPUs.
 Cost: some seconds per method, whatever the number of blocks if they are alike.
 """
 
+import json
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from experiments.memory_estimation.several_gpus.rank import METHODS, PLAIN, RankPeak, peak_of, record, tensor_ranks
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
-from lowmem.distributed.rank import METHODS, PLAIN, RankPeak, peak_of, record, tensor_ranks
-from lowmem.errors import InputError
+from lowmem.cudasim.gpus import Card
+from lowmem.errors import InputError, PlanError
 from lowmem.limits import CONTEXT_BYTES
 from lowmem.models.build import build_model
-from lowmem.planning.simulated_step import Target
+from lowmem.models.compatibility import architecture_blamed
+from lowmem.planning.simulated_step import Target, gpu_target
+from lowmem.run.terminal import say
+from lowmem.settings import Settings
 from lowmem.units import format_size
 
 _FIGURES = (  # of a RankPeak, in JSON
@@ -40,12 +45,27 @@ class Advice:
     refusal: str = ""
 
 
+def answer(settings: Settings, config: PretrainedConfig, card: Card, ranks: int, as_json: bool) -> int:
+    """Prints what `python -m lowmem.plan --gpus` has to say; returns its exit code."""
+    if settings.target_tokens is not None:
+        raise InputError("--gpus is advice for decoders, and this model is an encoder-decoder: leave it out")
+    limit = settings.gpu_limit_bytes
+    memory = card.memory_bytes if limit is None else min(limit + CONTEXT_BYTES, card.memory_bytes)
+    with architecture_blamed(settings.model, "16 bit"):
+        rows, sentence = advise(config, ranks, memory, settings.seq, settings.batch, gpu_target(card))
+    print(json.dumps(to_dict(rows, sentence), indent=2) if as_json else describe(rows, sentence))
+    if any(row.peak is not None for row in rows):
+        return 0
+    say(f"lowmem.plan: {sentence}")
+    return PlanError.exit_code
+
+
 def advise(
     config: PretrainedConfig, ranks: int, card_bytes: int, seq: int, batch: int, target: Target = PLAIN
 ) -> tuple[list[Advice], str]:
-    """Every method with its largest micro-batch, a power of two that divides a rank's share of `batch` sequences per
-    step, that completes in `card_bytes` less CUDA's context; and one sentence: which to take and why. InputError for
-    numbers of GPUs, sequences or tokens that are not positive, and for a card without room for CUDA."""
+    """Every method with its largest micro-batch that completes in `card_bytes` less CUDA's context, and one sentence:
+    which to take and why. Micro-batches are powers of two that divide a rank's share of `batch` sequences per step.
+    InputError for numbers of GPUs, sequences or tokens that are not positive, and for a card without room for CUDA."""
     for name, number in (("GPUs", ranks), ("sequences per step", batch), ("tokens per sequence", seq)):
         if number < 1:
             raise InputError(f"there have to be {name}: at least 1, and not {number}")

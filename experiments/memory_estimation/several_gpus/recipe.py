@@ -4,9 +4,9 @@ fp32 parameters, bf16 compute (autocast, or fully_shard's own casts), every bloc
 transformers computes it, fused AdamW, `zero_grad()` that frees, no clipping. It runs on whatever the parameters lie on:
 FakeTensors for a prediction, real ones in the tests.
 
-DistributedDataParallel's C++ reads its tensors' data, so its buckets are rebuilt here by hooks: one per block and one
-for the rest, where its own are cut every 25 MiB, which makes as many bytes. It makes them a second time, in the order
-in which gradients came, after the first backward; not here.
+DistributedDataParallel's C++ reads its tensors' data, so hooks rebuild its buckets here: one per block and one for the
+rest. Its own buckets are cut every 25 MiB and have as many bytes in all. It makes them a second time, in the order in
+which gradients came, after the first backward; not here.
 """
 
 from collections import defaultdict

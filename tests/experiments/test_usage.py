@@ -1,0 +1,126 @@
+"""What an experiment cannot do is refused in a sentence, with exit code 2, before anything is written or started."""
+
+import pytest
+import torch
+
+from experiments.bigger_models import recipe, train_gptj
+from experiments.code_generation import compare
+from experiments.harness import group
+from experiments.memory_estimation import run as memory_estimation
+from experiments.nested_tensors import main as nested_tensors
+from experiments.peers import run as peers
+from experiments.pipeline_parallel import run as pipeline_parallel
+from experiments.tensor_parallel import run as tensor_parallel
+from experiments.unified_memory import run_gpt2
+
+CODE = "--shape 1x32x2 --vocabulary 300 --steps 2 --batch 2 --seq 48 --new-tokens 8 --prefixes 3 --held-out-bytes 30KB"
+PROGRAMS = {  # the function, and words before those of a case
+    "bigger_models": (lambda words: recipe.main("gpt-j-6b", train_gptj.SETTINGS, words), ""),
+    "code_generation": (compare.main, f"{CODE} --train-bytes 3MB"),
+    "memory_estimation": (memory_estimation.main, ""),
+    "nested_tensors": (nested_tensors.main, ""),
+    "peers": (peers.main, "--model gpt2-demo --device cpu --seq 32"),
+    "pipeline_parallel": (pipeline_parallel.main, ""),
+    "tensor_parallel": (tensor_parallel.main, ""),
+    "unified_memory": (run_gpt2.main, "--model 2x64x4"),
+}
+
+
+@pytest.mark.parametrize(
+    "program, words, said",
+    [
+        ("bigger_models", "--wrong 3", "Unknown option --wrong"),
+        ("bigger_models", "--blocks 2 --wrong 3", "Unknown option --wrong"),
+        ("bigger_models", "--blocks 29", "28 blocks"),
+        ("bigger_models", "--blocks 2 --model gpt2", "--model gpt2 names another model"),
+        ("bigger_models", "--blocks 2 --demo", "names another model"),
+        ("code_generation", "--before x", "give both"),
+        ("code_generation", "--seq 32 --new-tokens 32", "leaves nothing of --seq 32"),
+        ("code_generation", "--shape 2x64x5", "BLOCKSxWIDTHxHEADS"),
+        ("code_generation", "--data missing-file", "no such file or folder"),
+        ("code_generation", "--held-out-bytes 3GBs", "--held-out-bytes"),
+        ("code_generation", "--device cuda", "finds no CUDA device"),
+        ("code_generation", "--lr -1", "--lr -1 must be more than 0"),
+        ("code_generation", "--lr nan", "--lr"),
+        (
+            "code_generation",
+            "--before /nonexistent --after /nonexistent",
+            "--before /nonexistent: there is no such",
+        ),
+        ("memory_estimation", "--only gpt5", "gpt5"),
+        ("memory_estimation", "--limit 16GBs", "GBs"),
+        ("memory_estimation", "--gpu abacus", "abacus"),
+        ("memory_estimation", "--measure", "GPU"),
+        ("memory_estimation", "--seq 0", "whole number"),
+        ("nested_tensors", "--use_nested --mode packed", "--use_nested and --mode packed name two modes"),
+        ("nested_tensors", "--num_samples 0", "invalid whole number of at least 1 value: '0'"),
+        ("nested_tensors", "--num_samples 99999999", "lines in the standard library, and not 99,999,999"),
+        ("nested_tensors", "--batch_size x", "invalid whole number of at least 1 value: 'x'"),
+        ("nested_tensors", "--device cuda", "--device cuda: there is no such GPU here"),
+        ("nested_tensors", "--device meta", "--device meta: neither cpu nor cuda"),
+        ("nested_tensors", "--num_workers -1", "invalid whole number of at least 0 value: '-1'"),
+        ("nested_tensors", "--device gpu", "--device gpu: neither cpu nor cuda"),
+        ("nested_tensors", "--data no/such", "no/such is neither in the cache nor to be had from the hub"),
+        ("nested_tensors", "--data wikitext", "wikitext-2-raw-v1 is neither in the cache nor to be had from the hub"),
+        ("peers", "--ram-limit 16GBs", "--ram-limit"),
+        ("peers", "--steps 1", "--steps 1 is too few"),
+        ("peers", "--batch 0", "--batch"),
+        ("peers", "--seq 5000", "--seq 5000"),
+        ("peers", "--peer plian", "plian"),
+        ("pipeline_parallel", "--chunks 2", "1f1b has one stage per rank, and not 2 chunks"),
+        ("pipeline_parallel", "--stages 11", "the model has 10 layers, which make no 11 stages"),
+        ("pipeline_parallel", "--stages 0", "invalid whole number of at least 1 value: '0'"),
+        ("pipeline_parallel", "--batch 3", "--batch 3 has no sample for each of 8 micro-batches"),
+        ("pipeline_parallel", "--schedule pipedream --clip 1", "--clip needs the gradients of all stages at once"),
+        ("pipeline_parallel", "--schedule pipedream --steps 100000", "a schedule has 400,000 at most of both"),
+        ("pipeline_parallel", "--seed 99999999999", "less than 2147483648 value: '99999999999'"),
+        ("pipeline_parallel", "--pad inf", "invalid number of at least 0"),
+        ("pipeline_parallel", "--task cifar10", "CIFAR-10 is neither in the cache nor to be had from the hub"),
+        ("tensor_parallel", "--ranks 7", "the model has 6 heads: 7 ranks are more; --ranks 6 is the most"),
+        ("tensor_parallel", "--ranks 5 --model llama", "4 heads of keys and values: 5 ranks are more"),
+        ("tensor_parallel", "--ranks 3 --sequence-parallel", "a length that 3 ranks divide, and --seq is 64"),
+        ("tensor_parallel", "--model mlp --sequence-parallel", "mlp has no sequence"),
+        ("tensor_parallel", "--model mlp --weights x", "--weights and --shape are for gpt2 and llama"),
+        ("tensor_parallel", "--model mlp --save", "which has no mlp"),
+        ("tensor_parallel", "--compare --dropout 0.1", "use --dropout 0"),
+        ("tensor_parallel", "--dropout 1", "number of at least 0 and less than 1 value: '1'"),
+        ("tensor_parallel", "--weights no/such/folder", "no/such/folder"),
+        ("tensor_parallel", "--model llama --shape gpt2", "gpt2 is of type gpt2, and --model is llama"),
+        ("tensor_parallel", "--weights x --shape gpt2", "leave out --shape"),
+        ("tensor_parallel", "--model resnet --ranks 65", "resnet has layers of 64 features: --ranks 64 is the most"),
+        ("tensor_parallel", "--model mlp-norm --batch 1", "--batch 2 is the least for mlp-norm"),
+        ("tensor_parallel", "--model mlp --seq 32", "mlp sees images"),
+        ("tensor_parallel", "--seq 129", "--seq 129 is longer than the 128 positions"),
+        ("unified_memory", "--prompt x --generate 3", "give both"),
+        ("unified_memory", "--physical-limit 1MiB", "less than one layer needs"),
+        ("unified_memory", "--generate 3 --backward", "--generate has no backward"),
+        ("unified_memory", "--enable-prefetch --placement explicit", "--enable-prefetch is for managed memory"),
+        ("unified_memory", "--backward --placement explicit", "streams forwards alone"),
+        ("unified_memory", "--seq 1025", "longer than the 1024 positions"),
+        (
+            "unified_memory",
+            "--seq 1000 --generate 25",
+            "--generate 25 behind 1000 tokens is more than",
+        ),
+        ("unified_memory", "--model 2x64x5", "5 heads do not divide a width of 64"),
+        ("unified_memory", "--model gpt2-huge", "gpt2-small"),
+        ("unified_memory", "--device cuda", "PyTorch sees no GPU here"),
+        ("unified_memory", "--physical-limit 3", "--physical-limit"),
+        ("unified_memory", "--num-streams 2", "give --enable-prefetch"),
+        ("unified_memory", "--backward --seq 1", "give --seq 2 or more"),
+        ("unified_memory", "--weights somewhere", "give one of them"),
+        ("nested_tensors", f"--out {__file__}", "cannot be made"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_written(program, words, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(peers, "machine_here", lambda: {"names": {"cpu": "the CPU"}, "versions": {"python": "3"}})
+    monkeypatch.setattr(group, "_started", lambda *_: pytest.fail("a process"))
+    monkeypatch.chdir(tmp_path)
+    main, before = PROGRAMS[program]
+    try:
+        code = main([*before.split(), "--out", "out", *words.split()])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and said in " ".join(capsys.readouterr().err.split())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
