@@ -154,7 +154,7 @@ def reserved(case: dict) -> int:
         return torch.cuda.max_memory_reserved()
 
 
-GENEROUS = {"states_on_gpu": 99, "kept": 2, "defer": True}
+GENEROUS = {"states_on_gpu": 99, "kept": 2.0, "defer": True}
 SPARING = {"states_on_gpu": 99, "defer": True}
 
 

@@ -247,6 +247,6 @@ def test_a_sample_goes_on_from_the_tokens_that_examples_begin_with(begins, ends,
     model = SimpleNamespace(
         config=LlamaConfig(), eval=lambda: None, generate=lambda input_ids, **_: given.append(input_ids) or input_ids
     )
-    sample(SimpleNamespace(model=model, head_weight=torch.zeros(1)), of, "the cat")
+    sample(SimpleNamespace(model=model, head_weight=torch.zeros(1), needs_sources=False), of, "the cat")
     ids, _ = example(of, {"prompt": "the cat", "completion": "\n"}, tmp_path)
     assert given[0][0].tolist() == ids[:-2]

@@ -185,7 +185,7 @@ def test_ram_that_runs_out_in_the_export_is_no_bad_input(finished, train, tmp_pa
             lambda config: patch.setattr(AutoModelForCausalLM, "from_config", fail) or real(config),
         )  # fmt: skip
         assert train(out) == 1
-    assert "model: MemoryError); what was saved is safe" in last_line(capsys)
+    assert "model or T5: MemoryError); what was saved is safe" in last_line(capsys)
     assert train(out) == 0
     assert "3 of 3 steps are done" in capsys.readouterr().err
     assert weights(out) == weights(finished)
