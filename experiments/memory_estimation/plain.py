@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from lowmem.core.decoder import Decoder
+from lowmem.cudasim.autocast import CudaAutocast
 from lowmem.cudasim.peak import record
 from lowmem.cudasim.recorder import Recorder
 from lowmem.cudasim.tape import Tape
@@ -62,7 +63,7 @@ def _ordinary_step(model: nn.Module, tokens: Tensor, recorder: Recorder, phase: 
     optimizer = make_optimizer(model)
     for _ in range(_STEPS):
         phase[0] = "forward"
-        with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+        with CudaAutocast(torch.bfloat16 if bf16 else None):
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         phase[0] = "backward"
         loss.backward()

@@ -13,6 +13,8 @@ Functions that are written in Python are named themselves (cross_entropy, not on
 the names with PyTorch's own test lists. Functions of those lists that have no rule here are refused by name.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -49,20 +51,29 @@ _IN_16_BIT, _IN_FP32, _WIDEST, _REFUSED = map(_functions, (IN_16_BIT, IN_FP32, W
 
 
 class CudaAutocast(TorchFunctionMode):
-    """`with CudaAutocast():` stands for torch.autocast("cuda", torch.bfloat16) around a forward pass. InputError for a
-    function whose rule is not written down here."""
+    """`with CudaAutocast():` stands for torch.autocast("cuda", torch.bfloat16) around a forward pass; with None in
+    place of a dtype autocast is off inside. InputError for a function whose rule is not written down here."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16):
+    _open: ClassVar[list["CudaAutocast"]] = []  # the innermost one decides
+
+    def __init__(self, dtype: torch.dtype | None = torch.bfloat16):
         super().__init__()
         self._dtype = dtype
         self._copies: dict[Tensor, Tensor] = {}  # of the weights, by identity
 
+    def __enter__(self):
+        self._open.append(self)
+        return super().__enter__()
+
     def __exit__(self, *exception):
+        self._open.remove(self)
         self._copies.clear()
         return super().__exit__(*exception)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if self._dtype is None or self._open[-1] is not self:
+            return func(*args, **kwargs)
         if func in _IN_16_BIT:
             args, kwargs = tree_map(self._narrow, (args, kwargs))
         elif func in _IN_FP32 and not (_IN_FP32[func] in _HAVE_A_DTYPE and _dtype_given(args, kwargs)):

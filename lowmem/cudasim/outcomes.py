@@ -45,14 +45,9 @@ def is_view(func) -> bool:
 def signature_of(func, args: tuple, kwargs: dict) -> tuple | None:
     """The key of an operation's outcome. None if it has none: arguments with data, one tensor given twice, objects that
     are neither tensors nor numbers."""
-    signature, seen = [func], set()
-    if not _add_to_signature(signature, args, seen):
-        return None
-    for name, value in kwargs.items():
-        signature.append(name)
-        if not _add_to_signature(signature, (value,), seen):
-            return None
-    return tuple(signature)
+    signature = [func]
+    known = _add_to_signature(signature, (*args, *kwargs, *kwargs.values()), set())
+    return tuple(signature) if known else None
 
 
 def _add_to_signature(signature: list, values: tuple | list, seen: set[int]) -> bool:

@@ -139,23 +139,27 @@ def _refuse_number(func: Callable) -> None:
 
 @contextmanager
 def _autocast_simulated() -> Iterator[None]:
-    """torch.autocast("cuda") applies CUDA's rules to meta tensors."""
-    autocast, open_modes = torch.autocast, {}
+    """torch.autocast("cuda") applies CUDA's rules to meta tensors. Its own flags are set, too: checkpoint reads them to
+    recompute blocks as they ran."""
+    autocast = torch.autocast
     make, enter, leave = autocast.__init__, autocast.__enter__, autocast.__exit__
+    modes: list[CudaAutocast] = []
 
     def init(self, device_type, dtype=None, enabled=True, cache_enabled=None):
-        here = device_type == "cuda"
-        make(self, device_type, dtype, enabled and not here, cache_enabled)
-        self.simulated = CudaAutocast(dtype or torch.get_autocast_dtype("cuda")) if here and enabled else None
+        on_cuda = device_type == "cuda"
+        make(self, device_type, dtype, enabled and not on_cuda, cache_enabled)  # else it warns that CUDA is missing
+        self.simulated = on_cuda
+        self._enabled = enabled if on_cuda else self._enabled
 
     def entered(self):
-        open_modes[id(self)] = stack = ExitStack()
-        if getattr(self, "simulated", None) is not None:
-            stack.enter_context(self.simulated)
+        if self.simulated:
+            modes.append(CudaAutocast(self.fast_dtype if self._enabled else None))
+            modes[-1].__enter__()
         return enter(self)
 
     def left(self, *exception):
-        open_modes.pop(id(self)).close()
+        if self.simulated:
+            modes.pop().__exit__(*exception)
         return leave(self, *exception)
 
     with patch.multiple(autocast, __init__=init, __enter__=entered, __exit__=left):
