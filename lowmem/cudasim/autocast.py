@@ -43,7 +43,7 @@ _HAVE_A_DTYPE = ("softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod")  
 
 
 def _functions(names: list[str]) -> dict:
-    """What Python calls by these names: in torch, as a method, in torch.nn.functional."""
+    """Returns the functions of these names in torch, torch.Tensor and torch.nn.functional."""
     return {getattr(place, name): name for place in (torch, Tensor, F) for name in names if hasattr(place, name)}
 
 
@@ -51,8 +51,8 @@ _IN_16_BIT, _IN_FP32, _WIDEST, _REFUSED = map(_functions, (IN_16_BIT, IN_FP32, W
 
 
 class CudaAutocast(TorchFunctionMode):
-    """`with CudaAutocast():` stands for torch.autocast("cuda", torch.bfloat16) around a forward pass; with None in
-    place of a dtype autocast is off inside. InputError for a function whose rule is not written down here."""
+    """Simulates torch.autocast("cuda", dtype) around a forward pass; a dtype of None switches autocast off. Raises
+    InputError for a function that has no rule here."""
 
     _open: ClassVar[list["CudaAutocast"]] = []  # the innermost one decides
 

@@ -1,9 +1,9 @@
-"""Temporaries: what a CUDA kernel of PyTorch's takes from the caching allocator and gives back before it returns.
+"""Temporaries: memory that a CUDA kernel of PyTorch's takes from the caching allocator and frees before it returns.
 
-They are copies of operands, sums in fp32, staging buffers, sorted indices. TEMPORARIES is the table by operator; an
-operator that is not in it takes less than 1 KiB. Each entry names its source below aten/src/ATen/native. tests/cuda
-compares all of them with PyTorch's own allocator. docs/cuda-memory.md says how each was found and what is left out;
-"assumed" marks figures that no test can show.
+They are copies of operands, sums in fp32, staging buffers, sorted indices. TEMPORARIES is the table by operator; any
+other operator takes less than 1 KiB. Each entry names its source below aten/src/ATen/native. tests/cuda compares all of
+them with PyTorch's own allocator. docs/cuda-memory.md says how each was found and what is left out; "assumed" marks
+figures that no test can show.
 """
 
 import math
@@ -25,7 +25,7 @@ _WIDE = 8  # 16-bit entries that a thread of a sum reads at once
 
 @dataclass(frozen=True)
 class Gpu:
-    """What temporaries depend on. `deterministic`: whether torch.use_deterministic_algorithms is on."""
+    """The facts of a GPU on which temporaries depend. `deterministic`: is torch.use_deterministic_algorithms on?"""
 
     capability: Capability
     multiprocessors: int
@@ -37,8 +37,8 @@ class Gpu:
 
 
 def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int, ...]:
-    """Sizes of the temporaries of `func`, an aten overload, on CUDA. They live at the same time, and are allocated
-    after the results (but see COPIED_FIRST). Empty for tensors on the CPU."""
+    """Returns the sizes of the temporaries of `func`, an aten overload, on CUDA. Empty for tensors on the CPU. They
+    live at the same time, and are allocated after the results (but see COPIED_FIRST)."""
     if func not in TEMPORARIES or (args[0].is_cpu and not isinstance(args[0], FakeTensor)):
         return ()
     return tuple(size for size in TEMPORARIES[func](gpu, result, *args, **kwargs) if size)
@@ -56,12 +56,12 @@ def _bytes(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _copies(*tensors: Tensor) -> tuple[int, ...]:
-    """Of gradients and outputs [B, H, T, D] that are not contiguous as [B, T, H, D]."""
+    """Sizes of copies of gradients and outputs [B, H, T, D] that are not contiguous as [B, T, H, D]."""
     return _bytes(*(tensor for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()))
 
 
 def _ungrouped(query, key, value) -> tuple[int, ...]:
-    """The gradients of keys and values for each query head, before those of a group of heads are added up."""
+    """Sizes of the gradients of keys and values for each query head, before each group of heads is added up."""
     B, H, _, D = query.shape
     entries = B * H * key.shape[2]
     return (entries * D * key.itemsize, entries * value.shape[-1] * key.itemsize) if key.shape[1] != H else ()
@@ -72,8 +72,8 @@ def _flash_width(D: int) -> int:
 
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
-    """transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv: if there are few (sequence, head, 64 queries),
-    blocks split the keys."""
+    """transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv: blocks split the keys if there are too few
+    (sequence, head, 64 queries)."""
     B, H, T, D = query.shape
     if dropout_p > 0:
         return ()
@@ -84,7 +84,7 @@ def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__)
 
 
 def _splits(blocks: int, slots: int, key_blocks: int) -> int:
-    """The fewest splits that reach 85% of the best occupancy."""
+    """Returns the fewest splits that reach 85% of the best occupancy."""
     if blocks >= 0.8 * slots:
         return 1
     efficiency = {}
@@ -111,9 +111,9 @@ def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
 
 
 def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> tuple[int, int, bool]:
-    """Queries and keys that the backward kernel works on at a time, and whether their dk and dv stay in registers.
-    PyTorch takes the first kernel of transformers/cuda/mem_eff_attention/kernels/cutlassB.h for heads of this `width`
-    that fits into shared memory. The bytes that a kernel asks for were read off its launches (Volta's assumed)."""
+    """Returns the queries and keys of the backward kernel's tile, and if their dk and dv stay in registers. PyTorch
+    takes the first kernel of transformers/cuda/mem_eff_attention/kernels/cutlassB.h for heads of this `width` that fits
+    into shared memory. The bytes that a kernel asks for were read off its launches (Volta's assumed)."""
     half, shared = dtype in _16_BIT, gpu.multiprocessor.shared_bytes_of_block
     if width <= 64:
         return 64, 64, half
@@ -161,7 +161,8 @@ def _efficient_backward(
 
 
 def _safe_softmax(gpu: Gpu, result, weights, *_, **__):
-    """transformers/attention.cpp: bools: which weights are minus infinity, and which rows are so throughout."""
+    """transformers/attention.cpp: two masks of bools, of weights that are minus infinity and of rows that are so
+    throughout."""
     return weights.numel(), weights.numel() // max(1, weights.shape[-1])
 
 
@@ -171,8 +172,8 @@ def _softmax_backward(gpu: Gpu, result, gradient, output, *_, **__):
 
 
 def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
-    """cuda/Embedding.cu and EmbeddingBackwardKernel.cu: more than 3,072 lookups are sorted, and runs of up to ten of
-    one word are summed in fp32."""
+    """cuda/Embedding.cu and EmbeddingBackwardKernel.cu. More than 3,072 lookups are sorted, and each run of up to ten
+    lookups of one word is summed in fp32."""
     lookups = indices.numel()
     copy = () if gradient.is_contiguous() else _bytes(gradient)
     if lookups <= 3072:
@@ -184,8 +185,8 @@ def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
 
 
 def _norm_backward(weights: int) -> Callable:
-    """cuda/layer_norm_kernel.cu: with more than 65,536 rows, and so few columns that multiprocessors would idle, blocks
-    of rows are summed first, then those sums; for each of `weights` vectors."""
+    """cuda/layer_norm_kernel.cu, for each of `weights` vectors. With more than 65,536 rows, and too few columns for all
+    multiprocessors, blocks of rows are summed first, and then those sums."""
 
     def temporaries(gpu: Gpu, result, gradient, input, shape: list[int], *_, **__):
         columns, rows = math.prod(shape), gradient.numel() // math.prod(shape)
@@ -200,8 +201,8 @@ def _norm_backward(weights: int) -> Callable:
 
 
 def _index(gpu: Gpu, result, tensor, indices, *_, **__):
-    """TensorAdvancedIndexing.cpp: indices whose strides differ once they are expanded to one shape are copied, in 64
-    bits."""
+    """TensorAdvancedIndexing.cpp: indices are expanded to one shape; if their strides then differ, they are copied in
+    64 bits."""
     indices = [index for index in indices if index is not None]
     if len(indices) < 2 or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
         return ()
@@ -212,7 +213,7 @@ def _index(gpu: Gpu, result, tensor, indices, *_, **__):
 
 
 def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
-    """cuda/Indexing.cu, index_put_with_sort_kernel, if deterministic: places, sorted, and where they came from. Larger
+    """cuda/Indexing.cu, index_put_with_sort_kernel, if deterministic: indices, sorted, and where they came from. Larger
     sorts have second buffers; CUB takes one byte for those that need none."""
     if not gpu.deterministic:
         return ()
@@ -236,7 +237,7 @@ def _fits_cublas(matrix: Tensor) -> bool:
 
 
 def _reduced(gpu: Gpu, tensor: Tensor, dims, result_bytes: int, partial_bytes: int | None = None, vector: int = 4):
-    """Of one run of the kernel. A partial result has at least 4 bytes unless `partial_bytes` says otherwise."""
+    """Sizes for one run of the kernel. A partial result has at least 4 bytes unless `partial_bytes` says otherwise."""
     dims = range(tensor.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     partial = max(4, tensor.itemsize) if partial_bytes is None else partial_bytes
     vector = vector if tensor.itemsize == 2 else 4
@@ -245,7 +246,7 @@ def _reduced(gpu: Gpu, tensor: Tensor, dims, result_bytes: int, partial_bytes: i
 
 def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
     """cuda/ReduceSumProdKernel.cu and ReduceMomentKernel.cu: sums and means. Entries of another dtype than the result's
-    are copied first, but 16-bit entries of an fp32 result are not."""
+    are copied first, except 16-bit entries of an fp32 result."""
     if tensor.dtype is result.dtype or (tensor.dtype in _16_BIT and result.dtype is torch.float32):
         return _reduced(gpu, tensor, dims, result.itemsize, vector=_WIDE)
     copy = torch.empty_like(tensor, dtype=result.dtype, device="meta")

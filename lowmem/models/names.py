@@ -1,8 +1,8 @@
 """Finds the model's parameter for each tensor of a checkpoint, by name.
 
 Names may lack the base model's prefix, or be older ones that transformers renames. A tied weight may have either or
-both of its names. torch.compile, DDP, FSDP, Lightning, PEFT and others add a prefix, which is left off if the rest are
-the model's names. A value or reward head is left out.
+both of its names. torch.compile, DDP, FSDP, Lightning, PEFT and others add a prefix. It is removed if the rest are the
+model's names. A value or reward head is left out.
 """
 
 import re
@@ -51,8 +51,8 @@ class _Fit:
 
 
 def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tuple[dict[str, Entry], list[str]]:
-    """{parameter name: entry} of all parameters in the order of `entries`, and remarks. InputError if they do not
-    fit."""
+    """Returns {parameter name: entry} of all parameters in the order of `entries`, and remarks. InputError if the names
+    do not match."""
     fit = min(_fits(model, entries), key=_Fit.problems)
     untrainable = [name for name in fit.target if entries[name].dtype is None]
     if fit.problems() or untrainable:
@@ -66,7 +66,7 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
 
 
 def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
-    """The fit of the plain names; if they do not match, also of the names without wrappers and each common prefix."""
+    """Matches the plain names; if they fail, also the names without wrappers and without each common prefix."""
     plain = _fit(model, entries, lambda name: name, "")
     if not plain.problems():
         return [plain]
@@ -138,7 +138,7 @@ def _refusal(
 def _advice(
     model: PreTrainedModel, fit: _Fit, names: list[str], sizes: dict[str, tuple[list, list]], untrainable: list[str]
 ) -> str:
-    """The way out, by the kind of misfit."""
+    """Returns advice for this kind of mismatch."""
     if fit.converted:
         return "transformers converts these weights on load, which reading them one by one cannot do"
     if any(map(_ADAPTER.search, names)):
@@ -172,7 +172,7 @@ def _names_of(model: PreTrainedModel, module: nn.Module) -> set[str]:
 
 
 def _differing(model: PreTrainedModel, name: str, entry: Entry, target: dict[str, str]) -> InputError:
-    """The refusal of a weight that the files hold twice with different values."""
+    """Returns the error for a weight that the files hold twice with different values."""
     others = [other for other in target if target[other] == target[name] and other != name]
     named = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     if sum(parameter is model.get_parameter(target[name]) for parameter in named) == 1:  # it is not tied
