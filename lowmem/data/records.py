@@ -1,4 +1,4 @@
-"""A row of data with its place, and the rows behind one `--data`."""
+"""A row of data with its place, and all rows of one `--data`."""
 
 import hashlib
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ class Record:
 
     where          The place for error messages, such as "a.jsonl:17".
     may_be_blank   A row without text is skipped; otherwise it is an error.
-    goes_on        The next record has the next piece of this text, and is `begun`.
+    goes_on        The next record continues this text, and is `begun`.
     unread         Columns that were not read because no format uses them.
     """
 
@@ -27,7 +27,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Source:
-    """The rows behind one `--data SPEC=WEIGHT`.
+    """The rows of one `--data SPEC=WEIGHT`.
 
     evaluation   Rows of the publisher's held-out split, called `held_out`; None without one.
     content      The files, or the hub client's name of this version; empty for a stream.
@@ -50,7 +50,7 @@ class Source:
 
 
 class StableHash:
-    """64 bits of a text that are the same in every process, version and machine; the text may come in pieces."""
+    """Hashes a text to 64 bits, the same in every process, version and machine; the text may come in pieces."""
 
     def __init__(self, text: str = ""):
         self._digest = hashlib.blake2b(text.encode(), digest_size=8)

@@ -195,7 +195,7 @@ def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_
 
     precision:      "bf16", "fp16" or "fp32", of the working weights.
     residual:       "fp32" or "16bit", of the residual stream.
-    fused_kernels:  run kernels/operators.py's.
+    fused_kernels:  run core/kernels/operators.py's.
     """
     model = build_model(config)
     fuse_gelu(model)
