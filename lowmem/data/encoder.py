@@ -34,8 +34,8 @@ class Encoder:
         return self._long_text(self._encode)
 
     def with_places(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Returns the ids of each text, and the characters at which each token begins and ends, int32 [tokens, 2]. The places are
-        None if the tokenizer does not know them. White space that an added token strips is not part of it."""
+        """Returns the ids of each text, and the characters at which each token begins and ends, int32 [tokens, 2]. The
+        places are None if the tokenizer does not know them. White space that an added token strips is not in it."""
         if self._backend is None:
             return [(ids, None) for ids in self(texts)]
         found = self._all(texts, self._encode_with_offsets)
