@@ -1,4 +1,4 @@
-"""Runs the jobs one after another within the time that there is (see the package's docstring).
+"""Runs the jobs one after another within the given time (see the package's docstring).
 
 Exit codes: 0 if every job ran and every check held, 1 if not, 2 bad usage.
 """
@@ -25,8 +25,8 @@ from experiments.harness.progress import FACTOR, Progress, flops_per_second
 from lowmem.units import GIB
 
 RESULTS = Path(__file__).parent / "results"
-LEAST_SHARE = 1 / 3  # of its time limit, with which a job is begun: with less it would be ended half-way
-LOOK_SECONDS = 1.0  # how often it is looked at what a job says of its time
+LEAST_SHARE = 1 / 3  # a job starts only if this share of its time limit is left
+LOOK_SECONDS = 1.0  # interval at which the jobs' progress is read
 OUT_OF_TIME = "skipped: out of time"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

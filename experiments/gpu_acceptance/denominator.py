@@ -1,15 +1,15 @@
-"""What the card does at most: stock transformers, forward and backward, no optimizer, nothing saved, nothing clever.
+"""Measures the most that the card can do: stock transformers, forward and backward, without optimizer and saving.
 
-A training step cannot be faster than its own forward and backward, so sequences per second here are what a run's are
-divided by. The stock way: fp32 weights under bf16 autocast, SDPA attention as transformers and PyTorch choose it, the
-model's own loss (which makes all logits, several times over: under a small cap that decides), gradients that add up as
-in ordinary accumulation, PyTorch's own settings for allocator and cuBLAS.
+A training step cannot be faster than its own forward and backward, so a run's sequences per second are divided by
+these. The stock recipe has fp32 weights under bf16 autocast, SDPA attention, the model's own loss, and accumulated
+gradients. The loss makes several copies of all logits, which decides under a small cap. PyTorch's settings for
+allocator and cuBLAS are unchanged.
 
     eager      micro-batches of 1, 2, 4, ... until memory ends or speed has fallen twice; the best one counts
     compiled   torch.compile of the whole model, for the micro-batch that was best: compiling takes a minute or more, so
                there is no search; it is timed apart, and where it fails (it wants a C compiler) the row says why
 
-Rows are found out one by one: where time ends in the middle of compiling, the eager ones are there.
+Rows are written one by one: if time ends in the middle of compiling, the eager rows exist.
 """
 
 import os

@@ -1,12 +1,12 @@
-"""Is what the card computes right, piece by piece: bits where bits are promised, a measured error elsewhere.
+"""Checks the card's results, piece by piece: equal bits if they are promised, else the error is measured.
 
 split/join   the same bits as on the CPU, over random bit patterns; join(split(w)) = w
-update       one, eager and by a kernel, beside the CPU's: the same formula, but a product and a sum may be fused;
-             and the kernel's speed beside that of a copy
-loss         chunked, in the working dtype, line by line and fused, against plain fp32 on the CPU; and the time of
-             both, most of which are three products
-gradients    of a matrix, added to its accumulator by the product itself: the time beside that of two operations
-host memory  page-locked, arrives whole, and how fast: what streaming will cost
+update       eager and by a kernel, compared with the CPU's: the same formula, but a product and a sum may be
+             fused; and the kernel's speed relative to a copy
+loss         chunked, in the working dtype, line by line and fused, against plain fp32 on the CPU; and both times,
+             most of which three products take
+gradients    of a matrix, which the product itself adds to its accumulator: the time relative to two operations
+host memory  page-locked: is every byte copied, and how fast (the cost of streaming)
 allocator    the cap is kept, segments grow
 """
 

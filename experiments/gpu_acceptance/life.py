@@ -1,7 +1,7 @@
-"""A run's life on this card, with a small model: whatever happens to it, the same bits come out.
+"""Disturbs runs of a small model on this card, and checks that each ends with the same bits.
 
-One training is left alone. The others are the same command with something in their way, and must end with the bits of
-the first: the rows of losses and norms, all of the last checkpoint, the exported weights.
+One training is undisturbed. The others run the same command with a disturbance, and must end with the same bits: losses
+and norms, the last checkpoint, the exported weights.
 
     killed          SIGKILL in the middle of a step; the same command again goes on from the checkpoint before
     out of memory   the card's memory is taken up to the cap when a step begins: real errors of the real allocator,
@@ -43,9 +43,9 @@ OPTIONS = [
 ]
 SHAPE, TINY_SHAPE = ["--seq", "256", "--batch", "8"], ["--seq", "32", "--batch", "4"]
 TIMES_OUT_OF_MEMORY = 2
-KILLED_IN_STEP = 3  # of which the checkpoint before is that of step 2
-SAME = ("step", "loss", "grad_norm", "eval_loss", "learning_rate")  # of a row of a run: what no clock decides
-GPU_LIMIT_BYTES = 512 * MIB  # the cap of these runs: what is taken up is no more than that
+KILLED_IN_STEP = 3  # the checkpoint before it is that of step 2
+SAME = ("step", "loss", "grad_norm", "eval_loss", "learning_rate")  # columns of a run's log without times
+GPU_LIMIT_BYTES = 512 * MIB  # the cap of these runs
 SMALLEST_BLOCK, LARGE_PAGE = 512, 20 * MIB  # of the caching allocator
 ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 

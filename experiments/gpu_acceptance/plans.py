@@ -1,11 +1,11 @@
-"""Is the plan true: what the simulated step takes beside what the step takes, the smallest caps, the choice.
+"""Compares plans with real steps: the peaks, the smallest caps, and the planner's choice.
 
     peaks    three steps per layout, measured: allocated and reserved peaks, signed errors against the simulation made
-             without a GPU; where an error is too large, what lies in memory at both peaks (at_peak.py)
-    caps     for some, the smallest cap under which the step really completes, found by bisection, beside the simulated
-    choice   every layout of a small grid, timed; is the planner's choice within 5% of the fastest?
+    without a GPU; if an error is too large, the contents of memory at both peaks (at_peak.py) caps     for some, the
+    smallest cap under which a real step completes, by bisection, and the simulated one choice every layout of a small
+    grid, timed; is the planner's choice within 5% of the fastest?
 
-An error is (predicted - measured) / measured: below 0 the plan promised too much. The bars are issue 3's.
+An error is (predicted - measured) / measured: below 0 the plan promised too much.
 
 One process measures many layouts, each from an empty allocator (measured.py). Every row checks that nothing was left of
 the one before, and the first layout comes once more at the end, where it must measure the same.
@@ -36,12 +36,12 @@ from lowmem.planning.simulations import Simulations
 from lowmem.units import GIB, MIB
 
 MOST_ALLOCATED_ERROR, MOST_MEDIAN_ERROR, MOST_RESERVED_ERROR, MOST_BELOW = 0.01, 0.005, 0.03, 0.005
-MOST_SLOWER = 1.05  # the choice's seconds, of the fastest layout's
-CHOICE_LIMIT_BYTES = 4 * GIB  # too little for the layout that would be fastest
+MOST_SLOWER = 1.05  # the choice's seconds / the fastest layout's
+CHOICE_LIMIT_BYTES = 4 * GIB  # too little for the fastest layout without a cap
 RESOLUTION_BYTES = 8 * MIB  # of the measured smallest cap
-SEARCH_SECONDS = 100.0  # planned for finding it; all else takes less than the limit's floor
-DIAGNOSES = 4  # layouts that are run again for what lies at the peak
-STEPS, TIMED_STEPS = 3, 12  # the first two of either are not timed
+SEARCH_SECONDS = 100.0  # planned for the bisection; all other work takes less than the floor of the limit
+DIAGNOSES = 4  # layouts that run again, to list memory at the peak
+STEPS, TIMED_STEPS = 3, 12  # the first two of each are not timed
 
 
 @dataclass(frozen=True)

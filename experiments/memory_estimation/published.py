@@ -5,9 +5,9 @@ weights under Colossal-AI's Gemini with recompute. "Measured" is nvidia-smi's us
 so the CUDA context and everything the allocator holds are in it; MB there are MiB. The batch sizes are not in what
 could be read of it; `llmem_batch` derives them from LLMem's own formula and its own predictions.
 
-**DNNMem** (Gao et al., ESEC/FSE 2020, doi:10.1145/3368089.3417050) evaluates five models under three frameworks, says
-its abstract; its tables could not be read, and most of these models are younger than it. For the four below LLMem's
-Table 2 gives DNNMem's error as 34.3% to 57.1%; which is whose was not found.
+**DNNMem** (Gao et al., ESEC/FSE 2020, doi:10.1145/3368089.3417050) evaluates five models under three frameworks, by its
+abstract. Its tables could not be read, and most of these models are newer. For the four below LLMem's Table 2 gives
+DNNMem's error as 34.3% to 57.1%; which is whose was not found.
 
 **accelerate estimate-memory** knows a model's size and nothing of a batch: see `accelerate_answer`.
 

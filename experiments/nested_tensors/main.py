@@ -1,10 +1,10 @@
-"""Forward, and backward where asked, of ragged text in one mode: `python -m experiments.nested_tensors.main`.
+"""Runs forward, and backward if asked, on ragged text in one mode: `python -m experiments.nested_tensors.main`.
 
     python -m experiments.nested_tensors.main --mode packed --num_samples 256 --batch_size 16 --backward --use_warmup
 
-Prints and keeps real tokens per second, the share of positions that are real, and the peak of memory beside what was
-held before the first batch (weights, and gradients with --backward): on CUDA the allocator's, on the CPU the growth of
-the process's resident set, which is exact to a few MiB where MALLOC_MMAP_THRESHOLD_=65536 is set. Under --out:
+Prints and keeps real tokens per second, the share of real positions, and the peak of memory above weights (and
+gradients with --backward). On CUDA this is the allocator's peak. On the CPU it is the growth of the process's resident
+set, exact to a few MiB if MALLOC_MMAP_THRESHOLD_=65536 is set. Under --out:
 
     data/<model>-<mode>.json        the figures, and seconds, tokens and positions of every batch
     log/<model>-<mode>/             with --use_torch_profiler a trace of two batches, which TensorBoard opens

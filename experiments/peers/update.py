@@ -1,17 +1,17 @@
-"""The optimizer's update alone, on this machine's CPU: ns per parameter, and its share of the speed of a copy.
+"""Times only the optimizer's update on this machine's CPU: ns per parameter, and its speed relative to a copy.
 
 An update does a few operations per number and reads and writes each once, so nothing can be faster than the memory:
 `copy_` of a buffer far larger than the cache says how fast that is. A copy also fetches the memory that it overwrites,
-which an update in place does not, so more than 100% is possible; `add_`, one pass in place, stands beside it. They and
-the updates take turns, round after round, so that whatever else the machine does meets all of them; the row has the
-medians, and the load average at the start. On a machine that others use, take one thread (OMP_NUM_THREADS=1): several
-wait for each other, and then for whoever is in the way.
+which an update in place does not, so more than 100% is possible; `add_`, one pass in place, is timed too. All of them
+alternate, round after round, so that other load on the machine affects all alike. The row has the medians, and the load
+average at the start. On a machine that others use, take one thread (OMP_NUM_THREADS=1): several would wait for each
+other.
 
-Where a peer offloads its optimizer, this is what its step waits for (torchao's CPUOffloadOptimizer runs
-torch.optim.AdamW(fused=True); it needs a GPU for the rest). lowmem updates on the GPU where there is one; its update
-here is the one that runs without: the same lines, eagerly, in slices that stay in the cache.
+A step of a peer that offloads its optimizer waits for this update: torchao's CPUOffloadOptimizer, for example, runs
+torch.optim.AdamW(fused=True). lowmem updates on a GPU if there is one. Its update here is the CPU's: the same code,
+eagerly, in slices that stay in the cache.
 
-RAM: about 110 bytes per parameter, for all updates have their weights and states at once.
+RAM: about 110 bytes per parameter, because all updates have their weights and states at once.
 """
 
 import argparse

@@ -1,12 +1,11 @@
-"""Runs what the README's tables say, and keeps rows: `python -m experiments.pipeline_parallel.measure`.
+"""Measures the README's tables, and keeps rows: `python -m experiments.pipeline_parallel.measure`.
 
 python -m experiments.pipeline_parallel.measure --only bubble
 
-equal    30 steps of each schedule beside one process that does the same
-memory   the peak of each process by the number of micro-batches
-bubble   actions padded to equal sleeps: on a machine with fewer cores than processes, stages that compute measure
-         how the processes share the cores
-killed   how long it takes until nothing runs any more, once a process or the command itself is killed
+equal    compares 30 steps of each schedule with one process
+memory   measures the peak of each process, by the number of micro-batches
+bubble   pads actions to equal sleeps: with fewer cores than processes, computing would measure how cores are shared
+killed   measures how long processes survive after one of them, or the command, is killed
 """
 
 import argparse

@@ -26,9 +26,9 @@ SEQ, WIDTH, HEADS, BLOCKS, BYTES = 64, 64, 4, 8, 256
 
 @dataclass(frozen=True)
 class Task:
-    """`layers`: of the whole model, in its order. `tied`: the names of a parameter of the first layer and of one of the
-    last layer that are the same in the model. `inputs` and `targets` are all samples [N, ..]; `loss_of(output, target)`
-    is the sum over the micro-batch's predictions, `predictions` how many a sample has."""
+    """`layers`: of the whole model, in its order. `tied`: the names, in the first and in the last layer, of a parameter
+    that they share. `inputs` and `targets` are all samples [N, ..]; `loss_of(output, target)` is the sum over the
+    micro-batch's predictions, `predictions` how many a sample has."""
 
     layers: list[nn.Module]
     inputs: Tensor

@@ -1,4 +1,4 @@
-"""One process of a pipeline: its stages, its part of every step, and its report at the end.
+"""Runs one process of a pipeline: its stages, its part of every step, and its report.
 
 python -m experiments.pipeline_parallel.worker FOLDER RANK        started by run.py, never by hand
 """

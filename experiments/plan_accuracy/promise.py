@@ -1,27 +1,26 @@
-"""Both ends of a plan's promise, on the stand-in's real allocator: what fits runs, and what is refused could not run.
+"""Checks both ends of a plan's promise with the stand-in's real allocator: planned caps suffice, refused caps do not.
 
     .venv-cuda/bin/python -m stand_in -- -m experiments.plan_accuracy.promise [--only TEXT ...]
 
 A cell (cases.py) is a model on a card with options of training; what they leave open is the plan's to choose. The
 planner names the smallest cap of the GPU for it. Then, each from an empty allocator:
 
-    completes   the layout that is planned under that cap makes three steps under it, and keeps to it
-    refused     under the largest cap that is refused, less the margin that plans leave free and 2%, the most frugal
-                layouts are run with the planner passed by; each must run out of memory
+    completes   the layout planned under that cap runs three steps under it, and stays below it
+    refused     the smallest layouts run without the planner, under the largest refused cap, less the plans'
+                margin and 2%; each must run out of memory
 
-The margin (64 MiB of a cap, or 0.5%) is taken off first, because it does not judge the simulation: it is for a driver's
-addresses, which no plan knows. What is judged is the room that the simulated run is given, to 2%. The row also says
-whether the smallest layout completes with the margin left in (`completed_in_the_margin`). Under caps of less than 3.1
-GiB it may, because 64 MiB are more than 2%.
+The margin (64 MiB of a cap, or 0.5%) is subtracted first: it is for a driver's addresses, which no plan knows. The rest
+must be exact to 2%. The row also says if the smallest layout completes with the margin (`completed_in_the_margin`).
+Under caps of less than 3.1 GiB it may, because 64 MiB are more than 2%.
 
-The most frugal layouts are those that the smallest cap is looked for among: nothing kept that need not be, the smallest
-micro-batch, every length of segments, as much streamed as can be (or everything resident, which needs no staging ring),
-one pass and two, one micro-batch or the whole batch as a group; and, with the one that takes least of these, segments
-of up to LONGEST blocks, whether or not a plan tries those. The smallest of them runs, and every other one whose tensors
-do not fill the cap. The rest cannot complete under it, since allocated bytes are exact (the table above).
+The smallest layouts are those among which the planner looks for the smallest cap. They keep as little as possible, have
+the smallest micro-batch and segments of any length, and stream everything or nothing (which needs no staging buffers).
+They have one pass or two, and one micro-batch or the whole batch as a group. The smallest of these is also tried with
+segments of up to LONGEST blocks. The smallest layout runs, and every other one whose tensors do not fill the cap. The
+rest cannot complete under it, since allocated bytes are exact (the table above).
 
-Rows go to results/promise.jsonl; a cell that has a row of the same sources is not run again, so that the command can be
-stopped at any time and given again.
+Rows go to results/promise.jsonl. A cell with a row of the same sources does not run again, so the command can be
+stopped at any time and repeated.
 """
 
 import argparse

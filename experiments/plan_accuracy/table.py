@@ -19,24 +19,24 @@ PROMISE, PROMISE_RAM = FOLDER / "results" / "promise.jsonl", FOLDER / "results" 
 WHOLE_LIFE = FOLDER / "results" / "whole_life.jsonl"
 PICTURE = FOLDER / "results" / "errors.png"
 ALLOCATED, RESERVED = "gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes"
-BATCH = 64  # of whole lives that are reported; smaller ones are trials
-MOST_ALLOCATED, MOST_RESERVED = 0.001, 0.005  # errors from which a case is listed
-LARGE_CAP = 3200 * MIB  # from here on the margin that a plan leaves, 64 MiB, is at most 2% of a cap
+BATCH = 64  # of the reported whole lives; smaller batches are trials
+MOST_ALLOCATED, MOST_RESERVED = 0.001, 0.005  # a case with a larger error is listed
+LARGE_CAP = 3200 * MIB  # for larger caps a plan's margin, 64 MiB, is at most 2%
 
 
 def committed_rows(path: Path = RESULTS, cases: list[Case] = CASES) -> list[dict]:
-    """Those of cases that there still are."""
+    """Returns the rows of cases that still exist."""
     names = {case.name for case in cases}
     return [row for row in row_file.read(path) if row["name"] in names]
 
 
 def newest(rows: list[dict]) -> list[dict]:
-    """The last row of each case, in the order of names."""
+    """Returns the last row of each case, in the order of names."""
     return sorted({row["name"]: row for row in rows}.values(), key=lambda row: row["name"])
 
 
 def error(row: dict, peak: str) -> float | None:
-    """(predicted - measured) / measured; None where nothing was measured."""
+    """Returns (predicted - measured) / measured; None if nothing was measured."""
     return row["predicted"][peak] / row["measured"][peak] - 1 if "measured" in row else None
 
 

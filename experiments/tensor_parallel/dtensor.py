@@ -1,4 +1,4 @@
-"""The same Llama cut by PyTorch's own `parallelize_module`, for comparison: a process of `measure`.
+"""Divides the same Llama by PyTorch's own `parallelize_module`, for comparison: a process of `measure`.
 
 python -m experiments.tensor_parallel.dtensor FOLDER RANK        started by measure.py, never by hand
 

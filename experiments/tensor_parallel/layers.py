@@ -1,4 +1,4 @@
-"""Layers that are divided among ranks, and layers that know their part of a tensor."""
+"""Divides layers among ranks; other layers compute on their rank's part of a tensor."""
 
 from collections.abc import Callable
 
@@ -12,18 +12,17 @@ from experiments.harness.randomness import seed_of
 from experiments.tensor_parallel.collectives import FORWARD, Ranks
 
 ATTENTION = "lowmem_tensor_parallel"
-Product = Callable[[Tensor, Tensor], Tensor]  # of what goes in and the weight
+Product = Callable[[Tensor, Tensor], Tensor]  # of input and weight
 
 
 def conv1d_product(x: Tensor, weight: Tensor) -> Tensor:
-    """What transformers' Conv1D does: its weight is [in, out]."""
+    """Computes transformers' Conv1D, whose weight is [in, out]."""
     return x @ weight
 
 
 class ColumnParallel(nn.Module):
-    """A rank's part of what comes out: x [.., in], the same on all ranks, -> [.., part of out]. Weight and bias have
-    this rank's outputs alone. The input has to be `copied` or `gathered` before, once for all such layers that use
-    it."""
+    """Computes a rank's part of the outputs: x [.., in], the same on all ranks, -> [.., part of out]. Weight and bias
+    have only this rank's outputs. The input has to be `copied` or `gathered` before, once for all such layers."""
 
     def __init__(self, product: Product, weight: nn.Parameter, bias: nn.Parameter | None):
         super().__init__()

@@ -1,7 +1,7 @@
-"""Turns a model into the part of it that one rank has, by a list of rules; cuts weights, and puts them together again.
+"""Turns a model into one rank's part, by a list of rules; divides weights, and joins them again.
 
-A rule says, for the modules of a name, what their layer becomes. Attention and an MLP are pairs: the outputs of the
-first layers and the inputs of the last one are cut (by heads, by features), so that nothing between them communicates.
+A rule replaces the modules of a name by a divided layer. Attention and an MLP are pairs: the outputs of the first
+layers and the inputs of the last one are divided, by heads or features. So the layers between need no communication.
 Such a pair is a parallel region: hidden states `enter` it once, and `leave` its last layer:
 
                          enter                         leave

@@ -104,10 +104,10 @@ def alone(row: dict, rows: list[dict]) -> dict:
 
 
 def saved_by_theory(row: dict, one: dict) -> float:
-    """Bytes that a forward keeps for its backward. Of hidden states the norms' inputs and outputs are whole on every
-    rank: those of two norms a block, and of the last one (Llama's keep a product in between besides). All else is cut.
-    With sequence parallelism what a norm keeps is cut too, but not the outputs, which are gathered for the layers
-    behind; Korthikanti et al., section 4.2.2, gather them anew in the backward."""
+    """Returns the bytes that forward keeps for backward, by theory. Every rank has the whole inputs and outputs of the
+    norms: two per block, and the last one. Llama's norms also keep a product. Everything else is divided. With sequence
+    parallelism only the outputs are whole: they are gathered for the next layers. Korthikanti et al., section 4.2.2,
+    gather them again in backward."""
     hidden, blocks = _hidden_bytes(row)
     norms = 2 * blocks + 1
     whole = hidden * norms * (3 if row["model"] == "llama" else 2)

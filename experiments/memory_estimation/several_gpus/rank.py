@@ -1,4 +1,4 @@
-"""What each of several GPUs needs for the usual PyTorch training of a decoder.
+"""Predicts the memory that each of several GPUs needs for the usual PyTorch training of a decoder.
 
 This is plain transformers and torch.distributed, not lowmem's own step (which uses one GPU). The recipe, the same for
 every method (recipe.py): fp32 parameters, bf16 compute, blocks recomputed in backward (activation
@@ -24,9 +24,9 @@ sees). It consists of
   are one per block and one for the rest, where its own are cut every 25 MiB: as many bytes, otherwise rounded.
   Tensor parallelism is rank 0's share of the model, trained as if it were all. What CUDA does otherwise than the CPU:
   cuda_ops.py, and autocast's list of functions that get fp32.
-- left out: NCCL's buffers (outside the allocator, 0.1 to 1 GiB), the broadcast and the second set of buckets when DDP
-  begins, clipping (under fsdp2 a norm per parameter), layer norm's statistics under fsdp2 (4 bytes per token more),
-  a few bytes per token of a loss over a divided vocabulary.
+- left out: NCCL's buffers (outside the allocator, 0.1 to 1 GiB); the broadcast and the second set of buckets when DDP
+  begins; clipping (under fsdp2 a norm per parameter). Also layer norm's statistics under fsdp2 (4 bytes per token
+  more), and a few bytes per token of a loss over a divided vocabulary.
 
 **None of it was compared with a GPU.** Tests compare ddp and fsdp2 with two processes that train on the CPU.
 
@@ -62,10 +62,10 @@ from lowmem.planning.replay import kind_of
 from lowmem.planning.simulated_step import Target
 
 METHODS = ("ddp", "fsdp2", "tp", "dp+tp")
-PLAIN = Target(DeviceModel())  # no device in particular: nothing hidden, no time
-_MARK = -2  # on the tape in the place of a size: from here on another block runs
-_SHAPES_ONLY = "shapes only"  # what DTensor works out on fake tensors in real runs too: takes no memory
-_NAMES = {  # of what is born in functions of these names, or in what they call
+PLAIN = Target(DeviceModel())  # no particular device: no temporaries, no time
+_MARK = -2  # stands for a size on the tape, where another block begins
+_SHAPES_ONLY = "shapes only"  # DTensor's fake tensors, which take no memory in real runs either
+_NAMES = {  # for storages that are born in functions of these names, or in their callees
     "place": "parameters",
     "_init_sharded_param": "parameters",
     "_propagate_tensor_meta_non_cached": _SHAPES_ONLY,
