@@ -204,8 +204,8 @@ def verdict(rows: list[dict]) -> str:
             )
             if free and any(capped):
                 sentences.append(
-                    f"{shape} trains under {gpu_limit} of GPU memory by its plan: with {_span(free)} of RAM, at "
-                    + "; ".join([_speeds(free), *(_under_ram(alike) for alike in capped if alike)])
+                    f"By its plan {shape} trains under {gpu_limit} of GPU memory with {_span(free)} of RAM, at "
+                    + ". ".join([_speeds(free), *(_under_ram(alike) for alike in capped if alike)])
                     + "."
                 )
     refused = {(row["shape"], row["error"]) for row in planned if row["error"]}
@@ -244,14 +244,14 @@ def verdict(rows: list[dict]) -> str:
         ]
         held = sum(row["checks"]["reserved under the cap"] for row in cards)
         sentences.append(
-            f"{held} of {len(cards)} runs kept to a cap that their 16-bit weights exceed; what the allocator reserved "
+            f"{held} of {len(cards)} runs stayed under a cap that their 16-bit weights exceed; reserved memory "
             f"was predicted to {min(off):+.1%} to {max(off):+.1%}."
         )
     return "\n".join(f"- {sentence}" for sentence in sentences)
 
 
 def _under_ram(rows: list[dict]) -> str:
-    return f"under {rows[0]['ram_limit']} of RAM with {_states(rows)} of states on a disk, at {_speeds(rows)}"
+    return f"Under {rows[0]['ram_limit']} of RAM with {_states(rows)} of states on a disk, at {_speeds(rows)}"
 
 
 def _span(rows: list[dict], unit: str = " GiB") -> str:

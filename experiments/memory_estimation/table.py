@@ -47,7 +47,7 @@ def _verdict(rows: list[dict]) -> str:
         fitting = {method: sum(r["method"] == method and r.get("fits", False) for r in first) for method in NAMES}
         count = len({row["model"] for row in first})
         said = ", ".join(f"{NAMES[method]} {number}" for method, number in fitting.items())
-        sentences.append(f"Of {count} models with {seq} tokens a batch of one fits into the cap: {said}.")
+        sentences.append(f"With {seq} tokens a batch of one fits into the cap for this many of {count} models: {said}.")
     shares = []
     for row in rows:
         if row["method"] == "accelerate" and row["answer"] is not None:
@@ -57,16 +57,16 @@ def _verdict(rows: list[dict]) -> str:
     last = [share[max(share)] for share in shares if share]
     if ones:
         sentences.append(
-            f"accelerate's fp32 answer lies {_span(ones)} from what plain fp32 training allocates at batch 1, and "
-            f"{_span(last)} at the last batch of the rows: it knows weights, gradients and states, and no activations."
+            f"accelerate's fp32 answer differs by {_span(ones)} from plain fp32 training at batch 1, and by "
+            f"{_span(last)} at the last batch of the rows: it counts weights, gradients and states, but no activations."
         )
     cases = [row for row in rows if row["method"] == "llmem"]
     if cases:
         sentences.append(
-            f"In LLMem's own recipe, at the batch that its formula implies, our allocated bytes with its context are "
-            f"{_span([row['error'] for row in cases])} from what it measured (LLMem itself "
-            f"{_span([row['published_error'] for row in cases])}; DNNMem's errors there, by LLMem's Table 2, are "
-            f"{cases[0]['dnnmem_errors'][0]:.1%} to {cases[0]['dnnmem_errors'][1]:.1%}, without their signs)."
+            f"In LLMem's own recipe, at the batch that its formula implies, our allocated bytes and its context differ "
+            f"by {_span([row['error'] for row in cases])} from its measurement. LLMem's own error is "
+            f"{_span([row['published_error'] for row in cases])}; DNNMem's, by LLMem's Table 2, is "
+            f"{cases[0]['dnnmem_errors'][0]:.1%} to {cases[0]['dnnmem_errors'][1]:.1%} in size."
         )
     return "\n".join(f"- {sentence}" for sentence in sentences)
 

@@ -146,8 +146,8 @@ def sections() -> str:
         (
             "**Distance from one sample at a time in fp32**, relative, the largest of all batches; 1e-5 is allowed",
             eval_table(row_file.read(EVAL_ROWS)),
-            "**Time and memory**, forward and backward, fp32: modes by turns, batch after batch, medians of the "
-            "rounds; the peak of a process of its own, beside weights and gradients",
+            "**Time and memory**, forward and backward, fp32. Modes alternate, batch after batch; medians of the "
+            "rounds. Each peak is of a separate process, above weights and gradients.",
             modes_table(row_file.read(PEAK_ROWS), stages),
             f"On {last['machine']}, {last['threads']} threads; torch {versions['torch']}, transformers "
             f"{versions['transformers']}.",

@@ -19,22 +19,23 @@ BEGIN = "<!-- made by python -m experiments.tensor_parallel.table -->"
 
 
 def sections(rows: list[dict]) -> str:
-    """Of each section's command lines the newest row."""
+    """Returns the README's tables, from the newest row of each command line."""
     tables = {
         "equal": (
-            "**50 steps beside one process and the ordinary model**: the largest relative difference of a loss, of the "
-            "gradients of the first step, and of the weights at the end; allowed are 1e-5 in fp32 and 1e-12 in fp64",
+            "**50 steps, compared with one process and the ordinary model**: the largest relative difference of a "
+            "loss, of the first step's gradients, and of the weights at the end. Up to 1e-5 is allowed in fp32, and "
+            "1e-12 in fp64.",
             _equal,
         ),
         "memory": (
-            "**What a rank holds** at batch 2 and 512 tokens, MiB: parameters, and beside them those that are cut / N "
-            "plus those that are whole; weights, gradients and Adam's moments (16 bytes each); what forward keeps for "
-            "backward, and what theory says; peak RAM above the process without a model",
+            "**Memory of a rank** at batch 2 and 512 tokens, MiB. Parameters, and divided parameters / N + whole ones; "
+            "weights, gradients and Adam's moments (16 bytes each); tensors kept for backward, and their theory; peak "
+            "RAM above the process without a model.",
             _memory,
         ),
         "communication": (
-            "**What a rank sends** in a step of the same: collectives, MiB in a ring, and what theory says; the "
-            "largest relative difference of a loss from one rank's",
+            "**Sent by a rank** in one of these steps: collectives, MiB in a ring, and theory; the largest relative "
+            "difference of a loss from one rank's.",
             _communication,
         ),
         "killed": ("**Until nothing runs any more**, once a process of four is killed (SIGKILL)", killed.table),
