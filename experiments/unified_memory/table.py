@@ -26,8 +26,8 @@ def sections(rows: list[dict]) -> str:
     """Returns the README's tables, from the newest row of each case."""
     tables = {
         "traffic": (
-            "**Moved by a pass to the GPU and back**, GiB, in fp32. The limit is half of the weights (with backward: of "
-            "weights and gradients). By the schedule and a model of page faults; in brackets the faults, of 2 MiB "
+            "**Moved by a pass to the GPU and back**, GiB, in fp32. The limit is half of the weights (with backward: "
+            "of weights and gradients). By the schedule and a model of page faults; in brackets the faults, of 2 MiB "
             "each. Weights of a block are whole pages.",
             _traffic,
         ),
@@ -38,8 +38,8 @@ def sections(rows: list[dict]) -> str:
             _card,
         ),
         "fusion": (
-            "**The seed's four fusions**, forward and backward of one block of GPT-2 (1,024 tokens, fp32; one CPU thread), "
-            "plain and compiled alternately, and their relative difference.",
+            "**The seed's four fusions**, forward and backward of one block of GPT-2 (1,024 tokens, fp32; one CPU "
+            "thread), plain and compiled alternately, and their relative difference.",
             _fusion,
         ),
         "paged": (

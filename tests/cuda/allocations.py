@@ -1,8 +1,8 @@
-"""What one call allocates on a CUDA device, beside what the simulator says of the same call on tensors without data.
+"""Compares the allocations of one call on a CUDA device with the simulator's, on tensors without data.
 
 A call is first made on the meta device, as in a simulated step. Its tensors are kept as descriptions, from which
-tensors of the same sizes, strides and shared storages are made on the device. There the caching allocator's own
-counters say what the call took beside its results, and its results are compared with those on meta.
+tensors of the same sizes, strides and shared storages are made on the device. There the caching allocator's counters
+give the temporaries of the call, and its results are compared with those on meta.
 """
 
 from collections.abc import Callable, Iterator
@@ -98,8 +98,8 @@ def record_of(gpu: Gpu, func: Callable, args: tuple, kwargs: dict, result, befor
 
 
 def measure(call: Call, device: torch.device) -> tuple[int, str]:
-    """Bytes that the call took on `device` beside its results, and a sentence where a result is another there than on
-    meta; empty where none is."""
+    """Returns the bytes of the call's temporaries on `device`, and a sentence if a result differs from that on meta,
+    else ""."""
     args, kwargs = _made((call.args, call.kwargs), device)
     given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
     with _peak(device) as peak:

@@ -1,4 +1,4 @@
-"""What a run asks the allocator for, from its workspaces to the end of its second step, beside what its plan simulates.
+"""Compares a run's requests to the allocator, from its workspaces to the end of its second step, with its plan's.
 
     python -m stand_in --gpu CARD -- -m tests.cuda.step_requests
 

@@ -63,9 +63,9 @@ def test_an_example_is_its_prompt_with_an_end_and_its_completion_with_an_end(loa
     assert set().union(*map(pairs_of, batches)) == {
         (b"ab" + end, b"xyz" + end),
         (b"abcdefgh" + end, b"x" + end),
-        (b"a" * 11 + end, b"yyyyy" + end),  # a source is cut off at its end, and its target is whole
-        (b"a" * 11 + end, b"v" + end),  # also where the prompt alone is longer than a row
-        (b"b" + end, b"z" * 6),  # a target is cut off at its own
+        (b"a" * 11 + end, b"yyyyy" + end),  # a source is truncated, its target is whole
+        (b"a" * 11 + end, b"v" + end),  # also if only the prompt is longer than a row
+        (b"b" + end, b"z" * 6),  # a target is truncated
         (end, b"d" + end),
     }
     assert "3 cut off at 12 tokens of source or 6 of target" in data.description and "dropped" not in data.description

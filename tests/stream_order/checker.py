@@ -1,4 +1,4 @@
-"""Whether streams and events order every two accesses to the same memory that have to be ordered.
+"""Checks that streams and events order every two accesses to the same memory that have to be ordered.
 
 A GPU runs what one stream is given in order, and what several streams are given in any order that events allow. An
 order that nothing enforces is a mistake even where it is kept nearly always: a copy that is late once in a million
@@ -19,14 +19,14 @@ it launches comes after all it has waited for.
 PyTorch's own checker for CUDA (torch/cuda/_sanitizer.py, TORCH_CUDA_SANITIZER=1) does the same on a GPU, by whole
 tensors. Three things are stricter here:
 
-* **Bytes.** Accesses are ranges of bytes of an allocation, so that views of one tensor are told apart.
+* **Bytes.** Accesses are ranges of bytes of an allocation, so views of one tensor are distinguished.
 * **Reuse.** PyTorch's caching allocator has a pool per stream, and hands memory out again as soon as it is freed on the
   host, while other streams may still be at work on it. The block of a later allocation depends on sizes and on the
   past. So here an allocation may get any memory that was freed into its pool. Its uses must come after every access to
   that memory. (A race may need other sizes to happen. If none is found, none can happen.)
-* **Unmapping.** An allocation that finds no room gives freed blocks of every pool back to the driver; with expandable
-  segments it waits, for each, for the stream of its pool alone. So at every allocation the accesses to freed memory
-  must come before what the pool's own stream is given next.
+* **Unmapping.** An allocation that finds no room returns freed blocks of every pool to the driver. With expandable
+  segments it waits only for the stream of each block's pool. So at every allocation, accesses to freed memory must come
+  before the next work on that pool's stream.
 
 Not seen: memory that a kernel touches beyond its operator's schema, and temporaries inside operators, which are
 allocated and freed on one stream.
