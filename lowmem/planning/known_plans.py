@@ -1,6 +1,6 @@
 """Plans for GPUs that were made before, kept in files: the same question need not be simulated for minutes again.
 
-A plan follows from the settings that PLANNED names, the model's config, the precision, the card, whether it runs fused
+A plan depends on the settings that are marked PLAN, the model's config, the precision, the card, whether it runs fused
 kernels, and the versions of PyTorch, transformers and this package; all of that is hashed into a file's name. What the
 process that trains holds of RAM differs a little from start to start, so it is no part of the question: a plan counts
 again if it keeps to RAM's cap, and to what is free, with what is held now.
@@ -29,14 +29,9 @@ from lowmem.device import expandable_segments
 from lowmem.files import to_json
 from lowmem.planning.plan import Plan
 from lowmem.planning.ram import PROCESS_VARIES_BYTES, Process
-from lowmem.settings import Settings
+from lowmem.settings import PLAN, Settings, marked
 
 MOST_KEPT = 100  # the newest; another version of this package finds none of them
-PLANNED = (  # the settings that a plan for a GPU follows from
-    *("model", "init", "seq", "batch", "document_mask", "pack", "clip_norm", "optimizer", "residual", "gpu"),
-    *("gpu_limit_bytes", "ram_limit_bytes", "micro_batch", "group", "segment_blocks", "recompute", "states"),
-    *("weights", "boundaries", "gradients", "states_folder", "disk_rate_bytes", "target_tokens"),
-)
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,7 @@ class Question:
             if not folder.is_absolute():
                 return None
         asked = {
-            "settings": {name: getattr(self.settings, name) for name in PLANNED},
+            "settings": marked(self.settings, PLAN),
             "config": self.config.to_dict(),
             "precision": self.precision,
             "card": asdict(self.card),
