@@ -1,20 +1,9 @@
 """A model of PyTorch's CUDA caching allocator: which bytes a run of allocations and frees takes from the GPU.
 
-A step that fits on paper can still run out of memory. The allocator rounds, splits and caches, so what it has taken
-from the driver (*reserved*) is more than what tensors occupy (*allocated*). "Fits under a cap" therefore means that the
-run completes in this model, block by block, under that cap. The rules, those of c10/cuda/CUDACachingAllocator.cpp with
-its default settings:
-
-- A request is rounded up to 512 B. Up to 1 MiB it belongs to the small pool, else to the large one. Neither pools nor
-  streams share memory.
-- Best fit: the smallest free block that is large enough, the lowest address among equals. Its rest stays free if it is
-  at least 512 B (small pool, expandable segments) or more than 1 MiB (large pool): a 25 MiB tensor occupies 26 MiB.
-- If no block fits, a new segment is taken: 2 MiB for the small pool, 20 MiB for requests below 10 MiB, else the request
-  rounded up to 2 MiB. A freed block merges with its free neighbours at once; its segment stays reserved.
-- At the cap every wholly free segment goes back to the driver, and the allocation is tried once more.
-
-docs/cuda-memory.md has a drawing, the rules of expandable segments, and what is left out. An operation costs 1 to 2
-microseconds.
+A step that fits on paper can still run out of memory. The allocator rounds, splits and caches, so the memory taken from
+the driver (*reserved*) is more than the memory of tensors (*allocated*). A run fits under a cap if it completes in this
+model, block by block. docs/cuda-memory.md has the rules, those of c10/cuda/CUDACachingAllocator.cpp. An operation costs
+1 to 2 microseconds.
 """
 
 from bisect import bisect_left, insort

@@ -1,16 +1,12 @@
-"""CUDA's autocast on tensors without data.
+"""Applies CUDA's autocast to tensors without data.
 
-`torch.autocast` follows a tensor's device: meta tensors have no rules, and the CPU's differ (there softmax and
-layer_norm stay in 16 bit). So CUDA's rules (aten/src/ATen/autocast_mode.h, and "CUDA Ops that can autocast" in
-PyTorch's documentation) are applied here to the functions that Python calls:
+`torch.autocast` has no rules for meta tensors, and the CPU's differ: softmax and layer_norm stay in 16 bit there. So
+CUDA's rules (aten/src/ATen/autocast_mode.h) are applied to the functions that Python calls: products and attention in
+16 bit, softmax, norms, losses and sums in fp32. A weight's 16-bit copy is made once, and lives until autocast ends and
+backward has used it.
 
-- matrix products and attention run in 16 bit. A weight is copied once; the copy lives until autocast ends and backward
-  has used it;
-- softmax, norms, losses, powers and sums run in fp32;
-- everything else takes what it is given: fp32 + bf16 is fp32, and an embedding is in its table's fp32.
-
-Functions that are written in Python are named themselves (cross_entropy, not only the nll_loss inside). A test compares
-the names with PyTorch's own test lists. Functions of those lists that have no rule here are refused by name.
+Functions written in Python have their own entries: cross_entropy, not only the nll_loss inside. A test compares the
+names with PyTorch's own test lists. A listed function without a rule here is refused by name.
 """
 
 from typing import ClassVar

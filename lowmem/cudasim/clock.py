@@ -1,19 +1,11 @@
-"""Simulates time: the host's clock and the GPU's.
+"""Simulates time: the host's clock h, and the GPU's clock g at which it will have finished all launched work.
 
-PyTorch launches a kernel and goes on. An operation takes c seconds on the host and then t > 0 seconds on the GPU. It
-moves the host's clock h, and the clock g at which the GPU will have finished all launched work:
-
-    h' = h + c
-    g' = max(g, h') + t                        the kernel waits for its launch and for the kernels before it
-
-An operation without a kernel (a view) moves only h. Reading a number back makes the host wait: h' = max(h, g). Such
-maps are linear over (max, +), so they compose. Four numbers describe the effect of a region of operations:
+Four numbers describe the effect of any region of operations on both clocks:
 
     h' = max(h + host, g + wait)
     g' = max(h + lead, g + gpu)                lead: when an idle GPU would be done, from the region's start on the host
 
-So a region is recorded once and replayed in constant time (Baccelli et al., Synchronization and Linearity, 1992). Left
-out: several compute streams, and a full launch queue. CUDA queues about 1,024 launches; the host is ahead by then.
+So a region is recorded once and replayed in constant time. docs/cuda-memory.md says why, and what is left out.
 """
 
 import math

@@ -1,14 +1,10 @@
 """Estimates how long a GPU works on an operation: a roofline.
 
-The longer of arithmetic and memory traffic decides, plus a kernel's start and end:
-
     seconds = KERNEL_SECONDS + max(flops / (sustained flops x share of the card in use), bytes / (bandwidth x share))
 
 Matrix products and attention count FLOPs. All operations read each input once and write each output once. A card's
-sustained rates are those of large square products (gpus.py); `_share_in_use` reduces them for smaller ones.
-
-Every constant is assumed until a measurement replaces it; tests/published compares whole steps that others measured.
-The seconds are good enough to order plans; they may be off by a third. docs/cuda-memory.md lists what is left out.
+sustained rates are those of large square products (gpus.py); `_share_in_use` reduces them for smaller ones. Seconds are
+good enough to order plans; they may be off by a third. Constants without a source are assumed.
 """
 
 import math

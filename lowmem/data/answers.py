@@ -1,12 +1,7 @@
 """Finds the assistant's part of a rendered conversation, which is trained on.
 
-If the chat template marks the answers with {% generation %}, these are used. Otherwise parts of the conversation are
-rendered:
-
-    before   the messages up to an answer, with the prompt for an answer: the model's input in inference
-    after    the messages up to the end of the answer; `after` without `before` is the model's output
-
-docs/data.md lists templates that write a turn differently once others follow.
+It is the part marked with {% generation %}. For a template without marks, shorter conversations are rendered: up to an
+answer, and up to its end. Their difference is the answer. docs/data.md has the exceptions.
 """
 
 import itertools

@@ -1,12 +1,11 @@
 """Cuts tokens into batches: rows of tokens, and labels that say which tokens are trained.
 
-Text is **packed**: documents end to end, cut into rows of T inputs. Row r reads tokens rT to rT + T, so no prediction
-is lost. **Examples** (conversations, prompts with completions) are one per row, padded on the right; `pack` says how
-much padding is computed (docs/data.md). The labels of padding are -100, by position and not by id.
+Text is **packed**: documents end to end, cut into rows of T inputs. **Examples** (conversations, prompts with
+completions) are one per row, padded on the right; `pack` says how much padding is computed. docs/data.md has drawings.
 
 A batch is a pure function of (seed, step), so a resumed run reads the same rows. Epoch e is a permutation drawn from a
-generator seeded with (seed, e). Several texts are mixed within an epoch. With a weight of 2 every row comes twice. With
-0.5 one half of the rows comes in this epoch, and the other half in the next.
+generator seeded with (seed, e). With a weight of 2 every row comes twice in an epoch. With 0.5 one half of the rows
+comes in this epoch, and the other half in the next.
 """
 
 import functools

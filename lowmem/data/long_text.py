@@ -1,8 +1,7 @@
 """Tokenizes a text that is too long to tokenize at once, in bounded memory and on all processors.
 
-The text is cut into overlapping windows. The overlap is also tokenized by itself. At least half of its tokens must be
-tokens of both windows; the windows are joined in the middle of these. If two windows disagree, the second begins a
-little earlier, or else the first grows, at worst to the whole text. docs/data.md says why the tokens are exact.
+The text is cut into overlapping windows, which are joined in the middle of tokens that both have. If two windows
+disagree, the second begins a little earlier, or else the first grows. docs/data.md says why the tokens are exact.
 """
 
 import itertools

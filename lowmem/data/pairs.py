@@ -1,7 +1,6 @@
 """Makes batches for encoder-decoders: a row is a source of S tokens and a target of T.
 
-The source of an **example** is the part before its first trained token, and an end-of-text token. **Text** is cut into
-rows of S + T tokens: the source, and the target that follows. The decoder reads its target shifted by one token, after
+docs/data.md says how examples and text become pairs. The decoder reads its target shifted by one token, after
 `decoder_start`. Padding is on the right, masked by position: `Batch.source_mask`, and labels of -100.
 """
 

@@ -6,10 +6,8 @@
       manifest.json    size and hash of each file; written last
 
 The key is a hash of everything that decides the tokens: the files' content, the tokenizer, the settings of the data and
-the code in this folder. A stream has no content to hash: the run trains on the stored part.
-
-While a run is being prepared, the files are in `.data-partial/`; a run that is refused removes them. If `data` is a
-link to another disk, `.data-partial/` is on that disk, too, and the link stays.
+the code in this folder. A stream has no content to hash: the run trains on the stored part. The files are in
+`.data-partial/` until the run is prepared, on the same disk as `data`, which may be a link.
 """
 
 import hashlib

@@ -1,11 +1,9 @@
 """Tokenizes an example's segments, and finds the tokens that are trained.
 
-The whole text is tokenized at once. A token is trained if any of its characters is, so a token across a seam is. White
-space that an added token strips from its neighbours (`rstrip`) does not count.
-
-A tokenizer written in Python does not report places, so it also tokenizes the text up to each seam. The tokens that
-both results begin with are before the seam. If the text up to the seam has more tokens, the next one is across it. An
-encoder-decoder reads the prompt as one text and writes the answer as another, so these are tokenized separately.
+The whole text is tokenized at once. A token is trained if any of its characters is. White space that an added token
+strips from its neighbours (`rstrip`) does not count. A tokenizer written in Python does not report places, so it also
+tokenizes the text up to each seam; tokens that both results begin with are before the seam. An encoder-decoder's prompt
+and answer are two texts.
 """
 
 import itertools

@@ -1,17 +1,15 @@
-"""The weights of a model as a stream of fp32 tensors: from files, or initialized randomly.
+"""Streams the weights of a model as fp32 tensors: from files, or initialized randomly.
 
 `from_pretrained` puts a whole fp32 model into RAM (XL: 5.8 GiB), often twice. Here the model has no storage, and the
-caller puts each tensor where it belongs (split into halves, on the GPU, ...) before the next one is read:
+caller moves each tensor to its place before the next one is read:
 
     model = build_model(load_config("gpt2-xl", "pretrained"))    shapes on `meta`: about a second, no RAM
     for name, values in read_weights(model, "gpt2-xl"): ...      fp32; RAM: some MiB
     for name, tensor in random_weights(model.config, seed): ...  fp32; RAM: one module's tensors
 
-A tensor of more than 1 MiB comes as flat runs of its elements, one after the other.
-
-weight_files.py finds the files, entries.py the tensors in them, names.py the parameter of each tensor. Refused are
-quantised files, .bin files from before torch 1.6 (not zipped), and weights that transformers merges or splits on load.
-A flipped bit inside a tensor goes unnoticed: neither format has checksums.
+weight_files.py finds the files, entries.py the tensors in them, names.py the parameter of each tensor. Quantised files,
+.bin files from before torch 1.6, and weights that transformers merges or splits are refused. A flipped bit inside a
+tensor goes unnoticed: neither format has checksums.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,7 @@
 """Finds the model's parameter for each tensor of a checkpoint, by name.
 
-Names may lack the base model's prefix, or be older ones that transformers renames. A tied weight may have either or
-both of its names. torch.compile, DDP, FSDP, Lightning, PEFT and others add a prefix. It is removed if the rest are the
-model's names. A value or reward head is left out.
+Names may lack the base model's prefix, be older ones, or have a prefix of torch.compile, DDP, FSDP, Lightning or PEFT.
+A tied weight may have either or both of its names. A value or reward head is left out.
 """
 
 import re
