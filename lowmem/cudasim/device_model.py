@@ -15,27 +15,17 @@ from lowmem.cudasim.gpus import Card
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """A device's own rules. Operations are (func, args, kwargs, result).
+    """A device's own rules. Operations are (func, args, kwargs, result)."""
 
-    functions:          a mode that replaces generic functions by the device's.
-    hidden_bytes:       sizes of an operation's temporaries, which it allocates after its results.
-    copied_first:       the operations that allocate their temporaries before their results.
-    products:           matrix products. A thread's first product takes `workspace_bytes` and keeps them.
-    allocated:          an operation's results that are allocated on the device, in order.
-    seconds:            time on the device.
-    host_seconds:       time to launch an operation, in forward and in backward.
-    more_host_seconds:  more time to launch, by operator.
-    """
-
-    functions: Callable[[], AbstractContextManager] = nullcontext
-    hidden_bytes: Callable = lambda *_: ()
-    copied_first: frozenset = frozenset()
-    products: frozenset = frozenset()
+    functions: Callable[[], AbstractContextManager] = nullcontext  # replaces generic functions by the device's
+    hidden_bytes: Callable = lambda *_: ()  # temporaries' sizes, allocated after the results
+    copied_first: frozenset = frozenset()  # operations that allocate their temporaries first
+    products: frozenset = frozenset()  # matrix products; a thread's first one takes workspace_bytes
     workspace_bytes: int = 0
-    allocated: Callable = lambda func, args, kwargs, results: results
-    seconds: Callable = lambda *_: 0.0
-    host_seconds: tuple[float, float] = (0.0, 0.0)
-    more_host_seconds: dict = field(default_factory=dict)
+    allocated: Callable = lambda func, args, kwargs, results: results  # those on the device, in order
+    seconds: Callable = lambda *_: 0.0  # of an operation on the device
+    host_seconds: tuple[float, float] = (0.0, 0.0)  # to launch it, in forward and in backward
+    more_host_seconds: dict = field(default_factory=dict)  # more, by operator
 
 
 TORCH_VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])

@@ -82,27 +82,19 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class Card:
-    """One kind of GPU.
-
-    memory_bytes:             the total that CUDA reports.
-    rates:                    by precision. A card without bf16 units has no "bf16".
-    memory_bytes_per_second:  by the data sheet. Kernels reach `memory_share` of it.
-    bus_bytes_per_second:     of a page-locked copy in one direction, with the other direction idle.
-    reported_names:           the answers of torch.cuda.get_device_name, without "NVIDIA".
-    measured:                 whether the shares were measured on this card.
-    """
+    """One kind of GPU."""
 
     name: str
-    memory_bytes: int
+    memory_bytes: int  # the total that CUDA reports
     capability: Capability
     multiprocessors: int
-    rates: dict[str, Rate] = field(hash=False)
-    memory_bytes_per_second: float
-    bus_bytes_per_second: float
-    reported_names: tuple[str, ...]
+    rates: dict[str, Rate] = field(hash=False)  # by precision; a card without bf16 units has no "bf16"
+    memory_bytes_per_second: float  # by the data sheet; kernels reach `memory_share` of it
+    bus_bytes_per_second: float  # of a page-locked copy in one direction, with the other direction idle
+    reported_names: tuple[str, ...]  # by torch.cuda.get_device_name, without "NVIDIA"
     source: str
     memory_share: float = MEMORY_SHARE
-    measured: bool = True
+    measured: bool = True  # the shares were measured on this card
 
     @property
     def copy_bytes_per_second(self) -> float:

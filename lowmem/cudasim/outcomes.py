@@ -20,18 +20,12 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one operation.
+    """The outcome of one operation."""
 
-    results:      the type that the operation returns with its tensors' shapes, _FIRST, or _RUN.
-    allocated:    the indices of the results that are allocated on the device, in order.
-    temporaries:  bytes.
-    spans:        the effect on the clock in forward and in backward.
-    """
-
-    results: tuple[type | None, list[Shape]] | str
-    allocated: tuple[int, ...]
-    temporaries: tuple[int, ...]
-    spans: tuple[Span, Span]
+    results: tuple[type | None, list[Shape]] | str  # the returned type and its tensors' shapes, _FIRST, or _RUN
+    allocated: tuple[int, ...]  # indices of the results that are allocated on the device, in order
+    temporaries: tuple[int, ...]  # bytes
+    spans: tuple[Span, Span]  # effects on the clock in forward and in backward
 
 
 def tensors_in(result) -> list[Tensor]:

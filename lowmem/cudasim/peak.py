@@ -34,12 +34,11 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes reserved and allocated. `by_name` adds up to the latter. `seconds`: the function's time on the
-    card."""
+    """The peaks of a function, and its time on the card."""
 
     reserved_bytes: int
     allocated_bytes: int
-    by_name: dict[str, int]
+    by_name: dict[str, int]  # adds up to allocated_bytes
     seconds: float
 
 

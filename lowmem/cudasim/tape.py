@@ -20,13 +20,12 @@ Operation = tuple[int, int, str]  # storage, bytes or FREED, name
 
 @dataclass(frozen=True)
 class Chunk:
-    """Operations, whose storages count from `base`. `seconds`: the GPU's clock at the start. A negative storage -1 - n
-    was born outside: it is the n-th from `earlier_base`."""
+    """Operations. A negative storage -1 - n was born outside: it is the n-th from `earlier_base`."""
 
     operations: list[Operation]
-    base: int
+    base: int  # the number of storage 0
     earlier_base: int
-    seconds: float
+    seconds: float  # the GPU's clock at the start
 
     def number(self, storage: int) -> int:
         return self.base + storage if storage >= 0 else self.earlier_base - 1 - storage
@@ -82,16 +81,12 @@ def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory that a tape takes of a GPU.
-
-    at_peak:   bytes by name at the peak of allocated bytes; they add up to that peak.
-    timeline:  for each chunk (seconds, most bytes allocated, most bytes reserved).
-    """
+    """The memory that a tape takes of a GPU."""
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
-    at_peak: dict[str, int]
-    timeline: list[tuple[float, int, int]]
+    at_peak: dict[str, int]  # by name at the peak of allocated bytes; adds up to that peak
+    timeline: list[tuple[float, int, int]]  # for each chunk (seconds, most bytes allocated, most bytes reserved)
 
 
 def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None) -> Memory:

@@ -51,11 +51,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
 
 
 class ChatTemplate:
-    """The chat template of `tokenizer`.
-
-    note         a remark for the log
-    end_of_turn  the text that it writes after the last answer: "" for nothing, None if unknown
-    """
+    """The chat template of `tokenizer`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -68,6 +64,7 @@ class ChatTemplate:
                 text, _ = self.render(Conversation("", exchange))
             if _QUESTION in text and _ANSWER in text:
                 break
+        # The text after the last answer: "" for nothing, None if unknown.
         self.end_of_turn = text.rpartition(_ANSWER)[2].strip() if _ANSWER in text else None
 
     def render(self, conversation: Conversation, count: int | None = None, ask: bool = False) -> tuple[str, list[Span]]:

@@ -29,21 +29,14 @@ STREAMED_EVALUATION_ROWS = 1024
 
 @dataclass(frozen=True)
 class Data:
-    """A run's batches.
-
-    evaluations  One for each held-out text.
-    fingerprint  A hash of all tokens, the vocabulary, and how rows are cut.
-    description  Lines for the log.
-    keep         Stores the tokens in the run's folder, for a resumed run.
-    close        Removes them if they were not kept.
-    """
+    """A run's batches."""
 
     train: Batches
-    evaluations: tuple[Batches, ...]
-    fingerprint: str
-    description: str
-    keep: Callable[[], None]
-    close: Callable[[], None]
+    evaluations: tuple[Batches, ...]  # one for each held-out text
+    fingerprint: str  # a hash of all tokens, the vocabulary, and how rows are cut
+    description: str  # lines for the log
+    keep: Callable[[], None]  # stores the tokens in the run's folder, for a resumed run
+    close: Callable[[], None]  # removes them if they were not kept
 
 
 def load_data(

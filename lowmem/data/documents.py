@@ -37,20 +37,13 @@ _PROGRESS_AFTER_SECONDS = 2
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The tokens of n documents end to end.
+    """The tokens of n documents end to end."""
 
-    tokens   uint16 or uint32 [N], an end-of-text token after each document.
-    lengths  int64 [n], in tokens.
-    keys     uint64 [n], a hash of the content, by which documents are held out.
-    trained  bool [N]; None for packed text, of which all tokens are trained.
-    places   int32 [n, 2]: the index in `files`, and the line or row, 0 for a whole file.
-    """
-
-    tokens: StoredArray
-    lengths: np.ndarray
-    keys: np.ndarray
-    trained: StoredArray | None
-    places: np.ndarray
+    tokens: StoredArray  # uint16 or uint32 [N], an end-of-text token after each document
+    lengths: np.ndarray  # int64 [n], in tokens
+    keys: np.ndarray  # uint64 [n], a hash of the content, by which documents are held out
+    trained: StoredArray | None  # bool [N]; None for packed text, of which all tokens are trained
+    places: np.ndarray  # int32 [n, 2]: the index in `files`, and the line or row, 0 for a whole file
     files: tuple[str, ...]
     description: str  # of the format
     notes: tuple[str, ...] = ()

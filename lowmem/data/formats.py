@@ -36,14 +36,9 @@ _MOST_BLANK = 10_000  # rows before the first one that is filled
 
 
 class Format:
-    """How the rows of one source are read.
+    """Reads the rows of one source."""
 
-    packed   True if documents may be cut and joined; otherwise each row is one example.
-    begin    The ids that the tokenizer puts before each text, as Llama's and Gemma's do.
-    rivals   The columns of other formats; a row that fills them, too, is refused.
-    """
-
-    packed = False
+    packed = False  # documents may be cut and joined; otherwise each row is one example
     more: tuple[str, ...] = SYSTEM_COLUMNS  # columns that are used if a row has them
     summary = ""
     notes: list[str] | tuple = ()
@@ -51,7 +46,7 @@ class Format:
     def __init__(self, first: Record, needed: tuple[str, ...], everything: bool, tokenizer: PreTrainedTokenizerBase):
         self._first, self._needed, self._everything, self._tokenizer = first, needed, everything, tokenizer
         self.begin = _beginning_of_text(tokenizer)
-        self.rivals: list[tuple[str, ...]] = []
+        self.rivals: list[tuple[str, ...]] = []  # columns of other formats; a row that fills them, too, is refused
         self._unused: dict[str, None] = {}  # columns in the order in which they were seen
 
     @property

@@ -42,13 +42,12 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """An export's tokenizer, generation config and tokenizer files. `remarks`: differences from transformers' own
-    export."""
+    """An export's tokenizer, generation config and tokenizer files."""
 
     tokenizer: PreTrainedTokenizerBase | None
     generation_config: GenerationConfig | None
     folder: Path
-    remarks: list[str]
+    remarks: list[str]  # sentences on differences from transformers' own export
 
 
 @contextmanager
