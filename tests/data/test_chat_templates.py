@@ -281,14 +281,6 @@ def test_a_missing_or_broken_chat_template_file_is_refused(tmp_path, content, me
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
 
 
-def test_a_byte_order_mark_before_a_chat_template_is_skipped(tmp_path):
-    (tmp_path / "chat.jinja").write_bytes(b"\xef\xbb\xbf{% for m in messages %}\r\n{{ m.content }}{% endfor %}")
-    tokenizer = byte_level_tokenizer()
-    load(write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}]), tokenizer, seq=128, train_on="all",
-         chat_template=str(tmp_path / "chat.jinja"))  # fmt: skip
-    assert tokenizer.chat_template == "{% for m in messages %}\n{{ m.content }}{% endfor %}"
-
-
 def test_what_a_template_raises_is_said_with_the_row(tmp_path):
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('Roles must alternate.') }}"

@@ -85,14 +85,6 @@ def test_turns_between_answers_are_in_the_target_and_not_trained(load, tmp_path)
     assert [token for token in batch.labels[0].tolist() if token != -100] == [*b"abc", END]
 
 
-def test_a_batch_depends_on_the_seed_and_the_step_alone(load):
-    text = "".join(f"line {number:04d}\n" for number in range(100))
-    one, other = load(text, "a.txt").train, load(text, "b.txt").train
-    for step in (0, 3, 50):
-        for name in ("input_ids", "labels", "source_mask"):
-            assert torch.equal(getattr(one.batch(step), name), getattr(other.batch(step), name))
-
-
 def test_micro_batches_are_rows_in_their_order(load):
     batch = load("".join(f"line {number:04d}\n" for number in range(100)), "a.txt").train.batch(0)
     pieces = batch.micro_batches(3)

@@ -151,29 +151,6 @@ def test_prompt_and_completion_are_the_tokens_of_their_text(kind, begins, ends, 
             assert first == before + len(given), (prompt, completion)
 
 
-@pytest.mark.parametrize(("kind", "begins", "ends"), ALL)
-def test_packed_text_is_the_tokens_of_its_text(kind, begins, ends, tmp_path):
-    of = of_kind(kind, begins, ends)
-    texts = (" the cat  sat\n", "yes</s>\n", "<s>the cat")
-    for text, (ids, _) in zip(texts, examples(of, [{"text": text} for text in texts], tmp_path), strict=True):
-        assert ids == whole(of, text)[1]
-
-
-@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
-def test_alpaca_is_the_tokens_of_its_text(kind, tmp_path):
-    of = of_kind(kind)
-    ids, trained = example(of, {"instruction": "the cat", "output": "yes"}, tmp_path)
-    prompt = (
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-        "### Instruction:\nthe cat\n\n### Response:\n"
-    )
-    before, expected = whole(of, prompt + "yes")
-    given = [*expected[:before], *of(prompt, add_special_tokens=False)["input_ids"]]
-    assert ids == expected
-    if ids[: len(given)] == given:  # no token straddles the seam
-        assert trained == [index >= len(given) for index in range(len(ids))]
-
-
 @pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
 @pytest.mark.parametrize("name", [*TEMPLATES, "default"])
 def test_a_chat_is_the_tokens_that_apply_chat_template_gives(kind, name, tmp_path):
