@@ -1,7 +1,7 @@
-"""All tables and pictures that are made of committed rows, made anew: `make results`.
+"""All tables and pictures that are made of committed rows, made again: `make results`.
 
-The root README's tables between its marks, and those of each experiment's README. A test fails when any of them and
-the rows disagree.
+The root README's tables between its marks, and those of each experiment's README. A test fails when any of them and the
+rows disagree.
 """
 
 import sys
@@ -25,7 +25,7 @@ BEGIN = "<!-- made by make results -->"
 
 
 def sections() -> str:
-    """The root README's."""
+    """Returns the root README's."""
     measured, planned = speed.committed_rows()
     ram = [row for row in memory.committed_rows() if row["kind"] == "trained"]
     return "\n\n".join(

@@ -20,7 +20,7 @@ FLOPS = 6  # per parameter and token of a forward and backward, without what is 
 
 
 def committed_rows() -> list[dict]:
-    """Of each name the newest."""
+    """Returns the newest row of each name."""
     return list({row["name"]: row for row in row_file.read(KEPT)}.values())
 
 
@@ -116,7 +116,7 @@ def _ladder(planned: dict[str, dict]) -> str:
 
 
 def _of(planned: dict[str, dict], shape: str, gpu_limit: str) -> dict | None:
-    """The ladder's row; None where it was not planned."""
+    """Returns the ladder's row; None if it was not planned."""
     where = (shape, gpu_limit, NO_CAP, LADDER_CARD)
     where_of = [((case.shape, case.gpu_limit, case.ram_limit, case.card), case) for case in CASES]
     case = next(case for found, case in where_of if found == where and case.gradients != RESIDENT)
@@ -191,7 +191,7 @@ def _on_card(rows: list[dict]) -> str:
 
 
 def verdict(rows: list[dict]) -> str:
-    """What the rows come to, in sentences; none for what no row is about."""
+    """Summarizes the rows in sentences."""
     planned = [row for row in rows if row["kind"] == KIND and row.get("gradients") != RESIDENT]
     fitting = [row for row in planned if not row["error"]]
     sentences = []

@@ -125,7 +125,7 @@ def run_jobs(
 
 
 def of_job(job: Job, dry_run: bool) -> dict:
-    """The fields that all rows of a job share, but not all jobs."""
+    """Returns the fields that all rows of a job share, but not all jobs."""
     command = ["python3", *rows.through_stand_in(), "-m", "experiments.gpu_acceptance", "--only", job.full_name]
     caps = {
         name: None if gib is None else int(gib * GIB)
@@ -140,7 +140,7 @@ def of_job(job: Job, dry_run: bool) -> dict:
 
 
 def task_of(job: Job, path: Path, scratch: Path, common: dict, device: str) -> dict:
-    """What child.py is told of a job."""
+    """Returns a job's task for child.py."""
     return {
         "name": job.name, "target": job.target, "options": job.options, "gpu_gib": job.gpu_gib, "ram_gib": job.ram_gib,
         "device": device, "rows": str(path.resolve()), "scratch": str(scratch), "common": common,
@@ -216,7 +216,7 @@ def _failed(path: Path, name: str, common: dict, seconds: float, error: str, out
 
 
 def _refused_on_stand_in(dry_run: bool) -> str | None:
-    """Why this command does not run on the stand-in as it was called; None where it does."""
+    """Returns why this command does not run on the stand-in; None if it does."""
     if not dry_run:
         return "the stand-in has no speed to measure, and real shapes would take it days; --dry-run runs tiny ones"
     if not os.environ.get("STAND_IN_VALUES"):
@@ -225,7 +225,7 @@ def _refused_on_stand_in(dry_run: bool) -> str | None:
 
 
 def _refused_at(path: Path, device: str) -> str | None:
-    """Why the rows of this run cannot go to `path`; None where they can: a file has rows of one kind of run alone."""
+    """Returns why the rows of this run cannot go to `path`, or None: a file has only rows of one kind of run."""
     kind = _kind_here(device)
     if any(kind) and path.parent.resolve() == RESULTS.resolve():
         return f"{path} is for what was measured on a GPU"
@@ -235,7 +235,7 @@ def _refused_at(path: Path, device: str) -> str | None:
 
 
 def _kind_here(device: str) -> tuple[bool, bool]:
-    """Of the rows of this run: whether they are of a dry run, and whether of the stand-in."""
+    """Returns whether rows of this run are of a dry run, and whether of the stand-in."""
     return device == "cpu" or rows.on_stand_in(), rows.on_stand_in()
 
 
@@ -244,7 +244,7 @@ def _still_holds(row: dict, common: dict) -> bool:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Whatever is left of a job's process group."""
+    """Ends the remaining processes of a job's process group."""
     process.stdin.close()
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)

@@ -7,7 +7,7 @@ allocator and cuBLAS are unchanged.
 
     eager      micro-batches of 1, 2, 4, ... until memory ends or speed has fallen twice; the best one counts
     compiled   torch.compile of the whole model, for the micro-batch that was best: compiling takes a minute or more, so
-               there is no search; it is timed apart, and where it fails (it wants a C compiler) the row says why
+               there is no search; it is timed apart, and if it fails (it wants a C compiler) the row says why
 
 Rows are written one by one: if time ends in the middle of compiling, the eager rows exist.
 """
@@ -39,7 +39,8 @@ _OURS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONF
 
 
 def measure(setting: Setting, models: list[str], compiled: bool = True) -> Result:
-    """A detail row per model, way and micro-batch; the last row has the best of each, None where nothing fits."""
+    """Measures each model, way and micro-batch in a detail row. The last row has the best of each, None if nothing
+    fits."""
     device = stock_device(setting)
     values: dict = {"seq": TINY_SEQ if setting.dry_run else SEQ}
     checks: dict[str, bool] = {}
@@ -56,7 +57,7 @@ def measure(setting: Setting, models: list[str], compiled: bool = True) -> Resul
 
 
 def stock_device(setting: Setting) -> torch.device:
-    """As PyTorch is out of the box, but for the job's cap. To be called before CUDA starts."""
+    """Sets up the device as PyTorch does by default, except for the job's cap. Call it before CUDA starts."""
     for variable in _OURS:
         os.environ.pop(variable, None)
     device = torch.device(setting.device, 0) if setting.device == "cuda" else torch.device(setting.device)
@@ -73,7 +74,7 @@ def _config(setting: Setting, name: str) -> PretrainedConfig:
 
 
 def _search(setting: Setting, device: torch.device, name: str) -> dict | None:
-    """Sequences per second, eager, of the best micro-batch and which that is; None where not one sequence fits."""
+    """Returns the best micro-batch and its sequences per second, eager; None if not one sequence fits."""
     rows: list[dict] = []
     model = cache(partial(_stock_model, setting, device, name))  # not made where every case is done already
     most = 2 if setting.dry_run else LARGEST_MICRO_BATCH
@@ -104,7 +105,7 @@ def _fell_twice(speeds: list[float]) -> bool:
 
 
 def _compiled(setting: Setting, device: torch.device, name: str, micro_batch: int) -> dict:
-    """The same of the compiled model, or {"error": ...}, or on the stand-in {"not_measured": ...}."""
+    """Returns the same of the compiled model, or {"error": ...}, or on the stand-in {"not_measured": ...}."""
     detail, described = f"{name}, compiled, micro-batch {micro_batch}", {"model": name, "way": "compiled"}
 
     def work() -> Result:
@@ -162,7 +163,7 @@ def _timed(setting: Setting, device: torch.device, model: nn.Module, micro_batch
 
 
 def _unless_out_of_memory(device: torch.device, work: Callable):
-    """What `work` returns, or None if the card's memory, or its cap, is too small for it."""
+    """Returns the result of `work`, or None if the card's memory, or its cap, is too small for it."""
     try:
         return work()
     except torch.OutOfMemoryError:

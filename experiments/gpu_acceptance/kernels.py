@@ -38,7 +38,7 @@ MOST_GRADIENT_ERROR = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # norm of the 
 
 
 def check(setting: Setting) -> Result:
-    """All of the above, each a case."""
+    """Runs all of these cases."""
     device = capped_device(setting)
     devices.make_deterministic(device)
     cases: dict[str, Callable[[], Result]] = {}
@@ -112,7 +112,7 @@ def _fused_speed(device: torch.device, shape: tuple[int, int, int], dtype: torch
 
 
 def split_and_join(device: torch.device, dtype: torch.dtype, size: int) -> dict[str, bool]:
-    """Over `size` random fp32 bit patterns; for fp16 those whose fp16 neighbour is finite (precision.py)."""
+    """Splits and joins `size` random fp32 bit patterns; for fp16 those with a finite fp16 neighbour (precision.py)."""
     generator = torch.Generator().manual_seed(0)
     master = torch.randint(-(2**31), 2**31, (size,), generator=generator, dtype=torch.int64).to(torch.int32)
     master = master.view(torch.float32)
@@ -217,7 +217,7 @@ def loss_errors(
 
 
 def host_memory(device: torch.device, size_bytes: int) -> Result:
-    """There and back through memory like that of streamed states; GiB/s each way, pageable memory beside it."""
+    """Copies to memory like that of streamed states and back; GiB/s each way, also for pageable memory."""
     entries = size_bytes // 4
     home = host_tensor(entries, torch.float32)
     locked = device.type == "cuda" and page_lock(home)
@@ -255,7 +255,7 @@ def allocator(device: torch.device, gpu_limit_bytes: int, fits_bytes: int) -> Re
 
 
 def _stale_error(registered: Tensor) -> str | None:
-    """What the next kernel says after CUDA refused to register memory (here: a second time); None: nothing."""
+    """Returns the error of the first kernel after CUDA refused to register memory (here: a second time), or None."""
     torch.cuda.cudart().cudaHostRegister(registered.data_ptr(), registered.nbytes, 0)
     try:
         torch.zeros(1, device="cuda").add_(1).item()

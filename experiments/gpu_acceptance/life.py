@@ -51,7 +51,7 @@ ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
 def check(setting: Setting) -> Result:
-    """A row for each of the above; the verdict is the last one."""
+    """Runs these cases, a row for each; the last row is the verdict."""
     cases: dict[str, Callable[[Setting], Result]] = {"undisturbed": undisturbed, "killed": killed}
     cases["out of memory"] = out_of_memory
     if setting.device == "cuda":
@@ -80,7 +80,7 @@ def undisturbed(setting: Setting) -> Result:
 
 
 def killed(setting: Setting) -> Result:
-    """By SIGKILL, in a process of its own; then begun again in this one."""
+    """Kills a run by SIGKILL in a separate process, and resumes it in this one."""
     out = setting.scratch / "killed"
     program = "from experiments.gpu_acceptance import life; life.train_until_killed()"
     process = subprocess.run([sys.executable, "-c", program, json.dumps(_arguments(setting, out))], cwd=ROOT)
@@ -94,7 +94,7 @@ def killed(setting: Setting) -> Result:
 
 
 def train_until_killed() -> None:
-    """The process that `killed` kills; its arguments are the script's, as JSON."""
+    """Trains until `killed` kills this process; its arguments are the script's, as JSON."""
 
     class Killed(TrainingStep):
         def __call__(self, batch, number, *arguments):
@@ -106,8 +106,8 @@ def train_until_killed() -> None:
 
 
 def out_of_memory(setting: Setting) -> Result:
-    """In the first step, so that what recovering changes is changed for the whole run; more than once, so that freeing
-    what the allocator keeps is not enough."""
+    """Makes a run exhaust memory in its first step, so that recovery changes the whole run. It does so several times,
+    because freeing the allocator's cache must not be enough."""
     out, reference = setting.scratch / "out_of_memory", "undisturbed"
     ran_out: list[str] = []
 
@@ -138,7 +138,8 @@ def out_of_memory(setting: Setting) -> Result:
 
 
 def _take_all_memory(setting: Setting, taken: list[Tensor]) -> None:
-    """What the cap leaves of the card, in ever smaller pieces; on the CPU, without a cap, raises the error itself."""
+    """Allocates all memory below the cap, in ever smaller pieces. On the CPU, without a cap, it raises the error
+    itself."""
     if setting.device != "cuda":
         raise torch.OutOfMemoryError("imitated: there is no cap on the CPU")
     # A request from 10 MiB on is held against the cap before it is rounded to pages of 20 MiB. Such are not made here
@@ -197,7 +198,8 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 def _content(folder: Path) -> dict[str, object]:
-    """What must not differ: the weights as exported, all tensors of the last checkpoint, a row's figures."""
+    """Returns everything that must be equal: exported weights, all tensors of the last checkpoint, the rows'
+    figures."""
     newest = max((folder / "checkpoints").glob("step-*"), default=folder)
     paths = [*newest.rglob("*.bin"), *newest.rglob("*.safetensors"), *(folder / "model").glob("*.safetensors")]
     found: dict[str, object] = {str(path.relative_to(folder)): path.read_bytes() for path in paths}

@@ -62,7 +62,7 @@ class Simulated:
 
 
 def check(setting: Setting) -> Result:
-    """All of the above, one row per measured layout, cap and choice; the last row sums up."""
+    """Measures layouts, caps and choices, one row each; the last row sums up."""
     device, _, target = prepared(setting)
     peaks = check_peaks(setting, device, target)
     chosen = check_choice(setting, device, target)
@@ -70,7 +70,7 @@ def check(setting: Setting) -> Result:
 
 
 def check_peaks(setting: Setting, device: torch.device, target: Target) -> Result:
-    """A case per layout, then one per smallest cap; their sum."""
+    """Measures each layout, then each smallest cap, and sums them up."""
     grid, capped = (DRY_GRID, DRY_GRID[:1]) if setting.dry_run else (on_card(GRID, device), on_card(CAPPED, device))
     found: dict[str, Result] = {}
     diagnoses = 1 if setting.dry_run else DIAGNOSES
@@ -96,7 +96,7 @@ def check_peaks(setting: Setting, device: torch.device, target: Target) -> Resul
 
 
 def on_card(layouts: Sequence[ModelLayout], device: torch.device) -> tuple[ModelLayout, ...]:
-    """The layouts in precisions that the device has: in fp16 where it has no bf16; each once."""
+    """The layouts in precisions that the device has: in fp16 if it has no bf16; each once."""
     half = sixteen_bit(device)
     return tuple(
         dict.fromkeys(replace(layout, precision=half) if layout.precision == "bf16" else layout for layout in layouts)
@@ -138,7 +138,7 @@ def _peaks_of(
 
 
 def bars(allocated_error: float, reserved_error: float) -> dict[str, bool]:
-    """Whether signed relative errors are small enough."""
+    """Compares signed relative errors with their bars."""
     return {
         f"allocated within {MOST_ALLOCATED_ERROR:.0%}": abs(allocated_error) <= MOST_ALLOCATED_ERROR,
         f"reserved within {MOST_RESERVED_ERROR:.0%}": abs(reserved_error) <= MOST_RESERVED_ERROR,
@@ -147,7 +147,7 @@ def bars(allocated_error: float, reserved_error: float) -> dict[str, bool]:
 
 
 def smallest_cap(setting: Setting, layout: ModelLayout, device: torch.device, target: Target) -> Result:
-    """The smallest caps under which the simulation and the real step complete. A plan takes the layout from
+    """Returns the smallest caps under which the simulation and the real step complete. A plan takes the layout from
     MARGIN_BYTES above the former on."""
     simulated = Simulated.of(layout, target)
     simulated_bytes = simulated.simulations.smallest_cap_bytes(simulated.layout)
@@ -237,7 +237,7 @@ def measure(
     layout: ModelLayout, device: torch.device, target: Target, limit_bytes: int | None = None, *, steps: int = STEPS,
     history: bool = False,
 ) -> Measured[Ran] | None:  # fmt: skip
-    """Really runs `layout`, with the kernels that `target` counts on; None where it ran out of memory under the cap."""
+    """Really runs `layout`, with the kernels that `target` counts on; None if it ran out of memory under the cap."""
 
     def work() -> Ran:
         decoder = layout.decoder(target.fused_kernels)

@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def rows_of(card: Card, arguments: list[str]):
-    """A row per model and batch."""
+    """Yields a row per model and batch."""
     precision = "bf16" if "bf16" in card.rates else "fp16"
     for model, ram_limit in RAM_LIMITS.items():
         config = load_config(model, "random")

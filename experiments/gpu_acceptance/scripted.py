@@ -15,7 +15,7 @@ from lowmem.run import prepare, train
 
 
 def run_script(script: str, arguments: Sequence[str], **instead: Callable) -> int:
-    """Its exit code. `instead`: what replaces names in lowmem/run/train.py or prepare.py."""
+    """Returns its exit code. `instead`: what replaces names in lowmem/run/train.py or prepare.py."""
     with ExitStack() as patches:
         patches.enter_context(patch.object(sys, "argv", [script, *arguments]))
         for name, function in instead.items():

@@ -45,7 +45,7 @@ def speed_table(rows: list[dict]) -> str:
 
 
 def _last_good(rows: Iterable[dict]) -> dict[tuple[str, str], dict]:
-    """The last row of each name that came to its end, whatever its checks say."""
+    """Returns the last row of each name that came to its end, whatever its checks say."""
     return {(row["section"], row["name"]): row for row in rows if row["error"] is None}
 
 
@@ -79,7 +79,7 @@ def _training(found: dict[tuple[str, str], dict], name: str) -> list[str]:
 
 
 def _values(found: dict[tuple[str, str], dict], section: str, name: str) -> dict:
-    """Of a job that has ended, or else the best that its parts have found."""
+    """Returns the values of a job that has ended, or the best that its parts have found."""
     if (section, name) in found:
         return found[section, name]["values"]
     best: dict = {}

@@ -47,7 +47,7 @@ PEAKS = {  # of a report, and whose cap each must keep
 
 def run(setting: Setting, name: str, script: str, more: Sequence[str] = (), update_cost: bool = False) -> Result:
     """`script` with the options `more` under the setting's caps: its figures beside the plan's and, with `update_cost`,
-    what the update adds. `name`: the job's. Unavailable where the optimizer's package is missing."""
+    what the update adds. `name`: the job's. Unavailable if the optimizer's package is missing."""
     if "adamw8bit" in more and find_spec("bitsandbytes") is None:
         raise Unavailable("bitsandbytes is not installed")
     limits = {"gpu": setting.gpu_limit_bytes, "ram": setting.ram_limit_bytes}

@@ -1,4 +1,4 @@
-"""Learning curves in one picture. Matplotlib is imported where it is used."""
+"""Learning curves in one picture. Matplotlib is imported only for drawing."""
 
 from pathlib import Path
 

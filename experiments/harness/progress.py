@@ -42,13 +42,13 @@ def _rate(card) -> float:
 
 
 class Progress:
-    """Both ends of it, over the job's folder."""
+    """The progress file in a job's folder: a process writes it, the command reads it."""
 
     def __init__(self, folder: Path):
         self._now, self._done = folder / "progress.json", folder / "cases.jsonl"
 
     def begin(self, case: str | None, planned_seconds: float) -> None:
-        """What is done from now on, `case` or (None) the job's common work, is planned to take so long."""
+        """Announces `case`, or (None) the job's common work, and its planned seconds."""
         content = {"case": case, "until": time.monotonic() + time_limit(planned_seconds)}
         part = self._now.with_suffix(".part")
         part.write_text(json.dumps(content))
@@ -65,15 +65,15 @@ class Progress:
         self._now.unlink()
 
     def case(self) -> str | None:
-        """The case that was begun and not ended."""
+        """Returns the case that was begun and not ended."""
         return self._read().get("case")
 
     def until(self) -> float | None:
-        """When (of time.monotonic) the work is taken for hanging; None where nothing was said."""
+        """Returns the time (of time.monotonic) at which the work counts as hanging; None if nothing was announced."""
         return self._read().get("until")
 
     def done(self) -> dict[str, dict]:
-        """{case: {"values": ..., "checks": ...}} of those that are done, in this process or an earlier one."""
+        """Returns {case: {"values": ..., "checks": ...}} of those that are done, in this process or an earlier one."""
         lines = self._done.read_text().splitlines() if self._done.exists() else []
         return {found.pop("case"): found for found in map(json.loads, lines)}
 

@@ -171,11 +171,12 @@ def make_step(
     loss_scale: LossScale | None = None, dropout_seed=3, defer=True, beta1=0.9, beta2=0.999, epsilon=1e-8,
     host_tensor: TensorMaker = host_tensor, disk_tensor: TensorMaker | None = None, kept: float = 0, **layout,
 ) -> tuple[TrainingStep, Store]:  # fmt: skip
-    """The step that trains `model` from `weights`, or from the fp32 weights that it has, and its store.
+    """Returns the step that trains `model` from `weights`, or from the fp32 weights that it has, and its store.
 
     `defer`: whether updates may wait for the next step; `kept`: an int as in Layout, a float as a multiple of the
     blocks; `disk_tensor` None: in the folder for temporary files. Keywords that are not named here are Layout's: unless
-    they say otherwise, micro-batches have 2 sequences and all states are on the device."""
+    they say otherwise, micro-batches have 2 sequences and all states are on the device.
+    """
     if weights is None:
         weights = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
     dtype = WORKING_DTYPES[precision]
@@ -199,7 +200,7 @@ def train(
     step: TrainingStep, store: Store, batches: Sequence[Batch], rates: Sequence[float] | None = None,
     before_step: Callable[[TrainingStep, int], None] = lambda step, index: None,
 ) -> Outcome:  # fmt: skip
-    """A step per batch; `rates`: learning rates, LEARNING_RATE if not given."""
+    """Takes a step per batch; `rates`: learning rates, LEARNING_RATE if not given."""
     page_locked = store.page_lock()
     results = []
     for index, batch in enumerate(batches):

@@ -15,7 +15,8 @@ _STEP = re.compile(r"step, (.+), (\d+) blocks(|, fused)")
 
 
 def table(rows: list[dict]) -> str:
-    """The machine, the newest row of each case in the order of the run, and what a further block adds to a step."""
+    """Returns the machine, the newest row of each case in the order of the run, and what a further block adds to a
+    step."""
     newest = {row["name"]: row for row in rows}
     cases = [_cells(row) for row in newest.values()]
     header = ("", "processor, us", "its median", "wall, us", *COUNTED)

@@ -1,7 +1,7 @@
 """Predicted rows: what a way to train takes of a GPU whose allocator is capped.
 
-A row says whether the simulated run completes under the cap and what it takes then; where it does not complete, what
-it would take without a cap. Plain training runs with the allocator's default segments, lowmem with the expandable ones
+A row says whether the simulated run completes under the cap and what it takes then; if it does not complete, what it
+would take without a cap. Plain training runs with the allocator's default segments, lowmem with the expandable ones
 that it sets for itself (lowmem/device.py).
 """
 
@@ -49,7 +49,8 @@ def plain_rows(
 
 
 def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int, card: Card) -> dict:
-    """The planner's choice under the cap, with no limit on RAM; where nothing fits, what the smallest cap would be.
+    """Returns the planner's choice under the cap, with no limit on RAM; if nothing fits, what the smallest cap would
+    be.
 
     InputError, with what is missing, for an architecture that lowmem cannot train.
     """
@@ -68,7 +69,7 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
 
 
 def smallest_row(config: PretrainedConfig, seq: int, batch: int, card: Card) -> dict:
-    """The smallest cap under which lowmem trains, and the states in RAM then; InputError as above."""
+    """Returns the smallest cap under which lowmem trains, and the states in RAM then; InputError as above."""
     smallest = least_room(*_lowmem(config, seq, batch, card), MemoryLimits(0, None))
     return {"batch": batch, "smallest_cap_bytes": smallest.gpu, "streamed_bytes": smallest.ram}
 

@@ -44,7 +44,7 @@ def measured(case: dict) -> dict:
 
 
 def run_case(case: dict, device: torch.device) -> dict:
-    """In the process of the case: peaks of allocated and reserved over STEPS steps, once the weights are there."""
+    """Returns the peaks of allocated and reserved bytes over STEPS steps, after the weights are there."""
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
         total = torch.cuda.get_device_properties(device).total_memory

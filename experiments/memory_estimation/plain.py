@@ -39,7 +39,7 @@ _STEPS = 2
 
 
 def record_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, target: Target) -> Tape:
-    """What `_STEPS` steps of `batch` sequences of `seq` tokens allocate and free on `target`."""
+    """Returns the tape of `_STEPS` steps of `batch` sequences of `seq` tokens on `target`."""
     model = build_model(config).to(META)
     phase = ["forward"]
     run = _llmem_step if recipe == "llmem" else functools.partial(_ordinary_step, bf16=recipe == "bf16")

@@ -61,8 +61,8 @@ LLMEM = {
 
 
 def llmem_batch(name: str) -> float:
-    """The batch at which LLMem's formula (its sections 4.2) gives what it published; a whole number but for roundings
-    and what BASE_MIB is wrong by."""
+    """Returns the batch at which LLMem's formula (its sections 4.2) gives what it published; a whole number but for
+    roundings and what BASE_MIB is wrong by."""
     config = MODELS[name].config()
     model = build_model(config)
     head = model.get_output_embeddings().weight
@@ -118,9 +118,11 @@ def _llmem_tape(name: str, batch: int) -> Tape:
 
 
 def accelerate_answer(config: PretrainedConfig) -> dict | None:
-    """What `accelerate estimate-memory` prints for this model, from its own functions, in bytes; None where accelerate
-    is not installed. "Training using Adam" is the largest of model, gradients, optimizer and step there: 4 times the
-    weights in fp32. The command itself wants the hub; a model on the meta device is what it makes of a hub name."""
+    """Returns the answer of `accelerate estimate-memory` for this model, in bytes; None if accelerate is not installed.
+
+    Its own functions compute it. "Training using Adam" is the largest of model, gradients, optimizer and step: 4 times
+    the weights in fp32. The command itself needs the hub, and makes a model on the meta device from a hub name.
+    """
     try:
         from accelerate import __version__
         from accelerate.commands.estimate import estimate_training_usage

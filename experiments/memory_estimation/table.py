@@ -26,7 +26,7 @@ NAMES = {"fp32": "plain fp32", "bf16": "plain bf16 autocast", "lowmem": "lowmem"
 
 
 def tables(rows: list[dict]) -> str:
-    """All tables in Markdown."""
+    """Returns all tables in Markdown."""
     predicted = [row for row in rows if row["kind"] == "predicted"]
     parts = []
     for seq in sorted({row["seq"] for row in predicted if row["method"] in NAMES}):
@@ -40,7 +40,7 @@ def tables(rows: list[dict]) -> str:
 
 
 def _verdict(rows: list[dict]) -> str:
-    """What the predicted rows come to, in sentences; none for what no row is about."""
+    """Summarizes the predicted rows in sentences."""
     sentences = []
     for seq in sorted({row["seq"] for row in rows if row["method"] in NAMES}):
         first = [row for row in rows if row["method"] in NAMES and row["seq"] == seq and row["batch"] in (1, None)]
@@ -346,7 +346,7 @@ def _panel(axes, name: str, rows: list[dict], ticks: list[int]) -> None:
 
 
 def committed_rows() -> list[dict]:
-    """All rows of the experiment's own results, but for those that the stand-in made."""
+    """Returns all rows of the experiment's own results, but for those that the stand-in made."""
     return [row for name in FILES for row in row_file.read(RESULTS / name) if is_measured(row)]
 
 

@@ -45,7 +45,7 @@ class Rows:
     back: Tensor
 
     def to(self, device: torch.device) -> "Rows":
-        """The same on `device`."""
+        """Returns the same on `device`."""
         return Rows(self.shapes, self.there.to(device), self.back.to(device))
 
 
@@ -67,7 +67,7 @@ class Documents:
         return (torch.arange(self.tokens) - self._starts.repeat_interleave(self.lengths))[None]
 
     def to(self, device: torch.device) -> "Documents":
-        """The same for a batch on `device`: attention's indices will be there."""
+        """Returns the same for a batch on `device`: attention's indices will be there."""
         other = copy.copy(self)
         other.device, other.offsets = torch.device(device), self.offsets.to(device)
         for name in self.__dict__.keys() & {"classes", "padded"}:
@@ -168,7 +168,7 @@ def _check(query: Tensor, key: Tensor, documents: Documents, more: dict) -> None
 
 
 def _no_mask(*_, **__) -> None:
-    """What a model computes as its mask: attention knows documents, and needs none."""
+    """Returns None as the model's mask: attention knows documents, and needs none."""
 
 
 for _name, _attention in ((PACKED, packed_attention), (NESTED, nested_attention)):

@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def add_sample_options(parser: argparse.ArgumentParser) -> None:
-    """Those that name samples, batches and where they are computed."""
+    """Adds the options for samples, batches and the device."""
     parser.add_argument(
         "--data", default="lines", metavar="SPEC",
         help=f"{', '.join(KINDS)} of Python's library, or what --data of the training scripts takes (%(default)s)",
@@ -99,7 +99,7 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
-    """The one that is asked for; ends the process with a sentence where there is none."""
+    """The one that is asked for; ends the process with a sentence if there is none."""
     try:
         device = torch.device(options.device)
     except RuntimeError:
@@ -120,7 +120,7 @@ def chosen_samples(parser: argparse.ArgumentParser, options: argparse.Namespace)
 
 
 def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
-    """Before anything is measured that will be written there; ends the process with a sentence where it cannot."""
+    """Makes the output folder before anything is measured; ends the process with a sentence if it cannot."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -128,7 +128,7 @@ def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
 
 
 def on_device(device: torch.device, dtype: str) -> dict:
-    """What rows say of where they were measured."""
+    """Returns a row's fields on the device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {"device": name, "dtype": dtype}
 
@@ -208,13 +208,13 @@ def write_trace(model: nn.Module, batches: DataLoader, device: torch.device, bac
 
 
 def wait(device: torch.device) -> None:
-    """Until a GPU has done all it was given."""
+    """Waits until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """The type of an option: a whole number of at least `least`."""
+    """Returns the type of an option: a whole number of at least `least`."""
 
     def number(typed: str) -> int:
         if int(typed) < least:

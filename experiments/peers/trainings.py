@@ -1,6 +1,6 @@
 """The peers, each set up as its documentation advises (catalogue.py has the sources), on the same weights and batches.
 
-A training is a function of a Case. It raises torch.OutOfMemoryError where the GPU, or its cap, is too small. On the CPU
+A training is a function of a Case. It raises torch.OutOfMemoryError if the GPU, or its cap, is too small. On the CPU
 everything is fp32, so that there only the order of summation differs.
 """
 
@@ -33,7 +33,7 @@ class Trained:
 
 
 def plain(case: Case) -> Trained:
-    """The reference: nothing recomputed, nothing offloaded."""
+    """Returns the reference: nothing recomputed, nothing offloaded."""
     model = load_model(case).to(case.device)
     optimizer = torch.optim.AdamW(groups(model, case.settings), lr=case.settings.lr, fused=True)
     seconds, losses = _steps(case, model, optimizer, autocast=True)
@@ -41,7 +41,7 @@ def plain(case: Case) -> Trained:
 
 
 def lowmem(case: Case) -> Trained:
-    """The real loop, as the scripts call it, but for one thing: no checkpoint is written at the end."""
+    """Returns the real loop, as the scripts call it, but for one thing: no checkpoint is written at the end."""
     out = case.scratch / "run"
     settings = replace(case.from_folder, out=str(out), micro_batch=case.micro_batch, resume="never", eval_batches=1)
     with patch.object(saver, "save_checkpoint"), StopRequest() as stop:
@@ -153,7 +153,7 @@ def deepspeed(case: Case, stage: int) -> Trained:
 
 
 def torchao_cpu_offload(case: Case) -> Trained:
-    """The update on the CPU, parameter by parameter; weights in bf16. Has never run."""
+    """Returns the update on the CPU, parameter by parameter; weights in bf16. Has never run."""
     from torchao.optim import CPUOffloadOptimizer
 
     model = load_model(case, torch.bfloat16).to(case.device)

@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(parameters: int, repeats: int, command: list[str]) -> list[dict]:
-    """A row for each candidate; those that are not installed, or do not run, say so in theirs."""
+    """Returns a row for each candidate; those that are not installed, or do not run, say so in theirs."""
     free_bytes, where = ram_available_bytes()
     if parameters * RAM_PER_PARAMETER_BYTES > free_bytes:
         most = free_bytes // RAM_PER_PARAMETER_BYTES
@@ -117,7 +117,7 @@ def measure(parameters: int, repeats: int, command: list[str]) -> list[dict]:
 
 
 def _made(candidate: Candidate, gradients: Gradients) -> Update:
-    """The candidate's update, made once already: states are there, and what is compiled is."""
+    """Returns the candidate's update, made once already: states are there, and what is compiled is."""
     missing = [package for package in candidate.packages if find_spec(package) is None]
     if missing:
         raise InputError(f"not installed: pip install {' '.join(missing)}")

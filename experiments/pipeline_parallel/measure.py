@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def trained(section: str, words: str) -> dict:
-    """What a row keeps of a run with these options. Of stale weights the curves, of bubbles when each rank computes."""
+    """Runs with these options, and returns a row: curves for stale weights, spans for bubbles."""
     options = run.parser().parse_args(shlex.split(words))
     job, checked = run.planned(options)
     outcome = run.train(job, checked)

@@ -1,4 +1,4 @@
-"""The picture of a run: when each rank computes what. Matplotlib is imported where it is used."""
+"""Draws a run: when each rank computes which action. Matplotlib is imported only for drawing."""
 
 from pathlib import Path
 

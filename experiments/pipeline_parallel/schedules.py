@@ -61,7 +61,7 @@ def gpipe(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Ac
 
 
 def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """As many forwards ahead as there are stages behind this one."""
+    """1F1B, with as many forwards ahead as there are stages after this one."""
     yield from _alternating(
         [Action(FORWARD, rank, m) for m in range(micro_batches)],
         [Action(BACKWARD, rank, m) for m in range(micro_batches)],
@@ -71,8 +71,9 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, chunks: 
 
 
 def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """The chunks take turns: as many micro-batches as there are ranks pass through the first, then the next. If the
-    ranks do not divide the number of micro-batches, it is the schedule of the next multiple without the extra ones."""
+    """Yields the chunks take turns: as many micro-batches as there are ranks pass through the first, then the next. If
+    the ranks do not divide the number of micro-batches, it is the schedule of the next multiple without the extra
+    ones."""
     stages = range(rank, ranks * chunks, ranks)
     groups = [range(first, first + ranks) for first in range(0, micro_batches, ranks)]
     forwards = [Action(FORWARD, stage, m) for group in groups for stage in stages for m in group]
@@ -118,7 +119,7 @@ def _updated_each_time(rank: int, ranks: int, micro_batches: int, behind: int) -
 
 
 def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
-    """`ahead` forwards, then one of each by turns, then the backwards that are left."""
+    """`ahead` forwards, then one of each alternately, then the backwards that are left."""
     ahead = min(ahead, len(forwards))
     yield from forwards[:ahead]
     for place, backward in enumerate(backwards):
@@ -139,7 +140,7 @@ WITH_CHUNKS = ("gpipe", "interleaved")
 
 
 def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Action]]:
-    """What each rank does, sends and receives included. ValueError for sizes that the schedule does not have."""
+    """Returns each rank's actions, with sends and receives. ValueError for sizes that the schedule does not have."""
     if ranks < 1 or micro_batches < 1 or chunks < 1:
         raise ValueError("ranks, micro-batches and chunks are at least 1")
     if chunks > 1 and name not in WITH_CHUNKS:
@@ -149,9 +150,10 @@ def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> list
 
 
 def with_transfers(computed: list[list[Action]], stages: int) -> list[list[Action]]:
-    """The orders with sends and receives. A result is sent as soon as it is there. A receive is begun before what its
-    rank computes at the moment of the send, if all actions take the times of TIMES: so a tensor travels while the rank
-    computes, ranks that send to each other have both begun to receive, and receives come in the order of the sends."""
+    """Returns the orders with sends and receives. A result is sent as soon as it is there. A receive is begun before
+    what its rank computes at the moment of the send, if all actions take the times of TIMES: so a tensor travels while
+    the rank computes, ranks that send to each other have both begun to receive, and receives come in the order of the
+    sends."""
     ranks = len(computed)
     ends = _ends(computed, stages)
     receives: list[dict[int, list[Action]]] = [{} for _ in computed]  # by rank and place
@@ -197,7 +199,7 @@ def _ends(computed: list[list[Action]], stages: int) -> dict[Action, float]:
 
 
 def _sends(action: Action, stages: int) -> list[Action]:
-    """What is to be sent of what an action has computed."""
+    """Returns the sends of an action's result."""
     if action.kind == FORWARD and action.stage < stages - 1:
         return [Action(SEND_ACTIVATION, action.stage, action.micro_batch)]
     if action.kind in (BACKWARD, INPUT_GRADIENT) and action.stage > 0:
@@ -215,7 +217,7 @@ def needed(action: Action, stages: int) -> list[Action]:
 
 
 def matching(send: Action) -> Action:
-    """The receive on the other end of a send."""
+    """Returns the receive on the other end of a send."""
     if send.kind == SEND_ACTIVATION:
         return Action(RECEIVE_ACTIVATION, send.stage + 1, send.micro_batch)
     return Action(RECEIVE_GRADIENT, send.stage - 1, send.micro_batch)

@@ -19,7 +19,7 @@ FEWEST = 8  # micro-batches, beside whose peak others are held
 
 
 def sections(rows: list[dict]) -> str:
-    """Of each section's command lines the newest row."""
+    """Returns the README's tables, from the newest row of each command line."""
     tables = {
         "equal": (
             "**Weights after 30 steps of 8 micro-batches**, beside one process that does the same; fp32, CPU",
@@ -119,7 +119,7 @@ def _name(row: dict) -> str:
 
 
 def _planned(row: dict):
-    """The schedule of a row, checked."""
+    """Returns the schedule of a row, checked."""
     asynchronous = row["schedule"] in ASYNCHRONOUS
     count = row["micro_batches"] * (row["steps"] if asynchronous else 1)
     actions = schedule(row["schedule"], row["stages"], count, row["chunks"])

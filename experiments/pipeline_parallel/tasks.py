@@ -38,13 +38,13 @@ class Task:
     tied: tuple[str, str] | None = None
 
     def chosen(self, number: int, size: int, seed: int) -> Tensor:
-        """Which `size` samples step `number` takes, int64 [size]: the same in every process."""
+        """Returns which `size` samples step `number` takes, int64 [size]: the same in every process."""
         return samples.chosen(len(self.inputs), size, number, seed)
 
 
 def make_task(name: str, seed: int, norm: str = GROUP, tied: bool = True) -> Task:
     """One of TASKS. `norm`: of the convolutions; `tied`: of GPT-2, whether input and output embedding are the same.
-    InputError where its data are not to be had."""
+    InputError if its data are not to be had."""
     torch.manual_seed(seed)
     return TASKS[name](norm, tied)
 
@@ -122,8 +122,8 @@ TASKS: dict[str, Callable[[str, bool], Task]] = {"digits": _digits, "cifar10": _
 
 
 def cut(costs: Sequence[float], stages: int) -> list[int]:
-    """The number of layers of each stage, at least one, such that the most expensive stage is as cheap as possible.
-    Among equal cuts it is the one with the least sum of squares."""
+    """Returns the number of layers of each stage, at least one, such that the most expensive stage is as cheap as
+    possible. Among equal cuts it is the one with the least sum of squares."""
     count = len(costs)
     if stages > count:
         raise InputError(f"the model has {count} layers, which make no {stages} stages")

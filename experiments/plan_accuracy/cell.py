@@ -2,8 +2,8 @@
 
     python -m stand_in --gpu CARD -- -m experiments.plan_accuracy.cell NAME ...
 
-Every case has a process of its own, forked from this one before CUDA begins and after everything is imported. It runs
-the script's whole path, from the command line on: plan, kernels, evaluation, two steps, evaluation. Left out are random
+Every case has a separate process, forked from this one before CUDA begins and after everything is imported. It runs the
+script's whole path, from the command line on: plan, kernels, evaluation, two steps, evaluation. Left out are random
 weights (nothing of them is on the card, and no kernel runs), the checkpoint and the export (tests/cuda has them). Each
 case leaves one JSON object on stdout.
 """
@@ -61,7 +61,7 @@ def main(names: list[str]) -> int:
 
 
 def _measured(case: Case) -> dict:
-    """A case's plan and peaks; "error" where it has none, or not those of its plan."""
+    """Returns a case's plan and peaks; "error" if it has none, or not those of its plan."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         try:

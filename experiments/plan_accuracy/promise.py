@@ -62,7 +62,7 @@ STEPS = 3
 
 
 def settings_of(case: Case) -> Settings:
-    """What the cell's options say, for random weights."""
+    """Returns the settings of the cell's options, with random weights."""
     return parse_arguments(["--model", case.model, "--init", "random", *case.options], Settings())
 
 
@@ -80,7 +80,7 @@ def caps(settings: Settings, simulations: Simulations) -> tuple[int, int]:
 
 
 def _in_mib(room_bytes: int) -> int:
-    """The smallest cap with so much room, as a refusal names it."""
+    """Returns the smallest cap with so much room, as a refusal names it."""
     return math.ceil(smallest_cap(room_bytes) / MIB) * MIB
 
 
@@ -98,7 +98,7 @@ def most_frugal(settings: Settings, simulations: Simulations, limit_bytes: int) 
 
 
 def run_cell(case: Case, device: torch.device) -> dict:
-    """The values of a cell's row."""
+    """Returns the values of a cell's row."""
     settings, card = settings_of(case), card_for(Settings())
     precision = "bf16" if "bf16" in card.rates else "fp16"
     target = gpu_target(card, fused.why_not(device) is None)
@@ -132,7 +132,7 @@ def run_cell(case: Case, device: torch.device) -> dict:
 def _reserved_bytes(
     decoder: Callable, settings: Settings, device: torch.device, case: StepCase, limit_bytes: int
 ) -> int | None:
-    """What training reserves at its peak under a cap; None where it runs out of memory."""
+    """Returns the reserved peak of training under a cap; None if it runs out of memory."""
     ids = torch.zeros((settings.batch, settings.seq), dtype=torch.int64)
     packed = (ids, ids.int()) if settings.document_mask else (None, None)
     measure, train = (named(f"experiments.gpu_acceptance.measured:{name}") for name in ("measure", "train"))

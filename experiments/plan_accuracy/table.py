@@ -41,7 +41,7 @@ def error(row: dict, peak: str) -> float | None:
 
 
 def line(row: dict) -> str:
-    """A row for people."""
+    """Returns a row for people."""
     if "measured" not in row:
         return f"{row['name']}: exit code {row['exit_code']}, {str(row['error'])[-300:]}"
     difference = row["predicted"][ALLOCATED] - row["measured"][ALLOCATED]
@@ -56,7 +56,8 @@ def line(row: dict) -> str:
 
 
 def tables(rows: list[dict]) -> str:
-    """By card and by script: how many cases, how many exact, the worst; then every case that is not within."""
+    """Counts cases and exact ones by card and by script, with the worst errors; then lists all cases outside the
+    bars."""
     rows = newest(rows)
     measured = [row for row in rows if "measured" in row]
     groups: dict[str, list[dict]] = {}
@@ -109,7 +110,7 @@ def _cells(row: dict) -> list[str]:
 
 
 def promise_table(rows: list[dict]) -> str:
-    """Of promise.py: by card, then all cells; below it every cell that did not hold."""
+    """Makes the table of promise.py: by card, then all cells, then every cell that did not hold."""
     rows = newest(rows)
     cards = {card: [row for row in rows if row["card"] == card] for card in sorted({row["card"] for row in rows})}
     header = (
@@ -153,7 +154,7 @@ def _out_of_memory(rows: list[dict]) -> str:
 
 
 def promise_ram_table(rows: list[dict]) -> str:
-    """Of promise_ram.py: a line for each cell."""
+    """Makes the table of promise_ram.py, a line for each cell."""
     header = (
         *("cell", "RAM cap named, MiB", "of it states", "measured under it", "not needed", "of the cap"),
         "exit codes: refused, under the cap named",
@@ -174,9 +175,9 @@ def _ram_cells(row: dict) -> list[str]:
 
 
 def whole_life_table(rows: list[dict]) -> str:
-    """Of whole_life.py: a line for each case, its newest row of a whole batch. The GPU's peaks and RAM by phase are
-    those of the second process; of the first one, which is stopped and writes no report, the largest resident set is
-    known."""
+    """Makes the table of whole_life.py: a line for each case, from its newest row of a whole batch. The GPU's peaks and
+    RAM by phase are those of the second process. The first one is stopped and writes no report: only its largest
+    resident set is known."""
     newest_rows = {row["case"]: row for row in rows if row["batch"] == BATCH}
     rows = sorted(newest_rows.values(), key=lambda row: row["case"])
     phases = [phase for phase in PHASES if any(phase in (row["ram_phases"] or ()) for row in rows)]

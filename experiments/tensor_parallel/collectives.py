@@ -48,7 +48,7 @@ class Ranks:
     gather_replicated = partialmethod(_apply, forward=ALL_GATHER, backward=PART)
 
     def all_reduce(self, tensor: Tensor, key: tuple[str, str], operation=dist.ReduceOp.SUM) -> Tensor:
-        """The sum over all ranks, in `tensor` itself. `key`: place and pass, for the counts."""
+        """Returns the sum over all ranks, in `tensor` itself. `key`: place and pass, for the counts."""
         if self.count > 1:
             with peer_errors():
                 dist.all_reduce(tensor, operation)

@@ -53,7 +53,7 @@ class Counted(CommDebugMode):
 
 
 def work(job: Job, rank: int, device: torch.device) -> RankResult:
-    """As worker.work; `calls` are those that PyTorch's own counter saw, by kind alone."""
+    """Like worker.work; `calls` come from PyTorch's own counter, only by kind."""
     mesh = init_device_mesh("cpu", (job.ranks,))
     batches = job.batches()
     gc.collect()

@@ -65,8 +65,8 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
-    """Of logits [N, V / ranks]. The largest logit of a row, the sum of the exponentials and the target's logit are
-    reduced over the ranks; the logits stay where they are."""
+    """Computes the cross-entropy of logits [N, V / ranks], without gathering them. The largest logit of a row, the sum
+    of the exponentials and the target's logit are reduced over the ranks."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, first: int, vocabulary: int, ranks: Ranks) -> Tensor:
@@ -93,8 +93,8 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
 
 def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, vocabulary: int, ranks: Ranks) -> Tensor:
-    """The mean over N predictions, the same on all ranks. `logits` [N, part of the vocabulary], from `first` on;
-    `targets` int64 [N]; `vocabulary`: its true size, behind which logits count for nothing."""
+    """Returns the mean over N predictions, the same on all ranks. `logits` [N, part of the vocabulary], from `first`
+    on; `targets` int64 [N]; `vocabulary`: its true size, behind which logits count for nothing."""
     return _VocabularyCrossEntropy.apply(logits, targets, first, vocabulary, ranks).mean()
 
 

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def trained(section: str, words: str) -> dict:
-    """What a row keeps of a run with these options."""
+    """Runs with these options, and returns a row."""
     if section in LARGE_SECTIONS:  # before the processes begin, since glibc reads it when it is loaded
         os.environ.update(RETURN_FREED_MEMORY)
     options = run.parser().parse_args(shlex.split(words))

@@ -1,7 +1,7 @@
 """What is trained, and by which rules it is cut.
 
     mlp        pairs of dense layers on images of digits
-    mlp-norm   the same with norms over the cut features, layer norm and batch norm by turns
+    mlp-norm   the same with norms over the cut features, layer norm and batch norm alternately
     resnet     ResNet-50 (He et al. 2015, arXiv 1512.03385) on the digits, enlarged to 64 x 64 pixels
     gpt2       transformers' GPT-2, and
     llama      Llama with grouped-query heads, on the text of the standard library
@@ -240,8 +240,8 @@ class Kind:
         return CLASSES if self.config is None else self.config.vocab_size
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """The whole model in training mode and without dropout, its parameters on `meta`. Where transformers' norm
-        rounds to fp32 in the middle of fp64, torch's stands."""
+        """Returns the whole model in training mode and without dropout, its parameters on `meta`. Where transformers'
+        norm rounds to fp32 in the middle of fp64, torch's stands."""
         if self.config is not None:
             config = copy.deepcopy(self.config)
             for name in DROPOUTS:
@@ -289,7 +289,7 @@ class Kind:
         return sharded
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The folder's; of random weights, or where it has none, one whose tokens are bytes."""
+        """Returns the folder's; of random weights, or if it has none, one whose tokens are bytes."""
         size = self.config.vocab_size
         if self.folder is not None:
             return load_tokenizer(self.folder, "random" if Path(self.folder).is_dir() else "pretrained", size)

@@ -35,15 +35,15 @@ CHANNELS = 1  # dimension of images [B, C, H, W]
 
 @dataclass(frozen=True)
 class Cut:
-    """Which indices of a tensor along `dim`, `size` long, each rank has: `indices` int64 by rank. Those from `size` on
-    do not exist: they fill up the last parts with zeros."""
+    """The indices of a tensor along `dim`, `size` long, that each rank has: `indices` int64 by rank. Indices from
+    `size` on do not exist: they fill the last parts with zeros."""
 
     dim: int
     size: int
     indices: tuple[Tensor, ...]
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """A rank's part, a tensor of its own."""
+        """Returns a rank's part, a tensor of its own."""
         indices = self.indices[rank]
         found = whole.index_select(self.dim, indices.clamp(max=self.size - 1))
         found.index_fill_(self.dim, (indices >= self.size).nonzero()[:, 0], 0)
@@ -55,7 +55,7 @@ class Cut:
         whole.index_copy_(self.dim, self.indices[rank][exists], part.index_select(self.dim, exists))
 
     def along(self, dim: int) -> "Cut":
-        """The same indices of another dimension."""
+        """Returns the same indices of another dimension."""
         return Cut(dim, self.size, self.indices)
 
 
@@ -166,7 +166,7 @@ class Sharded:
 
 
 class Sharder:
-    """What rules are made of. A rule gets a module and its name, and returns what stands in its place: None for itself.
+    """The tools of rules. A rule gets a module and its name, and returns its replacement, or None to keep it.
     Parameters may be on `meta`: a rank makes only those that it keeps, empty."""
 
     def __init__(
@@ -179,7 +179,7 @@ class Sharder:
         self._made: dict[int, tuple[Tensor, nn.Parameter]] = {}  # by id of a whole parameter: tied ones stay one
 
     def apply(self, rules: dict[str, Callable | tuple[Callable, ...]]) -> Sharded:
-        """All rules, by names in which * stands for numbers; every layer that no rule has named stays whole."""
+        """Returns all rules, by names in which * stands for numbers; every layer that no rule has named stays whole."""
         model = self.sharded.model
         for pattern, of_pattern in rules.items():
             matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
@@ -218,7 +218,7 @@ class Sharder:
         module.register_forward_hook(lambda *_: setattr(self.ranks, "place", ""))
 
     def enters(self, module: nn.Module, name: str) -> None:
-        """The input enters the region of the layers inside."""
+        """Returns the input enters the region of the layers inside."""
 
         def entered(_, args: tuple, kwargs: dict):
             if args:
@@ -243,7 +243,7 @@ class Sharder:
             )
 
     def column(self, cut: Cut) -> Callable:
-        """A layer's outputs are cut."""
+        """Returns a layer's outputs are cut."""
 
         def rule(module: nn.Module, name: str) -> nn.Module:
             product, out, _ = _product(module)
@@ -253,7 +253,7 @@ class Sharder:
         return rule
 
     def row(self, cut: Cut) -> Callable:
-        """A layer's inputs are cut."""
+        """Returns a layer's inputs are cut."""
 
         def rule(module: nn.Module, name: str) -> nn.Module:
             product, _, into = _product(module)
@@ -264,13 +264,13 @@ class Sharder:
         return rule
 
     def vocabulary(self, module: nn.Embedding, name: str) -> nn.Module:
-        """An embedding's rows are cut."""
+        """Returns an embedding's rows are cut."""
         cut = padded(module.num_embeddings, self.ranks.count)
         weight = self.part(module.weight, f"{name}.weight", cut)
         return layers.VocabularyParallelEmbedding(weight, int(cut.indices[self.ranks.rank][0]), self.leave)
 
     def head(self, module: nn.Linear, name: str) -> nn.Module:
-        """[.., D] -> logits of this rank's part of the vocabulary."""
+        """Returns [.., D] -> logits of this rank's part of the vocabulary."""
         return self.column(padded(module.out_features, self.ranks.count))(module, name)
 
     def layer_norm(self, cut: Cut) -> Callable:
@@ -283,7 +283,7 @@ class Sharder:
         return rule
 
     def batch_norm(self, cut: Cut) -> Callable:
-        """A norm of each feature by itself: a rank's are a batch norm of their own."""
+        """Returns a norm of each feature by itself: a rank's are a batch norm of their own."""
 
         def rule(module: nn.Module, name: str) -> nn.Module:
             own = type(module)(len(cut.indices[self.ranks.rank]), module.eps, module.momentum, dtype=self.dtype)
@@ -329,7 +329,7 @@ class Sharder:
 
 
 def _product(module: nn.Module) -> tuple[layers.Product, int, int]:
-    """A linear layer's function of its weight, and the weight's dimensions of outputs and inputs."""
+    """Returns a linear layer's function of its weight, and the weight's dimensions of outputs and inputs."""
     if isinstance(module, nn.Linear):
         return F.linear, 0, 1
     if isinstance(module, nn.Conv2d):

@@ -100,7 +100,7 @@ def _communication(rows: list[dict]) -> str:
 
 
 def alone(row: dict, rows: list[dict]) -> dict:
-    """The row of one rank and the same model."""
+    """Returns the row of one rank and the same model."""
     return next(one for one in rows if one["model"] == row["model"] and one["ranks"] == 1)
 
 
@@ -117,7 +117,7 @@ def saved_by_theory(row: dict, one: dict) -> float:
 
 
 def expected_parameters(row: dict, one: dict) -> float:
-    """How many a rank has where all that is cut is cut evenly, by the row of one rank."""
+    """Returns how many a rank has where all that is cut is cut evenly, by the row of one rank."""
     whole = row["replicated_parameters"]
     return (one["parameters_per_rank"][0] - whole) / row["ranks"] + whole
 

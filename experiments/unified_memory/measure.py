@@ -235,7 +235,7 @@ def paged(case: str) -> dict:
 
 
 def check(setting: Setting) -> Result:
-    """On a GPU, for its acceptance command: a case for each placement, and bitsandbytes' paged AdamW."""
+    """Measures each placement on a GPU, for the acceptance command, and bitsandbytes' paged AdamW."""
     model = TINY if setting.dry_run else "gpt2-xl"
     found = {}
     for placement in PLACEMENTS:

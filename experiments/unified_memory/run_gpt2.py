@@ -183,7 +183,7 @@ def placed(
     options: argparse.Namespace, model: nn.Module, pieces: Pieces, dtype: torch.dtype, device: torch.device,
     planned: schedule.Schedule,
 ) -> Placement:  # fmt: skip
-    """On the CPU there is one memory, and nothing to place."""
+    """Places the model's weights. The CPU has only one memory, so nothing moves there."""
     common = (model, pieces, dtype, device, options.backward)
     if device.type == "cpu" or options.placement == RESIDENT:
         return Placement(*common)
@@ -193,7 +193,7 @@ def placed(
 
 
 def inputs_of(options: argparse.Namespace, vocabulary_size: int) -> tuple[Tensor, PreTrainedTokenizerBase | None]:
-    """Token numbers [1, T], and the tokenizer where they are of --prompt; else they are bytes of this repository."""
+    """Returns token numbers [1, T], and the tokenizer if --prompt needs one; else they are bytes of this repository."""
     if options.prompt is None:
         if vocabulary_size < 256:
             raise InputError(
@@ -224,7 +224,7 @@ def forward_and_backward(model: nn.Module, inputs: Tensor, options: argparse.Nam
 
 @torch.no_grad()
 def generate(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> Tensor:
-    """The likeliest next tokens, int64 [1, N]."""
+    """Returns the likeliest next tokens, int64 [1, N]."""
     cache, found, next_inputs = None, [], inputs
     for _ in range(options.generate):
         output = model(next_inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -234,7 +234,7 @@ def generate(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> T
 
 
 def timed(work, times: int, device: torch.device) -> tuple[list[float], Tensor]:
-    """Seconds of each, and what the last one gave."""
+    """Returns the seconds of each call, and the last result."""
     seconds = []
     for _ in range(times):
         began = time.perf_counter()
@@ -263,7 +263,7 @@ def traffic(
 
 
 def remove_old(path: Path) -> None:
-    """Removes another run's files. InputError where it cannot be removed."""
+    """Removes another run's files. InputError if it cannot be removed."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -303,7 +303,7 @@ def memory_of(device: torch.device) -> dict[str, int]:
 
 
 def digest(tensors: list[Tensor]) -> str:
-    """By which the results of two runs, and their gradients, are compared bit for bit."""
+    """Hashes tensors, to compare results and gradients of two runs bit for bit."""
     found = xxhash.xxh64()
     for tensor in tensors:
         found.update(tensor.cpu().contiguous().view(torch.uint8).numpy())

@@ -38,15 +38,15 @@ class Schedule:
         return frozenset(used - self.kept)
 
     def before(self, number: int) -> tuple[list[int], list[int]]:
-        """What leaves before an access, and what is then fetched, the soonest used first. Before the first access of
-        all there is nothing to leave."""
+        """Returns the pieces that leave before an access, and those that are then fetched, the soonest used first.
+        Before the very first access nothing leaves."""
         old = self.window(number - 1) if number else frozenset()
         new = self.window(number)
         order = [piece for place in range(number, number + self.ahead + 1) for piece in self._access(place)]
         return sorted(old - new), [piece for piece in dict.fromkeys(order) if piece in new - old]
 
     def resident_bytes(self, number: int) -> int:
-        """On the GPU during an access."""
+        """Returns the bytes on the GPU during an access."""
         kept = sum(self.sizes[piece] for piece in self.kept)
         return kept + sum(self.slots if self.in_slots else (self.sizes[piece] for piece in self.window(number)))
 
@@ -70,7 +70,7 @@ def schedule(
     sizes: Sequence[int], accesses: Sequence[Access], limit_bytes: int, ahead: int = 1, in_slots: bool = False
 ) -> Schedule:
     """Keeps what it can. Looks less far ahead if the window would exceed the limit, or if the most frequently used
-    pieces could be kept otherwise; InputError where one access is over the limit."""
+    pieces could be kept otherwise; InputError if one access is over the limit."""
     nothing = Schedule(tuple(sizes), tuple(map(tuple, accesses)), frozenset(), 0, in_slots)
     if nothing.peak_bytes > limit_bytes:
         least = "a slot of each size" if in_slots else "one layer"
@@ -91,7 +91,7 @@ def schedule(
 
 
 def _keeping_most(found: Schedule, limit_bytes: int, uses: Mapping[int, int]) -> Schedule:
-    """With what is used most often, and then with what comes first, kept as far as that goes."""
+    """Keeps the most often used pieces, and then the first ones, as far as they fit."""
     for piece in sorted(range(len(found.sizes)), key=lambda piece: (-uses[piece], piece)):
         more = replace(found, kept=found.kept | {piece})
         if more.peak_bytes <= limit_bytes:
@@ -117,13 +117,14 @@ def prefetched(of: Schedule) -> Traffic:
 
 
 def evicted_only(of: Schedule) -> Traffic:
-    """The traffic of a schedule without look-ahead, with pieces that come by faults and are sent back."""
+    """Returns the traffic of a schedule without look-ahead, with pieces that come by faults and are sent back."""
     moved = prefetched(of)
     return Traffic(moved.to_device, moved.to_host, moved.to_device // PAGE_BYTES)
 
 
 def streamed(of: Schedule) -> Traffic:
-    """The same by copies from host memory: weights that have not changed are not copied back. Only of forwards."""
+    """Returns the same by copies from host memory: weights that have not changed are not copied back. Only of
+    forwards."""
     return Traffic(prefetched(of).to_device, 0)
 
 

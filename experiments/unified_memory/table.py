@@ -59,7 +59,7 @@ def sections(rows: list[dict]) -> str:
 
 
 def newest(rows: list[dict], section: str) -> list[dict]:
-    """By case; a row of a real card hides those of the stand-in."""
+    """Returns the newest row of each case; a row of a real card hides those of the stand-in."""
     found: dict[str, dict] = {}
     for row in (row for row in rows if row["section"] == section):
         key = f"{row['case']}, {row['device']}" if section == "fusion" else row["case"]

@@ -85,9 +85,9 @@ _CUDA_IN_FP32 = {  # of autocast's list, what decoders call and the CPU's list l
 
 @dataclass(frozen=True)
 class RankPeak:
-    """What rank 0, the fullest, needs. `persistent_bytes`: parameters, states and gradients between two steps;
-    `at_peak`: bytes by name at the allocated peak; `seconds`: of the operations of the step recorded, whose
-    micro-batches are one or two, and of each more; 0 where the target has no time."""
+    """The memory of rank 0, the fullest. `persistent_bytes`: parameters, states and gradients between two steps;
+    `at_peak`: bytes by name at the allocated peak; `seconds`: of the recorded step, which has one or two micro-batches,
+    and of each more; 0 if the target has no time."""
 
     method: str
     ranks: int
@@ -196,7 +196,7 @@ class _CudaAutocast(TorchFunctionMode):
 def peak_of(
     recording: Recording, method: str, ranks: int, micro_batch: int, limit_bytes: int | None = None
 ) -> RankPeak:
-    """Peaks of the recorded rank. SimulatedOutOfMemory where it does not complete under `limit_bytes`."""
+    """Peaks of the recorded rank. SimulatedOutOfMemory if it does not complete under `limit_bytes`."""
     allocator = CachingAllocator(expandable_segments=True, limit_bytes=limit_bytes)
     handles: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -216,7 +216,8 @@ def peak_of(
 
 
 def tensor_ranks(method: str, ranks: int) -> int:
-    """How many ranks share each product. Two in dp+tp: its sums over ranks are not hidden, so as few as can be."""
+    """Returns how many ranks share each product. Two in dp+tp: its sums over ranks are not hidden, so as few as can
+    be."""
     if method not in METHODS:
         raise InputError(f"there is no method {method!r}; choose one of {', '.join(METHODS)}")
     if ranks < 1 or (method in ("tp", "dp+tp") and ranks < 2):
@@ -234,9 +235,9 @@ def record(
     `micro_batch` sequences of `seq` tokens, `accumulation` of them per step (two stand for more).
 
     Two steps, the first with one micro-batch, which makes the optimizer's states. Of a model whose blocks are alike
-    four blocks are run and then five, and the rest follows; where it does not, all are run.
+    four blocks are run and then five, and the rest follows; if it does not, all are run.
 
-    InputError where the method cannot divide the model; LowmemError inside another process group.
+    InputError if the method cannot divide the model; LowmemError inside another process group.
     """
     case = config, method, ranks, micro_batch, seq, target, accumulation
     blocks = Decoder(build_model(config)).blocks
@@ -255,7 +256,7 @@ def record(
 
 def record_blocks(config, method: str, ranks: int, micro_batch: int, seq: int, target: Target, accumulation: int,
                   blocks: int) -> Recording:  # fmt: skip
-    """A recording of the model with its first `blocks` blocks alone."""
+    """Returns a recording of the model with its first `blocks` blocks alone."""
     shared_by = tensor_ranks(method, ranks)
     model = build_model(config)
     decoder = Decoder(model)
@@ -325,7 +326,7 @@ def _fake_ranks(data_ranks: int, tensor_ranks: int) -> Iterator[DeviceMesh]:
 
 @contextmanager
 def _masks_as_on_tensors_with_data() -> Iterator[None]:
-    """transformers looks for packed sequences by reading positions, and expects some where it cannot read."""
+    """transformers looks for packed sequences by reading positions, and expects some if it cannot read."""
     guess = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
