@@ -337,8 +337,9 @@ def test_a_run_announces_its_planned_seconds_before_its_steps_and_before_its_end
         to_dict=lambda: {"predicted": predicted, "choice": {}, "tokens_per_step": 65536},
     )  # fmt: skip
     watched = training._Watched(setting, {}, {"gpu": None, "ram": None})
-    watched.kept |= {"plan": plan, "settings": settings, "log": log, "device": torch.device("cpu")}
-    watched.begin()
+    question = SimpleNamespace(settings=settings)
+    watched.kept |= {"plan": plan, "question": question, "log": log, "device": torch.device("cpu")}
+    watched.planned()
     write = watched.step(lambda log, row: log.rows.append(row))
     for number in range(1, 5):
         row = {"step": number, "loss": 5.0 - number, "step_ms": 40_000.0} | dict.fromkeys(training.PEAKS, number)
