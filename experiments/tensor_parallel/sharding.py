@@ -232,11 +232,11 @@ class Sharder:
         module.register_forward_hook(lambda module, args, output: self.enter(output))
 
     def gathers_channels(self, module: nn.Module, name: str) -> None:
-        """What comes out is cut by channels, and is gathered."""
+        """Divides the output by channels, and gathers it."""
         module.register_forward_hook(lambda module, args, output: self.ranks.gather_replicated(output, dim=CHANNELS))
 
     def own_positions(self, module: nn.Module, name: str) -> None:
-        """Of the embedded positions [1, T, D] those of this rank's part of the sequence."""
+        """Selects this rank's part of the sequence from the embedded positions [1, T, D]."""
         if self.sequence_parallel:
             module.register_forward_hook(
                 lambda module, args, output: output.chunk(self.ranks.count, SEQUENCE)[self.ranks.rank]
