@@ -36,7 +36,8 @@ def gradients(
 ) -> list[Tensor | None]:
     """Autograd's gradients of `function(*inputs)` for each of the `inputs`, None for None, given that for its result.
 
-    Operators are called below autograd, inside a TorchDispatchMode, where it is excluded: here it is let in again."""
+    Operators are called below autograd, inside a TorchDispatchMode, if it is excluded: here it is let in again.
+    """
     keys, without = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
     with without(keys.AutogradFunctionality, False), without(keys.ADInplaceOrView, False), torch.enable_grad():
         leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs]
@@ -104,7 +105,8 @@ def cudnn_attention_backward(
 
 
 def _forward(query, key, value, bias, dropout_p, is_causal, scale) -> tuple[Tensor, Tensor | None, int | None]:
-    """The output [B, H, T, D]; the logsumexp of the CPU's operator, or None; with dropout, what names its mask."""
+    """Returns the output [B, H, T, D]; the logsumexp of the CPU's operator, or None; with dropout, what names its
+    mask."""
     if _in_one_operator(query, key, value, bias, dropout_p, is_causal, scale):
         found = _aten._scaled_dot_product_flash_attention_for_cpu.default(
             query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale
@@ -117,7 +119,7 @@ def _forward(query, key, value, bias, dropout_p, is_causal, scale) -> tuple[Tens
 def _backward(
     gradient, query, key, value, bias, saved, dropout_p, is_causal, scale, bias_gradient=False
 ) -> Sequence[Tensor | None]:  # fmt: skip
-    """The gradients for query, key, value and bias; `saved`: output, logsumexp and seed."""
+    """Returns the gradients for query, key, value and bias; `saved`: output, logsumexp and seed."""
     output, logsumexp, seed = saved
     rows = query.shape[2]
     if not bias_gradient and _in_one_operator(query, key, value, bias, dropout_p, is_causal, scale):

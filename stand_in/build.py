@@ -159,7 +159,8 @@ def _make_library(folder: Path, library: str, symbols: dict[str, str], modelled:
 
 
 def architectures(libraries: Path) -> list[int]:
-    """The compute capabilities that the kernels of this PyTorch are built for, as noted in `libraries`: 86 for 8.6."""
+    """Returns the compute capabilities that the kernels of this PyTorch are built for, as noted in `libraries`: 86 for
+    8.6."""
     return [int(name) for name in (libraries / "architectures").read_text().split()]
 
 

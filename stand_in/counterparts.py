@@ -28,7 +28,7 @@ _aten = torch.ops.aten
 
 
 def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """By the CPU's lines for F.dropout: the mask is drawn, and the quotient rounded, in the dtype of `x`."""
+    """Follows the CPU's code for F.dropout: it draws the mask, and rounds the quotient, in the dtype of `x`."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1:
@@ -59,8 +59,8 @@ def _layer_norm_backward(gradient, x, shape, mean, reciprocal, weight, bias, ask
 
 
 def _rms_norm_backward(gradient, x, shape, reciprocal, weight, asked):
-    """In the order of autograd's steps, from the last: the product with the weight, that of x and the reciprocal root,
-    the root, the mean and the square."""
+    """Takes autograd's steps in reverse: the product with the weight, that of x and the reciprocal root, the root, the
+    mean and the square."""
     kind = reciprocal.dtype
     axes, leading = list(range(x.dim() - len(shape), x.dim())), list(range(x.dim() - len(shape)))
     x_there, of_normal = x.to(kind), gradient.to(kind)

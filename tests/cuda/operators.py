@@ -89,8 +89,8 @@ DROPOUTS = (
 
 
 def steps(gpu: Gpu, family: str) -> Iterator[Call]:
-    """The distinct operations of simulated steps of `family`: 16-bit products with both residual streams, and fp32;
-    with dropout, and with documents masked."""
+    """Yields the distinct operations of simulated steps of `family`: 16-bit products with both residual streams, and
+    fp32; with dropout, and with documents masked."""
     seen: dict[tuple, Call] = {}
 
     def watch(func: Callable, args: tuple, kwargs: dict, result) -> tuple:
@@ -139,7 +139,7 @@ def rows(gpu: Gpu, families: list[str]) -> Iterator[dict]:
 
 
 def workspaces(gpu: Gpu) -> Iterator[dict]:
-    """To be run first: a thread takes its workspace once."""
+    """Measures workspaces. Run it first: a thread takes its workspace once."""
     device = torch.device("cuda")
     x = torch.ones(8, 8, device=device, requires_grad=True)
     bias = torch.ones(8, device=device)

@@ -67,7 +67,7 @@ CASES = {  # the layout, and what else differs from a plain step
 
 
 def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
-    """("alloc" or "free", bytes) of a run."""
+    """Returns ("alloc" or "free", bytes) of a run."""
     torch.cuda.memory._record_memory_history(context=None)
     devices.take_workspaces(device)
     layout = case.layout

@@ -30,7 +30,7 @@ REST_BYTES = -(VOCABULARY * MEDIUM.width * 2) % SEGMENT_STEP_BYTES
 
 
 def on_stand_in(card: str, *arguments: str) -> dict[str, Any]:
-    """What tests.cuda.recorded_steps prints."""
+    """Returns the output of tests.cuda.recorded_steps."""
     lines = on_card.output("-m", "tests.cuda.recorded_steps", *arguments, options=("--gpu", card)).splitlines()
     return json.loads(lines[-1])
 

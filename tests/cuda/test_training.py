@@ -62,7 +62,7 @@ def on_cpu():
 
 
 def reference(on_cpu, precision: str, case: dict):
-    """Of an arrangement of `case`: the plain one's outcome; without clipping also with its group."""
+    """Returns the plain arrangement's outcome for `case`; without clipping also with its group."""
     return on_cpu(precision, **UNCLIPPED) if "clip_norm" in case else on_cpu(precision)
 
 

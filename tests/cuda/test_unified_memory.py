@@ -16,7 +16,7 @@ SHAPE = "6x256x4"
 
 
 def run(tmp_path, *words: str, order: str = "issue") -> dict:
-    """The report; under `memory` it has the card's counts."""
+    """Returns the report; under `memory` it has the card's counts."""
     common = ["-m", PROGRAM, "--model", SHAPE, "--seq", "48", "--runs", "2", "--out", str(tmp_path)]
     output(*common, *words, options=["--values", "--order", order])
     return json.loads((tmp_path / "report.json").read_text())

@@ -123,14 +123,14 @@ def as_read(name, messages):
 
 
 def masked(name, tokenizer, messages):
-    """The ids of a conversation, and which of them transformers says that the assistant generated."""
+    """Returns the ids of a conversation, and which of them transformers says that the assistant generated."""
     messages = as_read(name, messages)
     encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     return encoded["input_ids"], encoded["assistant_masks"]
 
 
 def labels_of(tmp_path, tokenizer, messages):
-    """The tokens of one conversation and their labels, -100 where not trained, as batches have them."""
+    """Returns the tokens of one conversation and their labels, -100 where not trained, as batches have them."""
     path = write_rows(tmp_path / "a.jsonl", [{"messages": messages}])
     batch = load(path, tokenizer, len(tokenizer), seq=4096, batch=1).train.batch(0)
     return batch.input_ids[0].tolist(), batch.labels[0].tolist()

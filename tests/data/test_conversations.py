@@ -20,7 +20,7 @@ TOOL_TEMPLATE = (
 
 
 def read(tmp_path, *rows, tokenizer=None, **options):
-    """(text, trained text) of each row as a batch has it, without the ends of text."""
+    """Returns (text, trained text) of each row as a batch has it, without the ends of text."""
     path = write_rows(tmp_path / "rows.jsonl", rows)
     batch = in_order(path, tokenizer, seq=512, batch=len(rows), **options).batch(0)
     texts = ["".join(token for token, _ in shown(batch, row)).rstrip("$") for row in range(len(rows))]
@@ -108,7 +108,7 @@ def test_of_prompt_and_completion_as_messages_only_the_completion_is_trained(tmp
 
 
 def of(content=None, **message):
-    """A row with one message of the user."""
+    """Returns a row with one message of the user."""
     return {"messages": [{"role": "user", "content": content} | message]}
 
 

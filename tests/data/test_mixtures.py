@@ -20,7 +20,7 @@ def load(*specs, **options):
 
 
 def texts(path, letter, count):
-    """A row of eight tokens each: a00000.$"""
+    """Writes rows of eight tokens each: a00000.$"""
     path.write_text("".join(json.dumps({"text": f"{letter}{n:05d}."}) + "\n" for n in range(count)) + '{"text": "."}')
     return path
 
@@ -35,7 +35,7 @@ def rows_of(batches, steps) -> list[tuple]:
 
 
 def counted(batches, epoch: int) -> Counter:
-    """How often each text begins a row of that epoch."""
+    """Returns how often each text begins a row of that epoch."""
     first = epoch * batches.rows
     steps = range(first // batches.batch_rows, -(-(first + batches.rows) // batches.batch_rows))
     rows = rows_of(batches, steps)[first - steps[0] * batches.batch_rows :][: batches.rows]

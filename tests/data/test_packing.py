@@ -18,7 +18,7 @@ LENGTHS = [1, 64, 2, 17, 17, 40, 8, 9, 33, 5, 1, 24]  # inputs, so one token les
 
 
 def examples(lengths, seed: int = 0) -> Rows:
-    """Of random tokens; all but the first half of each is trained, its end always."""
+    """Rows of random tokens. All but the first half of each is trained, always with its end."""
     drawn = np.random.default_rng(seed)
     sizes = np.array(lengths) + 1
     trained = np.concatenate([np.arange(size) >= min(size // 2, size - 1) for size in sizes])
@@ -37,7 +37,7 @@ def text(rows: int, seed: int = 0) -> Rows:
 
 
 def contents(batch) -> list[tuple]:
-    """Every document of a batch with a trained token: its inputs and labels up to the last of those."""
+    """Returns every document of a batch with a trained token: its inputs and labels up to the last of those."""
     found = []
     documents = torch.zeros_like(batch.labels) if batch.document_ids is None else batch.document_ids
     for ids, labels, numbers in zip(batch.input_ids, batch.labels, documents, strict=True):

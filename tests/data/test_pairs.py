@@ -27,7 +27,7 @@ def load(tmp_path):
 
 
 def pairs_of(batch) -> set[tuple[bytes, bytes]]:
-    """Each row's source and its target by its labels, without padding."""
+    """Returns each row's source and its target by its labels, without padding."""
     found = set()
     width = batch.source_mask.shape[1]
     for ids, mask, labels in zip(batch.input_ids, batch.source_mask, batch.labels, strict=True):

@@ -123,7 +123,7 @@ def example(of, columns: dict, tmp_path, **more) -> tuple[list[int], list[bool]]
 
 
 def whole(of, text: str) -> tuple[int, list[int]]:
-    """The number of tokens before the text, and all tokens: the tokenizer's, and one end of text."""
+    """Returns the number of tokens before the text, and all tokens: the tokenizer's, and one end of text."""
     begun, body = of(text)["input_ids"], of(text, add_special_tokens=False)["input_ids"]
     before = int(bool(of.bos_token_id) and begun[:1] == [of.bos_token_id] and not text.startswith(of.bos_token))
     end = [] if text.rstrip().endswith(of.eos_token) else [of.eos_token_id]

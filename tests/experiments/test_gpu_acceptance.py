@@ -76,7 +76,7 @@ def dry_run(tmp_path_factory) -> tuple[Path, list[dict]]:
 
 
 def in_this_process(job: Job, folder: Path) -> int:
-    """A dry run of `job` as its own process would make it; the exit code."""
+    """Runs a dry `job` as its own process would; returns the exit code."""
     shared = {"commit": None, "device": "a CPU", "versions": MACHINE["versions"], "dry_run": True, "stand_in": False}
     scratch = folder / "scratch" / str(time.monotonic_ns())
     scratch.mkdir(parents=True)
@@ -371,7 +371,7 @@ def test_bf16_is_left_out_where_a_card_has_none(monkeypatch, capability, half):
 
 @dataclasses.dataclass
 class Event:
-    """As the profiler's, of a card."""
+    """Imitates the profiler's events of a card."""
 
     called: str
     start: int

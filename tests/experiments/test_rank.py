@@ -226,7 +226,7 @@ def test_where_four_blocks_do_not_foretell_five_all_are_recorded(monkeypatch):
 
 
 def blocks_recorded(monkeypatch, instead: rank.Recording | None = None) -> list[int]:
-    """How many blocks each recording from now on has run, or would have where it is replaced by another."""
+    """Returns how many blocks each recording from now on has run, or would have if it is replaced by another."""
     recorded, run = [], rank.record_blocks
     monkeypatch.setattr(rank, "record_blocks", lambda *case: recorded.append(case[-1]) or instead or run(*case))
     return recorded
@@ -393,7 +393,7 @@ def _zero(model: nn.Module) -> None:
 
 
 def _ddp(decoder: Decoder):
-    """The recipe as PyTorch's documentation has it."""
+    """Returns the recipe as PyTorch's documentation has it."""
     for index, block in enumerate(decoder.blocks):
         decoder.blocks[index] = checkpoint_wrapper(block, preserve_rng_state=False)
     model = DistributedDataParallel(decoder.model, gradient_as_bucket_view=True)

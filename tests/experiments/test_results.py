@@ -1,4 +1,4 @@
-"""`make results`: tables and pictures say what the rows say, and that something is missing where it is."""
+"""`make results`: tables and pictures say what the rows say, and name missing rows."""
 
 import re
 

@@ -147,7 +147,7 @@ class OptBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """`narrow`: the width of the embeddings where it is not that of the blocks."""
+    """`narrow`: the width of the embeddings if it is not that of the blocks."""
 
     def __init__(self, block: type, layers: int, width: int, heads: int, eager: bool, narrow: int | None, tied: bool):
         super().__init__()
