@@ -73,7 +73,7 @@ def build() -> Path:
 
 
 def _libraries_that_ask() -> list[Path]:
-    """PyTorch's libraries, and bitsandbytes' where that is installed."""
+    """Returns PyTorch's libraries, and bitsandbytes' if it is installed."""
     spec = importlib.util.find_spec("torch")
     folder = Path(spec.origin).parent / "lib" if spec else None
     if folder is None or not (folder / "libtorch_cuda.so").exists():
@@ -98,7 +98,7 @@ def _headers() -> Path:
 
 
 def _asked_for(asking: list[Path], headers: Path, modelled: set[str]) -> dict[str, dict[str, str]]:
-    """For each CUDA library the symbols that are asked for, with their versions ("" where they have none)."""
+    """Returns, for each CUDA library, the symbols asked for, with their versions ("" for none)."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for path in asking:
         for library in re.findall(r"\(NEEDED\).*\[(.*)\]", _output("readelf", "-d", path)):

@@ -49,8 +49,8 @@ def begin() -> None:
 
 
 def _when_all_is_computed(empty_cache: Callable[[], None]) -> Callable[[], None]:
-    """cudaFree waits for the card, here for computations, which need Python's lock. PyTorch frees with its allocator's
-    lock taken, which another thread may wait for with Python's: then neither goes on. So they are waited for before."""
+    """Waits for all computations before cudaFree, because they need Python's lock. cudaFree waits for the card. PyTorch
+    calls it with its allocator's lock taken, for which another thread may wait with Python's lock: a deadlock."""
 
     def wait_and_empty() -> None:
         library().card_cudaDeviceSynchronize()
@@ -61,7 +61,7 @@ def _when_all_is_computed(empty_cache: Callable[[], None]) -> Callable[[], None]
 
 @COMPUTATION
 def _run(number: int) -> int:
-    """Called by the card where a stream comes to a computation. Not 0 says that it failed."""
+    """Runs a computation; the card calls it when a stream reaches it. Returns 0 unless it failed."""
     try:
         with _disable_current_modes(), torch.no_grad():
             _computations.pop(number)()

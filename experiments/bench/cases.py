@@ -82,7 +82,7 @@ def tokenized(tree: Path) -> dict:
 
 
 def make_text(path: Path, size_bytes: int) -> None:
-    """Python sources that are installed here, as UTF-8, in an order that does not change."""
+    """Writes installed Python sources as UTF-8, in a fixed order."""
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")]
     with open(path, "wb") as file:
         for source in (source for folder in folders for source in sorted(Path(folder).rglob("*.py"))):
@@ -144,7 +144,7 @@ def ragged(pack: str) -> Case:
 
 
 def _signatures(count: int) -> list[dict[str, str]]:
-    """The first functions of the standard library that have a docstring, in the order of its modules' names."""
+    """Returns the first functions of the standard library that have a docstring, ordered by module."""
     found = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         source = path.read_text(encoding="utf-8", errors="ignore")

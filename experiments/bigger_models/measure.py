@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _work(options: argparse.Namespace) -> list[tuple[str, str, Callable[[], dict]]]:
-    """Names, kinds and values of the rows that are made here."""
+    """Returns name, kind and values of each row made here."""
     if row_file.on_stand_in():
         return [(f"card: {case.name}", ON_CARD, lambda case=case: on_card(case)) for case in CARD_CASES]
 

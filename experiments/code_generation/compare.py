@@ -121,7 +121,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str] = ()) -> dict:
 
 
 def check_rows(path: Path) -> None:
-    """InputError if no row can be added; known before the work is done."""
+    """Raises InputError, before the work, if no row can be added."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab"):
@@ -217,7 +217,7 @@ def exit_code_of(command: Sequence[str]) -> int:
 def judged(
     name: str, begun: Sequence[Beginning], held_out: Sequence[str], options: argparse.Namespace, device: torch.device
 ) -> dict:
-    """Scores of a model's folder or hub name, and under `texts` how it goes on, by beginning."""
+    """Scores a model's folder or hub name. `texts` has its continuations by beginning."""
     model, tokenizer = loaded(name, device)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or options.seq
     if options.seq > positions:

@@ -32,7 +32,7 @@ def held_out_loss(
 
 
 def _batches(rows: list[list[int]]) -> Iterator[Tensor]:
-    """int64 [B, T], filled up behind with -1."""
+    """Yields int64 [B, T], padded on the right with -1."""
     for start in range(0, len(rows), ROWS):
         several = [torch.tensor(row) for row in rows[start : start + ROWS]]
         yield torch.nn.utils.rnn.pad_sequence(several, batch_first=True, padding_value=-1)

@@ -24,7 +24,7 @@ def line_parses(line: str) -> bool:
 
 
 def next_line_of(generated: str) -> str | None:
-    """The first line of what was generated that is not blank; None if none has come to its end."""
+    """Returns the first generated line that is not blank; None if no line is complete."""
     return next((line for line in _whole_lines(generated) if line.strip()), None)
 
 

@@ -177,8 +177,8 @@ def _run_job(job: Job, path: Path, scratch: Path, common: dict, device: str, dea
 def _run_process(
     task: dict, progress: Progress, silent_seconds: float, deadline: float
 ) -> tuple[int | None, str | None]:
-    """One process of a job: its exit code, or None and why it was ended. It may take `silent_seconds` until it says how
-    long it may take, and never longer than until `deadline`."""
+    """Runs one process of a job: returns its exit code, or None and why it was ended. It may take `silent_seconds`
+    until it announces its time limit, and never longer than until `deadline`."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}  # no job needs the hub, and a time-out is worth a measurement
     if task["common"]["dry_run"]:
         environment["OMP_NUM_THREADS"] = "1"  # tiny work: more would wait for each other

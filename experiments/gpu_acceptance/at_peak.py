@@ -79,7 +79,7 @@ def tape_of_history(entries: Sequence[dict]) -> Tape:
 
 
 def _where(frames: Sequence[dict]) -> str:
-    """The innermost frame that is not torch's own."""
+    """Returns the innermost frame that is not torch's own."""
     for frame in frames:
         if frame["filename"].endswith(".py") and not frame["filename"].startswith(_TORCH):
             return f"{frame['name']} ({Path(frame['filename']).name}:{frame['line']})"
@@ -110,9 +110,9 @@ def live_at_peak(tape: Tape) -> Counter[tuple[int, str]]:
 
 
 def differences(measured: Tape, simulated: Tape) -> dict:
-    """For a row: the largest groups of blocks at both peaks, as [bytes, count, bytes of each, name]; the sizes of which
-    the two have different numbers, as [bytes of each, measured count, simulated count]; and what the model of the
-    allocator makes of the measured run."""
+    """Returns a row's fields: the largest groups of blocks at both peaks, as [bytes, count, bytes of each, name]; sizes
+    with different counts, as [bytes of each, measured count, simulated count]; and the measured run in the model of the
+    allocator."""
     found, expected = live_at_peak(measured), live_at_peak(simulated)
     counts = [Counter(), Counter()]
     for count, groups in zip(counts, (found, expected), strict=True):

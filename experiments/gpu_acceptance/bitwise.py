@@ -50,7 +50,7 @@ def check(setting: Setting) -> Result:
 
 
 def arrangements(device: torch.device, few: bool) -> list[tuple[str, dict, str, dict]]:
-    """Yields (precision, changes to the plain arrangement, name, case) in all 16-bit precisions of the device."""
+    """Returns (precision, changes to the plain arrangement, name, case) in all 16-bit precisions of the device."""
     half = sixteen_bit(device)
     found = [(name, {}, *case) for name in precisions(device) if name != "fp32" for case in LAYOUTS.items()]
     if find_spec("bitsandbytes"):
@@ -78,7 +78,7 @@ def _follows(truth: Callable[[], Outcome], outcome: Callable[[], Outcome], most:
 
 
 def train(shape: Shape, device: torch.device, precision: str, **case) -> Outcome:
-    """`shape.steps` steps from the same random weights, two sequences at a time."""
+    """Trains `shape.steps` steps from the same random weights, two sequences at a time."""
     step, store = shape.make_step(device=device, precision=precision, fused_kernels=fused.available(device), **case)
     outcome = train_step(step, store, shape.batches())
     if device.type == "cuda":  # hooks and parameters hold each other: a run would stay on the card next to the next

@@ -127,7 +127,7 @@ def _compiled(setting: Setting, device: torch.device, name: str, micro_batch: in
 
 
 def _planned_seconds(setting: Setting, name: str, micro_batch: int) -> float:
-    """FLOP of a measurement: 6 per parameter and token, forward and backward."""
+    """Estimates the seconds of a measurement, by 6 FLOP per parameter and token for forward and backward."""
     parameters = sum(parameter.numel() for parameter in build_model(_config(setting, name)).parameters())
     tokens = micro_batch * (TINY_SEQ if setting.dry_run else SEQ)
     return (1 + REPEATS) * 6 * parameters * tokens / setting.flops_per_second
@@ -140,7 +140,7 @@ def _stock_model(setting: Setting, device: torch.device, name: str) -> nn.Module
 
 
 def _timed(setting: Setting, device: torch.device, model: nn.Module, micro_batch: int) -> dict:
-    """Median speed of a forward and backward, after one that warms up (`first_seconds`), and the peaks."""
+    """Returns the median speed of a forward and backward, after one that warms up (`first_seconds`), and the peaks."""
     seq = TINY_SEQ if setting.dry_run else SEQ
     tokens = torch.randint(0, model.config.vocab_size, (micro_batch, seq), device=device)
     if device.type == "cuda":

@@ -151,7 +151,7 @@ def update_speed(device: torch.device, size: int, dtype: torch.dtype) -> dict[st
 
 
 def _seconds(call, device: torch.device) -> float:
-    """Median of five, after one that warms up."""
+    """Returns the median of five, after one that warms up."""
     times = []
     for _ in range(6):
         _synchronize(device)
@@ -191,7 +191,8 @@ def fused_speed(device: torch.device, tokens: int, width: int, vocabulary: int, 
 def loss_errors(
     device: torch.device, dtype: torch.dtype, tokens: int, width: int, vocabulary: int, fused_kernels: bool
 ) -> dict[str, float]:
-    """Relative errors of the loss and of the norms of both gradients, against plain fp32 on the same operands."""
+    """Returns the relative errors of the loss and of the norms of both gradients, against plain fp32 on the same
+    operands."""
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(tokens, width, generator=generator).to(dtype)
     weight = torch.randn(vocabulary, width, generator=generator).mul_(0.05).to(dtype)

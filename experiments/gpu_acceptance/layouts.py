@@ -75,7 +75,7 @@ class ModelLayout:
         )  # fmt: skip
 
     def tokens(self) -> Batch:
-        """Random ones; with a document mask, two documents to a row."""
+        """Returns random tokens; with a document mask, two documents to a row."""
         generator = torch.Generator().manual_seed(0)
         shape = (self.batch, self.seq)
         ids, labels = torch.randint(0, MODELS[self.model]().vocab_size, (2, *shape), generator=generator)

@@ -61,7 +61,7 @@ def check(setting: Setting) -> Result:
 
 
 def undisturbed(setting: Setting) -> Result:
-    """Everything else is compared with this one; also the export."""
+    """Trains without a disturbance; all other runs, and the export, are compared with this one."""
     kept: dict = {}
     out = setting.scratch / "undisturbed"
     code = run_script(SCRIPT, _arguments(setting, out), TrainingStep=remembering(prepare.TrainingStep, kept))
@@ -153,8 +153,8 @@ def _take_all_memory(setting: Setting, taken: list[Tensor]) -> None:
 
 
 def not_page_locked(setting: Setting) -> Result:
-    """CUDA refuses memory that is registered already, and leaves an error for the next kernel. Then the memory is
-    unregistered, so that it is pageable."""
+    """Makes CUDA refuse memory, because it is registered already, which leaves an error for the next kernel. Then the
+    memory is unregistered, so that it is pageable."""
     out, runtime = setting.scratch / "not_page_locked", torch.cuda.cudart()
     register, answers = runtime.cudaHostRegister, []
 
@@ -184,13 +184,13 @@ def _said(out: Path) -> str:
 
 
 def _compared(setting: Setting, reference: str, out: Path, values: dict, checks: dict[str, bool]) -> Result:
-    """`values` and `checks` with those of the comparison."""
+    """Adds the comparison's to `values` and `checks`."""
     different = differences(setting.scratch / reference, out)
     return Result(values | {"different": different[:5]}, checks | {"every bit equal": not different})
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Names of what is not bitwise equal in two run folders that have come to their end."""
+    """Names everything that is not bitwise equal in two finished run folders."""
     contents = [_content(folder) for folder in (one, other)]
     names = sorted(contents[0].keys() | contents[1].keys())
     found = [name for name in names if contents[0].get(name) != contents[1].get(name)]

@@ -120,7 +120,7 @@ def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, 
 
 
 def error(predicted: int, measured: int) -> float:
-    """Relative and signed: below 0 the plan promised too much."""
+    """Returns the relative error, with sign: below 0 the plan promised too much."""
     return predicted / measured - 1
 
 

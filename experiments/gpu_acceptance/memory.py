@@ -130,8 +130,8 @@ def plain(setting: Setting, models: Sequence[str]) -> Result:
 
 
 def _of_all(setting: Setting, predictions: Iterator[tuple], measured: Callable, seconds: Callable) -> Result:
-    """Returns a case per model: what `measured(name, prediction)` gives, planned to take `seconds(prediction)`. A
-    prediction that is an exception ends its case, and no other."""
+    """Runs a case per model: `measured(name, prediction)`, planned to take `seconds(prediction)`. A prediction that is
+    an exception ends only its own case."""
 
     def work(name: str, predicted) -> Result:
         if isinstance(predicted, Exception):
@@ -159,7 +159,7 @@ def _run_lowmem(plan: Plan, device: torch.device):
 
 
 def _compared(predicted: Memory, found) -> tuple[dict, dict[str, bool]]:
-    """`found`: Measured, or None if the GPU ran out of memory."""
+    """Compares with `found`: Measured, or None if the GPU ran out of memory."""
     values: dict = {
         "predicted_allocated_peak_bytes": predicted.allocated_peak_bytes,
         "predicted_reserved_peak_bytes": predicted.reserved_peak_bytes,
@@ -197,7 +197,7 @@ def _case(settings: Settings, method: str) -> dict:
 
 
 def _config(name: str) -> PretrainedConfig:
-    """InputError if none is known without a network."""
+    """Returns the model's config. InputError if none is known without a network."""
     if name in TINY:
         return TINY[name]
     if name in MORE:
@@ -241,7 +241,7 @@ def _predictions(
 
 
 def _begin_worker() -> None:
-    """One thread, no warnings; and an end when the job's process is gone, however it went."""
+    """Sets one thread and no warnings, and ends this process when the job's process is gone."""
     torch.set_num_threads(1)
     devices.set_environment()
     transformers.logging.set_verbosity_error()

@@ -65,7 +65,7 @@ def check(setting: Setting, name: str, trained: Trained) -> tuple[dict, dict[str
 
 
 def update_cost(trained: Trained, pairs: int) -> tuple[dict, dict[str, bool]]:
-    """Median seconds of `pairs` steps as trained, and of as many without their update; {bar: met}."""
+    """Compares the median seconds of `pairs` steps as trained, and of as many without their update; {bar: met}."""
     step, rows = trained.step, {"with": [], "without": []}
 
     def seconds() -> float:
@@ -104,8 +104,7 @@ class _NoCopies(Transfers):
 
 
 def record_timeline(setting: Setting, name: str, trained: Trained) -> tuple[dict, dict[str, bool]]:
-    """One step, recorded and simulated: the figures of both; {what was seen: whether}. On the stand-in, simulated
-    alone."""
+    """Records and simulates one step, and returns the figures of both. On the stand-in it only simulates."""
     timelines, reason = [], {}
     if setting.stand_in:
         reason = {"not_recorded": "the stand-in's card takes no time, and reports no event to a profiler"}

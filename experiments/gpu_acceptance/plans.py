@@ -96,7 +96,7 @@ def check_peaks(setting: Setting, device: torch.device, target: Target) -> Resul
 
 
 def on_card(layouts: Sequence[ModelLayout], device: torch.device) -> tuple[ModelLayout, ...]:
-    """The layouts in precisions that the device has: in fp16 if it has no bf16; each once."""
+    """Returns each layout once, in precisions that the device has: in fp16 if it has no bf16."""
     half = sixteen_bit(device)
     return tuple(
         dict.fromkeys(replace(layout, precision=half) if layout.precision == "bf16" else layout for layout in layouts)
@@ -106,7 +106,7 @@ def on_card(layouts: Sequence[ModelLayout], device: torch.device) -> tuple[Model
 def _peaks_of(
     setting: Setting, layout: ModelLayout, device: torch.device, target: Target, first: int | None, diagnose: bool
 ) -> Result:
-    """One layout's peaks, simulated and measured. `first`: what was measured of it the first time."""
+    """Compares one layout's peaks, simulated and measured. `first`: its first measurement."""
     recording = Simulated.of(layout, target).recording
     predicted, real = under_cap(recording.tape), measure(layout, device, target)
     if real is None:
@@ -237,7 +237,7 @@ def measure(
     layout: ModelLayout, device: torch.device, target: Target, limit_bytes: int | None = None, *, steps: int = STEPS,
     history: bool = False,
 ) -> Measured[Ran] | None:  # fmt: skip
-    """Really runs `layout`, with the kernels that `target` counts on; None if it ran out of memory under the cap."""
+    """Runs `layout`, with the kernels that `target` counts on; None if it ran out of memory under the cap."""
 
     def work() -> Ran:
         decoder = layout.decoder(target.fused_kernels)

@@ -93,7 +93,8 @@ def rows_of(card: Card, arguments: list[str]):
 
 
 def alone_per_second(decoder, micro_batch: int, precision: str, card: Card) -> float:
-    """Sequences per second of forward and backward, everything kept: what two micro-batches more add to a step."""
+    """Returns sequences per second of forward and backward with everything kept, from the cost of two more
+    micro-batches."""
 
     def seconds(micro_batches: int) -> float:
         case = StepCase(
@@ -106,7 +107,7 @@ def alone_per_second(decoder, micro_batch: int, precision: str, card: Card) -> f
 
 
 def plain_per_second(config: PretrainedConfig, batch: int, card: Card) -> float:
-    """Sequences per second of the stock model's forward and backward, the second time."""
+    """Returns sequences per second of the stock model's second forward and backward."""
     target, model = gpu_target(card), build_model(config).to(META)
     recorder = Recorder(target.machine)
     tokens = torch.zeros((batch, SEQ), dtype=torch.int64, device=META)

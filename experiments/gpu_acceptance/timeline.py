@@ -47,7 +47,7 @@ class Timeline:
     lanes: dict[str, list[Stretch]] = field(repr=False)
 
     def figures(self) -> dict[str, float | int | None]:
-        """For a row. Seconds of copying count once where both directions are at work."""
+        """Returns a row's fields. Seconds of copying count once if both directions are busy."""
         copying = joined(self.lanes[IN] + self.lanes[OUT])
         seconds = _length(copying)
         hidden = _length(common(copying, self.lanes[COMPUTE]))
@@ -117,8 +117,8 @@ class _WatchedTransfers(SimulatedTransfers):
 
 
 def simulated(decoder: Decoder, case: StepCase, target: Target) -> Timeline:
-    """Returns the same as the plan sees it, of the second step, which has the first one's update in it. `decoder`:
-    without weights, as for `record_step`; `target`: of a GPU."""
+    """Simulates the second step, which includes the first one's update. `decoder`: without weights, as for
+    `record_step`; `target`: of a GPU."""
     made = []
 
     def watched(*arguments, **keywords) -> _WatchedTransfers:
@@ -186,8 +186,8 @@ def _length(stretches: Iterable[Stretch]) -> float:
 
 
 def content(timeline: Timeline) -> dict:
-    """For the file, from which the picture is drawn: title, figures and `panels`: [from, to] in seconds, and per lane
-    the busy share of each part in between; of the whole step and, if there is any, of the time of copying."""
+    """Returns the content of the file from which the picture is drawn. It has title, figures and `panels` for the whole
+    step and for the time of copying: [from, to] in seconds, and the busy share of each lane in each part."""
     copies = joined(timeline.lanes[IN] + timeline.lanes[OUT])
     windows = {"the whole step": (0.0, timeline.seconds)}
     if copies:
@@ -224,7 +224,7 @@ def draw(contents: Sequence[dict], title: str, path: Path) -> None:
 
 
 def _draw_panel(axes, panel: dict) -> None:
-    """Every lane's height is how busy it is."""
+    """Draws each lane's busy share as its height."""
     start, end = (1e3 * seconds for seconds in panel["seconds"])
     for row, (lane, colour) in enumerate(zip(LANES, ("C0", "C1", "C2"), strict=True)):
         shares = panel["busy"][lane]

@@ -24,12 +24,12 @@ _OLDEST = (7, 5)  # capability of cards that PyTorch's CUDA 13 builds have code 
 
 
 def time_limit(planned_seconds: float) -> float:
-    """Seconds after which work that is planned to take `planned_seconds` is taken for hanging."""
+    """Returns the seconds after which work planned to take `planned_seconds` counts as hanging."""
     return FLOOR_SECONDS + FACTOR * planned_seconds
 
 
 def flops_per_second(device_name: str) -> float:
-    """16-bit FLOP/s of large products on the card that reports this name. A card that is not in the table counts as the
+    """Returns 16-bit FLOP/s of large products on the card of this name. A card that is not in the table counts as the
     slowest measured one."""
     card = card_of_name_reported(device_name)
     if card is not None:
@@ -55,12 +55,12 @@ class Progress:
         part.replace(self._now)
 
     def end(self, case: str, values: dict, checks: dict[str, bool]) -> None:
-        """`case` is done."""
+        """Records that `case` is done."""
         with open(self._done, "a") as file:
             file.write(json.dumps({"case": case, "values": values, "checks": checks}) + "\n")
 
     def failed(self, case: str) -> None:
-        """`case` has ended its process, of which nothing else is to be known."""
+        """Records that `case` has ended its process."""
         self.end(case, {}, {"ended as it should": False})
         self._now.unlink()
 

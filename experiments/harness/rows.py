@@ -176,7 +176,7 @@ def _git(*arguments: str) -> str:
 
 
 def _finite(value):
-    """`value` with null for numbers that JSON cannot write."""
+    """Returns `value` with null for numbers that JSON cannot write."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

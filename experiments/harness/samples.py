@@ -13,7 +13,7 @@ from lowmem.errors import InputError
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """1,797 images fp32 [N, 1, 8, 8] from -1 to 1, and which digit each shows, int64 [N]. InputError without
+    """Returns 1,797 images fp32 [N, 1, 8, 8] from -1 to 1, and the digit of each, int64 [N]. InputError without
     scikit-learn."""
     try:
         from sklearn.datasets import load_digits

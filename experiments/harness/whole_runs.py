@@ -21,7 +21,7 @@ DISK_MARGIN_BYTES = 2**30
 
 
 def check_room(folder: str | Path, needed_bytes: int, name: str) -> None:
-    """LowmemError if a run of `name`, which leaves so much in `folder` until it ends, has no room there."""
+    """Raises LowmemError if `folder` has no room for a run of `name`, which needs so many bytes until it ends."""
     needed_bytes += DISK_MARGIN_BYTES
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
@@ -32,8 +32,8 @@ def check_room(folder: str | Path, needed_bytes: int, name: str) -> None:
 
 
 def report_of(command: list[str], out: Path, name: str) -> dict:
-    """Returns the report.json of a run of `name`: `command`, which is told to write under `out` by its last words.
-    LowmemError, with the last of what it said, if it fails."""
+    """Runs `command`, which writes under `out`, and returns its report.json. LowmemError, with its last words, if it
+    fails."""
     ended = subprocess.run([*command, "--out", str(out)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     if ended.returncode:
         said = ended.stderr.strip().splitlines()[-1:] or ["it said nothing"]
@@ -58,9 +58,8 @@ def ram_of(report: dict) -> dict:
 
 @contextmanager
 def memory_alone() -> Iterator[None]:
-    """Runs in this process draw no random weights, write no checkpoint and no model, and are not held to the disk and
-    the RAM that are free, none of which is on the card. On the stand-in, without values, nothing of the model is
-    touched then."""
+    """Lets runs in this process draw no random weights, write no checkpoint and no model, and ignore free disk and RAM.
+    None of this is on the card. On the stand-in, without values, nothing of the model is then touched."""
     with ExitStack() as stack:
         for patched in (
             patch.object(prepare, "random_weights", lambda *arguments: iter(())),

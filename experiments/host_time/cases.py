@@ -48,7 +48,7 @@ class Case:
 
 
 def _case(name: str, make: Make) -> Case:
-    """One whose lines run on meta tensors as they are."""
+    """Makes a case whose code runs unchanged on meta tensors."""
 
     def count(target: Target) -> float:
         with target.machine.functions(), Recorder(target.machine) as recorder:
@@ -111,7 +111,8 @@ def _attention(device: torch.device) -> Callable[[], Run]:
 
 
 def product_case(fused: bool) -> Case:
-    """A linear layer as training has it, forward and backward; `fused` adds the gradient to its accumulator."""
+    """Makes the case of a linear layer in training, forward and backward; `fused` adds the gradient to its
+    accumulator."""
 
     def make(device: torch.device) -> Callable[[], Run]:
         layers = nn.Sequential(nn.Linear(SIDE, SIDE, device=device, dtype=torch.bfloat16))

@@ -31,7 +31,7 @@ def table(rows: list[dict]) -> str:
 
 
 def further_blocks(newest: dict[str, dict]) -> list[dict]:
-    """One row for each model: the difference of its two steps, by the number of blocks between them."""
+    """Returns a row for each model: the difference of its two steps, by the number of blocks between them."""
     steps: dict[str, dict[int, dict]] = {}
     for name, row in newest.items():
         if match := _STEP.fullmatch(name):

@@ -31,14 +31,14 @@ LARGEST_BATCH = 64
 
 
 def plain_target(card: Card, version: tuple[int, int] = TORCH_VERSION) -> Target:
-    """`card` as plain training finds it under this version of PyTorch."""
+    """Returns `card` as plain training finds it under this version of PyTorch."""
     return Target(gpu_model(card, plain=True, torch_version=version))
 
 
 def plain_rows(
     config: PretrainedConfig, seq: int, recipe: str, card: Card, limit_bytes: int, largest_batch: int = LARGEST_BATCH
 ) -> Iterator[dict]:
-    """Batches 1, 2, 4, ... to the first that does not fit, which is the last row."""
+    """Yields rows for batches of 1, 2, 4, ..., up to the first that does not fit."""
     target, batch = plain_target(card), 1
     while batch <= largest_batch:
         row = _row(record_plain(config, seq, batch, recipe, target), limit_bytes, expandable_segments=False)
@@ -49,11 +49,8 @@ def plain_rows(
 
 
 def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int, card: Card) -> dict:
-    """Returns the planner's choice under the cap, with no limit on RAM; if nothing fits, what the smallest cap would
-    be.
-
-    InputError, with what is missing, for an architecture that lowmem cannot train.
-    """
+    """Returns the row of the planner's choice under the cap, without a limit on RAM. If nothing fits, it has the
+    smallest cap. InputError, with the reason, for an architecture that lowmem cannot train."""
     settings, simulations = _lowmem(config, seq, batch, card)
     found = fastest_layout(settings, simulations, MemoryLimits(limit_bytes, None))
     if found is None:

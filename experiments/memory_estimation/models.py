@@ -120,5 +120,5 @@ MODELS = {
 
 
 def positions(config: PretrainedConfig) -> int | None:
-    """The longest sequence the model has positions for; None if there is no such end (BLOOM's ALiBi)."""
+    """Returns the longest sequence that the model has positions for; None without a limit (BLOOM's ALiBi)."""
     return most_positions(config)

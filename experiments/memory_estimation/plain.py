@@ -49,7 +49,7 @@ def record_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, ta
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """foreach is what PyTorch chooses on CUDA by itself; meta tensors would get the loop over single tensors."""
+    """Makes AdamW with foreach, PyTorch's default on CUDA; meta tensors would get the loop over single tensors."""
     return torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
 
 
@@ -103,7 +103,8 @@ def _into_its_chunk(parameter: nn.Parameter) -> None:
 
 
 def _old_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """transformers 4.29: in the dtype of the logits, which are copied to leave the last position out."""
+    """Computes the loss as transformers 4.29: in the dtype of the logits, which are copied without the last
+    position."""
     shifted = logits[..., :-1, :].contiguous()
     return F.cross_entropy(shifted.view(-1, shifted.shape[-1]), tokens[..., 1:].reshape(-1))
 

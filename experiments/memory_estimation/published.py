@@ -61,8 +61,8 @@ LLMEM = {
 
 
 def llmem_batch(name: str) -> float:
-    """Returns the batch at which LLMem's formula (its sections 4.2) gives what it published; a whole number but for
-    roundings and what BASE_MIB is wrong by."""
+    """Returns the batch at which LLMem's formula (its section 4.2) gives its published figure. It is a whole number
+    except for rounding and the error of BASE_MIB."""
     config = MODELS[name].config()
     model = build_model(config)
     head = model.get_output_embeddings().weight
@@ -82,8 +82,8 @@ def llmem_batch(name: str) -> float:
 
 
 def llmem_row(name: str) -> dict:
-    """LLMem's case in our simulation: its recipe on its card. `error` compares the allocated bytes plus BASE_MIB at the
-    derived batch. `largest_batch` completes under the card's cap, and `used_mib` is what nvidia-smi would show then."""
+    """Simulates LLMem's case: its recipe on its card. `error` compares the allocated bytes plus BASE_MIB at the derived
+    batch. `largest_batch` completes under the card's cap, and `used_mib` is nvidia-smi's figure then."""
     derived = llmem_batch(name)
     batch = max(1, round(derived))
     memory = under_cap(_llmem_tape(name, batch), expandable_segments=False)

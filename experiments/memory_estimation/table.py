@@ -197,7 +197,7 @@ def _measured_table(rows: list[dict]) -> str:
 
 
 def _pairs(rows: list[dict]) -> Iterable[tuple[dict, dict]]:
-    """Predicted and measured rows of the same case."""
+    """Yields predicted and measured rows of the same case."""
     said = {row_file.key(row)[1:]: row for row in rows if row["kind"] == "predicted"}
     for row in rows:
         if row["kind"] == "measured" and row_file.key(row)[1:] in said:
@@ -233,7 +233,7 @@ def _cpu_layout(choice: dict) -> str:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Signed errors of what was measured, and plans that said otherwise than the GPU; report.json's beginning."""
+    """Returns signed errors of measurements, and plans that contradict the GPU, for report.json."""
     pairs = [(said, was) for said, was in _pairs(rows) if was["fits"] is not None]
     both = [(said, was) for said, was in pairs if said["fits"] and was["fits"]]
     errors = {
@@ -254,8 +254,7 @@ def summary(rows: list[dict]) -> dict:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Predicted reserved peaks by batch at the shortest sequences there are, a panel per model; hollow where it does
-    not fit under the cap."""
+    """Draws predicted reserved peaks by batch at the shortest sequences, a panel per model; hollow if over the cap."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -283,7 +282,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def draw_sizes(rows: list[dict], path: Path) -> None:
-    """Predicted peaks against the size of the model: a batch of one in plain training, whatever batch in lowmem."""
+    """Draws predicted peaks against the size of the model: a batch of one in plain training, any batch in lowmem."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -104,8 +104,8 @@ def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     documents: Documents, scaling: float | None = None, dropout: float = 0.0, **more,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """`query` [1, H, N, d], `key` and `value` [1, G, N, d] with G a divisor of H -> [1, N, H, d]. ValueError for other
-    shapes, and for attention that is more than causal."""
+    """Computes attention of `query` [1, H, N, d], `key` and `value` [1, G, N, d], with G a divisor of H -> [1, N, H,
+    d]. ValueError for other shapes, and for attention that is more than causal."""
     _check(query, key, documents, more)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, heads, d]
     grouped = query.shape[1] != key.shape[1]
@@ -136,7 +136,7 @@ def nested_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     documents: Documents, scaling: float | None = None, dropout: float = 0.0, **more,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention through `torch.nested` tensors [B, heads, j, d] of the jagged layout."""
+    """Computes attention through `torch.nested` tensors [B, heads, j, d] of the jagged layout."""
     _check(query, key, documents, more)
     heads = query.shape[1]
     if query.is_cuda:  # whose kernel takes no grouped keys

@@ -99,7 +99,7 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
-    """The one that is asked for; ends the process with a sentence if there is none."""
+    """Returns the device of the options; ends the process with a sentence if there is none."""
     try:
         device = torch.device(options.device)
     except RuntimeError:
@@ -112,7 +112,7 @@ def chosen_device(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 
 def chosen_samples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[list[int]]:
-    """Token ids of the samples that are asked for; ends the process with a sentence where they are not to be had."""
+    """Returns the token ids of the samples; ends the process with a sentence if they are not available."""
     try:
         return read_samples(options.data, options.num_samples)
     except (InputError, ValueError) as error:
@@ -144,7 +144,7 @@ class _Collate:
 
 
 def measured(model: nn.Module, batches: DataLoader, device: torch.device, backward: bool, warmup: bool) -> dict:
-    """Times and the peak of memory over all `batches`, the loss summed over all tokens."""
+    """Measures times and the peak of memory over all `batches`, and the loss summed over all tokens."""
     if backward:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -53,7 +53,7 @@ def lowmem(case: Case) -> Trained:
 
 
 def hf_trainer(case: Case, optim: str) -> Trained:
-    """transformers' Trainer with one of bitsandbytes' optimizers."""
+    """Trains with transformers' Trainer and one of bitsandbytes' optimizers."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Watch(TrainerCallback):
@@ -112,8 +112,8 @@ class _Sequences(torch.utils.data.Dataset):
 
 
 def deepspeed(case: Case, stage: int) -> Trained:
-    """ZeRO with the optimizer, and in stage 3 the parameters, in RAM. The first use of DeepSpeed on a machine builds
-    its CPU optimizer, which takes minutes."""
+    """Trains with ZeRO: the optimizer, and in stage 3 the parameters, in RAM. The first use of DeepSpeed on a machine
+    builds its CPU optimizer, which takes minutes."""
     single_process(case.device, case.scratch)
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
@@ -167,7 +167,7 @@ def torchao_cpu_offload(case: Case) -> Trained:
 
 
 def flashoptim(case: Case) -> Trained:
-    """8-bit moments and 24-bit masters, all on the GPU. Has never run."""
+    """Trains with 8-bit moments and 24-bit masters, all on the GPU. Has never run."""
     from flashoptim import FlashAdamW, cast_model, reconstruct_fp32_param
 
     model = load_model(case).to(case.device)
@@ -186,7 +186,7 @@ def flashoptim(case: Case) -> Trained:
 
 
 def fsdp2_cpu_offload(case: Case) -> Trained:
-    """PyTorch's fully_shard, over one device, with everything that is not in use in RAM."""
+    """Trains with PyTorch's fully_shard over one device, with everything that is not in use in RAM."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -238,8 +238,8 @@ def _steps(
     clip: bool = True,
     before_piece: Callable[[bool], None] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """PyTorch's own loop with gradient accumulation; seconds and losses. `before_piece` is told, before each
-    micro-batch, whether it is the step's last."""
+    """Runs PyTorch's own loop with gradient accumulation; returns seconds and losses. `before_piece` is told, before
+    each micro-batch, if it is the step's last."""
     casts = autocast and case.device.type == "cuda"
 
     def step(pieces: list[dict]) -> float:

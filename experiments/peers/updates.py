@@ -43,7 +43,7 @@ def random_gradients(parameters: int) -> Gradients:
 
 
 def _weights(gradients: Gradients) -> list[nn.Parameter]:
-    """One for each gradient, which is set."""
+    """Makes one weight for each gradient, and sets the gradient."""
     weights = [nn.Parameter(torch.full_like(gradient, 0.02)) for gradient in gradients]
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient

@@ -178,7 +178,7 @@ def _joined(checked: Checked, told: list[dict]) -> Trained:
 
 
 def report_of(job: Job, checked: Checked, trained: Trained | None, options: argparse.Namespace) -> dict:
-    """report.json's content."""
+    """Returns the content of report.json."""
     report = {
         "schedule": job.schedule,
         "stages": job.ranks,
@@ -233,7 +233,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def in_the_whole(job: Job, weights: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Stages' weights by their names in the whole model."""
+    """Returns the stages' weights by their names in the whole model."""
     found, first = {}, 0
     for number, size in enumerate(job.sizes):
         for name, tensor in weights[number].items():

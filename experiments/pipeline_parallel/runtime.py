@@ -30,7 +30,7 @@ class Transfers(Protocol):
     """Passes tensors between neighbours. Messages of a kind between two ranks arrive in the order of the sends."""
 
     def begin(self, receive: Action, rows: int) -> None:
-        """A receive of `rows` rows, which `wait` ends."""
+        """Starts to receive `rows` rows; `wait` ends it."""
 
     def wait(self, receive: Action) -> Tensor: ...
 

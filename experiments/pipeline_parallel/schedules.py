@@ -71,7 +71,7 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, chunks: 
 
 
 def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """Yields the chunks take turns: as many micro-batches as there are ranks pass through the first, then the next. If
+    """Interleaves the chunks: as many micro-batches as ranks pass through the first chunk, then through the next. If
     the ranks do not divide the number of micro-batches, it is the schedule of the next multiple without the extra
     ones."""
     stages = range(rank, ranks * chunks, ranks)
@@ -85,8 +85,8 @@ def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Itera
 
 
 def zero_bubble(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """ZB-H1: as 1f1b, but the next rank up gets its gradient sooner, and the gradients of weights come `rank`
-    micro-batches later, so that every rank holds as many activations as the first rank does in 1f1b."""
+    """ZB-H1: like 1f1b, but the previous rank gets its gradient sooner, and weight gradients come `rank` micro-batches
+    later. So every rank holds as many activations as the first rank does in 1f1b."""
     ahead = min(ranks - rank - 1, micro_batches)
     yield from (Action(FORWARD, rank, m) for m in range(ahead))
     for m in range(micro_batches):
@@ -100,12 +100,13 @@ def zero_bubble(rank: int, ranks: int, micro_batches: int, chunks: int) -> Itera
 
 
 def pipedream(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """Each forward uses the newest weights of its stage."""
+    """PipeDream: each forward uses the newest weights of its stage."""
     yield from _updated_each_time(rank, ranks, micro_batches, behind=ranks - rank - 1)
 
 
 def pipedream_with_vertical_sync(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """Each forward uses the version that is the newest of the first stage when the micro-batch enters there."""
+    """PipeDream with vertical sync: all forwards of a micro-batch use the version that is newest in the first stage
+    when it enters."""
     yield from _updated_each_time(rank, ranks, micro_batches, behind=ranks - 1)
 
 
@@ -119,7 +120,7 @@ def _updated_each_time(rank: int, ranks: int, micro_batches: int, behind: int) -
 
 
 def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
-    """`ahead` forwards, then one of each alternately, then the backwards that are left."""
+    """Yields `ahead` forwards, then a forward and a backward alternately, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     yield from forwards[:ahead]
     for place, backward in enumerate(backwards):
@@ -175,7 +176,7 @@ def with_transfers(computed: list[list[Action]], stages: int) -> list[list[Actio
 
 
 def _ends(computed: list[list[Action]], stages: int) -> dict[Action, float]:
-    """When each action ends, where each rank goes through its list as soon as it can."""
+    """Returns the end of each action, if each rank runs its list as soon as it can."""
     ends: dict[Action, float] = {}
     clock, place = [0.0] * len(computed), [0] * len(computed)
     produced: dict[Action, float] = {}  # by receive
@@ -208,7 +209,7 @@ def _sends(action: Action, stages: int) -> list[Action]:
 
 
 def needed(action: Action, stages: int) -> list[Action]:
-    """The receive of what an action uses of another stage."""
+    """Returns the receive of an action's input from another stage."""
     if action.kind == FORWARD and action.stage > 0:
         return [Action(RECEIVE_ACTIVATION, action.stage, action.micro_batch)]
     if action.kind in (BACKWARD, INPUT_GRADIENT) and action.stage < stages - 1:

@@ -179,11 +179,11 @@ class Stage:
                 hook.remove()
 
     def _keep(self, held: _InFlight, module: nn.Module, output: Tensor) -> None:
-        """`module`'s parameters are, while it runs, those of the version that it runs with."""
+        """Stores a module's output with the parameters that it ran with."""
         held.outputs.append((output, list(module.parameters(recurse=False))))
 
     def _run(self, held: _InFlight, micro_batch: int, loss_of, again: bool = False) -> Tensor:
-        """`again`: running statistics, as of batch norm, have seen this micro-batch already."""
+        """Runs the layers. `again`: running statistics, as of batch norm, have counted this micro-batch already."""
         if not again:
             held.parameters = self.versions[held.version]
         state = dict(zip(self.names, held.parameters, strict=True))

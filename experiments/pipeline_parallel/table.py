@@ -127,7 +127,7 @@ def _planned(row: dict):
 
 
 def timeline(row: dict) -> list[list[Span]]:
-    """When each rank computed what, of a row that has the times: seconds."""
+    """Returns the times at which each rank computed, from a row that has them: seconds."""
     return [
         list(zip(times[::2], times[1::2], [a for a in actions if a.kind in COMPUTED], strict=True))
         for times, actions in zip(row["times"], _planned(row).actions, strict=True)
@@ -135,7 +135,7 @@ def timeline(row: dict) -> list[list[Span]]:
 
 
 def _words(options: str, *left_out: str) -> str:
-    """Options without these and their values, and without the name of the schedule's option."""
+    """Returns options without these and their values, and without the name of the schedule's option."""
     words, found = options.split(), []
     for place, word in enumerate(words):
         before = words[place - 1] if place else ""

@@ -43,8 +43,8 @@ class Task:
 
 
 def make_task(name: str, seed: int, norm: str = GROUP, tied: bool = True) -> Task:
-    """One of TASKS. `norm`: of the convolutions; `tied`: of GPT-2, whether input and output embedding are the same.
-    InputError if its data are not to be had."""
+    """Makes one of TASKS. `norm`: of the convolutions; `tied`: GPT-2's input and output embedding are the same.
+    InputError if its data are not available."""
     torch.manual_seed(seed)
     return TASKS[name](norm, tied)
 

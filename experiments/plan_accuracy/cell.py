@@ -108,7 +108,7 @@ def _model(case: Case, folder: Path) -> list[str]:
 
 
 def _data(case: Case, folder: Path) -> list[str]:
-    """Texts of one byte a token, as many as a batch and an evaluation of as many sequences have."""
+    """Writes texts of one byte a token, enough for a batch and an evaluation of as many sequences."""
     for name in ("train.txt", "evaluation.txt"):
         (folder / name).write_text(WORDS * 2000)
     return ["--data", str(folder / "train.txt"), "--eval-data", str(folder / "evaluation.txt"), "--eval-batches", "1"]
@@ -119,7 +119,7 @@ def _in_two_passes(settings: Settings, simulations, choices=alternatives.choices
 
 
 def _tight_cap(arguments: list[str]) -> int:
-    """A cap between what is allocated and what is reserved without one, under which there is a plan."""
+    """Returns a cap between allocated and reserved bytes without one, under which there is a plan."""
     settings = parse_arguments([*arguments, "--gpu-limit", "none"], Settings())
     config = load_config(settings.model, settings.init)
     free = make_plan(settings, config, *planning_target(settings))

@@ -67,8 +67,8 @@ def settings_of(case: Case) -> Settings:
 
 
 def caps(settings: Settings, simulations: Simulations) -> tuple[int, int]:
-    """The smallest cap that is named, and the largest that is refused, in whole MiB; bytes. They may differ by more
-    than a MiB: a layout's smallest cap is searched to a few thousandths (simulations.py)."""
+    """Returns the smallest cap that is named, and the largest that is refused, in bytes, whole MiB. They may differ by
+    more than a MiB: a layout's smallest cap is searched to a few thousandths (simulations.py)."""
     smallest = _in_mib(gpu_plan.least_room(settings, simulations, MemoryLimits(0, None)).gpu)
     refused = smallest - MIB
     while True:
@@ -85,7 +85,7 @@ def _in_mib(room_bytes: int) -> int:
 
 
 def most_frugal(settings: Settings, simulations: Simulations, limit_bytes: int) -> list[Layout]:
-    """The layout that takes least, and all others whose tensors fit into the limit."""
+    """Returns the smallest layout, and all others whose tensors fit into the limit."""
     size = simulations.allocated_bytes
     layouts = gpu_plan.frugal_layouts(settings, simulations)
     if settings.segment_blocks is None:

@@ -207,7 +207,7 @@ def _life_cells(row: dict, phases: list[str]) -> list[str]:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Signed errors of both peaks, sorted, in percent."""
+    """Draws signed errors of both peaks, sorted, in percent."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

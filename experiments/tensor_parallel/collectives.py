@@ -75,7 +75,7 @@ class Ranks:
         self.sent[*key, kind] += bytes_of_ring * (self.count - 1) // self.count
 
     def do(self, kind: str, tensor: Tensor, dim: int, key: tuple[str, str]) -> Tensor:
-        """One of the kinds. The result is a new tensor; of NOTHING it is a view."""
+        """Runs one of the kinds. The result is a new tensor; of NOTHING it is a view."""
         if kind == NOTHING:
             return tensor.view_as(tensor)
         if kind == PART:

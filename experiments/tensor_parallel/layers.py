@@ -134,8 +134,9 @@ class PlacedDropout(nn.Module):
 
 
 def _causal_attention(module, query, key, value, attention_mask, scaling=None, **_) -> tuple[Tensor, None]:
-    """Causal attention of this rank's heads, [B, heads, T, head] each -> [B, T, heads, head]; with dropout the weights
-    [B, heads, T, T] are made. transformers would make its mask of the length of what a rank has of the sequence."""
+    """Computes causal attention of this rank's heads, [B, heads, T, head] each -> [B, T, heads, head]. With dropout the
+    weights [B, heads, T, T] are made. transformers' own mask would have the length of the rank's part of the
+    sequence."""
     drop = getattr(module, "attn_dropout", None)
     if drop is None or not drop.p or not module.training:
         grouped = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}

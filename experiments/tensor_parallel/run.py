@@ -116,9 +116,9 @@ def train_as_one_of(job: Job) -> list[RankResult] | None:
 
 
 def report_of(job: Job, results: list[RankResult], compare: bool) -> dict:
-    """report.json's content. `collectives_per_block`: of one block, where all are alike, else the most of any;
-    `collectives`: by place (a block, or "" for what lies around them), pass and kind, in a step; `bytes_per_step`: what
-    a rank sends in a ring."""
+    """Returns the content of report.json. `collectives_per_block`: of one block, if all are alike, else the most of
+    any. `collectives`: in a step, by place (a block, or "" around them), pass and kind. `bytes_per_step`: sent by a
+    rank in a ring."""
     first = results[0]
     by_block: dict[str, Counter] = {FORWARD: Counter(), BACKWARD: Counter()}
     collectives: dict[str, dict[str, dict[str, int]]] = {}

@@ -71,7 +71,7 @@ def evenly(size: int, ranks: int, block: int = 1, blocks: int = 1) -> Cut:
 
 
 def padded(size: int, ranks: int) -> Cut:
-    """Equal stretches, of which the last may go beyond what there is (a vocabulary's rows). Of dimension 0."""
+    """Returns equal stretches of dimension 0. The last may exceed the size (a vocabulary's rows)."""
     each = -(-size // ranks)
     return Cut(0, size, tuple(torch.arange(rank * each, (rank + 1) * each) for rank in range(ranks)))
 
@@ -88,7 +88,7 @@ class Sharded:
     dropouts: list[layers.PlacedDropout] = field(default_factory=list)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all parameters and buffers as they are when whole."""
+        """Returns the shapes of all whole parameters and buffers."""
         found = {}
         for name, tensor in self.tensors().items():
             shape = list(tensor.shape)
@@ -98,7 +98,7 @@ class Sharded:
         return found
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters, each once, and the buffers that are state."""
+        """Returns parameters, each once, and the buffers that are state."""
         parameters = dict(self.model.named_parameters())
         tied = self.model.state_dict().keys() - parameters.keys()
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in tied}
@@ -118,7 +118,7 @@ class Sharded:
             tensors[name].copy_(self.cuts[name].take(whole, self.ranks.rank) if name in self.cuts else whole)
 
     def gathered(self, tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor | None]]:
-        """Names and whole tensors, copies, one at a time, on the CPU of rank 0; None on others. `tensors`: as
+        """Yields names and whole tensors, copies, one at a time, on the CPU of rank 0; None on others. `tensors`: as
         `tensors()`, or the gradients of these, by name."""
         for name, tensor in tensors.items():
             part = tensor.detach().cpu().clone()
@@ -213,12 +213,12 @@ class Sharder:
     # --- rules
 
     def block(self, module: nn.Module, name: str) -> None:
-        """Collectives are counted under the block's name."""
+        """Counts collectives under the block's name."""
         module.register_forward_pre_hook(lambda *_: setattr(self.ranks, "place", name))
         module.register_forward_hook(lambda *_: setattr(self.ranks, "place", ""))
 
     def enters(self, module: nn.Module, name: str) -> None:
-        """Returns the input enters the region of the layers inside."""
+        """Makes the module's input enter the parallel region of its layers."""
 
         def entered(_, args: tuple, kwargs: dict):
             if args:
@@ -228,7 +228,7 @@ class Sharder:
         module.register_forward_pre_hook(entered, with_kwargs=True)
 
     def head_follows(self, module: nn.Module, name: str) -> None:
-        """The output enters the region of the head, the rest of the model."""
+        """Makes the output enter the parallel region of the head, the rest of the model."""
         module.register_forward_hook(lambda module, args, output: self.enter(output))
 
     def gathers_channels(self, module: nn.Module, name: str) -> None:
@@ -243,7 +243,7 @@ class Sharder:
             )
 
     def column(self, cut: Cut) -> Callable:
-        """Returns a layer's outputs are cut."""
+        """Divides a layer's outputs."""
 
         def rule(module: nn.Module, name: str) -> nn.Module:
             product, out, _ = _product(module)
@@ -253,7 +253,7 @@ class Sharder:
         return rule
 
     def row(self, cut: Cut) -> Callable:
-        """Returns a layer's inputs are cut."""
+        """Divides a layer's inputs."""
 
         def rule(module: nn.Module, name: str) -> nn.Module:
             product, _, into = _product(module)
@@ -264,7 +264,7 @@ class Sharder:
         return rule
 
     def vocabulary(self, module: nn.Embedding, name: str) -> nn.Module:
-        """Returns an embedding's rows are cut."""
+        """Divides an embedding's rows."""
         cut = padded(module.num_embeddings, self.ranks.count)
         weight = self.part(module.weight, f"{name}.weight", cut)
         return layers.VocabularyParallelEmbedding(weight, int(cut.indices[self.ranks.rank][0]), self.leave)
@@ -274,7 +274,7 @@ class Sharder:
         return self.column(padded(module.out_features, self.ranks.count))(module, name)
 
     def layer_norm(self, cut: Cut) -> Callable:
-        """A norm over features that are cut."""
+        """Makes a norm over divided features."""
 
         def rule(module: nn.LayerNorm, name: str) -> nn.Module:
             weight, bias = (self.part(getattr(module, leaf), f"{name}.{leaf}", cut) for leaf in ("weight", "bias"))
@@ -295,7 +295,7 @@ class Sharder:
         return rule
 
     def drop(self, dim: int = 0, cut: Cut | None = None) -> Callable:
-        """A dropout of what is cut along `dim`; without a cut one of hidden states between pairs."""
+        """Makes a dropout for tensors divided along `dim`; without a cut one of hidden states between pairs."""
 
         def rule(module: nn.Module, name: str) -> nn.Module:
             place, along = None, dim
@@ -319,7 +319,7 @@ class Sharder:
         return self._parameter(whole, shape)
 
     def whole(self, whole: nn.Parameter) -> nn.Parameter:
-        """A parameter that all ranks have, empty."""
+        """Makes an empty parameter that all ranks have whole."""
         return self._parameter(whole, whole.shape)
 
     def _parameter(self, whole: nn.Parameter, shape) -> nn.Parameter:

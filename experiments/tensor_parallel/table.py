@@ -123,10 +123,12 @@ def expected_parameters(row: dict, one: dict) -> float:
 
 
 def sent_by_theory(row: dict) -> float:
-    """Bytes that a rank sends per step in a ring, for hidden states of h bytes: of each block two all-reduces forward
-    and two backward (Megatron-LM, section 3), one of the embedding's output and one of the gradient of the head's
-    input: each sends 2 (N - 1) / N of h. All-gather and reduce-scatter together send the same (sequence parallelism);
-    there, gradients of weights that all have are added up besides."""
+    """Returns the bytes that a rank sends per step in a ring, for hidden states of h bytes.
+
+    Each block has two all-reduces forward and two backward (Megatron-LM, section 3). The embedding's output has one,
+    and the gradient of the head's input one. Each sends 2 (N - 1) / N of h. All-gather and reduce-scatter together send
+    the same (sequence parallelism); there, gradients of shared weights are added up, too.
+    """
     hidden, blocks = _hidden_bytes(row)
     rounds = 4 * blocks + 2
     sent = rounds * 2 * hidden + (2 * 4 * row["replicated_parameters"] if row["sequence_parallel"] else 0)
@@ -134,7 +136,7 @@ def sent_by_theory(row: dict) -> float:
 
 
 def _hidden_bytes(row: dict) -> tuple[int, int]:
-    """Bytes of all hidden states between two layers in fp32, and the number of blocks."""
+    """Returns the bytes of all hidden states between two layers in fp32, and the number of blocks."""
     given = _given(row)
     config = kind_of(row["model"], shape=given.shape).config
     return given.batch * (given.seq or SEQ) * config.hidden_size * 4, config.num_hidden_layers

@@ -51,7 +51,7 @@ class Job:
         return kind_of(self.model, self.seed, self.weights, self.shape)
 
     def optimizer_of(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """AdamW; of ResNet the momentum that it was made with."""
+        """Makes AdamW; for ResNet the momentum that it was published with."""
         if self.model == "resnet":
             return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9, weight_decay=1e-4)
         return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.01)
@@ -153,7 +153,7 @@ def work(job: Job, rank: int, device: torch.device = CPU) -> RankResult:
 
 
 def reference(job: Job, device: torch.device = CPU) -> RankResult:
-    """One process and the model as it is: nothing is cut, and the loss is PyTorch's."""
+    """Trains the ordinary model in one process, with PyTorch's loss."""
     kind = job.kind
     sharded = job.sharder(Ranks(0, 1), device).apply({})
     sharded.load(kind.weights())

@@ -93,10 +93,9 @@ def pool() -> torch.cuda.MemPool:
 
 
 def managed_tensor(size_bytes: int) -> Tensor:
-    """uint8 [size_bytes] in managed memory; nothing of it is anywhere until it is written or prefetched.
-
-    InputError if the GPU has less free memory, though CUDA would allow it: faults would page the rest in and out, and a
-    machine whose GPU others use may stand still."""
+    """Returns uint8 [size_bytes] in managed memory, which has no pages until it is written or prefetched. InputError if
+    the GPU has less free memory, though CUDA would allow it: faults would page the rest in and out, and a shared
+    machine may stall."""
     loaded()
     free_bytes = torch.cuda.mem_get_info()[0]
     if size_bytes > free_bytes:

@@ -57,7 +57,7 @@ class Placement:
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Whole tensors, or flat runs of them, by name."""
+        """Loads whole tensors, or flat runs of them, by name."""
         written: dict[str, int] = {}
         for name, run in weights:
             flat, begin = self.model.get_parameter(name).view(-1), written.get(name, 0)
@@ -71,7 +71,7 @@ class Placement:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
     def _due(self, place: int) -> None:
-        """RuntimeError if another access was to come."""
+        """Raises RuntimeError if another access was expected."""
         if place != self._number % len(self.schedule.accesses):
             raise RuntimeError(f"access {place} came where {self._number % len(self.schedule.accesses)} was due")
 

@@ -154,7 +154,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def check(options: argparse.Namespace, device: torch.device) -> None:
-    """InputError for what does not go together."""
+    """Raises InputError for options that contradict each other."""
     if options.model and options.weights is not None:
         raise InputError("--model has random weights, and --weights is a model of its own: give one of them")
     if options.fusion != "none" and device.type == "cuda" and "--values" in row_file.through_stand_in():
@@ -215,7 +215,7 @@ def forward(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> Te
 
 
 def forward_and_backward(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> Tensor:
-    """The gradient of the mean loss is added to what there is; the loss [1]."""
+    """Returns the mean loss [1]. Its gradients accumulate."""
     logits = model(inputs, use_cache=False).logits
     loss = F.cross_entropy(logits[0, :-1].float(), inputs[0, 1:])
     loss.backward()
@@ -248,8 +248,7 @@ def timed(work, times: int, device: torch.device) -> tuple[list[float], Tensor]:
 def traffic(
     sizes: Sequence[int], accesses: Sequence[schedule.Access], limit_bytes: int, ahead: int, backward: bool
 ) -> dict[str, dict[str, int]]:
-    """Bytes and faults of a pass, by how the weights are held; of explicit copies where their slots are within the
-    limit."""
+    """Returns bytes and faults of a pass for each placement; explicit copies only if their slots fit into the limit."""
     plan = partial(schedule.schedule, sizes, accesses, limit_bytes)
     found = {
         "managed, left to the driver": schedule.by_faults(sizes, accesses, limit_bytes),
@@ -271,7 +270,7 @@ def remove_old(path: Path) -> None:
 
 
 def used_over_a_pass(model: nn.Module, one_pass: Callable[[], Tensor], accesses: int) -> list[int]:
-    """Bytes in use on the card at each access of a pass, as CUDA counts them: by everything and everyone."""
+    """Returns the bytes in use on the card at each access of a pass, by CUDA's count of everything."""
     found: list[int] = []
 
     def look(*_) -> None:
@@ -291,7 +290,7 @@ def used_over_a_pass(model: nn.Module, one_pass: Callable[[], Tensor], accesses:
 
 
 def memory_of(device: torch.device) -> dict[str, int]:
-    """PyTorch's figures beside the card's own."""
+    """Returns PyTorch's figures and the card's own."""
     if device.type == "cpu":
         return {}
     free, total = torch.cuda.mem_get_info()

@@ -22,8 +22,8 @@ Access = tuple[int, ...]  # numbers of the pieces that are used
 
 @dataclass(frozen=True)
 class Schedule:
-    """`sizes`: bytes by piece; `kept`: what stays on the GPU; `ahead`: how many accesses the window looks ahead;
-    `in_slots`: whether streamed pieces come into slots that are there all the time, each for pieces of one size."""
+    """A schedule. `sizes`: bytes by piece; `kept`: pieces that stay on the GPU; `ahead`: accesses that the window looks
+    ahead; `in_slots`: streamed pieces come into permanent slots, each for pieces of one size."""
 
     sizes: tuple[int, ...]
     accesses: tuple[Access, ...]
@@ -32,7 +32,7 @@ class Schedule:
     in_slots: bool = False
 
     def window(self, number: int) -> frozenset[int]:
-        """The streamed pieces that are on the GPU during an access; accesses of later passes count on."""
+        """Returns the streamed pieces on the GPU during an access; accesses of later passes count on."""
         places = range(number, number + self.ahead + 1)
         used = {piece for place in places for piece in self.accesses[place % len(self.accesses)]}
         return frozenset(used - self.kept)
@@ -109,7 +109,7 @@ class Traffic:
 
 
 def prefetched(of: Schedule) -> Traffic:
-    """What the schedule moves: ahead of its use, and back behind it."""
+    """Returns the traffic of the schedule: pieces come ahead of their use, and go back after it."""
     passes = len(of.accesses)
     moves = [of.before(number) for number in range(passes, 2 * passes)]
     fetched, evicted = (sum(of.sizes[piece] for move in moves for piece in move[side]) for side in (1, 0))
@@ -129,8 +129,9 @@ def streamed(of: Schedule) -> Traffic:
 
 
 def by_faults(sizes: Sequence[int], accesses: Sequence[Access], limit_bytes: int) -> Traffic:
-    """Managed memory without a schedule: pages come when they are used, and the least recently used page leaves if
-    there is no room, as in the driver. A page has one place, so each that leaves is copied, changed or not."""
+    """Returns the traffic of managed memory without a schedule: pages come when they are used. If there is no room, the
+    least recently used page leaves, as in the driver. A page has one place, so each that leaves is copied, changed or
+    not."""
     room = limit_bytes // PAGE_BYTES
     resident: OrderedDict[tuple[int, int], None] = OrderedDict()
     for _ in range(2):  # the first pass fills the memory

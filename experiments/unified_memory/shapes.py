@@ -74,7 +74,7 @@ def pieces_of(model: nn.Module, dtype: torch.dtype) -> Pieces:
 
 
 def hooked(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """For each access, the module with whose forward it begins, and the one with whose backward: of the embeddings
-    their dropout, behind which autograd goes into both tables."""
+    """Returns, for each access, the module that begins it in forward, and the one that begins it in backward. For the
+    embeddings the latter is their dropout, after which autograd enters both tables."""
     inner = model.transformer
     return [(inner.wte, inner.drop), *((block, block) for block in inner.h), (inner.ln_f, model.lm_head)]

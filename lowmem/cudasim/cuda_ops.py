@@ -165,21 +165,22 @@ def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable
 
 
 def _linear(input, weight, bias=None):
-    """native/Linear.cpp: adds the bias in place if the input cannot be viewed as a matrix. The generic path makes a new
-    tensor instead if tensors have no data, or under a dispatch mode."""
+    """Adds the bias in place if the input cannot be viewed as a matrix, as native/Linear.cpp does on CUDA. The generic
+    path makes a new tensor instead if tensors have no data, or under a dispatch mode."""
     alike = not _without_data(input) or bias is None or input.dim() < 3 or input.is_contiguous()
     return NotImplemented if alike else torch.matmul(input, weight.t()).add_(bias)
 
 
 def _dropout(input, p=0.5, training=True, inplace=False):
-    """native/Dropout.cpp (recent): one operator that saves a mask of bools; in place, noise of the input's dtype."""
+    """Runs one operator, which saves a mask of bools; in place, noise of the input's dtype. native/Dropout.cpp
+    (recent)."""
     if not (_without_data(input) and training and not inplace and 0 < p < 1 and input.numel()):
         return NotImplemented
     return torch.native_dropout(input, p, True)[0]
 
 
 def _softmax(input, dim, dtype=None):
-    """native/SoftMax.cpp (main): fp16 becomes fp32 inside the kernel. bf16 does not."""
+    """Converts fp16 to fp32 inside the kernel, but not bf16. native/SoftMax.cpp (main)."""
     if not (_without_data(input) and input.dtype is torch.float16 and dtype is torch.float32 and dim is not None):
         return NotImplemented
     return _aten._softmax(input, dim, True)

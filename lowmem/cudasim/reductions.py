@@ -49,7 +49,7 @@ def staging_bytes(
 
 
 def _parts(offset: int, reduced: list[_Loop], kept: list[_Loop], entry_bytes: int) -> Iterator[tuple]:
-    """Returns offset and loops of each kernel. Loops over more than 2 GiB are halved at the longest one."""
+    """Yields offset and loops of each kernel. Loops over more than 2 GiB are halved at the longest one."""
     loops = [*reduced, *kept]
     reach = [(loop.size - 1) * loop.stride for loop in loops]
     if 1 + sum(reach) * entry_bytes < 2**31:

@@ -1,9 +1,9 @@
 """Temporaries: memory that a CUDA kernel of PyTorch's takes from the caching allocator and frees before it returns.
 
 They are copies of operands, sums in fp32, staging buffers, sorted indices. TEMPORARIES is the table by operator; any
-other operator takes less than 1 KiB. Each entry names its source below aten/src/ATen/native. tests/cuda compares all of
-them with PyTorch's own allocator. docs/cuda-memory.md says how each was found and what is left out; "assumed" marks
-figures that no test can show.
+other operator takes less than 1 KiB. Each function returns the bytes of each temporary, and names its source below
+aten/src/ATen/native. tests/cuda compares all of them with PyTorch's own allocator. docs/cuda-memory.md says how each
+was found and what is left out; "assumed" marks figures that no test can show.
 """
 
 import math
@@ -72,8 +72,8 @@ def _flash_width(D: int) -> int:
 
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
-    """transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv: blocks split the keys if there are too few
-    (sequence, head, 64 queries)."""
+    """Partial sums: blocks split the keys if there are too few (sequence, head, 64 queries).
+    transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
     B, H, T, D = query.shape
     if dropout_p > 0:
         return ()
@@ -96,7 +96,8 @@ def _splits(blocks: int, slots: int, key_blocks: int) -> int:
 
 
 def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__):
-    """transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: dq in fp32; if deterministic, once per split of the keys."""
+    """The gradient of the queries in fp32; if deterministic, once per split of the keys.
+    transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
     B, H, T, D = query.shape
     rows = B * H * _up(T, 128)
     splits = -(-gpu.multiprocessors // (B * H)) if gpu.deterministic else 1
@@ -104,7 +105,8 @@ def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__
 
 
 def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
-    """transformers/cuda/mem_eff_attention/kernel_forward.h: sums of heads wider than 128 do not fit into registers."""
+    """Sums of heads wider than 128, which do not fit into registers:
+    transformers/cuda/mem_eff_attention/kernel_forward.h."""
     B, H, T, D = query.shape
     wide = max(D, value.shape[-1]) > 128 and query.dtype in _16_BIT
     return (B * H * T * value.shape[-1] * 4,) if wide else ()
@@ -135,7 +137,8 @@ def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> 
 def _efficient_backward(
     gpu: Gpu, result, grad_out, query, key, value, bias, out, logsumexp, seed, offset, dropout_p, *_, **__
 ):
-    """transformers/cuda/attention_backward.cu and mem_eff_attention/kernel_backward.h."""
+    """Sums of the gradients in fp32, and copies: transformers/cuda/attention_backward.cu,
+    mem_eff_attention/kernel_backward.h."""
     B, H, T, D = query.shape
     half, width = query.dtype in _16_BIT, value.shape[-1]
     queries, keys, in_registers = _efficient_tile(gpu, query.dtype, max(D, width), dropout_p > 0)
@@ -161,19 +164,19 @@ def _efficient_backward(
 
 
 def _safe_softmax(gpu: Gpu, result, weights, *_, **__):
-    """transformers/attention.cpp: two masks of bools, of weights that are minus infinity and of rows that are so
-    throughout."""
+    """Two masks of bools: weights that are minus infinity, and rows of only such weights.
+    transformers/attention.cpp."""
     return weights.numel(), weights.numel() // max(1, weights.shape[-1])
 
 
 def _softmax_backward(gpu: Gpu, result, gradient, output, *_, **__):
-    """cuda/SoftMax.cu: gradient x output."""
+    """The product of gradient and output: cuda/SoftMax.cu."""
     return (gradient.numel() * torch.promote_types(gradient.dtype, output.dtype).itemsize,)
 
 
 def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
-    """cuda/Embedding.cu and EmbeddingBackwardKernel.cu. More than 3,072 lookups are sorted, and each run of up to ten
-    lookups of one word is summed in fp32."""
+    """Sorted indices and sums in fp32: cuda/Embedding.cu and EmbeddingBackwardKernel.cu. Only more than 3,072 lookups
+    are sorted; each run of up to ten lookups of one word is summed in fp32."""
     lookups = indices.numel()
     copy = () if gradient.is_contiguous() else _bytes(gradient)
     if lookups <= 3072:
@@ -185,8 +188,8 @@ def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
 
 
 def _norm_backward(weights: int) -> Callable:
-    """cuda/layer_norm_kernel.cu, for each of `weights` vectors. With more than 65,536 rows, and too few columns for all
-    multiprocessors, blocks of rows are summed first, and then those sums."""
+    """Sums of blocks of rows, for each of `weights` vectors: cuda/layer_norm_kernel.cu. They are needed with more than
+    65,536 rows, and too few columns for all multiprocessors."""
 
     def temporaries(gpu: Gpu, result, gradient, input, shape: list[int], *_, **__):
         columns, rows = math.prod(shape), gradient.numel() // math.prod(shape)
@@ -201,8 +204,8 @@ def _norm_backward(weights: int) -> Callable:
 
 
 def _index(gpu: Gpu, result, tensor, indices, *_, **__):
-    """TensorAdvancedIndexing.cpp: indices are expanded to one shape; if their strides then differ, they are copied in
-    64 bits."""
+    """Copies of indices in 64 bits, if their strides differ once they are expanded to one shape:
+    TensorAdvancedIndexing.cpp."""
     indices = [index for index in indices if index is not None]
     if len(indices) < 2 or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
         return ()
@@ -213,8 +216,8 @@ def _index(gpu: Gpu, result, tensor, indices, *_, **__):
 
 
 def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
-    """cuda/Indexing.cu, index_put_with_sort_kernel, if deterministic: indices, sorted, and where they came from. Larger
-    sorts have second buffers; CUB takes one byte for those that need none."""
+    """Sorted indices and their places, if deterministic: cuda/Indexing.cu, index_put_with_sort_kernel. Larger sorts
+    have second buffers; CUB takes one byte for those that need none."""
     if not gpu.deterministic:
         return ()
     table = index.numel() * 8
@@ -222,7 +225,7 @@ def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
 
 
 def matrix_product(gpu: Gpu, result, *matrices: Tensor, **_):
-    """cuda/Blas.cpp, prepare_matrix_for_cublas: copies of matrices with gaps in both rows and columns."""
+    """Copies of matrices with gaps in both rows and columns: cuda/Blas.cpp, prepare_matrix_for_cublas."""
     return _bytes(*(matrix for matrix in matrices if matrix.dim() > 1 and not _fits_cublas(matrix)))
 
 
@@ -237,7 +240,8 @@ def _fits_cublas(matrix: Tensor) -> bool:
 
 
 def _reduced(gpu: Gpu, tensor: Tensor, dims, result_bytes: int, partial_bytes: int | None = None, vector: int = 4):
-    """Sizes for one run of the kernel. A partial result has at least 4 bytes unless `partial_bytes` says otherwise."""
+    """Staging buffers of one run of the kernel. A partial result has at least 4 bytes unless `partial_bytes` says
+    otherwise."""
     dims = range(tensor.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     partial = max(4, tensor.itemsize) if partial_bytes is None else partial_bytes
     vector = vector if tensor.itemsize == 2 else 4
@@ -245,8 +249,8 @@ def _reduced(gpu: Gpu, tensor: Tensor, dims, result_bytes: int, partial_bytes: i
 
 
 def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
-    """cuda/ReduceSumProdKernel.cu and ReduceMomentKernel.cu: sums and means. Entries of another dtype than the result's
-    are copied first, except 16-bit entries of an fp32 result."""
+    """Staging buffers of sums and means: cuda/ReduceSumProdKernel.cu, ReduceMomentKernel.cu. Entries of another dtype
+    than the result's are copied first, except 16-bit entries of an fp32 result."""
     if tensor.dtype is result.dtype or (tensor.dtype in _16_BIT and result.dtype is torch.float32):
         return _reduced(gpu, tensor, dims, result.itemsize, vector=_WIDE)
     copy = torch.empty_like(tensor, dtype=result.dtype, device="meta")
@@ -254,17 +258,17 @@ def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
 
 
 def _norm(gpu: Gpu, result, tensor, order=2, dims=None, *_, **__):
-    """cuda/ReduceNormKernel.cu."""
+    """Staging buffers of norms: cuda/ReduceNormKernel.cu."""
     return _reduced(gpu, tensor, dims, result.itemsize)
 
 
 def _extreme(gpu: Gpu, result, tensor, dims=None, *_, **__):
-    """cuda/ReduceMaxValuesKernel.cu and ReduceMinValuesKernel.cu."""
+    """Staging buffers of largest and smallest entries: cuda/ReduceMaxValuesKernel.cu, ReduceMinValuesKernel.cu."""
     return _reduced(gpu, tensor, dims, result.itemsize, tensor.itemsize)
 
 
 def _log_sum_exp(gpu: Gpu, result, tensor, dims, *_, **__):
-    """ReduceOps.cpp, logsumexp_out_impl: the largest entries, and the exponentials."""
+    """The largest entries, and the exponentials: ReduceOps.cpp, logsumexp_out_impl."""
     copy = torch.empty_like(tensor, device="meta")
     return *_bytes(result), *_bytes(copy), *_reduced(gpu, copy, dims, result.itemsize, vector=_WIDE)
 

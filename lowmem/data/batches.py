@@ -97,7 +97,7 @@ class Batches:
         self._order = functools.lru_cache(maxsize=2)(self._epoch)
 
     def __len__(self) -> int:
-        """The number of batches in an epoch."""
+        """Returns the number of batches in an epoch."""
         return math.ceil(self.rows / self.batch_rows)
 
     @property

@@ -127,7 +127,7 @@ class _Reader:
 
 
 def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part]) -> Iterator[Part]:
-    """Returns `parts` without training documents that another part holds out. Documents in the `named` held-out texts
+    """Yields `parts` without training documents that another part holds out. Documents in the `named` held-out texts
     stay, with a note."""
     for part in parts:
         train = part.train

@@ -63,10 +63,11 @@ def answer(settings: Settings, config: PretrainedConfig, card: Card, ranks: int,
 def advise(
     config: PretrainedConfig, ranks: int, card_bytes: int, seq: int, batch: int, target: Target = PLAIN
 ) -> tuple[list[Advice], str]:
-    """Returns every method with its largest micro-batch that completes in `card_bytes` less CUDA's context, and one
-    sentence: which to take and why. Micro-batches are powers of two that divide a rank's share of `batch` sequences per
-    step. InputError for numbers of GPUs, sequences or tokens that are not positive, and for a card without room for
-    CUDA."""
+    """Returns every method with its largest micro-batch that completes in `card_bytes` less CUDA's context, and advice.
+
+    The advice is one sentence: which method to take and why. Micro-batches are powers of two that divide a rank's share
+    of `batch` sequences per step. InputError for numbers that are not positive, and for a card without room for CUDA.
+    """
     for name, number in (("GPUs", ranks), ("sequences per step", batch), ("tokens per sequence", seq)):
         if number < 1:
             raise InputError(f"there have to be {name}: at least 1, and not {number}")
@@ -159,7 +160,7 @@ def _largest(config, method: str, ranks: int, limit_bytes: int, seq: int, per_ra
 
 
 def _step_seconds(config, peak: RankPeak, accumulation: int, seq: int, target: Target) -> float:
-    """Compute by the roofline, communication as the module's docstring says."""
+    """Returns the seconds of a step: computation by the roofline, communication by the module's docstring."""
     if not target.copies_in:
         return 0.0
     text = config.get_text_config()

@@ -121,7 +121,7 @@ class _StreamRecorder(Recorder):
         self._indices = {torch.cpu.current_stream(): 0}
 
     def mark(self, block: int | None) -> None:
-        """What follows belongs to `block`; None: to none, or to those whose storages it frees."""
+        """Assigns later operations to `block`. None: to no block, or to the blocks whose storages they free."""
         self._settle()
         self._operations.append((0 if block is None else 1 + block, _MARK, ""))
 
@@ -129,7 +129,8 @@ class _StreamRecorder(Recorder):
         self.blocks[self.number_of(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)] = block
 
     def placed(self) -> list[Placed]:
-        """What is freed together between blocks is sorted: autocast's cache is emptied in the order of addresses."""
+        """Sorts storages that are freed together between blocks: autocast's cache is emptied in the order of
+        addresses."""
         placed: list[Placed] = []
         no_memory: set[int] = set()
         section, block, freed = 0, None, []
@@ -196,7 +197,7 @@ class _CudaAutocast(TorchFunctionMode):
 def peak_of(
     recording: Recording, method: str, ranks: int, micro_batch: int, limit_bytes: int | None = None
 ) -> RankPeak:
-    """Peaks of the recorded rank. SimulatedOutOfMemory if it does not complete under `limit_bytes`."""
+    """Returns the peaks of the recorded rank. SimulatedOutOfMemory if it does not complete under `limit_bytes`."""
     allocator = CachingAllocator(expandable_segments=True, limit_bytes=limit_bytes)
     handles: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -231,11 +232,11 @@ def record(
     config: PretrainedConfig, method: str, ranks: int, micro_batch: int, seq: int, target: Target = PLAIN,
     accumulation: int = 1,
 ) -> Recording:  # fmt: skip
-    """One of `ranks` GPUs that trains `config`'s model by `method`, each data-parallel rank on micro-batches of
-    `micro_batch` sequences of `seq` tokens, `accumulation` of them per step (two stand for more).
+    """Records one of `ranks` GPUs that trains `config`'s model by `method`.
 
-    Two steps, the first with one micro-batch, which makes the optimizer's states. Of a model whose blocks are alike
-    four blocks are run and then five, and the rest follows; if it does not, all are run.
+    Each data-parallel rank has micro-batches of `micro_batch` sequences of `seq` tokens, `accumulation` of them per
+    step (two stand for more). It takes two steps; the first has one micro-batch, and makes the optimizer's states. If
+    blocks are alike, four blocks are run and then five, and the rest follows; otherwise all are run.
 
     InputError if the method cannot divide the model; LowmemError inside another process group.
     """
@@ -312,7 +313,7 @@ def _functions(target: Target) -> Iterator[None]:
 
 @contextmanager
 def _fake_ranks(data_ranks: int, tensor_ranks: int) -> Iterator[DeviceMesh]:
-    """Rank 0 of a default process group whose communication does nothing: its data-parallel ranks."""
+    """Yields rank 0 of a default process group whose communication does nothing, with its data-parallel ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
     if dist.is_initialized():
@@ -326,7 +327,7 @@ def _fake_ranks(data_ranks: int, tensor_ranks: int) -> Iterator[DeviceMesh]:
 
 @contextmanager
 def _masks_as_on_tensors_with_data() -> Iterator[None]:
-    """transformers looks for packed sequences by reading positions, and expects some if it cannot read."""
+    """Stops transformers from expecting packed sequences because it cannot read the positions."""
     guess = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:

@@ -94,8 +94,8 @@ def _backward(loss: Tensor, mark: Callable) -> None:
 
 
 def _bucketed(decoder: Decoder, mark: Callable) -> Callable[[bool], None]:
-    """DistributedDataParallel's buckets. Gradients become views of them in the backward that sums over ranks, which the
-    function that is returned announces (True) or not (False, `no_sync`)."""
+    """Makes DistributedDataParallel's buckets. Gradients become views of them in the backward that sums over ranks.
+    Call the returned function before each backward: True for that one, False for others (`no_sync`)."""
     parts: dict[int | None, list[nn.Parameter]] = defaultdict(list)
     for parameter, block in owners_of(decoder):
         if parameter.requires_grad:
