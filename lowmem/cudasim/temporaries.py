@@ -44,7 +44,7 @@ def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int
     return tuple(size for size in TEMPORARIES[func](gpu, result, *args, **kwargs) if size)
 
 
-def _up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
@@ -68,7 +68,7 @@ def _ungrouped(query, key, value) -> tuple[int, ...]:
 
 
 def _flash_width(D: int) -> int:
-    return _up(D, 32 if D <= 128 else 64)
+    return _round_up(D, 32 if D <= 128 else 64)
 
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
@@ -99,7 +99,7 @@ def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__
     """The gradient of the queries in fp32; if deterministic, once per split of the keys.
     transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
     B, H, T, D = query.shape
-    rows = B * H * _up(T, 128)
+    rows = B * H * _round_up(T, 128)
     splits = -(-gpu.multiprocessors // (B * H)) if gpu.deterministic else 1
     return *_copies(grad_out, out), rows * 4, splits * rows * _flash_width(D) * 4, *_ungrouped(query, key, value)
 
@@ -148,11 +148,11 @@ def _efficient_backward(
         if not gpu.deterministic and gpu.capability >= (7, 0):
             splits = -(-key.shape[2] // keys)
             splits = 1 if B * H >= 256 and splits <= 2 else max(1, min(splits, 200 // (B * H)))
-        per_head += splits * keys * (_up(D, queries) + _up(width, queries))
+        per_head += splits * keys * (_round_up(D, queries) + _round_up(width, queries))
     if half or gpu.capability >= (7, 0):
         per_head += -(-T // queries) * -(-D // keys) * (4 + queries * keys)  # dq, and a lock per tile
     rows = B * H * T * 4
-    while_running = rows, B * H * _up(per_head, 4) * 4
+    while_running = rows, B * H * _round_up(per_head, 4) * 4
     before = ()  # the sums of grad_out x out, which only 16-bit kernels compute themselves
     if not half or (sums_of_dk_and_dv and (7, 0) <= gpu.capability < (7, 5)):
         sums = rows if H == 1 else 2 * rows  # those of several heads are transposed
