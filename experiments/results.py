@@ -1,7 +1,7 @@
-"""All tables and pictures that are made of committed rows, made anew: `make results`.
+"""All tables and pictures that are made of committed rows, made again: `make results`.
 
-The root README's tables between its marks, and those of each experiment's README. A test fails when any of them and
-the rows disagree.
+The root README's tables between its marks, and those of each experiment's README. A test fails when any of them and the
+rows disagree.
 """
 
 import sys
@@ -25,7 +25,7 @@ BEGIN = "<!-- made by make results -->"
 
 
 def sections() -> str:
-    """The root README's."""
+    """Returns the root README's tables."""
     measured, planned = speed.committed_rows()
     ram = [row for row in memory.committed_rows() if row["kind"] == "trained"]
     return "\n\n".join(
@@ -33,10 +33,9 @@ def sections() -> str:
             "**On a GPU**, under 11 GiB (XL: and 16 GiB of RAM), against plain `transformers` forward and backward in "
             "bf16 autocast without a cap, at its best micro-batch up to 32",
             speed.speed_table(measured),
-            "**What plans say** of the same: the speed of a whole step as a share of its own forward and backward "
-            "alone, with everything kept, no cap and no update, by sequences per step; that of the last also as a "
-            "multiple of the stock `transformers` model's forward and backward alone (bf16 autocast, uncompiled, no "
-            "cap), by the same clock",
+            "**Predicted by plans**, by sequences per step: the speed of a whole step as a share of its own forward "
+            "and backward with everything kept, without cap and update. The last column is a multiple of the stock "
+            "`transformers` model's forward and backward (bf16 autocast, uncompiled, no cap), by the same clock",
             speed.plans_table(planned),
             "![Speed by tokens per step](experiments/gpu_acceptance/results/speed.png)",
             "**Predicted against measured**",

@@ -16,8 +16,7 @@ OPERATIONS = 'One operation a line: ["a", id, bytes, stream] allocate, ["f", id]
 
 
 def replay(tape: Iterable[str], tape_name: str, allocator: CachingAllocator) -> None:
-    """Runs the operations of a recording; blank lines are skipped. InputError, with the line, for an operation that
-    the recorded run cannot have done."""
+    """Replays a recording; blank lines are skipped. InputError, with the line, for an impossible operation."""
     blocks = {}
     for number, line in enumerate(tape, start=1):
         if not line.strip():

@@ -1,8 +1,8 @@
-"""Fields of a config.json that do not change the model's function, or that transformers cannot load here.
+"""Fields of a config.json that do not change the model's function, or with which transformers cannot load it.
 
-`gradient_checkpointing`, `return_dict`, `output_hidden_states` and the like get into published files when a trainer
-saves its model. Training sets them as it needs them, and says so. The exported config.json has the user's values again,
-except those with which transformers cannot load a model here.
+Trainers save `gradient_checkpointing`, `return_dict`, `output_hidden_states` and the like with a model. Training sets
+them as it needs them, and says so. The exported config.json has the user's values again, except those with which
+transformers cannot load a model here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SWITCHES = {*_NEEDED, *_FOR_LOADING}
 
 
 def without_switches(fields: dict) -> dict:
-    """The fields of a config.json as training needs them; the values taken out are in OWN and LEFT_OUT."""
+    """Returns the fields of a config.json as training needs them; the values taken out are in OWN and LEFT_OUT."""
     kept, taken = dict(fields), {OWN: {}, LEFT_OUT: {}}
     for name, value in fields.items():
         if name in _NEEDED and value not in _NEEDED[name]:
@@ -81,7 +81,7 @@ def set_padding(config: PretrainedConfig, where: str) -> None:
 
 
 def as_given(fields: dict) -> dict:
-    """The fields of a config as JSON, with the user's own values."""
+    """Returns the fields of a config as JSON, with the user's own values."""
     given = {name: value for name, value in fields.items() if name not in (OWN, LEFT_OUT)}
     for name, value in given.items():
         if isinstance(value, dict) and name.endswith("_config"):
@@ -90,7 +90,7 @@ def as_given(fields: dict) -> dict:
 
 
 def remarks(config: PretrainedConfig) -> list[str]:
-    """Sentences on the fields that differ from the user's config.json."""
+    """Returns sentences on the fields that differ from the user's config.json."""
     fields = json.loads(config.to_json_string(use_diff=False))
     parts = [fields, *(value for name, value in fields.items() if name.endswith("_config") and isinstance(value, dict))]
     own, left_out = (

@@ -1,4 +1,4 @@
-"""The errors that a user can cause, each with its exit code (the scripts print one sentence and no traceback)."""
+"""The errors that a user can cause, each with its exit code. The scripts print one sentence and no traceback."""
 
 from collections.abc import Iterable
 
@@ -6,19 +6,20 @@ NO_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # what is raised and
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error's text, and the second one if a colon announces it; its kind if there is no text."""
+    """Returns the first line of the error's text, or its type if it has no text; two lines if the first ends with a
+    colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
-def first_few(names: Iterable[str]) -> str:
-    """Up to three of the names, for a sentence."""
+def some_of(names: Iterable[str]) -> str:
+    """Joins up to three of the names, for a sentence."""
     names = list(names)
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 class LowmemError(Exception):
-    """Anything that went wrong and can be said in one or two sentences."""
+    """An expected error, explained in one or two sentences."""
 
     exit_code = 1
 

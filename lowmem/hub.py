@@ -1,7 +1,7 @@
-"""The Hugging Face hub: is it reachable, and which models are in its cache.
+"""The Hugging Face hub: is it reachable, and which models are in its cache?
 
-Its clients retry for 23 to 45 seconds. So callers look into the cache first, and then ask the hub once, with this time
-limit: by `is_reachable`, if the client has no limit of its own.
+The hub's clients retry for 23 to 45 seconds. So callers look into the cache first, and then ask the hub once, with this
+time limit: by `is_reachable`, if the client has no limit of its own.
 """
 
 import functools
@@ -22,7 +22,7 @@ def is_reachable() -> bool:
 
 @functools.cache
 def why_unreachable() -> str | None:
-    """The reason why the hub does not answer; None if it does. It is asked once in a process."""
+    """Returns why the hub does not answer; None if it does. The hub is asked once in a process."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -38,7 +38,8 @@ def why_unreachable() -> str | None:
 
 
 def local_folder(model: str) -> Path | None:
-    """The folder with the files of `model`: itself, or that of a hub name in the cache; None if there is none."""
+    """Returns the folder with the files of `model`: the folder itself, or a hub name's in the cache; None without
+    one."""
     from huggingface_hub import try_to_load_from_cache
 
     if Path(model).is_dir():

@@ -1,10 +1,10 @@
-"""Text, JSON and YAML that other people wrote: config.json, tokenizers, templates, settings, rows of data.
+"""Reads text, JSON and YAML that other people wrote: config.json, tokenizers, templates, settings, rows of data.
 
 Byte-order marks are skipped at the beginning of the file and of a line (`cat a b` puts one there). Refused, with the
 place, are text that is not UTF-8, files of another kind than their name says (a Git LFS pointer, a compressed file),
-and JSON or YAML with a key that is given twice. Plain values of YAML stay text: `yes`, `010`, `1:30`.
+and JSON or YAML that gives a key twice. Plain values of YAML stay text: `yes`, `010`, `1:30`.
 
-A library that reads a folder itself and knows no byte-order marks gets `readable_folder` of it.
+`readable_folder` prepares a folder for a library that reads it itself and does not skip byte-order marks.
 """
 
 import codecs
@@ -48,7 +48,7 @@ _KINDS = {  # by the first bytes of a file: its kind, and advice
 
 
 def refuse_pointer(path: Path) -> bytes:
-    """InputError if `path` is a Git LFS pointer; else its first bytes."""
+    """Returns the first bytes of `path`. InputError if it is a Git LFS pointer."""
     with path.open("rb") as file:
         start = file.read(_START_BYTES)
     if start.startswith(_LFS_POINTER):
@@ -57,8 +57,8 @@ def refuse_pointer(path: Path) -> bytes:
 
 
 def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
-    """InputError if `path` is a Git LFS pointer, or a file of another kind than its name says. `binary`: the first
-    bytes of its kind, if that is not text; b"" for any."""
+    """Raises InputError if `path` is a Git LFS pointer, or a file of another kind than its name says. `binary`: the
+    first bytes of its kind, if that is not text; b"" for any."""
     start = refuse_pointer(path)
     for magic, (kind, advice) in _KINDS.items():
         if start.startswith(magic) and magic != binary:
@@ -70,8 +70,8 @@ def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
 
 
 def text_lines(path: Path, most_bytes: int = -1) -> Iterator[str]:
-    """The file's lines with their ends, one at a time; a line of more than `most_bytes` comes in several parts.
-    Raises InputError, or OSError if it cannot be read."""
+    """Yields the file's lines with their ends; a line of more than `most_bytes` comes in several parts. Raises
+    InputError, or OSError if it cannot be read."""
     refuse_disguised(path)
     decoder = codecs.getincrementaldecoder("utf-8")()
     number, column, at_start = 1, 0, True  # of the next byte
@@ -95,17 +95,19 @@ def text_lines(path: Path, most_bytes: int = -1) -> Iterator[str]:
 
 
 def read_text(path: Path) -> str:
-    """The whole file, read as `text_lines` reads it."""
+    """Returns the whole file, read like `text_lines`."""
     return "".join(text_lines(path))
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file. InputError with the line where it stops being JSON; OSError if it cannot be read."""
+    """Returns the value in a JSON file. InputError with the first line that is not JSON; OSError if it cannot be
+    read."""
     return parse_json(read_text(path), str(path))
 
 
 def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") -> Any:
-    """The value in `text`, which begins at line `first_line` of `source`. InputError, which ends with `advice`."""
+    """Returns the value in `text`, which begins at line `first_line` of `source`. InputError, which ends with
+    `advice`."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
@@ -123,9 +125,9 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
 
 
 def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Path:
-    """`folder` if no text file in it begins with a byte-order mark and `instead` is empty. Otherwise a folder of links
-    to its files, except for the marked ones, which lack the mark, and those of `instead`, {name: content}. It is
-    removed when the process ends. OSError if a file cannot be read."""
+    """Returns `folder` if no text file in it has a byte-order mark and `instead` is empty. Otherwise returns a folder
+    of links, with copies of marked files without the mark, and the files `instead`, {name: content}. It is removed when
+    the process ends. OSError if a file cannot be read."""
     written = {}
     for path in folder.iterdir():
         if path.suffix in _TEXTS and path.is_file():
@@ -149,11 +151,11 @@ _copies: list[tempfile.TemporaryDirectory] = []  # each is removed when the proc
 
 
 class _GivenTwice(Exception):
-    """A key that an object has twice."""
+    """An object has a key twice."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of `pairs`. Without the check the last of two equal keys would win silently."""
+    """Returns the object of `pairs`. Python's json would silently take the last of two equal keys."""
     values = dict(pairs)
     if len(values) < len(pairs):
         raise _GivenTwice
@@ -161,7 +163,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _given_twice(text: str) -> tuple[str, int]:
-    """The first key that an object of this JSON has twice, and how many line ends precede it."""
+    """Returns the first key that an object of this JSON has twice, and how many line ends precede it."""
     objects: list[set[str]] = []
     line, last = 0, ""
     for token in re.findall(r'"(?:[^"\\]|\\.)*"|[{}:\n]', text):
@@ -182,7 +184,8 @@ def _given_twice(text: str) -> tuple[str, int]:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value in `text`: mappings, lists, null and texts; a plain value stays the text that was typed. InputError."""
+    """Returns the value in `text`: mappings, lists, null and texts. A plain value stays the text that was typed.
+    InputError."""
     import yaml
 
     class Loader(yaml.SafeLoader):

@@ -1,4 +1,4 @@
-"""Byte sizes, written one way everywhere: GiB and G are both 2**30, GB is 10**9. Intervals, as steps or as a time."""
+"""Parses and formats byte sizes and intervals. GiB and G are both 2**30, GB is 10**9."""
 
 import re
 
@@ -13,10 +13,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
 
 def parse_size(text: str) -> int:
-    """Bytes in a size such as ``11GiB``, ``16G``, ``800MiB`` or ``1.5g``; raises ValueError for anything else.
-
-    ``GB`` and ``MB`` are powers of ten: half of their users mean powers of two, and for a cap the smaller one is safe.
-    """
+    """Returns the bytes in a size such as ``11GiB``, ``16G``, ``800MiB`` or ``1.5g``; ValueError for anything else.
+    ``GB`` and ``MB`` are powers of ten. Half of their users mean powers of two, and for a cap the smaller one is
+    safe."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a size; write it like 11GiB, 16G or 800MiB")
@@ -32,8 +31,8 @@ def parse_size(text: str) -> int:
 
 
 def parse_interval(text: str) -> int | str:
-    """Steps in an interval such as ``500``; a time such as ``30min``, ``2h`` or ``90s`` as it is written. Raises
-    ValueError for anything else, and for nothing."""
+    """Returns the steps in an interval such as ``500``; a time such as ``30min``, ``2h`` or ``90s`` stays text.
+    ValueError for anything else, and for zero."""
     match = _INTERVAL.fullmatch(text)
     if match is None or float(match[1]) == 0 or (not match[2] and "." in match[1]):
         raise ValueError(f"{text!r} is neither a number of steps nor a time; write it like 500, 30min or 2h")
@@ -41,7 +40,7 @@ def parse_interval(text: str) -> int | str:
 
 
 def interval_seconds(interval: int | str) -> float | None:
-    """Of an interval that is a time; None of one in steps."""
+    """Returns the seconds of a time; None for an interval in steps."""
     if isinstance(interval, int):
         return None
     number, unit = _INTERVAL.fullmatch(interval).groups()
@@ -49,7 +48,7 @@ def interval_seconds(interval: int | str) -> float | None:
 
 
 def format_size(size_bytes: int) -> str:
-    """A size for people, three significant digits: ``10.9 GiB``, ``800 MiB``, ``512 bytes``."""
+    """Formats a size for people, with three significant digits: ``10.9 GiB``, ``800 MiB``, ``512 bytes``."""
     for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(size_bytes) >= factor:
             value = size_bytes / factor

@@ -18,7 +18,7 @@ ADVERSARIAL = "late"  # the order in which missing waits are found first (tests/
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Does not return where it runs the command; else the exit code."""
+    """Runs the command, and does not return; returns the exit code of an error before that."""
     options, command = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
         libraries = build.build()

@@ -34,9 +34,8 @@ _states: OrderedDict[int, Tensor] = OrderedDict()
 def gradients(
     function: Callable[..., Tensor], inputs: Sequence[Tensor | None], gradient: Tensor
 ) -> list[Tensor | None]:
-    """Autograd's gradients of `function(*inputs)` for each of the `inputs`, None for None, given that for its result.
-
-    Operators are called below autograd, inside a TorchDispatchMode, where it is excluded: here it is let in again."""
+    """Returns autograd's gradients of `function(*inputs)` for the `inputs`, given that of its result; None for None.
+    Operators are called below autograd, inside a TorchDispatchMode, where it is excluded: it is enabled again here."""
     keys, without = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
     with without(keys.AutogradFunctionality, False), without(keys.ADInplaceOrView, False), torch.enable_grad():
         leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs]
@@ -46,7 +45,7 @@ def gradients(
 
 
 def flash_attention(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    """`aten::_scaled_dot_product_flash_attention`: query [B, H, T, D], key and value [B, Hk, S, D]."""
+    """Computes `aten::_scaled_dot_product_flash_attention`: query [B, H, T, D], key and value [B, Hk, S, D]."""
     output, logsumexp, seed = _forward(query, key, value, None, dropout_p, is_causal, scale)
     generator = None if seed is None else torch.tensor([seed, 0], dtype=torch.uint64)
     return output, logsumexp, None, None, query.shape[2], key.shape[2], generator, None, None
@@ -56,7 +55,7 @@ def flash_attention_backward(
     gradient, query, key, value, output, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
     philox_seed, philox_offset, *, scale=None,
 ):  # fmt: skip
-    """`aten::_scaled_dot_product_flash_attention_backward`: the gradients for query, key and value."""
+    """Computes `aten::_scaled_dot_product_flash_attention_backward`: the gradients for query, key and value."""
     saved = output, logsumexp, philox_seed
     return _backward(gradient, query, key, value, None, saved, dropout_p, is_causal, scale)[:3]
 
@@ -64,7 +63,8 @@ def flash_attention_backward(
 def efficient_attention(
     query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
 ):  # fmt: skip
-    """`aten::_scaled_dot_product_efficient_attention`: `attn_bias` [B, H, T, S] is added to the scores, or None."""
+    """Computes `aten::_scaled_dot_product_efficient_attention`: `attn_bias` [B, H, T, S] is added to the scores, or
+    None."""
     output, logsumexp, seed = _forward(query, key, value, attn_bias, dropout_p, is_causal, scale)
     if not compute_log_sumexp:
         logsumexp = None
@@ -77,8 +77,8 @@ def efficient_attention_backward(
     gradient, query, key, value, attn_bias, output, logsumexp, philox_seed, philox_offset, dropout_p, grad_input_mask,
     is_causal=False, *, scale=None,
 ):  # fmt: skip
-    """`aten::_scaled_dot_product_efficient_attention_backward`: the gradients for query, key, value and the bias, each
-    where `grad_input_mask` asks for it."""
+    """Computes `aten::_scaled_dot_product_efficient_attention_backward`: the gradients that `grad_input_mask` asks for.
+    They are of query, key, value and the bias."""
     saved, asked = (output, logsumexp, philox_seed), grad_input_mask[3]
     found = _backward(gradient, query, key, value, attn_bias, saved, dropout_p, is_causal, scale, bias_gradient=asked)
     return tuple(tensor if wanted else None for tensor, wanted in zip(found, grad_input_mask, strict=True))
@@ -88,7 +88,7 @@ def cudnn_attention(
     query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *,
     scale=None,
 ):  # fmt: skip
-    """`aten::_scaled_dot_product_cudnn_attention`; its logsumexp is [B, H, T, 1]."""
+    """Computes `aten::_scaled_dot_product_cudnn_attention`; its logsumexp is [B, H, T, 1]."""
     output, logsumexp, seed = _forward(query, key, value, attn_bias, dropout_p, is_causal, scale)
     logsumexp = logsumexp[..., None] if compute_log_sumexp and logsumexp is not None else None
     return output, logsumexp, None, None, query.shape[2], key.shape[2], *_seed_and_offset(seed), None
@@ -98,13 +98,14 @@ def cudnn_attention_backward(
     gradient, query, key, value, output, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k, max_q,
     max_k, dropout_p, is_causal, *, scale=None,
 ):  # fmt: skip
-    """`aten::_scaled_dot_product_cudnn_attention_backward`: the gradients for query, key and value."""
+    """Computes `aten::_scaled_dot_product_cudnn_attention_backward`: the gradients for query, key and value."""
     saved = output, logsumexp, philox_seed
     return _backward(gradient, query, key, value, attn_bias, saved, dropout_p, is_causal, scale)[:3]
 
 
 def _forward(query, key, value, bias, dropout_p, is_causal, scale) -> tuple[Tensor, Tensor | None, int | None]:
-    """The output [B, H, T, D]; the logsumexp of the CPU's operator, or None; with dropout, what names its mask."""
+    """Returns the output [B, H, T, D]; the logsumexp of the CPU's operator, or None; with dropout, what names its
+    mask."""
     if _in_one_operator(query, key, value, bias, dropout_p, is_causal, scale):
         found = _aten._scaled_dot_product_flash_attention_for_cpu.default(
             query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale
@@ -117,7 +118,7 @@ def _forward(query, key, value, bias, dropout_p, is_causal, scale) -> tuple[Tens
 def _backward(
     gradient, query, key, value, bias, saved, dropout_p, is_causal, scale, bias_gradient=False
 ) -> Sequence[Tensor | None]:  # fmt: skip
-    """The gradients for query, key, value and bias; `saved`: output, logsumexp and seed."""
+    """Returns the gradients for query, key, value and bias; `saved`: output, logsumexp and seed."""
     output, logsumexp, seed = saved
     rows = query.shape[2]
     if not bias_gradient and _in_one_operator(query, key, value, bias, dropout_p, is_causal, scale):

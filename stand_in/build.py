@@ -73,7 +73,7 @@ def build() -> Path:
 
 
 def _libraries_that_ask() -> list[Path]:
-    """PyTorch's libraries, and bitsandbytes' where that is installed."""
+    """Returns PyTorch's libraries, and bitsandbytes' if it is installed."""
     spec = importlib.util.find_spec("torch")
     folder = Path(spec.origin).parent / "lib" if spec else None
     if folder is None or not (folder / "libtorch_cuda.so").exists():
@@ -98,7 +98,7 @@ def _headers() -> Path:
 
 
 def _asked_for(asking: list[Path], headers: Path, modelled: set[str]) -> dict[str, dict[str, str]]:
-    """For each CUDA library the symbols that are asked for, with their versions ("" where they have none)."""
+    """Returns, for each CUDA library, the symbols asked for, with their versions ("" for none)."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for path in asking:
         for library in re.findall(r"\(NEEDED\).*\[(.*)\]", _output("readelf", "-d", path)):
@@ -159,7 +159,8 @@ def _make_library(folder: Path, library: str, symbols: dict[str, str], modelled:
 
 
 def architectures(libraries: Path) -> list[int]:
-    """The compute capabilities that the kernels of this PyTorch are built for, as noted in `libraries`: 86 for 8.6."""
+    """Returns the compute capabilities that the kernels of this PyTorch are built for, as noted in `libraries`: 86 for
+    8.6."""
     return [int(name) for name in (libraries / "architectures").read_text().split()]
 
 

@@ -26,7 +26,7 @@ class Counts(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library itself, with the types of its functions' arguments. KeyError where this is not the stand-in."""
+    """Returns the library itself, with the types of its functions' arguments. KeyError if this is not the stand-in."""
     card = ctypes.CDLL(str(Path(os.environ["STAND_IN_LIBRARIES"]) / "libstand_in_card.so"))
     card.card_counts.restype = ctypes.POINTER(Counts)
     card.card_arena.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)]
@@ -42,8 +42,8 @@ def library() -> ctypes.CDLL:
 
 @contextmanager
 def order(name: str) -> Iterator[None]:
-    """Within it work is run in the order `name` (card/streams.c), and at its end all of it is done; ValueError where
-    there is no such order."""
+    """Runs work in the order `name` (card/streams.c) inside the block, and finishes it at the end. ValueError for no
+    such order."""
     if not library().card_set_order(name.encode()):
         library().card_set_order(b"issue")
         raise ValueError(f"{name}: no such order of streams")
@@ -55,7 +55,7 @@ def order(name: str) -> Iterator[None]:
 
 @contextmanager
 def page_locked_limit(limit_bytes: int) -> Iterator[None]:
-    """Within it no more than `limit_bytes` of host memory may be page-locked."""
+    """Limits page-locked host memory to `limit_bytes` inside the block."""
     before = library().card_set_page_locked_bytes(limit_bytes)
     try:
         yield
@@ -64,6 +64,6 @@ def page_locked_limit(limit_bytes: int) -> Iterator[None]:
 
 
 def counts() -> dict[str, int]:
-    """The card's counts at this moment, by name."""
+    """Returns the card's counts at this moment, by name."""
     found = library().card_counts().contents
     return {name: getattr(found, name) for name, _ in Counts._fields_}

@@ -28,7 +28,7 @@ _aten = torch.ops.aten
 
 
 def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """By the CPU's lines for F.dropout: the mask is drawn, and the quotient rounded, in the dtype of `x`."""
+    """Follows the CPU's code for F.dropout: it draws the mask, and rounds the quotient, in the dtype of `x`."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1:
@@ -39,14 +39,14 @@ def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Te
 
 
 def _native_dropout_backward(gradient: Tensor, kept: Tensor, scale: float) -> Tensor:
-    """`scale` is 1 / (1 - p), of which the CPU's lines divide by the reciprocal; 0 for p = 1."""
+    """Multiplies by the mask / (1 / scale), as the CPU does. `scale` is 1 / (1 - p), or 0 for p = 1."""
     if scale == 0:
         return torch.zeros_like(gradient)
     return gradient * kept.to(gradient.dtype).div_(1 / scale)
 
 
 def _layer_norm(x: Tensor, shape, weight: Tensor | None, bias: Tensor | None, epsilon: float):
-    """CUDA keeps the statistics of 16-bit inputs in fp32."""
+    """Keeps the statistics of 16-bit inputs in fp32, as CUDA does."""
     output, mean, reciprocal = _aten.native_layer_norm.default(x, shape, weight, bias, epsilon)
     kind = torch.promote_types(x.dtype, torch.float32)
     return output, mean.to(kind), reciprocal.to(kind)
@@ -59,8 +59,8 @@ def _layer_norm_backward(gradient, x, shape, mean, reciprocal, weight, bias, ask
 
 
 def _rms_norm_backward(gradient, x, shape, reciprocal, weight, asked):
-    """In the order of autograd's steps, from the last: the product with the weight, that of x and the reciprocal root,
-    the root, the mean and the square."""
+    """Takes autograd's steps in reverse: the product with the weight, that of x and the reciprocal root, the root, the
+    mean and the square."""
     kind = reciprocal.dtype
     axes, leading = list(range(x.dim() - len(shape), x.dim())), list(range(x.dim() - len(shape)))
     x_there, of_normal = x.to(kind), gradient.to(kind)
@@ -76,7 +76,7 @@ def _rms_norm_backward(gradient, x, shape, reciprocal, weight, asked):
 
 
 def _softmax(operator: OpOverload) -> Callable:
-    """`half_to_float`: of an fp16 input in fp32, which a CPU converts first."""
+    """Makes a counterpart of softmax. `half_to_float`: an fp16 input is computed in fp32; the CPU converts it first."""
     return lambda x, dim, half_to_float: operator(x.float() if half_to_float else x, dim, False)
 
 
@@ -88,7 +88,7 @@ def _softmax_backward(operator: OpOverload) -> Callable:
 
 
 def _product(left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
-    """Sums in the result's dtype of exact products: fp32 of 16-bit factors."""
+    """Sums exact products in the result's dtype: fp32 of 16-bit factors."""
     found = torch.matmul(left.to(out_dtype), right.to(out_dtype))
     return found if out is None else out.copy_(found)
 
@@ -131,7 +131,7 @@ COUNTERPARTS |= interpreted.COUNTERPARTS
 
 
 def _tagged(*tags: torch.Tag) -> Iterable[OpOverload]:
-    """PyTorch's operators that have one of these tags."""
+    """Yields PyTorch's operators that have one of these tags."""
     for full_name in torch._C._dispatch_get_all_op_names():
         namespace, _, name = full_name.partition("::")
         packet, _, overload = name.partition(".")

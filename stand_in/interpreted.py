@@ -31,7 +31,7 @@ _lock = threading.RLock()
 
 @cache
 def interpreted_kernels() -> ModuleType:
-    """lowmem.core.kernels.triton_kernels again, for the interpreter; raises ImportError where Triton is missing."""
+    """Loads lowmem.core.kernels.triton_kernels again, for the interpreter. ImportError if Triton is missing."""
     import triton
 
     specification = importlib.util.find_spec("lowmem.core.kernels.triton_kernels")

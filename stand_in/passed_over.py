@@ -10,8 +10,8 @@ from lowmem.errors import InputError
 
 
 def comparisons() -> None:
-    """From now on comparisons of a decoder's pieces with the whole model, and of fused kernels with the eager lines,
-    find no difference."""
+    """Makes comparisons find no difference: of a decoder's pieces with the whole model, and of fused kernels with eager
+    code."""
     from lowmem.core.kernels import fused
     from lowmem.models import compatibility
 
@@ -29,8 +29,8 @@ def comparisons() -> None:
 
 
 def questions() -> None:
-    """From now on every value on the card is true, as in a simulated step (recorder.py). Models look at masks and
-    positions to see whether they need a mask; memory full of zeros would say that they do."""
+    """Makes every value on the card true, as in a simulated step (recorder.py). Models look at masks and positions to
+    see if they need a mask; memory full of zeros would say that they do."""
     from torch import Tensor
 
     truth = Tensor.__bool__

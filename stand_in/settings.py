@@ -26,7 +26,7 @@ def environment(
     order: str = "issue",
     sanitize: bool = False,
 ) -> dict[str, str]:
-    """Environment variables for a process, and its children, that shall find a card of kind `gpu`.
+    """Returns environment variables for a process, and its children, that shall find a card of kind `gpu`.
 
     Args:
         libraries: build.py's folder.

@@ -41,7 +41,7 @@ _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 
 
 def begin() -> None:
-    """From now on operators of this thread, and of its backward passes, compute."""
+    """Starts computing: operators of this thread, and of its backward passes, compute from now on."""
     library().card_set_computation(_run)
     torch.cuda.empty_cache = _when_all_is_computed(torch.cuda.empty_cache)
     _mode.append(Values())
@@ -49,8 +49,8 @@ def begin() -> None:
 
 
 def _when_all_is_computed(empty_cache: Callable[[], None]) -> Callable[[], None]:
-    """cudaFree waits for the card, here for computations, which need Python's lock. PyTorch frees with its allocator's
-    lock taken, which another thread may wait for with Python's: then neither goes on. So they are waited for before."""
+    """Waits for all computations before cudaFree, because they need Python's lock. cudaFree waits for the card. PyTorch
+    calls it with its allocator's lock taken, for which another thread may wait with Python's lock: a deadlock."""
 
     def wait_and_empty() -> None:
         library().card_cudaDeviceSynchronize()
@@ -61,7 +61,7 @@ def _when_all_is_computed(empty_cache: Callable[[], None]) -> Callable[[], None]
 
 @COMPUTATION
 def _run(number: int) -> int:
-    """Called by the card where a stream comes to a computation. Not 0 says that it failed."""
+    """Runs a computation; the card calls it when a stream reaches it. Returns 0 unless it failed."""
     try:
         with _disable_current_modes(), torch.no_grad():
             _computations.pop(number)()
@@ -111,7 +111,7 @@ class Values(TorchDispatchMode):
         return result
 
     def _computation(self, func, args: tuple, kwargs: dict, result: Any, place) -> Callable[[], None]:
-        """What the launched kernels stand for, as a function without arguments."""
+        """Returns the computation of the launched kernels, as a function without arguments."""
         call = self._counterparts.get(func, func)
         over_args, over_kwargs = _over(func, args, kwargs, self._computed_on_host)
         results = [_alias(leaf) for leaf in tree_leaves(result)]
@@ -139,13 +139,13 @@ class Values(TorchDispatchMode):
 
 
 class _Draws:
-    """Which numbers the CPU draws where CUDA's generator stands at a seed and an offset."""
+    """Maps each seed and offset of CUDA's generator to a state of the CPU's."""
 
     def __init__(self):
         self._states: OrderedDict[tuple[int, int], Tensor] = OrderedDict()  # of the CPU's generator, 5 KiB each
 
     def place(self, func, args: tuple, kwargs: dict) -> tuple[torch.Generator, tuple[int, int]] | None:
-        """Where the generator stands that `func` is about to draw from; None where it draws from a CPU's."""
+        """Returns the state of the generator from which `func` is about to draw; None if it draws from a CPU's."""
         given = kwargs.get("generator")
         if given is None:
             given = next((value for value in args if isinstance(value, torch.Generator)), None)
@@ -186,7 +186,7 @@ class _Draws:
 
 
 def _device_index(args: tuple, kwargs: dict) -> int:
-    """Of the card that an operator with these arguments runs on."""
+    """Returns the index of the card that runs an operator with these arguments."""
     devices = [torch.device(kwargs["device"])] if kwargs.get("device") is not None else []
     devices += [leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_cuda]
     index = devices[0].index if devices else None
@@ -201,8 +201,8 @@ def _any_cuda(args: tuple, kwargs: dict) -> bool:
 
 
 def _over(func, args: tuple, kwargs: dict, computed_on_host: set[int]) -> tuple[tuple, dict]:
-    """The arguments of `func` for the CPU: tensors over the CUDA tensors' bytes. Of a CPU tensor that is only read, and
-    neither page-locked nor `computed_on_host`, the values of this moment, as a launch takes them."""
+    """Returns the arguments of `func` for the CPU: tensors over the CUDA tensors' bytes. A CPU tensor that is only
+    read, and neither page-locked nor `computed_on_host`, is copied now, as a launch does."""
     written = {
         id(value)
         for argument, value in zip(func._schema.arguments, args, strict=False)
@@ -246,14 +246,15 @@ def _is_on_card(tensor: Tensor) -> bool:
 
 @cache
 def _arena() -> tuple[int, int]:
-    """The address of the card's memory, and the first behind it."""
+    """Returns the address of the card's memory, and the first behind it."""
     start, size = ctypes.c_void_p(), ctypes.c_size_t()
     library().card_arena(ctypes.byref(start), ctypes.byref(size))
     return start.value, start.value + size.value
 
 
 def _alias(leaf):
-    """A CPU tensor over the bytes of a tensor of either device, with its shape and strides; anything else as it is."""
+    """Returns a CPU tensor over the bytes of a tensor of either device, with its shape and strides; anything else as it
+    is."""
     if not isinstance(leaf, Tensor):
         return leaf
     if not leaf.is_cuda:

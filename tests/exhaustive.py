@@ -98,7 +98,6 @@ QUICK_CASES = {
     "data/test_prepared.py::test_tokenizing_takes_no_more_ram_than_is_stated": 0,
     "data/test_seams.py::test_a_chat_is_the_tokens_that_apply_chat_template_gives": 10,
     "data/test_seams.py::test_any_text_cut_into_segments_keeps_its_tokens": 4,
-    "data/test_seams.py::test_packed_text_is_the_tokens_of_its_text": 8,
     "data/test_seams.py::test_prompt_and_completion_are_the_tokens_of_their_text": 8,
     # experiments: one run of each program, and all that it refuses
     "experiments/test_peers.py::test_a_peer_that_is_missing_has_a_row_and_does_not_stop_the_next": 0,

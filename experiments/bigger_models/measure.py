@@ -77,7 +77,7 @@ CARD_CASES = (
 
 
 def slice_settings(folder: Path, ram_limit: str) -> Settings:
-    """Of a slice on the CPU whose config.json is in `folder`."""
+    """Returns the settings of a slice on the CPU, whose config.json is in `folder`."""
     return Settings(
         model=str(folder), init="random", seq=SEQ, batch=BATCH, device="cpu", steps=STEPS, states="disk",
         states_folder=str(folder / "states"), ram_limit_bytes=parse_size(ram_limit), keep_last=1, export_dtype="bf16",
@@ -85,12 +85,12 @@ def slice_settings(folder: Path, ram_limit: str) -> Settings:
 
 
 def disk_bytes(plan: Plan) -> int:
-    """What a run that saves once has on the disk at its end."""
+    """Returns the bytes on the disk at the end of a run that saves once."""
     return sum(plan.disk[name] for name in ("checkpoints", "states", "export"))
 
 
 def too_large(blocks: int, ram_limit: str, disk_limit_bytes: int) -> str | None:
-    """Which of the limits a slice of so many blocks does not keep to: RAM, disk, or (None) neither."""
+    """Returns the limit that a slice of so many blocks exceeds: RAM, disk, or None."""
     with tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
         try:
             plan = lowmem.plan(slice_settings(GPTJ.write(Path(folder), blocks), ram_limit))
@@ -100,8 +100,8 @@ def too_large(blocks: int, ram_limit: str, disk_limit_bytes: int) -> str | None:
 
 
 def largest_slice(ram_limit: str, disk_limit_bytes: int) -> tuple[int, str | None]:
-    """How many blocks the largest slice has that keeps to both limits, and which of these one more does not keep to
-    (None: there are no more). InputError where not one block fits."""
+    """Returns the number of blocks of the largest slice under both limits, and the limit that one more block exceeds.
+    None for the latter if the model has no more blocks. InputError if one block is too large."""
     known: dict[int, str | None] = {}
 
     def reason(blocks: int) -> str | None:
@@ -117,7 +117,7 @@ def largest_slice(ram_limit: str, disk_limit_bytes: int) -> tuple[int, str | Non
 
 
 def trained(shape: Shape, blocks: int, ram_limit: str) -> dict:
-    """The values of a slice's row. LowmemError where the disk is too small or the run fails."""
+    """Returns the values of a slice's row. LowmemError if the disk is too small or the run fails."""
     name = f"{blocks} blocks of {shape.name}"
     with tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
         config = shape.write(Path(folder) / "config", blocks)
@@ -151,7 +151,7 @@ def trained(shape: Shape, blocks: int, ram_limit: str) -> dict:
 
 
 def on_card(case: CardCase) -> dict:
-    """The values of a case's row, run on the stand-in. LowmemError where a run fails."""
+    """Returns the values of a case's row, run on the stand-in. LowmemError if a run fails."""
     card = "rtx3090"
     with tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
         place = Path(folder)
@@ -198,13 +198,13 @@ def on_card(case: CardCase) -> dict:
 
 
 def rows_of(run: Path) -> list[list[float]]:
-    """The loss and the norm of the gradient of each step."""
+    """Returns the loss and the norm of the gradient of each step."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [[row["loss"], row["grad_norm"]] for row in rows if "loss" in row]
 
 
 def sources() -> str:
-    """A digest of the code that makes these rows."""
+    """Returns a digest of the code that makes these rows."""
     own = (
         f"experiments/bigger_models/{name}.py" for name in ("shapes", "recipe", *RECIPES.values(), "on_card", "measure")
     )
@@ -212,7 +212,7 @@ def sources() -> str:
 
 
 def line(row: dict) -> str:
-    """A row for people."""
+    """Returns a row for people."""
     failed = [name for name, holds in row["checks"].items() if not holds]
     verdict = f"FAILED ({', '.join(failed)})" if failed else "ok"
     if row["kind"] == TRAINED:
@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _work(options: argparse.Namespace) -> list[tuple[str, str, Callable[[], dict]]]:
-    """Names, kinds and values of the rows that are made here."""
+    """Returns name, kind and values of each row made here."""
     if row_file.on_stand_in():
         return [(f"card: {case.name}", ON_CARD, lambda case=case: on_card(case)) for case in CARD_CASES]
 

@@ -66,7 +66,8 @@ class Case:
         return f"{self.shape}, {self.gpu_limit}, {ram}, {self.card}{resident}"
 
     def settings(self, folder: Path, gpu_limit_bytes: int) -> Settings:
-        """Of its plan; `folder` has the model's config.json. InputError where no settings say what the case is."""
+        """Returns the settings of its plan; `folder` has the model's config.json. InputError for settings that cannot
+        be made."""
         more: dict[str, Any] = {"gradients": self.gradients}
         if self.ram_limit != NO_CAP:
             more |= {"ram_limit_bytes": parse_size(self.ram_limit), "states_folder": str(folder / "states")}
@@ -103,7 +104,7 @@ CASES = tuple(dict.fromkeys(_cases()))  # the ladder has some of the plans
 
 
 def planned(case: Case, folder: Path) -> dict:
-    """The values of a case's row. `folder`: for the config.json, of the case's own."""
+    """Returns the values of a case's row. `folder`: for the config.json, of the case's own."""
     settings = None
     try:
         SHAPES[case.shape].write(folder)
@@ -117,7 +118,7 @@ def planned(case: Case, folder: Path) -> dict:
 
 
 def smallest_cap_bytes(case: Case, folder: Path) -> int:
-    """The smallest cap of GPU memory under which the model trains. LowmemError where a refusal names none."""
+    """Returns the smallest cap of GPU memory under which the model trains. LowmemError if a refusal names none."""
     try:
         lowmem.plan(case.settings(folder, TOO_LITTLE_BYTES))
     except PlanError as error:
@@ -144,14 +145,14 @@ def values_of(plan: Plan) -> dict:
 
 
 def sources() -> str:
-    """A digest of the code that makes these rows."""
+    """Returns a digest of the code that makes these rows."""
     return row_file.digest(
         "lowmem/**/*.py", "experiments/bigger_models/shapes.py", "experiments/bigger_models/plans.py"
     )
 
 
 def line(row: dict) -> str:
-    """A row for people."""
+    """Returns a row for people."""
     if row["error"]:
         return f"{row['name']}: {row['error']}"
     sizes = {name: row["predicted"][f"{name}_peak_bytes"] for name in ("gpu_reserved", "ram")}

@@ -37,8 +37,8 @@ def main(name: str, defaults: Settings, arguments: list[str] | None = None) -> i
 
 
 def _of_slice(name: str, blocks: int, defaults: Settings, words: list[str]) -> Settings:
-    """`defaults` with the slice as their model. InputError where `words` cannot be understood, name another model, or
-    leave no place for the config.json."""
+    """Returns `defaults` with the slice as their model. InputError if `words` cannot be understood, name another model,
+    or leave no place for the config.json."""
     settings = parse_arguments(words, defaults)
     folder = Path(f"{settings.out}-config")
     if settings.model not in (defaults.model, str(folder)):
@@ -51,7 +51,7 @@ def _of_slice(name: str, blocks: int, defaults: Settings, words: list[str]) -> S
 
 
 def _help(name: str, defaults: Settings) -> str:
-    """The main scripts' help under this recipe's own usage, --blocks at its end."""
+    """Returns the main scripts' help under this recipe's own usage, --blocks at its end."""
     with redirect_stdout(io.StringIO()) as said, suppress(SystemExit):
         parse_arguments(["--help"], defaults)
     usage = f"usage: python -m experiments.bigger_models.{Path(sys.argv[0]).stem} [--blocks N] [options]"

@@ -33,8 +33,8 @@ class Shape:
     blocks: tuple[str, ...]
 
     def config(self, blocks: int | None = None) -> "PretrainedConfig":
-        """Of the model, or of a slice with so many blocks (an encoder-decoder: of each kind). InputError where it does
-        not have so many."""
+        """Returns the config of the model, or of a slice with `blocks` blocks (an encoder-decoder: of each kind).
+        InputError if the model has fewer."""
         from transformers import CONFIG_MAPPING  # takes seconds to import
 
         fields = dict(self.fields)

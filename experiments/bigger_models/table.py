@@ -20,7 +20,7 @@ FLOPS = 6  # per parameter and token of a forward and backward, without what is 
 
 
 def committed_rows() -> list[dict]:
-    """Of each name the newest."""
+    """Returns the newest row of each name."""
     return list({row["name"]: row for row in row_file.read(KEPT)}.values())
 
 
@@ -116,7 +116,7 @@ def _ladder(planned: dict[str, dict]) -> str:
 
 
 def _of(planned: dict[str, dict], shape: str, gpu_limit: str) -> dict | None:
-    """The ladder's row; None where it was not planned."""
+    """Returns the ladder's row; None if it was not planned."""
     where = (shape, gpu_limit, NO_CAP, LADDER_CARD)
     where_of = [((case.shape, case.gpu_limit, case.ram_limit, case.card), case) for case in CASES]
     case = next(case for found, case in where_of if found == where and case.gradients != RESIDENT)
@@ -191,7 +191,7 @@ def _on_card(rows: list[dict]) -> str:
 
 
 def verdict(rows: list[dict]) -> str:
-    """What the rows come to, in sentences; none for what no row is about."""
+    """Summarizes the rows in sentences."""
     planned = [row for row in rows if row["kind"] == KIND and row.get("gradients") != RESIDENT]
     fitting = [row for row in planned if not row["error"]]
     sentences = []
@@ -204,8 +204,8 @@ def verdict(rows: list[dict]) -> str:
             )
             if free and any(capped):
                 sentences.append(
-                    f"{shape} trains under {gpu_limit} of GPU memory by its plan: with {_span(free)} of RAM, at "
-                    + "; ".join([_speeds(free), *(_under_ram(alike) for alike in capped if alike)])
+                    f"By its plan {shape} trains under {gpu_limit} of GPU memory with {_span(free)} of RAM, at "
+                    + ". ".join([_speeds(free), *(_under_ram(alike) for alike in capped if alike)])
                     + "."
                 )
     refused = {(row["shape"], row["error"]) for row in planned if row["error"]}
@@ -244,14 +244,14 @@ def verdict(rows: list[dict]) -> str:
         ]
         held = sum(row["checks"]["reserved under the cap"] for row in cards)
         sentences.append(
-            f"{held} of {len(cards)} runs kept to a cap that their 16-bit weights exceed; what the allocator reserved "
+            f"{held} of {len(cards)} runs stayed under a cap that their 16-bit weights exceed; reserved memory "
             f"was predicted to {min(off):+.1%} to {max(off):+.1%}."
         )
     return "\n".join(f"- {sentence}" for sentence in sentences)
 
 
 def _under_ram(rows: list[dict]) -> str:
-    return f"under {rows[0]['ram_limit']} of RAM with {_states(rows)} of states on a disk, at {_speeds(rows)}"
+    return f"Under {rows[0]['ram_limit']} of RAM with {_states(rows)} of states on a disk, at {_speeds(rows)}"
 
 
 def _span(rows: list[dict], unit: str = " GiB") -> str:

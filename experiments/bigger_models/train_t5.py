@@ -1,7 +1,7 @@
 """Fine-tune all 11,307,321,344 parameters of T5-11B under 24 GiB of GPU memory, or 11: full Adam, fp32 master weights.
 
-What it takes, in GiB (2**30 bytes), for N parameters, 24 + 24 blocks of width 1,024 with 65,536 within, and a batch of
-64 rows, each a source of 512 tokens and a target of 512:
+Memory in GiB (2**30 bytes), for N parameters in 24 + 24 blocks of width 1,024 with 65,536 within. A batch has 64 rows,
+each a source of 512 tokens and a target of 512:
 
     working weights, bf16      2 N                             21.06   3.8 on the GPU, with ten of the encoder's blocks;
                                                                        the rest in RAM, brought over block by block

@@ -121,7 +121,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str] = ()) -> dict:
 
 
 def check_rows(path: Path) -> None:
-    """InputError where no row can be added; known before the work is done."""
+    """Raises InputError, before the work, if no row can be added."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab"):
@@ -150,7 +150,7 @@ def trained(options: argparse.Namespace, train: Sequence[str], held_out: Sequenc
 
 
 def training_words(options: argparse.Namespace) -> list[str]:
-    """What `python -m lowmem train` is given."""
+    """Returns the arguments of `python -m lowmem train`."""
     out = options.out
     words = [
         "--model", out / "before", "--data", out / "train.jsonl", "--eval-data", out / "held_out.jsonl",
@@ -162,8 +162,8 @@ def training_words(options: argparse.Namespace) -> list[str]:
 
 
 def make_before(options: argparse.Namespace, train: Sequence[str], held_out: Sequence[str]) -> None:
-    """Writes the data, and `before` at once or not at all. One that is there stays, and is refused where it was made
-    of something else."""
+    """Writes the data, and `before` at once or not at all. One that is there stays, and is refused if it was made of
+    something else."""
     before, part = options.out / "before", options.out / "before.part"
     made_of = {
         "shape": list(options.shape), "seq": options.seq, "vocabulary": options.vocabulary, "seed": options.seed,
@@ -217,7 +217,7 @@ def exit_code_of(command: Sequence[str]) -> int:
 def judged(
     name: str, begun: Sequence[Beginning], held_out: Sequence[str], options: argparse.Namespace, device: torch.device
 ) -> dict:
-    """Scores of a model's folder or hub name, and under `texts` how it goes on, by beginning."""
+    """Scores a model's folder or hub name. `texts` has its continuations by beginning."""
     model, tokenizer = loaded(name, device)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or options.seq
     if options.seq > positions:
@@ -234,16 +234,16 @@ def judged(
 def next_lines(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, one: Beginning, context: int, new_tokens: int
 ) -> str:
-    """How the model goes on behind the beginning's last line. The line has no line end: most tokenizers join the end of
-    a line and the next indentation in one token, and would not indent after another. What goes on in the given line
-    begins with an ellipsis, and parses nowhere."""
+    """Returns how the model goes on behind the beginning's last line. The line has no line end: most tokenizers join
+    the end of a line and the next indentation in one token, and would not indent after another. What goes on in the
+    given line begins with an ellipsis, and parses nowhere."""
     prompt = (one.before + one.begun).rstrip()
     text = generation.continued(model, tokenizer, prompt, context, new_tokens)
     return text[1:] if text.startswith("\n") else GOES_ON + text
 
 
 def loaded(name: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """In fp32."""
+    """Loads the model in fp32."""
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     except SafetensorError as error:
@@ -255,7 +255,7 @@ def loaded(name: str, device: torch.device) -> tuple[PreTrainedModel, PreTrained
 
 
 def shares(begun: Sequence[Beginning], texts: Sequence[str]) -> dict[str, float]:
-    """Of the continuations `texts`, by KEYS, each between 0 and 1; and how many next lines differ from each other."""
+    """Scores the continuations `texts`: a share from 0 to 1 for each of KEYS, and the number of distinct next lines."""
     lines = [scoring.next_line_of(text) for text in texts]
     functions = [(one.begun, scoring.completion_of(one.begun, text)) for one, text in zip(begun, texts, strict=True)]
 
@@ -273,7 +273,7 @@ def shares(begun: Sequence[Beginning], texts: Sequence[str]) -> dict[str, float]
 
 
 def said(report: dict) -> str:
-    """The report in lines of 80 columns."""
+    """Returns the report in lines of 80 columns."""
     lines = [f"{report['beginnings']} beginnings of functions, each with its next line and its rest",
              f"{'':24}{'before':>12}{'after':>12}{'true':>12}"]  # fmt: skip
     for key in ("loss", "bits_per_byte"):

@@ -1,7 +1,7 @@
 """Code to train on and code that is held out, a tokenizer of it, and beginnings that a model is to continue.
 
 A document is held out by its content: every `HELD_OUT_EVERY`th by hash, whatever order or machine it is read on. What a
-publisher holds out (codeparrot's own validation split) is taken instead, where there is such a split.
+publisher holds out (codeparrot's own validation split) is taken instead, if there is such a split.
 """
 
 import ast
@@ -28,8 +28,8 @@ MOST_PER_DOCUMENT = 8
 
 
 def split(spec: str, train_bytes: int, held_out_bytes: int) -> tuple[list[str], list[str]]:
-    """Documents of a --data spec, to train on and held out, each at most about so many bytes. InputError where either
-    would be empty."""
+    """Splits a --data spec into documents to train on and held-out ones, each at most about so many bytes. InputError
+    if either would be empty."""
     source = open_source(spec, TEXT, 1)  # a number of steps: what is large is streamed
     if source.evaluation is not None:
         train = _until(_documents(source.train), train_bytes)
@@ -47,7 +47,7 @@ def split(spec: str, train_bytes: int, held_out_bytes: int) -> tuple[list[str], 
 
 
 def _documents(records: Iterable[Record]) -> Iterator[str]:
-    """Whole texts, of whose pieces each may be a record."""
+    """Yields whole texts; a record may have only a piece of one."""
     pieces: list[str] = []
     for record in records:
         if TEXT not in record.columns:
@@ -69,12 +69,12 @@ def _until(texts: Iterable[str], most_bytes: int) -> Iterator[str]:
 
 
 def write_documents(path: Path, texts: Iterable[str]) -> None:
-    """As lowmem reads them: a document a line."""
+    """Writes documents as lowmem reads them, one a line."""
     path.write_text("".join(json.dumps({TEXT: text}) + "\n" for text in texts), encoding="utf-8")
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level pairs, as GPT-2's, learnt from `texts`: code has indentations that GPT-2's vocabulary cuts up."""
+    """Trains byte pairs, as GPT-2's, on `texts`: GPT-2's own vocabulary splits the indentation of code."""
     from tokenizers import ByteLevelBPETokenizer
 
     found = ByteLevelBPETokenizer()

@@ -15,9 +15,9 @@ ROWS = 16  # of a batch
 def held_out_loss(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], seq: int
 ) -> dict[str, float]:
-    """The mean loss per token, nats, and bits per byte of UTF-8, of every token of `texts`, each with up to `seq`
-    tokens before it. Documents are behind each other, an end of text before each, whose bits are counted and which has
-    no byte."""
+    """Returns the mean loss per token, nats, and bits per byte of UTF-8, of every token of `texts`, each with up to
+    `seq` tokens before it. Documents are behind each other, an end of text before each, whose bits are counted and
+    which has no byte."""
     ids = [number for text in texts for number in (tokenizer.eos_token_id, *encoded(tokenizer, text))]
     ids.append(tokenizer.eos_token_id)
     total, tokens = 0.0, len(ids) - 1
@@ -32,7 +32,7 @@ def held_out_loss(
 
 
 def _batches(rows: list[list[int]]) -> Iterator[Tensor]:
-    """int64 [B, T], filled up behind with -1."""
+    """Yields int64 [B, T], padded on the right with -1."""
     for start in range(0, len(rows), ROWS):
         several = [torch.tensor(row) for row in rows[start : start + ROWS]]
         yield torch.nn.utils.rnn.pad_sequence(several, batch_first=True, padding_value=-1)
@@ -42,7 +42,7 @@ def _batches(rows: list[list[int]]) -> Iterator[Tensor]:
 def continued(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, context: int, new_tokens: int
 ) -> str:
-    """The likeliest text behind the last `context` tokens of `prompt`, token by token, up to an end of text."""
+    """Returns the likeliest text behind the last `context` tokens of `prompt`, token by token, up to an end of text."""
     ids = encoded(tokenizer, prompt)[-context:] or [tokenizer.eos_token_id]
     inputs = torch.tensor([ids], device=model.device)
     cache, found = None, []

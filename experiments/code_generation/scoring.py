@@ -15,8 +15,8 @@ _AROUND = (
 
 
 def line_parses(line: str) -> bool:
-    """Whether a line, wherever it is indented, is a statement or the head of a block. Blank lines and comments parse,
-    and are no code: they do not count, nor does a line that goes on in the next one."""
+    """True if a line, at any indentation, is a statement or the head of a block. Blank lines, comments, and lines that
+    continue in the next one do not count."""
     line = line.strip()
     if not line or line.startswith("#"):
         return False
@@ -24,12 +24,12 @@ def line_parses(line: str) -> bool:
 
 
 def next_line_of(generated: str) -> str | None:
-    """The first line of what was generated that is not blank; None where none has come to its end."""
+    """Returns the first generated line that is not blank; None if no line is complete."""
     return next((line for line in _whole_lines(generated) if line.strip()), None)
 
 
 def completion_of(begun: str, generated: str) -> str:
-    """The part of the generated text that belongs to the function `begun`: whole lines, up to the first that is
+    """Returns the part of the generated text that belongs to the function `begun`: whole lines, up to the first that is
     indented no more than its head."""
     kept = []
     for line in _whole_lines(generated):
@@ -40,12 +40,13 @@ def completion_of(begun: str, generated: str) -> str:
 
 
 def function_parses(begun: str, completion: str) -> bool:
-    """Whether they are one function; at least a line of code has to be new."""
+    """True if both parts are one function, with at least one new line of code."""
     return _has_code(completion) and _tree(_whole(begun, completion)) is not None
 
 
 def function_compiles(begun: str, completion: str) -> bool:
-    """The same by Python's compiler, which also refuses names that are declared too late, `break` outside of loops."""
+    """Returns the same by Python's compiler, which also refuses names that are declared too late, `break` outside of
+    loops."""
     if not function_parses(begun, completion):
         return False
     try:
@@ -58,7 +59,7 @@ def function_compiles(begun: str, completion: str) -> bool:
 
 
 def _whole(begun: str, completion: str) -> str:
-    """A text that can stand alone: a method is indented, as it is inside of a class."""
+    """Returns a text that can stand alone: a method is indented, as it is inside of a class."""
     return ("class _:\n" if _indentation(begun) else "") + begun + completion
 
 

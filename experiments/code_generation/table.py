@@ -13,7 +13,7 @@ BEGIN = "<!-- made by python -m experiments.code_generation.table -->"
 
 
 def section(rows: list[dict]) -> str:
-    """Of each command the newest row."""
+    """Returns the README's section, from the newest row of each command."""
     parts = []
     for row in {row["command"]: row for row in rows}.values():
         training = row["training"]

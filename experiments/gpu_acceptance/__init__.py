@@ -1,9 +1,9 @@
-"""One command that turns a few minutes of a GPU into rows: is it right, how fast is it, against what.
+"""Measures correctness, speed and memory on a GPU by one command, within a given number of minutes.
 
     python3 -m experiments.gpu_acceptance [--minutes 9] [--out DIR] [--only NAME ...] [--again] [--dry-run]
 
-What the sections answer, and how long they should take on an H200 with 16 cores (estimated: none has run there; by
-its plans an RTX 3060 takes about 18 times as long to train):
+The sections, and their estimated time on an H200 with 16 cores (an RTX 3060 trains about 18 times as long, by its
+plans):
 
     correctness   a small model's whole life: killed, resumed, out of memory, not page-locked, exported, all with
                   the same bits; the bits of every arrangement, the kernels' errors                           2 min
@@ -18,17 +18,15 @@ its plans an RTX 3060 takes about 18 times as long to train):
                   installed says so                                                                          15 min
     plans         simulated peaks, smallest caps and choices against really run steps, layout by layout       3 min
 
-jobs.py has the jobs in order of value, which is not that of the sections: nine minutes of an H200 have correctness,
-Large and XL exact, and some of Large's denominator; the same command goes on from there. On a card of one's own give it
-an hour or more (`--minutes 120`): nothing is lost where it ends earlier. About half a minute of each training is its
-plan. A training saves and exports as a user's does: XL needs 28 GB of disk where temporary files lie (TMPDIR), which
-are free again after each job.
+jobs.py has the jobs in order of value. Nine minutes of an H200 are enough for correctness, Large and XL exact, and part
+of Large's denominator; the same command continues from there. On your own card give it an hour or more (`--minutes
+120`); if it ends earlier, nothing is lost. Planning takes about half a minute of each training. A training saves and
+exports as a user's does: XL needs 28 GB of disk for temporary files (TMPDIR) during its job.
 
-Each job is a process of its own, and each of its cases (a model, a layout, a kernel) ends alone where it crashes, hangs
-or exhausts the card: its row says how, and the job goes on with the next in a new process (experiments/harness/
-progress.py). How long a case or a training may take follows from the seconds that are planned for it on this card:
-three times as long, and two minutes. Before it has planned, a job has five minutes, and the peers, which plan nothing,
-have three times what their arithmetic takes on this card on top.
+Each job is a separate process. If a case (a model, a layout, a kernel) crashes, hangs or exhausts the card, its row
+says how, and the job continues with the next case in a new process (experiments/harness/progress.py). The time limit of
+a case or a training is three times its planned seconds on this card, and two minutes. Until a job has a plan, its limit
+is five minutes. Peers have no plan: their limit is three times the time of their arithmetic, and five minutes.
 
 Each row is appended as soon as it is measured, so an interrupted command keeps its rows. A second call runs the jobs
 that are missing or failed, in the time that is left. A job needs at least a third of its limit to start. A training
@@ -39,14 +37,14 @@ lines with tiny shapes, on the CPU or on the stand-in for a GPU:
 
     .venv-cuda/bin/python -m stand_in --gpu rtx3060 --values -- -m experiments.gpu_acceptance --dry-run --minutes 30
 
-It shows that they run; on the stand-in with CUDA's allocator, streams, events and page-locked memory, and with values
-that the CPU computes. What compares times, compiles or asks a profiler is left out there. Its rows say what they are,
-and are never mixed with measurements.
+This shows that they run; on the stand-in with CUDA's allocator, streams, events and page-locked memory, and with values
+that the CPU computes. Cases that compare times, compile or need a profiler are left out there. Rows of dry runs are
+marked, and never mixed with measurements.
 
-Not here yet: nested tensors, which are timed on the CPU alone (experiments/nested_tensors). `predicted.py` has what
-plans say of speed, and table.py makes tables and a picture of both.
+Nested tensors are timed only on the CPU (experiments/nested_tensors). `predicted.py` has the speeds that plans predict,
+and table.py makes tables and a picture of both.
 
 To add a section: a function(setting, **options) in a module here or in another experiment, and a Job in jobs.py.
 
-No GPU has run it yet; README.md of the repository says what is known without one.
+No GPU has run it yet; the repository's README.md says what is known without one.
 """

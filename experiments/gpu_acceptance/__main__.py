@@ -1,4 +1,4 @@
-"""Runs the jobs one after another within the time that there is (see the package's docstring).
+"""Runs the jobs one after another within the given time (see the package's docstring).
 
 Exit codes: 0 if every job ran and every check held, 1 if not, 2 bad usage.
 """
@@ -25,8 +25,8 @@ from experiments.harness.progress import FACTOR, Progress, flops_per_second
 from lowmem.units import GIB
 
 RESULTS = Path(__file__).parent / "results"
-LEAST_SHARE = 1 / 3  # of its time limit, with which a job is begun: with less it would be ended half-way
-LOOK_SECONDS = 1.0  # how often it is looked at what a job says of its time
+LEAST_SHARE = 1 / 3  # a job starts only if this share of its time limit is left
+LOOK_SECONDS = 1.0  # interval at which the jobs' progress is read
 OUT_OF_TIME = "skipped: out of time"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -125,7 +125,7 @@ def run_jobs(
 
 
 def of_job(job: Job, dry_run: bool) -> dict:
-    """The fields that all rows of a job share, but not all jobs."""
+    """Returns the fields that all rows of a job share, but not all jobs."""
     command = ["python3", *rows.through_stand_in(), "-m", "experiments.gpu_acceptance", "--only", job.full_name]
     caps = {
         name: None if gib is None else int(gib * GIB)
@@ -140,7 +140,7 @@ def of_job(job: Job, dry_run: bool) -> dict:
 
 
 def task_of(job: Job, path: Path, scratch: Path, common: dict, device: str) -> dict:
-    """What child.py is told of a job."""
+    """Returns a job's task for child.py."""
     return {
         "name": job.name, "target": job.target, "options": job.options, "gpu_gib": job.gpu_gib, "ram_gib": job.ram_gib,
         "device": device, "rows": str(path.resolve()), "scratch": str(scratch), "common": common,
@@ -177,8 +177,8 @@ def _run_job(job: Job, path: Path, scratch: Path, common: dict, device: str, dea
 def _run_process(
     task: dict, progress: Progress, silent_seconds: float, deadline: float
 ) -> tuple[int | None, str | None]:
-    """One process of a job: its exit code, or None and why it was ended. It may take `silent_seconds` until it says how
-    long it may take, and never longer than until `deadline`."""
+    """Runs one process of a job: returns its exit code, or None and why it was ended. It may take `silent_seconds`
+    until it announces its time limit, and never longer than until `deadline`."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}  # no job needs the hub, and a time-out is worth a measurement
     if task["common"]["dry_run"]:
         environment["OMP_NUM_THREADS"] = "1"  # tiny work: more would wait for each other
@@ -216,7 +216,7 @@ def _failed(path: Path, name: str, common: dict, seconds: float, error: str, out
 
 
 def _refused_on_stand_in(dry_run: bool) -> str | None:
-    """Why this command does not run on the stand-in as it was called; None where it does."""
+    """Returns why this command does not run on the stand-in; None if it does."""
     if not dry_run:
         return "the stand-in has no speed to measure, and real shapes would take it days; --dry-run runs tiny ones"
     if not os.environ.get("STAND_IN_VALUES"):
@@ -225,7 +225,7 @@ def _refused_on_stand_in(dry_run: bool) -> str | None:
 
 
 def _refused_at(path: Path, device: str) -> str | None:
-    """Why the rows of this run cannot go to `path`; None where they can: a file has rows of one kind of run alone."""
+    """Returns why the rows of this run cannot go to `path`, or None: a file has only rows of one kind of run."""
     kind = _kind_here(device)
     if any(kind) and path.parent.resolve() == RESULTS.resolve():
         return f"{path} is for what was measured on a GPU"
@@ -235,7 +235,7 @@ def _refused_at(path: Path, device: str) -> str | None:
 
 
 def _kind_here(device: str) -> tuple[bool, bool]:
-    """Of the rows of this run: whether they are of a dry run, and whether of the stand-in."""
+    """Returns whether rows of this run are of a dry run, and whether of the stand-in."""
     return device == "cpu" or rows.on_stand_in(), rows.on_stand_in()
 
 
@@ -244,7 +244,7 @@ def _still_holds(row: dict, common: dict) -> bool:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Whatever is left of a job's process group."""
+    """Ends the remaining processes of a job's process group."""
     process.stdin.close()
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)

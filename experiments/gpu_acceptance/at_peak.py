@@ -28,7 +28,8 @@ Returned = TypeVar("Returned")
 
 
 def tape_of(changes: Sequence[tuple[int, int, str]]) -> Tape:
-    """From (address, bytes, or less than 0 for an end, name); ends of what began earlier are left out."""
+    """Makes a tape from (address, bytes, name); fewer than 0 bytes free the address. Frees of earlier blocks are left
+    out."""
     living: dict[int, int] = {}
     operations = []
     for number, (address, size, name) in enumerate(changes):
@@ -41,8 +42,8 @@ def tape_of(changes: Sequence[tuple[int, int, str]]) -> Tape:
 
 
 def tape_of_cpu(work: Callable[[], Returned]) -> tuple[Tape, Returned]:
-    """What the CPU allocates while `work` runs, as the profiler sees it, and what `work` returns. Python's cycle
-    collector, which would free at moments of its own, runs before and not during it."""
+    """Returns the tape of the CPU's allocations while `work` runs, by the profiler, and the result of `work`. Python's
+    cycle collector would free at arbitrary moments, so it runs before and not during `work`."""
     enabled = gc.isenabled()
     collect_garbage()
     gc.disable()
@@ -66,7 +67,7 @@ def _allocations(events: Sequence) -> Iterator:
 
 
 def tape_of_history(entries: Sequence[dict]) -> Tape:
-    """Of one device's trace in `torch.cuda.memory._snapshot()`, recorded from an empty allocator on."""
+    """Makes a tape of one device's trace in `torch.cuda.memory._snapshot()`, recorded from an empty allocator on."""
     signs = {"alloc": 1, "free_requested": -1}  # what is free, but waits for another stream, is not allocated
     return tape_of(
         [
@@ -78,7 +79,7 @@ def tape_of_history(entries: Sequence[dict]) -> Tape:
 
 
 def _where(frames: Sequence[dict]) -> str:
-    """The innermost frame that is not torch's own."""
+    """Returns the innermost frame that is not torch's own."""
     for frame in frames:
         if frame["filename"].endswith(".py") and not frame["filename"].startswith(_TORCH):
             return f"{frame['name']} ({Path(frame['filename']).name}:{frame['line']})"
@@ -86,7 +87,7 @@ def _where(frames: Sequence[dict]) -> str:
 
 
 def live_at_peak(tape: Tape) -> Counter[tuple[int, str]]:
-    """How many blocks of a size and name live when most is allocated."""
+    """Counts the live blocks of each size and name at the peak of allocated bytes."""
     now = peak = last = 0
     sizes: dict[int, int] = {}
     for index, (storage, size, _) in enumerate(tape):
@@ -109,9 +110,9 @@ def live_at_peak(tape: Tape) -> Counter[tuple[int, str]]:
 
 
 def differences(measured: Tape, simulated: Tape) -> dict:
-    """For a row: the largest groups of blocks at both peaks, as [bytes, count, bytes of each, name]; the sizes of which
-    the two have different numbers, as [bytes of each, measured count, simulated count]; and what the model of the
-    allocator makes of the measured run."""
+    """Returns a row's fields: the largest groups of blocks at both peaks, as [bytes, count, bytes of each, name]; sizes
+    with different counts, as [bytes of each, measured count, simulated count]; and the measured run in the model of the
+    allocator."""
     found, expected = live_at_peak(measured), live_at_peak(simulated)
     counts = [Counter(), Counter()]
     for count, groups in zip(counts, (found, expected), strict=True):

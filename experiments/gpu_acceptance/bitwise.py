@@ -28,7 +28,7 @@ MOST_LOSS_ERROR = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # relative to fp32
 
 
 def check(setting: Setting) -> Result:
-    """A case per precision and arrangement."""
+    """Runs a case per precision and arrangement."""
     device = capped_device(setting)
     devices.make_deterministic(device)
     shape, plain_shape = Shape.of(setting.dry_run, dropout=0.1), Shape.of(setting.dry_run, dropout=0.0)
@@ -50,8 +50,7 @@ def check(setting: Setting) -> Result:
 
 
 def arrangements(device: torch.device, few: bool) -> list[tuple[str, dict, str, dict]]:
-    """(precision, what the plain arrangement differs in, name, case) of what is compared with the plain one, in all
-    16-bit precisions of the device."""
+    """Returns (precision, changes to the plain arrangement, name, case) in all 16-bit precisions of the device."""
     half = sixteen_bit(device)
     found = [(name, {}, *case) for name in precisions(device) if name != "fp32" for case in LAYOUTS.items()]
     if find_spec("bitsandbytes"):
@@ -79,7 +78,7 @@ def _follows(truth: Callable[[], Outcome], outcome: Callable[[], Outcome], most:
 
 
 def train(shape: Shape, device: torch.device, precision: str, **case) -> Outcome:
-    """`shape.steps` steps from the same random weights, two sequences at a time."""
+    """Trains `shape.steps` steps from the same random weights, two sequences at a time."""
     step, store = shape.make_step(device=device, precision=precision, fused_kernels=fused.available(device), **case)
     outcome = train_step(step, store, shape.batches())
     if device.type == "cuda":  # hooks and parameters hold each other: a run would stay on the card next to the next

@@ -20,10 +20,10 @@ def capped_device(setting: Setting) -> torch.device:
 
 
 def sixteen_bit(device: torch.device) -> str:
-    """What 16-bit training takes there: "bf16", or "fp16" on cards below sm_80, which have no bf16."""
+    """Returns the 16-bit precision of this device: "bf16", or "fp16" on cards below sm_80, which have no bf16."""
     return resolve_precision("auto", device) if device.type == "cuda" else "bf16"
 
 
 def precisions(device: torch.device) -> dict[str, torch.dtype]:
-    """All working precisions that the device has, by name."""
+    """Returns all working precisions that the device has, by name."""
     return {name: dtype for name, dtype in WORKING_DTYPES.items() if name != "bf16" or sixteen_bit(device) == "bf16"}

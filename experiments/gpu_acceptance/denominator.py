@@ -1,15 +1,15 @@
-"""What the card does at most: stock transformers, forward and backward, no optimizer, nothing saved, nothing clever.
+"""Measures the most that the card can do: stock transformers, forward and backward, without optimizer and saving.
 
-A training step cannot be faster than its own forward and backward, so sequences per second here are what a run's are
-divided by. The stock way: fp32 weights under bf16 autocast, SDPA attention as transformers and PyTorch choose it, the
-model's own loss (which makes all logits, several times over: under a small cap that decides), gradients that add up as
-in ordinary accumulation, PyTorch's own settings for allocator and cuBLAS.
+A training step cannot be faster than its own forward and backward, so a run's sequences per second are divided by
+these. The stock recipe has fp32 weights under bf16 autocast, SDPA attention, the model's own loss, and accumulated
+gradients. The loss makes several copies of all logits, which decides under a small cap. PyTorch's settings for
+allocator and cuBLAS are unchanged.
 
     eager      micro-batches of 1, 2, 4, ... until memory ends or speed has fallen twice; the best one counts
     compiled   torch.compile of the whole model, for the micro-batch that was best: compiling takes a minute or more, so
-               there is no search; it is timed apart, and where it fails (it wants a C compiler) the row says why
+               there is no search; it is timed apart, and if it fails (it wants a C compiler) the row says why
 
-Rows are found out one by one: where time ends in the middle of compiling, the eager ones are there.
+Rows are written one by one: if time ends in the middle of compiling, the eager rows exist.
 """
 
 import os
@@ -39,7 +39,8 @@ _OURS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONF
 
 
 def measure(setting: Setting, models: list[str], compiled: bool = True) -> Result:
-    """A detail row per model, way and micro-batch; the last row has the best of each, None where nothing fits."""
+    """Measures each model, way and micro-batch in a detail row. The last row has the best of each, None if nothing
+    fits."""
     device = stock_device(setting)
     values: dict = {"seq": TINY_SEQ if setting.dry_run else SEQ}
     checks: dict[str, bool] = {}
@@ -56,7 +57,7 @@ def measure(setting: Setting, models: list[str], compiled: bool = True) -> Resul
 
 
 def stock_device(setting: Setting) -> torch.device:
-    """As PyTorch is out of the box, but for the job's cap. To be called before CUDA starts."""
+    """Sets up the device as PyTorch does by default, except for the job's cap. Call it before CUDA starts."""
     for variable in _OURS:
         os.environ.pop(variable, None)
     device = torch.device(setting.device, 0) if setting.device == "cuda" else torch.device(setting.device)
@@ -73,7 +74,7 @@ def _config(setting: Setting, name: str) -> PretrainedConfig:
 
 
 def _search(setting: Setting, device: torch.device, name: str) -> dict | None:
-    """Sequences per second, eager, of the best micro-batch and which that is; None where not one sequence fits."""
+    """Returns the best micro-batch and its sequences per second, eager; None if not one sequence fits."""
     rows: list[dict] = []
     model = cache(partial(_stock_model, setting, device, name))  # not made where every case is done already
     most = 2 if setting.dry_run else LARGEST_MICRO_BATCH
@@ -104,7 +105,7 @@ def _fell_twice(speeds: list[float]) -> bool:
 
 
 def _compiled(setting: Setting, device: torch.device, name: str, micro_batch: int) -> dict:
-    """The same of the compiled model, or {"error": ...}, or on the stand-in {"not_measured": ...}."""
+    """Returns the same of the compiled model, or {"error": ...}, or on the stand-in {"not_measured": ...}."""
     detail, described = f"{name}, compiled, micro-batch {micro_batch}", {"model": name, "way": "compiled"}
 
     def work() -> Result:
@@ -126,7 +127,7 @@ def _compiled(setting: Setting, device: torch.device, name: str, micro_batch: in
 
 
 def _planned_seconds(setting: Setting, name: str, micro_batch: int) -> float:
-    """FLOP of a measurement: 6 per parameter and token, forward and backward."""
+    """Estimates the seconds of a measurement, by 6 FLOP per parameter and token for forward and backward."""
     parameters = sum(parameter.numel() for parameter in build_model(_config(setting, name)).parameters())
     tokens = micro_batch * (TINY_SEQ if setting.dry_run else SEQ)
     return (1 + REPEATS) * 6 * parameters * tokens / setting.flops_per_second
@@ -139,7 +140,7 @@ def _stock_model(setting: Setting, device: torch.device, name: str) -> nn.Module
 
 
 def _timed(setting: Setting, device: torch.device, model: nn.Module, micro_batch: int) -> dict:
-    """Median speed of a forward and backward, after one that warms up (`first_seconds`), and the peaks."""
+    """Returns the median speed of a forward and backward, after one that warms up (`first_seconds`), and the peaks."""
     seq = TINY_SEQ if setting.dry_run else SEQ
     tokens = torch.randint(0, model.config.vocab_size, (micro_batch, seq), device=device)
     if device.type == "cuda":
@@ -162,7 +163,7 @@ def _timed(setting: Setting, device: torch.device, model: nn.Module, micro_batch
 
 
 def _unless_out_of_memory(device: torch.device, work: Callable):
-    """What `work` returns, or None if the card's memory, or its cap, is too small for it."""
+    """Returns the result of `work`, or None if the card's memory, or its cap, is too small for it."""
     try:
         return work()
     except torch.OutOfMemoryError:

@@ -7,11 +7,12 @@ SILENT_SECONDS = 300.0  # for importing, trying kernels and planning, on a slow 
 
 @dataclass(frozen=True)
 class Job:
-    """`target`: "module:function", called in a process of its own as function(setting, **options) (child.py).
+    """`target`: "module:function", called in a separate process as function(setting, **options) (child.py).
 
     `seconds`: the time limit until the function states its planned seconds on this card (Setting.expect and attempt).
     `flops` are added for work before that or without such a statement. The function applies the caps, in GiB (None: no
-    cap), and the row states them."""
+    cap), and the row states them.
+    """
 
     section: str
     name: str

@@ -1,12 +1,12 @@
-"""Is what the card computes right, piece by piece: bits where bits are promised, a measured error elsewhere.
+"""Checks the card's results, piece by piece: equal bits if they are promised, else the error is measured.
 
 split/join   the same bits as on the CPU, over random bit patterns; join(split(w)) = w
-update       one, eager and by a kernel, beside the CPU's: the same formula, but a product and a sum may be fused;
-             and the kernel's speed beside that of a copy
-loss         chunked, in the working dtype, line by line and fused, against plain fp32 on the CPU; and the time of
-             both, most of which are three products
-gradients    of a matrix, added to its accumulator by the product itself: the time beside that of two operations
-host memory  page-locked, arrives whole, and how fast: what streaming will cost
+update       eager and by a kernel, compared with the CPU's: the same formula, but a product and a sum may be
+             fused; and the kernel's speed relative to a copy
+loss         chunked, in the working dtype, line by line and fused, against plain fp32 on the CPU; and both times,
+             most of which three products take
+gradients    of a matrix, which the product itself adds to its accumulator: the time relative to two operations
+host memory  page-locked: is every byte copied, and how fast (the cost of streaming)
 allocator    the cap is kept, segments grow
 """
 
@@ -38,7 +38,7 @@ MOST_GRADIENT_ERROR = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # norm of the 
 
 
 def check(setting: Setting) -> Result:
-    """All of the above, each a case."""
+    """Runs all of these cases."""
     device = capped_device(setting)
     devices.make_deterministic(device)
     cases: dict[str, Callable[[], Result]] = {}
@@ -112,7 +112,7 @@ def _fused_speed(device: torch.device, shape: tuple[int, int, int], dtype: torch
 
 
 def split_and_join(device: torch.device, dtype: torch.dtype, size: int) -> dict[str, bool]:
-    """Over `size` random fp32 bit patterns; for fp16 those whose fp16 neighbour is finite (precision.py)."""
+    """Splits and joins `size` random fp32 bit patterns; for fp16 those with a finite fp16 neighbour (precision.py)."""
     generator = torch.Generator().manual_seed(0)
     master = torch.randint(-(2**31), 2**31, (size,), generator=generator, dtype=torch.int64).to(torch.int32)
     master = master.view(torch.float32)
@@ -151,7 +151,7 @@ def update_speed(device: torch.device, size: int, dtype: torch.dtype) -> dict[st
 
 
 def _seconds(call, device: torch.device) -> float:
-    """Median of five, after one that warms up."""
+    """Returns the median of five, after one that warms up."""
     times = []
     for _ in range(6):
         _synchronize(device)
@@ -191,7 +191,8 @@ def fused_speed(device: torch.device, tokens: int, width: int, vocabulary: int, 
 def loss_errors(
     device: torch.device, dtype: torch.dtype, tokens: int, width: int, vocabulary: int, fused_kernels: bool
 ) -> dict[str, float]:
-    """Relative errors of the loss and of the norms of both gradients, against plain fp32 on the same operands."""
+    """Returns the relative errors of the loss and of the norms of both gradients, against plain fp32 on the same
+    operands."""
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(tokens, width, generator=generator).to(dtype)
     weight = torch.randn(vocabulary, width, generator=generator).mul_(0.05).to(dtype)
@@ -217,7 +218,7 @@ def loss_errors(
 
 
 def host_memory(device: torch.device, size_bytes: int) -> Result:
-    """There and back through memory like that of streamed states; GiB/s each way, pageable memory beside it."""
+    """Copies to memory like that of streamed states and back; GiB/s each way, also for pageable memory."""
     entries = size_bytes // 4
     home = host_tensor(entries, torch.float32)
     locked = device.type == "cuda" and page_lock(home)
@@ -255,7 +256,7 @@ def allocator(device: torch.device, gpu_limit_bytes: int, fits_bytes: int) -> Re
 
 
 def _stale_error(registered: Tensor) -> str | None:
-    """What the next kernel says after CUDA refused to register memory (here: a second time); None: nothing."""
+    """Returns the error of the first kernel after CUDA refused to register memory (here: a second time), or None."""
     torch.cuda.cudart().cudaHostRegister(registered.data_ptr(), registered.nbytes, 0)
     try:
         torch.zeros(1, device="cuda").add_(1).item()

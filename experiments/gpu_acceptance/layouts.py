@@ -1,6 +1,6 @@
-"""The layouts of a step that plans.py measures: every attention kernel, precision and kind of layout, and combinations.
+"""Lists the layouts that plans.py measures: every attention kernel, precision and kind of layout, and combinations.
 
-Widths are those of real models, for the sizes of tensors decide; blocks are few, for repeating them shows nothing new.
+Widths are those of real models, because the sizes of tensors decide. Blocks are few, because more show nothing new.
 Peaks are 1 to 10 GiB: large enough that a page of the allocator (20 MiB) is little, small enough for most cards.
 """
 
@@ -75,7 +75,7 @@ class ModelLayout:
         )  # fmt: skip
 
     def tokens(self) -> Batch:
-        """Random ones; with a document mask, two documents to a row."""
+        """Returns random tokens; with a document mask, two documents to a row."""
         generator = torch.Generator().manual_seed(0)
         shape = (self.batch, self.seq)
         ids, labels = torch.randint(0, MODELS[self.model]().vocab_size, (2, *shape), generator=generator)

@@ -1,7 +1,7 @@
-"""A run's life on this card, with a small model: whatever happens to it, the same bits come out.
+"""Disturbs runs of a small model on this card, and checks that each ends with the same bits.
 
-One training is left alone. The others are the same command with something in their way, and must end with the bits of
-the first: the rows of losses and norms, all of the last checkpoint, the exported weights.
+One training is undisturbed. The others run the same command with a disturbance, and must end with the same bits: losses
+and norms, the last checkpoint, the exported weights.
 
     killed          SIGKILL in the middle of a step; the same command again goes on from the checkpoint before
     out of memory   the card's memory is taken up to the cap when a step begins: real errors of the real allocator,
@@ -43,15 +43,15 @@ OPTIONS = [
 ]
 SHAPE, TINY_SHAPE = ["--seq", "256", "--batch", "8"], ["--seq", "32", "--batch", "4"]
 TIMES_OUT_OF_MEMORY = 2
-KILLED_IN_STEP = 3  # of which the checkpoint before is that of step 2
-SAME = ("step", "loss", "grad_norm", "eval_loss", "learning_rate")  # of a row of a run: what no clock decides
-GPU_LIMIT_BYTES = 512 * MIB  # the cap of these runs: what is taken up is no more than that
+KILLED_IN_STEP = 3  # the checkpoint before it is that of step 2
+SAME = ("step", "loss", "grad_norm", "eval_loss", "learning_rate")  # columns of a run's log without times
+GPU_LIMIT_BYTES = 512 * MIB  # the cap of these runs
 SMALLEST_BLOCK, LARGE_PAGE = 512, 20 * MIB  # of the caching allocator
 ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
 def check(setting: Setting) -> Result:
-    """A row for each of the above; the verdict is the last one."""
+    """Runs these cases, a row for each; the last row is the verdict."""
     cases: dict[str, Callable[[Setting], Result]] = {"undisturbed": undisturbed, "killed": killed}
     cases["out of memory"] = out_of_memory
     if setting.device == "cuda":
@@ -61,7 +61,7 @@ def check(setting: Setting) -> Result:
 
 
 def undisturbed(setting: Setting) -> Result:
-    """Everything else is compared with this one; also the export."""
+    """Trains without a disturbance; all other runs, and the export, are compared with this one."""
     kept: dict = {}
     out = setting.scratch / "undisturbed"
     code = run_script(SCRIPT, _arguments(setting, out), TrainingStep=remembering(prepare.TrainingStep, kept))
@@ -80,7 +80,7 @@ def undisturbed(setting: Setting) -> Result:
 
 
 def killed(setting: Setting) -> Result:
-    """By SIGKILL, in a process of its own; then begun again in this one."""
+    """Kills a run by SIGKILL in a separate process, and resumes it in this one."""
     out = setting.scratch / "killed"
     program = "from experiments.gpu_acceptance import life; life.train_until_killed()"
     process = subprocess.run([sys.executable, "-c", program, json.dumps(_arguments(setting, out))], cwd=ROOT)
@@ -94,7 +94,7 @@ def killed(setting: Setting) -> Result:
 
 
 def train_until_killed() -> None:
-    """The process that `killed` kills; its arguments are the script's, as JSON."""
+    """Trains until `killed` kills this process; its arguments are the script's, as JSON."""
 
     class Killed(TrainingStep):
         def __call__(self, batch, number, *arguments):
@@ -106,8 +106,8 @@ def train_until_killed() -> None:
 
 
 def out_of_memory(setting: Setting) -> Result:
-    """In the first step, so that what recovering changes is changed for the whole run; more than once, so that freeing
-    what the allocator keeps is not enough."""
+    """Makes a run exhaust memory in its first step, so that recovery changes the whole run. It does so several times,
+    because freeing the allocator's cache must not be enough."""
     out, reference = setting.scratch / "out_of_memory", "undisturbed"
     ran_out: list[str] = []
 
@@ -138,7 +138,8 @@ def out_of_memory(setting: Setting) -> Result:
 
 
 def _take_all_memory(setting: Setting, taken: list[Tensor]) -> None:
-    """What the cap leaves of the card, in ever smaller pieces; on the CPU, without a cap, raises the error itself."""
+    """Allocates all memory below the cap, in ever smaller pieces. On the CPU, without a cap, it raises the error
+    itself."""
     if setting.device != "cuda":
         raise torch.OutOfMemoryError("imitated: there is no cap on the CPU")
     # A request from 10 MiB on is held against the cap before it is rounded to pages of 20 MiB. Such are not made here
@@ -152,8 +153,8 @@ def _take_all_memory(setting: Setting, taken: list[Tensor]) -> None:
 
 
 def not_page_locked(setting: Setting) -> Result:
-    """CUDA refuses memory that is registered already, and leaves an error for the next kernel. Then the memory is
-    unregistered, so that it is pageable."""
+    """Makes CUDA refuse memory, because it is registered already, which leaves an error for the next kernel. Then the
+    memory is unregistered, so that it is pageable."""
     out, runtime = setting.scratch / "not_page_locked", torch.cuda.cudart()
     register, answers = runtime.cudaHostRegister, []
 
@@ -183,13 +184,13 @@ def _said(out: Path) -> str:
 
 
 def _compared(setting: Setting, reference: str, out: Path, values: dict, checks: dict[str, bool]) -> Result:
-    """`values` and `checks` with those of the comparison."""
+    """Adds the comparison's to `values` and `checks`."""
     different = differences(setting.scratch / reference, out)
     return Result(values | {"different": different[:5]}, checks | {"every bit equal": not different})
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Names of what is not bitwise equal in two run folders that have come to their end."""
+    """Names everything that is not bitwise equal in two finished run folders."""
     contents = [_content(folder) for folder in (one, other)]
     names = sorted(contents[0].keys() | contents[1].keys())
     found = [name for name in names if contents[0].get(name) != contents[1].get(name)]
@@ -197,7 +198,8 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 def _content(folder: Path) -> dict[str, object]:
-    """What must not differ: the weights as exported, all tensors of the last checkpoint, a row's figures."""
+    """Returns everything that must be equal: exported weights, all tensors of the last checkpoint, the rows'
+    figures."""
     newest = max((folder / "checkpoints").glob("step-*"), default=folder)
     paths = [*newest.rglob("*.bin"), *newest.rglob("*.safetensors"), *(folder / "model").glob("*.safetensors")]
     found: dict[str, object] = {str(path.relative_to(folder)): path.read_bytes() for path in paths}

@@ -59,7 +59,7 @@ class Ran:
 
 
 def prepared(setting: Setting) -> tuple[torch.device, Card | None, Target]:
-    """The device, set up as training sets it up, the card (None on the CPU), and what to simulate."""
+    """Returns the device, set up as training sets it up, the card (None on the CPU), and what to simulate."""
     devices.set_environment()
     if setting.device == "cpu":
         return torch.device("cpu"), None, cpu_target()
@@ -72,8 +72,8 @@ def prepared(setting: Setting) -> tuple[torch.device, Card | None, Target]:
 def measure(
     work: Callable[[], Returned], device: torch.device, limit_bytes: int | None = None, *, history: bool = False
 ) -> Measured[Returned] | None:
-    """Runs `work` from an empty allocator on; None where it ran out of memory under the cap. `history`: with the tape
-    of what was allocated, which the CPU always has."""
+    """Runs `work` from an empty allocator on; None if it ran out of memory under the cap. `history`: with the tape of
+    what was allocated, which the CPU always has."""
     _empty(device)
     if device.type == "cpu":
         tape, returned = tape_of_cpu(work)
@@ -102,7 +102,7 @@ def measure(
 
 
 def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, steps: int) -> Ran:
-    """The step as training makes it, on random weights."""
+    """Returns the step as training makes it, on random weights."""
     store = Store(decoder, device, case.dtype, case.optimizer, case.layout)
     for part in store.parts:
         part.working.normal_(0, 0.02)
@@ -121,7 +121,7 @@ def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, 
 
 
 def error(predicted: int, measured: int) -> float:
-    """Relative and signed: below 0 the plan promised too much."""
+    """Returns the relative error, with sign: below 0 the plan promised too much."""
     return predicted / measured - 1
 
 

@@ -75,7 +75,7 @@ TINY = {
 
 
 def lowmem(setting: Setting, models: Sequence[str]) -> Result:
-    """A row per model, planned by lowmem and run."""
+    """Plans and runs each model with lowmem, a row for each."""
     device, card, target = prepared(setting)
     seq, batch = (TINY_SEQ, TINY_BATCH) if setting.dry_run else (SEQ, BATCH)
     precision = "fp32" if setting.dry_run else sixteen_bit(device)
@@ -107,7 +107,7 @@ def lowmem(setting: Setting, models: Sequence[str]) -> Result:
 
 
 def plain(setting: Setting, models: Sequence[str]) -> Result:
-    """A row per model, trained as transformers and PyTorch do by themselves."""
+    """Trains each model with plain transformers and PyTorch, a row for each."""
     device, recipe, card = stock_device(setting), "fp32", A_CARD
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # as the simulation takes it
@@ -130,8 +130,8 @@ def plain(setting: Setting, models: Sequence[str]) -> Result:
 
 
 def _of_all(setting: Setting, predictions: Iterator[tuple], measured: Callable, seconds: Callable) -> Result:
-    """A case per model: what `measured(name, prediction)` gives, planned to take `seconds(prediction)`. A prediction
-    that is an exception ends its case, and no other."""
+    """Runs a case per model: `measured(name, prediction)`, planned to take `seconds(prediction)`. A prediction that is
+    an exception ends only its own case."""
 
     def work(name: str, predicted) -> Result:
         if isinstance(predicted, Exception):
@@ -159,7 +159,7 @@ def _run_lowmem(plan: Plan, device: torch.device):
 
 
 def _compared(predicted: Memory, found) -> tuple[dict, dict[str, bool]]:
-    """`found`: Measured, or None where the GPU ran out of memory."""
+    """Compares with `found`: Measured, or None if the GPU ran out of memory."""
     values: dict = {
         "predicted_allocated_peak_bytes": predicted.allocated_peak_bytes,
         "predicted_reserved_peak_bytes": predicted.reserved_peak_bytes,
@@ -197,7 +197,7 @@ def _case(settings: Settings, method: str) -> dict:
 
 
 def _config(name: str) -> PretrainedConfig:
-    """InputError where none is known without a network."""
+    """Returns the model's config. InputError if none is known without a network."""
     if name in TINY:
         return TINY[name]
     if name in MORE:
@@ -208,7 +208,7 @@ def _config(name: str) -> PretrainedConfig:
 
 
 def _planned(name: str, settings: Settings, precision: str, card: Card, fused_kernels: bool) -> Plan | str:
-    """The plan, or why there is none."""
+    """Returns the plan, or why there is none."""
     try:
         return make_plan(settings, _config(name), "cuda", precision, card, fused_kernels=fused_kernels)
     except (InputError, PlanError) as refusal:
@@ -226,8 +226,8 @@ def _plain_memory(name: str, seq: int, batch: int, recipe: str, card: Card) -> M
 def _predictions(
     setting: Setting, models: Sequence[str], predict: Callable, case_of: Callable[[str], tuple]
 ) -> Iterator[tuple]:
-    """(model, what `predict` returns for it and its case), in order; made by other processes, but for a dry run. What
-    an earlier process of the job is through with is not predicted again."""
+    """Yields (model, what `predict` returns for it and its case), in order; made by other processes, but for a dry run.
+    What an earlier process of the job is through with is not predicted again."""
     if setting.dry_run:
         yield from ((name, predict(name, *case_of(name))) for name in TINY)
         return
@@ -241,7 +241,7 @@ def _predictions(
 
 
 def _begin_worker() -> None:
-    """One thread, no warnings; and an end when the job's process is gone, however it went."""
+    """Sets one thread and no warnings, and ends this process when the job's process is gone."""
     torch.set_num_threads(1)
     devices.set_environment()
     transformers.logging.set_verbosity_error()

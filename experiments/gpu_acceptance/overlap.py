@@ -41,7 +41,7 @@ LEARNING_RATE = 1e-5
 
 @dataclass(frozen=True)
 class Trained:
-    """What is left in memory of a run that has ended."""
+    """The objects that a finished run leaves in memory."""
 
     config: PretrainedConfig
     plan: Plan
@@ -51,7 +51,8 @@ class Trained:
 
 
 def check(setting: Setting, name: str, trained: Trained) -> tuple[dict, dict[str, bool]]:
-    """A row each for the update's cost and for the timeline; what the last row of the job, `name`, says of them."""
+    """Returns a row each for the update's cost and for the timeline; what the last row of the job, `name`, says of
+    them."""
     cost, checks = update_cost(trained, pairs=1 if setting.dry_run else PAIRS)
     held = {"update": setting.record("update", cost, {} if setting.dry_run else checks)}
     values, checks = record_timeline(setting, name, trained)
@@ -64,7 +65,7 @@ def check(setting: Setting, name: str, trained: Trained) -> tuple[dict, dict[str
 
 
 def update_cost(trained: Trained, pairs: int) -> tuple[dict, dict[str, bool]]:
-    """Median seconds of `pairs` steps as trained, and of as many without their update; {bar: met}."""
+    """Compares the median seconds of `pairs` steps as trained, and of as many without their update; {bar: met}."""
     step, rows = trained.step, {"with": [], "without": []}
 
     def seconds() -> float:
@@ -96,15 +97,14 @@ def _update_left_out(step: TrainingStep) -> Iterator[None]:
 
 
 class _NoCopies(Transfers):
-    """In the place of those of the states."""
+    """Stands in for the copies of the states, and copies nothing."""
 
     def copy(self, lane, pairs, *after):
         return None
 
 
 def record_timeline(setting: Setting, name: str, trained: Trained) -> tuple[dict, dict[str, bool]]:
-    """One step, recorded and simulated: the figures of both; {what was seen: whether}. On the stand-in, simulated
-    alone."""
+    """Records and simulates one step, and returns the figures of both. On the stand-in it only simulates."""
     timelines, reason = [], {}
     if setting.stand_in:
         reason = {"not_recorded": "the stand-in's card takes no time, and reports no event to a profiler"}
@@ -133,7 +133,7 @@ def record_timeline(setting: Setting, name: str, trained: Trained) -> tuple[dict
 
 
 def simulated(trained: Trained) -> timeline.Timeline:
-    """The step that the plan of a run on a GPU has predicted."""
+    """Returns the step that the plan of a run on a GPU has predicted."""
     plan = trained.plan
     settings = plan.settings
     case = StepCase(

@@ -1,11 +1,11 @@
-"""Is the plan true: what the simulated step takes beside what the step takes, the smallest caps, the choice.
+"""Compares plans with real steps: the peaks, the smallest caps, and the planner's choice.
 
     peaks    three steps per layout, measured: allocated and reserved peaks, signed errors against the simulation made
-             without a GPU; where an error is too large, what lies in memory at both peaks (at_peak.py)
-    caps     for some, the smallest cap under which the step really completes, found by bisection, beside the simulated
-    choice   every layout of a small grid, timed; is the planner's choice within 5% of the fastest?
+    without a GPU; if an error is too large, the contents of memory at both peaks (at_peak.py) caps     for some, the
+    smallest cap under which a real step completes, by bisection, and the simulated one choice every layout of a small
+    grid, timed; is the planner's choice within 5% of the fastest?
 
-An error is (predicted - measured) / measured: below 0 the plan promised too much. The bars are issue 3's.
+An error is (predicted - measured) / measured: below 0 the plan promised too much.
 
 One process measures many layouts, each from an empty allocator (measured.py). Every row checks that nothing was left of
 the one before, and the first layout comes once more at the end, where it must measure the same.
@@ -38,12 +38,12 @@ from lowmem.planning.simulations import Simulations
 from lowmem.units import GIB, MIB
 
 MOST_ALLOCATED_ERROR, MOST_MEDIAN_ERROR, MOST_RESERVED_ERROR, MOST_BELOW = 0.01, 0.005, 0.03, 0.005
-MOST_SLOWER = 1.05  # the choice's seconds, of the fastest layout's
-CHOICE_LIMIT_BYTES = 4 * GIB  # too little for the layout that would be fastest
+MOST_SLOWER = 1.05  # the choice's seconds / the fastest layout's
+CHOICE_LIMIT_BYTES = 4 * GIB  # too little for the fastest layout without a cap
 RESOLUTION_BYTES = 8 * MIB  # of the measured smallest cap
-SEARCH_SECONDS = 100.0  # planned for finding it; all else takes less than the limit's floor
-DIAGNOSES = 4  # layouts that are run again for what lies at the peak
-STEPS, TIMED_STEPS = 3, 12  # the first two of either are not timed
+SEARCH_SECONDS = 100.0  # planned for the bisection; all other work takes less than the floor of the limit
+DIAGNOSES = 4  # layouts that run again, to list memory at the peak
+STEPS, TIMED_STEPS = 3, 12  # the first two of each are not timed
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Simulated:
 
 
 def check(setting: Setting) -> Result:
-    """All of the above, one row per measured layout, cap and choice; the last row sums up."""
+    """Measures layouts, caps and choices, one row each; the last row sums up."""
     device, _, target = prepared(setting)
     peaks = check_peaks(setting, device, target)
     chosen = check_choice(setting, device, target)
@@ -72,7 +72,7 @@ def check(setting: Setting) -> Result:
 
 
 def check_peaks(setting: Setting, device: torch.device, target: Target) -> Result:
-    """A case per layout, then one per smallest cap; their sum."""
+    """Measures each layout, then each smallest cap, and sums them up."""
     grid, capped = (DRY_GRID, DRY_GRID[:1]) if setting.dry_run else (on_card(GRID, device), on_card(CAPPED, device))
     found: dict[str, Result] = {}
     diagnoses = 1 if setting.dry_run else DIAGNOSES
@@ -98,7 +98,7 @@ def check_peaks(setting: Setting, device: torch.device, target: Target) -> Resul
 
 
 def on_card(layouts: Sequence[ModelLayout], device: torch.device) -> tuple[ModelLayout, ...]:
-    """The layouts in precisions that the device has: in fp16 where it has no bf16; each once."""
+    """Returns each layout once, in precisions that the device has: in fp16 if it has no bf16."""
     half = sixteen_bit(device)
     return tuple(
         dict.fromkeys(replace(layout, precision=half) if layout.precision == "bf16" else layout for layout in layouts)
@@ -108,7 +108,7 @@ def on_card(layouts: Sequence[ModelLayout], device: torch.device) -> tuple[Model
 def _peaks_of(
     setting: Setting, layout: ModelLayout, device: torch.device, target: Target, first: int | None, diagnose: bool
 ) -> Result:
-    """One layout's peaks, simulated and measured. `first`: what was measured of it the first time."""
+    """Compares one layout's peaks, simulated and measured. `first`: its first measurement."""
     recording = Simulated.of(layout, target).recording
     predicted, real = under_cap(recording.tape), measure(layout, device, target)
     if real is None:
@@ -140,7 +140,7 @@ def _peaks_of(
 
 
 def bars(allocated_error: float, reserved_error: float) -> dict[str, bool]:
-    """Whether signed relative errors are small enough."""
+    """Compares signed relative errors with their bars."""
     return {
         f"allocated within {MOST_ALLOCATED_ERROR:.0%}": abs(allocated_error) <= MOST_ALLOCATED_ERROR,
         f"reserved within {MOST_RESERVED_ERROR:.0%}": abs(reserved_error) <= MOST_RESERVED_ERROR,
@@ -149,7 +149,7 @@ def bars(allocated_error: float, reserved_error: float) -> dict[str, bool]:
 
 
 def smallest_cap(setting: Setting, layout: ModelLayout, device: torch.device, target: Target) -> Result:
-    """The smallest caps under which the simulation and the real step complete. A plan takes the layout from
+    """Returns the smallest caps under which the simulation and the real step complete. A plan takes the layout from
     MARGIN_BYTES above the former on."""
     simulated = Simulated.of(layout, target)
     simulated_bytes = simulated.simulations.smallest_cap_bytes(simulated.layout)
@@ -240,7 +240,7 @@ def measure(
     layout: ModelLayout, device: torch.device, target: Target, limit_bytes: int | None = None, *, steps: int = STEPS,
     history: bool = False,
 ) -> Measured[Ran] | None:  # fmt: skip
-    """Really runs `layout`, with the kernels that `target` counts on; None where it ran out of memory under the cap."""
+    """Runs `layout`, with the kernels that `target` counts on; None if it ran out of memory under the cap."""
 
     def work() -> Ran:
         decoder = layout.decoder(target.fused_kernels)

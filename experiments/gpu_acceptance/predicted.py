@@ -1,15 +1,15 @@
-"""What the plans say of speed before any GPU has: sequences per second under the caps, by tokens per step.
+"""Predicts speed by plans: sequences per second under the caps, by tokens per step.
 
     python -m experiments.gpu_acceptance.predicted [--gpus rtx3060 ...] [--out DIR]
 
 Large and XL under 11 GiB (XL: and 16 GiB of RAM), 1,024 tokens per sequence, exact AdamW with clipping, 1 to 64
-sequences per step. Beside a step stand, by the same clock and with no cap and no update,
+sequences per step. Each step is compared, by the same clock, with two runs without a cap and without an update:
 
-    alone    its own forward and backward as fast as the card can have them: everything kept, the best micro-batch of a
-             few. What is missing from 1 is what caps, recompute and update cost
+    alone    its own forward and backward at their fastest: everything kept, the best micro-batch of a few. The
+             distance from 1 is the cost of caps, recompute and update
     plain    forward and backward of the stock `transformers` model under bf16 autocast, uncompiled, at its best
 
-Nothing here says how good that clock is; the job `denominator` measures the stock model. Ten minutes per card; its rows
+The job `denominator` measures the stock model, which shows how good that clock is. Ten minutes per card; its rows
 replace the card's older ones.
 """
 
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def rows_of(card: Card, arguments: list[str]):
-    """A row per model and batch."""
+    """Yields a row per model and batch."""
     precision = "bf16" if "bf16" in card.rates else "fp16"
     for model, ram_limit in RAM_LIMITS.items():
         config = load_config(model, "random")
@@ -93,7 +93,8 @@ def rows_of(card: Card, arguments: list[str]):
 
 
 def alone_per_second(decoder, micro_batch: int, precision: str, card: Card) -> float:
-    """Sequences per second of forward and backward, everything kept: what two micro-batches more add to a step."""
+    """Returns sequences per second of forward and backward with everything kept, from the cost of two more
+    micro-batches."""
 
     def seconds(micro_batches: int) -> float:
         case = StepCase(
@@ -106,7 +107,7 @@ def alone_per_second(decoder, micro_batch: int, precision: str, card: Card) -> f
 
 
 def plain_per_second(config: PretrainedConfig, batch: int, card: Card) -> float:
-    """Sequences per second of the stock model's forward and backward, the second time."""
+    """Returns sequences per second of the stock model's second forward and backward."""
     target, model = gpu_target(card), build_model(config).to(META)
     recorder = Recorder(target.machine)
     tokens = torch.zeros((batch, SEQ), dtype=torch.int64, device=META)

@@ -15,7 +15,7 @@ from lowmem.run import prepare, train
 
 
 def run_script(script: str, arguments: Sequence[str], **instead: Callable) -> int:
-    """Its exit code. `instead`: what replaces names in lowmem/run/train.py or prepare.py."""
+    """Returns its exit code. `instead`: what replaces names in lowmem/run/train.py or prepare.py."""
     with ExitStack() as patches:
         patches.enter_context(patch.object(sys, "argv", [script, *arguments]))
         for name, function in instead.items():
@@ -28,8 +28,8 @@ def run_script(script: str, arguments: Sequence[str], **instead: Callable) -> in
 
 
 def remembering(function: Callable, kept: dict, begin: Callable[[], None] = lambda: None) -> Callable:
-    """`function`, which leaves its arguments and what it returns in `kept`, by their names and by its own; `begin` is
-    called once the arguments are there."""
+    """Wraps `function` so that it stores its arguments and its result in `kept`, by name. `begin` is called once the
+    arguments are there."""
 
     def call(*arguments, **keywords):
         kept.update(inspect.signature(function).bind(*arguments, **keywords).arguments)

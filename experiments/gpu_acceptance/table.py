@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def committed_rows() -> tuple[list[dict], list[dict]]:
-    """Measured ones, of real shapes on a GPU that is there, and predicted ones."""
+    """Returns measured rows, of real shapes on a real GPU, and predicted ones."""
     measured = [row for row in row_file.read(RESULTS / "rows.jsonl") if row_file.is_measured(row)]
     return measured, row_file.read(RESULTS / predicted.NAME)
 
@@ -45,12 +45,12 @@ def speed_table(rows: list[dict]) -> str:
 
 
 def _last_good(rows: Iterable[dict]) -> dict[tuple[str, str], dict]:
-    """The last row of each name that came to its end, whatever its checks say."""
+    """Returns the last row of each name that came to its end, whatever its checks say."""
     return {(row["section"], row["name"]): row for row in rows if row["error"] is None}
 
 
 def _not_held(row: dict) -> list[str]:
-    """Checks that make a row's speed no result. What the update adds is a bar, and stands in the table itself."""
+    """Returns the failed checks that invalidate a row's speed. The update's cost has its own bar in the table."""
     return [name for name, held in row["checks"].items() if not held and name not in ("update", "timeline")]
 
 
@@ -79,7 +79,7 @@ def _training(found: dict[tuple[str, str], dict], name: str) -> list[str]:
 
 
 def _values(found: dict[tuple[str, str], dict], section: str, name: str) -> dict:
-    """Of a job that has ended, or else the best that its parts have found."""
+    """Returns the values of a job that has ended, or the best that its parts have found."""
     if (section, name) in found:
         return found[section, name]["values"]
     best: dict = {}
@@ -102,7 +102,7 @@ def _ratio(speed: float, values: dict, way: str) -> str:
 
 
 def plans_table(rows: list[dict]) -> str:
-    """Predicted rows: shares of the speed of forward and backward alone, by sequences per step."""
+    """Makes the table of predicted rows: shares of the speed of forward and backward, by sequences per step."""
     if not rows:
         return f"No plan has been made for this: `python -m {predicted.__name__}`."
     batches = sorted({row["batch"] for row in rows})
@@ -128,7 +128,7 @@ def _share(row: dict) -> float:
 
 
 def memory_table(rows: list[dict]) -> str:
-    """Signed errors of predicted peaks on GPUs, model by model; what there is to say where none has run."""
+    """Makes the table of signed errors of predicted peaks on GPUs, model by model."""
     last = {(row["device"], row["name"]): row for row in rows if row["section"] == "memory"}
     cases = [row for row in last.values() if "allocated_error" in row["values"]]
     if not cases:
@@ -153,7 +153,8 @@ def memory_table(rows: list[dict]) -> str:
 
 
 def draw_speed(rows: list[dict], plans: list[dict], path: Path) -> None:
-    """A step's share of the speed of forward and backward, by tokens per step: plans' as lines, measured as points."""
+    """Draws a step's share of the speed of forward and backward, by tokens per step: plans as lines, measurements as
+    points."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

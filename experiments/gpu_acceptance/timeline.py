@@ -47,7 +47,7 @@ class Timeline:
     lanes: dict[str, list[Stretch]] = field(repr=False)
 
     def figures(self) -> dict[str, float | int | None]:
-        """For a row. Seconds of copying count once where both directions are at work."""
+        """Returns a row's fields. Seconds of copying count once if both directions are busy."""
         copying = joined(self.lanes[IN] + self.lanes[OUT])
         seconds = _length(copying)
         hidden = _length(common(copying, self.lanes[COMPUTE]))
@@ -64,7 +64,7 @@ class Timeline:
 
 
 def recorded(work: Callable[[], object], device: torch.device, streamed_bytes: int) -> Timeline:
-    """What `work`, a step with its update, did. On the CPU, where nothing is copied, every operation computes."""
+    """Records a step with its update. On the CPU no copies exist, and every operation computes."""
     kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[kind]) as profiler:
         work()
@@ -74,7 +74,7 @@ def recorded(work: Callable[[], object], device: torch.device, streamed_bytes: i
 
 
 def timeline_of(events: Iterable, streamed_bytes: int) -> Timeline:
-    """From the profiler's events of one device: name(), start_ns(), duration_ns()."""
+    """Makes a timeline from the profiler's events of one device: name(), start_ns(), duration_ns()."""
     lanes: dict[str, list[Stretch]] = {lane: [] for lane in LANES}
     for event in events:
         name, start = event.name(), event.start_ns()
@@ -117,8 +117,8 @@ class _WatchedTransfers(SimulatedTransfers):
 
 
 def simulated(decoder: Decoder, case: StepCase, target: Target) -> Timeline:
-    """The same as the plan sees it, of the second step, which has the first one's update in it. `decoder`: without
-    weights, as for `record_step`; `target`: of a GPU."""
+    """Simulates the second step, which includes the first one's update. `decoder`: without weights, as for
+    `record_step`; `target`: of a GPU."""
     made = []
 
     def watched(*arguments, **keywords) -> _WatchedTransfers:
@@ -140,7 +140,7 @@ def simulated(decoder: Decoder, case: StepCase, target: Target) -> Timeline:
 
 
 def joined(stretches: Iterable[Stretch]) -> list[Stretch]:
-    """Sorted, with those made one that touch or overlap; empty ones are left out."""
+    """Sorts stretches of time, joins those that touch or overlap, and drops empty ones."""
     found: list[list[float]] = []
     for start, end in sorted(stretch for stretch in stretches if stretch[1] > stretch[0]):
         if found and start <= found[-1][1]:
@@ -151,7 +151,7 @@ def joined(stretches: Iterable[Stretch]) -> list[Stretch]:
 
 
 def common(left: Sequence[Stretch], right: Sequence[Stretch]) -> list[Stretch]:
-    """Where both are; either is sorted and does not touch itself."""
+    """Returns the times covered by both. Either list is sorted and without overlaps."""
     found, i, j = [], 0, 0
     while i < len(left) and j < len(right):
         start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
@@ -165,8 +165,8 @@ def common(left: Sequence[Stretch], right: Sequence[Stretch]) -> list[Stretch]:
 
 
 def busy_shares(stretches: Sequence[Stretch], start: float, end: float, parts: int = PARTS) -> list[float]:
-    """The share that the stretches cover in each of `parts` equal parts of the time from `start` to `end`. All 0 if no
-    time is between them, as in a recording without events."""
+    """Returns the share that the stretches cover in each of `parts` equal parts of the time from `start` to `end`. All
+    0 if no time is between them, as in a recording without events."""
     if end <= start:
         return [0.0] * parts
     starts = [begin for begin, _ in stretches]
@@ -186,8 +186,8 @@ def _length(stretches: Iterable[Stretch]) -> float:
 
 
 def content(timeline: Timeline) -> dict:
-    """For the file, from which the picture is drawn: title, figures and `panels`: [from, to] in seconds, and per lane
-    the busy share of each part in between; of the whole step and, where there is any, of the time of copying."""
+    """Returns the content of the file from which the picture is drawn. It has title, figures and `panels` for the whole
+    step and for the time of copying: [from, to] in seconds, and the busy share of each lane in each part."""
     copies = joined(timeline.lanes[IN] + timeline.lanes[OUT])
     windows = {"the whole step": (0.0, timeline.seconds)}
     if copies:
@@ -203,7 +203,8 @@ def content(timeline: Timeline) -> dict:
 
 
 def draw(contents: Sequence[dict], title: str, path: Path) -> None:
-    """As PNG: a row for each timeline's `content`, a column for each of its panels. ImportError without matplotlib."""
+    """Draws a PNG: a row for each timeline's `content`, a column for each of its panels. ImportError without
+    matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -223,7 +224,7 @@ def draw(contents: Sequence[dict], title: str, path: Path) -> None:
 
 
 def _draw_panel(axes, panel: dict) -> None:
-    """Every lane's height is how busy it is."""
+    """Draws each lane's busy share as its height."""
     start, end = (1e3 * seconds for seconds in panel["seconds"])
     for row, (lane, colour) in enumerate(zip(LANES, ("C0", "C1", "C2"), strict=True)):
         shares = panel["busy"][lane]

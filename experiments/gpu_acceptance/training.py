@@ -46,8 +46,9 @@ PEAKS = {  # of a report, and whose cap each must keep
 
 
 def run(setting: Setting, name: str, script: str, more: Sequence[str] = (), update_cost: bool = False) -> Result:
-    """`script` with the options `more` under the setting's caps: its figures beside the plan's and, with `update_cost`,
-    what the update adds. `name`: the job's. Unavailable where the optimizer's package is missing."""
+    """Runs `script` with the options `more` under the setting's caps, and compares its figures with the plan's.
+    `update_cost`: also measures the cost of the update. `name`: the job's. Unavailable if the optimizer's package is
+    missing."""
     if "adamw8bit" in more and find_spec("bitsandbytes") is None:
         raise Unavailable("bitsandbytes is not installed")
     limits = {"gpu": setting.gpu_limit_bytes, "ram": setting.ram_limit_bytes}
@@ -79,7 +80,7 @@ def run(setting: Setting, name: str, script: str, more: Sequence[str] = (), upda
 
 @dataclass
 class _Watched:
-    """A run while it goes on. `kept`: what it has in its hands, by name."""
+    """A running training. `kept`: its objects, by name."""
 
     setting: Setting
     described: dict
@@ -87,7 +88,7 @@ class _Watched:
     kept: dict = field(default_factory=dict)
 
     def planned(self) -> None:
-        """The plan is made; weights, an evaluation and the first steps follow until there is enough for a row."""
+        """Announces the time until the first row, once the plan is made: weights, an evaluation and the first steps."""
         self._expect(ENOUGH_STEPS + 1, self.kept["plan"].parameters / DRAWN_PER_SECOND)
 
     def prepared(self) -> None:
@@ -95,7 +96,7 @@ class _Watched:
         self.kept |= {"log": session.log, "data": session.data}
 
     def step(self, write):
-        """RunLog.step, `write`, which also writes the job's row once there have been enough steps."""
+        """Wraps RunLog.step, `write`, so that it also writes the job's row after enough steps."""
 
         def call(log: RunLog, row: dict) -> None:
             write(log, row)
@@ -107,7 +108,7 @@ class _Watched:
         return call
 
     def so_far(self, rows: list[dict]) -> tuple[dict, dict[str, bool]]:
-        """Values and checks of a run that has come to the last of `rows`."""
+        """Returns values and checks of a run up to the last of `rows`."""
         kept = self.kept
         peaks = {peak: max((row[peak] for row in rows), key=lambda found: found or 0) for peak in PEAKS}
         report = build_report(
@@ -116,7 +117,7 @@ class _Watched:
         return self._row(report, complete=False)
 
     def outcome(self, code: int, folder: Path) -> tuple[dict, dict[str, bool]]:
-        """The same of one that has ended with exit code `code`."""
+        """Returns values and checks of a run that has ended with exit code `code`."""
         ended = {"exit_code": code}, {"exit code 0": code == 0}
         if (folder / "report.json").exists():
             values, checks = self._row(json.loads((folder / "report.json").read_text()), complete=True)

@@ -28,7 +28,7 @@ DRY_RUN_SECONDS = 200.0  # more are planned for whatever runs on processors alon
 
 @dataclass(frozen=True)
 class Result:
-    """What a job's function returns, and a case of it: its row's content."""
+    """The content of a row: the result of a job's function, or of a case of it."""
 
     values: dict
     checks: dict[str, bool]
@@ -42,8 +42,8 @@ class Result:
 class Setting:
     """What a job's function is given. `device`: "cuda" or "cpu"; `scratch`: a folder that is removed afterwards;
     `record(detail, values, checks)` writes a row at once, and says whether all checks held; `kept`: the folder of the
-    rows, for what belongs beside them, or None where nothing is kept; `stand_in`: whether the GPU is one that is not
-    there (stand_in/), so that no time means anything; `flops_per_second`: the card's, of large 16-bit products."""
+    rows, for what belongs beside them, or None if nothing is kept; `stand_in`: whether the GPU is one that is not there
+    (stand_in/), so that no time means anything; `flops_per_second`: the card's, of large 16-bit products."""
 
     device: str
     dry_run: bool
@@ -56,11 +56,12 @@ class Setting:
     flops_per_second: float = float("inf")
 
     def expect(self, planned_seconds: float) -> None:
-        """What the job does next is planned to take so long on this card (progress.py has the limit that follows)."""
+        """Announces that the job's next work is planned to take so long on this card (progress.py has the limit that
+        follows)."""
         self._begin(None, planned_seconds)
 
     def attempt(self, case: str, work: Callable[[], Result], planned_seconds: float = 0.0) -> Result:
-        """What `work` returns, after its row is written. A case that an earlier process of this job has
+        """Runs the case `work`, writes its row and returns its result. A case that an earlier process of this job has
         finished, or that has ended one, does not run again: its known result is returned. Call it in a fixed order."""
         progress = Progress(self.scratch)
         known = progress.done().get(case)
@@ -77,7 +78,7 @@ class Setting:
         Progress(self.scratch).begin(case, planned_seconds + (DRY_RUN_SECONDS if self.dry_run else 0.0))
 
     def passed(self, case: str) -> bool:
-        """Whether `attempt` would not begin this case."""
+        """True if `attempt` would not run this case."""
         return case in Progress(self.scratch).done()
 
 
@@ -128,7 +129,7 @@ def run(task: dict) -> int:
 
 
 def named(name: str):
-    """What "module:attribute" names. How jobs reach what other experiments have: no experiment imports another."""
+    """Imports "module:attribute". Jobs reach other experiments this way: no experiment imports another."""
     module, attribute = name.split(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -142,7 +143,7 @@ def machine_here() -> dict:
 
 
 def probe() -> dict:
-    """What this machine is: {"names": {"cpu": ..., "cuda": ... if there is one}, "versions": {...}}."""
+    """Describes this machine: {"names": {"cpu": ..., "cuda": ... if there is one}, "versions": {...}}."""
     import torch
 
     from lowmem.run.report import device_name, versions
@@ -153,7 +154,7 @@ def probe() -> dict:
 
 
 def output_of(scratch: Path) -> str | None:
-    """The end of what a job wrote to stderr, which lies in its scratch folder."""
+    """Returns the end of what a job wrote to stderr, which lies in its scratch folder."""
     path = scratch / "stderr.txt"
     text = path.read_text(errors="replace")[-OUTPUT_CHARACTERS:] if path.exists() else ""
     return text or None

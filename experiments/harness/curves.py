@@ -1,4 +1,4 @@
-"""Learning curves in one picture. Matplotlib is imported where it is used."""
+"""Learning curves in one picture. Matplotlib is imported only for drawing."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ POINTS = 30
 
 
 def draw_curves(curves: dict[str, list[float]], path: Path) -> None:
-    """The loss by update of each, by name, as PNG. More than twice POINTS of them are drawn as running means."""
+    """Draws losses by update, by name, as PNG. Curves of more than twice POINTS are running means."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -42,7 +42,7 @@ class PeerError(LowmemError):
 
 @contextlib.contextmanager
 def peer_errors() -> Iterator[None]:
-    """What a backend raises where the other end is gone becomes a PeerError."""
+    """Turns a backend's errors about a lost peer into PeerError."""
     try:
         yield
     except RuntimeError as error:
@@ -51,7 +51,7 @@ def peer_errors() -> Iterator[None]:
 
 def run(module: str, folder: Path, ranks: int) -> None:
     """Starts `python -m module FOLDER RANK` for each rank and waits until all have ended well. ProcessFailed, with the
-    cause, where one has not; then all are ended."""
+    cause, if one has not; then all are ended."""
     processes: list[subprocess.Popen] = []
     before = signal.signal(signal.SIGTERM, _interrupt)  # so that callers tidy up, as after Ctrl-C
     try:
@@ -67,7 +67,7 @@ def run(module: str, folder: Path, ranks: int) -> None:
 
 
 def member(work: Callable[[Path, int], None]) -> int:
-    """Of a process that `run` started: `work(folder, rank)`; its exit code."""
+    """Runs `work(folder, rank)` in a process that `run` started, and returns its exit code."""
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
@@ -82,17 +82,17 @@ def member(work: Callable[[Path, int], None]) -> int:
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all: all but torchrun's processes of other ranks do."""
+    """True except in torchrun's processes of other ranks, so that only one process reports."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def is_one_of_torchruns() -> bool:
-    """Whether torchrun, or what speaks as it does, has started this process."""
+    """True if torchrun, or a compatible launcher, has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def begin(folder: Path | None, rank: int, ranks: int) -> torch.device:
-    """Makes the process group; where this process computes. `folder` None: as torchrun says."""
+    """Joins the process group, and returns this process's device. `folder` None: as torchrun says."""
     torch.set_num_threads(THREADS)
     device = device_of(rank, ranks)
     where = {"init_method": f"file://{folder / 'rendezvous'}", "rank": rank, "world_size": ranks} if folder else {}
@@ -101,12 +101,12 @@ def begin(folder: Path | None, rank: int, ranks: int) -> torch.device:
 
 
 def new(ranks: list[int]) -> dist.ProcessGroup:
-    """A group of some of the processes; all have to ask for it."""
+    """Makes a group of some of the processes; all processes have to call it."""
     return dist.new_group(ranks, timeout=TIMEOUT)
 
 
 def device_of(rank: int, ranks: int) -> torch.device:
-    """A GPU of its own for every process, where a machine has as many, or else the CPU."""
+    """Returns a separate GPU for each process if the machine has as many, or else the CPU."""
     local, here = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if not torch.cuda.is_available() or torch.cuda.device_count() < here:
         return torch.device("cpu")
@@ -126,7 +126,7 @@ def _started(module: str, folder: Path, rank: int) -> subprocess.Popen:
 
 
 def _watch(processes: list[subprocess.Popen], folder: Path) -> None:
-    """Until all have ended well, or one has not."""
+    """Waits until all have ended well, or one has not."""
     while True:
         codes = [process.poll() for process in processes]
         if all(code == 0 for code in codes):
@@ -137,7 +137,8 @@ def _watch(processes: list[subprocess.Popen], folder: Path) -> None:
 
 
 def _cause(processes: list[subprocess.Popen], folder: Path) -> str:
-    """The first cause: a process that was killed, or the first error that another process's end does not explain."""
+    """Returns the first cause: a process that was killed, or the first error that another process's end does not
+    explain."""
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline and any(process.poll() is None for process in processes):
         time.sleep(POLL_SECONDS)

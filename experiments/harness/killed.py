@@ -33,13 +33,13 @@ def ended(module: str, who: str) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """Of rows that have an `ended` each, and who was killed as `options`."""
+    """Makes a table of rows with `ended`; their `options` say who was killed."""
     lines = [[row["options"], f"{row['seconds']:.1f}", str(row["exit_code"]), row["said"]] for row in rows]
     return markdown(("killed", "seconds", "exit code of the command", "what it says"), lines)
 
 
 def _runs(pid: int) -> bool:
-    """Whether there is such a process, and it is not one that merely nobody has waited for."""
+    """True if the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -25,8 +25,7 @@ def at_least(kind: type, least: float, below: float = math.inf) -> Callable:
 
 
 def make_folder(path: Path) -> None:
-    """So that what cannot be written is known before the work is done. InputError where it cannot be made, or written
-    to."""
+    """Makes the folder before the work is done. InputError if it cannot be made, or written to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

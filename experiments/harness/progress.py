@@ -24,12 +24,12 @@ _OLDEST = (7, 5)  # capability of cards that PyTorch's CUDA 13 builds have code 
 
 
 def time_limit(planned_seconds: float) -> float:
-    """Seconds after which work that is planned to take `planned_seconds` is taken for hanging."""
+    """Returns the seconds after which work planned to take `planned_seconds` counts as hanging."""
     return FLOOR_SECONDS + FACTOR * planned_seconds
 
 
 def flops_per_second(device_name: str) -> float:
-    """16-bit FLOP/s of large products on the card that reports this name. A card that is not in the table counts as the
+    """Returns 16-bit FLOP/s of large products on the card of this name. A card that is not in the table counts as the
     slowest measured one."""
     card = card_of_name_reported(device_name)
     if card is not None:
@@ -42,38 +42,38 @@ def _rate(card) -> float:
 
 
 class Progress:
-    """Both ends of it, over the job's folder."""
+    """The progress file in a job's folder: a process writes it, the command reads it."""
 
     def __init__(self, folder: Path):
         self._now, self._done = folder / "progress.json", folder / "cases.jsonl"
 
     def begin(self, case: str | None, planned_seconds: float) -> None:
-        """What is done from now on, `case` or (None) the job's common work, is planned to take so long."""
+        """Announces `case`, or (None) the job's common work, and its planned seconds."""
         content = {"case": case, "until": time.monotonic() + time_limit(planned_seconds)}
         part = self._now.with_suffix(".part")
         part.write_text(json.dumps(content))
         part.replace(self._now)
 
     def end(self, case: str, values: dict, checks: dict[str, bool]) -> None:
-        """`case` is done."""
+        """Records that `case` is done."""
         with open(self._done, "a") as file:
             file.write(json.dumps({"case": case, "values": values, "checks": checks}) + "\n")
 
     def failed(self, case: str) -> None:
-        """`case` has ended its process, of which nothing else is to be known."""
+        """Records that `case` has ended its process."""
         self.end(case, {}, {"ended as it should": False})
         self._now.unlink()
 
     def case(self) -> str | None:
-        """The case that was begun and not ended."""
+        """Returns the case that was begun and not ended."""
         return self._read().get("case")
 
     def until(self) -> float | None:
-        """When (of time.monotonic) the work is taken for hanging; None where nothing was said."""
+        """Returns the time (of time.monotonic) at which the work counts as hanging; None if nothing was announced."""
         return self._read().get("until")
 
     def done(self) -> dict[str, dict]:
-        """{case: {"values": ..., "checks": ...}} of those that are done, in this process or an earlier one."""
+        """Returns {case: {"values": ..., "checks": ...}} of those that are done, in this process or an earlier one."""
         lines = self._done.read_text().splitlines() if self._done.exists() else []
         return {found.pop("case"): found for found in map(json.loads, lines)}
 

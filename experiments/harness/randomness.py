@@ -4,7 +4,7 @@ _MASK = 2**63 - 1
 
 
 def seed_of(*numbers: int) -> int:
-    """One seed of several whole numbers, such as those of a step, a micro-batch and a layer."""
+    """Returns one seed for several whole numbers, such as a step, a micro-batch and a layer."""
     mixed = 0
     for number in numbers:  # the multiplier and the shifts of splitmix64
         mixed = (mixed + number + 1) * 0x9E3779B97F4A7C15 & (2**64 - 1)

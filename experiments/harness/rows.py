@@ -29,7 +29,7 @@ def on_stand_in() -> bool:
 
 
 def card_counts() -> dict[str, int]:
-    """What the stand-in's card has counted in this process; nothing elsewhere."""
+    """Returns the counts of the stand-in's card in this process; nothing elsewhere."""
     if not on_stand_in():
         return {}
     from stand_in.card_library import counts
@@ -38,7 +38,7 @@ def card_counts() -> dict[str, int]:
 
 
 def through_stand_in() -> list[str]:
-    """The words between `python` and a command's -m with which it runs as this process does: none without stand-in."""
+    """Returns the words before -m that start a command on the same stand-in as this process; none without stand-in."""
     if not on_stand_in():
         return []
     found = os.environ
@@ -48,7 +48,7 @@ def through_stand_in() -> list[str]:
 
 
 def is_measured(row: dict) -> bool:
-    """Whether a row is of real shapes, made on a real machine. Rows that are older than the stand-in do not name it."""
+    """True if a row is of real shapes, made on a real machine. Rows older than the stand-in do not name it."""
     return not row.get("dry_run", False) and not row.get("stand_in", False)
 
 
@@ -62,8 +62,8 @@ def make_row(
     error: str | None = None,
     output: str | None = None,
 ) -> dict:
-    """A row with all KEYS. `common`: the keys that all rows of a job share; `output`: the end of stderr, for what
-    went wrong."""
+    """Returns a row with all KEYS. `common`: the keys that all rows of a job share; `output`: the end of stderr, for
+    what went wrong."""
     checks = checks or {}
     row = common | {
         "name": name,
@@ -90,7 +90,7 @@ def append(path: Path, row: dict) -> None:
 
 
 def read(path: Path) -> list[dict]:
-    """All complete rows; half lines are left out."""
+    """Returns all complete rows; half lines are left out."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -109,7 +109,7 @@ def write(path: Path, rows: list[dict]) -> None:
 
 
 def summary(row: dict) -> str:
-    """A row as one line for people."""
+    """Returns a row as one line for people."""
     verdict = "ok    " if row["ok"] else "FAILED"
     failed = [name for name, holds in row["checks"].items() if not holds]
     facts = [row["error"]] if row["error"] else [f"not so: {name}" for name in failed]
@@ -122,7 +122,7 @@ def summary(row: dict) -> str:
 
 
 def commit() -> str | None:
-    """The commit that is checked out, "+dirty" if files differ from it; None where git does not say."""
+    """Returns the checked-out commit, "+dirty" if files differ from it; None if git does not know."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--", ".", ":!*/results/*", ":!*/results.jsonl")
@@ -132,13 +132,13 @@ def commit() -> str | None:
 
 
 def sources(target: str) -> str:
-    """A digest of the code that makes the rows of a job: lowmem, and the experiments that it calls by name."""
+    """Returns a digest of the code that makes the rows of a job: lowmem, and the experiments that it calls by name."""
     folders = {"harness", "gpu_acceptance", "memory_estimation", *target.split(":")[0].split(".")[1:2]}
     return digest("lowmem/**/*.py", "train_gpt2_*.py", *(f"experiments/{folder}/*.py" for folder in sorted(folders)))
 
 
 def digest(*patterns: str) -> str:
-    """Of the files of the repository that match, but for those that only show rows."""
+    """Hashes the repository's files that match, except those that only show rows."""
     found = hashlib.sha256()
     for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
         if path.name in ("table.py", "tables.py", "predicted.py", "__init__.py"):
@@ -148,7 +148,7 @@ def digest(*patterns: str) -> str:
 
 
 def made_by(program: str, arguments: list[str]) -> dict:
-    """What the rows of one call of `python -m program` share, where they are no job's."""
+    """Returns the common fields of rows made by one call of `python -m program`, outside of jobs."""
     from lowmem.run.report import versions  # and with it torch, which the process that starts jobs does without
 
     return {
@@ -162,7 +162,7 @@ def made_by(program: str, arguments: list[str]) -> dict:
 
 
 def portable(argument: str) -> str:
-    """Without the folders of this machine: a path of the repository from its root, any other by its last name."""
+    """Removes this machine's folders: a path in the repository starts at its root, any other is its last name."""
     option, equals, value = argument.rpartition("=")
     path = Path(value)
     if not path.is_absolute():
@@ -176,7 +176,7 @@ def _git(*arguments: str) -> str:
 
 
 def _finite(value):
-    """`value` with null for numbers that JSON cannot write."""
+    """Returns `value` with null for numbers that JSON cannot write."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -13,7 +13,7 @@ from lowmem.errors import InputError
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """1,797 images fp32 [N, 1, 8, 8] from -1 to 1, and which digit each shows, int64 [N]. InputError without
+    """Returns 1,797 images fp32 [N, 1, 8, 8] from -1 to 1, and the digit of each, int64 [N]. InputError without
     scikit-learn."""
     try:
         from sklearn.datasets import load_digits
@@ -24,14 +24,14 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def source_bytes(length: int) -> Tensor:
-    """The source files of the standard library's top level, uint8 [N, length]."""
+    """Returns the source files of the standard library's top level, uint8 [N, length]."""
     text = b"".join(path.read_bytes() for path in _source_files())
     rows = len(text) // length
     return torch.frombuffer(bytearray(text[: rows * length]), dtype=torch.uint8).view(rows, length)
 
 
 def source_tokens(length: int, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """The same files as ids of `tokenizer`, int64 [N, length]."""
+    """Returns the same files as ids of `tokenizer`, int64 [N, length]."""
     if is_byte_level(tokenizer):
         return source_bytes(length).long()
     files = [path.read_text(encoding="utf-8") for path in _source_files()]
@@ -44,6 +44,6 @@ def _source_files() -> list[Path]:
 
 
 def chosen(samples: int, size: int, step: int, seed: int) -> Tensor:
-    """Which `size` of `samples` samples a step takes, int64 [size]: the same in every process."""
+    """Returns which `size` of `samples` samples a step takes, int64 [size]: the same in every process."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     return torch.randint(0, samples, (size,), generator=generator)

@@ -14,24 +14,24 @@ def markdown(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 
 def runs_twice(choice: dict) -> bool:
-    """Whether forward and backward run twice a step, by plan.json's `choice`; older rows say it in another way."""
+    """True if forward and backward run twice a step, by plan.json's `choice` or an older row's."""
     return choice.get("fate") == "dropped" or choice.get("norm_first", False)
 
 
 def put(path: Path, begin: str, content: str) -> None:
     """Writes the file with `content` between the mark `begin` and the END that follows. ValueError, and the file as it
-    was, where a mark is missing."""
+    was, if a mark is missing."""
     before, _, after = _parts(path, begin)
     path.write_text(f"{before}{begin}\n\n{content}\n\n{END}{after}", encoding="utf-8")
 
 
 def written(path: Path, begin: str) -> str:
-    """What `put` wrote there last."""
+    """Returns the content that `put` wrote there."""
     return _parts(path, begin)[1].strip("\n")
 
 
 def _parts(path: Path, begin: str) -> tuple[str, str, str]:
-    """The file's text before, between and after its marks."""
+    """Returns the file's text before, between and after its marks."""
     before, mark, rest = path.read_text(encoding="utf-8").partition(begin)
     content, end, after = rest.partition(END)
     if not mark or not end:

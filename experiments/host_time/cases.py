@@ -48,7 +48,7 @@ class Case:
 
 
 def _case(name: str, make: Make) -> Case:
-    """One whose lines run on meta tensors as they are."""
+    """Makes a case whose code runs unchanged on meta tensors."""
 
     def count(target: Target) -> float:
         with target.machine.functions(), Recorder(target.machine) as recorder:
@@ -86,7 +86,7 @@ def _repeated(operator: Callable[[Tensor], Tensor], gradient: bool = False) -> C
 
 
 def _backward_of_tanh(device: torch.device) -> Callable[[], Run]:
-    """A chain of operators with one operation each in backward; the gradient that it begins with is given."""
+    """Returns a chain of operators with one operation each in backward; the gradient that it begins with is given."""
     x = torch.empty(SIDE, SIDE, device=device, requires_grad=True)
     gradient = torch.empty(SIDE, SIDE, device=device)
 
@@ -111,7 +111,8 @@ def _attention(device: torch.device) -> Callable[[], Run]:
 
 
 def product_case(fused: bool) -> Case:
-    """A linear layer as training has it, forward and backward; `fused` adds the gradient to its accumulator."""
+    """Makes the case of a linear layer in training, forward and backward; `fused` adds the gradient to its
+    accumulator."""
 
     def make(device: torch.device) -> Callable[[], Run]:
         layers = nn.Sequential(nn.Linear(SIDE, SIDE, device=device, dtype=torch.bfloat16))
@@ -138,7 +139,7 @@ def product_case(fused: bool) -> Case:
 
 
 def update_case(rule: UpdateRule, name: str) -> Case:
-    """The exact update of one piece, whose state is on the device."""
+    """Returns the exact update of one piece, whose state is on the device."""
 
     def make(device: torch.device) -> Callable[[], Run]:
         optimizer, entries = get_optimizer(OPTIMIZER), SIDE * SIDE
@@ -159,7 +160,8 @@ def update_case(rule: UpdateRule, name: str) -> Case:
 
 
 def step_case(model: str, blocks: int, fused: bool) -> Case:
-    """A step with the update of the step before it: everything on the card, blocks recomputed, a sequence at a time."""
+    """Returns a step with the update of the step before it: everything on the card, blocks recomputed, a sequence at a
+    time."""
     _, width, heads = GPT2_SHAPES[model]
     config = GPT2Config(n_layer=blocks, n_embd=width, n_head=heads)
     layout = Layout(micro_batch=1, group=SEQUENCES, states_on_gpu=blocks + 2)

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def cases_of(kernels: bool) -> list[Case]:
-    """With the project's own kernels or without; operators are PyTorch's own."""
+    """Returns the cases with or without the project's own kernels; operators are PyTorch's own."""
     rule, name = (fused.update, "one kernel") if kernels else (optimizers.update, "eager")
     parts = [product_case(kernels), update_case(rule, name), *(step_case(*which, kernels) for which in STEPS)]
     return parts if kernels else operator_cases() + parts
@@ -94,7 +94,7 @@ def timed(run: Run) -> Times:
 
 
 def in_rounds(cases: list[Case], device: torch.device, rounds: int) -> dict[str, list[Times]]:
-    """By case, and of "python loop" and "cpu additions", the times of each round. Each runs once before the first."""
+    """Times each case, "python loop" and "cpu additions" in each round. Each runs once before the first."""
     prepare = {case.name: case.make(device) for case in cases}
     prepare |= {"python loop": lambda: _python_loop, "cpu additions": lambda: _cpu_additions}
     for make_ready in prepare.values():
@@ -119,13 +119,13 @@ def _cpu_additions() -> None:
 
 
 def without_gpu_time(target: Target) -> Target:
-    """The same target with a GPU that needs no time: its clock shows the host's time alone."""
+    """Returns the same target with a GPU that needs no time: its clock shows only the host's time."""
     machine = dataclasses.replace(target.machine, seconds=lambda *_: 0.0)
     return dataclasses.replace(target, machine=machine, copies_in=None, copies_out=None)
 
 
 def clock_of(case: Case, target: Target) -> tuple[float, float]:
-    """What the simulator's clock counts for one call: host seconds, and operations of any kind."""
+    """Returns the simulator's clock for one call: host seconds, and the number of operations."""
     one_each = dataclasses.replace(target.machine, host_seconds=(1.0, 1.0), more_host_seconds={})
     counting = dataclasses.replace(target, machine=one_each)
     return case.count(target) / case.calls, case.count(counting) / case.calls
@@ -145,7 +145,7 @@ def row_of(case: Case, times: list[Times], clock_seconds: float, operations: flo
 
 
 def _constants(target: Target) -> dict[str, float]:
-    """The clock's constants in microseconds: for an operation in forward, one in backward, and more for some
+    """Returns the clock's constants in microseconds: for an operation in forward, one in backward, and more for some
     operators."""
     forward, backward = target.machine.host_seconds
     more = {str(operator): seconds for operator, seconds in target.machine.more_host_seconds.items()}

@@ -15,7 +15,8 @@ _STEP = re.compile(r"step, (.+), (\d+) blocks(|, fused)")
 
 
 def table(rows: list[dict]) -> str:
-    """The machine, the newest row of each case in the order of the run, and what a further block adds to a step."""
+    """Returns the machine, the newest row of each case in the order of the run, and what a further block adds to a
+    step."""
     newest = {row["name"]: row for row in rows}
     cases = [_cells(row) for row in newest.values()]
     header = ("", "processor, us", "its median", "wall, us", *COUNTED)
@@ -30,7 +31,7 @@ def table(rows: list[dict]) -> str:
 
 
 def further_blocks(newest: dict[str, dict]) -> list[dict]:
-    """One row for each model: the difference of its two steps, by the number of blocks between them."""
+    """Returns a row for each model: the difference of its two steps, by the number of blocks between them."""
     steps: dict[str, dict[int, dict]] = {}
     for name, row in newest.items():
         if match := _STEP.fullmatch(name):

@@ -1,7 +1,7 @@
 """Predicted rows: what a way to train takes of a GPU whose allocator is capped.
 
-A row says whether the simulated run completes under the cap and what it takes then; where it does not complete, what
-it would take without a cap. Plain training runs with the allocator's default segments, lowmem with the expandable ones
+A row says whether the simulated run completes under the cap and what it takes then; if it does not complete, what it
+would take without a cap. Plain training runs with the allocator's default segments, lowmem with the expandable ones
 that it sets for itself (lowmem/device.py).
 """
 
@@ -32,14 +32,14 @@ LARGEST_BATCH = 64
 
 
 def plain_target(card: Card, version: tuple[int, int] = TORCH_VERSION) -> Target:
-    """`card` as plain training finds it under this version of PyTorch."""
+    """Returns `card` as plain training finds it under this version of PyTorch."""
     return Target(gpu_model(card, plain=True, torch_version=version))
 
 
 def plain_rows(
     config: PretrainedConfig, seq: int, recipe: str, card: Card, limit_bytes: int, largest_batch: int = LARGEST_BATCH
 ) -> Iterator[dict]:
-    """Batches 1, 2, 4, ... to the first that does not fit, which is the last row."""
+    """Yields rows for batches of 1, 2, 4, ..., up to the first that does not fit."""
     target, batch = plain_target(card), 1
     while batch <= largest_batch:
         row = _row(record_plain(config, seq, batch, recipe, target), limit_bytes, expandable_segments=False)
@@ -50,10 +50,8 @@ def plain_rows(
 
 
 def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int, card: Card) -> dict:
-    """The planner's choice under the cap, with no limit on RAM; where nothing fits, what the smallest cap would be.
-
-    InputError, with what is missing, for an architecture that lowmem cannot train.
-    """
+    """Returns the row of the planner's choice under the cap, without a limit on RAM. If nothing fits, it has the
+    smallest cap. InputError, with the reason, for an architecture that lowmem cannot train."""
     settings, simulations = _lowmem(config, seq, batch, card)
     found = fastest_layout(ways(settings, simulations), simulations, Room(limit_bytes, None))
     if found is None:
@@ -69,7 +67,7 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
 
 
 def smallest_row(config: PretrainedConfig, seq: int, batch: int, card: Card) -> dict:
-    """The smallest cap under which lowmem trains, and the states in RAM then; InputError as above."""
+    """Returns the smallest cap under which lowmem trains, and the states in RAM then; InputError as above."""
     settings, simulations = _lowmem(config, seq, batch, card)
     smallest = smallest_room(ways(settings, simulations), simulations, Room(0, None))
     return {"batch": batch, "smallest_cap_bytes": smallest.gpu, "streamed_bytes": smallest.ram}

@@ -31,8 +31,8 @@ TIME_LIMIT_SECONDS = 300
 
 
 def measured(case: dict) -> dict:
-    """Runs a case: model, method, seq, batch, limit_bytes and lowmem's choice. Its figures, {"fits": False} where the
-    GPU ran out of memory under the cap, or {"fits": None, "error": ...}."""
+    """Runs a case: model, method, seq, batch, limit_bytes and lowmem's choice. Returns its figures, {"fits": False} if
+    the GPU ran out of memory under the cap, or {"fits": None, "error": ...}."""
     command = [sys.executable, "-m", "experiments.memory_estimation.measure", json.dumps(case)]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_SECONDS)
@@ -44,7 +44,7 @@ def measured(case: dict) -> dict:
 
 
 def run_case(case: dict, device: torch.device) -> dict:
-    """In the process of the case: peaks of allocated and reserved over STEPS steps, once the weights are there."""
+    """Returns the peaks of allocated and reserved bytes over STEPS steps, after the weights are there."""
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
         total = torch.cuda.get_device_properties(device).total_memory
@@ -67,7 +67,7 @@ def run_case(case: dict, device: torch.device) -> dict:
 
 
 def run_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, device: torch.device) -> None:
-    """The ordinary recipe, as plain.py says it, with the optimizer that PyTorch would choose."""
+    """Runs the ordinary recipe of plain.py, with the optimizer that PyTorch would choose."""
     with device:
         model = model_from_config(config).train()
     tokens = torch.zeros((batch, seq), dtype=torch.int64, device=device)
@@ -82,7 +82,7 @@ def run_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, devic
 
 
 def run_lowmem(config: PretrainedConfig, seq: int, batch: int, choice: dict, device: torch.device) -> None:
-    """lowmem's step with a predicted row's choice."""
+    """Runs lowmem's step with a predicted row's choice."""
     devices.make_deterministic(device)
     kernels = fused.available(device)
     decoder, optimizer = make_decoder(config, "bf16", "fp32", kernels), get_optimizer("adamw")

@@ -2,9 +2,10 @@
 
 `overrides` are the fields of a model's config.json that differ from the defaults of its class in transformers, as far
 as they bear on memory (sizes, dropout, tying, attention). `parameters` is the count that public files state for this
-model, or None where none was found; tests/experiments/test_memory_estimation.py builds every model and compares.
-`source`: where the config was read. Pages were read as stored copies, not live; "a fine-tuned copy" is another's upload
-that names this model as its origin."""
+model, or None if none was found; tests/experiments/test_memory_estimation.py builds every model and compares. `source`:
+where the config was read. Pages were read as stored copies, not live; "a fine-tuned copy" is another's upload that
+names this model as its origin.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -119,5 +120,5 @@ MODELS = {
 
 
 def positions(config: PretrainedConfig) -> int | None:
-    """The longest sequence the model has positions for; None where there is no such end (BLOOM's ALiBi)."""
+    """Returns the longest sequence that the model has positions for; None without a limit (BLOOM's ALiBi)."""
     return most_positions(config)

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from lowmem.core.decoder import Decoder
+from lowmem.cudasim.autocast import CudaAutocast
 from lowmem.cudasim.peak import record
 from lowmem.cudasim.recorder import Recorder
 from lowmem.cudasim.tape import Tape
@@ -38,7 +39,7 @@ _STEPS = 2
 
 
 def record_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, target: Target) -> Tape:
-    """What `_STEPS` steps of `batch` sequences of `seq` tokens allocate and free on `target`."""
+    """Returns the tape of `_STEPS` steps of `batch` sequences of `seq` tokens on `target`."""
     model = build_model(config).to(META)
     phase = ["forward"]
     run = _llmem_step if recipe == "llmem" else functools.partial(_ordinary_step, bf16=recipe == "bf16")
@@ -48,7 +49,7 @@ def record_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, ta
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """foreach is what PyTorch chooses on CUDA by itself; meta tensors would get the loop over single tensors."""
+    """Makes AdamW with foreach, PyTorch's default on CUDA; meta tensors would get the loop over single tensors."""
     return torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
 
 
@@ -62,7 +63,7 @@ def _ordinary_step(model: nn.Module, tokens: Tensor, recorder: Recorder, phase: 
     optimizer = make_optimizer(model)
     for _ in range(_STEPS):
         phase[0] = "forward"
-        with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+        with CudaAutocast(torch.bfloat16 if bf16 else None):
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         phase[0] = "backward"
         loss.backward()
@@ -102,7 +103,8 @@ def _into_its_chunk(parameter: nn.Parameter) -> None:
 
 
 def _old_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """transformers 4.29: in the dtype of the logits, which are copied to leave the last position out."""
+    """Computes the loss as transformers 4.29: in the dtype of the logits, which are copied without the last
+    position."""
     shifted = logits[..., :-1, :].contiguous()
     return F.cross_entropy(shifted.view(-1, shifted.shape[-1]), tokens[..., 1:].reshape(-1))
 

@@ -5,9 +5,9 @@ weights under Colossal-AI's Gemini with recompute. "Measured" is nvidia-smi's us
 so the CUDA context and everything the allocator holds are in it; MB there are MiB. The batch sizes are not in what
 could be read of it; `llmem_batch` derives them from LLMem's own formula and its own predictions.
 
-**DNNMem** (Gao et al., ESEC/FSE 2020, doi:10.1145/3368089.3417050) evaluates five models under three frameworks, says
-its abstract; its tables could not be read, and most of these models are younger than it. For the four below LLMem's
-Table 2 gives DNNMem's error as 34.3% to 57.1%; which is whose was not found.
+**DNNMem** (Gao et al., ESEC/FSE 2020, doi:10.1145/3368089.3417050) evaluates five models under three frameworks, by its
+abstract. Its tables could not be read, and most of these models are newer. For the four below LLMem's Table 2 gives
+DNNMem's error as 34.3% to 57.1%; which is whose was not found.
 
 **accelerate estimate-memory** knows a model's size and nothing of a batch: see `accelerate_answer`.
 
@@ -61,8 +61,8 @@ LLMEM = {
 
 
 def llmem_batch(name: str) -> float:
-    """The batch at which LLMem's formula (its sections 4.2) gives what it published; a whole number but for roundings
-    and what BASE_MIB is wrong by."""
+    """Returns the batch at which LLMem's formula (its section 4.2) gives its published figure. It is a whole number
+    except for rounding and the error of BASE_MIB."""
     config = MODELS[name].config()
     model = build_model(config)
     head = model.get_output_embeddings().weight
@@ -82,8 +82,8 @@ def llmem_batch(name: str) -> float:
 
 
 def llmem_row(name: str) -> dict:
-    """LLMem's case in our simulation: its recipe on its card. `error` compares the allocated bytes plus BASE_MIB at the
-    derived batch. `largest_batch` completes under the card's cap, and `used_mib` is what nvidia-smi would show then."""
+    """Simulates LLMem's case: its recipe on its card. `error` compares the allocated bytes plus BASE_MIB at the derived
+    batch. `largest_batch` completes under the card's cap, and `used_mib` is nvidia-smi's figure then."""
     derived = llmem_batch(name)
     batch = max(1, round(derived))
     memory = under_cap(_llmem_tape(name, batch), expandable_segments=False)
@@ -118,9 +118,11 @@ def _llmem_tape(name: str, batch: int) -> Tape:
 
 
 def accelerate_answer(config: PretrainedConfig) -> dict | None:
-    """What `accelerate estimate-memory` prints for this model, from its own functions, in bytes; None where accelerate
-    is not installed. "Training using Adam" is the largest of model, gradients, optimizer and step there: 4 times the
-    weights in fp32. The command itself wants the hub; a model on the meta device is what it makes of a hub name."""
+    """Returns the answer of `accelerate estimate-memory` for this model, in bytes; None if accelerate is not installed.
+
+    Its own functions compute it. "Training using Adam" is the largest of model, gradients, optimizer and step: 4 times
+    the weights in fp32. The command itself needs the hub, and makes a model on the meta device from a hub name.
+    """
     try:
         from accelerate import __version__
         from accelerate.commands.estimate import estimate_training_usage

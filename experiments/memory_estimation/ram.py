@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def trained(name: str) -> dict:
-    """The row of one run of model `name`. LowmemError where the disk is too small or the run fails."""
+    """Returns the row of one run of model `name`. LowmemError if the disk is too small or the run fails."""
     check_room(tempfile.gettempdir(), DISK_BYTES_PER_PARAMETER * MODELS[name].parameters, name)
     command = [SCRIPTS[name], "--model", name, "--init", "random", "--seq", str(SEQ), "--batch", str(BATCH)]
     command += ["--steps", str(STEPS), "--device", "cpu", "--ram-limit", "none"]

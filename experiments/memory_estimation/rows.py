@@ -21,7 +21,7 @@ def key(row: dict) -> tuple:
 
 
 def read(path: Path) -> list[dict]:
-    """All rows of a file, none where there is no file; InputError with the line where one is broken."""
+    """Returns all rows of a file, none if there is no file; InputError with the line if one is broken."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), start=1):
         try:

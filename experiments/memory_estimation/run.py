@@ -81,7 +81,7 @@ def _prepare() -> None:
 
 
 def _predicted(task: tuple) -> list[dict]:
-    """All predicted rows of one model."""
+    """Returns all predicted rows of one model."""
     name, methods, lengths, card, limit_bytes = task
     model, rows = MODELS[name], []
     for seq in lengths:
@@ -122,7 +122,7 @@ def _smallest(name: str, seq: int, card: Card) -> list[dict]:
 
 
 def _to_measure(rows: list[dict]) -> Iterable[dict]:
-    """Every case of this card: those that should not fit as well, for a refusal can be wrong too."""
+    """Returns every case of this card: those that should not fit as well, for a refusal can be wrong too."""
     return [row for row in rows if row["method"] in TRAININGS and "refused" not in row]
 
 

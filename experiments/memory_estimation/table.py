@@ -26,7 +26,7 @@ NAMES = {"fp32": "plain fp32", "bf16": "plain bf16 autocast", "lowmem": "lowmem"
 
 
 def tables(rows: list[dict]) -> str:
-    """All tables in Markdown."""
+    """Returns all tables in Markdown."""
     predicted = [row for row in rows if row["kind"] == "predicted"]
     parts = []
     for seq in sorted({row["seq"] for row in predicted if row["method"] in NAMES}):
@@ -40,14 +40,14 @@ def tables(rows: list[dict]) -> str:
 
 
 def _verdict(rows: list[dict]) -> str:
-    """What the predicted rows come to, in sentences; none for what no row is about."""
+    """Summarizes the predicted rows in sentences."""
     sentences = []
     for seq in sorted({row["seq"] for row in rows if row["method"] in NAMES}):
         first = [row for row in rows if row["method"] in NAMES and row["seq"] == seq and row["batch"] in (1, None)]
         fitting = {method: sum(r["method"] == method and r.get("fits", False) for r in first) for method in NAMES}
         count = len({row["model"] for row in first})
         said = ", ".join(f"{NAMES[method]} {number}" for method, number in fitting.items())
-        sentences.append(f"Of {count} models with {seq} tokens a batch of one fits into the cap: {said}.")
+        sentences.append(f"With {seq} tokens a batch of one fits into the cap for this many of {count} models: {said}.")
     shares = []
     for row in rows:
         if row["method"] == "accelerate" and row["answer"] is not None:
@@ -57,16 +57,16 @@ def _verdict(rows: list[dict]) -> str:
     last = [share[max(share)] for share in shares if share]
     if ones:
         sentences.append(
-            f"accelerate's fp32 answer lies {_span(ones)} from what plain fp32 training allocates at batch 1, and "
-            f"{_span(last)} at the last batch of the rows: it knows weights, gradients and states, and no activations."
+            f"accelerate's fp32 answer differs by {_span(ones)} from plain fp32 training at batch 1, and by "
+            f"{_span(last)} at the last batch of the rows: it counts weights, gradients and states, but no activations."
         )
     cases = [row for row in rows if row["method"] == "llmem"]
     if cases:
         sentences.append(
-            f"In LLMem's own recipe, at the batch that its formula implies, our allocated bytes with its context are "
-            f"{_span([row['error'] for row in cases])} from what it measured (LLMem itself "
-            f"{_span([row['published_error'] for row in cases])}; DNNMem's errors there, by LLMem's Table 2, are "
-            f"{cases[0]['dnnmem_errors'][0]:.1%} to {cases[0]['dnnmem_errors'][1]:.1%}, without their signs)."
+            f"In LLMem's own recipe, at the batch that its formula implies, our allocated bytes and its context differ "
+            f"by {_span([row['error'] for row in cases])} from its measurement. LLMem's own error is "
+            f"{_span([row['published_error'] for row in cases])}; DNNMem's, by LLMem's Table 2, is "
+            f"{cases[0]['dnnmem_errors'][0]:.1%} to {cases[0]['dnnmem_errors'][1]:.1%} in size."
         )
     return "\n".join(f"- {sentence}" for sentence in sentences)
 
@@ -197,7 +197,7 @@ def _measured_table(rows: list[dict]) -> str:
 
 
 def _pairs(rows: list[dict]) -> Iterable[tuple[dict, dict]]:
-    """Predicted and measured rows of the same case."""
+    """Yields predicted and measured rows of the same case."""
     said = {row_file.key(row)[1:]: row for row in rows if row["kind"] == "predicted"}
     for row in rows:
         if row["kind"] == "measured" and row_file.key(row)[1:] in said:
@@ -233,7 +233,7 @@ def _cpu_layout(choice: dict) -> str:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Signed errors of what was measured, and plans that said otherwise than the GPU; report.json's beginning."""
+    """Returns signed errors of measurements, and plans that contradict the GPU, for report.json."""
     pairs = [(said, was) for said, was in _pairs(rows) if was["fits"] is not None]
     both = [(said, was) for said, was in pairs if said["fits"] and was["fits"]]
     errors = {
@@ -254,8 +254,7 @@ def summary(rows: list[dict]) -> dict:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Predicted reserved peaks by batch at the shortest sequences there are, a panel per model; hollow where it does
-    not fit under the cap."""
+    """Draws predicted reserved peaks by batch at the shortest sequences, a panel per model; hollow if over the cap."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -283,7 +282,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def draw_sizes(rows: list[dict], path: Path) -> None:
-    """Predicted peaks against the size of the model: a batch of one in plain training, whatever batch in lowmem."""
+    """Draws predicted peaks against the size of the model: a batch of one in plain training, any batch in lowmem."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -328,7 +327,7 @@ def draw_sizes(rows: list[dict], path: Path) -> None:
 def _panel(axes, name: str, rows: list[dict], ticks: list[int]) -> None:
     for colour, (method, label) in zip(("C1", "C2", "C0"), NAMES.items(), strict=True):
         points = sorted((r["batch"], r["reserved_peak_bytes"] / GIB, r["fits"]) for r in rows if r["method"] == method)
-        line = "none" if method == "lowmem" else "-"  # two batches, each with a layout of its own: nothing in between
+        line = "none" if method == "lowmem" else "-"  # two batches with different layouts: no line between them
         x, y = [p[0] for p in points], [p[1] for p in points]
         axes.plot(x, y, color=colour, linewidth=1.3, linestyle=line, marker="o", markersize=5, label=label)
         for fits, face in ((True, colour), (False, "white")):
@@ -346,7 +345,7 @@ def _panel(axes, name: str, rows: list[dict], ticks: list[int]) -> None:
 
 
 def committed_rows() -> list[dict]:
-    """All rows of the experiment's own results, but for those that the stand-in made."""
+    """Returns all rows of the experiment's own results, but for those that the stand-in made."""
     return [row for name in FILES for row in row_file.read(RESULTS / name) if is_measured(row)]
 
 

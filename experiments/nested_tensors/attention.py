@@ -45,7 +45,7 @@ class Rows:
     back: Tensor
 
     def to(self, device: torch.device) -> "Rows":
-        """The same on `device`."""
+        """Returns the same on `device`."""
         return Rows(self.shapes, self.there.to(device), self.back.to(device))
 
 
@@ -67,7 +67,7 @@ class Documents:
         return (torch.arange(self.tokens) - self._starts.repeat_interleave(self.lengths))[None]
 
     def to(self, device: torch.device) -> "Documents":
-        """The same for a batch on `device`: attention's indices will be there."""
+        """Returns the same for a batch on `device`: attention's indices will be there."""
         other = copy.copy(self)
         other.device, other.offsets = torch.device(device), self.offsets.to(device)
         for name in self.__dict__.keys() & {"classes", "padded"}:
@@ -104,8 +104,8 @@ def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     documents: Documents, scaling: float | None = None, dropout: float = 0.0, **more,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """`query` [1, H, N, d], `key` and `value` [1, G, N, d] with G a divisor of H -> [1, N, H, d]. ValueError for other
-    shapes, and for attention that is more than causal."""
+    """Computes attention of `query` [1, H, N, d], `key` and `value` [1, G, N, d], with G a divisor of H -> [1, N, H,
+    d]. ValueError for other shapes, and for attention that is more than causal."""
     _check(query, key, documents, more)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, heads, d]
     grouped = query.shape[1] != key.shape[1]
@@ -136,7 +136,7 @@ def nested_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     documents: Documents, scaling: float | None = None, dropout: float = 0.0, **more,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention through `torch.nested` tensors [B, heads, j, d] of the jagged layout."""
+    """Computes attention through `torch.nested` tensors [B, heads, j, d] of the jagged layout."""
     _check(query, key, documents, more)
     heads = query.shape[1]
     if query.is_cuda:  # whose kernel takes no grouped keys
@@ -168,7 +168,7 @@ def _check(query: Tensor, key: Tensor, documents: Documents, more: dict) -> None
 
 
 def _no_mask(*_, **__) -> None:
-    """What a model computes as its mask: attention knows documents, and needs none."""
+    """Returns None as the model's mask: attention knows documents, and needs none."""
 
 
 for _name, _attention in ((PACKED, packed_attention), (NESTED, nested_attention)):

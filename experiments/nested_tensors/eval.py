@@ -90,7 +90,7 @@ Results = tuple[list[Tensor], dict[str, Tensor]]  # logits [tokens, V] of each s
 
 
 def truth(shape: str, samples: list[list[int]], device: torch.device) -> Results:
-    """Of the stock model, a sample at a time."""
+    """Computes the stock model, a sample at a time."""
     model = make_model(shape, PADDED, device)
     outputs = []
     for sample in samples:
@@ -103,7 +103,7 @@ def truth(shape: str, samples: list[list[int]], device: torch.device) -> Results
 def distances(
     shape: str, mode: str, samples: list[list[int]], expected: Results, device: torch.device, dtype: str = "fp32"
 ) -> dict:
-    """The largest relative distances of a mode's results, all samples as one batch, from what is expected."""
+    """Returns the largest relative distances of a mode's results, all samples as one batch, from what is expected."""
     model = make_model(shape, mode, device, dtype)
     inputs = collate(mode, samples, LAST_LABEL).to(device)
     loss, logits = forward(model, inputs)

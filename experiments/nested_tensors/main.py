@@ -1,10 +1,10 @@
-"""Forward, and backward where asked, of ragged text in one mode: `python -m experiments.nested_tensors.main`.
+"""Runs forward, and backward if asked, on ragged text in one mode: `python -m experiments.nested_tensors.main`.
 
     python -m experiments.nested_tensors.main --mode packed --num_samples 256 --batch_size 16 --backward --use_warmup
 
-Prints and keeps real tokens per second, the share of positions that are real, and the peak of memory beside what was
-held before the first batch (weights, and gradients with --backward): on CUDA the allocator's, on the CPU the growth of
-the process's resident set, which is exact to a few MiB where MALLOC_MMAP_THRESHOLD_=65536 is set. Under --out:
+Prints and keeps real tokens per second, the share of real positions, and the peak of memory above weights (and
+gradients with --backward). On CUDA this is the allocator's peak. On the CPU it is the growth of the process's resident
+set, exact to a few MiB if MALLOC_MMAP_THRESHOLD_=65536 is set. Under --out:
 
     data/<model>-<mode>.json        the figures, and seconds, tokens and positions of every batch
     log/<model>-<mode>/             with --use_torch_profiler a trace of two batches, which TensorBoard opens
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def add_sample_options(parser: argparse.ArgumentParser) -> None:
-    """Those that name samples, batches and where they are computed."""
+    """Adds the options for samples, batches and the device."""
     parser.add_argument(
         "--data", default="lines", metavar="SPEC",
         help=f"{', '.join(KINDS)} of Python's library, or what --data of the training scripts takes (%(default)s)",
@@ -99,7 +99,7 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
-    """The one that is asked for; ends the process with a sentence where there is none."""
+    """Returns the device of the options; ends the process with a sentence if there is none."""
     try:
         device = torch.device(options.device)
     except RuntimeError:
@@ -112,7 +112,7 @@ def chosen_device(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 
 def chosen_samples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[list[int]]:
-    """Token ids of the samples that are asked for; ends the process with a sentence where they are not to be had."""
+    """Returns the token ids of the samples; ends the process with a sentence if they are not available."""
     try:
         return read_samples(options.data, options.num_samples)
     except (InputError, ValueError) as error:
@@ -120,7 +120,7 @@ def chosen_samples(parser: argparse.ArgumentParser, options: argparse.Namespace)
 
 
 def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
-    """Before anything is measured that will be written there; ends the process with a sentence where it cannot."""
+    """Makes the output folder before anything is measured; ends the process with a sentence if it cannot."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -128,7 +128,7 @@ def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
 
 
 def on_device(device: torch.device, dtype: str) -> dict:
-    """What rows say of where they were measured."""
+    """Returns a row's fields on the device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {"device": name, "dtype": dtype}
 
@@ -144,7 +144,7 @@ class _Collate:
 
 
 def measured(model: nn.Module, batches: DataLoader, device: torch.device, backward: bool, warmup: bool) -> dict:
-    """Times and the peak of memory over all `batches`, the loss summed over all tokens."""
+    """Measures times and the peak of memory over all `batches`, and the loss summed over all tokens."""
     if backward:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -208,13 +208,13 @@ def write_trace(model: nn.Module, batches: DataLoader, device: torch.device, bac
 
 
 def wait(device: torch.device) -> None:
-    """Until a GPU has done all it was given."""
+    """Waits until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """The type of an option: a whole number of at least `least`."""
+    """Returns the type of an option: a whole number of at least `least`."""
 
     def number(typed: str) -> int:
         if int(typed) < least:

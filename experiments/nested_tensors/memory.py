@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def in_process(model: str, mode: str, options: argparse.Namespace) -> dict:
-    """Runs main.py in a separate process and returns its figures. RuntimeError where it fails."""
+    """Runs main.py in a separate process and returns its figures. RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as out:
         words = [
             *("--model", model, "--mode", mode, "--data", options.data, "--backward", "--use_warmup", "--out", out),

@@ -108,15 +108,15 @@ class Inputs:
         return self.labels.numel()
 
     def to(self, device: torch.device) -> "Inputs":
-        """The same on `device`."""
+        """Returns the same on `device`."""
         return Inputs(
             {key: value.to(device) for key, value in self.keywords.items()}, self.labels.to(device), self.tokens
         )
 
 
 def collate(mode: str, samples: Sequence[Sequence[int]], last_label: int = IGNORED) -> Inputs:
-    """One batch of `samples`, on the CPU; ValueError where one is empty. `last_label`: what the last token of each has
-    to predict."""
+    """One batch of `samples`, on the CPU; ValueError if one is empty. `last_label`: what the last token of each has to
+    predict."""
     documents = Documents([len(sample) for sample in samples])
     rows = [torch.tensor(sample) for sample in samples]
     shifted = [F.pad(row[1:], (0, 1), value=last_label) for row in rows]
@@ -140,7 +140,7 @@ def batches_of(mode: str, lengths: Sequence[int], batch_size: int) -> list[list[
 
 
 def forward(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of all predictions, and the logits [.., .., V]."""
+    """Returns the sum of the losses of all predictions, and the logits [.., .., V]."""
     logits = model(use_cache=False, **inputs.keywords).logits
     loss = F.cross_entropy(logits.flatten(0, 1), inputs.labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return loss, logits

@@ -21,8 +21,8 @@ SEED = [  # its own figures, of one batch of random words, forward only
 
 
 def modes_table(peaks: list[dict], stages: list[dict]) -> str:
-    """The peaks of each device, model and set of samples, and the speed in the newest run of the stages: medians over
-    its rounds, as ratios to padded in the same round."""
+    """Returns the peaks of each device, model and set of samples, and the speed in the newest run of the stages:
+    medians over its rounds, as ratios to padded in the same round."""
     newest = {(*_what(row), row["mode"]): row for row in peaks}
     lines = []
     for what in dict.fromkeys(key[:-1] for key in newest):
@@ -81,7 +81,7 @@ def _speed(row: dict) -> float:
 
 
 def eval_table(rows: list[dict]) -> str:
-    """The newest row of each device, model, mode and list of lengths; the largest over the lists."""
+    """Returns the newest row of each device, model, mode and list of lengths; the largest over the lists."""
     newest = {(*_where(row), row["model"], row["mode"], row["lengths"]): row for row in rows}
     lines = []
     for kind in dict.fromkeys(key[:-1] for key in newest):
@@ -134,20 +134,20 @@ def draw_stages(rows: list[dict], path: Path) -> None:
 
 
 def picture_name(data: str) -> str:
-    """The file of the picture for samples of `data`, which may be a path or a name on the hub."""
+    """Returns the file of the picture for samples of `data`, which may be a path or a name on the hub."""
     return f"stages-{re.sub('[^A-Za-z0-9.-]+', '-', data).strip('-')}.png"
 
 
 def sections() -> str:
-    """All tables of the README."""
+    """Returns all tables of the README."""
     stages = row_file.read(STAGE_ROWS)
     last, versions = stages[-1], stages[-1]["versions"]
     return "\n\n".join(
         (
             "**Distance from one sample at a time in fp32**, relative, the largest of all batches; 1e-5 is allowed",
             eval_table(row_file.read(EVAL_ROWS)),
-            "**Time and memory**, forward and backward, fp32: modes by turns, batch after batch, medians of the "
-            "rounds; the peak of a process of its own, beside weights and gradients",
+            "**Time and memory**, forward and backward, fp32. Modes alternate, batch after batch; medians of the "
+            "rounds. Each peak is of a separate process, above weights and gradients.",
             modes_table(row_file.read(PEAK_ROWS), stages),
             f"On {last['machine']}, {last['threads']} threads; torch {versions['torch']}, transformers "
             f"{versions['transformers']}.",

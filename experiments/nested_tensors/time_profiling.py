@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
 def rounds_of(
     clocks: dict[str, "StageClock"], samples: list[list[int]], batch_size: int, rounds: int
 ) -> Iterator[dict]:
-    """Of each round and mode the sums over all batches: tokens, positions, and seconds by stage."""
+    """Yields, for each round and mode, the sums over all batches: tokens, positions, and seconds by stage."""
     lengths = [len(sample) for sample in samples]
     batches = {
         mode: [collate(mode, [samples[place] for place in places]) for places in batches_of(mode, lengths, batch_size)]
@@ -106,7 +106,7 @@ class StageClock:
                 module.register_forward_hook(lambda *_, stage=stage: self._end(stage))
 
     def seconds_of(self, inputs: Inputs) -> dict[str, float]:
-        """By stage, of one batch, forward and backward; gradients are added to those that are there."""
+        """Returns seconds by stage for forward and backward of one batch. Gradients accumulate."""
         self._seconds = Counter()
         inputs = inputs.to(self._device)
         began = self._now()

@@ -37,7 +37,7 @@ def main() -> int:
 
 def attempt(case: Case) -> dict:
     """Trains, and says what came of it: a row's values. `gpu_fits` and `ram_fits`: whether it stayed under the cap
-    (True where there is none); where it did not run at all, `why`. The reference's weights are saved if none are."""
+    (True if there is none); if it did not run at all, `why`. The reference's weights are saved if none are."""
     transformers.logging.set_verbosity_error()
     devices.set_environment()
     Budget(case.device, case.settings.gpu_limit_bytes, None).apply()
@@ -89,7 +89,7 @@ def _under(used_bytes: int, limit_bytes: int | None) -> bool:
 
 
 def _does_not_fit(error: Exception) -> str | None:
-    """The sentence for memory that was too small; None for any other error."""
+    """Returns the sentence for memory that was too small; None for any other error."""
     sentence = (str(error).strip() or type(error).__name__).splitlines()[0]
     if not isinstance(error, RuntimeError):
         return sentence

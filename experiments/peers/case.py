@@ -29,8 +29,8 @@ _OF_THE_WEIGHTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """`settings` are a run's, with the model that was asked for; `micro_batch` in sequences, None where the peer
-    chooses; `cache` holds the folders of weights, `scratch` is for whatever the peer writes."""
+    """`settings` are a run's, with the model that was asked for; `micro_batch` in sequences, None if the peer chooses;
+    `cache` holds the folders of weights, `scratch` is for whatever the peer writes."""
 
     peer: str
     settings: Settings
@@ -72,7 +72,7 @@ class Case:
 
     @property
     def identity(self) -> dict:
-        """What a row says of it."""
+        """The row's fields that identify the case."""
         names = ("model", "init", "seq", "batch", "steps", "lr", "clip_norm")
         of_the_run = {name: getattr(self.settings, name) for name in names}
         return {"peer": self.peer} | of_the_run | {"micro_batch": self.micro_batch}

@@ -20,7 +20,7 @@ class Peer:
     needs_gpu: bool = False
 
     def check(self, device: str) -> None:
-        """Unavailable where it cannot run on `device` ("cuda" or "cpu"): what to install, or that it needs a GPU."""
+        """Unavailable if it cannot run on `device` ("cuda" or "cpu"): what to install, or that it needs a GPU."""
         missing = [package for package in self.packages if importlib.util.find_spec(package) is None]
         if missing:
             raise Unavailable(f"not installed: pip install {' '.join(missing)}")
@@ -114,5 +114,5 @@ PEERS = {
 
 
 def peers_named(names: Sequence[str]) -> list[Peer]:
-    """In the order of the table; all of them where `names` is empty."""
+    """Returns the peers in the order of the table; all of them if `names` is empty."""
     return [peer for name, peer in PEERS.items() if name in names or not names]

@@ -45,7 +45,7 @@ class Memory:
         self._look()
 
     def values(self) -> dict[str, int | None]:
-        """In bytes; None where the device has no such figure. To be asked after the block."""
+        """Returns bytes, None if the device has no such figure. Call it after the block."""
         found = dict.fromkeys(
             (
                 *("gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes", "gpu_managed_bytes", "gpu_device_used_bytes"),
@@ -78,7 +78,7 @@ def _locked_now_bytes() -> int:
 
 
 def _locked_is_resident() -> bool:
-    """Whether the resident set grows with page-locked memory."""
+    """True if the resident set grows with page-locked memory."""
     torch.empty(1, pin_memory=True)  # whatever the first call brings along
     before = ram_now_bytes()
     block = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
@@ -86,7 +86,7 @@ def _locked_is_resident() -> bool:
 
 
 def _managed_bytes() -> int:
-    """Of bitsandbytes' paged states; 0 where nothing has imported it."""
+    """Returns the bytes of bitsandbytes' paged states; 0 if nothing has imported it."""
     if "bitsandbytes" not in sys.modules:
         return 0
     from bitsandbytes.functional import GlobalPageManager

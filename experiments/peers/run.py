@@ -96,7 +96,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _detail(add: Callable, name: str, started: float, detail: str, values: dict, checks: dict[str, bool]) -> bool:
-    """A setting's `record`: the row of a part."""
+    """Returns a setting's `record`: the row of a part."""
     return add(f"{name}: {detail}", started, values=values, checks=checks)
 
 

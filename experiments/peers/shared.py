@@ -28,7 +28,7 @@ from lowmem.settings import Settings
 
 
 def write_initial(case: Case) -> None:
-    """Makes `case.initial` where it is not there yet: weights in fp32, config without dropout, tokenizer."""
+    """Makes `case.initial` if it is not there yet: weights in fp32, config without dropout, tokenizer."""
     if case.initial.exists():
         return
     model, init = case.settings.model, case.settings.init
@@ -70,8 +70,8 @@ def saved_weights(folder: Path) -> Callable[[str], Tensor]:
 
 
 def distance(case: Case, master: Callable[[str], Tensor]) -> float:
-    """||w - reference|| / ||reference - initial|| over all parameters, in the Frobenius norm: 0 for the reference's own
-    weights, 1 for weights that never moved. RAM: four times the largest parameter."""
+    """Returns ||w - reference|| / ||reference - initial|| over all parameters, in the Frobenius norm: 0 for the
+    reference's own weights, 1 for weights that never moved. RAM: four times the largest parameter."""
     before, reference = saved_weights(case.initial), saved_weights(case.reference)
     off = moved = 0.0
     for name, _ in build_model(load_config(str(case.initial), "pretrained")).named_parameters():
@@ -86,14 +86,14 @@ def _square(difference: Tensor) -> float:
 
 
 def batches(case: Case) -> Batches:
-    """The training's batches: `batches(case).batch(step)`, steps counted from 0."""
+    """Returns the training's batches: `batches(case).batch(step)`, steps counted from 0."""
     config = load_config(str(case.initial), "pretrained")
     tokenizer = load_tokenizer(str(case.initial), "pretrained", config.vocab_size)
     return load_data(case.from_folder, tokenizer, config.vocab_size).train
 
 
 def load_model(case: Case, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """As anybody loads it, on the CPU and ready to train."""
+    """Loads the model as usual, on the CPU and ready to train."""
     model = AutoModelForCausalLM.from_pretrained(case.initial, dtype=dtype, attn_implementation="sdpa")
     model.config.use_cache = False
     return model.train()
@@ -112,7 +112,7 @@ def groups(model: nn.Module, settings: Settings) -> list[dict]:
 
 
 def inputs(batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    """What a transformers model is called with. Its labels are shifted already, which `shift_labels` says."""
+    """Returns the arguments of a transformers model. `shift_labels` says that labels are shifted already."""
     batch = batch.to(device)
     return {"input_ids": batch.input_ids, "labels": batch.labels, "shift_labels": batch.labels}
 
@@ -127,6 +127,6 @@ def single_process(device: torch.device, folder: Path) -> None:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the GPU is done, so that a clock can be read."""
+    """Waits until the GPU is done, so that a clock can be read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

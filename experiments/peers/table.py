@@ -22,8 +22,8 @@ WANTED = ("gpt2-large, GPU 11 GiB", "gpt2-xl, GPU 11 GiB and RAM 16 GiB")
 
 
 def table(rows: list[dict]) -> str:
-    """All tables in Markdown: trainings by every peer (rows of run.py, or of the GPU acceptance command), updates on a
-    CPU (rows of update.py), and how each peer is set up."""
+    """Returns all tables in Markdown: trainings by every peer (rows of run.py, or of the GPU acceptance command),
+    updates on a CPU (rows of update.py), and how each peer is set up."""
     on_a_gpu = [row for row in rows if not row["device"].startswith("the CPU")]
     nothing = markdown(("", *WANTED), [[name, *[NOT_MEASURED] * len(WANTED)] for name in PEERS])
     trained = [training_table(rows)] + ([] if training_table(on_a_gpu) else [nothing])
@@ -37,8 +37,8 @@ def table(rows: list[dict]) -> str:
 
 
 def training_table(rows: list[dict]) -> str:
-    """The newest row of each model, device, caps and peer; every peer has a line. A row's name ends with the peer's;
-    what stands before it is the model."""
+    """Returns the newest row of each model, device, caps and peer; every peer has a line. A row's name ends with the
+    peer's; what stands before it is the model."""
     groups: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         if row["section"] == "peers" and row_file.is_measured(row) and ": " not in row["name"]:
@@ -91,7 +91,7 @@ def _fits(values: dict) -> str:
 
 
 def update_table(rows: list[dict]) -> str:
-    """The newest run of update.py on each machine."""
+    """Returns the newest run of update.py on each machine."""
     groups: dict[str, dict[str, dict]] = {}
     for row in rows:
         if row["section"] == "peers update" and row_file.is_measured(row):
@@ -119,7 +119,7 @@ def update_table(rows: list[dict]) -> str:
 
 
 def committed_rows() -> list[dict]:
-    """All rows of the experiment's own results, and those of the GPU acceptance command."""
+    """Returns all rows of the experiment's own results, and those of the GPU acceptance command."""
     files = [
         *(FOLDER / "results" / name for name in FILES),
         FOLDER.parent / "gpu_acceptance" / "results" / "rows.jsonl",

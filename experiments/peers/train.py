@@ -1,8 +1,8 @@
-"""One peer under the caps: attempts with ever smaller micro-batches, each in a process of its own, until one fits.
+"""One peer under the caps: attempts with ever smaller micro-batches, each in a separate process, until one fits.
 
 `measure` is what the GPU acceptance command and run.py call. It imports no torch: this process must not hold a part of
 the GPU that is measured. The reference, plain transformers and AdamW in fp32 without a cap, is trained first where its
-weights are not in the cache yet; where it does not fit on the card, a mark in the cache says so, and distances are left
+weights are not in the cache yet; if it does not fit on the card, a mark in the cache says so, and distances are left
 out.
 
 Disk, in the cache: 8 bytes per parameter, the weights to begin with and the reference's.
@@ -46,10 +46,10 @@ def measure(
     micro_batches: tuple[int, ...] = MICRO_BATCHES,
     cache: Path | None = None,
 ) -> Result:
-    """The values of attempt.py for the largest of `micro_batches` (sequences) that fits; a detail row for each that
-    was tried before. On a dry run the model and all else is tiny. `cache`: where weights are kept for the next peer;
-    without one, beside the setting's scratch folder. Unavailable where the peer cannot run here, InputError for what
-    no peer can run, LowmemError where it fails."""
+    """Returns the values of attempt.py for the largest of `micro_batches` (sequences) that fits; a detail row for each
+    that was tried before. On a dry run the model and all else is tiny. `cache`: where weights are kept for the next
+    peer; without one, beside the setting's scratch folder. Unavailable if the peer cannot run here, InputError for what
+    no peer can run, LowmemError if it fails."""
     PEERS[peer].check(setting.device)
     asked = TINY if setting.dry_run else {"model": model, "seq": seq, "batch": batch, "steps": steps, "data": data}
     settings = training_settings(setting, **asked, init=init)
@@ -76,7 +76,7 @@ def measure(
 def training_settings(
     setting: Setting, *, model: str, init: str, data: str, seq: int, batch: int, steps: int
 ) -> Settings:
-    """The same for every peer; InputError for what cannot run."""
+    """Returns the same for every peer; InputError for what cannot run."""
     if steps < 2:
         raise InputError(f"--steps {steps} is too few: the first step warms up and is not timed, so give at least 2")
     return Settings(

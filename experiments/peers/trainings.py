@@ -1,6 +1,6 @@
 """The peers, each set up as its documentation advises (catalogue.py has the sources), on the same weights and batches.
 
-A training is a function of a Case. It raises torch.OutOfMemoryError where the GPU, or its cap, is too small. On the CPU
+A training is a function of a Case. It raises torch.OutOfMemoryError if the GPU, or its cap, is too small. On the CPU
 everything is fp32, so that there only the order of summation differs.
 """
 
@@ -33,7 +33,7 @@ class Trained:
 
 
 def plain(case: Case) -> Trained:
-    """The reference: nothing recomputed, nothing offloaded."""
+    """Returns the reference: nothing recomputed, nothing offloaded."""
     model = load_model(case).to(case.device)
     optimizer = torch.optim.AdamW(groups(model, case.settings), lr=case.settings.lr, fused=True)
     seconds, losses = _steps(case, model, optimizer, autocast=True)
@@ -41,7 +41,7 @@ def plain(case: Case) -> Trained:
 
 
 def lowmem(case: Case) -> Trained:
-    """The real loop, as the scripts call it, but for one thing: no checkpoint is written at the end."""
+    """Returns the real loop, as the scripts call it, but for one thing: no checkpoint is written at the end."""
     out = case.scratch / "run"
     settings = replace(case.from_folder, out=str(out), micro_batch=case.micro_batch, resume="never", eval_batches=1)
     with patch.object(saver, "save_checkpoint"), StopRequest() as stop:
@@ -53,7 +53,7 @@ def lowmem(case: Case) -> Trained:
 
 
 def hf_trainer(case: Case, optim: str) -> Trained:
-    """transformers' Trainer with one of bitsandbytes' optimizers."""
+    """Trains with transformers' Trainer and one of bitsandbytes' optimizers."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Watch(TrainerCallback):
@@ -112,8 +112,8 @@ class _Sequences(torch.utils.data.Dataset):
 
 
 def deepspeed(case: Case, stage: int) -> Trained:
-    """ZeRO with the optimizer, and in stage 3 the parameters, in RAM. The first use of DeepSpeed on a machine builds
-    its CPU optimizer, which takes minutes."""
+    """Trains with ZeRO: the optimizer, and in stage 3 the parameters, in RAM. The first use of DeepSpeed on a machine
+    builds its CPU optimizer, which takes minutes."""
     single_process(case.device, case.scratch)
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
@@ -153,7 +153,7 @@ def deepspeed(case: Case, stage: int) -> Trained:
 
 
 def torchao_cpu_offload(case: Case) -> Trained:
-    """The update on the CPU, parameter by parameter; weights in bf16. Has never run."""
+    """Returns the update on the CPU, parameter by parameter; weights in bf16. Has never run."""
     from torchao.optim import CPUOffloadOptimizer
 
     model = load_model(case, torch.bfloat16).to(case.device)
@@ -167,7 +167,7 @@ def torchao_cpu_offload(case: Case) -> Trained:
 
 
 def flashoptim(case: Case) -> Trained:
-    """8-bit moments and 24-bit masters, all on the GPU. Has never run."""
+    """Trains with 8-bit moments and 24-bit masters, all on the GPU. Has never run."""
     from flashoptim import FlashAdamW, cast_model, reconstruct_fp32_param
 
     model = load_model(case).to(case.device)
@@ -186,7 +186,7 @@ def flashoptim(case: Case) -> Trained:
 
 
 def fsdp2_cpu_offload(case: Case) -> Trained:
-    """PyTorch's fully_shard, over one device, with everything that is not in use in RAM."""
+    """Trains with PyTorch's fully_shard over one device, with everything that is not in use in RAM."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -238,8 +238,8 @@ def _steps(
     clip: bool = True,
     before_piece: Callable[[bool], None] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """PyTorch's own loop with gradient accumulation; seconds and losses. `before_piece` is told, before each
-    micro-batch, whether it is the step's last."""
+    """Runs PyTorch's own loop with gradient accumulation; returns seconds and losses. `before_piece` is told, before
+    each micro-batch, if it is the step's last."""
     casts = autocast and case.device.type == "cuda"
 
     def step(pieces: list[dict]) -> float:

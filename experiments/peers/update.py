@@ -1,17 +1,17 @@
-"""The optimizer's update alone, on this machine's CPU: ns per parameter, and its share of the speed of a copy.
+"""Times only the optimizer's update on this machine's CPU: ns per parameter, and its speed relative to a copy.
 
 An update does a few operations per number and reads and writes each once, so nothing can be faster than the memory:
 `copy_` of a buffer far larger than the cache says how fast that is. A copy also fetches the memory that it overwrites,
-which an update in place does not, so more than 100% is possible; `add_`, one pass in place, stands beside it. They and
-the updates take turns, round after round, so that whatever else the machine does meets all of them; the row has the
-medians, and the load average at the start. On a machine that others use, take one thread (OMP_NUM_THREADS=1): several
-wait for each other, and then for whoever is in the way.
+which an update in place does not, so more than 100% is possible; `add_`, one pass in place, is timed too. All of them
+alternate, round after round, so that other load on the machine affects all alike. The row has the medians, and the load
+average at the start. On a machine that others use, take one thread (OMP_NUM_THREADS=1): several would wait for each
+other.
 
-Where a peer offloads its optimizer, this is what its step waits for (torchao's CPUOffloadOptimizer runs
-torch.optim.AdamW(fused=True); it needs a GPU for the rest). lowmem updates on the GPU where there is one; its update
-here is the one that runs without: the same lines, eagerly, in slices that stay in the cache.
+A step of a peer that offloads its optimizer waits for this update: torchao's CPUOffloadOptimizer, for example, runs
+torch.optim.AdamW(fused=True). lowmem updates on a GPU if there is one. Its update here is the CPU's: the same code,
+eagerly, in slices that stay in the cache.
 
-RAM: about 110 bytes per parameter, for all updates have their weights and states at once.
+RAM: about 110 bytes per parameter, because all updates have their weights and states at once.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(parameters: int, repeats: int, command: list[str]) -> list[dict]:
-    """A row for each candidate; those that are not installed, or do not run, say so in theirs."""
+    """Returns a row for each candidate; those that are not installed, or do not run, say so in theirs."""
     free_bytes, where = ram_available_bytes()
     if parameters * RAM_PER_PARAMETER_BYTES > free_bytes:
         most = free_bytes // RAM_PER_PARAMETER_BYTES
@@ -117,7 +117,7 @@ def measure(parameters: int, repeats: int, command: list[str]) -> list[dict]:
 
 
 def _made(candidate: Candidate, gradients: Gradients) -> Update:
-    """The candidate's update, made once already: states are there, and what is compiled is."""
+    """Returns the candidate's update, made once already: states are there, and what is compiled is."""
     missing = [package for package in candidate.packages if find_spec(package) is None]
     if missing:
         raise InputError(f"not installed: pip install {' '.join(missing)}")

@@ -36,14 +36,14 @@ class Candidate:
 
 
 def random_gradients(parameters: int) -> Gradients:
-    """So many numbers, in pieces as lowmem updates them."""
+    """Returns so many random numbers, in pieces as lowmem updates them."""
     generator = torch.Generator().manual_seed(0)
     sizes = [min(PIECE, parameters - start) for start in range(0, parameters, PIECE)]
     return [torch.randn(size, generator=generator).mul_(1e-3) for size in sizes]
 
 
 def _weights(gradients: Gradients) -> list[nn.Parameter]:
-    """One for each gradient, which is set."""
+    """Makes one weight for each gradient, and sets the gradient."""
     weights = [nn.Parameter(torch.full_like(gradient, 0.02)) for gradient in gradients]
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient
@@ -89,7 +89,7 @@ def _torchao(gradients: Gradients) -> Update:
 
 
 def _fsdp2(gradients: Gradients) -> Update:
-    """The optimizer's step over sharded parameters, as it runs after FSDP2 has offloaded everything."""
+    """Returns the optimizer's step over sharded parameters, as it runs after FSDP2 has offloaded everything."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
     from torch.distributed.tensor import DTensor

@@ -55,7 +55,7 @@ class Checked:
 
 
 def check(actions: Sequence[Sequence[Action]], stages: int, micro_batches: int, updates: int = 1) -> Checked:
-    """`updates`: of each stage. ValueError where it fails."""
+    """Checks a schedule. `updates`: of each stage. ValueError if it fails."""
     ranks = len(actions)
     if micro_batches < 1:
         raise ValueError("there is no micro-batch")
@@ -76,7 +76,7 @@ def check(actions: Sequence[Sequence[Action]], stages: int, micro_batches: int, 
 
 
 def bubble_of(spans: Iterable[Iterable[Span]]) -> float:
-    """The share of the ranks' time, from the first span's begin to the last one's end, that has no span."""
+    """Returns the share of the ranks' time, from the first span's begin to the last one's end, that has no span."""
     spans = [list(of_rank) for of_rank in spans]
     times = [(begin, end) for of_rank in spans for begin, end, _ in of_rank]
     whole = max(end for _, end in times) - min(begin for begin, _ in times)
@@ -84,8 +84,8 @@ def bubble_of(spans: Iterable[Iterable[Span]]) -> float:
 
 
 def steady_bubble_of(spans: Sequence[Sequence[Span]]) -> float | None:
-    """The same of the time in which no rank starts up or runs empty: from the last rank's first backward to the first
-    rank's last forward. None where there is no such time."""
+    """Returns the same of the time in which no rank starts up or runs empty: from the last rank's first backward to the
+    first rank's last forward. None if there is no such time."""
     begin = max(next(b for b, _, action in of_rank if action.kind != FORWARD) for of_rank in spans)
     end = min(max(e for _, e, action in of_rank if action.kind == FORWARD) for of_rank in spans)
     if end <= begin:
@@ -142,8 +142,8 @@ def _check_contents(lists: list[list[Action]], stages: int, micro_batches: int, 
 
 
 def _check_updates(rank: int, actions: list[Action], micro_batches: int) -> None:
-    """An update uses the gradients since the last one of its stage: of the micro-batch that it names, or of all. One of
-    all is where the ranks meet (to clip, and for what is tied): a rank has nothing left to do but such updates."""
+    """Checks that an update uses the gradients since the last one of its stage: of its micro-batch, or of all. Ranks
+    meet at an update of all (to clip, and for tied weights): afterwards a rank may only have such updates."""
     pending: dict[int, set[int]] = {}
     for place, action in enumerate(actions):
         of_stage = pending.setdefault(action.stage, set())
@@ -164,7 +164,7 @@ def _check_updates(rank: int, actions: list[Action], micro_batches: int) -> None
 
 
 def _before(action: Action, ranks: int, stages: int) -> list[Action]:
-    """What the rank itself has to have done before an action."""
+    """Returns the rank's own actions that must come before an action."""
     stage, micro_batch = action.stage, action.micro_batch
     inputs = []
     for receive in needed(action, stages):
@@ -184,8 +184,8 @@ def _before(action: Action, ranks: int, stages: int) -> list[Action]:
 
 
 def _walk(lists: list[list[Action]], stages: int, sends_wait: bool) -> list[list[Span]]:
-    """When each rank computes what. ValueError for a deadlock, for messages in another order than the receives, and for
-    a message that nobody receives."""
+    """Returns the times at which each rank computes its actions. ValueError for a deadlock, for messages in another
+    order than the receives, and for a message that nobody receives."""
     ranks = len(lists)
     place, clock = [0] * ranks, [0.0] * ranks
     spans: list[list[Span]] = [[] for _ in range(ranks)]
@@ -194,7 +194,7 @@ def _walk(lists: list[list[Action]], stages: int, sends_wait: bool) -> list[list
     arrived: Counter[tuple[str, int, int]] = Counter()
 
     def advance(rank: int) -> bool:
-        """One action of a rank, or False where it has to wait."""
+        """Runs one action of a rank; False if it has to wait."""
         action = lists[rank][place[rank]]
         if action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
             source = (action.stage + (-1 if action.kind == RECEIVE_ACTIVATION else 1)) % ranks
@@ -248,8 +248,8 @@ def _peak_in_flight(actions: list[Action]) -> int:
 
 
 def _weight_versions(actions: list[Action]) -> int:
-    """The most versions of one stage's weights: the newest, those of micro-batches in flight, and older ones that a
-    forward will still use."""
+    """Returns the most versions of one stage's weights: the newest, those of micro-batches in flight, and older ones
+    that a forward will still use."""
     last_use: dict[tuple[int, int], int] = {}
     version_of: dict[tuple[int, int], int] = {}
     for place, action in enumerate(actions):

@@ -1,12 +1,11 @@
-"""Runs what the README's tables say, and keeps rows: `python -m experiments.pipeline_parallel.measure`.
+"""Measures the README's tables, and keeps rows: `python -m experiments.pipeline_parallel.measure`.
 
 python -m experiments.pipeline_parallel.measure --only bubble
 
-equal    30 steps of each schedule beside one process that does the same
-memory   the peak of each process by the number of micro-batches
-bubble   actions padded to equal sleeps: on a machine with fewer cores than processes, stages that compute measure
-         how the processes share the cores
-killed   how long it takes until nothing runs any more, once a process or the command itself is killed
+equal    compares 30 steps of each schedule with one process
+memory   measures the peak of each process, by the number of micro-batches
+bubble   pads actions to equal sleeps: with fewer cores than processes, computing would measure how cores are shared
+killed   measures how long processes survive after one of them, or the command, is killed
 """
 
 import argparse
@@ -78,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def trained(section: str, words: str) -> dict:
-    """What a row keeps of a run with these options. Of stale weights the curves, of bubbles when each rank computes."""
+    """Runs with these options, and returns a row: curves for stale weights, spans for bubbles."""
     options = run.parser().parse_args(shlex.split(words))
     job, checked = run.planned(options)
     outcome = run.train(job, checked)

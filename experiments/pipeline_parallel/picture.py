@@ -1,4 +1,4 @@
-"""The picture of a run: when each rank computes what. Matplotlib is imported where it is used."""
+"""Draws a run: when each rank computes which action. Matplotlib is imported only for drawing."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ NUMBERED = 80
 
 
 def draw_timelines(timelines: dict[str, list[list[Span]]], path: Path) -> None:
-    """A panel for each: a row for each rank, a bar for each action with the number of its micro-batch. Every other
-    chunk of a rank is paler."""
+    """Draws a panel for each timeline: a row for each rank, a bar for each action with the number of its micro-batch.
+    Every other chunk of a rank is paler."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

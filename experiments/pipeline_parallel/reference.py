@@ -22,7 +22,7 @@ Outcome = tuple[list[float], dict[str, Tensor]]  # losses, weights by their name
 
 
 def synchronous(job: Job, device: torch.device = CPU) -> Outcome:
-    """Of a job with a synchronous schedule."""
+    """Trains a job with a synchronous schedule."""
     task = job.make_task()
     layers = Layers(task.layers, 0, job.seed).to(device)
     parameters = list(layers.parameters())
@@ -53,7 +53,7 @@ def synchronous(job: Job, device: torch.device = CPU) -> Outcome:
 
 
 def asynchronous(job: Job, device: torch.device = CPU) -> Outcome:
-    """Of a job with a schedule of PipeDream's."""
+    """Trains a job with one of PipeDream's schedules."""
     task = job.make_task()
     layers = Layers(task.layers, 0, job.seed).to(device)
     names = [name for name, _ in layers.named_parameters()]

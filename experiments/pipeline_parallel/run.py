@@ -4,7 +4,7 @@
     python -m experiments.pipeline_parallel.run --stages 4 --schedule zb-h1 --micro-batches 8 --plan-only
     torchrun --nproc-per-node 4 -m experiments.pipeline_parallel.run --stages 4 --schedule 1f1b
 
-Starts its own processes (gloo on the CPU, NCCL where there is a GPU for each), or is one of torchrun's. The schedule is
+Starts its own processes (gloo on the CPU, NCCL if there is a GPU for each), or is one of torchrun's. The schedule is
 made and checked before any process starts. Under --out: report.json, timeline.png (planned, and measured in the last
 step) and, where it trained, curves.png.
 """
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """What the command does; its exit code."""
+    """Runs the command, and returns its exit code."""
     job, checked = planned(options)
     if group.is_first():
         make_folder(options.out)
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def planned(options: argparse.Namespace) -> tuple[Job, Checked]:
-    """The job, and its schedule, checked. InputError for what does not go together."""
+    """Returns the job, and its schedule, checked. InputError for what does not go together."""
     stages, asynchronous = options.stages * options.chunks, options.schedule in ASYNCHRONOUS
     batch = options.batch or 2 * options.micro_batches
     if batch < options.micro_batches:
@@ -121,7 +121,7 @@ def planned(options: argparse.Namespace) -> tuple[Job, Checked]:
 
 
 def seconds_of_layers(task: Task, seed: int, rows: int = 8, repeats: int = 5) -> list[float]:
-    """The median time of forward and backward for each layer."""
+    """Returns the median time of forward and backward for each layer."""
     x, target = (tensor[:rows] for tensor in (task.inputs, task.targets))
     found = []
     for number, layer in enumerate(task.layers):
@@ -139,7 +139,7 @@ def seconds_of_layers(task: Task, seed: int, rows: int = 8, repeats: int = 5) ->
 
 
 def train(job: Job, checked: Checked) -> Trained:
-    """In processes that are started here. ProcessFailed, with the cause, where one ends early; then all are ended."""
+    """Trains in new processes. ProcessFailed, with the cause, if one ends early; then all are ended."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "job.json").write_text(worker.saved(job))
@@ -150,7 +150,7 @@ def train(job: Job, checked: Checked) -> Trained:
 
 
 def train_as_one_of(job: Job, checked: Checked) -> Trained | None:
-    """In this process, one of torchrun's, and the others; None but on rank 0."""
+    """Trains in this process, one of torchrun's, together with the others. Returns None except on rank 0."""
     rank = int(os.environ["RANK"])
     device = group.begin(None, rank, job.ranks)
     # Cuts by measured times are rank 0's, since each process has measured other ones.
@@ -178,7 +178,7 @@ def _joined(checked: Checked, told: list[dict]) -> Trained:
 
 
 def report_of(job: Job, checked: Checked, trained: Trained | None, options: argparse.Namespace) -> dict:
-    """report.json's content."""
+    """Returns the content of report.json."""
     report = {
         "schedule": job.schedule,
         "stages": job.ranks,
@@ -206,8 +206,7 @@ def report_of(job: Job, checked: Checked, trained: Trained | None, options: argp
 
 
 def compared(job: Job, trained: Trained) -> dict:
-    """With one process. Its losses are, beside an asynchronous schedule, those of the same micro-batches with weights
-    that are never stale."""
+    """Compares with one process. For an asynchronous schedule, also with training whose weights are never stale."""
     threads = torch.get_num_threads()
     torch.set_num_threads(group.THREADS)
     device = group.device_of(0, job.ranks)
@@ -228,13 +227,13 @@ def compared(job: Job, trained: Trained) -> dict:
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest absolute difference of two elements; 0 where both are not a number."""
+    """Returns the largest absolute difference of two elements; 0 if both are not a number."""
     same = (one == other) | (one.isnan() & other.isnan())
     return float((one.double() - other.double()).abs().where(~same, 0.0).max())
 
 
 def in_the_whole(job: Job, weights: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Stages' weights by their names in the whole model."""
+    """Returns the stages' weights by their names in the whole model."""
     found, first = {}, 0
     for number, size in enumerate(job.sizes):
         for name, tensor in weights[number].items():

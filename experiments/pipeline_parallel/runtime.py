@@ -27,22 +27,22 @@ PENDING = 2
 
 
 class Transfers(Protocol):
-    """How tensors get to neighbours: messages of a kind between two ranks arrive in the order of the sends."""
+    """Passes tensors between neighbours. Messages of a kind between two ranks arrive in the order of the sends."""
 
     def begin(self, receive: Action, rows: int) -> None:
-        """A receive of `rows` rows, which `wait` ends."""
+        """Starts to receive `rows` rows; `wait` ends it."""
 
     def wait(self, receive: Action) -> Tensor: ...
 
     def send(self, send: Action, tensor: Tensor) -> None: ...
 
     def finish(self) -> None:
-        """Until all that was sent has been taken."""
+        """Waits until all sent tensors have been taken."""
 
 
 class ProcessTransfers:
-    """Over `torch.distributed`. `shapes`: of stage s the shape of a row of its output, and its dtype. Each direction of
-    each kind has a group of its own, since a group of NCCL does one thing after the other."""
+    """Transfers over `torch.distributed`. `shapes`: shape and dtype of a row of each stage's output. Each direction of
+    each kind has its own group, since a group of NCCL does one thing after the other."""
 
     def __init__(self, rank: int, ranks: int, shapes: Sequence[tuple[torch.Size, torch.dtype]], device: torch.device):
         self._rank, self._ranks, self._shapes, self._device = rank, ranks, shapes, device
@@ -88,8 +88,8 @@ class ProcessTransfers:
 
 @dataclass
 class MicroBatches:
-    """Of one step: `input_of(m)` is micro-batch m's input of the first stage, `loss_of(m, output)` makes of the last
-    stage's output a loss, which add up to that of the step. `rows`: how many rows each micro-batch has."""
+    """The micro-batches of one step. `input_of(m)` is micro-batch m's input of the first stage. `loss_of(m, output)` is
+    its loss, which add up to that of the step. `rows`: of each micro-batch."""
 
     input_of: Callable[[int], Tensor]
     loss_of: Callable[[int, Tensor], Tensor]
@@ -123,7 +123,7 @@ class Rank:
         self._results: dict[tuple[str, int, int], Tensor] = {}  # what a send, or a stage of the same rank, will take
 
     def run(self, actions: Iterable[Action], batch: MicroBatches, step: int) -> Done:
-        """Every action in its order; `actions` is gone through twice."""
+        """Returns every action in its order; `actions` is gone through twice."""
         done, updated = Done(), False
         named: dict[int, Counter[int]] = {number: Counter() for number in self._stages}
         self._split = False
@@ -156,7 +156,7 @@ class Rank:
         return done
 
     def _input(self, action: Action) -> Tensor | None:
-        """What an action needs of another stage."""
+        """Returns the input that an action gets from another stage."""
         for receive in schedules.needed(action, self._last + 1):
             local = self._results.pop(receive[:3], None)
             return self._transfers.wait(receive) if local is None else local

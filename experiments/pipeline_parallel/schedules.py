@@ -61,7 +61,7 @@ def gpipe(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Ac
 
 
 def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """As many forwards ahead as there are stages behind this one."""
+    """1F1B, with as many forwards ahead as there are stages after this one."""
     yield from _alternating(
         [Action(FORWARD, rank, m) for m in range(micro_batches)],
         [Action(BACKWARD, rank, m) for m in range(micro_batches)],
@@ -71,8 +71,9 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, chunks: 
 
 
 def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """The chunks take turns: as many micro-batches as there are ranks pass through the first, then the next. If the
-    ranks do not divide the number of micro-batches, it is the schedule of the next multiple without the extra ones."""
+    """Interleaves the chunks: as many micro-batches as ranks pass through the first chunk, then through the next. If
+    the ranks do not divide the number of micro-batches, it is the schedule of the next multiple without the extra
+    ones."""
     stages = range(rank, ranks * chunks, ranks)
     groups = [range(first, first + ranks) for first in range(0, micro_batches, ranks)]
     forwards = [Action(FORWARD, stage, m) for group in groups for stage in stages for m in group]
@@ -84,8 +85,8 @@ def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Itera
 
 
 def zero_bubble(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """ZB-H1: as 1f1b, but the next rank up gets its gradient sooner, and the gradients of weights come `rank`
-    micro-batches later, so that every rank holds as many activations as the first rank does in 1f1b."""
+    """ZB-H1: like 1f1b, but the previous rank gets its gradient sooner, and weight gradients come `rank` micro-batches
+    later. So every rank holds as many activations as the first rank does in 1f1b."""
     ahead = min(ranks - rank - 1, micro_batches)
     yield from (Action(FORWARD, rank, m) for m in range(ahead))
     for m in range(micro_batches):
@@ -99,12 +100,13 @@ def zero_bubble(rank: int, ranks: int, micro_batches: int, chunks: int) -> Itera
 
 
 def pipedream(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """Each forward uses the newest weights of its stage."""
+    """PipeDream: each forward uses the newest weights of its stage."""
     yield from _updated_each_time(rank, ranks, micro_batches, behind=ranks - rank - 1)
 
 
 def pipedream_with_vertical_sync(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """Each forward uses the version that is the newest of the first stage when the micro-batch enters there."""
+    """PipeDream with vertical sync: all forwards of a micro-batch use the version that is newest in the first stage
+    when it enters."""
     yield from _updated_each_time(rank, ranks, micro_batches, behind=ranks - 1)
 
 
@@ -118,7 +120,7 @@ def _updated_each_time(rank: int, ranks: int, micro_batches: int, behind: int) -
 
 
 def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
-    """`ahead` forwards, then one of each by turns, then the backwards that are left."""
+    """Yields `ahead` forwards, then a forward and a backward alternately, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     yield from forwards[:ahead]
     for place, backward in enumerate(backwards):
@@ -139,7 +141,7 @@ WITH_CHUNKS = ("gpipe", "interleaved")
 
 
 def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Action]]:
-    """What each rank does, sends and receives included. ValueError for sizes that the schedule does not have."""
+    """Returns each rank's actions, with sends and receives. ValueError for sizes that the schedule does not have."""
     if ranks < 1 or micro_batches < 1 or chunks < 1:
         raise ValueError("ranks, micro-batches and chunks are at least 1")
     if chunks > 1 and name not in WITH_CHUNKS:
@@ -149,9 +151,10 @@ def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> list
 
 
 def with_transfers(computed: list[list[Action]], stages: int) -> list[list[Action]]:
-    """The orders with sends and receives. A result is sent as soon as it is there. A receive is begun before what its
-    rank computes at the moment of the send, if all actions take the times of TIMES: so a tensor travels while the rank
-    computes, ranks that send to each other have both begun to receive, and receives come in the order of the sends."""
+    """Returns the orders with sends and receives. A result is sent as soon as it is there. A receive is begun before
+    what its rank computes at the moment of the send, if all actions take the times of TIMES: so a tensor travels while
+    the rank computes, ranks that send to each other have both begun to receive, and receives come in the order of the
+    sends."""
     ranks = len(computed)
     ends = _ends(computed, stages)
     receives: list[dict[int, list[Action]]] = [{} for _ in computed]  # by rank and place
@@ -173,7 +176,7 @@ def with_transfers(computed: list[list[Action]], stages: int) -> list[list[Actio
 
 
 def _ends(computed: list[list[Action]], stages: int) -> dict[Action, float]:
-    """When each action ends, where each rank goes through its list as soon as it can."""
+    """Returns the end of each action, if each rank runs its list as soon as it can."""
     ends: dict[Action, float] = {}
     clock, place = [0.0] * len(computed), [0] * len(computed)
     produced: dict[Action, float] = {}  # by receive
@@ -197,7 +200,7 @@ def _ends(computed: list[list[Action]], stages: int) -> dict[Action, float]:
 
 
 def _sends(action: Action, stages: int) -> list[Action]:
-    """What is to be sent of what an action has computed."""
+    """Returns the sends of an action's result."""
     if action.kind == FORWARD and action.stage < stages - 1:
         return [Action(SEND_ACTIVATION, action.stage, action.micro_batch)]
     if action.kind in (BACKWARD, INPUT_GRADIENT) and action.stage > 0:
@@ -206,7 +209,7 @@ def _sends(action: Action, stages: int) -> list[Action]:
 
 
 def needed(action: Action, stages: int) -> list[Action]:
-    """The receive of what an action uses of another stage."""
+    """Returns the receive of an action's input from another stage."""
     if action.kind == FORWARD and action.stage > 0:
         return [Action(RECEIVE_ACTIVATION, action.stage, action.micro_batch)]
     if action.kind in (BACKWARD, INPUT_GRADIENT) and action.stage < stages - 1:
@@ -215,7 +218,7 @@ def needed(action: Action, stages: int) -> list[Action]:
 
 
 def matching(send: Action) -> Action:
-    """The receive on the other end of a send."""
+    """Returns the receive on the other end of a send."""
     if send.kind == SEND_ACTIVATION:
         return Action(RECEIVE_ACTIVATION, send.stage + 1, send.micro_batch)
     return Action(RECEIVE_GRADIENT, send.stage - 1, send.micro_batch)

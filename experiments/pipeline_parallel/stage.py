@@ -34,7 +34,7 @@ class Layers(nn.Module):
         self.first, self.seed = first, seed
 
     def forward(self, x: Tensor, step: int, micro_batch: int) -> Tensor:
-        """[rows, ...] -> [rows, ...]"""
+        """Returns [rows, ...] -> [rows, ...]"""
         for place, layer in enumerate(self.layers):
             torch.manual_seed(seed_of(self.seed, step, micro_batch, self.first + place))
             x = layer(x)
@@ -79,14 +79,14 @@ class Stage:
         self._owners = [module for module in layers.modules() if any(True for _ in module.parameters(recurse=False))]
 
     def begin(self, named: Counter[int]) -> None:
-        """Before the actions of a schedule: of each version how many forwards will name it."""
+        """Prepares for a schedule: how many forwards will name each version."""
         self._begun_at = self.updates
         self._still_named = Counter({self.updates + version: count for version, count in named.items()})
 
     def forward(
         self, micro_batch: int, x: Tensor, step: int, version: int, loss_of=None, split: bool = False
     ) -> Tensor:
-        """The stage's output, or the loss where `loss_of` makes one of it; without a graph."""
+        """Returns the stage's output, or the loss where `loss_of` makes one of it; without a graph."""
         version += self._begun_at
         held = _InFlight(x, version, step)
         if self.recompute:
@@ -100,7 +100,7 @@ class Stage:
         return output.detach()
 
     def backward(self, micro_batch: int, gradient: Tensor | None, loss_of=None) -> Tensor | None:
-        """The gradient of the input, None of the first stage; those of the weights are added to the sums."""
+        """Returns the gradient of the input, None of the first stage; those of the weights are added to the sums."""
         held = self._ready(micro_batch, loss_of, split=False)
         del self._in_flight[micro_batch]
         wanted = [held.x] * held.x.requires_grad + held.parameters
@@ -110,7 +110,7 @@ class Stage:
         return of_input
 
     def input_gradient(self, micro_batch: int, gradient: Tensor | None, loss_of=None) -> Tensor | None:
-        """As backward, but what the weights' gradients need is kept until `weight_gradient`."""
+        """Like `backward`, but keeps the inputs of weight gradients until `weight_gradient`."""
         held = self._ready(micro_batch, loss_of, split=True)
         wanted = [held.x] * held.x.requires_grad + [output for output, _ in held.outputs]
         found = list(torch.autograd.grad(held.graph, wanted, gradient, retain_graph=True, allow_unused=True))
@@ -134,7 +134,7 @@ class Stage:
         self._add(sums)
 
     def update(self) -> None:
-        """Lets the optimizer use the sums, which begin anew, and makes the weights a new version."""
+        """Lets the optimizer use the sums, which begin again, and makes the weights a new version."""
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
         if self.optimizer is not None:
@@ -179,11 +179,11 @@ class Stage:
                 hook.remove()
 
     def _keep(self, held: _InFlight, module: nn.Module, output: Tensor) -> None:
-        """`module`'s parameters are, while it runs, those of the version that it runs with."""
+        """Stores a module's output with the parameters that it ran with."""
         held.outputs.append((output, list(module.parameters(recurse=False))))
 
     def _run(self, held: _InFlight, micro_batch: int, loss_of, again: bool = False) -> Tensor:
-        """`again`: running statistics, as of batch norm, have seen this micro-batch already."""
+        """Runs the layers. `again`: running statistics, as of batch norm, have counted this micro-batch already."""
         if not again:
             held.parameters = self.versions[held.version]
         state = dict(zip(self.names, held.parameters, strict=True))

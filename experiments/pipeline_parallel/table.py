@@ -19,7 +19,7 @@ FEWEST = 8  # micro-batches, beside whose peak others are held
 
 
 def sections(rows: list[dict]) -> str:
-    """Of each section's command lines the newest row."""
+    """Returns the README's tables, from the newest row of each command line."""
     tables = {
         "equal": (
             "**Weights after 30 steps of 8 micro-batches**, beside one process that does the same; fp32, CPU",
@@ -119,7 +119,7 @@ def _name(row: dict) -> str:
 
 
 def _planned(row: dict):
-    """The schedule of a row, checked."""
+    """Returns the schedule of a row, checked."""
     asynchronous = row["schedule"] in ASYNCHRONOUS
     count = row["micro_batches"] * (row["steps"] if asynchronous else 1)
     actions = schedule(row["schedule"], row["stages"], count, row["chunks"])
@@ -127,7 +127,7 @@ def _planned(row: dict):
 
 
 def timeline(row: dict) -> list[list[Span]]:
-    """When each rank computed what, of a row that has the times: seconds."""
+    """Returns the times at which each rank computed, from a row that has them: seconds."""
     return [
         list(zip(times[::2], times[1::2], [a for a in actions if a.kind in COMPUTED], strict=True))
         for times, actions in zip(row["times"], _planned(row).actions, strict=True)
@@ -135,7 +135,7 @@ def timeline(row: dict) -> list[list[Span]]:
 
 
 def _words(options: str, *left_out: str) -> str:
-    """Options without these and their values, and without the name of the schedule's option."""
+    """Returns options without these and their values, and without the name of the schedule's option."""
     words, found = options.split(), []
     for place, word in enumerate(words):
         before = words[place - 1] if place else ""

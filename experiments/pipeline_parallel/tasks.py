@@ -26,9 +26,9 @@ SEQ, WIDTH, HEADS, BLOCKS, BYTES = 64, 64, 4, 8, 256
 
 @dataclass(frozen=True)
 class Task:
-    """`layers`: of the whole model, in its order. `tied`: the names of a parameter of the first layer and of one of the
-    last layer that are the same in the model. `inputs` and `targets` are all samples [N, ..]; `loss_of(output, target)`
-    is the sum over the micro-batch's predictions, `predictions` how many a sample has."""
+    """`layers`: of the whole model, in its order. `tied`: the names, in the first and in the last layer, of a parameter
+    that they share. `inputs` and `targets` are all samples [N, ..]; `loss_of(output, target)` is the sum over the
+    micro-batch's predictions, `predictions` how many a sample has."""
 
     layers: list[nn.Module]
     inputs: Tensor
@@ -38,13 +38,13 @@ class Task:
     tied: tuple[str, str] | None = None
 
     def chosen(self, number: int, size: int, seed: int) -> Tensor:
-        """Which `size` samples step `number` takes, int64 [size]: the same in every process."""
+        """Returns which `size` samples step `number` takes, int64 [size]: the same in every process."""
         return samples.chosen(len(self.inputs), size, number, seed)
 
 
 def make_task(name: str, seed: int, norm: str = GROUP, tied: bool = True) -> Task:
-    """One of TASKS. `norm`: of the convolutions; `tied`: of GPT-2, whether input and output embedding are the same.
-    InputError where its data are not to be had."""
+    """Makes one of TASKS. `norm`: of the convolutions; `tied`: GPT-2's input and output embedding are the same.
+    InputError if its data are not available."""
     torch.manual_seed(seed)
     return TASKS[name](norm, tied)
 
@@ -122,8 +122,8 @@ TASKS: dict[str, Callable[[str, bool], Task]] = {"digits": _digits, "cifar10": _
 
 
 def cut(costs: Sequence[float], stages: int) -> list[int]:
-    """The number of layers of each stage, at least one, such that the most expensive stage is as cheap as possible.
-    Among equal cuts it is the one with the least sum of squares."""
+    """Returns the number of layers of each stage, at least one, such that the most expensive stage is as cheap as
+    possible. Among equal cuts it is the one with the least sum of squares."""
     count = len(costs)
     if stages > count:
         raise InputError(f"the model has {count} layers, which make no {stages} stages")

@@ -1,4 +1,4 @@
-"""One process of a pipeline: its stages, its part of every step, and its report at the end.
+"""Runs one process of a pipeline: its stages, its part of every step, and its report.
 
 python -m experiments.pipeline_parallel.worker FOLDER RANK        started by run.py, never by hand
 """
@@ -29,7 +29,7 @@ RESULT = "result.pt"
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how. `sizes`: layers of each stage; `padded_to`: seconds of each kind of action."""
+    """A training. `sizes`: layers of each stage; `padded_to`: seconds of each kind of action."""
 
     schedule: str
     ranks: int
@@ -57,18 +57,19 @@ class Job:
 
     @property
     def rows(self) -> list[int]:
-        """Of each micro-batch; a batch that does not divide evenly has larger ones first."""
+        """Rows of each micro-batch; if the batch does not divide evenly, the first ones are larger."""
         return [len(part) for part in np.array_split(np.arange(self.batch), self.micro_batches)]
 
     def make_task(self) -> Task:
-        """The task; where stages are updated one by one, tied embeddings have no common gradient, and are not tied."""
+        """Returns the task; where stages are updated one by one, tied embeddings have no common gradient, and are not
+        tied."""
         return make_task(self.task, self.seed, self.norm, tied=not self.asynchronous)
 
     def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.01)
 
     def micro_batches_of(self, task: Task, step: int, device: torch.device) -> MicroBatches:
-        """The micro-batches of one step, or of all steps of an asynchronous schedule, where each is a batch."""
+        """Returns the micro-batches of one step, or of all steps of an asynchronous schedule, where each is a batch."""
         steps = range(self.steps) if self.asynchronous else range(step, step + 1)
         chosen = torch.cat([task.chosen(number, self.batch, self.seed) for number in steps])
         rows = self.rows * len(steps)
@@ -138,13 +139,13 @@ def work(job: Job, rank: int, actions: Actions, device: torch.device) -> list[di
 
 
 def of_steps(job: Job, losses: dict[int, float]) -> list[float]:
-    """A step's loss; of an asynchronous schedule each micro-batch's. None of a rank without the last stage."""
+    """Returns a step's loss; of an asynchronous schedule each micro-batch's. None of a rank without the last stage."""
     found = [losses[m] for m in sorted(losses)]
     return found if job.asynchronous or not found else [math.fsum(found)]
 
 
 def stages_of(job: Job, task: Task, rank: int, device: torch.device) -> dict[int, Stage]:
-    """The stages of a rank, by number."""
+    """Returns the stages of a rank, by number."""
     found, first = {}, 0
     for number, size in enumerate(job.sizes):
         if number % job.ranks == rank:
@@ -155,7 +156,8 @@ def stages_of(job: Job, task: Task, rank: int, device: torch.device) -> dict[int
 
 
 def shapes_of(job: Job, task: Task, stages: dict[int, Stage]) -> list[tuple[torch.Size, torch.dtype]]:
-    """Of a row of each stage's output. Each rank finds its own on tensors without data, and tells the others, once."""
+    """Returns the shape of a row of each stage's output. Each rank finds its own on tensors without data, and tells the
+    others, once."""
     x = task.inputs[:1]
     shapes: list = []
     for number in range(job.stages - 1):
@@ -205,13 +207,13 @@ def clip(job: Job, task: Task, stages: dict[int, Stage]) -> None:
 
 
 def squares_of(gradients: list[Tensor | None], names: list[str]) -> dict[str, float]:
-    """The square of each gradient's norm, in double precision."""
+    """Returns the square of each gradient's norm, in double precision."""
     pairs = zip(names, gradients, strict=True)
     return {name: float(gradient.double().square().sum()) for name, gradient in pairs if gradient is not None}
 
 
 def clip_scale(squares, clip_norm: float) -> float:
-    """By what gradients of these squared norms are multiplied."""
+    """Returns the factor that clips gradients of these squared norms."""
     return min(1.0, clip_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
 
 
@@ -222,12 +224,12 @@ def weights_of(stage: Stage) -> dict[str, Tensor]:
 
 
 def saved(job: Job) -> str:
-    """As `_process` reads it."""
+    """Serializes the job, for `_process`."""
     return json.dumps(asdict(job))
 
 
 def _process(folder: Path, rank: int) -> None:
-    """Of a rank that run.py started."""
+    """Runs a rank that run.py started."""
     job = Job(**json.loads((folder / "job.json").read_text()))
     actions = Actions(np.load(folder / f"actions-{rank}.npy"))
     device = group.begin(folder, rank, job.ranks)

@@ -1,10 +1,10 @@
-"""What is compared: models, cards, caps and options of training, as command lines.
+"""Lists the compared cases: models, cards, caps and options of training, as command lines.
 
 CASES are for run.py: `SCRIPTS` are train_gpt2_large.py and train_gpt2_xl.py at their full shape. `OTHERS` are all
-models of memory_estimation at batches of a few sequences: small ones on every card that they fit on with each of
-LAYOUTS, larger ones with some of them, and one model with every option. Layouts are mostly given, because a search
-takes longer than the run, and its choice is not the question here; `SEARCHED` leaves the layout to the search, under
-three caps. `PROMISED` are for promise.py and `PROMISED_RAM` for promise_ram.py.
+models of memory_estimation at batches of a few sequences. Small models run with each of LAYOUTS on every card that has
+room, larger models with some of them, and one model with every option. Most layouts are given, because a search takes
+longer than the run. `SEARCHED` lets the planner choose, under three caps. `PROMISED` are for promise.py and
+`PROMISED_RAM` for promise_ram.py.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ NO_CAP, TIGHT = "none", "tight"
 
 @dataclass(frozen=True)
 class Case:
-    """`model`: of memory_estimation/models.py, or a script's; `cap`: NO_CAP, TIGHT (between what is allocated and what
-    is reserved without a cap), or a size; `grow`: whether segments do; `two_passes`: whether forward and backward run
-    twice, which no option asks for."""
+    """`model`: of memory_estimation/models.py, or a script's. `cap`: NO_CAP, a size, or TIGHT: between allocated and
+    reserved bytes without a cap. `grow`: expandable segments. `two_passes`: forward and backward run twice (no
+    option)."""
 
     model: str
     card: str
@@ -29,7 +29,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Says all of it, so that no two cases have the same."""
+        """All fields, so that the name is unique."""
         parts = [self.script or self.model, self.card, *self.options, f"cap {self.cap}"]
         parts += [] if self.grow else ["segments do not grow"]
         parts += ["two passes"] if self.two_passes else []
@@ -49,7 +49,7 @@ LAYOUTS = {
     "in backward": _of("--recompute on --segment-blocks 1 --group 2 --states streamed --clip-norm 0"),
 }
 BATCH = _of("--batch 4 --micro-batch 2")
-MORE = (  # beside a layout, in turn
+MORE = (  # options added to the layouts, in turn
     (),
     _of("--seq 900"),
     _of("--optimizer adamw8bit"),

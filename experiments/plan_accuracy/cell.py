@@ -2,8 +2,8 @@
 
     python -m stand_in --gpu CARD -- -m experiments.plan_accuracy.cell NAME ...
 
-Every case has a process of its own, forked from this one before CUDA begins and after everything is imported. It runs
-the script's whole path, from the command line on: plan, kernels, evaluation, two steps, evaluation. Left out are random
+Every case has a separate process, forked from this one before CUDA begins and after everything is imported. It runs the
+script's whole path, from the command line on: plan, kernels, evaluation, two steps, evaluation. Left out are random
 weights (nothing of them is on the card, and no kernel runs), the checkpoint and the export (tests/cuda has them). Each
 case leaves one JSON object on stdout.
 """
@@ -62,7 +62,7 @@ def main(names: list[str]) -> int:
 
 
 def _measured(case: Case) -> dict:
-    """A case's plan and peaks; "error" where it has none, or not those of its plan."""
+    """Returns a case's plan and peaks; "error" if it has none, or not those of its plan."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -109,7 +109,7 @@ def _model(case: Case, folder: Path) -> list[str]:
 
 
 def _data(case: Case, folder: Path) -> list[str]:
-    """Texts of one byte a token, as many as a batch and an evaluation of as many sequences have."""
+    """Writes texts of one byte a token, enough for a batch and an evaluation of as many sequences."""
     for name in ("train.txt", "evaluation.txt"):
         (folder / name).write_text(WORDS * 2000)
     return ["--data", str(folder / "train.txt"), "--eval-data", str(folder / "evaluation.txt"), "--eval-batches", "1"]
@@ -121,7 +121,7 @@ def _in_two_passes(settings: Settings, simulations) -> list[list[Choices]]:
 
 
 def _tight_cap(arguments: list[str]) -> int:
-    """A cap between what is allocated and what is reserved without one, under which there is a plan."""
+    """Returns a cap between allocated and reserved bytes without one, under which there is a plan."""
     settings = parse_arguments([*arguments, "--gpu-limit", "none"], Settings())
     config = load_config(settings.model, settings.init)
     target = planning_target(settings)

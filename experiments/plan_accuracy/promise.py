@@ -1,27 +1,26 @@
-"""Both ends of a plan's promise, on the stand-in's real allocator: what fits runs, and what is refused could not run.
+"""Checks both ends of a plan's promise with the stand-in's real allocator: planned caps suffice, refused caps do not.
 
     .venv-cuda/bin/python -m stand_in -- -m experiments.plan_accuracy.promise [--only TEXT ...]
 
 A cell (cases.py) is a model on a card with options of training; what they leave open is the plan's to choose. The
 planner names the smallest cap of the GPU for it. Then, each from an empty allocator:
 
-    completes   the layout that is planned under that cap makes three steps under it, and keeps to it
-    refused     under the largest cap that is refused, less the margin that plans leave free and 2%, the most frugal
-                layouts are run with the planner passed by; each must run out of memory
+    completes   the layout planned under that cap runs three steps under it, and stays below it
+    refused     the smallest layouts run without the planner, under the largest refused cap, less the plans'
+                margin and 2%; each must run out of memory
 
-The margin (64 MiB of a cap, or 0.5%) is taken off first, because it does not judge the simulation: it is for a driver's
-addresses, which no plan knows. What is judged is the room that the simulated run is given, to 2%. The row also says
-whether the smallest layout completes with the margin left in (`completed_in_the_margin`). Under caps of less than 3.1
-GiB it may, because 64 MiB are more than 2%.
+The margin (64 MiB of a cap, or 0.5%) is subtracted first: it is for a driver's addresses, which no plan knows. The rest
+must be exact to 2%. The row also says if the smallest layout completes with the margin (`completed_in_the_margin`).
+Under caps of less than 3.1 GiB it may, because 64 MiB are more than 2%.
 
-The most frugal layouts are those that the smallest cap is looked for among: nothing kept that need not be, the smallest
-micro-batch, every length of segments, as much streamed as can be (or everything resident, which needs no staging ring),
-one pass and two, one micro-batch or the whole batch as a group; and, with the one that takes least of these, segments
-of up to LONGEST blocks, whether or not a plan tries those. The smallest of them runs, and every other one whose tensors
-do not fill the cap. The rest cannot complete under it, since allocated bytes are exact (the table above).
+The smallest layouts are those among which the planner looks for the smallest cap. They keep as little as possible, have
+the smallest micro-batch and segments of any length, and stream everything or nothing (which needs no staging buffers).
+They have one pass or two, and one micro-batch or the whole batch as a group. The smallest of these is also tried with
+segments of up to LONGEST blocks. The smallest layout runs, and every other one whose tensors do not fill the cap. The
+rest cannot complete under it, since allocated bytes are exact (the table above).
 
-Rows go to results/promise.jsonl; a cell that has a row of the same sources is not run again, so that the command can be
-stopped at any time and given again.
+Rows go to results/promise.jsonl. A cell with a row of the same sources does not run again, so the command can be
+stopped at any time and repeated.
 """
 
 import argparse
@@ -64,13 +63,13 @@ STEPS = 3
 
 
 def settings_of(case: Case) -> Settings:
-    """What the cell's options say, for random weights."""
+    """Returns the settings of the cell's options, with random weights."""
     return parse_arguments(["--model", case.model, "--init", "random", *case.options], Settings())
 
 
 def caps(settings: Settings, simulations: Simulations) -> tuple[int, int]:
-    """The smallest cap that is named, and the largest that is refused, in whole MiB; bytes. They may differ by more
-    than a MiB: a layout's smallest cap is searched to a few thousandths (simulations.py)."""
+    """Returns the smallest cap that is named, and the largest that is refused, in bytes, whole MiB. They may differ by
+    more than a MiB: a layout's smallest cap is searched to a few thousandths (simulations.py)."""
     free = margins(simulations.base.needs_all_gradients)
     smallest = _in_mib(fastest.smallest_room(ways(settings, simulations), simulations, Room(0, None)).gpu, free)
     refused = smallest - MIB
@@ -83,12 +82,12 @@ def caps(settings: Settings, simulations: Simulations) -> tuple[int, int]:
 
 
 def _in_mib(room_bytes: int, free: int) -> int:
-    """The smallest cap with so much room and `free` margins, as a refusal names it."""
+    """Returns the smallest cap with so much room, as a refusal names it."""
     return math.ceil(smallest_cap(room_bytes, free) / MIB) * MIB
 
 
 def most_frugal(settings: Settings, simulations: Simulations, limit_bytes: int) -> list[Layout]:
-    """The layout that takes least, and all others whose tensors fit into the limit."""
+    """Returns the smallest layout, and all others whose tensors fit into the limit."""
     size = simulations.allocated_bytes
     layouts = fastest.frugal_layouts(ways(settings, simulations), simulations)
     if settings.segment_blocks is None:
@@ -101,7 +100,7 @@ def most_frugal(settings: Settings, simulations: Simulations, limit_bytes: int) 
 
 
 def run_cell(case: Case, device: torch.device) -> dict:
-    """The values of a cell's row."""
+    """Returns the values of a cell's row."""
     settings, card = settings_of(case), card_for(Settings())
     precision = "bf16" if "bf16" in card.rates else "fp16"
     target = gpu_target(card, fused.why_not(device) is None)
@@ -136,7 +135,7 @@ def run_cell(case: Case, device: torch.device) -> dict:
 def _reserved_bytes(
     decoder: Callable, settings: Settings, device: torch.device, case: StepCase, limit_bytes: int
 ) -> int | None:
-    """What training reserves at its peak under a cap; None where it runs out of memory."""
+    """Returns the reserved peak of training under a cap; None if it runs out of memory."""
     ids = torch.zeros((settings.batch, settings.seq), dtype=torch.int64)
     packed = (ids, ids.int()) if settings.document_mask else (None, None)
     measure, train = (named(f"experiments.gpu_acceptance.measured:{name}") for name in ("measure", "train"))

@@ -42,13 +42,13 @@ ALLOWED_BYTES = TRAINING_BYTES + PROCESS_VARIES_BYTES  # which plans assume, for
 
 
 def cap_named(sentence: str) -> int | None:
-    """The smallest cap of RAM, in bytes, that a refusal names; None where it names none."""
+    """Returns the smallest cap of RAM, in bytes, that a refusal names; None if it names none."""
     found = re.search(r"--ram-limit (\d+)MiB", sentence)
     return int(found[1]) * MIB if found else None
 
 
 def run_cell(case: Case, folder: Path) -> dict:
-    """The values of a cell's row."""
+    """Returns the values of a cell's row."""
     config = named("experiments.memory_estimation.models:MODELS")[case.model].config()
     config.save_pretrained(folder / case.model)
     for name in ("train.txt", "evaluation.txt"):
@@ -78,7 +78,7 @@ def run_cell(case: Case, folder: Path) -> dict:
 
 
 def slack(named_bytes: int, measured_bytes: int) -> float:
-    """The share of the largest refused cap that the run did not need; below 0 where it needed more."""
+    """Returns the share of the largest refused cap that the run did not need; below 0 if it needed more."""
     refused_bytes = named_bytes - MIB
     return 1 - measured_bytes / refused_bytes
 

@@ -19,29 +19,29 @@ PROMISE, PROMISE_RAM = FOLDER / "results" / "promise.jsonl", FOLDER / "results" 
 WHOLE_LIFE = FOLDER / "results" / "whole_life.jsonl"
 PICTURE = FOLDER / "results" / "errors.png"
 ALLOCATED, RESERVED = "gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes"
-BATCH = 64  # of whole lives that are reported; smaller ones are trials
-MOST_ALLOCATED, MOST_RESERVED = 0.001, 0.005  # errors from which a case is listed
-LARGE_CAP = 3200 * MIB  # from here on the margin that a plan leaves, 64 MiB, is at most 2% of a cap
+BATCH = 64  # of the reported whole lives; smaller batches are trials
+MOST_ALLOCATED, MOST_RESERVED = 0.001, 0.005  # a case with a larger error is listed
+LARGE_CAP = 3200 * MIB  # for larger caps a plan's margin, 64 MiB, is at most 2%
 
 
 def committed_rows(path: Path = RESULTS, cases: list[Case] = CASES) -> list[dict]:
-    """Those of cases that there still are."""
+    """Returns the rows of cases that still exist."""
     names = {case.name for case in cases}
     return [row for row in row_file.read(path) if row["name"] in names]
 
 
 def newest(rows: list[dict]) -> list[dict]:
-    """The last row of each case, in the order of names."""
+    """Returns the last row of each case, in the order of names."""
     return sorted({row["name"]: row for row in rows}.values(), key=lambda row: row["name"])
 
 
 def error(row: dict, peak: str) -> float | None:
-    """(predicted - measured) / measured; None where nothing was measured."""
+    """Returns (predicted - measured) / measured; None if nothing was measured."""
     return row["predicted"][peak] / row["measured"][peak] - 1 if "measured" in row else None
 
 
 def line(row: dict) -> str:
-    """A row for people."""
+    """Returns a row for people."""
     if "measured" not in row:
         return f"{row['name']}: exit code {row['exit_code']}, {str(row['error'])[-300:]}"
     difference = row["predicted"][ALLOCATED] - row["measured"][ALLOCATED]
@@ -56,7 +56,8 @@ def line(row: dict) -> str:
 
 
 def tables(rows: list[dict]) -> str:
-    """By card and by script: how many cases, how many exact, the worst; then every case that is not within."""
+    """Counts cases and exact ones by card and by script, with the worst errors; then lists all cases outside the
+    bars."""
     rows = newest(rows)
     measured = [row for row in rows if "measured" in row]
     groups: dict[str, list[dict]] = {}
@@ -109,7 +110,7 @@ def _cells(row: dict) -> list[str]:
 
 
 def promise_table(rows: list[dict]) -> str:
-    """Of promise.py: by card, then all cells; below it every cell that did not hold."""
+    """Makes the table of promise.py: by card, then all cells, then every cell that did not hold."""
     rows = newest(rows)
     cards = {card: [row for row in rows if row["card"] == card] for card in sorted({row["card"] for row in rows})}
     header = (
@@ -153,7 +154,7 @@ def _out_of_memory(rows: list[dict]) -> str:
 
 
 def promise_ram_table(rows: list[dict]) -> str:
-    """Of promise_ram.py: a line for each cell."""
+    """Makes the table of promise_ram.py, a line for each cell."""
     header = (
         *("cell", "RAM cap named, MiB", "of it states", "measured under it", "not needed", "of the cap"),
         "exit codes: refused, under the cap named",
@@ -174,9 +175,9 @@ def _ram_cells(row: dict) -> list[str]:
 
 
 def whole_life_table(rows: list[dict]) -> str:
-    """Of whole_life.py: a line for each case, its newest row of a whole batch. The GPU's peaks and RAM by phase are
-    those of the second process; of the first one, which is stopped and writes no report, the largest resident set is
-    known."""
+    """Makes the table of whole_life.py: a line for each case, from its newest row of a whole batch. The GPU's peaks and
+    RAM by phase are those of the second process. The first one is stopped and writes no report: only its largest
+    resident set is known."""
     newest_rows = {row["case"]: row for row in rows if row["batch"] == BATCH}
     rows = sorted(newest_rows.values(), key=lambda row: row["case"])
     phases = [phase for phase in PHASES if any(phase in (row["ram_phases"] or ()) for row in rows)]
@@ -206,7 +207,7 @@ def _life_cells(row: dict, phases: list[str]) -> list[str]:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Signed errors of both peaks, sorted, in percent."""
+    """Draws signed errors of both peaks, sorted, in percent."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -56,7 +56,7 @@ def run_process(command: list[str], log: Path, metrics: Path | None) -> dict:
 
 
 def run_case(name: str, batch: int, scratch: Path) -> dict:
-    """The values of a case's row: how both processes ended, and the report of the second."""
+    """Returns the values of a case's row: how both processes ended, and the report of the second."""
     size, optimizer, clip = CASES[name]
     out = scratch / "run"
     command = [

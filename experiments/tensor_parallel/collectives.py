@@ -27,9 +27,9 @@ NOTHING, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, PART = "nothing", "all-reduce",
 class Ranks:
     """The processes that share a model; this one is `rank` of `count`.
 
-    `calls` counts collectives by (place, pass, kind), the place being `place` when the tensor went forward, and `sent`
-    the bytes that a rank sends for them in a ring, which is the least that can be: of N ranks (N - 1) / N of the whole
-    tensor for an all-gather or a reduce-scatter, twice that for an all-reduce."""
+    `calls` counts collectives by (place, pass, kind); place is the value of `place` in forward. `sent` has the bytes
+    that a rank sends in a ring, the fewest possible: (N - 1) / N of the tensor for an all-gather or a reduce-scatter
+    over N ranks, twice that for an all-reduce."""
 
     def __init__(self, rank: int, count: int):
         self.rank, self.count = rank, count
@@ -48,7 +48,7 @@ class Ranks:
     gather_replicated = partialmethod(_apply, forward=ALL_GATHER, backward=PART)
 
     def all_reduce(self, tensor: Tensor, key: tuple[str, str], operation=dist.ReduceOp.SUM) -> Tensor:
-        """The sum over all ranks, in `tensor` itself. `key`: place and pass, for the counts."""
+        """Returns the sum over all ranks, in `tensor` itself. `key`: place and pass, for the counts."""
         if self.count > 1:
             with peer_errors():
                 dist.all_reduce(tensor, operation)
@@ -75,7 +75,7 @@ class Ranks:
         self.sent[*key, kind] += bytes_of_ring * (self.count - 1) // self.count
 
     def do(self, kind: str, tensor: Tensor, dim: int, key: tuple[str, str]) -> Tensor:
-        """One of the kinds. The result is a new tensor; of NOTHING it is a view."""
+        """Runs one of the kinds. The result is a new tensor; of NOTHING it is a view."""
         if kind == NOTHING:
             return tensor.view_as(tensor)
         if kind == PART:

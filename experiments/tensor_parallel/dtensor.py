@@ -1,4 +1,4 @@
-"""The same Llama cut by PyTorch's own `parallelize_module`, for comparison: a process of `measure`.
+"""Divides the same Llama by PyTorch's own `parallelize_module`, for comparison: a process of `measure`.
 
 python -m experiments.tensor_parallel.dtensor FOLDER RANK        started by measure.py, never by hand
 
@@ -53,7 +53,7 @@ class Counted(CommDebugMode):
 
 
 def work(job: Job, rank: int, device: torch.device) -> RankResult:
-    """As worker.work; `calls` are those that PyTorch's own counter saw, by kind alone."""
+    """Like worker.work; `calls` come from PyTorch's own counter, only by kind."""
     mesh = init_device_mesh("cpu", (job.ranks,))
     batches = job.batches()
     gc.collect()

@@ -1,4 +1,4 @@
-"""Layers that are divided among ranks, and layers that know their part of a tensor."""
+"""Divides layers among ranks; other layers compute on their rank's part of a tensor."""
 
 from collections.abc import Callable
 
@@ -12,18 +12,17 @@ from experiments.harness.randomness import seed_of
 from experiments.tensor_parallel.collectives import FORWARD, Ranks
 
 ATTENTION = "lowmem_tensor_parallel"
-Product = Callable[[Tensor, Tensor], Tensor]  # of what goes in and the weight
+Product = Callable[[Tensor, Tensor], Tensor]  # of input and weight
 
 
 def conv1d_product(x: Tensor, weight: Tensor) -> Tensor:
-    """What transformers' Conv1D does: its weight is [in, out]."""
+    """Computes transformers' Conv1D, whose weight is [in, out]."""
     return x @ weight
 
 
 class ColumnParallel(nn.Module):
-    """A rank's part of what comes out: x [.., in], the same on all ranks, -> [.., part of out]. Weight and bias have
-    this rank's outputs alone. The input has to be `copied` or `gathered` before, once for all such layers that use
-    it."""
+    """Computes a rank's part of the outputs: x [.., in], the same on all ranks, -> [.., part of out]. Weight and bias
+    have only this rank's outputs. The input has to be `copied` or `gathered` before, once for all such layers."""
 
     def __init__(self, product: Product, weight: nn.Parameter, bias: nn.Parameter | None):
         super().__init__()
@@ -66,8 +65,8 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
-    """Of logits [N, V / ranks]. The largest logit of a row, the sum of the exponentials and the target's logit are
-    reduced over the ranks; the logits stay where they are."""
+    """Computes the cross-entropy of logits [N, V / ranks], without gathering them. The largest logit of a row, the sum
+    of the exponentials and the target's logit are reduced over the ranks."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, first: int, vocabulary: int, ranks: Ranks) -> Tensor:
@@ -94,8 +93,8 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
 
 def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, vocabulary: int, ranks: Ranks) -> Tensor:
-    """The mean over N predictions, the same on all ranks. `logits` [N, part of the vocabulary], from `first` on;
-    `targets` int64 [N]; `vocabulary`: its true size, behind which logits count for nothing."""
+    """Returns the mean over N predictions, the same on all ranks. `logits` [N, part of the vocabulary], from `first`
+    on; `targets` int64 [N]; `vocabulary`: its true size, behind which logits count for nothing."""
     return _VocabularyCrossEntropy.apply(logits, targets, first, vocabulary, ranks).mean()
 
 
@@ -135,8 +134,9 @@ class PlacedDropout(nn.Module):
 
 
 def _causal_attention(module, query, key, value, attention_mask, scaling=None, **_) -> tuple[Tensor, None]:
-    """Causal attention of this rank's heads, [B, heads, T, head] each -> [B, T, heads, head]; with dropout the weights
-    [B, heads, T, T] are made. transformers would make its mask of the length of what a rank has of the sequence."""
+    """Computes causal attention of this rank's heads, [B, heads, T, head] each -> [B, T, heads, head]. With dropout the
+    weights [B, heads, T, T] are made. transformers' own mask would have the length of the rank's part of the
+    sequence."""
     drop = getattr(module, "attn_dropout", None)
     if drop is None or not drop.p or not module.training:
         grouped = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}

@@ -1,11 +1,11 @@
-"""Runs what the README's tables say, and keeps rows: `python -m experiments.tensor_parallel.measure`.
+"""Measures the README's tables, and keeps rows: `python -m experiments.tensor_parallel.measure`.
 
 python -m experiments.tensor_parallel.measure --only equal
 
-equal     50 steps of every model on 1, 2 and 4 ranks beside one process
-memory    GPT-2 of 124M and Llama of 135M parameters: what a rank holds and sends
-dtensor   the same Llama cut by PyTorch's `parallelize_module`
-killed    how long it takes until nothing runs any more, once a process or the command itself is killed
+equal     compares 50 steps of every model on 1, 2 and 4 ranks with one process
+memory    measures memory and bytes sent per rank, for GPT-2 of 124M and Llama of 135M parameters
+dtensor   divides the same Llama by PyTorch's `parallelize_module`
+killed    measures how long processes survive after one of them, or the command, is killed
 """
 
 import argparse
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def trained(section: str, words: str) -> dict:
-    """What a row keeps of a run with these options."""
+    """Runs with these options, and returns a row."""
     if section in LARGE_SECTIONS:  # before the processes begin, since glibc reads it when it is loaded
         os.environ.update(RETURN_FREED_MEMORY)
     options = run.parser().parse_args(shlex.split(words))

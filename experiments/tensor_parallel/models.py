@@ -1,7 +1,7 @@
 """What is trained, and by which rules it is cut.
 
     mlp        pairs of dense layers on images of digits
-    mlp-norm   the same with norms over the cut features, layer norm and batch norm by turns
+    mlp-norm   the same with norms over the cut features, layer norm and batch norm alternately
     resnet     ResNet-50 (He et al. 2015, arXiv 1512.03385) on the digits, enlarged to 64 x 64 pixels
     gpt2       transformers' GPT-2, and
     llama      Llama with grouped-query heads, on the text of the standard library
@@ -116,7 +116,7 @@ class ResNet50(nn.Module):
 
 
 def dense_rules(s: Sharder, model: Dense) -> dict:
-    """Two layers are one round: what comes in is cut by the first one's outputs, which are the second one's inputs."""
+    """Divides two layers as one round: by the outputs of the first, which are the inputs of the second."""
     inner = evenly(4 * WIDTH, s.ranks.count)
     rules = {
         "blocks.*": (s.block, s.enters),
@@ -135,8 +135,8 @@ def dense_rules(s: Sharder, model: Dense) -> dict:
 
 
 def resnet_rules(s: Sharder, model: ResNet50) -> dict:
-    """The first two convolutions of a block are a pair. The third is cut by its outputs, as its norm is, and put
-    together again: what is added up between blocks is whole."""
+    """Divides the first two convolutions of a block as a pair, and the third, with its norm, by its outputs. The
+    third's output is gathered: sums between blocks are whole."""
     stem = evenly(RESNET_WIDTHS[0], s.ranks.count)
     rules = {
         "conv": s.column(stem),
@@ -240,8 +240,8 @@ class Kind:
         return CLASSES if self.config is None else self.config.vocab_size
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """The whole model in training mode and without dropout, its parameters on `meta`. Where transformers' norm
-        rounds to fp32 in the middle of fp64, torch's stands."""
+        """Returns the whole model in training mode and without dropout, its parameters on `meta`. Where transformers'
+        norm rounds to fp32 in the middle of fp64, torch's stands."""
         if self.config is not None:
             config = copy.deepcopy(self.config)
             for name in DROPOUTS:
@@ -264,7 +264,7 @@ class Kind:
             return plain[self.name]().to(dtype)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names, and whole tensors or flat runs of them."""
+        """Yields names, and whole tensors or flat runs of them."""
         if self.folder is not None:
             return read_weights(build_model(self.config), self.folder)
         if self.config is not None:
@@ -289,7 +289,7 @@ class Kind:
         return sharded
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The folder's; of random weights, or where it has none, one whose tokens are bytes."""
+        """Returns the folder's; of random weights, or if it has none, one whose tokens are bytes."""
         size = self.config.vocab_size
         if self.folder is not None:
             return load_tokenizer(self.folder, "random" if Path(self.folder).is_dir() else "pretrained", size)
@@ -308,8 +308,8 @@ class Kind:
         return images, labels
 
     def loss(self, sharded: Sharded, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Of the parts; the same on every rank. Decoders get every position's number, since their own count would be
-        that of a rank's part of the sequence."""
+        """Returns the loss of the parts, which is the same on every rank. Decoders get every position's number, since
+        their own count would be that of a rank's part of the sequence."""
         model, ranks = sharded.model, sharded.ranks
         if self.config is None:
             logits = model(inputs)
@@ -321,7 +321,7 @@ class Kind:
         return vocabulary_cross_entropy(logits, targets.flatten(), first, self.classes, ranks)
 
     def check(self, ranks: int, sequence_parallel: bool, batch: int, seq: int) -> None:
-        """InputError for what cannot be cut, or trained."""
+        """Raises InputError for a model that cannot be divided, or trained."""
         if self.config is None:
             if sequence_parallel:
                 raise InputError(f"{self.name} has no sequence that --sequence-parallel could cut")
@@ -343,7 +343,7 @@ class Kind:
 
 
 def kind_of(name: str, seed: int = 0, weights: str | None = None, shape: str | None = None) -> Kind:
-    """`weights`: a folder, or a name on the hub, of a decoder of this kind; `shape`: the same, for its config alone.
+    """Returns the kind. `weights`: a folder, or a name on the hub, of a decoder of this kind; `shape`: only its config.
     InputError for another."""
     source = weights or shape
     if name not in DECODERS:

@@ -4,7 +4,7 @@
     python -m experiments.tensor_parallel.run --ranks 2 --model llama --sequence-parallel --dtype fp64 --compare
     torchrun --nproc-per-node 2 -m experiments.tensor_parallel.run --ranks 2 --model gpt2 --weights FOLDER --save
 
-Starts its own processes (gloo on the CPU, NCCL where there is a GPU for each), or is one of torchrun's. Under --out:
+Starts its own processes (gloo on the CPU, NCCL if there is a GPU for each), or is one of torchrun's. Under --out:
 report.json, curves.png and, with --save, the whole model in `model`, as transformers reads it.
 """
 
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """What the command does; its exit code."""
+    """Runs the command, and returns its exit code."""
     job = planned(options)
     if group.is_first():
         make_folder(options.out)
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def planned(options: argparse.Namespace) -> Job:
-    """The job; InputError for what does not go together."""
+    """Returns the job; InputError for what does not go together."""
     usual = RESNET_LEARNING_RATE if options.model == "resnet" else LEARNING_RATE
     learning_rate = usual if options.learning_rate is None else options.learning_rate
     if options.seq is not None and options.model not in DECODERS:
@@ -98,7 +98,7 @@ def planned(options: argparse.Namespace) -> Job:
 
 
 def train(job: Job, module: str = worker.__name__) -> list[RankResult]:
-    """In processes of a module that are started here; what each tells."""
+    """Trains in new processes of a module, and returns their results."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "job.json").write_text(worker.saved(job))
@@ -107,7 +107,7 @@ def train(job: Job, module: str = worker.__name__) -> list[RankResult]:
 
 
 def train_as_one_of(job: Job) -> list[RankResult] | None:
-    """In this process, one of torchrun's, and the others; None but on rank 0."""
+    """Trains in this process, one of torchrun's, together with the others. Returns None except on rank 0."""
     rank = int(os.environ["RANK"])
     device = group.begin(None, rank, job.ranks)
     results = worker.gather_results(job, worker.work(job, rank, device))
@@ -116,9 +116,9 @@ def train_as_one_of(job: Job) -> list[RankResult] | None:
 
 
 def report_of(job: Job, results: list[RankResult], compare: bool) -> dict:
-    """report.json's content. `collectives_per_block`: of one block, where all are alike, else the most of any;
-    `collectives`: by place (a block, or "" for what lies around them), pass and kind, in a step; `bytes_per_step`: what
-    a rank sends in a ring."""
+    """Returns the content of report.json. `collectives_per_block`: of one block, if all are alike, else the most of
+    any. `collectives`: in a step, by place (a block, or "" around them), pass and kind. `bytes_per_step`: sent by a
+    rank in a ring."""
     first = results[0]
     by_block: dict[str, Counter] = {FORWARD: Counter(), BACKWARD: Counter()}
     collectives: dict[str, dict[str, dict[str, int]]] = {}
@@ -153,14 +153,14 @@ def report_of(job: Job, results: list[RankResult], compare: bool) -> dict:
 
 
 def too_large(report: dict) -> list[str]:
-    """Of COMPARED what differs by more than rounding is allowed to; nothing where nothing was compared. Gradients count
+    """Returns those of COMPARED that differ by more than rounding; nothing if nothing was compared. Gradients count
     only in fp64: in fp32 some ReLU of millions is zero up to rounding, and its gradient may be missing."""
     counted = [key for key in COMPARED if key != "max_rel_gradient_difference" or report["dtype"] == "fp64"]
     return [key for key in counted if report[key] is not None and not report[key] <= ALLOWED[report["dtype"]]]
 
 
 def compared(job: Job, ours: RankResult) -> dict:
-    """With one process and the ordinary model, with as many threads as each rank has."""
+    """Compares with one process and the ordinary model, with as many threads as each rank has."""
     threads = torch.get_num_threads()
     torch.set_num_threads(group.THREADS)
     one = worker.reference(job, group.device_of(0, job.ranks))
@@ -177,9 +177,9 @@ def compared(job: Job, ours: RankResult) -> dict:
 
 
 def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest of all tensors, as the norm of the difference relative to the norm. Vectors count together: a bias
-    may begin at zero and have a gradient of pure rounding (that of keys, which softmax does not see). Then no value of
-    it is right or wrong."""
+    """Returns the largest of all tensors, as the norm of the difference relative to the norm. Vectors count together: a
+    bias may begin at zero and have a gradient of pure rounding (that of keys, which softmax does not see). Then no
+    value of it is right or wrong."""
     if found.keys() != expected.keys():
         raise ValueError(f"other tensors: {found.keys() ^ expected.keys()}")
     pairs = [(found[name], tensor.cpu()) for name, tensor in expected.items() if tensor.is_floating_point()]
@@ -191,12 +191,12 @@ def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 
 def _largest(numbers: list) -> float:
-    """The largest, or NaN where any is, which max() may pass over."""
+    """Returns the largest, or NaN where any is, which max() may pass over."""
     return float(torch.tensor(numbers, dtype=torch.float64).max())
 
 
 def save(job: Job, weights: dict[str, Tensor], folder: Path) -> None:
-    """As transformers reads it, in fp32, with the tokenizer."""
+    """Saves the model for transformers, in fp32, with the tokenizer."""
     kind = job.kind
     names = dict(kind.build(torch.float32).named_parameters())  # without buffers
     export_model(

@@ -1,7 +1,7 @@
-"""Turns a model into the part of it that one rank has, by a list of rules; cuts weights, and puts them together again.
+"""Turns a model into one rank's part, by a list of rules; divides weights, and joins them again.
 
-A rule says, for the modules of a name, what their layer becomes. Attention and an MLP are pairs: the outputs of the
-first layers and the inputs of the last one are cut (by heads, by features), so that nothing between them communicates.
+A rule replaces the modules of a name by a divided layer. Attention and an MLP are pairs: the outputs of the first
+layers and the inputs of the last one are divided, by heads or features. So the layers between need no communication.
 Such a pair is a parallel region: hidden states `enter` it once, and `leave` its last layer:
 
                          enter                         leave
@@ -35,15 +35,15 @@ CHANNELS = 1  # dimension of images [B, C, H, W]
 
 @dataclass(frozen=True)
 class Cut:
-    """Which indices of a tensor along `dim`, `size` long, each rank has: `indices` int64 by rank. Those from `size` on
-    do not exist: they fill up the last parts with zeros."""
+    """The indices of a tensor along `dim`, `size` long, that each rank has: `indices` int64 by rank. Indices from
+    `size` on do not exist: they fill the last parts with zeros."""
 
     dim: int
     size: int
     indices: tuple[Tensor, ...]
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """A rank's part, a tensor of its own."""
+        """Returns a rank's part, a tensor of its own."""
         indices = self.indices[rank]
         found = whole.index_select(self.dim, indices.clamp(max=self.size - 1))
         found.index_fill_(self.dim, (indices >= self.size).nonzero()[:, 0], 0)
@@ -55,7 +55,7 @@ class Cut:
         whole.index_copy_(self.dim, self.indices[rank][exists], part.index_select(self.dim, exists))
 
     def along(self, dim: int) -> "Cut":
-        """The same indices of another dimension."""
+        """Returns the same indices of another dimension."""
         return Cut(dim, self.size, self.indices)
 
 
@@ -71,7 +71,7 @@ def evenly(size: int, ranks: int, block: int = 1, blocks: int = 1) -> Cut:
 
 
 def padded(size: int, ranks: int) -> Cut:
-    """Equal stretches, of which the last may go beyond what there is (a vocabulary's rows). Of dimension 0."""
+    """Returns equal stretches of dimension 0. The last may exceed the size (a vocabulary's rows)."""
     each = -(-size // ranks)
     return Cut(0, size, tuple(torch.arange(rank * each, (rank + 1) * each) for rank in range(ranks)))
 
@@ -88,7 +88,7 @@ class Sharded:
     dropouts: list[layers.PlacedDropout] = field(default_factory=list)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all parameters and buffers as they are when whole."""
+        """Returns the shapes of all whole parameters and buffers."""
         found = {}
         for name, tensor in self.tensors().items():
             shape = list(tensor.shape)
@@ -98,7 +98,7 @@ class Sharded:
         return found
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters, each once, and the buffers that are state."""
+        """Returns parameters, each once, and the buffers that are state."""
         parameters = dict(self.model.named_parameters())
         tied = self.model.state_dict().keys() - parameters.keys()
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in tied}
@@ -118,7 +118,7 @@ class Sharded:
             tensors[name].copy_(self.cuts[name].take(whole, self.ranks.rank) if name in self.cuts else whole)
 
     def gathered(self, tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor | None]]:
-        """Names and whole tensors, copies, one at a time, on the CPU of rank 0; None on others. `tensors`: as
+        """Yields names and whole tensors, copies, one at a time, on the CPU of rank 0; None on others. `tensors`: as
         `tensors()`, or the gradients of these, by name."""
         for name, tensor in tensors.items():
             part = tensor.detach().cpu().clone()
@@ -166,7 +166,7 @@ class Sharded:
 
 
 class Sharder:
-    """What rules are made of. A rule gets a module and its name, and returns what stands in its place: None for itself.
+    """The tools of rules. A rule gets a module and its name, and returns its replacement, or None to keep it.
     Parameters may be on `meta`: a rank makes only those that it keeps, empty."""
 
     def __init__(
@@ -179,7 +179,7 @@ class Sharder:
         self._made: dict[int, tuple[Tensor, nn.Parameter]] = {}  # by id of a whole parameter: tied ones stay one
 
     def apply(self, rules: dict[str, Callable | tuple[Callable, ...]]) -> Sharded:
-        """All rules, by names in which * stands for numbers; every layer that no rule has named stays whole."""
+        """Returns all rules, by names in which * stands for numbers; every layer that no rule has named stays whole."""
         model = self.sharded.model
         for pattern, of_pattern in rules.items():
             matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
@@ -213,12 +213,12 @@ class Sharder:
     # --- rules
 
     def block(self, module: nn.Module, name: str) -> None:
-        """Collectives are counted under the block's name."""
+        """Counts collectives under the block's name."""
         module.register_forward_pre_hook(lambda *_: setattr(self.ranks, "place", name))
         module.register_forward_hook(lambda *_: setattr(self.ranks, "place", ""))
 
     def enters(self, module: nn.Module, name: str) -> None:
-        """The input enters the region of the layers inside."""
+        """Makes the module's input enter the parallel region of its layers."""
 
         def entered(_, args: tuple, kwargs: dict):
             if args:
@@ -228,22 +228,22 @@ class Sharder:
         module.register_forward_pre_hook(entered, with_kwargs=True)
 
     def head_follows(self, module: nn.Module, name: str) -> None:
-        """The output enters the region of the head, the rest of the model."""
+        """Makes the output enter the parallel region of the head, the rest of the model."""
         module.register_forward_hook(lambda module, args, output: self.enter(output))
 
     def gathers_channels(self, module: nn.Module, name: str) -> None:
-        """What comes out is cut by channels, and is gathered."""
+        """Divides the output by channels, and gathers it."""
         module.register_forward_hook(lambda module, args, output: self.ranks.gather_replicated(output, dim=CHANNELS))
 
     def own_positions(self, module: nn.Module, name: str) -> None:
-        """Of the embedded positions [1, T, D] those of this rank's part of the sequence."""
+        """Selects this rank's part of the sequence from the embedded positions [1, T, D]."""
         if self.sequence_parallel:
             module.register_forward_hook(
                 lambda module, args, output: output.chunk(self.ranks.count, SEQUENCE)[self.ranks.rank]
             )
 
     def column(self, cut: Cut) -> Callable:
-        """A layer's outputs are cut."""
+        """Divides a layer's outputs."""
 
         def rule(module: nn.Module, name: str) -> nn.Module:
             product, out, _ = _product(module)
@@ -253,7 +253,7 @@ class Sharder:
         return rule
 
     def row(self, cut: Cut) -> Callable:
-        """A layer's inputs are cut."""
+        """Divides a layer's inputs."""
 
         def rule(module: nn.Module, name: str) -> nn.Module:
             product, _, into = _product(module)
@@ -264,17 +264,17 @@ class Sharder:
         return rule
 
     def vocabulary(self, module: nn.Embedding, name: str) -> nn.Module:
-        """An embedding's rows are cut."""
+        """Divides an embedding's rows."""
         cut = padded(module.num_embeddings, self.ranks.count)
         weight = self.part(module.weight, f"{name}.weight", cut)
         return layers.VocabularyParallelEmbedding(weight, int(cut.indices[self.ranks.rank][0]), self.leave)
 
     def head(self, module: nn.Linear, name: str) -> nn.Module:
-        """[.., D] -> logits of this rank's part of the vocabulary."""
+        """Returns [.., D] -> logits of this rank's part of the vocabulary."""
         return self.column(padded(module.out_features, self.ranks.count))(module, name)
 
     def layer_norm(self, cut: Cut) -> Callable:
-        """A norm over features that are cut."""
+        """Makes a norm over divided features."""
 
         def rule(module: nn.LayerNorm, name: str) -> nn.Module:
             weight, bias = (self.part(getattr(module, leaf), f"{name}.{leaf}", cut) for leaf in ("weight", "bias"))
@@ -283,7 +283,7 @@ class Sharder:
         return rule
 
     def batch_norm(self, cut: Cut) -> Callable:
-        """A norm of each feature by itself: a rank's are a batch norm of their own."""
+        """Returns a norm of each feature by itself: a rank's are a batch norm of their own."""
 
         def rule(module: nn.Module, name: str) -> nn.Module:
             own = type(module)(len(cut.indices[self.ranks.rank]), module.eps, module.momentum, dtype=self.dtype)
@@ -295,7 +295,7 @@ class Sharder:
         return rule
 
     def drop(self, dim: int = 0, cut: Cut | None = None) -> Callable:
-        """A dropout of what is cut along `dim`; without a cut one of hidden states between pairs."""
+        """Makes a dropout for tensors divided along `dim`; without a cut one of hidden states between pairs."""
 
         def rule(module: nn.Module, name: str) -> nn.Module:
             place, along = None, dim
@@ -319,7 +319,7 @@ class Sharder:
         return self._parameter(whole, shape)
 
     def whole(self, whole: nn.Parameter) -> nn.Parameter:
-        """A parameter that all ranks have, empty."""
+        """Makes an empty parameter that all ranks have whole."""
         return self._parameter(whole, whole.shape)
 
     def _parameter(self, whole: nn.Parameter, shape) -> nn.Parameter:
@@ -329,7 +329,7 @@ class Sharder:
 
 
 def _product(module: nn.Module) -> tuple[layers.Product, int, int]:
-    """A linear layer's function of its weight, and the weight's dimensions of outputs and inputs."""
+    """Returns a linear layer's function of its weight, and the weight's dimensions of outputs and inputs."""
     if isinstance(module, nn.Linear):
         return F.linear, 0, 1
     if isinstance(module, nn.Conv2d):

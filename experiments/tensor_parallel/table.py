@@ -19,22 +19,23 @@ BEGIN = "<!-- made by python -m experiments.tensor_parallel.table -->"
 
 
 def sections(rows: list[dict]) -> str:
-    """Of each section's command lines the newest row."""
+    """Returns the README's tables, from the newest row of each command line."""
     tables = {
         "equal": (
-            "**50 steps beside one process and the ordinary model**: the largest relative difference of a loss, of the "
-            "gradients of the first step, and of the weights at the end; allowed are 1e-5 in fp32 and 1e-12 in fp64",
+            "**50 steps, compared with one process and the ordinary model**: the largest relative difference of a "
+            "loss, of the first step's gradients, and of the weights at the end. Up to 1e-5 is allowed in fp32, and "
+            "1e-12 in fp64.",
             _equal,
         ),
         "memory": (
-            "**What a rank holds** at batch 2 and 512 tokens, MiB: parameters, and beside them those that are cut / N "
-            "plus those that are whole; weights, gradients and Adam's moments (16 bytes each); what forward keeps for "
-            "backward, and what theory says; peak RAM above the process without a model",
+            "**Memory of a rank** at batch 2 and 512 tokens, MiB. Parameters, and divided parameters / N + whole ones; "
+            "weights, gradients and Adam's moments (16 bytes each); tensors kept for backward, and their theory; peak "
+            "RAM above the process without a model.",
             _memory,
         ),
         "communication": (
-            "**What a rank sends** in a step of the same: collectives, MiB in a ring, and what theory says; the "
-            "largest relative difference of a loss from one rank's",
+            "**Sent by a rank** in one of these steps: collectives, MiB in a ring, and theory; the largest relative "
+            "difference of a loss from one rank's.",
             _communication,
         ),
         "killed": ("**Until nothing runs any more**, once a process of four is killed (SIGKILL)", killed.table),
@@ -99,15 +100,15 @@ def _communication(rows: list[dict]) -> str:
 
 
 def alone(row: dict, rows: list[dict]) -> dict:
-    """The row of one rank and the same model."""
+    """Returns the row of one rank and the same model."""
     return next(one for one in rows if one["model"] == row["model"] and one["ranks"] == 1)
 
 
 def saved_by_theory(row: dict, one: dict) -> float:
-    """Bytes that a forward keeps for its backward. Of hidden states the norms' inputs and outputs are whole on every
-    rank: those of two norms a block, and of the last one (Llama's keep a product in between besides). All else is cut.
-    With sequence parallelism what a norm keeps is cut too, but not the outputs, which are gathered for the layers
-    behind; Korthikanti et al., section 4.2.2, gather them anew in the backward."""
+    """Returns the bytes that forward keeps for backward, by theory. Every rank has the whole inputs and outputs of the
+    norms: two per block, and the last one. Llama's norms also keep a product. Everything else is divided. With sequence
+    parallelism only the outputs are whole: they are gathered for the next layers. Korthikanti et al., section 4.2.2,
+    gather them again in backward."""
     hidden, blocks = _hidden_bytes(row)
     norms = 2 * blocks + 1
     whole = hidden * norms * (3 if row["model"] == "llama" else 2)
@@ -116,16 +117,18 @@ def saved_by_theory(row: dict, one: dict) -> float:
 
 
 def expected_parameters(row: dict, one: dict) -> float:
-    """How many a rank has where all that is cut is cut evenly, by the row of one rank."""
+    """Returns how many a rank has where all that is cut is cut evenly, by the row of one rank."""
     whole = row["replicated_parameters"]
     return (one["parameters_per_rank"][0] - whole) / row["ranks"] + whole
 
 
 def sent_by_theory(row: dict) -> float:
-    """Bytes that a rank sends per step in a ring, for hidden states of h bytes: of each block two all-reduces forward
-    and two backward (Megatron-LM, section 3), one of the embedding's output and one of the gradient of the head's
-    input: each sends 2 (N - 1) / N of h. All-gather and reduce-scatter together send the same (sequence parallelism);
-    there, gradients of weights that all have are added up besides."""
+    """Returns the bytes that a rank sends per step in a ring, for hidden states of h bytes.
+
+    Each block has two all-reduces forward and two backward (Megatron-LM, section 3). The embedding's output has one,
+    and the gradient of the head's input one. Each sends 2 (N - 1) / N of h. All-gather and reduce-scatter together send
+    the same (sequence parallelism); there, gradients of shared weights are added up, too.
+    """
     hidden, blocks = _hidden_bytes(row)
     rounds = 4 * blocks + 2
     sent = rounds * 2 * hidden + (2 * 4 * row["replicated_parameters"] if row["sequence_parallel"] else 0)
@@ -133,7 +136,7 @@ def sent_by_theory(row: dict) -> float:
 
 
 def _hidden_bytes(row: dict) -> tuple[int, int]:
-    """Bytes of all hidden states between two layers in fp32, and the number of blocks."""
+    """Returns the bytes of all hidden states between two layers in fp32, and the number of blocks."""
     given = _given(row)
     config = kind_of(row["model"], shape=given.shape).config
     return given.batch * (given.seq or SEQ) * config.hidden_size * 4, config.num_hidden_layers

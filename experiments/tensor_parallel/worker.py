@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how. `keep`: whether gradients of the first step and weights at the end are gathered."""
+    """A training. `keep`: gradients of the first step and weights at the end are gathered."""
 
     model: str
     weights: str | None
@@ -51,7 +51,7 @@ class Job:
         return kind_of(self.model, self.seed, self.weights, self.shape)
 
     def optimizer_of(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """AdamW; of ResNet the momentum that it was made with."""
+        """Makes AdamW; for ResNet the momentum that it was published with."""
         if self.model == "resnet":
             return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9, weight_decay=1e-4)
         return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.01)
@@ -76,10 +76,13 @@ class Job:
 
 @dataclass(frozen=True)
 class RankResult:
-    """Of a rank. `calls` and `sent` are of the first step, by place, pass and kind; `parameters`: how many this rank
-    has of its own, and how many are whole; `gradients` (of the first step, not clipped) and `weights` are whole, by
-    name, on rank 0 where they are kept; bytes: allocated on a GPU, else the RAM of the process; `saved_bytes`: what the
-    first forward keeps for its backward beside the parameters."""
+    """The results of a rank.
+
+    `calls` and `sent` are of the first step, by place, pass and kind. `parameters`: the number of this rank's own, and
+    of whole ones. `gradients` (of the first step, not clipped) and `weights` are whole, by name, on rank 0 if they are
+    kept. Bytes: allocated on a GPU, else the RAM of the process. `saved_bytes`: tensors that the first forward keeps
+    for backward, without parameters.
+    """
 
     losses: list[float]
     calls: dict[tuple[str, str, str], int]
@@ -93,7 +96,7 @@ class RankResult:
 
 
 class SavedBytes:
-    """Of what autograd saves while it is counting: `total`, each piece of memory once."""
+    """Counts the bytes that autograd saves: `total`, each piece of memory once."""
 
     def __init__(self):
         self.total = 0
@@ -114,7 +117,7 @@ class SavedBytes:
 
 
 def work(job: Job, rank: int, device: torch.device = CPU) -> RankResult:
-    """Trains this rank's part. The process group is there already, where there is more than one rank."""
+    """Trains this rank's part. The process group is there already, if there is more than one rank."""
     ranks = Ranks(rank, job.ranks)
     batches = job.batches(device)
     gc.collect()
@@ -150,7 +153,7 @@ def work(job: Job, rank: int, device: torch.device = CPU) -> RankResult:
 
 
 def reference(job: Job, device: torch.device = CPU) -> RankResult:
-    """One process and the model as it is: nothing is cut, and the loss is PyTorch's."""
+    """Trains the ordinary model in one process, with PyTorch's loss."""
     kind = job.kind
     sharded = job.sharder(Ranks(0, 1), device).apply({})
     sharded.load(kind.weights())
@@ -174,12 +177,12 @@ def reference(job: Job, device: torch.device = CPU) -> RankResult:
 
 
 def saved(job: Job) -> str:
-    """As `process` reads it."""
+    """Serializes the job, for `process`."""
     return json.dumps(asdict(job))
 
 
 def gather_results(job: Job, own: RankResult) -> list[RankResult] | None:
-    """Those of all ranks, on rank 0."""
+    """Gathers the results of all ranks on rank 0."""
     if job.ranks == 1:
         return [own]
     found = [None] * job.ranks if dist.get_rank() == 0 else None
@@ -189,7 +192,7 @@ def gather_results(job: Job, own: RankResult) -> list[RankResult] | None:
 
 
 def process(folder: Path, rank: int, train: Callable[[Job, int, torch.device], RankResult] = work) -> None:
-    """Of a rank that run.py started."""
+    """Runs a rank that run.py started."""
     job = Job(**json.loads((folder / "job.json").read_text()))
     device = group.begin(folder, rank, job.ranks)
     results = gather_results(job, train(job, rank, device))

@@ -24,27 +24,27 @@ FUSIONS = ("none", "attention", "mlp", "all")
 
 
 def drop_ln(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, p: float) -> tuple[Tensor, Tensor]:
-    """[B, T, D] twice -> the hidden states, and their layer norm."""
+    """Computes [B, T, D] twice -> the hidden states, and their layer norm."""
     hidden = residual + F.dropout(x, p, p > 0)
     return hidden, F.layer_norm(hidden, weight.shape, weight, bias, eps)
 
 
 def attention_ln(x: Tensor, weight: Tensor, bias: Tensor, eps: float, qkv_weight: Tensor, qkv_bias: Tensor) -> Tensor:
-    """[B, T, D] -> Q, K and V behind each other [B, T, 3 D]."""
+    """Computes [B, T, D] -> Q, K and V, concatenated [B, T, 3 D]."""
     return F.layer_norm(x, weight.shape, weight, bias, eps) @ qkv_weight + qkv_bias
 
 
 def attention_projection(
     query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor, scale: float, p: float
 ) -> Tensor:
-    """Q, K and V, [B, heads, T, D / heads] each -> [B, T, D]. A single query sees all keys that there are."""
+    """Computes Q, K and V, [B, heads, T, D / heads] each -> [B, T, D]. A single query sees all keys."""
     causal = query.shape[2] == key.shape[2]
     found = F.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=causal, scale=scale)
     return found.transpose(1, 2).flatten(2) @ weight + bias
 
 
 def ffn(normed: Tensor, residual: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor], p: float) -> Tensor:
-    """[B, T, D] twice -> [B, T, D]; `weights`: of the first product and the second, each with its bias."""
+    """Computes [B, T, D] twice -> [B, T, D]; `weights`: of the first product and the second, each with its bias."""
     into, into_bias, out, out_bias = weights
     found = F.gelu(normed @ into + into_bias, approximate="tanh") @ out + out_bias
     return residual + F.dropout(found, p, p > 0)
@@ -53,7 +53,7 @@ def ffn(normed: Tensor, residual: Tensor, weights: tuple[Tensor, Tensor, Tensor,
 def ffn_ln(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, weights: tuple[Tensor, Tensor, Tensor, Tensor], p: float
 ) -> Tensor:
-    """[B, T, D] -> [B, T, D]"""
+    """Computes [B, T, D] -> [B, T, D]."""
     return ffn(F.layer_norm(x, weight.shape, weight, bias, eps), x, weights, p)
 
 
@@ -78,8 +78,8 @@ def fuse(model: nn.Module, fusion: str) -> None:
 
 
 def _forward(block: nn.Module, fusion: str, hidden_states: Tensor, past_key_values=None, *_, **__) -> Tensor:
-    """In place of GPT2Block.forward, whose result it has: hidden states [B, T, D]. For sequences without padding, a
-    prompt or one token behind what the cache holds."""
+    """Replaces GPT2Block.forward, with the same result: hidden states [B, T, D]. Only for sequences without padding: a
+    prompt, or one token after the cache's content."""
     attention, mlp = block.attn, block.mlp
     drop = lambda module: module.p if block.training else 0.0  # noqa: E731
     norms = [(norm.weight, norm.bias, norm.eps) for norm in (block.ln_1, block.ln_2)]

@@ -1,8 +1,9 @@
-"""Managed memory as an ordinary import: built on first use, plugged into PyTorch where it is asked for and only there.
+"""Builds managed memory as a library on first use, and plugs it into PyTorch only for tensors that ask for it.
 
-`managed_tensor(bytes)` is memory that both the host and the GPU can use. It is where it was last prefetched to. It
-comes out of a `torch.cuda.MemPool` with an allocator of its own, so PyTorch's statistics count it and all other tensors
-stay ordinary. A global pluggable allocator would lose the statistics and OutOfMemoryError (pytorch #133281, #133280).
+`managed_tensor(bytes)` is memory that both the host and the GPU can use. Its pages are where they were last prefetched
+to. It comes out of a `torch.cuda.MemPool` with a separate allocator, so PyTorch's statistics count it and all other
+tensors stay ordinary. A global pluggable allocator would lose the statistics and OutOfMemoryError (pytorch #133281,
+#133280).
 """
 
 import ctypes
@@ -27,10 +28,9 @@ COMPILERS = ("cc", "gcc", "clang", "nvcc")
 
 
 def build(cuda_major: int | None = None) -> Path:
-    """The shared library for the runtime of this PyTorch (or of `cuda_major`), made where it is not yet.
-
+    """Returns the shared library for this PyTorch's runtime (or for `cuda_major`), and builds it if it does not exist.
     The library is in the user's cache, named by its source, its version and the compiler's machine. InputError without
-    a compiler; LowmemError where the cache cannot be written, and with what the compiler says where it fails."""
+    a compiler. LowmemError if the cache cannot be written, or, with the compiler's output, if it fails."""
     major = cuda_major or _cuda_major()
     made_of = hashlib.sha256(SOURCE.read_bytes() + f"{major} {os.uname().machine}".encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowmem"
@@ -59,14 +59,14 @@ def build(cuda_major: int | None = None) -> Path:
 
 
 def _cuda_major() -> int:
-    """Of the runtime that this PyTorch is built for; of the newest where it is built for none."""
+    """Returns the major version of this PyTorch's CUDA runtime; the newest if it has none."""
     return int((torch.version.cuda or "13").partition(".")[0])
 
 
 @cache
 def loaded() -> ctypes.CDLL:
-    """The library, with the types of its functions. InputError where PyTorch sees no GPU, or CUDA's runtime is not to
-    be found."""
+    """Returns the library, with the types of its functions. InputError if PyTorch sees no GPU, or CUDA's runtime is not
+    to be found."""
     if not torch.cuda.is_available():
         raise InputError("managed memory needs a GPU; on the CPU leave out what needs it (--placement resident)")
     torch.cuda.init()
@@ -86,17 +86,16 @@ def loaded() -> ctypes.CDLL:
 
 @cache
 def pool() -> torch.cuda.MemPool:
-    """Whose tensors are managed memory. Kept for the life of the process, as its tensors may be."""
+    """Returns the pool whose tensors are managed memory. It lives as long as the process, like its tensors."""
     loaded()
     allocator = torch.cuda.memory.CUDAPluggableAllocator(str(build()), "managed_allocate", "managed_free")
     return torch.cuda.MemPool(allocator.allocator())
 
 
 def managed_tensor(size_bytes: int) -> Tensor:
-    """uint8 [size_bytes] in managed memory; nothing of it is anywhere until it is written or prefetched.
-
-    InputError if the GPU has less free memory, though CUDA would allow it: faults would page the rest in and out, and a
-    machine whose GPU others use may stand still."""
+    """Returns uint8 [size_bytes] in managed memory, which has no pages until it is written or prefetched. InputError if
+    the GPU has less free memory, though CUDA would allow it: faults would page the rest in and out, and a shared
+    machine may stall."""
     loaded()
     free_bytes = torch.cuda.mem_get_info()[0]
     if size_bytes > free_bytes:
@@ -108,7 +107,7 @@ def managed_tensor(size_bytes: int) -> Tensor:
 
 
 def advise(tensor: Tensor, advice: int, device: int = HOST) -> None:
-    """`advice`: one of the three above. LowmemError with CUDA's words where it refuses."""
+    """Gives CUDA `advice`, one of the three above. LowmemError with CUDA's words if it refuses."""
     _check(loaded().managed_advise(tensor.data_ptr(), tensor.nbytes, advice, device))
 
 
@@ -118,7 +117,8 @@ def prefetch(tensor: Tensor, device: int, stream: torch.cuda.Stream) -> None:
 
 
 def attributes(tensor: Tensor) -> dict[str, int]:
-    """What CUDA knows of it, by ATTRIBUTES: 0 or 1, or a device, or HOST; -2 where its pages differ or have none."""
+    """Returns what CUDA knows of the tensor, by ATTRIBUTES: 0 or 1, a device, or HOST; -2 if pages differ or have
+    none."""
     found = {}
     for name, number in ATTRIBUTES.items():
         value = ctypes.c_int()

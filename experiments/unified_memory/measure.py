@@ -1,13 +1,12 @@
-"""Runs what the README's tables say, and keeps rows: `python -m experiments.unified_memory.measure`.
+"""Measures the README's tables, and keeps rows: `python -m experiments.unified_memory.measure`.
 
 python -m experiments.unified_memory.measure --only fusion
 .venv-cuda/bin/python -m stand_in --gpu rtx3090 -- -m experiments.unified_memory.measure --only card --only paged
 
-traffic   what a pass moves at half of the weights, by how they are held, for every shape; arithmetic
-fusion    each fused group beside the plain lines on this machine's CPU: seconds, and how far they are apart
-card      the same passes on a card, or on the stand-in (with its --values: and are the bits equal?): what it was asked
-          to move, and the most that lay on it
-paged     bitsandbytes' paged AdamW: a step with its states on the GPU, and one behind which they were sent away
+traffic   computes the bytes that a pass moves under a limit of half of the weights, for every shape and placement
+fusion    compares each fused group with plain code on this machine's CPU: seconds and relative difference
+card      runs the same passes on a card or on the stand-in: bytes moved, peak memory and, with values, bits
+paged     times bitsandbytes' paged AdamW: a step with its states on the GPU, and one with its states on the host
 """
 
 import argparse
@@ -35,9 +34,9 @@ from lowmem.models.build import build_model
 from lowmem.units import MIB
 
 PROGRAM = "experiments.unified_memory.measure"
-HALF = 2  # of the weights, and of the gradients with --backward, is the limit
-LEAST_FASTER = 1.5  # prefetched beside faults alone, at that limit
-MOST_BESIDE_BYTES = 64 * MIB  # by which what lies beside the weights may differ between two runs
+HALF = 2  # the limit is 1 / HALF of the weights (with --backward also of the gradients)
+LEAST_FASTER = 1.5  # prefetched, relative to page faults, under that limit
+MOST_BESIDE_BYTES = 64 * MIB  # two runs may differ by this in memory other than weights
 ROUNDING = 1e-5  # fp32: sums of 3,072 terms in another order
 TINY = "24x256x4"  # of dry runs; half of it has room for the largest piece
 PLACEMENTS = {
@@ -56,7 +55,7 @@ CASES = {
         for name in ("gpt2-small", "gpt2-xl")
         for way in ("", " --backward")
         for placement in PLACEMENTS
-        if not way or placement != "explicit copies"  # which are of forwards alone
+        if not way or placement != "explicit copies"  # which are measured only in forward
     ],
     "paged": ["gpt2-small", "gpt2-large"],
 }
@@ -104,7 +103,7 @@ def run(cases: dict[str, list[str]], rows: Path, arguments: list[str]) -> None:
 
 
 def planned(case: str) -> dict:
-    """Of a shape in fp32, by the schedule and by the model of faults."""
+    """Computes the traffic of a shape in fp32, by the schedule and by the model of page faults."""
     name, _, backward = case.partition(" ")
     pieces = pieces_of(build_model(config_of(name)), torch.float32)
     sizes = pieces.sizes * (2 if backward else 1)
@@ -117,7 +116,7 @@ def planned(case: str) -> dict:
 
 
 def fused(case: str, device: str = "cpu") -> dict:
-    """Forward and backward, plain and compiled by turns, on one thread of a CPU or on a GPU; the median of 15 each."""
+    """Times forward and backward, plain and compiled alternately, on one CPU thread or a GPU; the median of 15 each."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with torch.device(device):
@@ -138,7 +137,7 @@ def fused(case: str, device: str = "cpu") -> dict:
 
 
 def _passed(function: Callable, arguments: list) -> list[Tensor]:
-    """What it returns, and the gradients of its tensors."""
+    """Returns its outputs, and the gradients of its tensors."""
     leaves = [each for each in _flat(arguments) if isinstance(each, Tensor)]
     output = _flat([function(*arguments)])
     gradients = torch.autograd.grad(sum(each.square().sum() for each in output), leaves)
@@ -146,7 +145,7 @@ def _passed(function: Callable, arguments: list) -> list[Tensor]:
 
 
 def _groups() -> dict[str, tuple[Callable, list]]:
-    """Each group and what it works on: one block of GPT-2."""
+    """Returns each group with its arguments, in the shapes of one block of GPT-2."""
 
     def tensor(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape) * scale).requires_grad_()
@@ -172,7 +171,7 @@ def _flat(values) -> list:
 
 
 def on_card(case: str, device: str = "cuda") -> dict:
-    """A run of the command; on the stand-in with what its card counted, and without times."""
+    """Runs the command in another process; on the stand-in with its card's counts, and without times."""
     shape, placement = case.split(": ")
     name, *backward = shape.split()
     stand_in = row_file.on_stand_in()
@@ -204,8 +203,8 @@ def on_card(case: str, device: str = "cuda") -> dict:
 
 
 def paged(case: str) -> dict:
-    """Two steps on the parameters of a shape, in fp32: one whose states are on the GPU, and one before which they went
-    to the host, as what a forward and a backward take would drive them out."""
+    """Takes two steps on the parameters of a shape, in fp32: one with states on the GPU, and one with states on the
+    host. A forward and a backward that need the room would move them there."""
     import bitsandbytes
 
     shapes = [parameter.shape for parameter in build_model(config_of(case)).parameters()]
@@ -236,7 +235,7 @@ def paged(case: str) -> dict:
 
 
 def check(setting: Setting) -> Result:
-    """On a GPU, for its acceptance command: a case for each placement, and bitsandbytes' paged AdamW."""
+    """Measures each placement on a GPU, for the acceptance command, and bitsandbytes' paged AdamW."""
     model = TINY if setting.dry_run else "gpt2-xl"
     found = {}
     for placement in PLACEMENTS:

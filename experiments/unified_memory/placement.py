@@ -17,7 +17,7 @@ MOST_MOVES = 10_000  # that are noted
 
 @dataclass(frozen=True)
 class Move:
-    """What was asked for: `kind` fetch or evict of a piece before an access, on a stream, by its number."""
+    """A requested move: fetch or evict a piece before an access, on a stream, by its number."""
 
     access: int
     kind: str
@@ -57,7 +57,7 @@ class Placement:
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Whole tensors, or flat runs of them, by name."""
+        """Loads whole tensors, or flat runs of them, by name."""
         written: dict[str, int] = {}
         for name, run in weights:
             flat, begin = self.model.get_parameter(name).view(-1), written.get(name, 0)
@@ -65,13 +65,13 @@ class Placement:
             written[name] = begin + run.numel()
 
     def begin(self) -> None:
-        """What is kept goes to the GPU."""
+        """Moves the kept pieces to the GPU."""
 
     def _memory(self, size_bytes: int) -> Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
     def _due(self, place: int) -> None:
-        """RuntimeError where another access was to come."""
+        """Raises RuntimeError if another access was expected."""
         if place != self._number % len(self.schedule.accesses):
             raise RuntimeError(f"access {place} came where {self._number % len(self.schedule.accesses)} was due")
 
@@ -87,11 +87,12 @@ class Placement:
 
 
 class ManagedPlacement(Placement):
-    """In managed memory, whose pages prefer the host and are mapped by the GPU. The GPU reads pages on the host unless
-    they were prefetched, and the driver evicts nothing by itself. Pieces leave behind their last access, before others
-    come.
+    """Weights in managed memory, whose pages prefer the host and are mapped by the GPU.
 
-    With `prefetch`, pieces come before their access; else by faults, with the advice of a plain program: none."""
+    The GPU reads pages on the host unless they were prefetched, and the driver evicts nothing by itself. Pieces leave
+    after their last access, before others come. With `prefetch`, pieces come before their access; else by page faults,
+    without any advice, as in a plain program.
+    """
 
     def __init__(self, *args, schedule: Schedule, prefetch: bool, streams: int = 1):
         self.schedule, self.prefetch = schedule, prefetch
@@ -154,8 +155,8 @@ class ManagedPlacement(Placement):
 
 
 class ExplicitPlacement(Placement):
-    """On the host, page-locked if that can be; kept pieces have a place on the GPU, and the others are copied into one
-    of the schedule's slots. Only of forwards: autograd would find other weights in a slot."""
+    """Weights on the host, page-locked if possible. Kept pieces have a place on the GPU, the others are copied into
+    slots. Only for forwards: autograd would find other weights in a slot."""
 
     def __init__(self, *args, schedule: Schedule):
         self.schedule = schedule

@@ -154,7 +154,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def check(options: argparse.Namespace, device: torch.device) -> None:
-    """InputError for what does not go together."""
+    """Raises InputError for options that contradict each other."""
     if options.model and options.weights is not None:
         raise InputError("--model has random weights, and --weights is a model of its own: give one of them")
     if options.fusion != "none" and device.type == "cuda" and "--values" in row_file.through_stand_in():
@@ -183,7 +183,7 @@ def placed(
     options: argparse.Namespace, model: nn.Module, pieces: Pieces, dtype: torch.dtype, device: torch.device,
     planned: schedule.Schedule,
 ) -> Placement:  # fmt: skip
-    """On the CPU there is one memory, and nothing to place."""
+    """Places the model's weights. The CPU has only one memory, so nothing moves there."""
     common = (model, pieces, dtype, device, options.backward)
     if device.type == "cpu" or options.placement == RESIDENT:
         return Placement(*common)
@@ -193,7 +193,7 @@ def placed(
 
 
 def inputs_of(options: argparse.Namespace, vocabulary_size: int) -> tuple[Tensor, PreTrainedTokenizerBase | None]:
-    """Token numbers [1, T], and the tokenizer where they are of --prompt; else they are bytes of this repository."""
+    """Returns token numbers [1, T], and the tokenizer if --prompt needs one; else they are bytes of this repository."""
     if options.prompt is None:
         if vocabulary_size < 256:
             raise InputError(
@@ -215,7 +215,7 @@ def forward(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> Te
 
 
 def forward_and_backward(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> Tensor:
-    """The gradient of the mean loss is added to what there is; the loss [1]."""
+    """Returns the mean loss [1]. Its gradients accumulate."""
     logits = model(inputs, use_cache=False).logits
     loss = F.cross_entropy(logits[0, :-1].float(), inputs[0, 1:])
     loss.backward()
@@ -224,7 +224,7 @@ def forward_and_backward(model: nn.Module, inputs: Tensor, options: argparse.Nam
 
 @torch.no_grad()
 def generate(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> Tensor:
-    """The likeliest next tokens, int64 [1, N]."""
+    """Returns the likeliest next tokens, int64 [1, N]."""
     cache, found, next_inputs = None, [], inputs
     for _ in range(options.generate):
         output = model(next_inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -234,7 +234,7 @@ def generate(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> T
 
 
 def timed(work, times: int, device: torch.device) -> tuple[list[float], Tensor]:
-    """Seconds of each, and what the last one gave."""
+    """Returns the seconds of each call, and the last result."""
     seconds = []
     for _ in range(times):
         began = time.perf_counter()
@@ -248,8 +248,7 @@ def timed(work, times: int, device: torch.device) -> tuple[list[float], Tensor]:
 def traffic(
     sizes: Sequence[int], accesses: Sequence[schedule.Access], limit_bytes: int, ahead: int, backward: bool
 ) -> dict[str, dict[str, int]]:
-    """Bytes and faults of a pass, by how the weights are held; of explicit copies where their slots are within the
-    limit."""
+    """Returns bytes and faults of a pass for each placement; explicit copies only if their slots fit into the limit."""
     plan = partial(schedule.schedule, sizes, accesses, limit_bytes)
     found = {
         "managed, left to the driver": schedule.by_faults(sizes, accesses, limit_bytes),
@@ -263,7 +262,7 @@ def traffic(
 
 
 def remove_old(path: Path) -> None:
-    """Removes another run's files. InputError where it cannot be removed."""
+    """Removes another run's files. InputError if it cannot be removed."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -271,7 +270,7 @@ def remove_old(path: Path) -> None:
 
 
 def used_over_a_pass(model: nn.Module, one_pass: Callable[[], Tensor], accesses: int) -> list[int]:
-    """Bytes in use on the card at each access of a pass, as CUDA counts them: by everything and everyone."""
+    """Returns the bytes in use on the card at each access of a pass, by CUDA's count of everything."""
     found: list[int] = []
 
     def look(*_) -> None:
@@ -291,7 +290,7 @@ def used_over_a_pass(model: nn.Module, one_pass: Callable[[], Tensor], accesses:
 
 
 def memory_of(device: torch.device) -> dict[str, int]:
-    """PyTorch's figures beside the card's own."""
+    """Returns PyTorch's figures and the card's own."""
     if device.type == "cpu":
         return {}
     free, total = torch.cuda.mem_get_info()
@@ -303,7 +302,7 @@ def memory_of(device: torch.device) -> dict[str, int]:
 
 
 def digest(tensors: list[Tensor]) -> str:
-    """By which the results of two runs, and their gradients, are compared bit for bit."""
+    """Hashes tensors, to compare results and gradients of two runs bit for bit."""
     found = xxhash.xxh64()
     for tensor in tensors:
         found.update(tensor.cpu().contiguous().view(torch.uint8).numpy())

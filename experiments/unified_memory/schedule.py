@@ -22,8 +22,8 @@ Access = tuple[int, ...]  # numbers of the pieces that are used
 
 @dataclass(frozen=True)
 class Schedule:
-    """`sizes`: bytes by piece; `kept`: what stays on the GPU; `ahead`: how many accesses the window looks ahead;
-    `in_slots`: whether streamed pieces come into slots that are there all the time, each for pieces of one size."""
+    """A schedule. `sizes`: bytes by piece; `kept`: pieces that stay on the GPU; `ahead`: accesses that the window looks
+    ahead; `in_slots`: streamed pieces come into permanent slots, each for pieces of one size."""
 
     sizes: tuple[int, ...]
     accesses: tuple[Access, ...]
@@ -32,21 +32,21 @@ class Schedule:
     in_slots: bool = False
 
     def window(self, number: int) -> frozenset[int]:
-        """The streamed pieces that are on the GPU during an access; accesses of later passes count on."""
+        """Returns the streamed pieces on the GPU during an access; accesses of later passes count on."""
         places = range(number, number + self.ahead + 1)
         used = {piece for place in places for piece in self.accesses[place % len(self.accesses)]}
         return frozenset(used - self.kept)
 
     def before(self, number: int) -> tuple[list[int], list[int]]:
-        """What leaves before an access, and what is then fetched, the soonest used first. Before the first access of
-        all there is nothing to leave."""
+        """Returns the pieces that leave before an access, and those that are then fetched, the soonest used first.
+        Before the very first access nothing leaves."""
         old = self.window(number - 1) if number else frozenset()
         new = self.window(number)
         order = [piece for place in range(number, number + self.ahead + 1) for piece in self._access(place)]
         return sorted(old - new), [piece for piece in dict.fromkeys(order) if piece in new - old]
 
     def resident_bytes(self, number: int) -> int:
-        """On the GPU during an access."""
+        """Returns the bytes on the GPU during an access."""
         kept = sum(self.sizes[piece] for piece in self.kept)
         return kept + sum(self.slots if self.in_slots else (self.sizes[piece] for piece in self.window(number)))
 
@@ -70,7 +70,7 @@ def schedule(
     sizes: Sequence[int], accesses: Sequence[Access], limit_bytes: int, ahead: int = 1, in_slots: bool = False
 ) -> Schedule:
     """Keeps what it can. Looks less far ahead if the window would exceed the limit, or if the most frequently used
-    pieces could be kept otherwise; InputError where one access is over the limit."""
+    pieces could be kept otherwise; InputError if one access is over the limit."""
     nothing = Schedule(tuple(sizes), tuple(map(tuple, accesses)), frozenset(), 0, in_slots)
     if nothing.peak_bytes > limit_bytes:
         least = "a slot of each size" if in_slots else "one layer"
@@ -91,7 +91,7 @@ def schedule(
 
 
 def _keeping_most(found: Schedule, limit_bytes: int, uses: Mapping[int, int]) -> Schedule:
-    """With what is used most often, and then with what comes first, kept as far as that goes."""
+    """Keeps the most often used pieces, and then the first ones, as far as they fit."""
     for piece in sorted(range(len(found.sizes)), key=lambda piece: (-uses[piece], piece)):
         more = replace(found, kept=found.kept | {piece})
         if more.peak_bytes <= limit_bytes:
@@ -109,7 +109,7 @@ class Traffic:
 
 
 def prefetched(of: Schedule) -> Traffic:
-    """What the schedule moves: ahead of its use, and back behind it."""
+    """Returns the traffic of the schedule: pieces come ahead of their use, and go back after it."""
     passes = len(of.accesses)
     moves = [of.before(number) for number in range(passes, 2 * passes)]
     fetched, evicted = (sum(of.sizes[piece] for move in moves for piece in move[side]) for side in (1, 0))
@@ -117,19 +117,21 @@ def prefetched(of: Schedule) -> Traffic:
 
 
 def evicted_only(of: Schedule) -> Traffic:
-    """The traffic of a schedule without look-ahead, with pieces that come by faults and are sent back."""
+    """Returns the traffic of a schedule without look-ahead, with pieces that come by faults and are sent back."""
     moved = prefetched(of)
     return Traffic(moved.to_device, moved.to_host, moved.to_device // PAGE_BYTES)
 
 
 def streamed(of: Schedule) -> Traffic:
-    """The same by copies from host memory: weights that have not changed are not copied back. Only of forwards."""
+    """Returns the same by copies from host memory: weights that have not changed are not copied back. Only of
+    forwards."""
     return Traffic(prefetched(of).to_device, 0)
 
 
 def by_faults(sizes: Sequence[int], accesses: Sequence[Access], limit_bytes: int) -> Traffic:
-    """Managed memory without a schedule: pages come when they are used, and the least recently used page leaves if
-    there is no room, as in the driver. A page has one place, so each that leaves is copied, changed or not."""
+    """Returns the traffic of managed memory without a schedule: pages come when they are used. If there is no room, the
+    least recently used page leaves, as in the driver. A page has one place, so each that leaves is copied, changed or
+    not."""
     room = limit_bytes // PAGE_BYTES
     resident: OrderedDict[tuple[int, int], None] = OrderedDict()
     for _ in range(2):  # the first pass fills the memory

@@ -20,7 +20,7 @@ POSITIONS = {"gpt2": 1024, "gpt3": 2048}
 
 
 def config_of(name: str) -> GPT2Config:
-    """Of a name in SHAPES, or of a smaller GPT-2 written `BLOCKSxWIDTHxHEADS`."""
+    """Returns the config of a name in SHAPES, or of a smaller GPT-2 written `BLOCKSxWIDTHxHEADS`."""
     blocks, width, heads = SHAPES.get(name) or map(int, name.split("x"))
     positions = POSITIONS.get(name.partition("-")[0], 1024)
     return GPT2Config(
@@ -40,8 +40,9 @@ class Pieces:
     forward: tuple[Access, ...]
 
     def accesses(self, backward: bool) -> tuple[Access, ...]:
-        """Of a pass. In a backward an access uses the gradients too, whose pieces follow those of the weights: of what
-        the forward used there first, since autograd adds up the gradient of a tied weight before it is written."""
+        """Returns the accesses of a pass. In backward, an access also uses the gradients of its pieces. A piece's
+        gradients follow the weights'. A tied weight's gradient is that of its first use in forward, since autograd adds
+        it up before it is written."""
         if not backward:
             return self.forward
         count, known, gradients = len(self.names), set(), []
@@ -53,7 +54,7 @@ class Pieces:
 
 
 def pieces_of(model: nn.Module, dtype: torch.dtype) -> Pieces:
-    """The embeddings, each block, the last norm. The head uses the embedding's weights, to which it is tied."""
+    """Returns the embeddings, each block, the last norm. The head uses the embedding's weights, to which it is tied."""
     groups: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
         words = name.split(".")
@@ -73,7 +74,7 @@ def pieces_of(model: nn.Module, dtype: torch.dtype) -> Pieces:
 
 
 def hooked(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """For each access, the module with whose forward it begins, and the one with whose backward: of the embeddings
-    their dropout, behind which autograd goes into both tables."""
+    """Returns, for each access, the module that begins it in forward, and the one that begins it in backward. For the
+    embeddings the latter is their dropout, after which autograd enters both tables."""
     inner = model.transformer
     return [(inner.wte, inner.drop), *((block, block) for block in inner.h), (inner.ln_f, model.lm_head)]

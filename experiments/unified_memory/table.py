@@ -23,28 +23,28 @@ SEEDS = {  # what the system that the groups come from does instead, by group
 
 
 def sections(rows: list[dict]) -> str:
-    """Of each section's cases the newest row."""
+    """Returns the README's tables, from the newest row of each case."""
     tables = {
         "traffic": (
-            "**What a pass moves to the GPU and back**, GiB, in fp32 at half of the weights (with the backward: of "
-            "weights and gradients), by schedule and a model of page faults; in brackets the faults, of 2 MiB each. "
-            "Weights of a block are whole pages",
+            "**Moved by a pass to the GPU and back**, GiB, in fp32. The limit is half of the weights (with backward: "
+            "of weights and gradients). By the schedule and a model of page faults; in brackets the faults, of 2 MiB "
+            "each. Weights of a block are whole pages.",
             _traffic,
         ),
         "card": (
-            "**The same on a card**: 1,024 tokens, fp32, half of the weights as the limit, GiB. Beside what the "
-            "schedule has on the GPU at most stands what the stand-in's card counted of managed memory; bits are of "
-            "the last token's logits, or of the loss and all gradients, where values were computed",
+            "**The same on a card**: 1,024 tokens, fp32, half of the weights as the limit, GiB. The peak of the "
+            "schedule stands next to the managed memory that the stand-in's card counted. Bits are compared for the "
+            "last token's logits, or for the loss and all gradients, if values were computed.",
             _card,
         ),
         "fusion": (
-            "**The seed's four fusions**, forward and backward of one block of GPT-2 (1,024 tokens, fp32; of a CPU one "
-            "thread): plain and compiled by turns, and how far they are apart",
+            "**The seed's four fusions**, forward and backward of one block of GPT-2 (1,024 tokens, fp32; one CPU "
+            "thread), plain and compiled alternately, and their relative difference.",
             _fusion,
         ),
         "paged": (
-            "**bitsandbytes' PagedAdamW32bit**, a step with its states on the GPU, and one before which they "
-            "went to the host, where a forward and a backward that need the room would send them",
+            "**bitsandbytes' PagedAdamW32bit**, a step with its states on the GPU, and one with its states on the "
+            "host. A forward and a backward that need the room would move them there.",
             _paged,
         ),
     }
@@ -59,7 +59,7 @@ def sections(rows: list[dict]) -> str:
 
 
 def newest(rows: list[dict], section: str) -> list[dict]:
-    """By case; a row of a real card hides those of the stand-in."""
+    """Returns the newest row of each case; a row of a real card hides those of the stand-in."""
     found: dict[str, dict] = {}
     for row in (row for row in rows if row["section"] == section):
         key = f"{row['case']}, {row['device']}" if section == "fusion" else row["case"]

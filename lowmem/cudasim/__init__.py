@@ -1,6 +1,7 @@
-"""What CUDA would allocate for any PyTorch code, and how long it would take: without a GPU, and without data.
+"""Predicts which GPU memory any PyTorch code takes, and how long it runs: without a GPU, and without data.
 
-Its door is peak.py (`lowmem.cuda_peak`). recorder.py runs code on meta tensors and writes a tape (tape.py), which
-allocator.py replays as PyTorch's caching allocator would. device_model.py gathers what a card adds: cuda_ops.py,
-temporaries.py, reductions.py, roofline.py, gpus.py. docs/cuda-memory.md has the drawing. Knows nothing of training.
+Start with peak.py (`lowmem.cuda_peak`). recorder.py runs code on meta tensors and writes a tape (tape.py). allocator.py
+replays the tape like PyTorch's caching allocator. device_model.py gathers a card's own rules: cuda_ops.py,
+temporaries.py, reductions.py, roofline.py, gpus.py. Nothing here knows of training. docs/cuda-memory.md has the
+drawing.
 """

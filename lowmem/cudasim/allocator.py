@@ -1,20 +1,9 @@
 """A model of PyTorch's CUDA caching allocator: which bytes a run of allocations and frees takes from the GPU.
 
-A step that fits on paper can still run out of memory. The allocator rounds, splits and caches, so what it has taken
-from the driver (*reserved*) is more than what tensors occupy (*allocated*). "Fits under a cap" therefore means that the
-run completes in this model, block by block, under that cap. The rules, those of c10/cuda/CUDACachingAllocator.cpp with
-its default settings:
-
-- A request is rounded up to 512 B. Up to 1 MiB it belongs to the small pool, else to the large one. Neither pools nor
-  streams share memory.
-- Best fit: the smallest free block that is large enough, the lowest address among equals. Its rest stays free if it is
-  at least 512 B (small pool, expandable segments) or more than 1 MiB (large pool): a 25 MiB tensor occupies 26 MiB.
-- If no block fits, a new segment is taken: 2 MiB for the small pool, 20 MiB for requests below 10 MiB, else the request
-  rounded up to 2 MiB. A freed block merges with its free neighbours at once; its segment stays reserved.
-- At the cap every wholly free segment goes back to the driver, and the allocation is tried once more.
-
-docs/cuda-memory.md has a drawing, the rules of expandable segments, and what is left out. An operation costs 1 to 2
-microseconds.
+A step that fits on paper can still run out of memory. The allocator rounds, splits and caches, so the memory taken from
+the driver (*reserved*) is more than the memory of tensors (*allocated*). A run fits under a cap if it completes in this
+model, block by block. docs/cuda-memory.md has the rules, those of c10/cuda/CUDACachingAllocator.cpp. An operation costs
+1 to 2 microseconds.
 """
 
 from bisect import bisect_left, insort
@@ -26,7 +15,7 @@ ROUNDING = 512
 SMALL_LARGEST = 1 * MIB  # the largest request of the small pool
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
-SEGMENT_OF_ITS_OWN = 10 * MIB  # from here on a request gets a segment of its own size
+SEGMENT_OF_ITS_OWN = 10 * MIB  # a request from this size on gets a segment of its size
 SEGMENT_ROUNDING = 2 * MIB
 LARGE_WASTE = 1 * MIB  # the large pool splits only a rest larger than this
 ADDRESS_SPACE = LARGE_SEGMENT << 20  # of one expandable segment: more than any GPU has, a multiple of both page sizes
@@ -35,7 +24,7 @@ FREE, USED, UNMAPPED = range(3)
 
 
 class SimulatedOutOfMemory(LowmemError):
-    """The allocation fails under the cap, also after every cached segment was released."""
+    """An allocation failed under the cap, even after all cached segments were released."""
 
     def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, limit_bytes: int):
         super().__init__(
@@ -46,7 +35,7 @@ class SimulatedOutOfMemory(LowmemError):
 
 
 class Block:
-    """A stretch of one segment; `previous` and `next` are its neighbours in the segment."""
+    """A range of addresses of one segment. `previous` and `next` are its neighbours there."""
 
     __slots__ = ("address", "size", "arena", "state", "previous", "next")
 
@@ -56,7 +45,7 @@ class Block:
         self.next: Block | None = None
 
     def split(self, size: int, state: int) -> "Block":
-        """Keeps the first `size` bytes; returns the rest as a new block."""
+        """Keeps the first `size` bytes, and returns the rest as a new block."""
         rest = Block(self.address + size, self.size - size, self.arena, state)
         self.size = size
         _link(rest, self.next)
@@ -64,7 +53,7 @@ class Block:
         return rest
 
     def absorb_neighbours(self) -> None:
-        """Merges with the neighbours of the same state (free or unmapped), and takes them out of the arena's lists."""
+        """Merges with neighbours of the same state (free or unmapped), and removes those from the arena's lists."""
         previous, following = self.previous, self.next
         if previous is not None and previous.state == self.state:
             self.arena.unlist(previous)
@@ -82,7 +71,7 @@ class Block:
         self.arena.enlist(self)
 
     def size_when_grown(self) -> int:
-        """Bytes of this block together with unmapped space right behind it."""
+        """Returns the bytes of this block and of the unmapped block behind it."""
         following = self.next
         return self.size + following.size if following is not None and following.state == UNMAPPED else self.size
 
@@ -95,7 +84,7 @@ def _link(first: Block | None, second: Block | None) -> None:
 
 
 class _Arena:
-    """One pool on one stream: its free blocks in order of (size, address), its unmapped ones in order of address."""
+    """One pool on one stream. Free blocks are sorted by (size, address), unmapped ones by address."""
 
     def __init__(self, small: bool, expandable: bool):
         self.page_bytes = SMALL_SEGMENT if small else LARGE_SEGMENT
@@ -129,7 +118,7 @@ class _Arena:
         return free.pop(index)[2]
 
     def map_pages(self, block: Block, size: int) -> int:
-        """Maps pages under the first `size` bytes of an unmapped block and merges it with free neighbours; returns the
+        """Maps pages under the first `size` bytes of an unmapped block, merges it with free neighbours, and returns the
         bytes mapped."""
         mapped = _round_up(size, self.page_bytes)
         self.unlist(block)
@@ -139,7 +128,7 @@ class _Arena:
         return mapped
 
     def unmap_pages(self, block: Block) -> int:
-        """Gives back the pages that are wholly inside a free block; returns their bytes."""
+        """Unmaps the pages that are wholly inside a free block, and returns their bytes."""
         begin = _round_up(block.address, self.page_bytes)
         end = (block.address + block.size) // self.page_bytes * self.page_bytes
         if begin >= end:
@@ -156,7 +145,8 @@ class _Arena:
         return end - begin
 
     def place_to_grow(self, size: int) -> Block:
-        """The lowest unmapped block, or the free one before it, from which `size` bytes are unused."""
+        """Returns the lowest unmapped block with `size` unused bytes from there on, or the free block right before
+        it."""
         for _, block in self.unmapped:
             if block.previous is not None and block.previous.state == FREE:
                 block = block.previous
@@ -170,11 +160,11 @@ class _Arena:
 
 
 class CachingAllocator:
-    """The allocator of one GPU, for any number of streams. All figures are bytes.
+    """Models the allocator of one GPU, for any number of streams. All figures are bytes.
 
-    `limit_bytes` caps what is reserved, as ``torch.cuda.set_per_process_memory_fraction`` does. `growth` lists
-    [operation, bytes] for every segment taken or run of pages mapped; operations are the calls of `allocate`, `free`
-    and `empty_cache`, counted from 0.
+    `limit_bytes` caps reserved memory, like ``torch.cuda.set_per_process_memory_fraction``. `growth` lists [operation,
+    bytes] of each segment or run of pages taken from the driver. Operations are the calls of `allocate`, `free` and
+    `empty_cache`, counted from 0.
     """
 
     def __init__(self, *, expandable_segments: bool = False, limit_bytes: int | None = None):
@@ -188,10 +178,8 @@ class CachingAllocator:
         self._arenas: dict[tuple[bool, int], _Arena] = {}
 
     def allocate(self, size_bytes: int, stream: int = 0) -> Block | None:
-        """A block of `size_bytes` on `stream`; None for zero bytes.
-
-        Raises ValueError for a negative size and SimulatedOutOfMemory at the cap.
-        """
+        """Returns a block of `size_bytes` on `stream`; None for zero bytes. Raises ValueError for a negative size and
+        SimulatedOutOfMemory at the cap."""
         if size_bytes < 0:
             raise ValueError(f"cannot allocate {size_bytes} bytes")
         self._operations += 1
@@ -209,7 +197,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block | None) -> None:
-        """Gives back what `allocate` returned; ValueError if the block is not in use."""
+        """Frees a result of `allocate`. ValueError if it is not in use."""
         self._operations += 1
         if block is None:
             return
@@ -224,7 +212,7 @@ class CachingAllocator:
         self._release_cached()
 
     def reset_peaks(self) -> None:
-        """Both peaks start again from what is held now."""
+        """Lets both peaks start again from the current figures."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
@@ -239,7 +227,8 @@ class CachingAllocator:
         return Block(self._next_address - size, size, arena, state)
 
     def _grow(self, arena: _Arena, size: int) -> Block:
-        """A block of at least `size` bytes from new memory, in no list. At the cap it releases cached memory first."""
+        """Returns a block of at least `size` bytes from new memory, in no list. At the cap it releases cached memory
+        first."""
         segment_bytes = _segment_bytes(size)
         if self.limit_bytes is not None and self.reserved_bytes + segment_bytes > self.limit_bytes:
             self._release_cached()
@@ -278,7 +267,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def _segment_bytes(size: int) -> int:
-    """What a request of this rounded size takes from the driver."""
+    """Returns the bytes taken from the driver for a request of this rounded size."""
     if size <= SMALL_LARGEST:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < SEGMENT_OF_ITS_OWN else _round_up(size, SEGMENT_ROUNDING)

@@ -1,17 +1,15 @@
-"""CUDA's autocast on tensors without data.
+"""Applies CUDA's autocast to tensors without data.
 
-`torch.autocast` follows a tensor's device: meta tensors have no rules, and the CPU's differ (there softmax and
-layer_norm stay in 16 bit). So CUDA's rules (aten/src/ATen/autocast_mode.h, and "CUDA Ops that can autocast" in
-PyTorch's documentation) are applied here to the functions that Python calls:
+`torch.autocast` has no rules for meta tensors, and the CPU's differ: softmax and layer_norm stay in 16 bit there. So
+CUDA's rules (aten/src/ATen/autocast_mode.h) are applied to the functions that Python calls: products and attention in
+16 bit, softmax, norms, losses and sums in fp32. A weight's 16-bit copy is made once, and lives until autocast ends and
+backward has used it.
 
-- matrix products and attention run in 16 bit. A weight is copied once; the copy lives until autocast ends and backward
-  has used it;
-- softmax, norms, losses, powers and sums run in fp32;
-- everything else takes what it is given: fp32 + bf16 is fp32, and an embedding is in its table's fp32.
-
-Functions that are written in Python are named themselves (cross_entropy, not only the nll_loss inside). A test compares
-the names with PyTorch's own test lists. Functions of those lists that have no rule here are refused by name.
+Functions written in Python have their own entries: cross_entropy, not only the nll_loss inside. A test compares the
+names with PyTorch's own test lists. A listed function without a rule here is refused by name.
 """
+
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,7 +39,7 @@ _HAVE_A_DTYPE = ("softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod")  
 
 
 def _functions(names: list[str]) -> dict:
-    """What Python calls by these names: in torch, as a method, in torch.nn.functional."""
+    """Returns the functions of these names in torch, torch.Tensor and torch.nn.functional."""
     return {getattr(place, name): name for place in (torch, Tensor, F) for name in names if hasattr(place, name)}
 
 
@@ -49,20 +47,29 @@ _IN_16_BIT, _IN_FP32, _WIDEST, _REFUSED = map(_functions, (IN_16_BIT, IN_FP32, W
 
 
 class CudaAutocast(TorchFunctionMode):
-    """`with CudaAutocast():` stands for torch.autocast("cuda", torch.bfloat16) around a forward pass. InputError for a
-    function whose rule is not written down here."""
+    """Simulates torch.autocast("cuda", dtype) around a forward pass; a dtype of None switches autocast off. Raises
+    InputError for a function that has no rule here."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16):
+    _open: ClassVar[list["CudaAutocast"]] = []  # the innermost one decides
+
+    def __init__(self, dtype: torch.dtype | None = torch.bfloat16):
         super().__init__()
         self._dtype = dtype
         self._copies: dict[Tensor, Tensor] = {}  # of the weights, by identity
 
+    def __enter__(self):
+        self._open.append(self)
+        return super().__enter__()
+
     def __exit__(self, *exception):
+        self._open.remove(self)
         self._copies.clear()
         return super().__exit__(*exception)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if self._dtype is None or self._open[-1] is not self:
+            return func(*args, **kwargs)
         if func in _IN_16_BIT:
             args, kwargs = tree_map(self._narrow, (args, kwargs))
         elif func in _IN_FP32 and not (_IN_FP32[func] in _HAVE_A_DTYPE and _dtype_given(args, kwargs)):

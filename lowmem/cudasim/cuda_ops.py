@@ -1,11 +1,12 @@
-"""What CUDA runs in place of PyTorch's generic operators, and what its matrix products take for good.
+"""Runs CUDA's operators in place of PyTorch's generic ones, and knows the workspaces of matrix products.
 
 Meta tensors take PyTorch's generic path. On a GPU some functions are fused operators, which save other tensors for
-backward: `CudaFunctions` runs those. Kernels also have temporaries of their own: temporaries.py.
+backward: `CudaFunctions` runs those. temporaries.py has the memory that kernels take while they run.
 
-Each entry names its source below aten/src/ATen: "2.13" is what torch 2.13.0 installs, "recent" a source close to that,
-"main" a newer one, "old" an earlier release, "assumed" was not read. tests/cuda compares all of it with PyTorch
-2.14.1's CUDA build. docs/cuda-memory.md gives the result and what is left out.
+Each entry names its source below aten/src/ATen, with its version. "2.13" is what torch 2.13.0 installs, and "recent" is
+close to it. "main" is newer, "old" an earlier release. "assumed" was not read.
+
+tests/cuda compares all entries with PyTorch 2.14.1's CUDA build. docs/cuda-memory.md has the result.
 """
 
 import functools
@@ -35,8 +36,8 @@ PRODUCTS = {
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Runs the operators that PyTorch of this version would choose on CUDA, without cuDNN's attention, for tensors
-    without data (on meta, or FakeTensors of any device). Other functions, and tensors with data, are left alone."""
+    """Runs the operators that this version of PyTorch chooses on CUDA, without cuDNN's attention. It replaces them only
+    for tensors without data: on meta, or FakeTensors of any device."""
 
     def __init__(self, capability: Capability, torch_version: tuple[int, int] = (2, 13)):
         super().__init__()
@@ -70,11 +71,9 @@ def attention_kernel(
     capability: Capability, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, enable_gqa=False, *,
     torch_version: tuple[int, int] = (2, 13),
 ) -> str:  # fmt: skip
-    """The kernel that scaled_dot_product_attention chooses on CUDA: "flash", else "efficient", else "math".
-
-    native/transformers/cuda/sdp_utils.cpp (main), sdp_utils_cpp.h (2.13 and 2.14). From 2.14 on the efficient kernel
-    takes grouped queries, and both kernels take one head of keys for all queries (seen on 2.14).
-    """
+    """Returns the kernel that scaled_dot_product_attention chooses on CUDA: "flash", else "efficient", else "math".
+    Sources: native/transformers/cuda/sdp_utils.cpp (main), sdp_utils_cpp.h (2.13 and 2.14). From 2.14 on the efficient
+    kernel takes grouped queries, and both kernels take one head of keys for all queries (seen on 2.14)."""
     tensors = (query, key, value)
     if any(t.dim() != 4 or t.dtype != query.dtype or t.shape[0] != query.shape[0] or t.numel() == 0 for t in tensors):
         return "math"
@@ -111,7 +110,7 @@ def attention_kernel(
 
 
 def _attention(chosen, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """native/transformers/attention.cpp (recent)."""
+    """Runs the chosen kernel: native/transformers/attention.cpp (recent)."""
     if not _without_data(query):
         return NotImplemented
     kernel = chosen(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
@@ -142,8 +141,8 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa):
-    """The composite of attention.cpp (recent) as it runs on CUDA: with a fused dropout, and the mask added in place.
-    Tensors are freed in the order in which the C++ code frees them."""
+    """Runs attention.cpp's composite (recent) as on CUDA: with a fused dropout, and the mask added in place. Tensors
+    are freed in the order in which the C++ code frees them."""
     dtype = query.dtype
     if dtype in _16_BIT:
         query, key, value = query.float(), key.float(), value.float()
@@ -166,29 +165,30 @@ def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable
 
 
 def _linear(input, weight, bias=None):
-    """native/Linear.cpp: adds the bias in place if the input cannot be viewed as a matrix. Tensors without data, and
-    any under a dispatch mode, would get a new tensor."""
+    """Adds the bias in place if the input cannot be viewed as a matrix, as native/Linear.cpp does on CUDA. The generic
+    path makes a new tensor instead if tensors have no data, or under a dispatch mode."""
     alike = not _without_data(input) or bias is None or input.dim() < 3 or input.is_contiguous()
     return NotImplemented if alike else torch.matmul(input, weight.t()).add_(bias)
 
 
 def _dropout(input, p=0.5, training=True, inplace=False):
-    """native/Dropout.cpp (recent): one operator that saves a mask of bools; in place, noise of the input's dtype."""
+    """Runs one operator, which saves a mask of bools; in place, noise of the input's dtype. native/Dropout.cpp
+    (recent)."""
     if not (_without_data(input) and training and not inplace and 0 < p < 1 and input.numel()):
         return NotImplemented
     return torch.native_dropout(input, p, True)[0]
 
 
 def _softmax(input, dim, dtype=None):
-    """native/SoftMax.cpp (main): fp16 becomes fp32 inside the kernel. bf16 does not."""
+    """Converts fp16 to fp32 inside the kernel, but not bf16. native/SoftMax.cpp (main)."""
     if not (_without_data(input) and input.dtype is torch.float16 and dtype is torch.float32 and dim is not None):
         return NotImplemented
     return _aten._softmax(input, dim, True)
 
 
 def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) -> list[Tensor]:
-    """The results of an aten overload that are allocated on the device, in order (seen on 2.14.1): dropout's mask comes
-    first (cuda/Dropout.cu), and the two random numbers of efficient attention with dropout are in RAM."""
+    """Returns the results of an aten overload that are allocated on the device, in order (seen on 2.14.1). Dropout
+    allocates its mask first (cuda/Dropout.cu). The two random numbers of efficient attention are in RAM."""
     if func is _aten.native_dropout.default:
         return results[::-1]
     if func is _aten._scaled_dot_product_efficient_attention.default:
@@ -198,10 +198,11 @@ def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) 
 
 
 def workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int]) -> int:
-    """What a thread's first product takes; `config`: CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count".
+    """Returns the bytes of the workspace that a thread's first product takes and keeps.
 
-    cuda/CublasHandlePool.cpp, recent, whose declarations are 2.13's. Releases before it are assumed to be like old,
-    where cuBLASLt (addmm with a bias vector) takes 1 MiB more. In main each product gives its workspace back.
+    `config` is CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count". Source: cuda/CublasHandlePool.cpp, recent, with 2.13's
+    declarations. Earlier releases are assumed to be like old, in which cuBLASLt (addmm with a bias vector) takes 1 MiB
+    more. In main each product frees its workspace.
     """
     shared_with_blaslt = torch_version >= (2, 13)
     pairs = re.findall(":([0-9]+):([0-9]+)", config or "")

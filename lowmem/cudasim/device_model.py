@@ -1,4 +1,4 @@
-"""A `DeviceModel` says what a device adds to the operations that a `Recorder` sees."""
+"""Describes a device to a `Recorder`: its operators, temporaries, workspaces and speed."""
 
 import os
 from collections.abc import Callable
@@ -15,27 +15,17 @@ from lowmem.cudasim.gpus import Card
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """A device, as far as a `Recorder` has to know it. An operation is (func, args, kwargs, result).
+    """A device's own rules. Operations are (func, args, kwargs, result)."""
 
-    functions:          a mode that replaces the generic functions by the device's.
-    hidden_bytes:       sizes of an operation's temporaries. It allocates them after its results.
-    copied_first:       the operations that allocate their temporaries before their results.
-    products:           matrix products. A thread's first one takes `workspace_bytes` for good.
-    allocated:          an operation's results that are allocated on the device, in order.
-    seconds:            time on the device.
-    host_seconds:       time to launch an operation, in forward and in backward.
-    more_host_seconds:  more time, by operator.
-    """
-
-    functions: Callable[[], AbstractContextManager] = nullcontext
-    hidden_bytes: Callable = lambda *_: ()
-    copied_first: frozenset = frozenset()
-    products: frozenset = frozenset()
+    functions: Callable[[], AbstractContextManager] = nullcontext  # replaces generic functions by the device's
+    hidden_bytes: Callable = lambda *_: ()  # temporaries' sizes, allocated after the results
+    copied_first: frozenset = frozenset()  # operations that allocate their temporaries first
+    products: frozenset = frozenset()  # matrix products; a thread's first one takes workspace_bytes
     workspace_bytes: int = 0
-    allocated: Callable = lambda func, args, kwargs, results: results
-    seconds: Callable = lambda *_: 0.0
-    host_seconds: tuple[float, float] = (0.0, 0.0)
-    more_host_seconds: dict = field(default_factory=dict)
+    allocated: Callable = lambda func, args, kwargs, results: results  # those on the device, in order
+    seconds: Callable = lambda *_: 0.0  # of an operation on the device
+    host_seconds: tuple[float, float] = (0.0, 0.0)  # to launch it, in forward and in backward
+    more_host_seconds: dict = field(default_factory=dict)  # more, by operator
 
 
 TORCH_VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
@@ -43,8 +33,8 @@ _more_host_seconds: dict[torch._ops.OpOverload, float] = {}
 
 
 def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, host_seconds: float = 0.0) -> None:
-    """Makes a custom operator known that multiplies two matrices through cuBLAS. `first_factor`: the first matrix's
-    place among the arguments, the second follows; `host_seconds`: more time that a call takes on the host."""
+    """Registers a custom operator that multiplies two matrices through cuBLAS. The matrices are arguments
+    `first_factor` and `first_factor` + 1. A call takes `host_seconds` more on the host."""
     cuda_ops.MATRIX_PRODUCTS[packet] = first_factor
     cuda_ops.PRODUCTS.add(packet.default)
     temporaries.TEMPORARIES[packet.default] = temporaries.matrix_product
@@ -52,7 +42,7 @@ def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, hos
 
 
 def gpu_model(card: Card, *, plain: bool = False, torch_version: tuple[int, int] = TORCH_VERSION) -> DeviceModel:
-    """A GPU of this kind, set up as lowmem/device.py does it; `plain`: as PyTorch finds it, with sums in any order."""
+    """Returns the model of a card as lowmem/device.py sets it up, or as PyTorch does by default if `plain`."""
     workspaces = None if plain else os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES)
     gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=not plain)
     return DeviceModel(

@@ -1,8 +1,8 @@
-"""The table of cards: which kinds of GPU there are, and how fast each one is.
+"""The table of cards: which kinds of GPU exist, and how fast each one is.
 
-cards.csv has the cards whose products somebody measured, geforce.csv the other GeForce RTX cards by their data sheets.
-Rates are dense, with sums in fp32, as PyTorch computes them; a `share` is the part of the data sheet's rate that square
-products of 8,192 reach in PyTorch. docs/cuda-memory.md says where the figures come from, and how to add a card.
+cards.csv has cards whose matrix products somebody measured. geforce.csv has the other GeForce RTX cards, by their data
+sheets. Rates are dense, with sums in fp32, as PyTorch computes. A `share` is the part of the data sheet's rate that
+PyTorch reaches with square products of 8,192. docs/cuda-memory.md has the sources, and the way to add a card.
 
 This file needs no PyTorch: the stand-in reads it before PyTorch can be imported.
 """
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 Capability = tuple[int, int]
 MEMORY_SHARE = 0.8  # of the bandwidth; copies reach 0.89 (mli/transformers-benchmarks#4), reductions less; assumed
 EMULATED_SHARE = 0.5  # bf16 without bf16 units, of the fp32 rate: P40 0.5, 1080 Ti 0.5, P100 0.7 (measured)
-# Of one direction's speed while both directions copy: nvbandwidth saw 0.90 (gen3), 0.49 to 0.71 (gen4), 0.9 (gen5).
+# Share of one direction's speed while both copy: nvbandwidth saw 0.90 (gen3), 0.49 to 0.71 (gen4), 0.9 (gen5).
 DUPLEX_SHARE = 0.85
-# Bytes per second of a page-locked copy over 16 lanes, alone: 12.4, 25 to 26, 55 to 57 GB/s were seen.
+# Bytes per second of a page-locked copy over 16 lanes, without other traffic: 12.4, 25 to 26, 55 to 57 GB/s were seen.
 PCIE_BYTES_PER_SECOND = {3: 12e9, 4: 25e9, 5: 55e9}
 # CUDA does not report all of a board's memory: 245 MiB less for an RTX 3060 and a 2080 Ti, 1.3% for a 3090, 1.5% for a
 # 4090. Data sheets' sizes are reduced by the larger of these two.
@@ -37,8 +37,8 @@ GEFORCE = {(7, 5): (128, "rtx2080ti"), (8, 6): (256, "rtx3060"), (8, 9): (256, "
 
 
 class Multiprocessor(NamedTuple):
-    """What one multiprocessor holds: resident threads, bytes of shared memory, the most of these for one block,
-    resident blocks."""
+    """The limits of one multiprocessor: resident threads, bytes of shared memory in all and per block, resident
+    blocks."""
 
     threads: int
     shared_bytes: int
@@ -64,13 +64,13 @@ MULTIPROCESSORS = {  # NVIDIA, CUDA C++ Programming Guide, "Technical Specificat
 
 
 def multiprocessor(capability: Capability) -> Multiprocessor:
-    """The multiprocessor of a capability, or of the newest one before it that is in the table."""
+    """Returns the multiprocessor of a capability, or of the newest one before it in the table."""
     known = max((listed for listed in MULTIPROCESSORS if listed <= capability), default=min(MULTIPROCESSORS))
     return MULTIPROCESSORS[known]
 
 
 class Rate(NamedTuple):
-    """`peak`: the data sheet's FLOP/s, dense; `share`: the part of it that large products reach."""
+    """`peak`: FLOP/s by the data sheet, dense; `share`: the part of it that large products reach."""
 
     peak: float
     share: float
@@ -82,35 +82,27 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class Card:
-    """One kind of GPU.
-
-    memory_bytes:             the total that CUDA reports.
-    rates:                    by precision. A card without bf16 units has no "bf16".
-    memory_bytes_per_second:  the data sheet's. Kernels reach `memory_share` of it.
-    bus_bytes_per_second:     a page-locked copy in one direction, while the other direction is idle.
-    reported_names:           the answers of torch.cuda.get_device_name, without "NVIDIA".
-    measured:                 whether the shares were measured on this card.
-    """
+    """One kind of GPU."""
 
     name: str
-    memory_bytes: int
+    memory_bytes: int  # the total that CUDA reports
     capability: Capability
     multiprocessors: int
-    rates: dict[str, Rate] = field(hash=False)
-    memory_bytes_per_second: float
-    bus_bytes_per_second: float
-    reported_names: tuple[str, ...]
+    rates: dict[str, Rate] = field(hash=False)  # by precision; a card without bf16 units has no "bf16"
+    memory_bytes_per_second: float  # by the data sheet; kernels reach `memory_share` of it
+    bus_bytes_per_second: float  # of a page-locked copy in one direction, with the other direction idle
+    reported_names: tuple[str, ...]  # by torch.cuda.get_device_name, without "NVIDIA"
     source: str
     memory_share: float = MEMORY_SHARE
-    measured: bool = True
+    measured: bool = True  # the shares were measured on this card
 
     @property
     def copy_bytes_per_second(self) -> float:
-        """Of each direction while both are at work."""
+        """Bytes per second in each direction if both are busy."""
         return self.bus_bytes_per_second * DUPLEX_SHARE
 
     def sustained_flops(self, dtype: "torch.dtype") -> float:
-        """FLOP/s of large products of `dtype`; a dtype that is never trained in counts as fp32."""
+        """Returns the FLOP/s of large products of `dtype`. Any dtype but fp16 and bf16 counts as fp32."""
         precision = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(dtype), "fp32")
         if precision not in self.rates:
             return self.rates["fp32"].sustained * EMULATED_SHARE
@@ -163,8 +155,8 @@ _BY_SHORT_NAME = {name.replace("-", ""): card for name, card in CARDS.items()}
 
 
 def card_named(name: str) -> Card:
-    """The card that a user calls ``rtx3090``, ``RTX 4070 Ti SUPER``, ``GeForce RTX 4060 Laptop GPU`` or ``Tesla T4``;
-    InputError if the table has none of that name."""
+    """Returns the card with this name: ``rtx3090``, ``RTX 4070 Ti SUPER``, ``GeForce RTX 4060 Laptop GPU``, ``Tesla
+    T4``. InputError for a name that is not in the table."""
     short = re.sub(r"nvidia|geforce|tesla|gpu|with|design|[^a-z0-9]", "", name.lower())
     if short not in _BY_SHORT_NAME:
         near = ", ".join(_BY_SHORT_NAME[known].name for known in get_close_matches(short, _BY_SHORT_NAME, n=3))
@@ -176,8 +168,8 @@ def card_named(name: str) -> Card:
 
 
 def card_of_name_reported(name: str, memory_bytes: int | None = None) -> Card | None:
-    """The card that torch.cuda.get_device_name calls `name`, None if the table has none of exactly that name. If cards
-    share a name, the one whose memory is nearest to `memory_bytes`, or the first."""
+    """Returns the card that torch.cuda.get_device_name calls `name`; None for a name that is not in the table. If cards
+    share a name, it is the one whose memory is nearest to `memory_bytes`, or the first."""
     name = name.strip().removeprefix("NVIDIA ").lower()
     found = [card for card in CARDS.values() if name in map(str.lower, card.reported_names)]
     return min(found, key=lambda card: abs(card.memory_bytes - (memory_bytes or card.memory_bytes)), default=None)

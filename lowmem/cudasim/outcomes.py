@@ -1,7 +1,7 @@
-"""Outcomes of operations: what is the same whenever an operation has arguments of the same shapes.
+"""Remembers the outcomes of operations, which depend only on the shapes of the arguments.
 
-An operation's signature is its function with the shapes, strides and dtypes of its arguments. Its outcome says how to
-make its results without running it, what it allocates and how long it takes.
+The key is the operation's signature: its function, and the shapes, strides and dtypes of its arguments. The outcome
+says how to make the results without running it, what it allocates and how long it takes.
 """
 
 from dataclasses import dataclass
@@ -20,14 +20,12 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 @dataclass(frozen=True)
 class Outcome:
-    """`results`: how to make them: the type that the operation returns with its tensors' shapes, _FIRST, or _RUN.
-    `allocated`: the places of the results that are allocated on the device, in order; `temporaries`: their bytes;
-    `spans`: the effect on the clock in forward and in backward."""
+    """The outcome of one operation."""
 
-    results: tuple[type | None, list[Shape]] | str
-    allocated: tuple[int, ...]
-    temporaries: tuple[int, ...]
-    spans: tuple[Span, Span]
+    results: tuple[type | None, list[Shape]] | str  # the returned type and its tensors' shapes, _FIRST, or _RUN
+    allocated: tuple[int, ...]  # indices of the results that are allocated on the device, in order
+    temporaries: tuple[int, ...]  # bytes
+    spans: tuple[Span, Span]  # effects on the clock in forward and in backward
 
 
 def tensors_in(result) -> list[Tensor]:
@@ -36,23 +34,18 @@ def tensors_in(result) -> list[Tensor]:
 
 @cache
 def is_view(func) -> bool:
-    """Whether an operation only returns views: it has to be run, but its outcome is always the same."""
+    """True if an operation only returns views. It has to run, but its outcome is always the same."""
     aliases = [returned.alias_info for returned in func._schema.returns]
     only_views = bool(aliases) and not any(alias is None or alias.is_write for alias in aliases)
     return only_views and torch.Tag.inplace_view not in func.tags
 
 
 def signature_of(func, args: tuple, kwargs: dict) -> tuple | None:
-    """The key of an operation's outcome. None if it has none: arguments with data, one tensor given twice, objects that
+    """Returns the key of an operation's outcome. None for arguments with data, one tensor given twice, and objects that
     are neither tensors nor numbers."""
-    signature, seen = [func], set()
-    if not _add_to_signature(signature, args, seen):
-        return None
-    for name, value in kwargs.items():
-        signature.append(name)
-        if not _add_to_signature(signature, (value,), seen):
-            return None
-    return tuple(signature)
+    signature = [func]
+    known = _add_to_signature(signature, (*args, *kwargs, *kwargs.values()), set())
+    return tuple(signature) if known else None
 
 
 def _add_to_signature(signature: list, values: tuple | list, seen: set[int]) -> bool:
@@ -78,7 +71,7 @@ def _add_to_signature(signature: list, values: tuple | list, seen: set[int]) -> 
 
 
 def results_of(func, args: tuple, kwargs: dict, result) -> tuple[type | None, list[Shape]] | str:
-    """The `results` of an Outcome. Only tensors that own a whole storage each can be made without running `func`."""
+    """Returns the `results` of an Outcome. Results that share a storage can only be made by running `func`."""
     if torch.Tag.inplace_view in func.tags or is_view(func):
         return _RUN
     if args and result is args[0]:
@@ -102,7 +95,7 @@ def results_of(func, args: tuple, kwargs: dict, result) -> tuple[type | None, li
 
 
 def result_of(outcome: Outcome, func, args: tuple, kwargs: dict):
-    """The result of `func`, which has this outcome."""
+    """Returns the result of `func`, by its outcome."""
     if outcome.results is _RUN:
         return func(*args, **kwargs)
     if outcome.results is _FIRST:

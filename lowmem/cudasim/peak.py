@@ -1,8 +1,8 @@
-"""`cuda_peak`: the memory that any PyTorch code would take of a GPU, by PyTorch's own allocator, without a GPU.
+"""`cuda_peak`: the GPU memory that any PyTorch code would take, by PyTorch's own allocator, without a GPU.
 
 The code runs on the meta device. It may say `device="cuda"`, `.cuda()` or `torch.autocast("cuda")`: `_CudaIsMeta` maps
-these to meta. It also reports meta tensors as being on "cuda:0". So the code takes the branches that it takes on a GPU;
-AdamW, for example, updates lists of tensors there. Code that needs numbers or a real GPU is refused.
+these to meta. Meta tensors say that they are on "cuda:0", so the code takes the branches of a GPU. AdamW, for example,
+then updates lists of tensors. Code that needs numbers or a real GPU is refused.
 """
 
 import sys
@@ -34,12 +34,11 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes when most is reserved, and when most is allocated; `by_name` adds up to the latter. `seconds`: how long all
-    of the function takes on the card."""
+    """The peaks of a function, and its time on the card."""
 
     reserved_bytes: int
     allocated_bytes: int
-    by_name: dict[str, int]
+    by_name: dict[str, int]  # adds up to allocated_bytes
     seconds: float
 
 
@@ -47,12 +46,12 @@ def cuda_peak(
     function: Callable[[], object], card: str = "RTX 3060", limit: str | int | None = None, *,
     expandable_segments: bool = False,
 ) -> Peak:  # fmt: skip
-    """What `function()` takes of `card`. The function makes its model, tensors and optimizer itself; on "cuda" nothing
-    of them takes memory here.
+    """Predicts the memory that `function()` takes on `card`. The function makes its model, tensors and optimizer
+    itself.
 
-    `limit`, a size like "11GiB", caps the allocator as torch.cuda.set_per_process_memory_fraction does:
-    SimulatedOutOfMemory if the function does not complete under it. InputError, in a sentence, for code that needs
-    numbers or a real GPU: .item(), boolean masks, custom CUDA extensions, functions of torch.cuda.
+    `limit`, a size like "11GiB", caps the allocator like torch.cuda.set_per_process_memory_fraction:
+    SimulatedOutOfMemory if the function does not complete. InputError for code that needs numbers or a real GPU:
+    .item(), boolean masks, custom CUDA extensions, functions of torch.cuda.
     """
     machine = gpu_model(card_named(card), plain=not torch.are_deterministic_algorithms_enabled())
     recorder = record(lambda _: function(), machine)
@@ -63,8 +62,7 @@ def cuda_peak(
 
 
 def record(function: Callable[[Recorder], object], machine: DeviceModel, name_of: Callable | None = None) -> Recorder:
-    """Runs `function` under a recorder, which it is given; the record has a tape and a clock. `name_of`: see
-    Recorder."""
+    """Calls `function` with a recorder, and returns the recorder with its tape and clock. `name_of`: see Recorder."""
     recorder = Recorder(machine, name_of or _phase)
     with (
         _named(recorder), _autocast_simulated(), _modes_in_backward(_CudaIsMeta, machine.functions),
@@ -80,7 +78,7 @@ def record(function: Callable[[Recorder], object], machine: DeviceModel, name_of
 
 
 class _CudaIsMeta(TorchFunctionMode):
-    """CUDA devices are the meta device, and meta tensors say that they are on CUDA."""
+    """Maps CUDA devices to the meta device, and makes meta tensors say that they are on CUDA."""
 
     _replacements = {  # of equal keys: Python makes a new wrapper of a property's getter each time
         Tensor.device.__get__: lambda tensor: CUDA if tensor.is_meta else tensor.device,
@@ -102,8 +100,8 @@ class _CudaIsMeta(TorchFunctionMode):
 
 @contextmanager
 def _modes_in_backward(*modes: Callable) -> Iterator[None]:
-    """PyTorch switches function modes off for backward, which runs a model's code if it recomputes blocks. Its check of
-    what is recomputed is off: it would compare the device "meta" of the first run with "cuda"."""
+    """Keeps function modes on in backward, which runs a model's code if it recomputes blocks; PyTorch switches them
+    off. Checkpoint's check of recomputed tensors is off: it would compare "meta" in the first run with "cuda"."""
     run = torch.autograd._engine_run_backward
 
     def run_under_modes(*args, **kwargs):
@@ -125,8 +123,8 @@ def _on_meta(value):
 
 
 def _refuse_number(func: Callable) -> None:
-    """InputError if the user's own code reads a number. An installed package may: what it asks is whether a mask is
-    trivial, or the like, and the recorder answers 1."""
+    """Raises InputError if the user's own code reads a number. An installed package may: it asks, for example, if a
+    mask is trivial, and the recorder answers 1."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
@@ -139,23 +137,27 @@ def _refuse_number(func: Callable) -> None:
 
 @contextmanager
 def _autocast_simulated() -> Iterator[None]:
-    """torch.autocast("cuda") applies CUDA's rules to meta tensors."""
-    autocast, open_modes = torch.autocast, {}
+    """Makes torch.autocast("cuda") apply CUDA's rules to meta tensors. Its flags are set, too: checkpoint reads them to
+    recompute blocks as they ran."""
+    autocast = torch.autocast
     make, enter, leave = autocast.__init__, autocast.__enter__, autocast.__exit__
+    modes: list[CudaAutocast] = []
 
     def init(self, device_type, dtype=None, enabled=True, cache_enabled=None):
-        here = device_type == "cuda"
-        make(self, device_type, dtype, enabled and not here, cache_enabled)
-        self.simulated = CudaAutocast(dtype or torch.get_autocast_dtype("cuda")) if here and enabled else None
+        on_cuda = device_type == "cuda"
+        make(self, device_type, dtype, enabled and not on_cuda, cache_enabled)  # else it warns that CUDA is missing
+        self.simulated = on_cuda
+        self._enabled = enabled if on_cuda else self._enabled
 
     def entered(self):
-        open_modes[id(self)] = stack = ExitStack()
-        if getattr(self, "simulated", None) is not None:
-            stack.enter_context(self.simulated)
+        if self.simulated:
+            modes.append(CudaAutocast(self.fast_dtype if self._enabled else None))
+            modes[-1].__enter__()
         return enter(self)
 
     def left(self, *exception):
-        open_modes.pop(id(self)).close()
+        if self.simulated:
+            modes.pop().__exit__(*exception)
         return leave(self, *exception)
 
     with patch.multiple(autocast, __init__=init, __enter__=entered, __exit__=left):
@@ -165,7 +167,7 @@ def _autocast_simulated() -> Iterator[None]:
 @contextmanager
 def _named(recorder: Recorder) -> Iterator[None]:
     """Names weights, buffers, gradients and optimizer states when modules and optimizers use them. Modules stay the
-    same objects when they move to meta, as they do on CUDA: tied weights stay tied."""
+    same objects when they move to meta, as on CUDA, so tied weights stay tied."""
 
     def name_module(module: nn.Module, *_) -> None:
         for name, tensors in (("weights", module._parameters), ("buffers", module._buffers)):

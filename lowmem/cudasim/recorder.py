@@ -1,10 +1,10 @@
 """Records what PyTorch code allocates and frees, and how long it would take, by running it on tensors without data.
 
 The code runs on the *meta* device: its tensors have shapes, dtypes and storages, but no memory and no numbers. A
-`Recorder` sees each operation. It notes on its `tape` each storage that is born or dies, and adds the operation's cost
-on a card to its `clock`. A `Region` is a part of the record that can be replayed: a replay leaves the tape that running
-the code again would leave, and costs next to nothing. With `outcomes`, an operation whose arguments have known shapes
-is not run again. An operation that runs costs 0.1 ms, one with a known outcome a third of that.
+`Recorder` sees each operation. It writes births and deaths of storages on its `tape`, and adds costs on a card to its
+`clock`. A `Region` is a part of the record. Replaying a region writes the same tape as running its code again, and
+costs next to nothing. An operation that runs costs 0.1 ms. With `outcomes`, an operation with known shapes is not run
+again and costs a third of that.
 
 FakeTensors would be slower, and transformers builds other masks for them. docs/cuda-memory.md has a drawing.
 """
@@ -25,14 +25,14 @@ from lowmem.cudasim.device_model import DeviceModel
 from lowmem.cudasim.outcomes import Outcome, is_view, result_of, results_of, signature_of, tensors_in
 from lowmem.cudasim.tape import FREED, Chunk, Operation, Tape
 
-FORWARD, BACKWARD = 0, 1  # CUDA runs them on two host threads, each with a cuBLAS handle of its own
+FORWARD, BACKWARD = 0, 1  # CUDA runs them on two host threads, each with its own cuBLAS handle
 _aten = torch.ops.aten
 
 
 @dataclass
 class Region:
-    """A part of the record: `count` storages from `base` on were born in it; `span` is its effect on the clock. In
-    `operations` they count from 0; the n-th storage of an earlier region is -1 - n."""
+    """A part of the record, in which `count` storages were born, numbered from `base`. `span` is its effect on the
+    clock. In `operations` storages count from 0; the n-th storage of an earlier region is -1 - n."""
 
     base: int
     count: int = 0
@@ -58,13 +58,13 @@ class Recorder(TorchDispatchMode):
         self.machine = machine or DeviceModel()
         self.tape, self.clock = Tape(), Clock()
         self._name_of, self._outcomes = name_of, outcomes
-        self._count = 0  # storages that were born so far
-        self._numbers: dict[int, int | None] = {}  # of the live storages, by address; None: not on the device
-        self._references: dict[int, weakref.ref] = {}  # to the live storages, by address
-        self._births: dict[int, tuple[list[Operation], int]] = {}  # where the tape has the births of live storages
-        self._threads: set[int] = set()  # those that have a workspace
-        self._open: list[tuple[Region, str]] = []  # the regions that are being recorded, with their storages' name
-        self._sum: tuple | None = None  # of two gradients, just computed; see _settle
+        self._count = 0  # storages born so far
+        self._numbers: dict[int, int | None] = {}  # number of each live storage, by address; None: not on the device
+        self._references: dict[int, weakref.ref] = {}  # to each live storage, by address
+        self._births: dict[int, tuple[list[Operation], int]] = {}  # the place of each birth on the tape
+        self._threads: set[int] = set()  # threads that have a workspace
+        self._open: list[tuple[Region, str]] = []  # regions being recorded, with the name for their storages
+        self._sum: tuple | None = None  # a sum of two gradients, just computed; see _settle
         self._paused = self._ended = False
         self._operations: list[Operation] = []
         self._begin_chunk()
@@ -156,8 +156,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def region(self, name: str, earlier: Region | None = None) -> Iterator[Region]:
-        """Records a region, whose storages are called `name`; it may contain regions. It may free storages that were
-        born in it or in `earlier`; AssertionError for any other."""
+        """Records a region, whose storages get the name `name`. Regions may be nested. A region may free storages that
+        were born in it or in `earlier`; AssertionError for any other."""
         self.take_workspaces()  # a thread takes its workspace once, and a region can be replayed
         self._settle()
         region = Region(self._count)
@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):
             self.tape.chunks[first] = Chunk(operations, region.base, earlier_base, chunks[0].seconds)
 
     def replay(self, region: Region, earlier_base: int = 0) -> int:
-        """Puts `region` on the tape once more; returns the number of the first storage born in it."""
+        """Writes `region` on the tape once more, and returns the number of the first storage born in it."""
         self._settle()
         base = self._count
         self._count += region.count
@@ -191,15 +191,15 @@ class Recorder(TorchDispatchMode):
         return base
 
     def stand_in(self, size: int, number: int, *, held: bool = False) -> torch.UntypedStorage:
-        """A storage of `size` bytes for number `number`, which a replay has put on the tape. Its death is recorded,
-        unless it is `held` by a graph that was replayed: then a later replay frees it."""
+        """Returns a storage of `size` bytes that represents number `number` of a replayed region. Its death is
+        recorded, unless it is `held` by a graph that was replayed: then a later replay frees it."""
         storage = torch.UntypedStorage(size, device="meta")
         self._bind(storage, number, held)
         return storage
 
     @contextmanager
     def off_the_tape(self) -> Iterator[None]:
-        """Keeps the regions that are recorded inside, and nothing else. Storages that are born inside die inside."""
+        """Records regions inside, but leaves them off the tape. Storages that are born inside must die inside."""
         self._settle()
         kept = self.tape, self.clock, self._threads, self._open, self._operations
         self.tape, self.clock, self._threads, self._open = Tape(), Clock(), {FORWARD, BACKWARD}, []
@@ -220,23 +220,23 @@ class Recorder(TorchDispatchMode):
             self._paused = False
 
     def take_workspaces(self) -> None:
-        """Both threads take their workspace, unless they have it."""
+        """Allocates the workspaces of both threads that do not have one yet."""
         for thread in (FORWARD, BACKWARD):
             self._take_workspace(thread)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """The number of the storage of `tensor`; None if this record does not know it."""
+        """Returns the number of the storage of `tensor`; None if it is not in this record."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def note(self, tensor: Tensor, name: str | None = None) -> None:
-        """Records the storage of `tensor`, unless it is known, as one that is born now."""
+        """Records the storage of `tensor`, unless it is known, as born now."""
         self._settle()
         storage = tensor.untyped_storage()
         if storage.device.type == "meta" and storage._cdata not in self._numbers:
             self._bind(storage, self._born(storage.nbytes(), name or self._name()))
 
     def rename(self, tensor: Tensor, name: str) -> None:
-        """Gives the storage of `tensor` another name; one that was replayed keeps its region's."""
+        """Renames the storage of `tensor`; a replayed storage keeps its region's name."""
         if place := self._births.get(self.number_of(tensor)):
             operations, index = place
             operations[index] = (*operations[index][:2], name)
@@ -279,9 +279,12 @@ class Recorder(TorchDispatchMode):
             self._freed(number)
 
     def _settle(self) -> None:
-        """Gives a sum of two gradients its own storage. Autograd adds the second one into the first if nothing else
-        holds that, but never under a dispatch mode (accumulate in input_buffer.cpp). So a first gradient that dies
-        right after the sum was held by nothing else; if anything else happens before, something holds it."""
+        """Gives the pending sum of two gradients a storage of its own.
+
+        Autograd adds the second gradient into the first one if nothing else holds that (accumulate in
+        input_buffer.cpp), but never under a dispatch mode. So the sum takes over the storage if the first gradient dies
+        next. If anything else happens before, something held it, and the sum is a new tensor.
+        """
         if self._sum is not None:
             storage, *_ = self._sum
             self._sum = None
@@ -307,7 +310,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _called_by_the_engine() -> bool:
-    """Whether autograd's engine, or a backward in C++, called the current operation, and not a backward in Python."""
+    """True if autograd's engine, or a backward in C++, called the current operation, not a backward in Python."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename == __file__:
         frame = frame.f_back

@@ -1,15 +1,15 @@
-"""The staging buffers of PyTorch's reductions on CUDA: sums over the rows of a matrix, norms, largest entries.
+"""Staging buffers of PyTorch's reductions on CUDA: sums over the rows of a matrix, norms, largest entries.
 
-One kernel template does them all (aten/src/ATen/native/cuda/Reduce.cuh). If there are fewer outputs than the card has
-threads, several blocks share an output: each writes a partial result to a buffer, and the last one to finish adds them
-up. The buffer has a number
+One kernel template runs them all (aten/src/ATen/native/cuda/Reduce.cuh). If the outputs are fewer than the card's
+threads, several blocks share an output. Each block writes a partial result to a buffer, and the last one adds them up.
+The buffer has one number
 
     for every output x every block that shares it x every thread next to each other in a block
 
-so it grows with the card: the sum of a bias's gradient over 65,536 x 1,280 takes 40 MiB on 28 multiprocessors and 108
-MiB on 108. (The last factor is waste: only one thread in so many has an output of its own.)
+so it grows with the card: summing a bias's gradient over 65,536 x 1,280 takes 40 MiB on 28 multiprocessors and 108 MiB
+on 108. (The last factor is waste: only one of these threads has an output.)
 
-Read in the header that torch 2.14.1 installs. The order of the loops, TensorIterator.cpp's, is inferred; tests/cuda
+Source: the header that torch 2.14.1 installs. The order of the loops, TensorIterator.cpp's, is inferred; tests/cuda
 compares both with PyTorch's allocator.
 """
 
@@ -36,9 +36,9 @@ def staging_bytes(
     multiprocessors: int, multiprocessor: Multiprocessor, tensor: Tensor, dims: Iterable[int], sum_bytes: int,
     result_bytes: int, input_vector: int = 4,
 ) -> tuple[int, ...]:  # fmt: skip
-    """Sizes of the temporaries of a reduction of `tensor`, of any shape, over `dims`: partial results, counters, and
-    what one kernel hands on to the next. `sum_bytes`: of one partial result; `result_bytes`: of one entry of the
-    result; `input_vector`: entries of a row that a thread reads at once."""
+    """Returns the bytes of each temporary of a reduction of `tensor` over `dims`: partial results, counters, and what
+    one kernel passes to the next. `sum_bytes`: of one partial result; `result_bytes`: of one entry of the result;
+    `input_vector`: entries of a row that a thread reads at once."""
     reduced, kept = _loops(tensor, {dim % tensor.dim() for dim in dims} if tensor.dim() else set())
     if not reduced or not all(loop.size for loop in (*reduced, *kept)):
         return ()
@@ -49,7 +49,7 @@ def staging_bytes(
 
 
 def _parts(offset: int, reduced: list[_Loop], kept: list[_Loop], entry_bytes: int) -> Iterator[tuple]:
-    """Offset and loops of each kernel: loops that reach over 2 GiB are cut in halves, at the longest one."""
+    """Yields offset and loops of each kernel. Loops over more than 2 GiB are halved at the longest one."""
     loops = [*reduced, *kept]
     reach = [(loop.size - 1) * loop.stride for loop in loops]
     if 1 + sum(reach) * entry_bytes < 2**31:
@@ -95,8 +95,8 @@ def _buffers(
 
 
 def _loops(tensor: Tensor, dims: set[int]) -> tuple[list[_Loop], list[_Loop]]:
-    """The loops over `tensor`'s entries, reduced ones and kept ones, the fastest first: as TensorIterator orders them
-    and merges those that follow each other in memory."""
+    """Returns the loops over `tensor`'s entries, reduced and kept, fastest first. TensorIterator's order; it merges
+    loops that follow each other in memory."""
     all_loops = [_Loop(*loop) for loop in zip(tensor.shape, tensor.stride(), strict=True)]
     reduced = [loop for dim, loop in enumerate(all_loops) if dim in dims and loop.size != 1]
     kept = [loop for dim, loop in enumerate(all_loops) if dim not in dims and loop.size != 1]
@@ -104,7 +104,7 @@ def _loops(tensor: Tensor, dims: set[int]) -> tuple[list[_Loop], list[_Loop]]:
 
 
 def _in_order(loops: list[_Loop]) -> list[_Loop]:
-    """By stride, with TensorIterator's insertion sort: a stride of 0 compares with nothing."""
+    """Sorts loops by stride, with TensorIterator's insertion sort: a stride of 0 compares with nothing."""
     for place in range(1, len(loops)):
         for before in range(place - 1, -1, -1):
             first, second = loops[before], loops[place]
@@ -129,17 +129,17 @@ def _merged(loops: list[_Loop]) -> list[_Loop]:
 
 
 def _block(width: int, height: int, threads: int) -> tuple[int, int]:
-    """Threads in a row, and rows of them."""
+    """Returns the threads in a row of a block, and the number of rows."""
     most_width, most_height = _power_of_two(min(width, threads)), _power_of_two(min(height, threads))
     block_height = min(most_height, threads // min(most_width, _WARP))
     return min(most_width, threads // block_height), block_height
 
 
 def _power_of_two(number: int) -> int:
-    """The largest up to `number`; 1 for less."""
+    """Returns the largest power of two up to `number`; 1 for less."""
     return 1 << max(0, number.bit_length() - 1)
 
 
 def _quotient(number: int, divisor: int) -> int:
-    """Rounded up."""
+    """Divides, rounding up."""
     return -(-number // divisor)

@@ -1,14 +1,10 @@
-"""How long a GPU works on an operation: a roofline.
-
-An operation takes as long as its arithmetic or its memory traffic, whichever is longer, plus a kernel's start and end:
+"""Estimates how long a GPU works on an operation: a roofline.
 
     seconds = KERNEL_SECONDS + max(flops / (sustained flops x share of the card in use), bytes / (bandwidth x share))
 
 Matrix products and attention count FLOPs. All operations read each input once and write each output once. A card's
-sustained rates are those of large square products (gpus.py); `_share_in_use` says what smaller ones lose.
-
-Every constant is assumed until a measurement replaces it; tests/published compares whole steps that others measured.
-Seconds order plans; they may be off by a third. docs/cuda-memory.md says what the model leaves out.
+sustained rates are those of large square products (gpus.py); `_share_in_use` reduces them for smaller ones. Seconds are
+good enough to order plans; they may be off by a third. Constants without a source are assumed.
 """
 
 import math
@@ -29,8 +25,8 @@ KERNEL_SECONDS = 2e-6  # a kernel's start and end on the GPU; assumed
 # tile on the diagonal of causal attention counts whole. For heads of 64, from 2,048 tokens on:
 # flash: RTX 4090 0.90, 0.61 (apache/tvm, tl_doc/flash_perf.md), RTX A5000 0.93, 0.8 (gpu-mode/ring-attention#10). These
 #   kernels are made for Ampere and do not use the product instructions of Hopper: H100 0.38, 0.37 (arXiv:2407.08608).
-# efficient: of flash's speed 0.6 to 0.8, 0.3 to 0.5 (Dao-AILab/flash-attention#416); on Hopper what makes steps of
-#   16,384 tokens as much longer as on an H200 (NVIDIA/cudnn-frontend, benchmark/Llama-3.2-1B-Training).
+# efficient: 0.6 to 0.8, 0.3 to 0.5 of flash's speed (Dao-AILab/flash-attention#416). On Hopper fitted to the slowdown
+#   of steps of 16,384 tokens on an H200 (NVIDIA/cudnn-frontend, benchmark/Llama-3.2-1B-Training).
 ATTENTION_SHARES = {
     ("flash", False): (0.9, 0.7),
     ("flash", True): (0.4, 0.37),
@@ -45,11 +41,11 @@ UNALIGNED_SHARE = 0.7  # 16-bit products with a size that 8 does not divide: 116
 _TILES = ((128, 128),)
 _FP32_TILES = ((128, 128), (128, 64), (64, 128))
 _SMALLEST_TILE = 16
-_SMALLEST_SPLIT = 256  # terms of a sum that are worth a multiprocessor of their own
+_SMALLEST_SPLIT = 256  # fewest terms of a sum that one more multiprocessor is worth
 
 _aten = torch.ops.aten
-# By operator: kernel of ATTENTION_SHARES, 0 forward or 1 backward, place of the query among the arguments, and how
-# many products over the width of query and key, and over the width of the value, there are.
+# By operator: kernel of ATTENTION_SHARES; 0 forward or 1 backward; index of the query among the arguments; number of
+# products over the width of query and key, and over the width of the value.
 _ATTENTION = {
     getattr(_aten, f"_scaled_dot_product_{name}{suffix}"): (kernel, *numbers)
     for name, kernel in (
@@ -66,8 +62,8 @@ _SCATTERS = {"scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put
 
 
 def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> float:
-    """Seconds that the GPU works on an aten operation; 0 if it has no kernel (views, empty tensors, `.item()`). The
-    tensors need no data. Costs about 5 microseconds."""
+    """Returns the seconds that the GPU works on an aten operation; 0 without a kernel (views, empty tensors,
+    `.item()`). The tensors need no data. Costs about 5 microseconds."""
     traffic = _traffic(func)
     if traffic is None:
         return 0.0
@@ -85,7 +81,7 @@ def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwar
 
 
 class _Traffic(NamedTuple):
-    """How often each argument, by position and by name, and each result passes through memory."""
+    """Counts how often each argument, by position and by name, and each result passes through memory."""
 
     arguments: tuple[int, ...]
     named: dict[str, int]
@@ -94,7 +90,7 @@ class _Traffic(NamedTuple):
 
 @cache
 def _traffic(func: torch._ops.OpOverload) -> _Traffic | None:
-    """Read off the schema; None for an operation that moves nothing."""
+    """Reads the traffic off the operator's schema; None if it moves nothing."""
     schema, name = func._schema, func._overloadpacket.__name__
     written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     aliases = any(r.alias_info is not None for r in schema.returns)
@@ -120,7 +116,8 @@ def _bytes_moved(traffic: _Traffic, args: tuple, kwargs: dict, result: Any) -> i
 
 
 def _bytes_of(value: Any, seen: set[int]) -> int:
-    """Of the tensors in `value` that are not `seen`. Of an expanded tensor only what exists counts."""
+    """Returns the bytes of the tensors in `value` that are not in `seen`. An expanded tensor counts as much as it
+    stores."""
     if isinstance(value, Tensor):
         if id(value) in seen:
             return 0
@@ -130,7 +127,7 @@ def _bytes_of(value: Any, seen: set[int]) -> int:
 
 
 def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
-    """`left` [(B,) M, K] times `right` [(B,) K, N]; if only one of them has a B, M, K or N is cut into B groups."""
+    """Estimates `left` [(B,) M, K] times `right` [(B,) K, N]. If only one has a B, M, K or N is cut into B groups."""
     batch = left.shape[0] if left.dim() == right.dim() == 3 else 1
     rows, terms, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     flops = 2 * batch * rows * terms * columns
@@ -146,11 +143,11 @@ def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
 def _share_in_use(
     multiprocessors: int, batch: int, rows: int, columns: int, terms: int, tile: tuple[int, int]
 ) -> float:
-    """The part of the card that a product of [rows, terms] and [terms, columns] keeps busy.
+    """Returns the part of the card that a product of [rows, terms] and [terms, columns] keeps busy.
 
-    Each multiprocessor computes one tile of the result at a time. Lost are the parts of tiles beyond the edges, and the
-    multiprocessors without a tile in the last round. If there are fewer tiles than multiprocessors, several share a
-    long sum (split-K).
+    Each multiprocessor computes one tile of the result at a time. Two things are lost: tile parts beyond the edges, and
+    multiprocessors without a tile in the last round. If tiles are fewer than multiprocessors, several share a long sum
+    (split-K).
     """
     height, width = _tile_side(rows, tile[0]), _tile_side(columns, tile[1])
     tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
@@ -164,7 +161,8 @@ def _tile_side(size: int, largest: int) -> int:
 
 
 def _attention_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> float:
-    """Fused attention over query [B, H, T, E], key and value; without the tiles above the diagonal if it is causal."""
+    """Estimates fused attention over query [B, H, T, E], key and value. Causal attention skips tiles above the
+    diagonal."""
     kernel, backward, first, over_query, over_value = _ATTENTION[func._overloadpacket]
     query, key, value = args[first : first + 3]
     inner = over_query * query.shape[3] + over_value * value.shape[3]

@@ -1,10 +1,10 @@
-"""A `Tape`: what a piece of code allocates and frees, in order; and what a GPU makes of that.
+"""A `Tape` lists what code allocates and frees, in order, and computes what that takes of a GPU.
 
-`under_cap` replays a tape through the model of CUDA's allocator (allocator.py): the code fits under a cap exactly if
-that run completes. `named_at_peak` and `most_bytes` count the bytes that were asked for, without an allocator.
+`under_cap` replays a tape through the model of CUDA's allocator (allocator.py): code fits under a cap if this replay
+completes. `named_at_peak` and `most_bytes` count requested bytes, without an allocator.
 
-A tape consists of chunks. Chunks that were replayed share their list of operations: the tape refers to it and says
-where the numbers of its storages begin.
+A tape consists of chunks. Replays of a region share one list of operations: each chunk refers to the list, and says
+from which number its storages count.
 """
 
 import math
@@ -20,13 +20,12 @@ Operation = tuple[int, int, str]  # storage, bytes or FREED, name
 
 @dataclass(frozen=True)
 class Chunk:
-    """Operations whose storages count from `base`. A negative storage -1 - n was born outside: it is the n-th from
-    `earlier_base`. `seconds`: the GPU's clock at the start."""
+    """Operations. A negative storage -1 - n was born outside: it is the n-th from `earlier_base`."""
 
     operations: list[Operation]
-    base: int
+    base: int  # the number of storage 0
     earlier_base: int
-    seconds: float
+    seconds: float  # the GPU's clock at the start
 
     def number(self, storage: int) -> int:
         return self.base + storage if storage >= 0 else self.earlier_base - 1 - storage
@@ -34,7 +33,7 @@ class Chunk:
 
 @dataclass
 class Tape:
-    """Iterating gives (storage, bytes or FREED, name), with a number of its own for each storage."""
+    """Iterating yields (storage, bytes or FREED, name), with a unique number for each storage."""
 
     chunks: list[Chunk] = field(default_factory=list)
 
@@ -44,7 +43,7 @@ class Tape:
                 yield chunk.number(storage), size, name
 
     def peak_bytes(self, rounding: int = 1) -> int:
-        """The most bytes that lived at once, each size rounded up to a multiple of `rounding`."""
+        """Returns the most bytes that lived at once, each size rounded up to a multiple of `rounding`."""
         sizes: dict[int, int] = {}  # of the storages that are alive between two chunks
         summaries: dict[int, tuple[int, int, list, list]] = {}  # of operations that stand on the tape several times
         now = peak = 0
@@ -62,8 +61,8 @@ class Tape:
 
 
 def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
-    """Bytes at the chunk's end and at its highest point, relative to its start. Then its storages that stay alive, with
-    their sizes, and the earlier storages that it frees."""
+    """Summarizes a chunk, for `peak_bytes`. Returns bytes at its end and at its peak, relative to its start; the sizes
+    of storages that stay alive; and the earlier storages that it frees."""
     own: dict[int, int] = {}
     ended = []
     now = highest = 0
@@ -82,18 +81,17 @@ def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Memory:
-    """What a tape takes of a GPU. `at_peak`: bytes by name when most is allocated, which add up to that peak;
-    `timeline`: for each chunk (seconds, most bytes allocated, most bytes reserved)."""
+    """The memory that a tape takes of a GPU."""
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
-    at_peak: dict[str, int]
-    timeline: list[tuple[float, int, int]]
+    at_peak: dict[str, int]  # by name at the peak of allocated bytes; adds up to that peak
+    timeline: list[tuple[float, int, int]]  # for each chunk (seconds, most bytes allocated, most bytes reserved)
 
 
 def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None) -> Memory:
-    """Replays `tape` on a GPU whose allocator is capped; SimulatedOutOfMemory if it does not complete.
-    `expandable_segments`: None means as the environment says."""
+    """Replays `tape` with a capped allocator; SimulatedOutOfMemory if it does not complete. `expandable_segments` None:
+    as the environment says."""
     expands = environment_expands() if expandable_segments is None else expandable_segments
     allocator = CachingAllocator(expandable_segments=expands, limit_bytes=limit_bytes)
     allocate, free = allocator.allocate, allocator.free
@@ -115,8 +113,8 @@ def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments
 
 
 def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
-    """Bytes by name, largest first, when most bytes are asked for. What `peak_bytes` is larger than their sum is called
-    "rounding": blocks are larger than tensors."""
+    """Returns bytes by name, largest first, at the peak of requested bytes. Blocks are larger than tensors: the rest of
+    `peak_bytes` is called "rounding"."""
     live: dict[int, tuple[int, str]] = {}
     by_name: dict[str, int] = {}
     at_peak: dict[str, int] = {}
@@ -136,7 +134,8 @@ def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
 
 
 def most_bytes(tape: Tape, name: str, below_bytes: float = math.inf) -> int:
-    """The most bytes that storages of this name take together; only those of fewer than `below_bytes` each count."""
+    """Returns the most bytes that storages of this name take together. Storages of `below_bytes` or more do not
+    count."""
     live: dict[int, int] = {}
     now = most = 0
     for storage, size, called in tape:

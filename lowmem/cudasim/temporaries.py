@@ -1,9 +1,9 @@
-"""Temporaries: what a CUDA kernel of PyTorch's takes from the caching allocator and gives back before it returns.
+"""Temporaries: memory that a CUDA kernel of PyTorch's takes from the caching allocator and frees before it returns.
 
-They are copies of operands, sums in fp32, staging buffers, sorted indices. TEMPORARIES is the table by operator; an
-operator that is not in it takes less than 1 KiB. Each entry names its source below aten/src/ATen/native. tests/cuda
-compares all of them with PyTorch's own allocator. docs/cuda-memory.md says how each was found and what is left out;
-"assumed" marks figures that no test can show.
+They are copies of operands, sums in fp32, staging buffers, sorted indices. TEMPORARIES is the table by operator; any
+other operator takes less than 1 KiB. Each function returns the bytes of each temporary, and names its source below
+aten/src/ATen/native. tests/cuda compares all of them with PyTorch's own allocator. docs/cuda-memory.md says how each
+was found and what is left out; "assumed" marks figures that no test can show.
 """
 
 import math
@@ -25,7 +25,7 @@ _WIDE = 8  # 16-bit entries that a thread of a sum reads at once
 
 @dataclass(frozen=True)
 class Gpu:
-    """What temporaries depend on. `deterministic`: whether torch.use_deterministic_algorithms is on."""
+    """The facts of a GPU on which temporaries depend. `deterministic`: is torch.use_deterministic_algorithms on?"""
 
     capability: Capability
     multiprocessors: int
@@ -37,14 +37,14 @@ class Gpu:
 
 
 def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int, ...]:
-    """Sizes of the temporaries of `func`, an aten overload, on CUDA. They live at the same time, and are allocated
-    after the results (but see COPIED_FIRST). Empty for tensors on the CPU."""
+    """Returns the sizes of the temporaries of `func`, an aten overload, on CUDA. Empty for tensors on the CPU. They
+    live at the same time, and are allocated after the results (but see COPIED_FIRST)."""
     if func not in TEMPORARIES or (args[0].is_cpu and not isinstance(args[0], FakeTensor)):
         return ()
     return tuple(size for size in TEMPORARIES[func](gpu, result, *args, **kwargs) if size)
 
 
-def _up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
@@ -56,24 +56,24 @@ def _bytes(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _copies(*tensors: Tensor) -> tuple[int, ...]:
-    """Of gradients and outputs [B, H, T, D] that are not contiguous as [B, T, H, D]."""
+    """Sizes of copies of gradients and outputs [B, H, T, D] that are not contiguous as [B, T, H, D]."""
     return _bytes(*(tensor for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()))
 
 
 def _ungrouped(query, key, value) -> tuple[int, ...]:
-    """The gradients of keys and values for each query head, before those of a group of heads are added up."""
+    """Sizes of the gradients of keys and values for each query head, before each group of heads is added up."""
     B, H, _, D = query.shape
     entries = B * H * key.shape[2]
     return (entries * D * key.itemsize, entries * value.shape[-1] * key.itemsize) if key.shape[1] != H else ()
 
 
 def _flash_width(D: int) -> int:
-    return _up(D, 32 if D <= 128 else 64)
+    return _round_up(D, 32 if D <= 128 else 64)
 
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
-    """transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv: if there are few (sequence, head, 64 queries),
-    blocks split the keys."""
+    """Partial sums: blocks split the keys if there are too few (sequence, head, 64 queries).
+    transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
     B, H, T, D = query.shape
     if dropout_p > 0:
         return ()
@@ -84,7 +84,7 @@ def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__)
 
 
 def _splits(blocks: int, slots: int, key_blocks: int) -> int:
-    """The fewest splits that reach 85% of the best occupancy."""
+    """Returns the fewest splits that reach 85% of the best occupancy."""
     if blocks >= 0.8 * slots:
         return 1
     efficiency = {}
@@ -96,24 +96,26 @@ def _splits(blocks: int, slots: int, key_blocks: int) -> int:
 
 
 def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__):
-    """transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: dq in fp32; if deterministic, once per split of the keys."""
+    """The gradient of the queries in fp32; if deterministic, once per split of the keys.
+    transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
     B, H, T, D = query.shape
-    rows = B * H * _up(T, 128)
+    rows = B * H * _round_up(T, 128)
     splits = -(-gpu.multiprocessors // (B * H)) if gpu.deterministic else 1
     return *_copies(grad_out, out), rows * 4, splits * rows * _flash_width(D) * 4, *_ungrouped(query, key, value)
 
 
 def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
-    """transformers/cuda/mem_eff_attention/kernel_forward.h: sums of heads wider than 128 do not fit into registers."""
+    """Sums of heads wider than 128, which do not fit into registers:
+    transformers/cuda/mem_eff_attention/kernel_forward.h."""
     B, H, T, D = query.shape
     wide = max(D, value.shape[-1]) > 128 and query.dtype in _16_BIT
     return (B * H * T * value.shape[-1] * 4,) if wide else ()
 
 
 def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> tuple[int, int, bool]:
-    """Queries and keys that the backward kernel works on at a time, and whether their dk and dv stay in registers.
-    PyTorch takes the first kernel of transformers/cuda/mem_eff_attention/kernels/cutlassB.h for heads of this `width`
-    that fits into shared memory. The bytes that a kernel asks for were read off its launches (Volta's assumed)."""
+    """Returns the queries and keys of the backward kernel's tile, and if their dk and dv stay in registers. PyTorch
+    takes the first kernel of transformers/cuda/mem_eff_attention/kernels/cutlassB.h for heads of this `width` that fits
+    into shared memory. The bytes that a kernel asks for were read off its launches (Volta's assumed)."""
     half, shared = dtype in _16_BIT, gpu.multiprocessor.shared_bytes_of_block
     if width <= 64:
         return 64, 64, half
@@ -135,7 +137,8 @@ def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> 
 def _efficient_backward(
     gpu: Gpu, result, grad_out, query, key, value, bias, out, logsumexp, seed, offset, dropout_p, *_, **__
 ):
-    """transformers/cuda/attention_backward.cu and mem_eff_attention/kernel_backward.h."""
+    """Sums of the gradients in fp32, and copies: transformers/cuda/attention_backward.cu,
+    mem_eff_attention/kernel_backward.h."""
     B, H, T, D = query.shape
     half, width = query.dtype in _16_BIT, value.shape[-1]
     queries, keys, in_registers = _efficient_tile(gpu, query.dtype, max(D, width), dropout_p > 0)
@@ -145,11 +148,11 @@ def _efficient_backward(
         if not gpu.deterministic and gpu.capability >= (7, 0):
             splits = -(-key.shape[2] // keys)
             splits = 1 if B * H >= 256 and splits <= 2 else max(1, min(splits, 200 // (B * H)))
-        per_head += splits * keys * (_up(D, queries) + _up(width, queries))
+        per_head += splits * keys * (_round_up(D, queries) + _round_up(width, queries))
     if half or gpu.capability >= (7, 0):
         per_head += -(-T // queries) * -(-D // keys) * (4 + queries * keys)  # dq, and a lock per tile
     rows = B * H * T * 4
-    while_running = rows, B * H * _up(per_head, 4) * 4
+    while_running = rows, B * H * _round_up(per_head, 4) * 4
     before = ()  # the sums of grad_out x out, which only 16-bit kernels compute themselves
     if not half or (sums_of_dk_and_dv and (7, 0) <= gpu.capability < (7, 5)):
         sums = rows if H == 1 else 2 * rows  # those of several heads are transposed
@@ -161,18 +164,19 @@ def _efficient_backward(
 
 
 def _safe_softmax(gpu: Gpu, result, weights, *_, **__):
-    """transformers/attention.cpp: bools: which weights are minus infinity, and which rows are so throughout."""
+    """Two masks of bools: weights that are minus infinity, and rows of only such weights.
+    transformers/attention.cpp."""
     return weights.numel(), weights.numel() // max(1, weights.shape[-1])
 
 
 def _softmax_backward(gpu: Gpu, result, gradient, output, *_, **__):
-    """cuda/SoftMax.cu: gradient x output."""
+    """The product of gradient and output: cuda/SoftMax.cu."""
     return (gradient.numel() * torch.promote_types(gradient.dtype, output.dtype).itemsize,)
 
 
 def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
-    """cuda/Embedding.cu and EmbeddingBackwardKernel.cu: more than 3,072 lookups are sorted, and runs of up to ten of
-    one word are summed in fp32."""
+    """Sorted indices and sums in fp32: cuda/Embedding.cu and EmbeddingBackwardKernel.cu. Only more than 3,072 lookups
+    are sorted; each run of up to ten lookups of one word is summed in fp32."""
     lookups = indices.numel()
     copy = () if gradient.is_contiguous() else _bytes(gradient)
     if lookups <= 3072:
@@ -184,8 +188,8 @@ def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
 
 
 def _norm_backward(weights: int) -> Callable:
-    """cuda/layer_norm_kernel.cu: with more than 65,536 rows, and so few columns that multiprocessors would idle, blocks
-    of rows are summed first, then those sums; for each of `weights` vectors."""
+    """Sums of blocks of rows, for each of `weights` vectors: cuda/layer_norm_kernel.cu. They are needed with more than
+    65,536 rows, and too few columns for all multiprocessors."""
 
     def temporaries(gpu: Gpu, result, gradient, input, shape: list[int], *_, **__):
         columns, rows = math.prod(shape), gradient.numel() // math.prod(shape)
@@ -200,8 +204,8 @@ def _norm_backward(weights: int) -> Callable:
 
 
 def _index(gpu: Gpu, result, tensor, indices, *_, **__):
-    """TensorAdvancedIndexing.cpp: indices whose strides differ once they are expanded to one shape are copied, in 64
-    bits."""
+    """Copies of indices in 64 bits, if their strides differ once they are expanded to one shape:
+    TensorAdvancedIndexing.cpp."""
     indices = [index for index in indices if index is not None]
     if len(indices) < 2 or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
         return ()
@@ -212,8 +216,8 @@ def _index(gpu: Gpu, result, tensor, indices, *_, **__):
 
 
 def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
-    """cuda/Indexing.cu, index_put_with_sort_kernel, if deterministic: places, sorted, and where they came from. Larger
-    sorts have second buffers; CUB takes one byte for those that need none."""
+    """Sorted indices and their places, if deterministic: cuda/Indexing.cu, index_put_with_sort_kernel. Larger sorts
+    have second buffers; CUB takes one byte for those that need none."""
     if not gpu.deterministic:
         return ()
     table = index.numel() * 8
@@ -221,7 +225,7 @@ def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
 
 
 def matrix_product(gpu: Gpu, result, *matrices: Tensor, **_):
-    """cuda/Blas.cpp, prepare_matrix_for_cublas: copies of matrices with gaps in both rows and columns."""
+    """Copies of matrices with gaps in both rows and columns: cuda/Blas.cpp, prepare_matrix_for_cublas."""
     return _bytes(*(matrix for matrix in matrices if matrix.dim() > 1 and not _fits_cublas(matrix)))
 
 
@@ -236,7 +240,8 @@ def _fits_cublas(matrix: Tensor) -> bool:
 
 
 def _reduced(gpu: Gpu, tensor: Tensor, dims, result_bytes: int, partial_bytes: int | None = None, vector: int = 4):
-    """Of one run of the kernel. A partial result has at least 4 bytes unless `partial_bytes` says otherwise."""
+    """Staging buffers of one run of the kernel. A partial result has at least 4 bytes unless `partial_bytes` says
+    otherwise."""
     dims = range(tensor.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     partial = max(4, tensor.itemsize) if partial_bytes is None else partial_bytes
     vector = vector if tensor.itemsize == 2 else 4
@@ -244,8 +249,8 @@ def _reduced(gpu: Gpu, tensor: Tensor, dims, result_bytes: int, partial_bytes: i
 
 
 def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
-    """cuda/ReduceSumProdKernel.cu and ReduceMomentKernel.cu: sums and means. Entries of another dtype than the result's
-    are copied first, but 16-bit entries of an fp32 result are not."""
+    """Staging buffers of sums and means: cuda/ReduceSumProdKernel.cu, ReduceMomentKernel.cu. Entries of another dtype
+    than the result's are copied first, except 16-bit entries of an fp32 result."""
     if tensor.dtype is result.dtype or (tensor.dtype in _16_BIT and result.dtype is torch.float32):
         return _reduced(gpu, tensor, dims, result.itemsize, vector=_WIDE)
     copy = torch.empty_like(tensor, dtype=result.dtype, device="meta")
@@ -253,17 +258,17 @@ def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
 
 
 def _norm(gpu: Gpu, result, tensor, order=2, dims=None, *_, **__):
-    """cuda/ReduceNormKernel.cu."""
+    """Staging buffers of norms: cuda/ReduceNormKernel.cu."""
     return _reduced(gpu, tensor, dims, result.itemsize)
 
 
 def _extreme(gpu: Gpu, result, tensor, dims=None, *_, **__):
-    """cuda/ReduceMaxValuesKernel.cu and ReduceMinValuesKernel.cu."""
+    """Staging buffers of largest and smallest entries: cuda/ReduceMaxValuesKernel.cu, ReduceMinValuesKernel.cu."""
     return _reduced(gpu, tensor, dims, result.itemsize, tensor.itemsize)
 
 
 def _log_sum_exp(gpu: Gpu, result, tensor, dims, *_, **__):
-    """ReduceOps.cpp, logsumexp_out_impl: the largest entries, and the exponentials."""
+    """The largest entries, and the exponentials: ReduceOps.cpp, logsumexp_out_impl."""
     copy = torch.empty_like(tensor, device="meta")
     return *_bytes(result), *_bytes(copy), *_reduced(gpu, copy, dims, result.itemsize, vector=_WIDE)
 

@@ -1,1 +1,1 @@
-"""From documents to batches; docs/data.md draws the way. Start with dataset.py, which calls the other files."""
+"""From documents to batches. docs/data.md draws the way. Start with dataset.py, which calls the other files."""

@@ -1,11 +1,7 @@
 """Finds the assistant's part of a rendered conversation, which is trained on.
 
-If the chat template marks it with {% generation %}, it is that part. Otherwise less of the conversation is rendered:
-
-    before   the messages up to an answer, with the prompt for an answer: the model's input in inference
-    after    the messages up to the end of the answer; `after` without `before` is the model's output
-
-Templates that write a turn differently once others follow are in docs/data.md.
+It is the part marked with {% generation %}. For a template without marks, shorter conversations are rendered: up to an
+answer, and up to its end. Their difference is the answer. docs/data.md has the exceptions.
 """
 
 import itertools
@@ -21,8 +17,8 @@ from lowmem.errors import InputError
 
 
 class Answers:
-    """Finds the assistant's answers in conversations that the tokenizer's chat template writes, and counts those
-    conversations in which something is not trained on."""
+    """Finds the assistant's answers in rendered conversations, and counts conversations with untrained answers or
+    reasoning."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.template = ChatTemplate(tokenizer)
@@ -44,8 +40,8 @@ class Answers:
         return [alone] * (self._last_alone > 0) + [reasoning] * (self._without_reasoning > 0)
 
     def segments(self, conversation: Conversation, everything: bool) -> Segments:
-        """The conversation as text; the assistant's answers are trained, or `everything`. Raises InputError if the
-        template refuses the conversation or the answers cannot be found."""
+        """Returns the conversation as text, of which the assistant's answers are trained, or `everything`. InputError
+        if the template refuses the conversation, or if the answers are not found."""
         text, marked = self.template.render(conversation)
         self.template.check(conversation, text)
         self._without_reasoning += not all(part in text for part in conversation.last_reasoning)
@@ -59,7 +55,7 @@ class Answers:
         return [segment for segment in [*segments, (text[start:], False)] if segment[0]]
 
     def _marked(self, conversation: Conversation, marked: list[Span]) -> list[Span]:
-        """The `marked` spans of answers that are trained on."""
+        """Returns the `marked` spans of answers that are trained."""
         if len(conversation.answers) == sum(message["role"] == "assistant" for message in conversation.messages):
             return marked
         spans, seen = [], 0
@@ -84,7 +80,7 @@ class Answers:
         return turns[-1:]
 
     def _turn(self, conversation: Conversation, text: str, index: int) -> Span | None:
-        """The span of answer `index` in `text`, its end-of-turn token included; None if it is not found."""
+        """Returns the span of answer `index` in `text`, with its end-of-turn token; None if it is not found."""
         start = self._start(conversation, text, index)
         rendered = self._rendered(conversation, index + 1)
         if start is None or rendered is None:
@@ -108,8 +104,8 @@ class Answers:
         return self._agreement(asked[0], text)  # the prompt begins a reasoning, which old turns do not have
 
     def _end(self, text: str, start: int, after: str) -> int | None:
-        """The end of the turn that begins at `start`. Special tokens that follow it in `text` and in `after` belong to
-        it; if there are none in both, the first one in `text` does."""
+        """Returns the end of the turn that begins at `start`. Special tokens after it, both in `text` and in `after`,
+        belong to it; if both have none in common, the first in `text`."""
         if not after.startswith(text[:start]):
             return None
         turn = after[start:]
@@ -125,13 +121,13 @@ class Answers:
         return None
 
     def _agreement(self, one: str, other: str) -> int:
-        """The length of the longest common beginning that cuts no special token."""
+        """Returns the length of the longest common prefix that cuts no special token."""
         length = len(os.path.commonprefix([one, other]))
         cut = next((token for token in self._special.finditer(one) if token.start() < length < token.end()), None)
         return cut.start() if cut else length
 
     def _rendered(self, conversation: Conversation, count: int, ask: bool = False) -> tuple[str, list[Span]] | None:
-        """The first `count` messages as text; None if the template refuses them without the others."""
+        """Renders the first `count` messages; None if the template refuses them without the others."""
         try:
             return self.template.render(conversation, count, ask)
         except InputError:

@@ -1,12 +1,11 @@
-"""From tokens to batches: rows of tokens, and labels that say which tokens are trained.
+"""Cuts tokens into batches: rows of tokens, and labels that say which tokens are trained.
 
-Text is **packed**: documents end to end, cut into rows of T inputs. Row r reads tokens rT to rT + T, so no prediction
-is lost. **Examples** (conversations, prompts with completions) are one per row, padded on the right; `pack` says how
-much padding is computed (docs/data.md). The labels of padding are -100, by position and not by id.
+Text is **packed**: documents end to end, cut into rows of T inputs. **Examples** (conversations, prompts with
+completions) are one per row, padded on the right; `pack` says how much padding is computed. docs/data.md has drawings.
 
 A batch is a pure function of (seed, step), so a resumed run reads the same rows. Epoch e is a permutation drawn from a
-generator seeded with (seed, e). Several texts are mixed within an epoch. With a weight of 2 every row comes twice, with
-one of 0.5 every other row, and the other half in the next epoch.
+generator seeded with (seed, e). With a weight of 2 every row comes twice in an epoch. With 0.5 one half of the rows
+comes in this epoch, and the other half in the next.
 """
 
 import functools
@@ -25,8 +24,8 @@ PADDED, SORTED, PACKED = "padded", "sorted", "packed"
 
 
 class Rows:
-    """`documents` cut into rows of at most `seq` inputs. `name`: the text that the user gave; `weight`: how often each
-    row is in an epoch."""
+    """`documents` cut into rows of at most `seq` inputs. `name`: of the text, as the user gave it; `weight`: how often
+    each row is in an epoch."""
 
     def __init__(self, name: str, documents: Documents, seq: int, weight: float = 1.0):
         self.name, self.documents, self.seq, self.weight = name, documents, seq, weight
@@ -41,7 +40,7 @@ class Rows:
         return np.full(self.count, self.seq) if documents.packed else np.asarray(documents.lengths) - 1
 
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """A row's tokens (int64) and which of them are trained (bool): its inputs and one more, the last label."""
+        """Returns a row's tokens (int64) and trained mask (bool): its inputs and one more, the last label."""
         if self.documents.packed:
             tokens = self.documents.tokens[row * self.seq : (row + 1) * self.seq + 1]
             return tokens.astype(np.int64), np.ones(self.seq + 1, bool)
@@ -49,7 +48,7 @@ class Rows:
         return self.documents.tokens[span].astype(np.int64), self.documents.trained[span]
 
     def where(self, row: int) -> list[str]:
-        """The places of a row's texts: ["a.jsonl:17-23", "book.txt at 41.20%"]."""
+        """Returns the places of a row's texts: ["a.jsonl:17-23", "book.txt at 41.20%"]."""
         if not self.documents.packed:
             return self.documents.where(slice(row, row + 1))
         start = row * self.seq
@@ -60,8 +59,9 @@ class Rows:
         return names
 
     def of_epoch(self, epoch: int, seed: int, part: int) -> np.ndarray:
-        """The rows of an epoch, in no particular order. Passes over all rows are laid end to end, and each epoch has
-        the next `in_epoch` rows. A pass that epochs share is shuffled by (seed, pass, `part` of the mixture)."""
+        """Returns the rows of an epoch, in no particular order. Passes over all rows are joined end to end, and each
+        epoch takes the next `in_epoch` rows. A pass that epochs share is shuffled by (seed, pass, `part` of the
+        mixture)."""
         found = []
         place, end = epoch * self.in_epoch, (epoch + 1) * self.in_epoch
         while place < end:
@@ -75,12 +75,12 @@ class Rows:
 
 
 class Batches:
-    """A deterministic sequence of batches of `batch_rows` rows of `parts`, all cut to the same length.
+    """A deterministic sequence of batches of `batch_rows` rows of `parts`, which all have one length.
 
-    With a `seed` it is endless, every epoch in another order, and a batch may straddle two epochs. With `seed` None
-    (for evaluation) rows come in their order, the last batch may be smaller, and batch i is batch i modulo `len()`.
-    `fixed` makes every batch the first one, which is then a whole epoch. `document_mask` holds for packed text, `pack`
-    (PADDED, SORTED or PACKED) for examples.
+    With a `seed` it is endless, every epoch has another order, and a batch may span two epochs. With `seed` None (for
+    evaluation) rows keep their order, the last batch may be smaller, and batch i is batch i modulo `len()`. `fixed`
+    makes every batch the first one, which is then a whole epoch. `document_mask` applies to packed text, `pack`
+    (PADDED, SORTED or PACKED) to examples.
     """
 
     remarks: tuple[str, ...] = ()  # for the description of the data
@@ -97,7 +97,7 @@ class Batches:
         self._order = functools.lru_cache(maxsize=2)(self._epoch)
 
     def __len__(self) -> int:
-        """The number of batches that hold every row of an epoch."""
+        """Returns the number of batches in an epoch."""
         return math.ceil(self.rows / self.batch_rows)
 
     @property
@@ -105,7 +105,7 @@ class Batches:
         return 1.0 if self.fixed else self.rows / self.batch_rows
 
     def batch(self, step: int) -> Batch:
-        """The batch of optimizer step `step`, counted from 0."""
+        """Returns the batch of optimizer step `step`, counted from 0."""
         chosen = self._rows_of(step)
         contents = [part.read(row) for part, row in chosen]  # the last token of each is only a label
         sizes = [len(tokens) - 1 for tokens, _ in contents]
@@ -136,7 +136,7 @@ class Batches:
         return Batch(*(None if one is None else _tensor(one) for one in batch))
 
     def typical_lengths(self) -> list[int] | None:
-        """The row lengths, longest first, of a batch with the average mix of an epoch. None if all rows are full, or
+        """Returns the row lengths, longest first, of a batch with an epoch's average mix. None if all rows are full, or
         computed as if they were."""
         if self.pack == PADDED or all(part.documents.packed for part in self.parts):
             return None
@@ -149,7 +149,7 @@ class Batches:
         return sorted(_first_fit(lengths, self.parts[0].seq)[1], reverse=True) if self.pack == PACKED else lengths
 
     def where(self, step: int) -> list[str]:
-        """The places of the texts of training batch `step`, in its order."""
+        """Returns the places of the texts of training batch `step`, in its order."""
         return list(dict.fromkeys(name for part, row in self._rows_of(step) for name in part.where(row)))
 
     def _rows_of(self, step: int) -> list[tuple[Rows, int]]:
@@ -174,13 +174,14 @@ class Batches:
 
 
 def _quantiles(sizes: np.ndarray, count: int) -> np.ndarray:
-    """`count` sizes with the same distribution, the smallest first."""
+    """Returns `count` sizes with the same distribution, the smallest first."""
     return np.sort(sizes)[((np.arange(count) + 0.5) / count * len(sizes)).astype(int)]
 
 
 def _first_fit(sizes: Sequence[int], seq: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """The (row, first position) of pieces of these sizes in rows of `seq`, and how full each row is. The longest comes
-    first, each into the first row with room (first-fit decreasing: at most 11/9 of the fewest rows plus one)."""
+    """Packs pieces of these sizes into rows of `seq`. Returns each piece's (row, first position), and each row's
+    length. The longest piece comes first, each goes into the first row with room (first-fit decreasing: at most 11/9 of
+    the fewest rows plus one)."""
     places, filled, rows = [(0, 0)] * len(sizes), np.zeros(len(sizes), np.int64), 0
     for piece in np.argsort([-size for size in sizes], kind="stable"):
         row = int(np.argmax(filled[: rows + 1] <= seq - sizes[piece]))  # the first that is true; a new row is empty

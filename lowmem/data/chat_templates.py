@@ -1,12 +1,12 @@
-"""Chat templates: from a conversation to one text, as the model is given it in inference.
+"""Renders a conversation as one text, as the model is given it in inference.
 
 A chat template is a Jinja program that belongs to the tokenizer. `ChatTemplate` differs from
-`tokenizer.apply_chat_template` in four points.
+`tokenizer.apply_chat_template` in four points:
 
-- Templates that ask for today's date always get the same one, so that training again reads the same text.
-- The spans that the author marked with {% generation %} are returned with the text.
-- Templates of vision models take content as a list of parts, and get it so.
-- DeepSeek's templates take tool calls in an older form, and get it if they fail with the usual one.
+- A template that asks for the date always gets the same date, so every run reads the same text.
+- It also returns the spans marked with {% generation %}.
+- Templates of vision models get content as a list of parts.
+- DeepSeek's templates get tool calls in an older form, if the usual form fails.
 """
 
 import contextlib
@@ -51,11 +51,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
 
 
 class ChatTemplate:
-    """The chat template of `tokenizer`.
-
-    note         a remark for the log
-    end_of_turn  the text that it writes after the last answer: "" for nothing, None if unknown
-    """
+    """The chat template of `tokenizer`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -68,11 +64,12 @@ class ChatTemplate:
                 text, _ = self.render(Conversation("", exchange))
             if _QUESTION in text and _ANSWER in text:
                 break
+        # The text after the last answer: "" for nothing, None if unknown.
         self.end_of_turn = text.rpartition(_ANSWER)[2].strip() if _ANSWER in text else None
 
     def render(self, conversation: Conversation, count: int | None = None, ask: bool = False) -> tuple[str, list[Span]]:
-        """The text of the first `count` messages (None: all), and the spans that are marked as generated. `ask`: with
-        the prompt for an answer. Raises InputError if the template raises an error."""
+        """Returns the text of the first `count` messages (None: all), and the spans that are marked as generated.
+        `ask`: with the prompt for an answer. InputError if the template raises an error."""
         messages = conversation.messages[:count]
         try:
             return self._write(messages, conversation.tools, ask)
@@ -86,8 +83,8 @@ class ChatTemplate:
             ) from error
 
     def check(self, conversation: Conversation, text: str) -> None:
-        """Raises InputError if the rendered `text` cannot be written as UTF-8, or lacks tool calls or their results:
-        many templates know no tools."""
+        """Raises InputError if `text` cannot be written as UTF-8, or lacks tool calls or their results: many templates
+        know no tools."""
         encodable(text, conversation.where, "the conversation")
         calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
         if calls and conversation.tools:  # the list of tools also has the names
@@ -123,7 +120,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def _with_older_tool_calls(message: Message) -> Message:
-    """`message` with the arguments of its tool calls as text, and a content of None next to them."""
+    """Returns `message` with the arguments of its tool calls as text, and a content of None next to them."""
     if "tool_calls" not in message:
         return message
     calls = [(call, call["function"]) for call in message["tool_calls"]]

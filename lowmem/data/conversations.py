@@ -1,8 +1,8 @@
-"""From a row to a conversation: messages as the chat templates of Hugging Face's models expect them.
+"""Reads conversations: messages as the chat templates of Hugging Face's models expect them.
 
-A message is {"role": ..., "content": ...}; its role is system, user, assistant or tool, or another one that the chat
-template names. Its other keys (`tool_calls`, `name`, `reasoning_content`, ...) reach the template unchanged. OpenAI's,
-ShareGPT's and TRL's ways of writing conversations are understood (docs/data.md).
+A message is {"role": ..., "content": ...}. Its role is system, user, assistant, tool, or another one that the chat
+template names. Its other keys (`tool_calls`, `name`, `reasoning_content`, ...) reach the template unchanged.
+docs/data.md lists the ways of writing conversations: OpenAI's, ShareGPT's and TRL's.
 """
 
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # The names in tran
 
 
 class UntrainableRow(InputError):
-    """A row with nothing to learn from: an empty text or completion, a conversation without an answer."""
+    """A row has nothing to train on: an empty text or completion, a conversation without an answer."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """`where`: its place, for errors. `given`: the number of first messages that are not trained on."""
+    """`where`: its place, for errors. `given`: the number of first messages that are not trained."""
 
     where: str
     messages: list[Message]
@@ -45,7 +45,7 @@ class Conversation:
 
     @property
     def answers(self) -> list[int]:
-        """The indices of the messages that are trained on."""
+        """The indices of the messages that are trained."""
         return [
             index
             for index, message in enumerate(self.messages)
@@ -65,7 +65,7 @@ class Conversation:
 
 
 def read_conversation(record: Record, columns: tuple[str, ...], template: str = "") -> Conversation:
-    """The messages in `columns`, for the chat `template`; of two columns those of the first are not trained on. Raises
+    """Returns the messages in `columns`, for the chat `template`; of two columns only the second is trained. Raises
     InputError."""
     first, *rest = (_messages(record, column, template) for column in columns)
     if (text := system_text(record)) and not (first and first[0]["role"] in ("system", "developer")):
@@ -74,7 +74,7 @@ def read_conversation(record: Record, columns: tuple[str, ...], template: str = 
 
 
 def system_text(record: Record) -> str:
-    """The text of the row's system column; "" if there is none. Raises InputError."""
+    """Returns the text of the row's system column; "" if there is none. Raises InputError."""
     filled = {name: record.columns[name] for name in SYSTEM_COLUMNS if record.columns.get(name)}
     for name, text in filled.items():
         if not isinstance(text, str):
@@ -85,7 +85,7 @@ def system_text(record: Record) -> str:
 
 
 def parse_within(text: str, place: str, this_is: str) -> Any:
-    """The value of the JSON `text` in a row. `this_is`, for the InputError: "tools is", "the arguments are"."""
+    """Returns the value of the JSON `text` in a row. `this_is`, for the InputError: "tools is", "the arguments are"."""
     try:
         return parse_json(text, "line")
     except InputError as error:
@@ -93,7 +93,7 @@ def parse_within(text: str, place: str, this_is: str) -> Any:
 
 
 def encodable(text: str, where: str, name: str) -> str:
-    """`text`, if it can be written as UTF-8; raises InputError."""
+    """Returns `text`. InputError if UTF-8 cannot encode it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -117,7 +117,7 @@ def _messages(record: Record, column: str, template: str) -> list[Message]:
 
 
 def _message(value: dict[str, Any], place: str, template: str) -> Message:
-    """`value` with the keys and roles that chat templates read, and without null values."""
+    """Returns `value` with the keys and roles that chat templates read, and without null values."""
     message = {key: item for key, item in value.items() if item is not None}
     said, content = _either(message, "role", "from", place), _either(message, "content", "value", place)
     message.pop("content", None)
@@ -144,7 +144,7 @@ def _message(value: dict[str, Any], place: str, template: str) -> Message:
 
 
 def _either(message: Message, name: str, other: str, place: str) -> Any:
-    """The value under one of two names; the `other` name is removed."""
+    """Returns the value under one of two names, and removes the `other` name."""
     value = message.pop(other, None)
     if value is not None and message.get(name, value) != value:
         raise InputError(f"{place}: {name} and {other} differ; keep one of them")
@@ -152,7 +152,7 @@ def _either(message: Message, name: str, other: str, place: str) -> Any:
 
 
 def _role(said: str, place: str, template: str) -> str:
-    """The role as chat templates call it."""
+    """Returns the role as chat templates call it."""
     plain = _plain(said)
     named = f"'{said}'" in template or f'"{said}"' in template
     if plain in _ROLES and not (named and said in _KEPT_IF_NAMED):
@@ -182,7 +182,7 @@ def _text(content: Any, place: str) -> str:
 
 
 def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
-    """One tool call with its arguments as an object: OpenAI writes them as text, chat templates take objects."""
+    """Returns a tool call with its arguments as an object: OpenAI writes them as text, chat templates take objects."""
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InputError(
@@ -196,7 +196,7 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _objects(value: Any, place: str, name: str) -> list[dict[str, Any]]:
-    """The list of objects in `value`, which may be JSON text, or a single object. Raises InputError."""
+    """Returns the list of objects in `value`, which may be JSON text, or a single object. Raises InputError."""
     if isinstance(value, str):
         value = parse_within(value, place, f"{name} is")
     values = [value] if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""A run's data: the texts that the settings name, read, tokenized, held out in part, and cut into batches."""
+"""Loads a run's data: reads and tokenizes the texts, holds some out for evaluation, and cuts them into batches."""
 
 import functools
 import hashlib
@@ -29,32 +29,24 @@ STREAMED_EVALUATION_ROWS = 1024
 
 @dataclass(frozen=True)
 class Data:
-    """A run's batches.
-
-    evaluations  One for each held-out text.
-    fingerprint  A hash of all tokens, the vocabulary, and how rows are cut.
-    description  Lines for the log.
-    keep         Stores the tokens in the run's folder, for a resumed run.
-    close        Removes them if they were not kept.
-    """
+    """A run's batches."""
 
     train: Batches
-    evaluations: tuple[Batches, ...]
-    fingerprint: str
-    description: str
-    keep: Callable[[], None]
-    close: Callable[[], None]
+    evaluations: tuple[Batches, ...]  # one for each held-out text
+    fingerprint: str  # a hash of all tokens, the vocabulary, and how rows are cut
+    description: str  # lines for the log
+    keep: Callable[[], None]  # stores the tokens in the run's folder, for a resumed run
+    close: Callable[[], None]  # removes them if they were not kept
 
 
 def load_data(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None = None,
     decoder_start: int | None = None,
 ) -> Data:  # fmt: skip
-    """Reads and tokenizes the data, holds a part out, and cuts it into rows. Raises InputError with the place in the
-    data.
+    """Reads and tokenizes the data, holds a part out, and cuts it into rows. InputError names the place in the data.
 
     vocabulary_size  Number of ids that the model embeds.
-    folder           The run's folder, in which the tokens are looked for first.
+    folder           The run's folder, which may have the tokens of an earlier start.
     decoder_start    The id before each target, for encoder-decoders.
 
     The held-out part is `eval_data`, or the validation split of each source, or else `eval_fraction` of its documents.
@@ -106,7 +98,7 @@ class _Reader:
         self.needed_rows = settings.batch if settings.fixed_batch else rows
 
     def read(self, folder: ArrayFolder) -> list[Part]:
-        """The documents of each source, then of each held-out text, written into `folder`."""
+        """Returns the documents of each source, then of each held-out text, written into `folder`."""
         paths = [path for source in (*self.sources, *self.evaluated) for path in source.content]
         folder.source_bytes = sum(path.stat().st_size for path in paths if isinstance(path, Path))
         # A second time for the held-out share:
@@ -135,8 +127,8 @@ class _Reader:
 
 
 def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part]) -> Iterator[Part]:
-    """`parts` without training documents that another of them holds out; those that are among the `named` held-out
-    texts stay, with a note."""
+    """Yields `parts` without training documents that another part holds out. Documents in the `named` held-out texts
+    stay, with a note."""
     for part in parts:
         train = part.train
         others = [other.evaluation.keys for other in parts if other is not part and other.evaluation is not None]
@@ -151,7 +143,7 @@ def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part])
 
 
 def _cut(source: Source, part: Part, seq: int) -> Part:
-    """`part` with Rows in place of documents."""
+    """Returns `part` with Rows in place of documents."""
     train = part.train and Rows(source.spec, part.train, seq, source.weight)
     return part._replace(train=train, evaluation=part.evaluation and Rows(source.spec, part.evaluation, seq))
 
@@ -159,7 +151,7 @@ def _cut(source: Source, part: Part, seq: int) -> Part:
 def _batches(
     parts: list[Part], settings: DataSettings, end_of_text: int, decoder_start: int | None
 ) -> tuple[Batches, list[Batches]]:
-    """Batches of all trained texts, and of each held-out text. Raises InputError for a text without a row."""
+    """Returns batches of all trained texts, and of each held-out text. InputError for a text without a row."""
     trained = [part.train for part in parts if part.train is not None]
     # A text that is given twice is evaluated once.
     held_out = list({part.evaluation.name: part.evaluation for part in parts if part.evaluation is not None}.values())
@@ -197,7 +189,7 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase, train: Batches, *evaluation
 
 
 def _describe(sources: list[Source], parts: list[Part], train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A line for each text and one for the mixture; one line in all if a single text is trained on."""
+    """Returns a line for each text and one for the mixture; a single text has one line in all."""
     lines = []
     for source, part in zip(sources, parts, strict=True):
         name = source.name + source.remark

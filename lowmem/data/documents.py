@@ -1,9 +1,9 @@
-"""From the documents of a source to token ids end to end, and the share of them that is held out.
+"""Tokenizes the documents of a source, and holds a part of them out.
 
-Token ids are in files, 2 bytes each up to 65,536 ids, else 4; examples take one more byte for the trained mask. RAM
-holds 32 bytes per document, the names of the files, and the text that is being tokenized: at most TOKENIZING_BYTES,
-however long the text is. Exceptions (long_text.py): a long word to Unigram or WordPiece, SentencePiece's own library, a
-`.json` list, and a row of a table. While the held-out share is written, the disk holds twice the data.
+Token ids are in files: 2 bytes each for up to 65,536 ids, else 4. Examples have one more byte for the trained mask. RAM
+holds 32 bytes per document, the names of the files, and at most TOKENIZING_BYTES of text. Four things need more: a long
+word with Unigram or WordPiece, SentencePiece's own library, a `.json` list, and a row of a table. While the held-out
+part is written, the disk holds twice the data.
 """
 
 import dataclasses
@@ -37,31 +37,24 @@ _PROGRESS_AFTER_SECONDS = 2
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The tokens of n documents end to end.
+    """The tokens of n documents end to end."""
 
-    tokens  uint16 or uint32 [N], an end-of-text token after each document.
-    lengths int64 [n], in tokens.
-    keys    uint64 [n], a hash of the content, which decides whether a document is held out.
-    trained bool [N], which tokens are trained; None for packed text: all.
-    places  int32 [n, 2]: the index in `files`, and the line or row, 0 for a whole file.
-    """
-
-    tokens: StoredArray
-    lengths: np.ndarray
-    keys: np.ndarray
-    trained: StoredArray | None
-    places: np.ndarray
+    tokens: StoredArray  # uint16 or uint32 [N], an end-of-text token after each document
+    lengths: np.ndarray  # int64 [n], in tokens
+    keys: np.ndarray  # uint64 [n], a hash of the content, by which documents are held out
+    trained: StoredArray | None  # bool [N]; None for packed text, of which all tokens are trained
+    places: np.ndarray  # int32 [n, 2]: the index in `files`, and the line or row, 0 for a whole file
     files: tuple[str, ...]
     description: str  # of the format
     notes: tuple[str, ...] = ()
 
     @property
     def packed(self) -> bool:
-        """Whether documents may be cut and joined; otherwise one is one example."""
+        """True if documents may be cut and joined; otherwise each document is one example."""
         return self.trained is None
 
     def select(self, chosen: np.ndarray, folder: ArrayFolder) -> "Documents":
-        """The documents i for which `chosen` (bool [n]) is true; their tokens are written into `folder`."""
+        """Returns the documents for which `chosen` (bool [n]) is true; their tokens are written into `folder`."""
         ends = np.cumsum(self.lengths)
         edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)).reshape(-1, 2)  # of runs of neighbours
         spans = [(ends[first] - self.lengths[first], ends[after - 1]) for first, after in edges]
@@ -80,7 +73,7 @@ class Documents:
         )
 
     def between(self, start: int, stop: int) -> "Documents":
-        """Tokens `start` to `stop` of packed text; the first and the last document may be cut."""
+        """Returns tokens `start` to `stop` of packed text; the first and the last document may be cut."""
         ends = np.cumsum(self.lengths)
         starts = ends - self.lengths
         inside = (ends > start) & (starts < stop)
@@ -93,7 +86,7 @@ class Documents:
         )
 
     def where(self, chosen: slice) -> list[str]:
-        """The places of neighbouring documents, one per file: ["a.jsonl:17-23", "b.txt"]."""
+        """Returns the places of neighbouring documents, one per file: ["a.jsonl:17-23", "b.txt"]."""
         found = []
         for file, places in itertools.groupby(self.places[chosen].tolist(), key=lambda place: place[0]):
             numbers = [number for _, number in places if number]
@@ -105,7 +98,8 @@ def read_documents(
     source: Source, records: Iterable[Record], rows_limit: int | None, settings: DataSettings,
     tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: ArrayFolder,
 ) -> Documents:  # fmt: skip
-    """All documents of `records` as tokens, or as many as fill `rows_limit` rows, written into `folder`."""
+    """Tokenizes all documents of `records`, or as many as fill `rows_limit` rows, and writes the tokens into
+    `folder`."""
     first, records = with_first_filled(iter(records))
     if first is None:
         raise InputError(f"{source.name}: there is no document in it")
@@ -129,10 +123,10 @@ def read_documents(
 
 
 def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolder) -> tuple[Documents, Documents, str]:
-    """`documents` as (training, held out, description), the share counted in tokens (examples: in rows).
+    """Splits `documents` into (training, held out, description). `fraction` counts tokens (examples: rows).
 
-    Whole documents are held out, in the order of their hash. Equal ones have equal hashes and stay together, so no held
-    out text is trained on. A document that would more than double the share stays in training. If text has too few
+    Whole documents are held out, in the order of their hash. Equal documents have equal hashes and stay together, so no
+    held-out text is trained on. A document that would more than double the part stays in training. If text has too few
     documents for that (one book), its last tokens are held out.
     """
     packed = documents.packed
@@ -167,7 +161,7 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
 
 
 def _with_progress(records: Iterable[Record], name: str, writer: "_Writer") -> Iterator[Record]:
-    """`records`, with a progress line on a terminal if they take long."""
+    """Yields `records`, and shows a progress line on a terminal if they take long."""
     hidden = sys.stderr is None or not sys.stderr.isatty()
     with tqdm(
         desc=f"tokenizing {name[-40:]}", file=sys.stderr, unit=" tokens", unit_scale=True,
@@ -285,8 +279,8 @@ class _Writer:
             self._end_document(record)
 
     def _room_for(self, trained: np.ndarray) -> np.ndarray:
-        """The indices of the tokens of an example for which there is room. A source and its end have room of their own,
-        so a long prompt takes no room from the answer."""
+        """Returns the indices of an example's tokens that fit. Source and target have separate limits, so a long prompt
+        takes no room from the answer."""
         indices = np.arange(len(trained))
         if self.target_tokens is None:
             return indices[: self.seq + 1]
@@ -303,6 +297,6 @@ class _Writer:
 
 
 def _joined(*parts: tuple[Iterable[int], np.ndarray | bool]) -> Example:
-    """Ids, and whether each is trained, end to end."""
+    """Joins ids and trained masks end to end."""
     trained = [np.broadcast_to(trained, len(ids)) for ids, trained in parts]
     return np.concatenate([np.asarray(ids, np.int32) for ids, _ in parts]), np.concatenate(trained)

@@ -1,7 +1,7 @@
-"""Data sets of the hub in a folder: finds the files that are trained on and those that are held out.
+"""Finds the trained and the held-out files of a data set that was downloaded from the hub.
 
-The splits are those of the data set's card (README.md), or those that the files' names say, as the hub's client finds
-them; docs/data.md has the rules.
+The data set's card (README.md) names the splits, or else the file names do, as for the hub's client. docs/data.md has
+the rules.
 """
 
 import glob
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
 
 
 def find_layout(folder: Path, files: list[Path], config: str | None) -> Layout | None:
-    """The splits of the data set in `folder`, which holds `files`; None if the folder is no downloaded data set.
+    """Returns the splits of the data set in `folder`, which holds `files`; None if it is no downloaded data set.
     `config`: the name of a configuration. Raises InputError."""
     card = _card(folder)
     name, chosen = _configuration(folder, card, config)
@@ -66,7 +66,7 @@ def find_layout(folder: Path, files: list[Path], config: str | None) -> Layout |
 
 
 def _card(folder: Path) -> dict[str, Any] | None:
-    """The YAML at the beginning of the data set's card; None if there is no such card."""
+    """Returns the YAML at the beginning of the data set's card; None if it has none."""
     try:
         text = read_text(folder / _CARD).replace("\r\n", "\n")
         before, _, rest = text.partition("---\n")
@@ -78,7 +78,7 @@ def _card(folder: Path) -> dict[str, Any] | None:
 
 
 def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None) -> tuple[str, dict[str, Any]]:
-    """Name and content of the configuration that is `asked` for, or of the default; ("", {}) if there is none."""
+    """Returns name and content of the configuration `asked`, or of the default; ("", {}) if there is none."""
     items = (card or {}).get("configs")
     items = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
     configs = {str(item.get("config_name")): item for item in items}
@@ -97,7 +97,7 @@ def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None)
 
 
 def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: Any) -> Splits:
-    """The files that a configuration names for each split; some may not have been downloaded."""
+    """Returns the files that a configuration names for each split; some may not have been downloaded."""
     patterns: dict[str, list[str]] = {}
     for item in data_files if isinstance(data_files, list) else [data_files]:
         split, paths = (item.get("split"), item.get("path")) if isinstance(item, dict) else ("train", item)
@@ -118,7 +118,7 @@ def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: An
 
 
 def _of_one_kind(files: list[Path]) -> list[Path]:
-    """The files of the most common kind of table, packed or not; the .txt files if there is no table."""
+    """Returns the files of the most common kind of table, packed or not; the .txt files if there is no table."""
     counted = Counter(map(_kind, files))
     most = max(TABLE_SUFFIXES, key=lambda kind: counted[kind])
     return [file for file in files if _kind(file) == (most if counted[most] else ".txt")]
@@ -130,7 +130,7 @@ def _kind(file: Path) -> str:
 
 
 def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
-    """The splits that the files' names say, by the first of three rules that finds one."""
+    """Returns the splits that the file names say, by the first of three rules that finds one."""
     for split_in in (
         lambda name: (match := _SHARD.fullmatch(name.as_posix())) and match[1],
         lambda name: split_of(" ".join(name.parent.parts)),
@@ -146,7 +146,7 @@ def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
 
 
 def _tell_splits(splits: Splits, files: list[Path]) -> bool:
-    """True if the names say that this is a data set with a held-out split; a lone `test of time.txt` does not."""
+    """True if the names show a data set with a held-out split; a single `test of time.txt` does not."""
     kinds = {split_of(split) for split in splits}
     all_told = sum(map(len, splits.values())) == len(files)
     return "train" in kinds and len(kinds) > 1 and (all_told or _kind(files[0]) != ".txt")

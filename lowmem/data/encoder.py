@@ -1,4 +1,4 @@
-"""From texts to token ids: by all processors, in bounded memory."""
+"""Encodes texts as token ids: on all processors, in bounded memory."""
 
 from collections.abc import Callable
 
@@ -14,11 +14,9 @@ _PROBE = "".join(f"{before}\n{after}" for before in "a1.)é中\u0301🙂" for af
 
 
 class Encoder:
-    """Encodes by `tokenizer`, without adding special tokens. Special tokens that are written out in a text (an
-    <|endoftext|> between two books) become their ids, as in all of Hugging Face's tokenizers.
-
-    RAYON_NUM_THREADS is the number of processors. Long texts are encoded in windows (long_text.py).
-    """
+    """Encodes by `tokenizer`, without adding special tokens. Special tokens written in a text (an <|endoftext|> between
+    two books) become their ids, as in all of Hugging Face's tokenizers. RAYON_NUM_THREADS is the number of processors.
+    Long texts are encoded in windows (long_text.py)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -28,7 +26,7 @@ class Encoder:
         self._stripping = [number for number, token in added if token.lstrip or token.rstrip]
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text, int32 [tokens]."""
+        """Returns the ids of each text, int32 [tokens]."""
         return [tokens[:, 0] for tokens in self._all(texts, self._encode)]
 
     def long_text(self) -> LongText:
@@ -36,8 +34,8 @@ class Encoder:
         return self._long_text(self._encode)
 
     def with_places(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """The ids of each text, and the characters at which each token begins and ends, int32 [tokens, 2]; None if the
-        tokenizer does not say that. White space that an added token strips is not part of the token."""
+        """Returns the ids of each text, and the characters at which each token begins and ends, int32 [tokens, 2]. The
+        places are None if the tokenizer does not know them. White space that an added token strips is not in it."""
         if self._backend is None:
             return [(ids, None) for ids in self(texts)]
         found = self._all(texts, self._encode_with_offsets)
@@ -57,7 +55,7 @@ class Encoder:
         return [next(short) if len(text) <= WINDOW else self._long_text(encode).add(text, last=True) for text in texts]
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
-        """The ids, int32 [tokens, 1]."""
+        """Returns ids, int32 [tokens, 1]."""
         if self._backend is not None:
             encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
             ids = (one.ids for one in encoded)  # one list of Python's numbers at a time
@@ -68,7 +66,7 @@ class Encoder:
         return [np.asarray(one, np.int32)[:, None] for one in ids]
 
     def _encode_with_offsets(self, texts: list[str]) -> list[Tokens]:
-        """Ids and places, int32 [tokens, 3]. A postprocessor would trim the white space off a token's place."""
+        """Returns ids and places, int32 [tokens, 3]. A postprocessor would trim the white space off a token's place."""
         processor, self._backend.post_processor = self._backend.post_processor, None
         try:
             encoded = self._backend.encode_batch(texts, add_special_tokens=False)
@@ -82,7 +80,7 @@ class Encoder:
 
 
 def _in_batches(texts: list[str], encode: Callable[[list[str]], list[Tokens]]) -> list[Tokens]:
-    """`encode` for batches of BATCH_BYTES or a little more."""
+    """Calls `encode` for batches of BATCH_BYTES or a little more."""
     found, batch, size = [], [], 0
     for text in texts:
         batch.append(text)
@@ -94,7 +92,7 @@ def _in_batches(texts: list[str], encode: Callable[[list[str]], list[Tokens]]) -
 
 
 def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """The Rust tokenizer behind `tokenizer` if it gives the same ids; without the masks it takes half of the time."""
+    """Returns the Rust tokenizer behind `tokenizer` if it gives the same ids: without masks it takes half the time."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     ids = tokenizer([_PROBE], add_special_tokens=False)["input_ids"]  # this also sets the backend's truncation
     same = isinstance(backend, Tokenizer) and backend.encode_batch_fast([_PROBE], add_special_tokens=False)[0].ids
@@ -102,7 +100,7 @@ def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
 
 
 def _word_starts(backend: Tokenizer | None) -> str | None:
-    """The white space before which a Unigram tokenizer ends a word; None for other models."""
+    """Returns the white space before which a Unigram tokenizer ends a word; None for other models."""
     if backend is None or not isinstance(backend.model, models.Unigram):
         return None
     found = ""

@@ -1,4 +1,4 @@
-"""From a row's columns to the text that is trained on: plain text, conversations, prompts with completions.
+"""Turns a row's columns into the text that is trained on: plain text, conversations, prompts with completions.
 
 The columns of a source's first row decide; docs/data.md has the table. A row's text comes in segments, (text, trained),
 which are tokenized together (seams.py).
@@ -36,14 +36,9 @@ _MOST_BLANK = 10_000  # rows before the first one that is filled
 
 
 class Format:
-    """How the rows of one source are read.
+    """Reads the rows of one source."""
 
-    packed   Documents may be cut and joined; otherwise one row is one example.
-    begin    The ids that the tokenizer puts before each text, as Llama's and Gemma's do.
-    rivals   The columns of other formats; a row that fills them, too, is refused.
-    """
-
-    packed = False
+    packed = False  # documents may be cut and joined; otherwise each row is one example
     more: tuple[str, ...] = SYSTEM_COLUMNS  # columns that are used if a row has them
     summary = ""
     notes: list[str] | tuple = ()
@@ -51,7 +46,7 @@ class Format:
     def __init__(self, first: Record, needed: tuple[str, ...], everything: bool, tokenizer: PreTrainedTokenizerBase):
         self._first, self._needed, self._everything, self._tokenizer = first, needed, everything, tokenizer
         self.begin = _beginning_of_text(tokenizer)
-        self.rivals: list[tuple[str, ...]] = []
+        self.rivals: list[tuple[str, ...]] = []  # columns of other formats; a row that fills them, too, is refused
         self._unused: dict[str, None] = {}  # columns in the order in which they were seen
 
     @property
@@ -61,7 +56,7 @@ class Format:
         return "; ".join(filter(None, [self.summary, *self.notes, *unused]))
 
     def segments(self, record: Record) -> Segments:
-        """The text of a row. InputError, or UntrainableRow, with the row's place."""
+        """Returns the text of a row in segments. InputError, or UntrainableRow, with the row's place."""
         for name in (*record.columns, *record.unread):
             if name not in self._needed and name not in self.more:
                 self._unused[name] = None
@@ -131,7 +126,7 @@ class _Alpaca(Format):
 
 
 class _Conversations(Format):
-    """Messages through the chat template. A tokenizer without one is given the default template, so that it is exported
+    """Messages through the chat template. A tokenizer without one gets the default template, which is then exported
     with the model."""
 
     more = (*SYSTEM_COLUMNS, "tools", "functions")
@@ -174,7 +169,7 @@ _FORMATS: dict[tuple[str, ...], type[Format]] = {  # by the columns that each ro
 
 
 def with_first_filled(records: Iterator[Record]) -> tuple[Record | None, Iterable[Record]]:
-    """The first of `records` with a value that is not null, and all records; None if there are no records."""
+    """Returns the first of `records` with a value that is not null, and all records; None if there are no records."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)
@@ -184,7 +179,7 @@ def with_first_filled(records: Iterator[Record]) -> tuple[Record | None, Iterabl
 
 
 def find_format(record: Record, text_field: str, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Format:
-    """The format that the columns of `record` (a source's first) say. Raises InputError if they say none or two."""
+    """Returns the format that the columns of `record` (a source's first) show. InputError if they show none or two."""
     text = (text_field,)
     formats = _FORMATS | {text: _Text}
     found = [columns for columns in formats if record.columns.keys() >= {*columns}]
@@ -208,7 +203,7 @@ def find_format(record: Record, text_field: str, train_on: str, tokenizer: PreTr
 
 
 def _beginning_of_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids that the tokenizer puts before a text."""
+    """Returns the ids that the tokenizer puts before a text."""
     whole, text = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
     starts = [start for start in range(len(whole)) if whole[start : start + len(text)] == text]
     return tuple(whole[: starts[0]]) if starts else ()
@@ -254,7 +249,7 @@ def _unreadable(record: Record, text_field: str) -> InputError:
 
 
 def _refuse_labels(record: Record) -> None:
-    """InputError for rows with a label for good and bad answers: bad ones must not be trained on."""
+    """Raises InputError for rows with a label for good and bad answers: bad ones must not be trained on."""
     for column in LABEL_COLUMNS:
         if isinstance(record.columns.get(column), bool):
             raise InputError(
@@ -280,7 +275,7 @@ def _filled(record: Record, column: str) -> str:
 
 
 def _history(record: Record) -> list[list[str]]:
-    """The earlier turns, [instruction, response] each; CSV has the list as JSON text."""
+    """Returns the earlier turns, [instruction, response] each; CSV has the list as JSON text."""
     turns = record.columns.get("history")
     if isinstance(turns, str):
         turns = parse_within(turns, record.where, "history is") if turns.strip() else []

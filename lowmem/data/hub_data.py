@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, by name or as `save_to_disk` wrote them, read by the package `datasets`.
+"""Reads data sets of the Hugging Face hub, by name or as `save_to_disk` wrote them, with the package `datasets`.
 
 One split is trained on, and one is held out; the description of the data names the others.
 """
@@ -25,13 +25,14 @@ _ARTICLE_TITLE = re.compile(r" = [^=].*[^=] = \n?")
 
 
 def split_of(name: str) -> str | None:
-    """The kind of split in a name such as `train_sft` or `dev-00000-of-00001.parquet`: a key of _SPLIT_WORDS."""
+    """Returns the kind of split in a name such as `train_sft` or `dev-00000-of-00001.parquet`: a key of
+    _SPLIT_WORDS."""
     words = set(_WORD_ENDS.split(name.lower()))
     return next((split for split, known in _SPLIT_WORDS.items() if words & known), None)
 
 
 def choose_splits(names: Sequence[str]) -> tuple[str, str | None, str]:
-    """The trained split, the held-out split, and a remark for the description of the data."""
+    """Returns the trained split, the held-out split, and a remark for the description of the data."""
     train = "train" if "train" in names else next((name for name in names if split_of(name) == "train"), names[0])
     others = [name for name in names if name != train]
     same = [name for name in others if _WORD_ENDS.split(name)[1:] == _WORD_ENDS.split(train)[1:]]  # test_sft, train_sft
@@ -43,7 +44,7 @@ def choose_splits(names: Sequence[str]) -> tuple[str, str | None, str]:
 
 
 def hub_source(path: str, config: str | None, text_field: str, steps: int | None, streamed: bool = False) -> Source:
-    """A data set of the hub, in the cache or over the network. Raises InputError."""
+    """Returns a data set of the hub, in the cache or over the network. Raises InputError."""
     spec = f"{path}:{config}" if config else path
     datasets = _datasets(spec)
     if streamed and steps is None:
@@ -64,7 +65,7 @@ def hub_source(path: str, config: str | None, text_field: str, steps: int | None
 
 
 def saved_to_disk(path: Path, text_field: str) -> Source | None:
-    """The data set that `save_to_disk` wrote into this folder; None for another folder."""
+    """Returns the data set that `save_to_disk` wrote into this folder; None for another folder."""
     train, held_out, remark = "", None, ""
     if (path / "dataset_dict.json").is_file():
         train, held_out, remark = choose_splits(_names_of_splits(path / "dataset_dict.json"))
@@ -137,7 +138,7 @@ def _hub_error(spec: str, error: Exception) -> InputError:
 
 
 def joined_articles(rows: Iterable[Record], text_field: str) -> Iterator[Record]:
-    """WikiText's rows are lines; an article begins at a line ` = Title = `."""
+    """Joins WikiText's rows, which are lines, to articles. An article begins at a line ` = Title = `."""
     lines: list[str] = []
     where = ""
     for row in rows:

@@ -1,8 +1,7 @@
-"""The tokens of a text that is too long to tokenize at once, in bounded memory and by all processors.
+"""Tokenizes a text that is too long to tokenize at once, in bounded memory and on all processors.
 
-The text is cut into windows that overlap. The overlap is also tokenized by itself. At least half of its tokens must be
-tokens of both windows; the windows are joined in the middle of these. If two windows do not agree, the second begins a
-little earlier, or else the first grows, at worst to the whole text. docs/data.md says why the tokens are exact.
+The text is cut into overlapping windows, which are joined in the middle of tokens that both have. If two windows
+disagree, the second begins a little earlier, or else the first grows. docs/data.md says why the tokens are exact.
 """
 
 import itertools
@@ -18,7 +17,7 @@ Tokens = np.ndarray  # int32 [tokens, 1 or 3]: the id, and where the token begin
 
 
 class LongText:
-    """The tokens of one text that comes in pieces; `encode` encodes shorter texts. `word_starts`: the characters that a
+    """Tokenizes one text that comes in pieces; `encode` encodes shorter texts. `word_starts`: the characters that a
     window may begin with; None for any character."""
 
     def __init__(self, encode: Callable[[list[str]], list[Tokens]], word_starts: str | None = None):
@@ -30,7 +29,7 @@ class LongText:
         self._given = 0  # tokens of the last window that the window before it has, too
 
     def add(self, piece: str, last: bool = False) -> Tokens:
-        """The next tokens that no later piece can change; all others if this piece is the `last`."""
+        """Returns the next tokens that no later piece can change; all others if this piece is the `last`."""
         self._text += piece
         found = []
         while self._window is not None or len(self._text) >= self._end or last:
@@ -48,7 +47,7 @@ class LongText:
         return np.concatenate(found) if found else np.empty((0, 1), np.int32)
 
     def _join(self, ends: list[int]) -> list[Tokens]:
-        """Joins windows that end at `ends`, as far as they agree. The tokens that are certain then."""
+        """Joins windows that end at `ends`, as far as they agree, and returns the tokens that are then certain."""
         spans = []
         for cut, end in zip([self._end, *ends[:-1]], ends, strict=True):
             if not (begins := self._begins(cut, most=1)):
@@ -70,7 +69,7 @@ class LongText:
         return found
 
     def _begins(self, cut: int, most: int) -> list[int]:
-        """At most `most` places at which the window across `cut` may begin, the latest first."""
+        """Returns at most `most` places at which the window across `cut` may begin, the latest first."""
         latest = cut - OVERLAP
         if self._word_starts is None:
             return [*range(latest, max(latest - most, 0), -1)]
@@ -78,11 +77,12 @@ class LongText:
         return [*itertools.islice((place for place in places if self._text[place] in self._word_starts), most)]
 
     def _around(self, begin: int, cut: int, end: int) -> list[str]:
-        """The overlap, the overlap without its last character, and the window."""
+        """Returns the overlap, the overlap without its last character, and the window."""
         return [self._text[begin:cut], self._text[begin : cut - 1], self._text[begin:end]]
 
     def _begun_earlier(self, cut: int, end: int) -> tuple[int, Tokens | None, tuple[int, int] | None]:
-        """An earlier begin of the next window, its tokens, and the joint; None for both if no begin gives a joint."""
+        """Returns an earlier begin of the next window, its tokens, and the joint; None for both if no begin gives a
+        joint."""
         begins = self._begins(cut, most=_SHIFTS)[1:]
         overlaps = self._encode([self._text[begin:cut] for begin in begins])
         agreeing = [
@@ -97,8 +97,8 @@ class LongText:
         return 0, None, None
 
     def _joint(self, overlap: Tokens, shorter: Tokens, window: Tokens) -> tuple[Tokens, tuple[int, int] | None]:
-        """The next window's tokens, and the joint: the token at which the last window stops, and the one at which the
-        next begins; None if they do not agree."""
+        """Returns the next window's tokens, and the joint; None if the windows disagree. The joint is the token at
+        which the last window stops, and the one at which the next begins."""
         first = len(overlap) - common_start(overlap[::-1, 0], self._window[::-1, 0])
         after = min(common_start(overlap[:, 0], other[:, 0]) for other in (window, shorter))
         middle = (first + after) // 2
@@ -107,14 +107,14 @@ class LongText:
         return window, (place, middle) if agree else None
 
     def _placed(self, begun: int, stop: int) -> Tokens:
-        """Tokens of the last window, which begins at `begun`, with their places in the whole text."""
+        """Returns the tokens of the last window, which begins at `begun`, with their places in the whole text."""
         tokens = self._window[self._given : stop].copy()
         tokens[:, 1:] += self._before + begun
         return tokens
 
 
 def common_start(one: np.ndarray, other: np.ndarray) -> int:
-    """The number of equal ids that both [tokens] begin with."""
+    """Returns the number of equal ids that both [tokens] begin with."""
     length = min(len(one), len(other))
     different = np.flatnonzero(one[:length] != other[:length])
     return int(different[0]) if len(different) else length

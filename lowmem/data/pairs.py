@@ -1,8 +1,7 @@
-"""Batches for encoder-decoders: a row is a source of S tokens and a target of T.
+"""Makes batches for encoder-decoders: a row is a source of S tokens and a target of T.
 
-The source of an **example** is the part before its first trained token, with an end-of-text token after it. **Text** is
-cut into rows of S + T tokens: the source, and the target that follows. The decoder reads its target one token late,
-after `decoder_start`. Padding is on the right, masked by position: `Batch.source_mask`, and labels of -100.
+docs/data.md says how examples and text become pairs. The decoder reads its target shifted by one token, after
+`decoder_start`. Padding is on the right, masked by position: `Batch.source_mask`, and labels of -100.
 """
 
 import numpy as np
@@ -14,7 +13,7 @@ from lowmem.data.batches import Batches
 
 
 class PairBatches(Batches):
-    """Batches of sources and targets; `parts` are Rows of S + T - 1 inputs, whose S + T tokens are all used."""
+    """Batches of sources and targets. `parts` are Rows of S + T - 1 inputs, whose S + T tokens are all used."""
 
     def __init__(self, *arguments, target_tokens: int, decoder_start: int, **keywords):
         super().__init__(*arguments, **keywords)
@@ -27,7 +26,7 @@ class PairBatches(Batches):
         )
 
     def batch(self, step: int) -> Batch:
-        """The batch of optimizer step `step`, counted from 0."""
+        """Returns the batch of optimizer step `step`, counted from 0."""
         pairs = [self._pair(*part.read(row), part.documents.packed) for part, row in self._rows_of(step)]
         sources = _width([len(source) for source, _, _ in pairs], self.source_tokens)
         targets = _width([len(target) for _, target, _ in pairs], self.target_tokens)
@@ -42,10 +41,10 @@ class PairBatches(Batches):
         return Batch(*map(torch.from_numpy, (input_ids, labels)), source_mask=torch.from_numpy(mask))
 
     def typical_lengths(self) -> None:
-        """None: rows are computed with their padding."""
+        """Returns None: padding is computed."""
 
     def _pair(self, tokens: np.ndarray, trained: np.ndarray, packed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """A row's source, its target, and which of the target's tokens are trained."""
+        """Returns a row's source, its target, and the target's trained mask."""
         if packed:
             cut = self.source_tokens
             return tokens[:cut], tokens[cut:], trained[cut:]

@@ -1,15 +1,13 @@
-"""The tokens of a run's data, stored in its folder, so that a resumed run tokenizes nothing.
+"""Stores the tokens of a run's data in its folder, so that a resumed run tokenizes nothing.
 
     data/
       0.uint16 ...     the arrays of the training and the held-out documents
-      data.json        which array is what, and the key: a hash of all that the tokens follow from
+      data.json        which array is which, and the key
       manifest.json    size and hash of each file; written last
 
-The key covers the files' content, the tokenizer, the settings of the data and the code in this folder. A stream has no
-content that could be hashed: the run trains on what was read of it.
-
-While a run is being prepared, the files are in `.data-partial/`; a run that is refused removes them. If `data` is a
-link to another disk, `.data-partial/` is on that disk, too, and the link stays.
+The key is a hash of everything that decides the tokens: the files' content, the tokenizer, the settings of the data and
+the code in this folder. A stream has no content to hash: the run trains on the stored part. The files are in
+`.data-partial/` until the run is prepared, on the same disk as `data`, which may be a link.
 """
 
 import hashlib
@@ -54,8 +52,8 @@ class Preparation:
         self._arrays: ArrayFolder | None = None  # in the partial folder
 
     def find(self, tokenizer: PreTrainedTokenizerBase) -> list[Part] | None:
-        """The parts that are stored under this key, if they are whole; the tokenizer gets the chat template that they
-        were written with."""
+        """Returns the parts that are stored under this key, if they are complete. The tokenizer gets their chat
+        template."""
         if self._folder is None:
             return None
         try:
@@ -75,7 +73,7 @@ class Preparation:
         return parts
 
     def make(self, prepare: Callable[[ArrayFolder], list[Part]]) -> list[Part]:
-        """The parts that `prepare` returns; `keep` moves their files to their place in the run's folder."""
+        """Returns the parts that `prepare` returns; `keep` moves their files to their place in the run's folder."""
         if self._folder is None:
             with tempfile.TemporaryDirectory() as place:  # open files outlive their names
                 return prepare(ArrayFolder(Path(place)))
@@ -112,7 +110,7 @@ class Preparation:
         self._arrays = None
 
     def _stored(self, documents: Documents | None, used: set[str]) -> dict | None:
-        """`documents` for data.json, their arrays in files; `used` gets the files' names."""
+        """Returns `documents` for data.json, with arrays in files; adds the files' names to `used`."""
         if documents is None:
             return None
         content = {item.name: getattr(documents, item.name) for item in fields(documents)}
@@ -136,7 +134,7 @@ def content_key(
     settings: DataSettings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, rows_limit: int,
     sources: list[Source], evaluated: list[Source],
 ) -> str:  # fmt: skip
-    """A hash of all that the tokens of a data set follow from; `rows_limit` matters if a source is streamed."""
+    """Returns a hash of everything that decides a data set's tokens; `rows_limit` matters only for a stream."""
     digest = hashlib.blake2b(digest_size=16)
     code = [*sorted(Path(__file__).parent.glob("*.py")), Path(text_files.__file__)]
     for part in (*code, *(part for source in (*sources, *evaluated) for part in (source.name, *source.content))):

@@ -1,4 +1,4 @@
-"""A row of data with its place, and the rows behind one `--data`."""
+"""A row of data with its place, and all rows of one `--data`."""
 
 import hashlib
 from collections.abc import Iterable
@@ -9,39 +9,27 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Record:
-    """One row, or the text of a file.
+    """One row, or the text of a file."""
 
-    where          The place for error messages, such as "a.jsonl:17".
-    may_be_blank   A row without text is skipped; otherwise it is an error.
-    goes_on        The next record has the next piece of this text, and is `begun`.
-    unread         Columns that were not read because no format uses them.
-    """
-
-    where: str
+    where: str  # for error messages, such as "a.jsonl:17"
     columns: dict[str, Any]
-    may_be_blank: bool = False
-    goes_on: bool = False
+    may_be_blank: bool = False  # a row without text is skipped; otherwise it is an error
+    goes_on: bool = False  # the next record continues this text, and is `begun`
     begun: bool = False
-    unread: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()  # columns that were not read because no format uses them
 
 
 @dataclass(frozen=True)
 class Source:
-    """The rows behind one `--data SPEC=WEIGHT`.
-
-    evaluation   Rows of the publisher's held-out split, called `held_out`; None without one.
-    content      The files, or the hub client's name of this version; empty for a stream.
-    weight       How often each row is in an epoch.
-    remark       Follows the name in the description of the data.
-    """
+    """The rows of one `--data SPEC=WEIGHT`."""
 
     name: str
     train: Iterable[Record]
-    evaluation: Iterable[Record] | None = None
-    content: tuple[Path | str, ...] = ()
+    evaluation: Iterable[Record] | None = None  # the publisher's held-out split, called `held_out`
+    content: tuple[Path | str, ...] = ()  # files, or the hub client's name of this version; empty for a stream
     spec: str = ""
-    weight: float = 1.0
-    remark: str = ""
+    weight: float = 1.0  # how often each row is in an epoch
+    remark: str = ""  # follows the name in the description of the data
     held_out: str = ""
 
     @property
@@ -50,7 +38,7 @@ class Source:
 
 
 class StableHash:
-    """64 bits of a text that are the same in every process, version and machine; the text may come in pieces."""
+    """Hashes a text to 64 bits, the same in every process, version and machine; the text may come in pieces."""
 
     def __init__(self, text: str = ""):
         self._digest = hashlib.blake2b(text.encode(), digest_size=8)

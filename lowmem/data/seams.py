@@ -1,11 +1,9 @@
-"""From an example's segments to its tokens, and which of them are trained.
+"""Tokenizes an example's segments, and finds the tokens that are trained.
 
-The whole text is tokenized at once. A token is trained if any of its characters is, so a token across a seam is. White
-space that an added token strips from its neighbours (`rstrip`) does not count.
-
-A tokenizer written in Python does not say where its tokens are, so it also tokenizes the text up to each seam. The
-tokens that both begin with are before the seam. If the text up to the seam has more tokens, the next one is across it.
-An encoder-decoder reads the prompt as one text and writes the answer as another, so these are tokenized apart.
+The whole text is tokenized at once. A token is trained if any of its characters is. White space that an added token
+strips from its neighbours (`rstrip`) does not count. A tokenizer written in Python does not report places, so it also
+tokenizes the text up to each seam; tokens that both results begin with are before the seam. An encoder-decoder's prompt
+and answer are two texts.
 """
 
 import itertools
@@ -20,7 +18,7 @@ Example = tuple[np.ndarray, np.ndarray]  # int32 [tokens], and bool [tokens]: wh
 
 
 class Seams:
-    """Tokenizes examples; `pairs`: for an encoder-decoder."""
+    """Tokenizes examples. `pairs`: for an encoder-decoder."""
 
     def __init__(self, encode: Encoder, pairs: bool):
         self._encode, self._pairs = encode, pairs
@@ -51,7 +49,7 @@ class Seams:
         return found
 
     def _parts(self, segments: Segments) -> list[Segments]:
-        """The segments of each text that is tokenized by itself."""
+        """Returns the segments of each text that is tokenized by itself."""
         if not self._pairs:
             return [segments]
         source = list(itertools.takewhile(lambda segment: not segment[1], segments))
@@ -76,7 +74,7 @@ class Seams:
         return ids, trained
 
     def _tokens_before(self, text: str, seam: int, ids: np.ndarray) -> tuple[int, bool]:
-        """The number of tokens before the seam; true if the next one straddles it."""
+        """Returns the number of tokens before the seam, and True if the next one straddles it."""
         [before] = self._encode([text[:seam]])
         count = common_start(before, ids)
         return count, count < len(before)

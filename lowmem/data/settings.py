@@ -1,4 +1,4 @@
-"""The settings that decide on a run's data."""
+"""The settings of a run's data."""
 
 from dataclasses import dataclass, fields
 
@@ -7,7 +7,7 @@ from lowmem.settings import Settings, each
 
 @dataclass(frozen=True)
 class DataSettings:
-    """The fields of `Settings` (lowmem/settings.py explains them) that data follow from."""
+    """The fields of `Settings` (lowmem/settings.py explains them) that decide the data."""
 
     data: tuple[str, ...]
     eval_data: tuple[str, ...]
@@ -26,6 +26,6 @@ class DataSettings:
 
     @classmethod
     def of(cls, settings: Settings) -> "DataSettings":
-        """These fields of a run's settings."""
+        """Returns these fields of a run's settings."""
         values = {item.name: getattr(settings, item.name) for item in fields(cls)}
         return cls(**values | {name: each(values[name]) for name in ("data", "eval_data")})

@@ -1,4 +1,4 @@
-"""The rows behind `--data SPEC[=WEIGHT]`: the standard library, local files and folders, the hub.
+"""Opens `--data SPEC[=WEIGHT]`: the standard library, local files and folders, the hub.
 
 docs/data.md lists the kinds of SPEC. Every source is a stream of records, read one at a time, so a large data set takes
 time and disk, not RAM.
@@ -34,8 +34,8 @@ _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?|-?\.[0-9]+")
 
 
 def open_source(spec: str, text_field: str, steps: int | None, out: Path | None = None) -> Source:
-    """The rows behind a `--data` spec. `steps`: None if all of it will be read. `out`: the run's own folder, which is
-    no data. Raises InputError."""
+    """Returns the rows of a `--data` spec. Raises InputError. `steps`: None if all of it will be read. `out`: the run's
+    own folder, which is not data."""
     spec, weight = _split_weight(spec)
     hides_hub = Path(spec).is_dir() and (spec in _NAMES or _HUB_NAME.fullmatch(spec) is not None)
     try:
@@ -85,7 +85,7 @@ def _open(spec: str, text_field: str, steps: int | None, out: Path | None) -> So
 
 
 def _split_weight(spec: str) -> tuple[str, float]:
-    """`spec` without its weight, and the weight. An existing path is a path, as in year=2024."""
+    """Splits `spec` into name and weight. An existing path is a path, as in year=2024."""
     name, _, typed = spec.rpartition("=")
     if not name or Path(spec).exists() or not _NUMBER.fullmatch(typed):
         return spec, 1.0
@@ -96,7 +96,7 @@ def _split_weight(spec: str) -> tuple[str, float]:
 
 
 def is_on_hub(spec: str) -> bool:
-    """Whether `spec` is the name of a data set of the hub."""
+    """True if `spec` is the name of a data set of the hub."""
     spec, _ = _split_weight(spec)
     if spec == _STDLIB or Path(spec).exists() or _folder_of_config(spec):
         return False
@@ -105,7 +105,8 @@ def is_on_hub(spec: str) -> bool:
 
 
 def _library_files() -> dict[str, Path]:
-    """The standard library's sources by name, shuffled by hash, so that neighbours are not of one folder."""
+    """Returns the standard library's sources by name, shuffled by hash, so that neighbours are from different
+    folders."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = []
     for folder, subfolders, files in os.walk(root):
@@ -124,7 +125,7 @@ def _library(files: dict[str, Path], text_field: str) -> Iterator[Record]:
 
 
 def _folder_of_config(spec: str) -> Path | None:
-    """The folder in `folder:config`."""
+    """Returns the folder in `folder:config`."""
     folder, colon, _ = spec.rpartition(":")
     return Path(folder) if colon and folder and Path(folder).is_dir() else None
 
@@ -180,7 +181,7 @@ def _matching(pattern: str, text_field: str, out: Path | None) -> Source:
 
 
 def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list[Path], str]:
-    """The `files` below `root` that no run wrote, and a remark on the others."""
+    """Returns the `files` below `root` that no run wrote, and a remark on the others."""
     files, runs = without_runs(files, root, out)
     named = [str(path) for path in runs[:_MOST_NAMED]]
     named += [f"{len(runs) - _MOST_NAMED} more"] if len(runs) > _MOST_NAMED else []
@@ -190,7 +191,7 @@ def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list
 def _files(
     name: str, found: str, files: list[Path], text_field: str, remark: str, in_folder: list[Path] | None = None
 ) -> Source:  # fmt: skip
-    """The rows of all `files` that can be read, in their order. `in_folder`: all files of their folder."""
+    """Returns the rows of all readable `files`, in their order. `in_folder`: all files of their folder."""
     readable = [file for file in files if file.suffix.lower() in KNOWN_SUFFIXES and file.name not in _ABOUT_DATA]
     readable = [file for file in readable if file.name != "state.json" or not any(file.parent.glob("*.arrow"))]
     about = {_README} if any(file.suffix.lower() in TABLE_SUFFIXES for file in readable) else set()  # about the tables

@@ -1,7 +1,7 @@
 """Arrays in files: a data set takes disk, and RAM only for the part that is being read.
 
-Rows of some KiB are read from anywhere in the file, with the help of the system's own cache. A memory map would count
-as this process's resident memory.
+Rows of some KiB are read from anywhere in the file, through the system's page cache. A memory map would count as this
+process's resident memory.
 """
 
 import errno
@@ -22,7 +22,7 @@ _MARGIN_BYTES = 2 * MIB  # stay free for the file system and a manifest
 
 
 class StoredArray:
-    """Entries `start` to `stop` (None: all) of a file of numbers; a slice of it is read as a numpy array."""
+    """Entries `start` to `stop` (None: all) of a file of numbers. A slice of it is read as a numpy array."""
 
     def __init__(self, path: Path, dtype: np.dtype, start: int = 0, stop: int | None = None):
         self.path, self.dtype, self.start = path, np.dtype(dtype), start
@@ -44,21 +44,20 @@ class StoredArray:
         return np.frombuffer(content, self.dtype)
 
     def chunks(self) -> Iterator[np.ndarray]:
-        """All of it, at most CHUNK_BYTES at a time."""
+        """Yields all of it, at most CHUNK_BYTES at a time."""
         count = CHUNK_BYTES // self.dtype.itemsize
         for start in range(0, len(self), count):
             yield self[start : start + count]
 
     def part(self, start: int, stop: int) -> "StoredArray":
-        """Entries `start` to `stop` of this array, in the same file."""
+        """Returns entries `start` to `stop` of this array, in the same file."""
         return StoredArray(self.path, self.dtype, self.start + start, self.start + stop)
 
 
 class ArrayFolder:
-    """A folder into which arrays are written, one after another. `entries`: each finished file's, for a manifest.
-
-    Raises PlanError before its disk is full, with the size of all data, estimated from the share that was written.
-    `source_bytes`: the size of all texts, 0 if unknown; `times_written`: how often each is written."""
+    """A folder of arrays, written one after another. `entries`: each finished file's, for a manifest. Raises PlanError
+    before its disk is full, with an estimate of the data's size, from the share already written. `source_bytes`: the
+    size of all texts, 0 if unknown; `times_written`: how often each is written."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -67,12 +66,12 @@ class ArrayFolder:
         self._written_bytes = self._read_bytes = self._written_of_read_bytes = 0
 
     def count_read(self, size_bytes: int) -> None:
-        """Call it before the tokens of so much text are written."""
+        """Counts text that was read. Call it before its tokens are written."""
         self._read_bytes += size_bytes
         self._written_of_read_bytes = self._written_bytes
 
     def take_room(self, size_bytes: int) -> None:
-        """Call it before so much is written. Raises PlanError."""
+        """Raises PlanError if the disk lacks room. Call it before writing."""
         self._written_bytes += size_bytes
         if shutil.disk_usage(self.path).free < size_bytes + _MARGIN_BYTES:
             raise self.too_small()
@@ -89,14 +88,14 @@ class ArrayFolder:
         )
 
     def write(self, chunks: Iterable[np.ndarray], dtype: np.dtype) -> StoredArray:
-        """A new file with all of `chunks` [n], which have that dtype."""
+        """Writes all `chunks` [n], which have that dtype, into a new file."""
         writer = self.writer(dtype)
         for chunk in chunks:
             writer.append(chunk)
         return writer.finish()
 
     def writer(self, dtype: np.dtype) -> "ArrayWriter":
-        """A new, empty file."""
+        """Opens a new file."""
         name = f"{len(self.entries)}.{np.dtype(dtype).name}"
         self.entries[name] = {}
         return ArrayWriter(self, name, dtype)
@@ -112,7 +111,8 @@ class ArrayWriter:
         self._waiting_bytes = 0
 
     def append(self, values: np.ndarray) -> None:
-        """Entries of any dtype that this one can hold; short arrays are collected before they are written."""
+        """Appends entries of any dtype that this file's can hold; short arrays are collected before they are
+        written."""
         self._waiting.append(np.asarray(values).astype(self.dtype))
         self._waiting_bytes += self._waiting[-1].nbytes
         if self._waiting_bytes >= MIB:

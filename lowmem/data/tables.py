@@ -1,4 +1,4 @@
-"""Rows of local files: text, JSON, JSON lines, CSV and Parquet (docs/data.md says how each is written)."""
+"""Reads rows of local files: text, JSON, JSON lines, CSV and Parquet (docs/data.md shows how each is written)."""
 
 import csv
 from collections.abc import Iterable, Iterator
@@ -24,13 +24,13 @@ _JSON_ADVICE = "; a .jsonl file has one object on each line, a .json file may be
 
 
 def split_columns(names: Iterable[str], text_field: str) -> tuple[list[str], tuple[str, ...]]:
-    """The columns of these `names` that could be trained on, and the others, which need not be read."""
+    """Splits `names` into columns that could be trained on, and others, which need not be read."""
     columns = [name for name in names if name == text_field or name in _KNOWN_COLUMNS]
     return columns, tuple(name for name in names if name not in columns)
 
 
 def read_file(path: Path, text_field: str, may_be_blank: bool = False) -> Iterator[Record]:
-    """The rows of a file, one at a time. `may_be_blank`: whether a file of text may be empty. Raises InputError."""
+    """Yields the rows of a file. `may_be_blank`: a file of text may be empty. Raises InputError."""
     try:
         match path.suffix.lower():
             case ".csv":
@@ -48,7 +48,7 @@ def read_file(path: Path, text_field: str, may_be_blank: bool = False) -> Iterat
 
 
 def _pieces_of_text(path: Path, text_field: str, may_be_blank: bool) -> Iterator[Record]:
-    """The text of a file in pieces of PIECE_CHARACTERS or more; one empty piece for an empty file."""
+    """Yields the text of a file in pieces of PIECE_CHARACTERS or more; one empty piece for an empty file."""
     lines, characters, begun = [], 0, False
     for line in text_lines(path, PIECE_CHARACTERS):
         if characters >= PIECE_CHARACTERS:
@@ -75,7 +75,7 @@ def _json_lines(path: Path) -> Iterator[Record]:
 
 
 def _json_file(path: Path, text_field: str) -> Iterator[Record]:
-    """A file that is a list of rows, an object with exactly one list of rows in it, or one row."""
+    """Yields the rows of a JSON file: a list of rows, an object with exactly one list of rows in it, or one row."""
     value = parse_json(read_text(path), str(path), advice=_JSON_ADVICE)
     if isinstance(value, dict) and not value.keys() & {text_field, *STRUCTURED_COLUMNS}:
         lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]

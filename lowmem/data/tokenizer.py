@@ -1,10 +1,10 @@
-"""The model's own tokenizer; for weights from scratch without one, the 256 bytes of UTF-8.
+"""Loads the model's own tokenizer; weights from scratch without one use the 256 bytes of UTF-8.
 
-The byte-level tokenizer needs no vocabulary: 256 ids for bytes and one for the end of a text say every text in any
-language. Texts are 3 to 4 times as long as with GPT-2's vocabulary. It is a real fast tokenizer (byte-level BPE without
-merges), so it is exported with the model and loads with `AutoTokenizer.from_pretrained`.
+The byte-level tokenizer needs no vocabulary: it has 256 ids for bytes and one for the end of a text. Texts are 3 to 4
+times as long as with GPT-2's vocabulary. It is a real fast tokenizer (byte-level BPE without merges), so it is exported
+with the model and loads with `AutoTokenizer.from_pretrained`.
 
-The cache comes first, `--init random` asks nothing else, and the hub is asked only if it answers.
+The cache comes first, and `--init random` asks nothing else. The hub is asked only if it answers.
 """
 
 import json
@@ -44,11 +44,11 @@ _MODULES = {"protobuf": "google.protobuf", "mistral-common": "mistral_common"}  
 
 
 def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model` (a folder or a hub name), or a byte-level one (`is_byte_level` tells).
+    """Returns the tokenizer of `model` (a folder or a hub name), or a byte-level one; see `is_byte_level`.
 
     `init` "random": a folder's own tokenizer, or the cached one of a hub name, or else byte-level; never the network.
     `init` "pretrained": the folder's, the cached or the hub's. `vocabulary_size` is the number of ids that the model
-    embeds. Raises InputError if there is no tokenizer, it has no end-of-text token, or the model has too few ids.
+    embeds. InputError if there is no tokenizer, it has no end-of-text token, or the model has too few ids.
     """
     folder = Path(model)
     try:
@@ -88,7 +88,7 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
 
 @contextmanager
 def tokenizer_blamed(model: str) -> Iterator[None]:
-    """Makes an InputError of the errors of the package tokenizers: plain Exceptions and panics."""
+    """Turns errors of the package tokenizers, plain Exceptions and panics, into InputError."""
     try:
         yield
     except BaseException as error:
@@ -101,7 +101,8 @@ def tokenizer_blamed(model: str) -> Iterator[None]:
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """257 ids: id b is the byte b, id 256 is <|endoftext|>. Encodes and decodes any UTF-8 text without loss."""
+    """Returns a tokenizer of 257 ids: id b is the byte b, id 256 is <|endoftext|>. It encodes and decodes any text
+    exactly."""
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -117,14 +118,14 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether this is the byte-level stand-in and not a tokenizer that came with a model."""
+    """True for the byte-level tokenizer made here, false for one that came with a model."""
     return bool(tokenizer.init_kwargs.get("byte_level")) and len(tokenizer) == BYTE_LEVEL_IDS
 
 
 def _from_pretrained(
     model: str, local_files_only: bool
 ) -> tuple[PreTrainedTokenizerBase, None] | tuple[None, Exception]:
-    """The tokenizer, or why there is none. InputError for a Git LFS pointer or a compressed file."""
+    """Returns the tokenizer, or the error. InputError for a Git LFS pointer or a compressed file."""
     source = folder = Path(model)
     if folder.is_dir():
         for path in _files(folder, *_VOCABULARIES, *_BESIDE_THEM):
@@ -172,7 +173,7 @@ def _files(folder: Path | None, *patterns: str) -> list[Path]:
 
 
 def _reason(model: str, error: Exception) -> str:
-    """The library's words on the tokenizer's files, and advice."""
+    """Returns the library's error on the tokenizer's files as a sentence, with advice."""
     folder = hub.local_folder(model)
     said = first_line(error).split(". ")[0][:300]
     if package := _missing_package(folder, str(error)):
@@ -197,7 +198,7 @@ def _reason(model: str, error: Exception) -> str:
 
 
 def _missing_package(folder: Path, said: str) -> str | None:
-    """The package without which the files in `folder` cannot be read; `said`: the error's text."""
+    """Returns the missing package that the files in `folder` need, or None. `said`: the error's text."""
     named = [next(filter(None, groups)).split(".")[0].lower() for groups in _PACKAGE.findall(said)]
     if not (folder / "tokenizer.json").is_file():  # the error is often that of another reader, tried in vain
         for path in _files(folder, "*.model"):
@@ -223,8 +224,8 @@ def _is_json(path: Path) -> bool:
 
 
 def byte_characters() -> list[str]:
-    """The printable character by which byte-level tokenizers write each byte: itself if it is visible, else the next
-    free one from U+0100 on (GPT-2's table)."""
+    """Returns the printable character by which byte-level tokenizers write each byte (GPT-2's table). It is the byte's
+    own character if that is visible, else the next free one from U+0100 on."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return [chr(byte) if byte in visible else chr(256 + hidden.index(byte)) for byte in range(256)]

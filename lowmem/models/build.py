@@ -1,7 +1,7 @@
-"""From a model's name to its folder, its config, and the model itself without weights.
+"""Finds a model's folder and config, and builds the model without weights.
 
-The shapes of GPT-2 are known here, so planning and training from random weights need no network. Any other model comes
-from a folder, the hub's cache, or the hub itself, which is asked once, with a time limit.
+GPT-2's shapes are known here, so planning it and training it from random weights need no network. Any other model comes
+from a folder, the hub's cache, or the hub, which is asked once, with a time limit.
 """
 
 import copy
@@ -25,7 +25,7 @@ from lowmem.core.encoder_decoder import decoder_start as decoder_start
 from lowmem.core.encoder_decoder import stock_model, take_apart, with_target_tokens
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.errors import InputError, first_few, first_line
+from lowmem.errors import InputError, first_line, some_of
 from lowmem.models.recognize import config_fields, needs_code, no_config, not_found
 from lowmem.models.weight_files import usual_weight_files
 from lowmem.settings import Settings
@@ -50,8 +50,8 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 def model_folder(model: str, part: str) -> Path:
-    """The folder with `part` ("config" or "weights") of `model`, a folder or a hub name; downloaded if the hub's cache
-    lacks it. InputError if it cannot be had."""
+    """Returns the folder of `model`, a folder or a hub name, with its `part`, "config" or "weights". Downloads the
+    files if the hub's cache lacks them. InputError if that fails."""
     if Path(model).is_dir():
         return Path(model)
     short = model.removeprefix(_OWNER)
@@ -98,11 +98,9 @@ def _has_part(folder: Path, part: str) -> bool:
 
 
 def load_config(model: str, init: str) -> PretrainedConfig:
-    """The config of `model`: a folder, a config.json, or a hub name; `init` is "pretrained" or "random".
-
-    A GPT-2's known shape is used if its config.json cannot be had, and must agree with it otherwise. InputError for a
-    name that leads nowhere, a broken file, or a model that needs code from the hub.
-    """
+    """Returns the config of `model`: a folder, a config.json, or a hub name. `init`: "pretrained" or "random". GPT-2's
+    known shapes need no config.json; one that exists must agree with them. InputError for an unknown name, a broken
+    file, or a model that needs code from the hub."""
     name, path = model.removeprefix(_OWNER), Path(model)
     for file in (path, path / "config.json"):
         if file.is_file():
@@ -150,8 +148,8 @@ def _read_config(path: Path) -> PretrainedConfig:
 def own_generation_config(
     model: str, init: str, say: Callable[[str], None] = lambda sentence: None
 ) -> GenerationConfig | None:
-    """The generation config of pretrained `model` (a folder or a hub name); None if it has none, or if transformers
-    cannot read it, which is given to `say` as a sentence."""
+    """Returns the generation config of pretrained `model` (a folder or a hub name), or None if it has none. Also None
+    if transformers cannot read it; then `say` gets a sentence."""
     path = None
     try:
         if init != "random":
@@ -164,14 +162,15 @@ def own_generation_config(
 
 
 def most_positions(config: PretrainedConfig) -> int | None:
-    """The most tokens that a sequence of the model can have; None without a limit (XLNet says -1)."""
+    """Returns the most tokens that the model takes in a sequence; None without a limit (XLNet says -1)."""
     text = config.get_text_config()
     limits = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))  # the second is MPT's
     return next((number for number in limits if isinstance(number, int) and number > 0), None)
 
 
 def check_length(config: PretrainedConfig, seq: int) -> None:
-    """InputError if `seq` tokens are more than the model has positions: on a GPU an assertion would end the process."""
+    """Raises InputError if `seq` tokens are more than the model has positions: a GPU's assertion would end the
+    process."""
     positions = most_positions(config)
     if positions is not None and seq > positions:
         raise InputError(f"--seq {seq} is longer than the {positions} positions of this model; lower --seq")
@@ -184,16 +183,20 @@ def check_length(config: PretrainedConfig, seq: int) -> None:
         )
 
 
-def fitted(settings: Settings, config: PretrainedConfig) -> Settings:
-    """`settings` for the model of `config`: with the length of an encoder-decoder's targets. InputError if sequences
-    are too long for it, or for a setting that it does not have."""
+def settings_for(settings: Settings, config: PretrainedConfig) -> Settings:
+    """Returns `settings` for this model, with the length of an encoder-decoder's targets. InputError if sequences are
+    too long for the model, or for a setting that it does not have."""
     check_length(config, settings.seq)
     return with_target_tokens(settings, config)
 
 
 def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_kernels: bool = False) -> Decoder:
-    """The decoder of `config` without weights. `precision`: "bf16", "fp16" or "fp32", of the working weights;
-    `residual`: "fp32" or "16bit", of the residual stream; `fused_kernels`: run kernels/operators.py's."""
+    """Makes the decoder of `config`, without weights.
+
+    precision:      "bf16", "fp16" or "fp32", of the working weights.
+    residual:       "fp32" or "16bit", of the residual stream.
+    fused_kernels:  run core/kernels/operators.py's.
+    """
     model = build_model(config)
     fuse_gelu(model)
     if precision != "fp32":
@@ -202,22 +205,20 @@ def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_
 
 
 def build_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The model of `config` in training mode: fp32 parameters on `meta`, buffers real, on the CPU.
-
-    Tied parameters are one object. Attention is SDPA if transformers has it for the architecture, else eager. Not
-    thread-safe while it runs. InputError if transformers cannot build the model, or if buffers hold learned state.
-    """
+    """Builds the model of `config` in training mode: fp32 parameters on `meta`, real buffers on the CPU. Tied
+    parameters are one object. Attention is SDPA if transformers has it for the architecture, else eager. Not
+    thread-safe. InputError if transformers cannot build the model, or if buffers hold learned state."""
     with parameters_placed(lambda tensor: tensor.to("meta")):
         model = model_from_config(config)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if state := model.state_dict().keys() - names:
-        raise InputError(f"{type(model).__name__} keeps state in buffers ({first_few(sorted(state))}): unsupported")
+        raise InputError(f"{type(model).__name__} keeps state in buffers ({some_of(sorted(state))}): unsupported")
     return model.train()
 
 
 @contextmanager
 def parameters_placed(place: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Moves every parameter by `place` when a module registers it, before anything is written into it."""
+    """Replaces every parameter by `place(parameter)` when a module registers it, before anything is written into it."""
     register = nn.Module.register_parameter
 
     def register_placed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -234,7 +235,7 @@ def parameters_placed(place: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def model_from_config(config: PretrainedConfig) -> PreTrainedModel:
-    """The model of `config` with fp32 weights as transformers initializes them. InputError if there is none."""
+    """Returns the model of `config`, with fp32 weights as transformers initializes them. InputError if it has none."""
     config = copy.deepcopy(config)  # from_config writes the dtype into it
     try:
         model = stock_model(config, dtype=torch.float32, trust_remote_code=False)

@@ -1,11 +1,11 @@
-"""Compares a decoder's pieces with the whole model, and tells the architecture's errors from this project's.
+"""Compares a decoder's pieces with the whole model, and separates errors of the architecture from this project's.
 
-Only a run of the model shows what happens to its logits, or that a block sees later tokens. Training compares on the
-real weights. A plan has none: it runs 64 tokens on the CPU through a copy with two narrow blocks and random weights. If
-such a copy cannot be made or run, the plan says that the model was not compared.
+Only a run of the model shows how it changes its logits, or that a block sees later tokens. Training compares on the
+real weights. A plan has no weights: it runs 64 tokens on the CPU through a copy with two narrow blocks and random
+weights. If the copy cannot be made or run, the plan says that the model was not compared.
 
-Of transformers' 189 default configs of causal language models 91 agree, 16 differ, and most of the others do not split
-at any size (5.23). Costs about 0.1 s (Falcon-H1's scan in Python 9 s) and at most 0.25 GiB.
+Of transformers' 189 default configs of causal language models 91 agree, 16 differ, and most others do not split at any
+size (5.23). Costs about 0.1 s (Falcon-H1's scan in Python: 9 s) and at most 0.25 GiB.
 """
 
 import copy
@@ -41,7 +41,7 @@ _AUTOGRAD = str(Path(torch.autograd.__file__).parent)
 
 
 def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = False) -> None:
-    """InputError if the pieces, with real weights, differ from the whole model on a few tokens."""
+    """Raises InputError if the pieces, with real weights, differ from the whole model on a few tokens."""
     training = decoder.model.training
     decoder.model.eval()
     try:
@@ -61,8 +61,8 @@ def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = F
 
 @torch.no_grad()
 def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> str | None:
-    """How the pieces differ from the whole model, in evaluation mode, or the model from a causal one; None if they
-    agree. Raises what the model raises."""
+    """Returns a sentence if the pieces differ from the whole model in evaluation mode, or if the model is not causal.
+    None if they agree. Raises the model's own errors."""
     name, head_weight = decoder.architecture, decoder.head_weight
     input_ids, *others = decoder.example(vocabulary_size)
     whole = decoder.whole(input_ids, *others)
@@ -90,13 +90,13 @@ def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> s
 
 
 def _close(whole: Tensor, pieces: Tensor) -> bool:
-    """True if they are equal but for rounding, which depends on the shapes of products."""
+    """True if both are equal except for rounding, which depends on the shapes of products."""
     tolerance = 1e-4 if whole.dtype is torch.float32 else 3e-2
     return whole.shape == pieces.shape and bool((whole - pieces).abs().max() <= tolerance * whole.abs().max())
 
 
 def compare_small_copy(config: PretrainedConfig, document_mask: bool, precision: str, residual: str) -> str | None:
-    """InputError if the pieces of a small copy of the model differ from the whole, or if it does not run in
+    """Raises InputError if the pieces of a small copy differ from the whole model, or if it does not run in
     `precision`. Returns None, or a few words on why they were not compared."""
     try:
         small = small_copy(config)
@@ -116,7 +116,7 @@ def compare_small_copy(config: PretrainedConfig, document_mask: bool, precision:
 
 
 def _run_in_16_bit(model: nn.Module, dtype: torch.dtype, residual: str, vocabulary_size: int) -> None:
-    """InputError if `model`, with its matrices in `dtype`, does not run."""
+    """Raises InputError if `model` does not run with its matrices in `dtype`."""
     cast_explicitly(model, torch.float32 if residual == "fp32" else dtype)
     for parameter in model.parameters():
         if parameter.dim() >= 2:
@@ -131,8 +131,8 @@ def _run_in_16_bit(model: nn.Module, dtype: torch.dtype, residual: str, vocabula
 
 
 def small_copy(config: PretrainedConfig) -> PretrainedConfig:
-    """`config` with fewer blocks, tokens and heads (of the same size), and a smaller width. Raises what a config raises
-    that cannot be changed so."""
+    """Returns `config` with fewer blocks, tokens and heads (of the same size), and a smaller width. Raises the config's
+    own error if it refuses such sizes."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     blocks, heads, width = text.num_hidden_layers, getattr(text, "num_attention_heads", None), text.hidden_size
@@ -154,15 +154,15 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _change(config: PretrainedConfig, names: tuple[str, ...], change) -> None:
-    """Replaces the whole numbers among the fields `names`."""
+    """Changes those fields among `names` that are whole numbers."""
     for name in names:
         if isinstance(number := getattr(config, name, None), int):
             setattr(config, name, change(number))
 
 
 def _with_random_weights(config: PretrainedConfig) -> nn.Module:
-    """Not transformers' initial weights: a norm that scales by 1 and a bias of 0 would hide errors. Leaves torch's
-    generator as it was."""
+    """Builds the model of `config` with random weights, and leaves torch's generator as it was. transformers' own
+    initial weights would not do: norms that scale by 1 and biases of 0 would hide errors."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = model_from_config(config)
         torch.manual_seed(0)
@@ -189,7 +189,8 @@ def architecture_blamed(model: str, precision: str) -> Iterator[None]:
 
 
 def _of_the_architecture(error: Exception) -> bool:
-    """True if `error` was raised in or below transformers' code, or in the backward pass, and not by a line of ours."""
+    """True if `error` comes from transformers' code, code that it calls, or backward, and not from a line of this
+    project."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
     # Our modes are below transformers' frames on the stack, too. An operator that refuses its arguments has no frame.

@@ -1,11 +1,12 @@
-"""The files of an exported model that are not weights: config, tokenizer, generation config, README.
+"""Writes the files of an exported model other than weights: config, tokenizer, generation config, README.
 
-transformers 4, and programs built on it, must read the same in them as transformers 5. Version 5 stores the parameters
-of rotary embeddings only under `rope_parameters`, and version 4 does not know version 5's tokenizer classes, so both
-spellings are written. A generation config is written as published: transformers refuses to save many of them.
+transformers 4, and programs built on it, must read the same from them as transformers 5. Version 5 stores the
+parameters of rotary embeddings only under `rope_parameters`, and version 4 does not know version 5's tokenizer classes.
+So both spellings are written. A generation config is written as published, because transformers refuses to save many of
+them.
 
-A run rehearses this before its first step. The tokenizer's files then wait in the run's folder: the folder that they
-come from may be gone when training ends.
+A run rehearses this before its first step. The tokenizer's files then wait in the run's folder, because the folder that
+they come from may be gone when training ends.
 """
 
 import codecs
@@ -41,20 +42,19 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """An export's tokenizer, generation config and tokenizer files; `remarks`: sentences on differences from
-    transformers' own export."""
+    """An export's tokenizer, generation config and tokenizer files."""
 
     tokenizer: PreTrainedTokenizerBase | None
     generation_config: GenerationConfig | None
     folder: Path
-    remarks: list[str]
+    remarks: list[str]  # sentences on differences from transformers' own export
 
 
 @contextmanager
 def rehearsed(
     folder: Path, config: PretrainedConfig, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype
 ) -> Iterator[Rehearsal]:
-    """Writes all files of an export but the weights into `folder`, and removes it at the end of the block. InputError
+    """Writes all files of an export except weights into `folder`, and removes it at the end of the block. InputError
     for a file that cannot be made."""
     remove(folder)
     folder.mkdir(parents=True)
@@ -105,7 +105,7 @@ def write_description(
 
 
 def _trained(model: PreTrainedModel, tokenizer, dtype: torch.dtype) -> PretrainedConfig:
-    """The exported config of `model`."""
+    """Returns the config of `model` for the export."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype  # from_pretrained loads in this dtype unless told otherwise
@@ -150,8 +150,8 @@ def _remarks_on_generation(generation_config: GenerationConfig | None) -> list[s
 
 
 def config_fields(config: PretrainedConfig) -> dict:
-    """The content of config.json in the spellings of transformers 4 and 5; in version 5's only, if version 5 would read
-    both together otherwise."""
+    """Returns the content of config.json, spelled for both transformers 4 and 5. Only in version 5's spelling if
+    version 5 would read both together differently."""
     fields = json.loads(config.to_json_string())
     try:
         both = _in_both_spellings(copy.deepcopy(fields))
@@ -162,7 +162,7 @@ def config_fields(config: PretrainedConfig) -> dict:
 
 
 def _all_fields(config: PretrainedConfig) -> dict:
-    """With defaults; of the two names for a rotary embedding's type only the newer."""
+    """Returns all fields, with defaults, and only the newer name for a rotary embedding's type."""
     values = json.loads(config.to_json_string(use_diff=False))
     rope = values.get("rope_parameters") or {}
     for part in (rope, *rope.values()):
@@ -172,7 +172,7 @@ def _all_fields(config: PretrainedConfig) -> dict:
 
 
 def _in_both_spellings(fields: dict) -> dict:
-    """Adds version 4's names to version 5's `fields`, in configs within them, too."""
+    """Adds version 4's names to version 5's `fields`, and to the configs inside them."""
     for value in fields.values():
         if isinstance(value, dict) and "model_type" in value:
             _in_both_spellings(value)
@@ -199,7 +199,7 @@ def _in_both_spellings(fields: dict) -> dict:
 
 
 def _rope_scaling(kind: str, rope: dict) -> dict | None:
-    """Version 4's `rope_scaling`; None for the original rotary embedding."""
+    """Returns version 4's `rope_scaling`; None for the original rotary embedding."""
     rope_type = rope["rope_type"]
     if kind in ROPE_FACTORS_ONLY and rope_type == "longrope":
         return {"type": rope_type, "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
@@ -211,7 +211,7 @@ def _rope_scaling(kind: str, rope: dict) -> dict | None:
 
 
 def _in_version_4(fields: dict) -> bool:
-    """True if version 4 can read the exported config `fields` as version 5 does."""
+    """True if version 4 reads the exported `fields` as version 5 does."""
     rope = fields.get("rope_parameters") or {}
     full, sliding = (rope.get(kind, {}).get("rope_theta") for kind in ("full_attention", "sliding_attention"))
     needs_one = ROPE_NAMES_BY_ATTENTION.get(fields["model_type"], ("", ""))[1] is None
@@ -222,8 +222,8 @@ def _in_version_4(fields: dict) -> bool:
 
 
 def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
-    """Writes the tokenizer as published, but for its class and its origin, with the chat template that training used;
-    or copies it from the folder `made`."""
+    """Writes the tokenizer as published, except for its class and origin, with the chat template used in training.
+    Copies it from the folder `made`, if that is given."""
     if tokenizer is None:
         return
     if made is not None and made.is_dir():
@@ -263,7 +263,7 @@ def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
 
 
 def _on_ties(model: PreTrainedModel) -> str:
-    """The README's paragraph on tied weights, which are not in the files; "" if there are none."""
+    """Returns the README's paragraph on tied weights, which are not in the files; "" if there are none."""
     names = dict(model.named_parameters())
     tied = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]
     if not tied:
@@ -282,5 +282,5 @@ def _write_json(path: Path, content: dict) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """In UTF-8, with escapes for the rest, such as a name from another system in the command."""
+    """Writes UTF-8, and escapes other characters, such as a file name from another system in the command."""
     path.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -1,7 +1,7 @@
-"""The tensors in files of weights: where each one is, and its values, read from there.
+"""Finds the tensors in files of weights, and reads their values.
 
-A file (.safetensors or zipped .bin) is a list of (name, dtype, shape, offset) and raw bytes. The lists of all files are
-read first and compared with the model; then the bytes are read by offset. Files are not memory-mapped: every page read
+A file (.safetensors or zipped .bin) is a list of (name, dtype, shape, offset) and raw bytes. First the lists of all
+files are read and compared with the model. Then bytes are read by offset. Files are not memory-mapped: every page read
 would count as RAM of this process until the map is closed.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem.core.precision import RUN_ELEMENTS
-from lowmem.errors import InputError, first_few
+from lowmem.errors import InputError, some_of
 from lowmem.text_files import ZIP, refuse_disguised
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -40,14 +40,15 @@ class Entry:
 
     @property
     def elements(self) -> int:
-        """Elements from the first to the last in the file."""
+        """The number of elements from the first to the last in the file."""
         if self.stride is None or 0 in self.shape:
             return math.prod(self.shape)
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
 
 def entries_of(path: Path) -> tuple[dict[str, Entry], list[str]]:
-    """{name: entry} of a file of weights, in the order of its bytes; the keys of the dictionaries around them."""
+    """Returns {name: entry} of a file of weights in the order of its bytes, and the keys of the enclosing
+    dictionaries."""
     return (_safetensors_entries(path), []) if path.suffix == ".safetensors" else _bin_entries(path)
 
 
@@ -112,7 +113,7 @@ def _bin_entry(path: Path, name: str, tensor: Tensor) -> Entry:
 
 
 def _state_dict(path: Path, content: object) -> tuple[dict, list[str]]:
-    """The dictionary of tensors in the `content` of a file, and the keys that lead to it."""
+    """Returns the dictionary of tensors in a file's `content`, and the keys that lead to it."""
     keys = []
     while isinstance(content, dict):
         inner = [key for key in _NESTED if isinstance(content.get(key), dict) and _holds_tensors(content[key])]
@@ -123,7 +124,7 @@ def _state_dict(path: Path, content: object) -> tuple[dict, list[str]]:
         keys += inner
         content = content[inner[0]]
     if not isinstance(content, dict) or not any(isinstance(value, Tensor) for value in content.values()):
-        held = first_few(map(str, content)) if isinstance(content, dict) else type(content).__name__
+        held = some_of(map(str, content)) if isinstance(content, dict) else type(content).__name__
         raise InputError(f"{path} is no state_dict: it holds {held or 'nothing'}; save the model's state_dict alone")
     return content, keys
 
@@ -134,7 +135,7 @@ def _holds_tensors(content: object) -> bool:
 
 
 def exact_empty(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """Zeros in a memory mapping that is freed with the tensor: malloc would keep freed blocks of up to 32 MiB."""
+    """Returns zeros in a memory map that is freed with the tensor: malloc would keep freed blocks of up to 32 MiB."""
     shape = tuple(shape)
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
@@ -143,7 +144,7 @@ def exact_empty(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
 
 
 def chunks(entry: Entry) -> Iterator[Tensor]:
-    """The entry's elements in the file's dtype, in runs [n]; each run overwrites the one before."""
+    """Yields the entry's elements in the file's dtype, in runs [n]. Each run overwrites the one before."""
     staging = exact_empty([min(RUN_ELEMENTS, entry.elements)], entry.dtype)
     with entry.path.open("rb") as file:
         file.seek(entry.offset_bytes)
@@ -155,7 +156,8 @@ def chunks(entry: Entry) -> Iterator[Tensor]:
 
 
 def read_runs(entry: Entry) -> Iterator[Tensor]:
-    """Yields the tensor in fp32: a contiguous tensor of more than RUN_ELEMENTS elements as flat runs, others whole."""
+    """Yields the tensor in fp32: flat runs of a contiguous tensor of more than RUN_ELEMENTS elements, any other
+    whole."""
     if entry.elements > RUN_ELEMENTS and entry.stride is None:
         for chunk in chunks(entry):
             yield chunk.to(torch.float32, copy=True)

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lowmem.core.precision import runs
-from lowmem.errors import InputError, LowmemError, first_few, first_line
+from lowmem.errors import InputError, LowmemError, first_line, some_of
 from lowmem.files import flush_path, remove, safetensors_header, write_at
 from lowmem.models.build import build_model
 from lowmem.models.description import write_description
@@ -25,7 +25,7 @@ BESIDE_WEIGHTS_BYTES = 16 * MIB  # about: tokenizer, config and README of an exp
 
 
 class BeyondRange(LowmemError):
-    """A finite weight that the dtype of the export cannot hold."""
+    """The export's dtype cannot hold a finite weight."""
 
 
 def export_model(
@@ -43,13 +43,13 @@ def export_model(
 ) -> list[str]:
     """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it with the same logits, bit for bit.
 
-    The folder takes the place of an older one only when it is complete and on the disk. Returns sentences on weights
-    that are not finite and on other files that could not be written. LowmemError if disk or RAM are too small,
-    BeyondRange if `dtype` is, ValueError if `parameters` are not the config's.
+    It replaces an older folder only when it is complete and on the disk. Returns sentences on weights that are not
+    finite and on other files that could not be written. LowmemError if disk or RAM are too small, BeyondRange if
+    `dtype` is, ValueError if `parameters` are not the config's.
 
     Args:
-        parameters: each name of `build_model(config).named_parameters()` with its tensor, or with flat runs of it one
-            after the other, in any order, on any device; memory may be used again once the next is asked for.
+        parameters: each name of `build_model(config).named_parameters()` with its tensor, or with flat runs of it in
+            order. In any order, on any device; memory may be reused once the next is asked for.
         generation_config: as write_description's; so are `tokenizer_files`.
         order: of the names in the files; None for the config's.
     """
@@ -73,7 +73,7 @@ def export_model(
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """A new folder, which takes the place of `folder` when the block ends and all of it is on the disk."""
+    """Yields a new folder, which replaces `folder` at the end of the block, when all of it is on the disk."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, previous = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "previous"))
     if previous.exists() and not folder.exists():  # a run was killed between the two renames below
@@ -105,7 +105,7 @@ def _write_shards(
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> list[str]:
-    """Writes the weights as they come: shapes give the place of each value. Returns a sentence on values that are not
+    """Writes weights as they come: shapes determine the place of each value. Returns a sentence on values that are not
     finite, if there are any."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     file_name = _file_names(model)
@@ -139,12 +139,12 @@ def _write_shards(
             written[name] += len(content)
         del values
     if missing := [name for name in shapes if written[name] < sizes[name]]:
-        raise ValueError(f"{len(missing)} parameters were not given: {first_few(missing)}")
+        raise ValueError(f"{len(missing)} parameters were not given: {some_of(missing)}")
     if split.is_sharded:
         weight_map = {file_name[name]: shard for name, shard in split.tensor_to_filename.items()}
         index = {"metadata": split.metadata, "weight_map": dict(sorted(weight_map.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    return [f"NaN or infinity in {len(not_finite)} tensors ({first_few(not_finite)})"] if not_finite else []
+    return [f"NaN or infinity in {len(not_finite)} tensors ({some_of(not_finite)})"] if not_finite else []
 
 
 def _check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:
@@ -155,7 +155,7 @@ def _check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:
 
 
 def _file_names(model: PreTrainedModel) -> dict[str, str]:
-    """{parameter: its name in files}, which is an older name if `save_pretrained` writes that."""
+    """Returns {parameter: its name in files}, an older name if `save_pretrained` writes that."""
     parameters = dict(model.named_parameters())
     old_name = {id(tensor): name for name, tensor in revert_weight_conversion(model, parameters).items()}
     return {name: old_name.get(id(parameter), name) for name, parameter in parameters.items()}

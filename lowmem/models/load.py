@@ -1,17 +1,15 @@
-"""The weights of a model as a stream of fp32 tensors: from files, or initialized randomly.
+"""Streams the weights of a model as fp32 tensors: from files, or initialized randomly.
 
 `from_pretrained` puts a whole fp32 model into RAM (XL: 5.8 GiB), often twice. Here the model has no storage, and the
-caller puts each tensor where it belongs (split into halves, on the GPU, ...) before the next one is read:
+caller moves each tensor to its place before the next one is read:
 
     model = build_model(load_config("gpt2-xl", "pretrained"))    shapes on `meta`: about a second, no RAM
     for name, values in read_weights(model, "gpt2-xl"): ...      fp32; RAM: some MiB
     for name, tensor in random_weights(model.config, seed): ...  fp32; RAM: one module's tensors
 
-A tensor of more than 1 MiB comes as flat runs of its elements, one after the other.
-
-weight_files.py finds the files, entries.py the tensors in them, names.py the parameter of each tensor. Refused are
-quantised files, .bin files from before torch 1.6 (not zipped), and weights that transformers merges or splits on load.
-A flipped bit inside a tensor goes unnoticed: neither format has checksums.
+weight_files.py finds the files, entries.py the tensors in them, names.py the parameter of each tensor. Quantised files,
+.bin files from before torch 1.6, and weights that transformers merges or splits are refused. A flipped bit inside a
+tensor goes unnoticed: neither format has checksums.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,12 +29,14 @@ from lowmem.models.weight_files import usual_weight_files, weight_files
 def read_weights(
     model: PreTrainedModel, source: str, say: Callable[[str], None] = lambda sentence: None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields every name of `model.named_parameters()` with its fp32 CPU tensor, in the order of the files; one of more
-    than RUN_ELEMENTS elements as flat runs, the name with each.
+    """Yields (name, fp32 CPU tensor) for all of `model.named_parameters()`, in the order of the files.
 
-    `source` is a folder or a hub name. InputError, before this returns, if names or shapes are not the model's; from
-    the stream, at a value that is not finite. `say` gets a sentence on each change of names or values. RAM: one run,
-    1 MiB, and the one that the caller still holds; a transposed tensor of a .bin file comes whole.
+    A tensor of more than RUN_ELEMENTS elements comes in flat runs, each with the name. `source` is a folder or a hub
+    name.
+
+    InputError before this returns if names or shapes are not the model's, and later at a value that is not finite.
+    `say` gets a sentence on each change of names or values. RAM: one run, 1 MiB, and the one that the caller still
+    holds; a transposed tensor of a .bin file comes whole.
     """
     folder = model_folder(source, "weights")
     entries: dict[str, Entry] = {}
@@ -71,11 +71,11 @@ def _stream(matched: dict[str, Entry]) -> Iterator[tuple[str, Tensor]]:
 
 
 def random_weights(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields every parameter's name and fp32 CPU tensor, initialized by the architecture's `_init_weights`.
+    """Yields (name, fp32 CPU tensor) for all parameters, initialized by the architecture's `_init_weights`.
 
-    transformers initializes a model module by module. So does this, with storage for one module's parameters at a time;
-    a run on meta first finds the modules that write each parameter. RAM: the largest tensor (XL: 307 MiB), and the one
-    that the caller still holds. The distribution is transformers', the numbers are not: it draws most weights twice.
+    transformers initializes a model module by module. So does this, with storage for one module's parameters at a time.
+    A run on meta first finds the modules that write each parameter. RAM: the largest tensor (XL: 307 MiB), and the one
+    that the caller still holds. The distribution is transformers', but the numbers differ: it draws most weights twice.
 
     If a parameter is not found this way (OpenAI GPT, Data2VecText), the whole model is built: 4 bytes of RAM each.
     """
@@ -92,7 +92,7 @@ Turn = tuple[PreTrainedModel, nn.Module]  # a module, and the innermost model ar
 
 
 def _untie(model: PreTrainedModel) -> dict[str, Owner]:
-    """{parameter: its owner}. Each name that is tied to another gets a parameter of its own on meta."""
+    """Gives each tied name a parameter of its own on meta; returns {parameter: its owner}."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for tied in model.all_tied_weights_keys:  # without the name of the weight that stays
         module, _, leaf = tied.rpartition(".")
@@ -106,16 +106,15 @@ def _untie(model: PreTrainedModel) -> dict[str, Owner]:
 
 
 def _turns(module: nn.Module, model: PreTrainedModel) -> Iterator[Turn]:
-    """Each module after its children."""
+    """Yields each module after its children."""
     for child in module.children():
         yield from _turns(child, child if isinstance(child, PreTrainedModel) else model)
     yield model, module
 
 
 def _written(turns: list[Turn], owners: dict[str, Owner]) -> dict[str, range] | None:
-    """{parameter: its first to its last turn}, found on meta; None if some are not found.
-
-    GPT-2 initializes `c_proj` as a layer, and again as part of a block."""
+    """Returns {parameter: its first to its last turn}, found on meta; None if some are not found. GPT-2 initializes
+    `c_proj` as a layer, and again as part of a block."""
     parameters = {name: getattr(*owner) for name, owner in owners.items()}
     written: dict[str, range] = {}
     versions = {name: parameter._version for name, parameter in parameters.items()}
@@ -158,7 +157,7 @@ def _by_turns(
 
 
 def _from_whole(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """From the model as transformers builds it, each parameter in memory of its own."""
+    """Yields the weights of a whole model from transformers, each in its own memory."""
     on_its_own = parameters_placed(lambda tensor: exact_empty(tensor.shape, torch.float32).copy_(tensor))
     with torch.random.fork_rng(devices=[]), on_its_own:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too

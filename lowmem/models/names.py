@@ -1,8 +1,7 @@
 """Finds the model's parameter for each tensor of a checkpoint, by name.
 
-Names may lack the base model's prefix, or be older ones that transformers renames. A tied weight may have either or
-both of its names. torch.compile, DDP, FSDP, Lightning, PEFT and others add a prefix, which is left off if the rest are
-the model's names. A value or reward head is left out.
+Names may lack the base model's prefix, be older ones, or have a prefix of torch.compile, DDP, FSDP, Lightning or PEFT.
+A tied weight may have either or both of its names. A value or reward head is left out.
 """
 
 import re
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from lowmem.errors import InputError, first_few
+from lowmem.errors import InputError, some_of
 from lowmem.models.entries import Entry, same_values
 
 # Masks, rotary tables and the like, which older versions of transformers and other programs stored with the weights,
@@ -51,8 +50,8 @@ class _Fit:
 
 
 def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tuple[dict[str, Entry], list[str]]:
-    """{parameter name: entry} of all parameters in the order of `entries`, and remarks. InputError if they do not
-    fit."""
+    """Returns {parameter name: entry} of all parameters in the order of `entries`, and remarks. InputError if the names
+    do not match."""
     fit = min(_fits(model, entries), key=_Fit.problems)
     untrainable = [name for name in fit.target if entries[name].dtype is None]
     if fit.problems() or untrainable:
@@ -66,7 +65,7 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
 
 
 def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
-    """The fit of the plain names; if they do not match, also of the names without wrappers and each common prefix."""
+    """Matches the plain names; if they fail, also the names without wrappers and without each common prefix."""
     plain = _fit(model, entries, lambda name: name, "")
     if not plain.problems():
         return [plain]
@@ -115,7 +114,7 @@ def _remarks(fit: _Fit, entries: dict[str, Entry], source: str) -> list[str]:
     if renamed:
         remarks.append(f"the names of {len(renamed)} weights in {source} are taken without {' and '.join(left_off)}")
     if fit.heads:
-        remarks.append(f"{source} holds a head beside the language model ({first_few(fit.heads)}), which is left out")
+        remarks.append(f"{source} holds a head beside the language model ({some_of(fit.heads)}), which is left out")
     if double := sum(entries[name].stored in ("F64", "float64") for name in fit.target):
         remarks.append(f"{double} weights in {source} are fp64, and rounded to fp32")
     return remarks
@@ -130,7 +129,7 @@ def _refusal(
     wrong += [f"{name}: neither fp32, fp16 nor bf16, but {entries[name].stored}" for name in untrainable]
     unexpected = fit.unexpected + fit.heads
     problems = {"missing": fit.missing, "unexpected": unexpected, "unfit": wrong, "merged or split": fit.converted}
-    found = [f"{len(names)} {problem} ({first_few(names)})" for problem, names in problems.items() if names]
+    found = [f"{len(names)} {problem} ({some_of(names)})" for problem, names in problems.items() if names]
     advice = _advice(model, fit, [*entries], sizes, untrainable)
     return InputError(f"the weights in {source} do not fit {type(model).__name__}: {'; '.join(found)}; {advice}")
 
@@ -138,7 +137,7 @@ def _refusal(
 def _advice(
     model: PreTrainedModel, fit: _Fit, names: list[str], sizes: dict[str, tuple[list, list]], untrainable: list[str]
 ) -> str:
-    """The way out, by the kind of misfit."""
+    """Returns advice for this kind of mismatch."""
     if fit.converted:
         return "transformers converts these weights on load, which reading them one by one cannot do"
     if any(map(_ADAPTER.search, names)):
@@ -157,10 +156,10 @@ def _advice(
     own = {part for name, _ in model.named_parameters(remove_duplicate=False) for part in name.split(".")[:2]}
     begin = sorted({_WRAPPERS.sub("", name).removeprefix(fit.prefix).split(".")[0] for name in fit.unexpected})
     if fit.unexpected and not fit.missing and own.isdisjoint(begin):
-        return f"the files hold more than this model, under {first_few(begin)}: save the model alone (save_pretrained)"
+        return f"the files hold more than this model, under {some_of(begin)}: save the model alone (save_pretrained)"
     if fit.unexpected and (not fit.target or own.isdisjoint(begin)):
         return (
-            f"names that begin with {first_few(begin)} are not those of this architecture in transformers: "
+            f"names that begin with {some_of(begin)} are not those of this architecture in transformers: "
             "save them under its names (save_pretrained), or with the converter of the program that wrote them"
         )
     return "use the config.json that came with the weights, or --init random"
@@ -172,12 +171,12 @@ def _names_of(model: PreTrainedModel, module: nn.Module) -> set[str]:
 
 
 def _differing(model: PreTrainedModel, name: str, entry: Entry, target: dict[str, str]) -> InputError:
-    """The refusal of a weight that the files hold twice with different values."""
+    """Returns the error for a weight that the files hold twice with different values."""
     others = [other for other in target if target[other] == target[name] and other != name]
     named = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     if sum(parameter is model.get_parameter(target[name]) for parameter in named) == 1:  # it is not tied
         return InputError(
-            f"{entry.path}: {name} and {first_few(others)} are the same weight with different values; leave one"
+            f"{entry.path}: {name} and {some_of(others)} are the same weight with different values; leave one"
         )
     advice = 'set "tie_word_embeddings": false in config.json if they are meant to differ'
     if model.config.is_encoder_decoder:  # transformers 5 ties it whatever the config says

@@ -1,7 +1,7 @@
-"""Recognizes what a user gave as the model, by names of files and config.json alone.
+"""Recognizes the kind of model that a user gave, by file names and config.json.
 
-People give an adapter, a file for llama.cpp, another trainer's checkpoint. Each gets one sentence with its kind and the
-way out, before PyTorch is imported.
+People give an adapter, a file for llama.cpp, another trainer's checkpoint. Each gets one sentence with its kind and
+with advice, before PyTorch is imported.
 """
 
 import os
@@ -69,15 +69,15 @@ _OTHER_WEIGHTS = {  # of folders with a config.json and no weights that are read
 
 
 class Recognized(NamedTuple):
-    """The model to take in the place of the given one, and a remark on that for the user, or None."""
+    """The model to use in place of the given one, and a remark on that for the user, or None."""
 
     model: str
     remark: str | None = None
 
 
 def recognize(model: str, with_weights: bool) -> Recognized:
-    """The model to take for `model`, a path or a hub name; `with_weights`: its weights will be read, too. InputError if
-    it cannot be trained, or is neither a path nor a possible name on the hub."""
+    """Returns the model to use for `model`, a path or a hub name; `with_weights`: its weights will be read, too.
+    InputError if it cannot be trained, or is neither a path nor a possible name on the hub."""
     path = Path(model)
     if path.is_dir():
         return _recognize_folder(model, path, with_weights)
@@ -164,7 +164,7 @@ def _adapted(folder: Path) -> str:
 
 
 def _newest_checkpoint(model: str, folder: Path) -> InputError | None:
-    """The refusal of a Trainer's output folder that holds only folders checkpoint-N."""
+    """Returns the error for a Trainer's output folder that has only folders checkpoint-N."""
     folders = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
     if not folders:
         return None
@@ -175,7 +175,7 @@ def _newest_checkpoint(model: str, folder: Path) -> InputError | None:
 
 
 def config_fields(path: Path) -> dict:
-    """The content of a config.json. InputError if it is none, or if such a model is not trained here."""
+    """Returns the content of a config.json. InputError if it is not one, or if such a model is not trained here."""
     try:
         fields = read_json(path)
     except OSError as error:

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from lowmem.errors import InputError, first_few
+from lowmem.errors import InputError, some_of
 from lowmem.text_files import read_json, refuse_pointer
 
 _USUAL = (  # a single file and the index of several; the first that exists
@@ -19,8 +19,8 @@ _NO_WEIGHTS = re.compile(  # files of trainers, and weights under the names of o
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of weights in `folder`: under their usual names, as shards without an index, or the only candidate.
-    InputError if there is none or a choice, or if a shard is missing or a Git LFS pointer."""
+    """Returns the files of weights in `folder`: under their usual names, as shards without an index, or the only
+    candidate. InputError for none, for several candidates, and if a shard is missing or a Git LFS pointer."""
     files = usual_weight_files(folder) or _shards(folder) or _only_one(folder)
     for path in files:
         refuse_pointer(path)
@@ -28,7 +28,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def usual_weight_files(folder: Path) -> list[Path]:
-    """The files under the names that transformers looks for, if any. InputError if a shard is missing."""
+    """Returns the files under the names that transformers looks for, if any. InputError if a shard is missing."""
     for single, index in _USUAL:
         if (folder / single).is_file():
             return [folder / single]
@@ -46,7 +46,7 @@ def usual_weight_files(folder: Path) -> list[Path]:
 def _complete(folder: Path, paths: list[Path]) -> list[Path]:
     if missing := [path.name for path in paths if not path.is_file()]:
         raise InputError(
-            f"{folder} lacks {len(missing)} of {len(paths)} weight files ({first_few(missing)}): download again"
+            f"{folder} lacks {len(missing)} of {len(paths)} weight files ({some_of(missing)}): download again"
         )
     return paths
 
@@ -60,7 +60,7 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The first set of files that share a name and are numbered m-of-n."""
+    """Returns the first set of files that share a name and are numbered m-of-n."""
     for match in filter(None, (_SHARD.fullmatch(path.name) for path in _candidates(folder))):
         name, number, count, end = match.groups()
         numbers = range(1, int(count) + 1)
@@ -73,7 +73,7 @@ def _only_one(folder: Path) -> list[Path]:
     candidates = [path for path in candidates if path.suffix == ".safetensors"] or candidates
     if len(candidates) > 1:
         raise InputError(
-            f"{folder} holds several files that could be the weights ({first_few(path.name for path in candidates)}); "
+            f"{folder} holds several files that could be the weights ({some_of(path.name for path in candidates)}); "
             "rename the right one to model.safetensors or pytorch_model.bin, by its kind"
         )
     if not candidates:

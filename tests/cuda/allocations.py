@@ -1,8 +1,8 @@
-"""What one call allocates on a CUDA device, beside what the simulator says of the same call on tensors without data.
+"""Compares the allocations of one call on a CUDA device with the simulator's, on tensors without data.
 
 A call is first made on the meta device, as in a simulated step. Its tensors are kept as descriptions, from which
-tensors of the same sizes, strides and shared storages are made on the device. There the caching allocator's own
-counters say what the call took beside its results, and its results are compared with those on meta.
+tensors of the same sizes, strides and shared storages are made on the device. There the caching allocator's counters
+give the temporaries of the call, and its results are compared with those on meta.
 """
 
 from collections.abc import Callable, Iterator
@@ -84,22 +84,22 @@ def described(value: Any) -> Any:
 
 
 def call_on_meta(gpu: Gpu, func: Callable, *args, **kwargs) -> tuple[Call, Any]:
-    """The call, which is made here, and its result."""
+    """Returns the call, which is made here, and its result."""
     before = described((args, kwargs))
     result = func(*args, **kwargs)
     return record_of(gpu, func, args, kwargs, result, before), result
 
 
 def record_of(gpu: Gpu, func: Callable, args: tuple, kwargs: dict, result, before: tuple | None = None) -> Call:
-    """The Call of a call that was made already."""
+    """Returns the Call of a call that was made already."""
     of_args, of_kwargs = before or described((args, kwargs))
     temporaries = sum(rounded(size) for size in hidden_bytes(func, args, kwargs, result, gpu))
     return Call(func, of_args, of_kwargs, tree_leaves(described(result)), temporaries)
 
 
 def measure(call: Call, device: torch.device) -> tuple[int, str]:
-    """Bytes that the call took on `device` beside its results, and a sentence where a result is another there than on
-    meta; empty where none is."""
+    """Returns the bytes of the call's temporaries on `device`, and a sentence if a result differs from that on meta,
+    else ""."""
     args, kwargs = _made((call.args, call.kwargs), device)
     given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
     with _peak(device) as peak:
@@ -119,13 +119,13 @@ def measure(call: Call, device: torch.device) -> tuple[int, str]:
 
 
 def rounded(size: int) -> int:
-    """What the allocator counts for a request."""
+    """Returns the bytes that the allocator counts for a request."""
     return -(-size // ROUNDING) * ROUNDING
 
 
 class Peaks(NamedTuple):
-    """Of a function and its backward, above what there was before it, bytes: at the highest point of each, and what
-    the function leaves for its backward."""
+    """Bytes that a function and its backward take above those before: the peak of each, and the bytes kept for
+    backward."""
 
     forward: int
     saved: int
@@ -133,7 +133,7 @@ class Peaks(NamedTuple):
 
 
 def peaks_on(device: torch.device, function: Callable, *tensors: Tensor) -> Peaks:
-    """Of `function` of tensors like `tensors`, which are on meta; its result is a tensor."""
+    """Returns the peaks of `function` of tensors like `tensors`, which are on meta. Its result is a tensor."""
     inputs = _made(described(tensors), device)
     for made, tensor in zip(inputs, tensors, strict=True):
         made.requires_grad_(tensor.requires_grad)
@@ -149,7 +149,7 @@ def peaks_on(device: torch.device, function: Callable, *tensors: Tensor) -> Peak
 
 
 def peaks_simulated(gpu: Gpu, function: Callable, *tensors: Tensor) -> Peaks:
-    """The same of meta tensors, as step.py would have it."""
+    """Returns the same of meta tensors, as step.py would have it."""
     inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     machine = DeviceModel(hidden_bytes=lambda *operation: hidden_bytes(*operation, gpu))
     with CudaFunctions(gpu.capability, VERSION), Recorder(machine) as recorder:

@@ -27,7 +27,7 @@ MATRICES = (  # of which rows, columns and everything are reduced: the widths of
 
 
 def heads(B: int, H: int, T: int, D: int, dtype: torch.dtype, tokens_first: bool = True) -> Tensor:
-    """[B, H, T, D] on meta, laid out as [B, T, H, D] as a model makes it, or as it says."""
+    """Returns [B, H, T, D] on meta, laid out as [B, T, H, D] as a model makes it, or as it says."""
     if tokens_first:
         return torch.empty(B, T, H, D, dtype=dtype, device=META).transpose(1, 2)
     return torch.empty(B, H, T, D, dtype=dtype, device=META)
@@ -48,7 +48,7 @@ def operators(gpu: Gpu) -> Iterator[Call]:
 
 
 def whose_sums_have_an_order(gpu: Gpu) -> Iterator[Call]:
-    """Those that do otherwise without deterministic algorithms, and what comes with them."""
+    """Yields the operators that differ without deterministic algorithms, and related ones."""
     for shape, dtype, dropout, causal, tokens_first in itertools.product(
         SHAPES, dtypes_of(gpu), (0.0, 0.1), (True, False), (True, False)
     ):
@@ -66,7 +66,7 @@ def dtypes_of(gpu: Gpu) -> tuple[torch.dtype, ...]:
 
 
 def lookups(gpu: Gpu, dtype: torch.dtype) -> Iterator[Call]:
-    """Of rows of a table, and the sums of their gradients."""
+    """Yields lookups of rows of a table, and the sums of their gradients."""
 
     def call(func: Callable, *args) -> Call:
         return call_on_meta(gpu, func, *args)[0]

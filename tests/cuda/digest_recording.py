@@ -39,7 +39,7 @@ Event = tuple[str, int]
 
 
 def trace_of(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
-    """The snapshot's events of the one device that has any, oldest first."""
+    """Returns the snapshot's events of the one device that has any, oldest first."""
     traces = [trace for trace in snapshot["device_traces"] if trace]
     if len(traces) != 1:
         raise ValueError(f"the snapshot has events of {len(traces)} devices; it should be one")
@@ -47,7 +47,7 @@ def trace_of(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def events_of(snapshot: dict[str, Any]) -> list[Event]:
-    """(action, requested bytes) of every allocation and free, in order."""
+    """Returns (action, requested bytes) of every allocation and free, in order."""
     return [(_ACTIONS[entry["action"]], entry["size"]) for entry in trace_of(snapshot) if entry["action"] in _ACTIONS]
 
 
@@ -72,7 +72,7 @@ def describe(events: list[Event]) -> dict[str, Any]:
 
 
 def first_difference(expected: dict[str, Any], found: dict[str, Any]) -> str | None:
-    """Where two sequences that `describe` has described differ first, in words; None where they are equal."""
+    """Returns the first difference of two sequences described by `describe`, in words; None if they are equal."""
     if expected["digest"] == found["digest"]:
         return None
     lengths = " and ".join(f"{it['allocations']:,} + {it['frees']:,}" for it in (expected, found))
@@ -128,10 +128,10 @@ class _Replay:
 
 
 def allocated_peak_bytes(snapshot: dict[str, Any]) -> int:
-    """The most bytes that were allocated at any moment of the recording, from the addresses in it.
+    """Returns the most bytes that were allocated at any moment of the recording, from the addresses in it.
 
-    The state at the end is known, so the events are undone from the last to the first; then they are replayed.
-    Raises ValueError where the replay does not end with the blocks that the snapshot has.
+    The state at the end is known, so the events are undone from the last to the first; then they are replayed. Raises
+    ValueError if the replay does not end with the blocks that the snapshot has.
     """
     segments = {segment["address"]: segment["total_size"] for segment in snapshot["segments"]}
     live = {}
@@ -176,7 +176,7 @@ def allocated_peak_bytes(snapshot: dict[str, Any]) -> int:
 
 
 def reductions_of(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
-    """The staging buffers of reductions: operator, bytes of buffer and of its semaphores, how many times.
+    """Returns the staging buffers of reductions: operator, bytes of buffer and of its semaphores, how many times.
 
     A reduction whose outputs are too few to fill the card is shared by several groups of threads. Each group leaves its
     result in the buffer, and semaphores tell which of them is the last. The stacks of the recording are needed.
@@ -195,7 +195,7 @@ def reductions_of(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_recordings() -> dict[str, dict[str, Any]]:
-    """The entries of recordings.json by name."""
+    """Returns the entries of recordings.json by name."""
     return json.loads(RECORDINGS.read_text())
 
 

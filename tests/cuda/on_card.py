@@ -18,7 +18,7 @@ def run(*command: str, options: Sequence[str] = (), **environment: str) -> subpr
 
 
 def output(*command: str, options: Sequence[str] = (), **environment: str) -> str:
-    """What it printed on stdout; an AssertionError with the end of what it said where it failed."""
+    """Returns its stdout. If it failed, raises AssertionError with the end of its output."""
     result = run(*command, options=options, **environment)
     assert result.returncode == 0, f"exit code {result.returncode}: {result.stderr[-3000:]}{result.stdout[-500:]}"
     return result.stdout

@@ -2,17 +2,17 @@
 
     python -m stand_in --gpu a100 -- -m tests.cuda.operators [--workspaces] [--families gpt2 llama ...]
 
-prints a row of JSON for every case: the operator, its arguments, bytes of temporaries as PyTorch's caching allocator
-counted them and as the table has them, and a sentence where a result is not what it is on meta. Four kinds of cases:
+prints a row of JSON for every case: the operator, its arguments, bytes of temporaries by PyTorch's caching allocator
+and by the table, and a sentence if a result differs from that on meta. Four kinds of cases:
 
-- workspaces: what the first matrix product of a thread takes for good, forward and in autograd's thread, as
-  CUBLAS_WORKSPACE_CONFIG says (`--workspaces`: nothing else);
-- operators (calls.py): those of the table, over shapes and dtypes, with and without deterministic algorithms;
-- functions (calls.py): those that cuda_ops.py replaces, with their backward: both peaks, and what is saved in between;
+- workspaces: taken and kept by a thread's first matrix product, in forward and in autograd's thread, under
+  CUBLAS_WORKSPACE_CONFIG (`--workspaces`: nothing else).
+- operators (calls.py): the table's, over shapes and dtypes, with and without deterministic algorithms.
+- functions (calls.py): the functions that cuda_ops.py replaces, with backward: both peaks, and the saved bytes.
 - steps: every distinct operation of simulated steps of small decoders of many families.
 
-Kernels compute nothing there, so nothing here looks at a value. The device's properties are those of the card that the
-process was started for.
+Kernels compute nothing on the stand-in, so no values are compared. The device's properties are those of the card that
+the process was started for.
 """
 
 import argparse
@@ -89,8 +89,8 @@ DROPOUTS = (
 
 
 def steps(gpu: Gpu, family: str) -> Iterator[Call]:
-    """The distinct operations of simulated steps of `family`: 16-bit products with both residual streams, and fp32;
-    with dropout, and with documents masked."""
+    """Yields the distinct operations of simulated steps of `family`: 16-bit products with both residual streams, and
+    fp32; with dropout, and with documents masked."""
     seen: dict[tuple, Call] = {}
 
     def watch(func: Callable, args: tuple, kwargs: dict, result) -> tuple:
@@ -139,7 +139,7 @@ def rows(gpu: Gpu, families: list[str]) -> Iterator[dict]:
 
 
 def workspaces(gpu: Gpu) -> Iterator[dict]:
-    """To be run first: a thread takes its workspace once."""
+    """Measures workspaces. Run it first: a thread takes its workspace once."""
     device = torch.device("cuda")
     x = torch.ones(8, 8, device=device, requires_grad=True)
     bias = torch.ones(8, device=device)

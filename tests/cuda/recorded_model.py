@@ -1,10 +1,9 @@
-"""A model and an optimizer whose step asks the allocator for what a recorded program asked for, in the same order.
+"""A model and an optimizer whose step makes the allocator's requests of a recorded program, in the same order.
 
-The program is public (CS336's second assignment, see recordings.json); this is written anew for its *memory* and not as
-one would write it today: products through einsum, an attention whose T x T matrices exist, rotations on halves, an
-AdamW with a line of tensor operations for each moment. What counts is which tensors are made, and when each goes out of
-scope: where a name is used twice (`x`, `mixed`), the first tensor must not outlive that line. Weights are never set:
-on the stand-in no kernel runs, and sizes are all that counts.
+The program is public (CS336's second assignment, see recordings.json). This copy imitates its *memory*: products
+through einsum, attention with T x T matrices, rotations on halves, an AdamW with a line of tensor operations for each
+moment. Only the tensors and their lifetimes matter: if a name is used twice (`x`, `mixed`), the first tensor must not
+outlive that line. Weights are never set: on the stand-in no kernel runs.
 
 Shape suffixes: B sequences, T tokens of each, D width, H heads, K width of a head, V vocabulary.
 """
@@ -21,7 +20,7 @@ VOCABULARY = 10_000
 
 @dataclass(frozen=True)
 class Size:
-    """How large the decoder is, and where its weights lie."""
+    """The decoder's size, and the device of its weights."""
 
     layers: int
     width: int
@@ -30,11 +29,11 @@ class Size:
     device: str = "cuda"
 
     def weight(self, *shape: int) -> nn.Parameter:
-        """Of this shape, not initialised."""
+        """Returns a weight of this shape, not initialized."""
         return nn.Parameter(torch.empty(*shape, device=self.device))
 
 
-MEDIUM = Size(24, 1024, 16, 4096)  # of the assignment's sizes the recorded one
+MEDIUM = Size(24, 1024, 16, 4096)  # the recorded one of the assignment's sizes
 
 
 class Linear(nn.Module):

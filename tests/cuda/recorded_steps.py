@@ -66,9 +66,10 @@ def _stop_recording() -> dict[str, Any]:
 
 
 def record_reductions(context: int, width: int) -> list[dict[str, Any]]:
-    """The staging buffers of the reductions of a model with transposed products, as `reductions_of` describes them.
+    """Returns the staging buffers of the reductions of a model with transposed products, as `reductions_of` describes
+    them.
 
-    The recorded program gives einsum the weights first, so that products lie in memory as [outputs, tokens] and every
+    The recorded program gives einsum the weights first, so products are [outputs, tokens] in memory, and every
     reduction over the last dimension runs across the rows of memory. Three of its reductions need a buffer: the loss's
     maximum and sum over the vocabulary, and a sum over the width in the backward of each RMSNorm. (The operators, the
     bytes and the number of outputs stand in the recording; the layout is inferred from them.)

@@ -1,4 +1,4 @@
-"""What a run asks the allocator for, from its workspaces to the end of its second step, beside what its plan simulates.
+"""Compares a run's requests to the allocator, from its workspaces to the end of its second step, with its plan's.
 
     python -m stand_in --gpu CARD -- -m tests.cuda.step_requests
 
@@ -67,7 +67,7 @@ CASES = {  # the layout, and what else differs from a plain step
 
 
 def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
-    """("alloc" or "free", bytes) of a run."""
+    """Returns ("alloc" or "free", bytes) of a run."""
     torch.cuda.memory._record_memory_history(context=None)
     devices.take_workspaces(device)
     layout = case.layout

@@ -140,7 +140,7 @@ def test_whatever_the_allocator_refuses_costs_no_bit(name):
 
 
 def reserved(case: dict) -> int:
-    """Of a card's memory, by the first two steps."""
+    """Reserved bytes of the first two steps."""
     collect_garbage()  # the training before this one is in cycles, and was still named when its block ended
     with training(WIDE, CUDA, case) as (step, _, _):
         torch.cuda.empty_cache()

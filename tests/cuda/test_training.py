@@ -34,9 +34,9 @@ SHAPE = Shape.of(True, dropout=0.1)
 ARRANGEMENTS = LAYOUTS | IN_BACKWARD
 FEW = ("streamed, deferred", "in backward, half streamed")
 IN_PRECISIONS = [("bf16", name) for name in ARRANGEMENTS] + [("fp32", name) for name in FEW] + [("fp16", FEW[0])]
-# By Triton's interpreter, whose sums of exponentials and fused products are ordered otherwise than PyTorch's: the
-# largest difference of a weight after two steps at a learning rate of 1e-3, where Adam's first steps are as large as
-# the rate whatever the gradient, so that the sign of one near zero decides.
+# The largest difference of a weight after two steps at a learning rate of 1e-3. Triton's interpreter orders sums # of
+# exponentials and fused products differently from PyTorch. Adam's first steps are as large as the rate, for any #
+# gradient, so the sign of a gradient near zero decides.
 MOST_WEIGHT_DIFFERENCE = {"fp32": 2e-4, "bf16": 4e-3, "fp16": 4e-3}
 MOST_LOSS_DIFFERENCE = {"fp32": 2e-6, "bf16": 2e-3, "fp16": 2e-3}
 
@@ -62,7 +62,7 @@ def on_cpu():
 
 
 def reference(on_cpu, precision: str, case: dict):
-    """Of an arrangement of `case`: the plain one's outcome; without clipping also with its group."""
+    """Returns the plain arrangement's outcome for `case`; without clipping also with its group."""
     return on_cpu(precision, **UNCLIPPED) if "clip_norm" in case else on_cpu(precision)
 
 

@@ -16,7 +16,7 @@ SHAPE = "6x256x4"
 
 
 def run(tmp_path, *words: str, order: str = "issue") -> dict:
-    """The report; under `memory` it has the card's counts."""
+    """Returns the report; under `memory` it has the card's counts."""
     common = ["-m", PROGRAM, "--model", SHAPE, "--seq", "48", "--runs", "2", "--out", str(tmp_path)]
     output(*common, *words, options=["--values", "--order", order])
     return json.loads((tmp_path / "report.json").read_text())
@@ -25,8 +25,8 @@ def run(tmp_path, *words: str, order: str = "issue") -> dict:
 @pytest.mark.parametrize("words", [["--physical-limit", "60MiB"], ["--physical-limit", "130MiB", "--backward"]])
 @pytest.mark.parametrize("order", ["issue", "adversarial"])
 def test_managed_weights_compute_the_resident_ones_bits(words, order, tmp_path):
-    """With prefetch, by faults alone, and by copies; in an order of streams that finds missing waits. What the card
-    holds and moves is what the schedule says, over three passes and the pieces that are kept."""
+    """Compares prefetch, page faults and copies, in an order of streams that finds missing waits. Over three passes the
+    card holds and moves the schedule's pieces."""
     limit = int(words[1].removesuffix("MiB")) * MIB
     resident = run(tmp_path, "--placement", "resident", *words[2:], order=order)
     by_faults = run(tmp_path, *words, order=order)
@@ -51,8 +51,8 @@ def test_managed_weights_compute_the_resident_ones_bits(words, order, tmp_path):
 
 
 def test_a_copy_waits_until_its_slot_is_read_no_more(tmp_path):
-    """In an order in which copies run before what was asked for earlier; the adversarial one runs them behind it, and
-    without this wait the other tests here pass."""
+    """Runs copies before work that was launched earlier. The adversarial order runs them after it, so the other tests
+    here do not find a missing wait."""
     words = ["--physical-limit", "60MiB", "--placement", "explicit"]
     assert run(tmp_path, *words, order="highest")["digest"] == run(tmp_path, *words)["digest"]
 
@@ -69,8 +69,8 @@ def test_moves_are_those_of_the_schedule_in_its_order(tmp_path):
 
 
 def test_what_is_refused_leaves_the_report_of_another_run(tmp_path):
-    """More managed memory than is free; compiled groups where values are computed. Seen to fail: the report was gone,
-    and what the compiler said were 78 lines."""
+    """Refuses more managed memory than is free, and compiled groups on the stand-in. Before, the report was gone, and
+    the compiler's error had 78 lines."""
     (tmp_path / "report.json").write_text("older")
     with pytest.raises(AssertionError, match="are free on the GPU"):
         run(tmp_path, "--model", "gpt3-6.7b")

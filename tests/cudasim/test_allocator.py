@@ -244,7 +244,7 @@ def test_peaks_start_again_from_what_is_held():
 
 
 def _segments(allocator: CachingAllocator, in_use: list) -> list[list]:
-    """Every segment as its blocks from the first to the last."""
+    """Returns every segment as its blocks from the first to the last."""
     segments = {}
     for block in [
         *in_use,

@@ -50,7 +50,7 @@ def meta(*shape, dtype=BF16, grad=True):
 
 
 def heads(B=1, H=25, T=1024, D=64, dtype=BF16, grad=True):
-    """As a model makes them: [B, H, T, D], laid out as [B, T, H, D]."""
+    """Returns [B, H, T, D], with the layout [B, T, H, D] that models make."""
     return meta(B, T, H, D, dtype=dtype, grad=grad).transpose(1, 2)
 
 
@@ -62,7 +62,7 @@ def run_attention(capability, tensors, **keywords):
 
 
 def saved_bytes(function):
-    """What autograd keeps for the backward of `function()`, each storage once."""
+    """Returns the bytes that autograd keeps for the backward of `function()`, each storage once."""
     storages = {}
 
     def pack(tensor):

@@ -316,7 +316,7 @@ def test_a_product_is_bound_by_memory_where_it_has_few_operations_for_its_bytes(
         (256, 256, 64, 1.0),  # 4 tiles, 4 multiprocessors
         (640, 128, 64, 5 / 8),  # 5 tiles: two rounds
         (384, 128, 64, 3 / 4),  # 3 tiles: one is idle
-        (192, 256, 64, 3 / 4),  # half of two of the four tiles stands over the edge
+        (192, 256, 64, 3 / 4),  # half of two of the four tiles is over the edge
         (128, 128, 64, 1 / 4),  # one tile, a sum too short to split
         (128, 128, 512, 2 / 4),  # one tile, its sum split in two
         (128, 128, 65536, 1.0),  # and in four

@@ -102,21 +102,37 @@ def forward_alone(recompute: bool):
     model(torch.zeros(16 * ROWS, WIDTH, device="cuda", requires_grad=True)).sum().backward()
 
 
+def test_blocks_are_recomputed_under_the_autocast_that_they_ran_under():
+    seen = []
+
+    def block(x, weight):
+        seen.append(F.linear(x, weight).dtype)
+        with torch.autocast("cuda", enabled=False):
+            seen.append(F.linear(x, weight).dtype)
+        return F.linear(x, weight)
+
+    def run():
+        x, weight = torch.zeros(4, 4, device="cuda"), torch.zeros(4, 4, device="cuda", requires_grad=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            out = checkpoint(block, x, weight, use_reentrant=False)
+        out.sum().backward()
+
+    lowmem.cuda_peak(run)
+    assert seen == [torch.bfloat16, torch.float32] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_copies_weights_and_halves_activations(dtype):
-    sums = {}
+def test_products_run_in_autocasts_dtype(dtype):
+    found = {}
 
     def run(autocast):
         model, x = made_there(Net), torch.zeros(ROWS, WIDTH, device="cuda")
         with torch.autocast("cuda", dtype, enabled=autocast):
-            hidden = F.linear(x, model.first.weight)
-            sums[autocast] = hidden.dtype
-            with torch.autocast("cuda", enabled=False):
-                model(hidden.float())
+            found[autocast] = F.linear(x, model.first.weight).dtype
 
     for autocast in (True, False):
         lowmem.cuda_peak(lambda autocast=autocast: run(autocast))
-    assert sums == {True: dtype, False: torch.float32}
+    assert found == {True: dtype, False: torch.float32}
 
 
 def test_tied_weights_stay_tied_and_code_sees_a_cuda_device():

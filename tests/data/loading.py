@@ -47,12 +47,12 @@ def in_order(path, tokenizer=None, **options):
 
 
 def tokens_of(batches) -> list[int]:
-    """The tokens of the first text of some batches, end to end."""
+    """Returns the tokens of the first text of some batches, end to end."""
     return batches.parts[0].documents.tokens[:].tolist()
 
 
 def shown(batch, row) -> list[tuple[str, str]]:
-    """(input, label) characters of one row: '$' is end-of-text, '' is not trained."""
+    """Returns (input, label) characters of one row: '$' is end-of-text, '' is not trained."""
     character = {END: "$", -100: ""}
     return [
         (character.get(token, chr(token)), character.get(label, chr(max(label, 0))))

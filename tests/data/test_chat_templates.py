@@ -123,14 +123,14 @@ def as_read(name, messages):
 
 
 def masked(name, tokenizer, messages):
-    """The ids of a conversation, and which of them transformers says that the assistant generated."""
+    """Returns the ids of a conversation, and which of them transformers says that the assistant generated."""
     messages = as_read(name, messages)
     encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     return encoded["input_ids"], encoded["assistant_masks"]
 
 
 def labels_of(tmp_path, tokenizer, messages):
-    """The tokens of one conversation and their labels, -100 where not trained, as batches have them."""
+    """Returns the tokens of one conversation and their labels, -100 where not trained, as batches have them."""
     path = write_rows(tmp_path / "a.jsonl", [{"messages": messages}])
     batch = load(path, tokenizer, len(tokenizer), seq=4096, batch=1).train.batch(0)
     return batch.input_ids[0].tolist(), batch.labels[0].tolist()
@@ -279,14 +279,6 @@ def test_a_missing_or_broken_chat_template_file_is_refused(tmp_path, content, me
     with pytest.raises(InputError, match=message) as caught:
         load(path, chat_template=str(tmp_path / "chat.jinja"))
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
-
-
-def test_a_byte_order_mark_before_a_chat_template_is_skipped(tmp_path):
-    (tmp_path / "chat.jinja").write_bytes(b"\xef\xbb\xbf{% for m in messages %}\r\n{{ m.content }}{% endfor %}")
-    tokenizer = byte_level_tokenizer()
-    load(write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}]), tokenizer, seq=128, train_on="all",
-         chat_template=str(tmp_path / "chat.jinja"))  # fmt: skip
-    assert tokenizer.chat_template == "{% for m in messages %}\n{{ m.content }}{% endfor %}"
 
 
 def test_what_a_template_raises_is_said_with_the_row(tmp_path):

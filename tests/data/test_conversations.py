@@ -20,7 +20,7 @@ TOOL_TEMPLATE = (
 
 
 def read(tmp_path, *rows, tokenizer=None, **options):
-    """(text, trained text) of each row as a batch has it, without the ends of text."""
+    """Returns (text, trained text) of each row as a batch has it, without the ends of text."""
     path = write_rows(tmp_path / "rows.jsonl", rows)
     batch = in_order(path, tokenizer, seq=512, batch=len(rows), **options).batch(0)
     texts = ["".join(token for token, _ in shown(batch, row)).rstrip("$") for row in range(len(rows))]
@@ -46,7 +46,7 @@ def test_sharegpt_rows_read_as_messages_and_a_system_column_is_said_first(tmp_pa
     assert messages_of({"conversations": sharegpt, "system": ""}, "conversations") == CONVERSATION
 
 
-def test_calls_of_tools_read_alike_from_openai_and_sharegpt_rows(tmp_path):
+def test_calls_of_tools_read_alike_from_openais_new_and_older_and_sharegpts_rows(tmp_path):
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = TOOL_TEMPLATE
     question, answer = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "Two"}
@@ -61,9 +61,15 @@ def test_calls_of_tools_read_alike_from_openai_and_sharegpt_rows(tmp_path):
         {"from": "gpt", "value": "Two"},
     ]
     expected = [('1 tools;[user]2?;[assistant]<add {"a": 2}>;[tool]2;[assistant]Two;', '<add {"a": 2}>;Two;')]
-    assert read(tmp_path, {"messages": openai, "tools": schema}, tokenizer=tokenizer) == expected
-    assert read(tmp_path, {"messages": openai, "tools": json.dumps(schema)}, tokenizer=tokenizer) == expected
-    assert read(tmp_path, {"conversations": sharegpt, "tools": schema}, tokenizer=tokenizer) == expected
+    older = {"name": "add", "content": "2", "function_call": {"name": None, "arguments": None}}
+    calling = {"role": "assistant", "content": None, "function_call": {**CALL, "arguments": '{"a": 2}'}}
+    for row in (
+        {"messages": openai, "tools": schema},
+        {"messages": openai, "tools": json.dumps(schema)},
+        {"messages": [question, calling, {"role": "function", **older}, answer], "functions": [schema[0]["function"]]},
+        {"conversations": sharegpt, "tools": schema},
+    ):
+        assert read(tmp_path, row, tokenizer=tokenizer) == expected
     with pytest.raises(InputError, match=r"rows\.jsonl:1: the chat template leaves out tool calls.*--chat-template"):
         read(tmp_path, {"messages": openai, "tools": schema})  # the default template knows none
 
@@ -101,15 +107,8 @@ def test_of_prompt_and_completion_as_messages_only_the_completion_is_trained(tmp
     assert everything == "ser: Hi\n\nAssistant: Hello$User: Bye\n\nAssistant: See you"
 
 
-def test_dolly_rows_are_alpacas_under_other_names(tmp_path):
-    rows = [("Add.", "1 2", "3"), ("Greet.", "", "Hi")]
-    alpaca = [dict(zip(("instruction", "input", "output"), row, strict=True)) for row in rows]
-    dolly = [dict(zip(("instruction", "context", "response"), row, strict=True)) | {"category": "chat"} for row in rows]
-    assert read(tmp_path, *dolly) == read(tmp_path, *alpaca)
-
-
 def of(content=None, **message):
-    """A row with one message of the user."""
+    """Returns a row with one message of the user."""
     return {"messages": [{"role": "user", "content": content} | message]}
 
 
@@ -264,18 +263,6 @@ def test_roles_that_the_chat_template_names_stay_and_others_are_refused():
         assert read_conversation(record, ("messages",), f"{{% if m.role == '{role}' %}}").messages[0]["role"] == role
     with pytest.raises(InputError, match=r"rows\.jsonl:1: messages, message 1: the role 'critic' is not known; write"):
         messages_of({"messages": [{"role": "critic", "content": "a"}]})
-
-
-def test_openai_s_older_calls_are_calls_of_tools(tmp_path):
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = TOOL_TEMPLATE
-    call = {"name": "add", "arguments": '{"a": 2}'}
-    question, answer = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "Two"}
-    returned = {"role": "function", "name": "add", "content": "2", "function_call": {"name": None, "arguments": None}}
-    asked = {"role": "assistant", "content": None, "function_call": call}
-    row = {"messages": [question, asked, returned, answer], "functions": [{"name": "add", "parameters": {}}]}
-    expected = [('1 tools;[user]2?;[assistant]<add {"a": 2}>;[tool]2;[assistant]Two;', '<add {"a": 2}>;Two;')]
-    assert read(tmp_path, row, tokenizer=tokenizer) == expected
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from tests.data.loading import (
 
 
 def all_tokens(rows) -> list[int]:
-    """The packed tokens, read back through the batches: every row's inputs in order, then the last label."""
+    """Returns the packed tokens, read back through the batches: every row's inputs in order, then the last label."""
     batches = [rows.batch(index) for index in range(len(rows))]
     inputs = torch.cat([batch.input_ids for batch in batches])
     return [*inputs.flatten().tolist(), int(batches[-1].labels[-1, -1])]

@@ -29,7 +29,7 @@ configs:
 
 
 def make(folder, *names, card=None):
-    """A folder of files with one row each, which says where it is from."""
+    """Makes a folder of files with one row each; the row's text is the file's name."""
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ LENGTHS = [1, 64, 2, 17, 17, 40, 8, 9, 33, 5, 1, 24]  # inputs, so one token les
 
 
 def examples(lengths, seed: int = 0) -> Rows:
-    """Of random tokens; all but the first half of each is trained, its end always."""
+    """Rows of random tokens. All but the first half of each is trained, always with its end."""
     drawn = np.random.default_rng(seed)
     sizes = np.array(lengths) + 1
     trained = np.concatenate([np.arange(size) >= min(size // 2, size - 1) for size in sizes])
@@ -37,7 +37,7 @@ def text(rows: int, seed: int = 0) -> Rows:
 
 
 def contents(batch) -> list[tuple]:
-    """Every document of a batch with a trained token: its inputs and labels up to the last of those."""
+    """Returns every document of a batch with a trained token: its inputs and labels up to the last of those."""
     found = []
     documents = torch.zeros_like(batch.labels) if batch.document_ids is None else batch.document_ids
     for ids, labels, numbers in zip(batch.input_ids, batch.labels, documents, strict=True):
@@ -91,9 +91,9 @@ def test_a_batch_of_full_rows_of_text_is_the_same_whatever_pack_says():
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("lengths", [LENGTHS, [64] * 4, [1, 1, 1], [20]], ids=["many", "full", "one token", "one row"])
 def test_loss_and_gradients_are_those_of_each_example_by_itself(family, lengths, pack):
-    """Plain autograd in fp32, one example at a time. Measured: each gradient within 3e-7 of the norm of all of them
-    (fp32 rounds to 6e-8). Allowed: 1e-5 of its own norm and, for one that is nothing but rounding (of the keys' biases;
-    of the queries, where rows have one token), 1e-7 of the norm of all."""
+    """Compares with plain autograd in fp32, one example at a time. Each gradient differs by at most 3e-7 of the norm of
+    all (fp32 rounds to 6e-8). Allowed are 1e-5 of its own norm, and 1e-7 of the norm of all. The second is for
+    gradients that are pure rounding: of the keys' biases, and of the queries if rows have one token."""
     model = tiny_model(family)
     batches = Batches([examples(lengths)], len(lengths), 1, END, pack=pack)
     alone = [Batches([examples(lengths)], 1, None, END, pack=PADDED).batch(row) for row in range(len(lengths))]

@@ -27,7 +27,7 @@ def load(tmp_path):
 
 
 def pairs_of(batch) -> set[tuple[bytes, bytes]]:
-    """Each row's source and its target by its labels, without padding."""
+    """Returns each row's source and its target by its labels, without padding."""
     found = set()
     width = batch.source_mask.shape[1]
     for ids, mask, labels in zip(batch.input_ids, batch.source_mask, batch.labels, strict=True):
@@ -63,9 +63,9 @@ def test_an_example_is_its_prompt_with_an_end_and_its_completion_with_an_end(loa
     assert set().union(*map(pairs_of, batches)) == {
         (b"ab" + end, b"xyz" + end),
         (b"abcdefgh" + end, b"x" + end),
-        (b"a" * 11 + end, b"yyyyy" + end),  # a source is cut off at its end, and its target is whole
-        (b"a" * 11 + end, b"v" + end),  # also where the prompt alone is longer than a row
-        (b"b" + end, b"z" * 6),  # a target is cut off at its own
+        (b"a" * 11 + end, b"yyyyy" + end),  # a source is truncated, its target is whole
+        (b"a" * 11 + end, b"v" + end),  # also if only the prompt is longer than a row
+        (b"b" + end, b"z" * 6),  # a target is truncated
         (end, b"d" + end),
     }
     assert "3 cut off at 12 tokens of source or 6 of target" in data.description and "dropped" not in data.description
@@ -83,14 +83,6 @@ def test_turns_between_answers_are_in_the_target_and_not_trained(load, tmp_path)
     assert batch.input_ids[0].tolist() == [*b"q", END, *6 * [END], START, *b"abrc", END]
     assert batch.source_mask[0].tolist() == [True, True, *6 * [False]]
     assert [token for token in batch.labels[0].tolist() if token != -100] == [*b"abc", END]
-
-
-def test_a_batch_depends_on_the_seed_and_the_step_alone(load):
-    text = "".join(f"line {number:04d}\n" for number in range(100))
-    one, other = load(text, "a.txt").train, load(text, "b.txt").train
-    for step in (0, 3, 50):
-        for name in ("input_ids", "labels", "source_mask"):
-            assert torch.equal(getattr(one.batch(step), name), getattr(other.batch(step), name))
 
 
 def test_micro_batches_are_rows_in_their_order(load):

@@ -26,7 +26,7 @@ def prepare(folder, spec, tokenizer=None, **options):
 
 @pytest.fixture
 def no_tokenizing(monkeypatch):
-    """From its call on, nothing may be tokenized."""
+    """Makes tokenizing an error after its call."""
     return lambda: monkeypatch.setattr(documents, "Encoder", lambda *_: pytest.fail("it was tokenized again"))
 
 
@@ -130,7 +130,7 @@ def test_a_long_text_is_read_in_pieces_and_is_one_document_all_the_same(tmp_path
 
 
 def test_tokenizing_takes_no_more_ram_than_is_stated(tmp_path, gpt2_tokenizer):
-    """12 MB in one text of each shape, tokenized in a process of its own."""
+    """12 MB in one text of each shape, tokenized in a separate process."""
     gpt2_tokenizer.save_pretrained(tmp_path / "model")
     library = "".join(record.columns["text"] for record in sources.open_source("python-stdlib", "text", None).train)
     random = np.random.default_rng(0)

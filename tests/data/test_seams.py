@@ -123,7 +123,7 @@ def example(of, columns: dict, tmp_path, **more) -> tuple[list[int], list[bool]]
 
 
 def whole(of, text: str) -> tuple[int, list[int]]:
-    """The number of tokens before the text, and all tokens: the tokenizer's, and one end of text."""
+    """Returns the number of tokens before the text, and all tokens: the tokenizer's, and one end of text."""
     begun, body = of(text)["input_ids"], of(text, add_special_tokens=False)["input_ids"]
     before = int(bool(of.bos_token_id) and begun[:1] == [of.bos_token_id] and not text.startswith(of.bos_token))
     end = [] if text.rstrip().endswith(of.eos_token) else [of.eos_token_id]
@@ -149,29 +149,6 @@ def test_prompt_and_completion_are_the_tokens_of_their_text(kind, begins, ends, 
         given = of(prompt, add_special_tokens=False)["input_ids"]
         if ids[before : before + len(given)] == given and not joins_at_the_seam(kind, prompt):
             assert first == before + len(given), (prompt, completion)
-
-
-@pytest.mark.parametrize(("kind", "begins", "ends"), ALL)
-def test_packed_text_is_the_tokens_of_its_text(kind, begins, ends, tmp_path):
-    of = of_kind(kind, begins, ends)
-    texts = (" the cat  sat\n", "yes</s>\n", "<s>the cat")
-    for text, (ids, _) in zip(texts, examples(of, [{"text": text} for text in texts], tmp_path), strict=True):
-        assert ids == whole(of, text)[1]
-
-
-@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
-def test_alpaca_is_the_tokens_of_its_text(kind, tmp_path):
-    of = of_kind(kind)
-    ids, trained = example(of, {"instruction": "the cat", "output": "yes"}, tmp_path)
-    prompt = (
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-        "### Instruction:\nthe cat\n\n### Response:\n"
-    )
-    before, expected = whole(of, prompt + "yes")
-    given = [*expected[:before], *of(prompt, add_special_tokens=False)["input_ids"]]
-    assert ids == expected
-    if ids[: len(given)] == given:  # no token straddles the seam
-        assert trained == [index >= len(given) for index in range(len(ids))]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *OTHERS])

@@ -98,7 +98,7 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def tokenizer(kind: str, begins: bool = False, ends: bool = False, template: str | None = None):
-    """A tokenizer of that kind, which puts BOS before and EOS behind a text if it `begins` and `ends` it."""
+    """Returns a tokenizer of that kind, which puts BOS before and EOS behind a text if it `begins` and `ends` it."""
     backend = KINDS[kind]()
     if begins or ends:
         special = [(token, backend.token_to_id(token)) for token in (BOS, EOS)]

@@ -231,7 +231,7 @@ def test_rows_of_the_stand_in_and_others_never_meet_in_a_file(tmp_path, made_up,
 
 
 def wait_for(condition, seconds: float = 40):
-    """The first true value of `condition()`."""
+    """Returns the first true value of `condition()`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "waited in vain"

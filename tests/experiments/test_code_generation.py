@@ -179,7 +179,7 @@ def test_a_continuation_begins_behind_the_end_of_the_given_line(model, monkeypat
 
 
 class Tags(HTMLParser):
-    """Which tags are open; all text."""
+    """Collects the open tags, and all text."""
 
     def __init__(self):
         super().__init__()

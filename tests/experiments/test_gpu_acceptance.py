@@ -38,7 +38,6 @@ from experiments.harness import child, rows
 from experiments.harness.child import Setting
 from lowmem.cudasim.gpus import CARDS
 from lowmem.cudasim.tape import under_cap
-from lowmem.limits import OVERSHOOT_BYTES
 from lowmem.models.build import build_model
 from lowmem.planning.simulated_step import cpu_target, gpu_target
 from lowmem.run.cli import parse_arguments
@@ -77,7 +76,7 @@ def dry_run(tmp_path_factory) -> tuple[Path, list[dict]]:
 
 
 def in_this_process(job: Job, folder: Path) -> int:
-    """A dry run of `job` as its own process would make it; the exit code."""
+    """Runs a dry `job` as its own process would; returns the exit code."""
     shared = {"commit": None, "device": "a CPU", "versions": MACHINE["versions"], "dry_run": True, "stand_in": False}
     scratch = folder / "scratch" / str(time.monotonic_ns())
     scratch.mkdir(parents=True)
@@ -297,40 +296,6 @@ def test_the_smallest_cap_is_found_and_compared(recorded, monkeypatch, real_mib,
     assert [name for name, holds in checks.items() if not holds] == missed
 
 
-def test_on_a_gpu_the_allocator_is_emptied_and_capped_and_running_out_is_an_answer(monkeypatch):
-    """With torch.cuda imitated, as far as that goes: which calls are made, in which order."""
-    calls = []
-    for name, result in {
-        "synchronize": None, "empty_cache": None, "reset_peak_memory_stats": None, "memory_reserved": 7,
-        "set_per_process_memory_fraction": None, "mem_get_info": (80 * MIB, 100 * MIB), "max_memory_allocated": 30,
-        "max_memory_reserved": 40,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(
-            torch.cuda, name, lambda *a, name=name, result=result: (calls.append((name, *a)), result)[1]
-        )
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: calls.append(("clear",)), raising=False)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *a, **_: calls.append(("history", *a)))
-    entry = {"action": "alloc", "addr": 1, "size": 30, "frames": []}
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [[entry]]})
-    device = torch.device("cuda", 0)
-
-    found = measured.measure(lambda: "returned", device, 50 * MIB, history=True)
-    assert found.tape.peak_bytes() == 30
-    assert dataclasses.replace(found, tape=None) == measured.Measured(30, 40, "returned", 7, None)
-    names = [name for name, *_ in calls]
-    assert names[:4] == ["clear", "empty_cache", "reset_peak_memory_stats", "memory_reserved"]
-    fractions = [fraction for name, fraction, *_ in (c for c in calls if c[0].startswith("set_per")) if name]
-    assert fractions == [1.0, (50 * MIB - OVERSHOOT_BYTES) / (100 * MIB)], "an earlier cap is lifted"
-    assert [call for call in calls if call[0] == "history"] == [("history", "all"), ("history", None)]
-
-    def runs_out():
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    calls.clear()
-    assert measured.measure(runs_out, device, 50 * MIB, history=True) is None
-    assert ("synchronize", device) in calls and calls[-1] == ("history", None)
-
-
 def test_a_history_is_read_as_torch_documents_it():
     def entry(action, address, size, *frames):
         return {"action": action, "addr": address, "size": size, "stream": 0, "frames": list(frames)}
@@ -358,18 +323,6 @@ def test_a_history_is_read_as_torch_documents_it():
     assert found["replayed_reserved_bytes"] == 20 * MIB + 2 * MIB
 
 
-def test_the_grid_has_every_kind_of_layout():
-    for grid in (layouts.GRID, layouts.DRY_GRID):
-        assert len({layout.name for layout in grid}) == len(grid)
-        assert all(layout.batch % (layout.micro_batch * layout.group) == 0 for layout in grid)
-    for field, values in {
-        "precision": {"bf16", "fp16", "fp32"}, "micro_batch": {1, 4}, "group": {1, 2}, "segment": {1, 3},
-        "kept": {0, 1, 4 / 3, 2}, "states": {"resident", "streamed", "mixed"}, "optimizer": {"adamw", "sgd"},
-        "document_mask": {True, False}, "residual": {"fp32", "16bit"},
-    }.items():  # fmt: skip
-        assert {getattr(layout, field) for layout in layouts.GRID} == values
-
-
 # --- limits and precisions
 
 
@@ -384,8 +337,9 @@ def test_a_run_announces_its_planned_seconds_before_its_steps_and_before_its_end
         to_dict=lambda: {"predicted": predicted, "choice": {}, "tokens_per_step": 65536},
     )  # fmt: skip
     watched = training._Watched(setting, {}, {"gpu": None, "ram": None})
-    watched.kept |= {"plan": plan, "settings": settings, "log": log, "device": torch.device("cpu")}
-    watched.begin()
+    question = SimpleNamespace(settings=settings)
+    watched.kept |= {"plan": plan, "question": question, "log": log, "device": torch.device("cpu")}
+    watched.planned()
     write = watched.step(lambda log, row: log.rows.append(row))
     for number in range(1, 5):
         row = {"step": number, "loss": 5.0 - number, "step_ms": 40_000.0} | dict.fromkeys(training.PEAKS, number)
@@ -417,7 +371,7 @@ def test_bf16_is_left_out_where_a_card_has_none(monkeypatch, capability, half):
 
 @dataclasses.dataclass
 class Event:
-    """As the profiler's, of a card."""
+    """Imitates the profiler's events of a card."""
 
     called: str
     start: int
@@ -454,14 +408,6 @@ def test_a_cards_events_become_lanes_and_what_is_hidden_is_counted():
     assert shares == pytest.approx([0, 1, 0, 0, 1])
     empty = timeline.timeline_of([], 0)
     assert empty.figures()["hidden_share"] is None
-
-
-def test_stretches_of_time_are_joined_and_cut():
-    assert timeline.joined([(4, 5), (1, 2), (2, 3), (0, 0), (1.5, 1.7)]) == [(1, 3), (4, 5)]
-    assert timeline.common([(0, 2), (3, 6)], [(1, 4), (5, 9)]) == [(1, 2), (3, 4), (5, 6)]
-    stretches = [(0.1, 0.2), (0.25, 0.9)]
-    assert sum(timeline.busy_shares(stretches, 0.0, 1.0, parts=7)) / 7 == pytest.approx(0.75)
-    assert timeline.busy_shares(stretches, 0.1, 0.3, parts=2) == pytest.approx([1.0, 0.5])
 
 
 def test_a_simulated_timeline_waits_as_long_as_the_plan_says(tmp_path):
@@ -529,13 +475,6 @@ def test_the_search_for_a_micro_batch_ends_with_memory_or_falling_speed(recorded
     result = denominator._search(setting, torch.device("cpu"), "gpt2-large")
     assert (result and result["micro_batch"]) == best
     assert [values["fits"] for _, values, _ in found] == [speed is not None for speed in speeds[:tried]]
-
-
-def test_a_step_of_which_nothing_was_recorded_has_a_timeline_without_time(tmp_path):
-    found = timeline.timeline_of([], streamed_bytes=8)
-    (panel,) = timeline.content(found)["panels"].values()
-    assert set(panel["busy"][timeline.COMPUTE]) == {0.0} and found.figures()["hidden_share"] is None
-    timeline.draw([timeline.content(found)], "nothing", tmp_path / "nothing.png")
 
 
 def test_a_model_that_does_not_compile_says_why_and_its_eager_rows_stay(recorded, monkeypatch):

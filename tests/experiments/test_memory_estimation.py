@@ -79,7 +79,8 @@ def test_positions_end_where_the_model_has_no_more():
 
 
 def really_allocated(config) -> int:
-    """The peak of what the profiler saw the CPU allocate in two ordinary steps, the building of the model left out."""
+    """Returns the peak of what the profiler saw the CPU allocate in two ordinary steps, the building of the model left
+    out."""
     return tape_of_cpu(lambda: measure.run_plain(config, SEQ, BATCH, "fp32", CPU))[0].peak_bytes()
 
 
@@ -113,8 +114,8 @@ def test_llmems_recipe_keeps_14_bytes_per_parameter_and_a_boundary_per_block():
 
 
 def pytorchs_lists():
-    """What PyTorch's own test of CUDA's autocast calls. Its file imports the rest of the test suite, which needs
-    packages that are not here, for two names."""
+    """Returns the calls of PyTorch's own test of CUDA's autocast. Its file imports, for two names, the rest of the test
+    suite, which needs packages that are not here."""
     path = Path(torch.__file__).parent / "testing" / "_internal" / "autocast_test_lists.py"
     lines = [line for line in path.read_text().splitlines() if not line.startswith("from torch.testing._internal")]
     names = {"TEST_WITH_ROCM": False, "TestCase": object}
@@ -126,7 +127,7 @@ LISTS = pytorchs_lists()
 
 
 def called_under_autocast(module, name: str, args: tuple, kwargs: dict):
-    """The function's result; None if the function is refused, or the lists' arguments do not fit."""
+    """Returns the function's result; None if the function is refused, or the lists' arguments do not fit."""
     if not hasattr(module, name) or name in autocast.REFUSED:
         return None
     with CudaAutocast():
@@ -284,7 +285,7 @@ def test_the_program_writes_rows_a_report_and_a_picture(tiny, shared, tmp_path, 
 
 
 class InThisProcess:
-    """In the place of the pool: what a test has replaced would not be so in another process."""
+    """Replaces the process pool, because another process would not have the test's patches."""
 
     def __init__(self, *_, **__):
         pass

@@ -193,7 +193,7 @@ def test_a_stage_has_the_time_of_its_modules(monkeypatch):
 
 
 def test_the_peak_of_each_mode_is_that_of_a_process_of_its_own(monkeypatch, tmp_path, capsys):
-    """The real command once, the rest of its rows from that: the shapes are real in a process of its own."""
+    """The real command once, the rest of its rows from that: the shapes are real in a separate process."""
     found = None
 
     def once(model, mode, options, real=memory.in_process):

@@ -273,7 +273,7 @@ def job(name: str, ranks: int, micro_batches: int, chunks: int = 1, steps: int =
 
 
 def run_in_threads(job: Job, actions: list[list[Action]]) -> dict[str, torch.Tensor]:
-    """Its weights, by their names in the whole model."""
+    """Returns its weights, by their names in the whole model."""
     queues: dict = {}
     tasks = [job.make_task() for _ in range(job.ranks)]  # made here: threads share the random numbers
     ranks = [

@@ -25,7 +25,7 @@ from lowmem.units import MIB, parse_size
 
 
 def row(name: str, allocated: int, reserved: int, held: bool = True, **more) -> dict:
-    """Of a run that took 1,000 and 2,000 bytes."""
+    """Returns the row of a run that took 1,000 and 2,000 bytes."""
     predicted = {table.ALLOCATED: allocated, table.RESERVED: reserved}
     measured = {table.ALLOCATED: 1000, table.RESERVED: 2000}
     return {

@@ -134,8 +134,8 @@ def test_fsdp2_holds_one_units_parameters_twice_while_they_are_gathered():
     block = sum(p.numel() for p in decoder.blocks[0].parameters())
     rest = sum(p.numel() for p in decoder.model.parameters()) - 2 * block
     recording = record("fsdp2", 4)
-    # The root stays whole from forward to backward; of blocks one is whole at a time. Beside it lies a gathered buffer:
-    # its own until the next is waited for in forward, the prefetched one's in backward.
+    # The root stays whole from forward to backward; one block at a time is whole. A gathered buffer exists next to it:
+    # # in forward the block's own until the next one is waited for, in backward the prefetched block's.
     assert most_live(recording, {"unsharded_parameters"}) == 2 * rest + 2 * block
     # In forward there are two buffers for a moment, and the rank's own shard in 16 bit on its way into one.
     assert most_live(recording, {"gathered"}) == 2 * 2 * block + 2 * block // 4
@@ -226,7 +226,7 @@ def test_where_four_blocks_do_not_foretell_five_all_are_recorded(monkeypatch):
 
 
 def blocks_recorded(monkeypatch, instead: rank.Recording | None = None) -> list[int]:
-    """How many blocks each recording from now on has run, or would have where it is replaced by another."""
+    """Returns how many blocks each recording from now on has run, or would have if it is replaced by another."""
     recorded, run = [], rank.record_blocks
     monkeypatch.setattr(rank, "record_blocks", lambda *case: recorded.append(case[-1]) or instead or run(*case))
     return recorded
@@ -236,9 +236,9 @@ def test_what_does_not_fall_into_phases_is_not_stretched():
     made = [Placed(Operation(0, block, 8, ""), 1 + block, block) for block in range(BLOCKS)]
     freed = [Placed(Operation(0, block, FREED, ""), 9, block) for block in range(BLOCKS)]
     assert len(stretched(made + freed, 6)) == 12
-    assert stretched(made + freed[2:3], 6) is None  # of one of those that are repeated
-    neighbours = Placed(Operation(0, 1, FREED, ""), 3, 2)  # each block frees what the one below it made, and ...
-    far = Placed(Operation(0, 0, FREED, ""), 4, 3)  # ... the last one what is three below it
+    assert stretched(made + freed[2:3], 6) is None  # a repeated block is not freed
+    neighbours = Placed(Operation(0, 1, FREED, ""), 3, 2)  # each block frees the tensor of the one below, and ...
+    far = Placed(Operation(0, 0, FREED, ""), 4, 3)  # ... the last one that of the block three below
     assert len(stretched([*made[:3], neighbours, made[3]], 6)) == 9
     assert stretched([*made[:3], neighbours, made[3], far], 6) is None
 
@@ -393,7 +393,7 @@ def _zero(model: nn.Module) -> None:
 
 
 def _ddp(decoder: Decoder):
-    """The recipe as PyTorch's documentation has it."""
+    """Returns the recipe as PyTorch's documentation has it."""
     for index, block in enumerate(decoder.blocks):
         decoder.blocks[index] = checkpoint_wrapper(block, preserve_rng_state=False)
     model = DistributedDataParallel(decoder.model, gradient_as_bucket_view=True)

@@ -1,4 +1,4 @@
-"""Random command lines and random files, given to the real entry points: what a user can cause ends in a sentence.
+"""Gives random command lines and files to the real entry points: any error that a user can cause ends in a sentence.
 
     python -m tests.faults.fuzz --examples 1000 [--only jsonl ...]
 
@@ -8,8 +8,8 @@ contract's, if a refusal (2, 3) says nothing or wrote a file, if a run that ende
 half-written is left. Failures are counted by the place where they happened, and the first of each is shown. Prints one
 JSON row per kind, and keeps them with --record; exit code 1 if there was a failure.
 
-Sizes in a fuzzed config.json are those that people mistype (0, -1, a few hundred), not those that would have the
-planner lay out a million blocks, or a CPU train them.
+Sizes in a fuzzed config.json are typing errors (0, -1, a few hundred). Huge ones would make the planner simulate a
+million blocks, or a CPU train them.
 """
 
 import argparse

@@ -1,15 +1,14 @@
-"""What saving costs, in RAM above training and in time beside the disk's own.
+"""Measures the cost of saving: RAM above training, and time relative to the disk's.
 
     python -m tests.faults.saving --model gpt2-medium [--record]
 
 Trains a model of that shape (random weights, on the CPU) and saves after every step. RAM is the kernel's high-water
-mark of the process, read before a save and after it; the mark starts anew before, so that what saving adds is seen even
-where training once took more.
+mark of the process, read before and after a save. It is reset before, so an earlier peak of training hides nothing.
 
-The disk's own time is taken just before every save, since it changes by the minute, from the same tensors: `plain`, all
-bytes into one file and one fsync; and `best`, the most that files.py could reach, the same with the writing begun
-early and the file before it removed, as a save removes the checkpoint before. Neither hashes. Medians; the first save,
-which has nothing to remove, does not count. Prints one JSON row.
+The disk's own time is measured just before every save, with the same tensors, since it changes by the minute. `plain`
+writes all bytes into one file, with one fsync. `best` is the most that files.py could reach: it starts writing early
+and removes the previous file, as a save does. Neither hashes. Medians; the first save, which removes nothing, does not
+count. Prints one JSON row.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from tests.runs import ROOT, SCRIPTS
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Of `work` alone: what was written before is on the disk when it begins."""
+    """Times only `work`: earlier writes are on the disk when it begins."""
     os.sync()
     began = time.monotonic()
     work()

@@ -38,7 +38,7 @@ def under(prefix):
 
 
 def each_block(wrapper):
-    """As FSDP or torch.compile of single blocks name what is in them."""
+    """Names weights as FSDP or torch.compile of single blocks does."""
     return lambda tensors: {
         name.replace(".h.", f".h.{wrapper}").replace(f".h.{wrapper}0.", f".h.0.{wrapper}").replace(
             f".h.{wrapper}1.", f".h.1.{wrapper}"

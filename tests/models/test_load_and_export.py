@@ -61,7 +61,8 @@ def family_config(kind: str, **changes) -> transformers.PretrainedConfig:
 
 
 def real_model(config) -> transformers.PreTrainedModel:
-    """The model as transformers makes it, every parameter (norms and biases too) moved off its initial constant."""
+    """Returns the model as transformers makes it, every parameter (norms and biases too) moved off its initial
+    constant."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
     with torch.no_grad():
@@ -198,7 +199,7 @@ def test_16_bit_files_become_fp32_exactly(dtype, suffix, gpt2, tmp_path, monkeyp
 
 
 def gathered(stream) -> dict[str, Tensor]:
-    """Each parameter of a stream, flat, from its runs."""
+    """Returns each parameter of a stream, flat, from its runs."""
     runs: dict[str, list[Tensor]] = {}
     for name, values in stream:
         runs.setdefault(name, []).append(values.flatten())

@@ -1,4 +1,4 @@
-"""What people give as --model beside models, each answered with what it is and the way out."""
+"""Things that people give as --model: each is refused with its kind and with advice."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from runs import ROOT, SCRIPTS
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 8, "n_head": 1}
-MADE_UP = {  # file names and what is in them: a model that is none, what is said of it, and the way out
+MADE_UP = {  # {file name: content} of a folder that is not a model; its kind and the advice in the message
     "adapter": (
         {"adapter_config.json": {"base_model_name_or_path": "org/base"}, "adapter_model.safetensors": ""},
         ["LoRA or PEFT adapter of org/base", "merge_and_unload"],

@@ -50,7 +50,7 @@ def private_copy(mutation: Mutation | None) -> Iterator[Path]:
 
 
 def failing(folder: Path, tests: Sequence[str]) -> str | None:
-    """The first of `tests` that fails in the copy `folder`, by pytest's name for it; None where all pass."""
+    """Returns the first of `tests` that fails in the copy `folder`, by pytest's name for it; None if all pass."""
     command = [
         sys.executable,
         "-m",
@@ -81,7 +81,7 @@ def failing(folder: Path, tests: Sequence[str]) -> str | None:
 
 
 def tried(mutation: Mutation) -> dict:
-    """What a mutation's row says of it."""
+    """Tries a mutation, and returns its row."""
     started = time.monotonic()
     with private_copy(mutation) as folder:
         caught_by = failing(folder, mutation.tests)

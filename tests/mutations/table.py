@@ -20,7 +20,7 @@ LIVES, NOT_RUN = "**nothing**", "not run yet"
 
 
 def table(rows: list[dict], mutations: Sequence[Mutation] = MUTATIONS) -> str:
-    """How many are found, and one line for each mutation."""
+    """Returns how many are found, and one line for each mutation."""
     last = {row["mutation"]: row for row in rows}
     lines = [[mutation.file, mutation.name, _found_by(mutation, last.get(mutation.name))] for mutation in mutations]
     found = [last[mutation.name] for mutation in mutations if mutation.name in last]

@@ -1,8 +1,8 @@
 """Three decoders with the tensors of transformers 4.42 to 4.46, whose peaks its documentation publishes.
 
-Today's modelling code makes fewer tensors: rotations were in fp32, GELU was six operations, key and value of every
-block stayed in the output, and boolean masks of all positions lay beside every block's weights. Written anew for which
-tensors are made and which are kept; all in fp16, in training mode.
+Today's modelling code makes fewer tensors. The older code had rotations in fp32, GELU as six operations, key and value
+of every block in the output, and boolean masks of all positions in every block. These copies make and keep the same
+tensors; all in fp16, in training mode.
 
 Shape suffixes: B sequences, T tokens of each, D width, H heads, K width of a head.
 """
@@ -20,7 +20,7 @@ LOWEST = torch.finfo(FP16).min
 
 
 def _mask(x: Tensor, tokens: int) -> Tensor:
-    """What eager attention adds to its scores: [B, 1, T, T]."""
+    """Returns the mask that eager attention adds to its scores: [B, 1, T, T]."""
     return torch.full((x.size(0), 1, tokens, tokens), LOWEST, dtype=FP16, device=x.device)
 
 
@@ -147,7 +147,7 @@ class OptBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """`narrow`: the width of the embeddings where it is not that of the blocks."""
+    """`narrow`: the width of the embeddings if it is not that of the blocks."""
 
     def __init__(self, block: type, layers: int, width: int, heads: int, eager: bool, narrow: int | None, tied: bool):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What was published, as points: what was run, on which card, and how long a step took or what it allocated at most.
+"""Reads the published measurements: the program, the card, and the time or peak memory of a step.
 
 A step of measurements.json is what the program did between two readings of its clock. Where that is not all that
 training does ("forward", "forward and backward"), the group says so.
@@ -12,7 +12,7 @@ from typing import Any
 from lowmem.cudasim.gpus import CARDS, Card, Rate
 
 MEASUREMENTS = Path(__file__).parent / "measurements.json"
-OTHER_CARDS = {  # that are not in the table, or by other shares: here those of the card that is most like them
+OTHER_CARDS = {  # cards that are not in the table; shares are those of the most similar card
     "a100-80gb": replace(CARDS["a100"], name="a100-80gb", memory_bytes_per_second=2039e9),
     "rtx3090ti": replace(
         CARDS["rtx3090"], name="rtx3090ti", multiprocessors=84, memory_bytes_per_second=1008e9,
@@ -23,7 +23,7 @@ OTHER_CARDS = {  # that are not in the table, or by other shares: here those of 
 
 @dataclass(frozen=True)
 class Point:
-    """One measured step time. `group`: the rest of what stands in measurements.json beside it."""
+    """One measured step time. `group`: the other fields of its entry in measurements.json."""
 
     group: dict[str, Any]
     shape: dict[str, int]

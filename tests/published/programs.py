@@ -1,7 +1,7 @@
-"""The programs whose step times others published, written anew as far as a simulation needs them.
+"""The programs whose step times others published, written again as far as a simulation needs them.
 
-Each is a model and a step on tensors without data; what counts is which operations run on which shapes. CS336's
-program is tests/cuda/recorded_model.py, GPT-2 as nanoGPT had it is here, the rest is today's transformers.
+Each is a model and a step on tensors without data; what counts is which operations run on which shapes. CS336's program
+is tests/cuda/recorded_model.py, GPT-2 as nanoGPT had it is here, the rest is today's transformers.
 
 Shape suffixes: B sequences, T tokens of each, D width, H heads.
 """
@@ -24,7 +24,7 @@ Step = Callable[[], None]
 
 
 def build(point: Point) -> tuple[nn.Module, Step]:
-    """The model on the meta device, and the step that trains it."""
+    """Returns the model on the meta device, and the step that trains it."""
     return _PROGRAMS[point.group["program"]](point)
 
 

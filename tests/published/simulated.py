@@ -23,7 +23,7 @@ def simulate(card: Card, model: nn.Module, step: Callable[[], None]) -> float:
 
 
 def record(target: Target, model: nn.Module, step: Callable[[], None]) -> tuple[float, Tape]:
-    """Those seconds on `target`, and the tape of all calls."""
+    """Returns the step's seconds on `target`, and the tape of all calls."""
     recorder = Recorder(target.machine, lambda frame: "step")
     with recorder, target.machine.functions():
         for tensor in (*model.parameters(), *model.buffers()):

@@ -30,7 +30,7 @@ def ratios() -> dict[str, list[float]]:
 
 
 def with_backward(found: dict[str, list[float]]) -> list[float]:
-    """Of the groups whose steps have a backward pass: what training is."""
+    """Selects the groups whose steps have a backward pass."""
     forward_only = {point.group["name"] for point in step_times() if point.group["step"] == "forward"}
     return [ratio for name, group in found.items() if name not in forward_only for ratio in group]
 

@@ -53,7 +53,7 @@ def test_peaks_of_others_are_predicted_no_worse_than_they_were():
 
 @pytest.mark.parametrize("number", SMALLEST_STEPS.values(), ids=map(str, SMALLEST_STEPS))
 def test_the_committed_seconds_are_the_clocks(number):
-    """Where this fails, `python -m tests.published` makes them anew. Releases of transformers differ a little."""
+    """If this fails, run `python -m tests.published` again. Releases of transformers differ a little."""
     point = step_times()[number]
     assert simulate(point.card, *build(point)) == pytest.approx(table.predictions()["step_seconds"][number], rel=0.02)
 

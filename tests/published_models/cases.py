@@ -6,7 +6,7 @@ from tests.published_models.shapes import published
 
 
 def all_cases() -> list[Case]:
-    """Every published folder. Each tokenizer's folder has a model of its family."""
+    """Returns every published folder. Each tokenizer's folder has a model of its family."""
     rows = published()
     found = [
         Case(name, "config", row["config"], layouts.plain, tuple(row.get("weights", ())), row.get("generation"))

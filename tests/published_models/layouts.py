@@ -116,7 +116,7 @@ def word_piece() -> Tokenizer:
 
 
 def spm(backend: Tokenizer, kind: str) -> bytes:
-    """A sentencepiece model with the vocabulary of `backend`; `kind`: "bpe" or "unigram"."""
+    """Returns a sentencepiece model with the vocabulary of `backend`; `kind`: "bpe" or "unigram"."""
     from transformers.convert_slow_tokenizer import import_protobuf  # sentencepiece's own, if it is installed
 
     proto = import_protobuf().ModelProto()
@@ -141,7 +141,7 @@ def spm(backend: Tokenizer, kind: str) -> bytes:
 
 
 def tiktoken(backend: Tokenizer) -> str:
-    """A tiktoken file of the byte-level `backend`: one token in base64 and its rank a line."""
+    """Returns a tiktoken file of the byte-level `backend`: one token in base64 and its rank a line."""
     from base64 import b64encode
 
     from lowmem.data.tokenizer import byte_characters
@@ -228,13 +228,13 @@ class Layout:
 
 
 def described(token: str) -> dict:
-    """A special token in tokenizer_config.json."""
+    """Returns a special token in tokenizer_config.json."""
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     return {"content": token, **flags}
 
 
 def added_token(token: str, normalized: bool = True) -> dict:
-    """The same as transformers 4.2 to 4.30 wrote it."""
+    """Returns the same as transformers 4.2 to 4.30 wrote it."""
     said = described(token) | {"normalized": normalized, "__type": "AddedToken"}
     del said["special"]
     return said

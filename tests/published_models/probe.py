@@ -93,7 +93,7 @@ def rewrite(folder: Path, model, weights: list[str]) -> None:
 
 
 def forward(model, length: int = 60):
-    """The logits of `model` for `length` ids, no two alike, in the mode in which it is."""
+    """Returns the logits of `model` for `length` ids, no two alike, in the mode in which it is."""
     import torch
 
     vocabulary = model.config.get_text_config().vocab_size
@@ -104,7 +104,7 @@ def forward(model, length: int = 60):
 
 
 def logits_of(folder: str, attention: str | None):
-    """Its logits in fp32 for a short and a long text, and the keys that loading missed or that did not fit."""
+    """Returns its logits in fp32 for a short and a long text, and the keys that loading missed or that did not fit."""
     import torch
     from transformers import AutoConfig
 
@@ -122,7 +122,7 @@ def logits_of(folder: str, attention: str | None):
 
 
 def tokens_of(folder: str) -> dict:
-    """All that a user sees of the tokenizer."""
+    """Returns all that a user sees of the tokenizer."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -56,7 +56,7 @@ class Later:
 
 @contextlib.contextmanager
 def transformers_4(python: Path | None) -> Iterator[Later | None]:
-    """None where there is no such environment."""
+    """None if there is no such environment."""
     later = Later(python) if python is not None and Path(python).exists() else None
     try:
         yield later
@@ -205,8 +205,8 @@ def _near(values: dict, name: str, one: torch.Tensor, other: torch.Tensor, toler
 
 
 def _same_tokens(expected: list[dict], found: dict, said: list[str], where: str) -> bool:
-    """Whether each fact of the tokenizer `found` is that of one of `expected`: the tokenizer of training, or the
-    published one in the same transformers."""
+    """True if each fact of the tokenizer `found` equals one of `expected`: training's, or the published one's in the
+    same transformers."""
     if "tokens_error" in found:
         said.append(f"the tokenizer in {where}: {found['tokens_error']}")
         return False

@@ -39,7 +39,7 @@ _FIXED = {  # sizes that no other depends on
 
 
 def published() -> dict[str, dict]:
-    """{name on the hub: row of configs.jsonl}."""
+    """Returns {name on the hub: row of configs.jsonl}."""
     rows = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
     return {row["hub"]: row for row in rows}
 
@@ -59,7 +59,7 @@ def shrunk(config: dict) -> dict:
 
 
 def small_ids(config: dict) -> dict[int, int]:
-    """{special id of `config`: its id in the small vocabulary}: below 8 as it was, else from 8 on."""
+    """Returns {special id of `config`: its id in the small vocabulary}: below 8 as it was, else from 8 on."""
     named = [value for key, value in config.items() if key.endswith("_token_id") and value is not None]
     flat = sorted({each for value in named for each in (value if isinstance(value, list) else [value])})
     large = [number for number in flat if number >= 8]

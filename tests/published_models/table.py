@@ -18,7 +18,7 @@ OUTCOMES = ("trained", "refused")
 
 
 def tables(rows: list[dict]) -> str:
-    """The number of cases by kind and outcome, then every case."""
+    """Returns the number of cases by kind and outcome, then every case."""
     counts = Counter((row["kind"], row["outcome"] if row["ok"] else "wrong") for row in rows)
     lines = [[name, *(str(counts[kind, outcome]) for outcome in (*OUTCOMES, "wrong"))] for kind, name in KINDS.items()]
     made = sorted({f"commit {row['commit']}, transformers {row['versions']['transformers']}" for row in rows})
@@ -35,7 +35,7 @@ def _line(row: dict) -> list[str]:
 
 
 def _shown(values: dict[str, float], name: str) -> str:
-    """A difference of logits, "" if it was not measured; the one with eager attention, if that was compared."""
+    """Returns a difference of logits, "" if it was not measured; the one with eager attention, if that was compared."""
     eager = values.get(f"{name}, both eager")
     value = values.get(name) if eager is None else eager
     return "" if value is None else f"{value:.0e}".replace("0e+00", "0") + " (eager)" * (eager is not None)

@@ -52,7 +52,7 @@ def operands(dtype: torch.dtype, key_heads: int = H, keys: int = T) -> list[Tens
 
 
 def additive_mask(dtype: torch.dtype) -> Tensor:
-    """[B, H, T, T] of a mask [B, 1, T, T], as CUDA gets it: the last tokens of one sequence are padding."""
+    """Returns [B, H, T, T] of a mask [B, 1, T, T], as CUDA gets it: the last tokens of one sequence are padding."""
     mask = torch.zeros(B, 1, T, T, dtype=dtype)
     mask[1, :, :, T - 7 :] = -torch.inf
     return mask.expand(B, H, T, T)
@@ -72,7 +72,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causa
 
 
 def differentiated(function, inputs, gradient: Tensor) -> list[Tensor]:
-    """The result of `function(*inputs)`, and its gradients."""
+    """Returns the result of `function(*inputs)`, and its gradients."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     output = function(*leaves)
     return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
@@ -91,7 +91,7 @@ def assert_equal(found, truth) -> None:
 
 
 def by_operators(kind: str, query, key, value, gradient, bias, causal, dropout=0.0, between=lambda: None):
-    """The output and the gradients by the operators that CUDA has, `between` them something else."""
+    """Returns the output and the gradients by the operators that CUDA has, `between` them something else."""
     if kind == "flash":
         forward = run(aten._scaled_dot_product_flash_attention.default, query, key, value, dropout, causal)
         between()

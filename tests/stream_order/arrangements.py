@@ -118,8 +118,8 @@ def run(
     arrangement: Arrangement, device: torch.device, host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor,
     disk_tensor: Callable[[int, torch.dtype], Tensor] | None = None,
 ) -> list[Outcome]:  # fmt: skip
-    """Trains as `arrangement` says; what is there at each save, and at the end. RuntimeError where memory was to run
-    out and did not."""
+    """Trains as `arrangement` says; what is there at each save, and at the end. RuntimeError if memory was to run out
+    and did not."""
     case = PLAIN | arrangement.case
     step, store = _prepare(case, device, arrangement.kernels, host_tensor=host_tensor, disk_tensor=disk_tensor)
     store.page_lock()
@@ -144,7 +144,7 @@ def recorded(arrangement: Arrangement) -> tuple[list[Outcome], Trace]:
 
 
 def plain(arrangement: Arrangement, device: torch.device = CPU) -> list[Outcome]:
-    """The same training with everything on the device and updated at once. Memory does not run out."""
+    """Returns the same training with everything on the device and updated at once. Memory does not run out."""
     with with_plain_kernels() if device.type == "cpu" else nullcontext():
         step, store = _prepare(arrangement.plain(), device, arrangement.kernels)
         return _train(arrangement, step, store, lambda index, batch: step(batch, index, LEARNING_RATE))
@@ -163,7 +163,7 @@ def _prepare(case: dict, device: torch.device, kernels: bool, **memory) -> tuple
 def _train(
     arrangement: Arrangement, step: TrainingStep, store: Store, one_step: Callable[[int, Batch], StepResult]
 ) -> list[Outcome]:
-    """The outcome at each save and at the end; the losses of evaluations are among those of steps."""
+    """Returns the outcome at each save and at the end; the losses of evaluations are among those of steps."""
     outcomes, results = [], []
     for index, batch in enumerate(SHAPE.batches()):
         results.append(one_step(index, batch))
@@ -195,7 +195,7 @@ class MemoryRunsOut(TorchDispatchMode):
 
 @contextmanager
 def computed_by_plain_kernels() -> Iterator[None]:
-    """On the stand-in the project's operators launch their kernels, and kernels.py of this folder computes them."""
+    """Makes the project's operators launch their kernels on the stand-in, which kernels.py of this folder computes."""
     from stand_in import counterparts, interpreted
 
     plain = {kernel: getattr(plain_kernels, kernel.name().split("::")[1]) for kernel in interpreted.COUNTERPARTS}

@@ -4,10 +4,10 @@
     TORCH_CUDA_SANITIZER=1 python -m tests.stream_order.check --device cuda
     .venv-cuda/bin/python -m stand_in --values -- -m tests.stream_order.check --orders
 
-On "cuda" (a GPU, or the stand-in for one) streams are real, and PyTorch's own checker looks at them where it is
-switched on; `--races-only` is for the stand-in without values. `--orders` runs each arrangement on the stand-in in
-several orders of its streams' work: what is missing then gives other bits than the plain run's. Ends with exit code 1
-where there is a race, a difference or an error.
+On "cuda" (a GPU, or the stand-in for one) streams are real, and PyTorch's own checker looks at them if it is switched
+on; `--races-only` is for the stand-in without values. `--orders` runs each arrangement on the stand-in in several
+orders of its streams' work: what is missing then gives other bits than the plain run's. Ends with exit code 1 if there
+is a race, a difference or an error.
 """
 
 import json
@@ -52,7 +52,7 @@ def checked(arrangement: Arrangement) -> dict:
 
 
 def sanitized(arrangement: Arrangement, device: torch.device, races_only: bool) -> dict:
-    """The same of a run on `device`; `races` are what PyTorch's sanitizer raised, where it is switched on."""
+    """Returns the same of a run on `device`; `races` are what PyTorch's sanitizer raised, if it is switched on."""
     # Imported here alone: from then on, PyTorch calls Python at every allocation and event of this process. Such a call
     # fails while an exception is raised, as after the allocator has refused memory.
     from torch.cuda._sanitizer import CUDASanitizerErrors
@@ -67,7 +67,7 @@ def sanitized(arrangement: Arrangement, device: torch.device, races_only: bool) 
 
 
 def ordered(arrangement: Arrangement, orders: Sequence[str] = ORDERS) -> dict:
-    """Of a run on the stand-in in each of `orders`; the first that gives other bits is reported as a race."""
+    """Runs on the stand-in in each of `orders`; the first with other bits is reported as a race."""
     from stand_in.card_library import order
 
     expected = plain(arrangement)
@@ -86,8 +86,8 @@ def _said(access: "Access") -> str:
 
 
 def line(name: str, device: str, races_only: bool) -> dict:
-    """What is found in one arrangement, by the way that `device` stands for ("cpu", "cuda" or IN_ORDERS); `error`: what
-    it ended with, where it did not reach its end."""
+    """Returns the findings for one arrangement, by the way of `device` ("cpu", "cuda" or IN_ORDERS). `error`: if it did
+    not reach its end."""
     started, arrangement = time.monotonic(), ARRANGEMENTS[name]
     try:
         if device == IN_ORDERS:
@@ -107,8 +107,8 @@ def is_clean(line: dict) -> bool:
 
 
 def lines(names: Iterable[str], device: str, *, races_only: bool = False, until_found: bool = False) -> Iterator[dict]:
-    """Of one arrangement after the other, or, `until_found`, of as many as it takes to see a race each way of
-    counting."""
+    """Yields the findings for one arrangement after the other. `until_found`: stops when each way of counting has seen
+    a race."""
     ways = {"cpu": set(WAYS), "cuda": {SANITIZER}, IN_ORDERS: {IN_ORDERS}}[device]
     for name in names:
         found = line(name, device, races_only)

@@ -1,14 +1,14 @@
-"""Whether streams and events order every two accesses to the same memory that have to be ordered.
+"""Checks that streams and events order every two accesses to the same memory that have to be ordered.
 
 A GPU runs what one stream is given in order, and what several streams are given in any order that events allow. An
-order that nothing enforces is a mistake even where it is kept nearly always: a copy that is late once in a million
-steps leaves wrong weights. Further runs of a program do not show that it is right. This module proves it for the
-operations of one recorded run, without a GPU.
+order that nothing enforces is a mistake even if it is kept nearly always: a copy that is late once in a million steps
+leaves wrong weights. Further runs of a program do not show that it is right. This module proves it for the operations
+of one recorded run, without a GPU.
 
 **Happens before** (Lamport, 1978, "Time, clocks, and the ordering of events in a distributed system"). Operation A
 comes before B in three cases, and by any chain of them: both are in one stream, and A was given first; the stream of B
-has waited for an event recorded after A; the host has waited for A before it launched B. Two accesses to the same
-bytes are a **race** if one writes and neither comes before the other.
+has waited for an event recorded after A; the host has waited for A before it launched B. Two accesses to the same bytes
+are a **race** if one writes and neither comes before the other.
 
 **Vector clocks** (Mattern, 1989; Fidge, 1988) decide that without a search. Every stream counts its operations. For
 every other stream it stores how many of that stream's operations are complete before its own next one. Recording an
@@ -19,21 +19,21 @@ it launches comes after all it has waited for.
 PyTorch's own checker for CUDA (torch/cuda/_sanitizer.py, TORCH_CUDA_SANITIZER=1) does the same on a GPU, by whole
 tensors. Three things are stricter here:
 
-* **Bytes.** Accesses are ranges of bytes of an allocation, so that views of one tensor are told apart.
+* **Bytes.** Accesses are ranges of bytes of an allocation, so views of one tensor are distinguished.
 * **Reuse.** PyTorch's caching allocator has a pool per stream, and hands memory out again as soon as it is freed on the
   host, while other streams may still be at work on it. The block of a later allocation depends on sizes and on the
   past. So here an allocation may get any memory that was freed into its pool. Its uses must come after every access to
   that memory. (A race may need other sizes to happen. If none is found, none can happen.)
-* **Unmapping.** An allocation that finds no room gives freed blocks of every pool back to the driver; with expandable
-  segments it waits, for each, for the stream of its pool alone. So at every allocation the accesses to freed memory
-  must come before what the pool's own stream is given next.
+* **Unmapping.** An allocation that finds no room returns freed blocks of every pool to the driver. With expandable
+  segments it waits only for the stream of each block's pool. So at every allocation, accesses to freed memory must come
+  before the next work on that pool's stream.
 
 Not seen: memory that a kernel touches beyond its operator's schema, and temporaries inside operators, which are
 allocated and freed on one stream.
 
 **Reading a number** (`.item()`) copies it to the host and waits for the stream. Some orders hold only because the host
-reads a loss or a norm at the right moment, which a later change may well remove. `reading_waits=False` says what
-holds without that.
+reads a loss or a norm at the right moment, which a later change may well remove. `reading_waits=False` says what holds
+without that.
 """
 
 from collections import Counter
@@ -44,7 +44,7 @@ HOST = 0  # the number of the host among the streams
 
 
 class Access(NamedTuple):
-    """Of the bytes `start` to `stop` (excluded) of allocation `memory`."""
+    """An access to the bytes `start` to `stop` (excluded) of allocation `memory`."""
 
     memory: int
     start: int
@@ -68,7 +68,7 @@ class Record(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What `stream` is given from here on comes after `event`. `reading`: the host waits because it reads a number."""
+    """Makes later work of `stream` come after `event`. `reading`: the host waits because it reads a number."""
 
     stream: int
     event: int
@@ -90,7 +90,7 @@ class Free(NamedTuple):
 
 @dataclass
 class Trace:
-    """What a program gave to streams, in the order in which the host did; names by number, for reports."""
+    """The work that a program gave to streams, in the host's order; names by number, for reports."""
 
     operations: list[Work | Record | Wait | Allocate | Free] = field(default_factory=list)
     streams: list[str] = field(default_factory=lambda: ["host"])
@@ -120,7 +120,7 @@ class _Memory:
 
 
 def races(trace: Trace, reading_waits: bool) -> Counter[str]:
-    """Every race as a sentence, and how often it was found; empty where everything is ordered."""
+    """Returns every race as a sentence, and how often it was found; empty where everything is ordered."""
     return _Checker(trace, reading_waits).found
 
 
@@ -147,7 +147,7 @@ class _Checker:
                     self._free(memory)
 
     def _launched(self, stream: int) -> Clock:
-        """The clock of `stream`, for something that the host gives to it now."""
+        """Returns the clock of `stream`, for something that the host gives to it now."""
         clock = self._clocks[stream]
         if stream != HOST:
             _join(clock, self._clocks[HOST])

@@ -22,11 +22,11 @@ class Mutation:
     equivalent: str | None = None
 
     def apply(self, package: Path) -> None:
-        """Changes the file in the copy `package` of lowmem/. ValueError where the text is not there exactly once."""
+        """Changes the file in the copy `package` of lowmem/. ValueError if the text is not there exactly once."""
         (package / self.file).write_text(self.changed(package), encoding="utf-8")
 
     def changed(self, package: Path) -> str:
-        """The text of the file in `package` with the mutation; ValueError as above."""
+        """Returns the text of the file in `package` with the mutation; ValueError as above."""
         text = (package / self.file).read_text(encoding="utf-8")
         if text.count(self.old) != 1:
             raise ValueError(f"{self.name}: {text.count(self.old)} places in {self.file} have the text {self.old!r}")

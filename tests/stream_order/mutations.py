@@ -5,10 +5,10 @@
     python -m tests.stream_order.mutations --method sanitizer            on a GPU or the stand-in: PyTorch's own checker
     .venv-cuda/bin/python -m stand_in --values -- -m tests.stream_order.mutations --method orders
 
-Each mutation has a process of its own, which imports a changed copy of lowmem/. A row says in which arrangement each
-way of counting `.item()` finds the first race, and where weights come out wrong. Other methods that try the same
-mutations leave rows with another `method`, which are shown beside these (table.py). Ends with exit code 1 if an
-equivalent mutation was found or another one was not.
+Each mutation has a separate process, which imports a changed copy of lowmem/. A row says in which arrangement each way
+of counting `.item()` finds the first race, and where weights come out wrong. Other methods that try the same mutations
+leave rows with another `method`, which are shown beside these (table.py). Ends with exit code 1 if an equivalent
+mutation was found or another one was not.
 """
 
 import json
@@ -49,9 +49,9 @@ def broken_copy(mutation: Mutation) -> Iterator[Path]:
 
 
 def tried(mutations: Iterable[Mutation], arrangements: Sequence[str], method: str, jobs: int = 1) -> Iterator[dict]:
-    """What check.py says of each copy, over `arrangements` or all, in `jobs` processes at once. `found`: {way of
-    counting .item(): the first race}; `wrong`: the first arrangement with other bits than the plain run; `failed`: the
-    first that did not reach its end, and why. multiprocessing.TimeoutError where one hangs."""
+    """Runs check.py on each copy, over `arrangements` or all, in `jobs` processes at once. `found`: {way of counting
+    .item(): the first race}; `wrong`: the first arrangement with other bits than the plain run; `failed`: the first
+    that did not reach its end, and why. multiprocessing.TimeoutError if one hangs."""
     if method == "orders":  # the stand-in imports lowmem itself, so a process has to begin with the copy of it
         with ThreadPool(jobs) as threads:
             yield from threads.imap(lambda mutation: _tried_in_orders(mutation, arrangements), mutations)
@@ -65,7 +65,7 @@ def tried(mutations: Iterable[Mutation], arrangements: Sequence[str], method: st
 
 
 def _tried(mutation: Mutation, arrangements: Sequence[str], method: str) -> dict:
-    """In a process of its own, that has not imported lowmem yet."""
+    """Runs check.py in a separate process that has not imported lowmem yet."""
     started = time.monotonic()
     with broken_copy(mutation) as folder:
         sys.path.insert(0, str(folder))
@@ -111,7 +111,7 @@ def _row(mutation: Mutation, method: str, lines: Sequence[dict], started: float)
 
 
 def is_found(row: dict) -> bool:
-    """Whether anything at all was seen: a race, other bits, or an error."""
+    """True if a race, other bits, or an error was seen."""
     return bool(row["found"] or row["wrong"] or row["failed"])
 
 
@@ -148,7 +148,7 @@ def main() -> int:
 
 
 def said(row: dict) -> str:
-    """A row as one line for people."""
+    """Returns a row as one line for people."""
     parts = [f"{way}: {race['report']} ({race['arrangement']})" for way, race in row["found"].items()]
     parts += [f"other bits ({row['wrong']})"] if row["wrong"] else []
     parts += [f"{row['failed'][1]} ({row['failed'][0]})"] if row["failed"] else []

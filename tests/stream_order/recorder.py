@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):
                 stream.synchronize()
 
     def _work_of_host(self, name: str, touched: list[tuple[Tensor, bool]], stream: Stream) -> None:
-        """What the host needs of the device's memory is copied to it first, and it waits for that."""
+        """Records that device memory is first copied to the host, and that the host waits for it."""
         places: dict[bool, list[tuple[Tensor, bool]]] = {False: [], True: []}
         for tensor, written in touched:
             places[self._memory(tensor) in self._on_host].append((tensor, written))
@@ -194,7 +194,7 @@ class Recorder(TorchDispatchMode):
             self.trace.operations.append(Allocate(number, self.current.number))
 
     def _memory(self, tensor: Tensor) -> int:
-        """The number of a tensor's memory; memory that no operator has made gets one, too."""
+        """Returns the number of a tensor's memory; memory that no operator has made gets one, too."""
         storage = tensor.untyped_storage()
         number = self._memories.get(storage._cdata)
         if number is None:
@@ -213,7 +213,7 @@ class Recorder(TorchDispatchMode):
 
 @cache
 def _arguments(func) -> dict[str, bool]:
-    """An operator's arguments in order, and whether it writes into them."""
+    """Returns an operator's arguments in order, and whether it writes into them."""
     arguments = func._schema.arguments
     return {a.name: a.alias_info is not None and a.alias_info.is_write for a in arguments}
 
@@ -227,7 +227,7 @@ def _tensors(value) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> tuple[int, int]:
-    """From the first byte to the one behind the last; what lies between the rows of a view counts, too."""
+    """Returns the range from the first byte to the one after the last; gaps between the rows of a view count, too."""
     start = tensor.storage_offset()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start * tensor.element_size(), (start + last + 1) * tensor.element_size()

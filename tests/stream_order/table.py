@@ -73,7 +73,7 @@ def _is_found(row: dict) -> bool:
 
 
 def _cell(row: dict | None, way: str) -> str:
-    """The arrangement in which a mutation was found one way."""
+    """Returns the arrangement in which a mutation was found one way."""
     if row is None:
         return NOT_RUN
     if way in row["found"]:

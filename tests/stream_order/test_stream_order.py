@@ -138,7 +138,7 @@ def test_freed_memory_may_be_handed_out_by_its_pool_at_once():
 
 
 def recorded(work) -> list:
-    """What `work(recorder)` leaves, with names for streams, without events' and memories' numbers."""
+    """Returns the record of `work(recorder)`, with names for streams, without numbers of events and memories."""
     recorder = Recorder()
     with recorder.imitating() as trace:
         kept = work(recorder)

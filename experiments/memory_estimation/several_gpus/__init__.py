@@ -2,7 +2,7 @@
 
     python -m lowmem.plan --model gpt2-large --gpu rtx3090 --gpus 4
 
-methods.py compares the methods: start there. rank.py simulates one rank of recipe.py, which trains with plain
-transformers as ../plain.py does. tensor_parallel.py divides a decoder's layers. more_blocks.py turns a recording of
-four blocks into one of many. lowmem itself trains on one device.
+Start with methods.py, which compares the methods. rank.py simulates one rank of recipe.py: plain transformers, as in
+../plain.py. tensor_parallel.py divides a decoder's layers. more_blocks.py extends a recording of four blocks to many.
+lowmem itself trains on one device.
 """

@@ -36,7 +36,7 @@ _FIGURES = (  # of a RankPeak, in JSON
 
 @dataclass(frozen=True)
 class Advice:
-    """One row: `peak` is None, and `refusal` says why, where the method cannot be had."""
+    """One row: `peak` is None, and `refusal` says why, if the method cannot be had."""
 
     method: str
     peak: RankPeak | None
@@ -63,9 +63,11 @@ def answer(settings: Settings, config: PretrainedConfig, card: Card, ranks: int,
 def advise(
     config: PretrainedConfig, ranks: int, card_bytes: int, seq: int, batch: int, target: Target = PLAIN
 ) -> tuple[list[Advice], str]:
-    """Every method with its largest micro-batch that completes in `card_bytes` less CUDA's context, and one sentence:
-    which to take and why. Micro-batches are powers of two that divide a rank's share of `batch` sequences per step.
-    InputError for numbers of GPUs, sequences or tokens that are not positive, and for a card without room for CUDA."""
+    """Returns every method with its largest micro-batch that completes in `card_bytes` less CUDA's context, and advice.
+
+    The advice is one sentence: which method to take and why. Micro-batches are powers of two that divide a rank's share
+    of `batch` sequences per step. InputError for numbers that are not positive, and for a card without room for CUDA.
+    """
     for name, number in (("GPUs", ranks), ("sequences per step", batch), ("tokens per sequence", seq)):
         if number < 1:
             raise InputError(f"there have to be {name}: at least 1, and not {number}")
@@ -88,7 +90,7 @@ def advise(
 
 
 def describe(rows: list[Advice], sentence: str) -> str:
-    """The advice as a table for people, with why a method is not in it."""
+    """Returns the advice as a table for people, with why a method is not in it."""
     columns = "{:<8}{:>12}{:>14}{:>14}{:>14}{:>12}".format
     lines = [columns("method", "micro-batch", "accumulation", "allocated", "reserved", "s/step")]
     for row in rows:
@@ -103,7 +105,8 @@ def describe(rows: list[Advice], sentence: str) -> str:
 
 
 def to_dict(rows: list[Advice], sentence: str) -> dict:
-    """The advice for JSON: what `describe` shows, and the bytes by name at each peak; null where there is no figure."""
+    """Returns the advice for JSON: what `describe` shows, and the bytes by name at each peak; null if there is no
+    figure."""
     return {
         "advice": sentence,
         "methods": [
@@ -135,7 +138,7 @@ def _advice(config, method: str, ranks: int, limit_bytes: int, seq: int, batch: 
 
 
 def _largest(config, method: str, ranks: int, limit_bytes: int, seq: int, per_rank: int, target: Target) -> RankPeak:
-    """The peak with the largest micro-batch that fits; SimulatedOutOfMemory where one sequence does not."""
+    """Returns the peak with the largest micro-batch that fits; SimulatedOutOfMemory if one sequence does not."""
 
     def peak(micro_batch: int) -> RankPeak:
         recording = record(config, method, ranks, micro_batch, seq, target, per_rank // micro_batch)
@@ -157,7 +160,7 @@ def _largest(config, method: str, ranks: int, limit_bytes: int, seq: int, per_ra
 
 
 def _step_seconds(config, peak: RankPeak, accumulation: int, seq: int, target: Target) -> float:
-    """Compute by the roofline, communication as the module's docstring says."""
+    """Returns the seconds of a step: computation by the roofline, communication by the module's docstring."""
     if not target.copies_in:
         return 0.0
     text = config.get_text_config()

@@ -23,7 +23,7 @@ _REPEATED = 2
 
 
 class Operation(NamedTuple):
-    """On a storage: `size` in bytes, or FREED."""
+    """An operation on a storage: `size` in bytes, or FREED."""
 
     stream: int
     storage: int
@@ -53,7 +53,7 @@ class _Phase:
 
 
 def numbered(operations: list[Operation]) -> list[Operation]:
-    """The same with storages counted in the order of their birth."""
+    """Returns the same with storages counted in the order of their birth."""
     numbers: dict[int, int] = {}
     return [
         operation._replace(
@@ -66,8 +66,8 @@ def numbered(operations: list[Operation]) -> list[Operation]:
 
 
 def stretched(placed: list[Placed], blocks: int) -> list[Operation] | None:
-    """The operations of a model of `blocks` blocks, from those of one of BLOCKS, `numbered` as these would be. None
-    where the recording does not fall into phases."""
+    """Returns the operations of a model of `blocks` blocks, from those of one of BLOCKS, `numbered` as these would be.
+    None where the recording does not fall into phases."""
     phases = _phases(placed)
     if phases is None:
         return None
@@ -113,8 +113,8 @@ def _phases(placed: list[Placed]) -> list[_Phase] | None:
 
 
 def _births(phases: list[_Phase]) -> dict[int, tuple[int, int | None, int]]:
-    """Of every storage: its phase, its block, and its place among what was born there. Workspaces, which are taken once
-    and kept, are not counted: the first block would have one more than the others."""
+    """Returns phase, block and index of each storage's birth. Workspaces, which are taken once and kept, do not count:
+    the first block would have one more than the others."""
     births = {}
     for number, phase in enumerate(phases):
         for block, operations in phase.turns.items():
@@ -125,14 +125,14 @@ def _births(phases: list[_Phase]) -> dict[int, tuple[int, int | None, int]]:
 
 
 def _template(block: int | None, blocks: int) -> int | None:
-    """The block of the recording that stands for `block` of `blocks`."""
+    """Returns the block of the recording that stands for `block` of `blocks`."""
     if block is None or block < _REPEATED:
         return block
     return BLOCKS - 1 if block == blocks - 1 else _REPEATED
 
 
 def _moved(birth: tuple[int, int | None, int], turn: int | None, block: int | None, blocks: int) -> tuple:
-    """Where the storage was born that `block` frees, when `turn` of the recording frees the one of `birth`."""
+    """Returns the birth of the storage that `block` frees when `turn` of the recording frees the one of `birth`."""
     phase, born_by, index = birth
     if born_by is None:
         return birth

@@ -1,4 +1,4 @@
-"""What each of several GPUs needs for the usual PyTorch training of a decoder.
+"""Predicts the memory that each of several GPUs needs for the usual PyTorch training of a decoder.
 
 This is plain transformers and torch.distributed, not lowmem's own step (which uses one GPU). The recipe, the same for
 every method (recipe.py): fp32 parameters, bf16 compute, blocks recomputed in backward (activation
@@ -24,9 +24,9 @@ sees). It consists of
   are one per block and one for the rest, where its own are cut every 25 MiB: as many bytes, otherwise rounded.
   Tensor parallelism is rank 0's share of the model, trained as if it were all. What CUDA does otherwise than the CPU:
   cuda_ops.py, and autocast's list of functions that get fp32.
-- left out: NCCL's buffers (outside the allocator, 0.1 to 1 GiB), the broadcast and the second set of buckets when DDP
-  begins, clipping (under fsdp2 a norm per parameter), layer norm's statistics under fsdp2 (4 bytes per token more),
-  a few bytes per token of a loss over a divided vocabulary.
+- left out: NCCL's buffers (outside the allocator, 0.1 to 1 GiB); the broadcast and the second set of buckets when DDP
+  begins; clipping (under fsdp2 a norm per parameter). Also layer norm's statistics under fsdp2 (4 bytes per token
+  more), and a few bytes per token of a loss over a divided vocabulary.
 
 **None of it was compared with a GPU.** Tests compare ddp and fsdp2 with two processes that train on the CPU.
 
@@ -62,10 +62,10 @@ from lowmem.planning.replay import kind_of
 from lowmem.planning.simulated_step import Target
 
 METHODS = ("ddp", "fsdp2", "tp", "dp+tp")
-PLAIN = Target(DeviceModel())  # no device in particular: nothing hidden, no time
-_MARK = -2  # on the tape in the place of a size: from here on another block runs
-_SHAPES_ONLY = "shapes only"  # what DTensor works out on fake tensors in real runs too: takes no memory
-_NAMES = {  # of what is born in functions of these names, or in what they call
+PLAIN = Target(DeviceModel())  # no particular device: no temporaries, no time
+_MARK = -2  # stands for a size on the tape, where another block begins
+_SHAPES_ONLY = "shapes only"  # DTensor's fake tensors, which take no memory in real runs either
+_NAMES = {  # for storages that are born in functions of these names, or in their callees
     "place": "parameters",
     "_init_sharded_param": "parameters",
     "_propagate_tensor_meta_non_cached": _SHAPES_ONLY,
@@ -85,9 +85,9 @@ _CUDA_IN_FP32 = {  # of autocast's list, what decoders call and the CPU's list l
 
 @dataclass(frozen=True)
 class RankPeak:
-    """What rank 0, the fullest, needs. `persistent_bytes`: parameters, states and gradients between two steps;
-    `at_peak`: bytes by name at the allocated peak; `seconds`: of the operations of the step recorded, whose
-    micro-batches are one or two, and of each more; 0 where the target has no time."""
+    """The memory of rank 0, the fullest. `persistent_bytes`: parameters, states and gradients between two steps;
+    `at_peak`: bytes by name at the allocated peak; `seconds`: of the recorded step, which has one or two micro-batches,
+    and of each more; 0 if the target has no time."""
 
     method: str
     ranks: int
@@ -121,7 +121,7 @@ class _StreamRecorder(Recorder):
         self._indices = {torch.cpu.current_stream(): 0}
 
     def mark(self, block: int | None) -> None:
-        """What follows belongs to `block`; None: to none, or to those whose storages it frees."""
+        """Assigns later operations to `block`. None: to no block, or to the blocks whose storages they free."""
         self._settle()
         self._operations.append((0 if block is None else 1 + block, _MARK, ""))
 
@@ -129,7 +129,8 @@ class _StreamRecorder(Recorder):
         self.blocks[self.number_of(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)] = block
 
     def placed(self) -> list[Placed]:
-        """What is freed together between blocks is sorted: autocast's cache is emptied in the order of addresses."""
+        """Sorts storages that are freed together between blocks: autocast's cache is emptied in the order of
+        addresses."""
         placed: list[Placed] = []
         no_memory: set[int] = set()
         section, block, freed = 0, None, []
@@ -196,7 +197,7 @@ class _CudaAutocast(TorchFunctionMode):
 def peak_of(
     recording: Recording, method: str, ranks: int, micro_batch: int, limit_bytes: int | None = None
 ) -> RankPeak:
-    """Peaks of the recorded rank. SimulatedOutOfMemory where it does not complete under `limit_bytes`."""
+    """Returns the peaks of the recorded rank. SimulatedOutOfMemory if it does not complete under `limit_bytes`."""
     allocator = CachingAllocator(expandable_segments=True, limit_bytes=limit_bytes)
     handles: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -216,7 +217,8 @@ def peak_of(
 
 
 def tensor_ranks(method: str, ranks: int) -> int:
-    """How many ranks share each product. Two in dp+tp: its sums over ranks are not hidden, so as few as can be."""
+    """Returns how many ranks share each product. Two in dp+tp: its sums over ranks are not hidden, so as few as can
+    be."""
     if method not in METHODS:
         raise InputError(f"there is no method {method!r}; choose one of {', '.join(METHODS)}")
     if ranks < 1 or (method in ("tp", "dp+tp") and ranks < 2):
@@ -230,13 +232,13 @@ def record(
     config: PretrainedConfig, method: str, ranks: int, micro_batch: int, seq: int, target: Target = PLAIN,
     accumulation: int = 1,
 ) -> Recording:  # fmt: skip
-    """One of `ranks` GPUs that trains `config`'s model by `method`, each data-parallel rank on micro-batches of
-    `micro_batch` sequences of `seq` tokens, `accumulation` of them per step (two stand for more).
+    """Records one of `ranks` GPUs that trains `config`'s model by `method`.
 
-    Two steps, the first with one micro-batch, which makes the optimizer's states. Of a model whose blocks are alike
-    four blocks are run and then five, and the rest follows; where it does not, all are run.
+    Each data-parallel rank has micro-batches of `micro_batch` sequences of `seq` tokens, `accumulation` of them per
+    step (two stand for more). It takes two steps; the first has one micro-batch, and makes the optimizer's states. If
+    blocks are alike, four blocks are run and then five, and the rest follows; otherwise all are run.
 
-    InputError where the method cannot divide the model; LowmemError inside another process group.
+    InputError if the method cannot divide the model; LowmemError inside another process group.
     """
     case = config, method, ranks, micro_batch, seq, target, accumulation
     blocks = Decoder(build_model(config)).blocks
@@ -255,7 +257,7 @@ def record(
 
 def record_blocks(config, method: str, ranks: int, micro_batch: int, seq: int, target: Target, accumulation: int,
                   blocks: int) -> Recording:  # fmt: skip
-    """A recording of the model with its first `blocks` blocks alone."""
+    """Returns a recording of the model with its first `blocks` blocks alone."""
     shared_by = tensor_ranks(method, ranks)
     model = build_model(config)
     decoder = Decoder(model)
@@ -311,7 +313,7 @@ def _functions(target: Target) -> Iterator[None]:
 
 @contextmanager
 def _fake_ranks(data_ranks: int, tensor_ranks: int) -> Iterator[DeviceMesh]:
-    """Rank 0 of a default process group whose communication does nothing: its data-parallel ranks."""
+    """Yields rank 0 of a default process group whose communication does nothing, with its data-parallel ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
     if dist.is_initialized():
@@ -325,7 +327,7 @@ def _fake_ranks(data_ranks: int, tensor_ranks: int) -> Iterator[DeviceMesh]:
 
 @contextmanager
 def _masks_as_on_tensors_with_data() -> Iterator[None]:
-    """transformers looks for packed sequences by reading positions, and expects some where it cannot read."""
+    """Stops transformers from expecting packed sequences because it cannot read the positions."""
     guess = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:

@@ -38,7 +38,7 @@ def place(model: nn.Module) -> None:
 
 
 def owners_of(decoder: Decoder) -> Iterator[tuple[nn.Parameter, int | None]]:
-    """Every parameter once, with the number of its block, None for those outside of the blocks."""
+    """Yields every parameter once, with the number of its block, None for those outside of the blocks."""
     block_of = {id(p): index for index, block in enumerate(decoder.blocks) for p in block.parameters()}
     for parameter in decoder.model.parameters():
         yield parameter, block_of.get(id(parameter))
@@ -48,8 +48,8 @@ def prepare(
     decoder: Decoder, method: str, data_mesh: DeviceMesh, micro_batch: int, seq: int,
     functions: Callable = nullcontext, mark: Callable[[int | None], None] = lambda block: None,
 ) -> tuple[Callable[[int], None], Optimizer]:  # fmt: skip
-    """The recipe for a model (its rank's share) whose parameters lie on the CPU: a function that does one step of so
-    many micro-batches, and the optimizer. `functions`: the modes to recompute in, which backward() switches off;
+    """Returns the recipe for a model (its rank's share) whose parameters lie on the CPU: a function that does one step
+    of so many micro-batches, and the optimizer. `functions`: the modes to recompute in, which backward() switches off;
     `mark` hears which block's turn it is."""
     model, blocks = decoder.model, decoder.blocks
     for index, block in enumerate(blocks):
@@ -94,8 +94,8 @@ def _backward(loss: Tensor, mark: Callable) -> None:
 
 
 def _bucketed(decoder: Decoder, mark: Callable) -> Callable[[bool], None]:
-    """DistributedDataParallel's buckets. Gradients become views of them in the backward that sums over ranks, which the
-    function that is returned announces (True) or not (False, `no_sync`)."""
+    """Makes DistributedDataParallel's buckets. Gradients become views of them in the backward that sums over ranks.
+    Call the returned function before each backward: True for that one, False for others (`no_sync`)."""
     parts: dict[int | None, list[nn.Parameter]] = defaultdict(list)
     for parameter, block in owners_of(decoder):
         if parameter.requires_grad:
