@@ -12,7 +12,7 @@ embeddings.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class FinalGradients:
         self.fate, self._begin_updates = fate, begin_updates
         self._store, self._norm_of, self._window, self._updates = store, norm_of, window, updates
         self._lowest = updates.units  # the first unit whose gradients are final
-        self._norms: dict[int, Tensor] = {}  # of the pieces whose gradients are final, by their place in the store
+        self._norms: dict[int, Tensor] = {}  # of the pieces whose gradients are final, by id
 
     def begin(self, losses: Sequence[Tensor]) -> None:
         """Backward begins."""
@@ -50,36 +50,33 @@ class FinalGradients:
         final = range(lowest, self._lowest)
         self._lowest = lowest
         parts = [part for part in self._store.parts if part.unit in final and part.gradient is not None]
-        self._norms |= {
-            index: self._norm_of(piece)
-            for index, piece in enumerate(self._store.pieces)
-            if piece.part.unit in final and piece.part.gradient is not None
-        }
+        norms = {id(piece): self._norm_of(piece) for part in parts for piece in part.pieces}
+        self._norms |= norms
         if self.fate is Fate.SENT:
             self._window.leave(part for part in parts if part.gradient_home is not None)
         elif self.fate is Fate.DROPPED:
             for part in parts:
                 part.drop_gradient()
         elif self.fate is Fate.APPLIED:
-            self._refuse_what_is_not_finite(final)
+            self._refuse_what_is_not_finite(final.start, norms.values())
             self._updates.run(self._updates.units - lowest)
 
     def norm(self) -> float:
         """The norm of all gradients, in fp64 over those of the pieces. Ends the pass."""
         if self.fate is Fate.SENT:
             self._window.release()
-        norms = [self._norms[index] for index in sorted(self._norms)]
+        norms = [self._norms[id(piece)] for piece in self._store.pieces if id(piece) in self._norms]
         norm = torch.linalg.vector_norm(torch.stack(norms).double()).item()
         self._norms = {}
         if self.fate is Fate.APPLIED:
             self._updates.downwards = False  # the step is made; until here memory may run out halfway
         return norm
 
-    def _refuse_what_is_not_finite(self, units: range) -> None:
-        norms = [norm for index, norm in self._norms.items() if self._store.pieces[index].part.unit in units]
-        if norms and not math.isfinite(torch.stack(norms).sum().item()):
+    @staticmethod
+    def _refuse_what_is_not_finite(unit: int, norms: Iterable[Tensor]) -> None:
+        if norms and not math.isfinite(torch.stack(list(norms)).sum().item()):
             raise UpdateInterrupted(
-                f"a gradient of unit {units.start} is not finite, and the units above it have been updated already, so "
-                "they are not saved; the same command goes on from the newest checkpoint, and with --clip-norm and "
-                "room for all gradients such a step is skipped whole"
+                f"a gradient of unit {unit} is not finite, and the units above it have been updated already, so they "
+                "are not saved; the same command goes on from the newest checkpoint, and with --clip-norm and room for "
+                "all gradients such a step is skipped whole"
             )

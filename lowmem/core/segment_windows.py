@@ -105,14 +105,22 @@ class WeightWindow:
     def _bind(self, bound: tuple[range, Slot] | None) -> None:
         """Makes the parameters of these blocks views of this slot, and no others."""
         if self._bound is not None:
-            for part in self._parts_of(self._bound[0]):
-                for name in part.names():
-                    self._parameter(part, name).data = part.placeholder(name)
+            for parameter, absent, _ in self._views(*self._bound):
+                parameter.data = absent
         self._bound = bound
         if bound is not None:
-            for part, flat in self._flat(*bound):
-                for name in part.names():
-                    self._parameter(part, name).data = part.view(flat, name)
+            for parameter, _, weights in self._views(*bound):
+                parameter.data = weights
+
+    def _views(self, blocks: range, slot: Slot) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Returns each parameter, its placeholder and its weights in the slot; made once, like those of states."""
+        if blocks not in slot.views:
+            slot.views[blocks] = [
+                (self._decoder.units[part.unit].parameters[name], part.placeholder(name), part.view(flat, name))
+                for part, flat in self._flat(blocks, slot)
+                for name in part.names()
+            ]
+        return slot.views[blocks]
 
     def _called(self, index: int) -> None:
         """A block is about to run. If it comes by itself, the next one is likely to follow."""
@@ -122,9 +130,6 @@ class WeightWindow:
 
     def _parts_of(self, blocks: range) -> list[Part]:
         return [self._parts[index] for index in blocks if index in self._parts]
-
-    def _parameter(self, part: Part, name: str) -> Tensor:
-        return self._decoder.units[part.unit].parameters[name]
 
 
 class BoundaryWindow:

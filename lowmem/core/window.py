@@ -41,7 +41,7 @@ class Slot:
     arrived: object = None
     inside: object = None
     buffers: State = field(default_factory=dict)
-    views: dict[tuple, State] = field(default_factory=dict)  # of tensors and of buffers, by their lengths
+    views: dict = field(default_factory=dict)  # of tensors and of buffers, made once
     owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 

@@ -115,11 +115,12 @@ class Recorder(TorchDispatchMode):
     def _outcome(self, func, args: tuple, kwargs: dict, result) -> Outcome:
         machine = self.machine
         results = tensors_in(result)
+        owners = results[:1] if is_view(func) else results  # views share a storage, and may be more the next time
         places = {id(tensor): index for index, tensor in enumerate(results)}
         seconds, more = machine.seconds(func, args, kwargs, result), machine.more_host_seconds.get(func, 0.0)
         return Outcome(
             results_of(func, args, kwargs, result),
-            tuple(places[id(tensor)] for tensor in machine.allocated(func, args, kwargs, results)),
+            tuple(places[id(tensor)] for tensor in machine.allocated(func, args, kwargs, owners)),
             tuple(machine.hidden_bytes(func, args, kwargs, result)),
             tuple(Span.of_operation(host + more, seconds) for host in machine.host_seconds),
         )

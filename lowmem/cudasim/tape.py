@@ -54,7 +54,8 @@ class Tape:
             change, highest, left, ended = summaries[key]
             peak = max(peak, now + highest)
             now += change
-            sizes.update((chunk.base + storage, size) for storage, size in left)
+            for storage, size in left:
+                sizes[chunk.base + storage] = size
             for storage in ended:
                 del sizes[chunk.number(storage)]
         return peak

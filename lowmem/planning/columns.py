@@ -47,9 +47,9 @@ class Columns:
         return len(kept) - 1 if column.segment == 1 else max(self._places_below(kept, self.simulations.blocks) - 1, 0)
 
     def first_kept(self, column: Column) -> int:
-        """The index from which memory grows evenly. If the batch is one group, the first kept blocks are free: they use
-        memory that gradients need later."""
-        if column.group * column.micro_batch < self.simulations.base.batch:
+        """The index from which memory grows evenly. If the batch is one group and gradients are held, the first kept
+        blocks are free: they use memory that gradients need later."""
+        if column.group * column.micro_batch < self.simulations.base.batch or not self._held(column):
             return 0
         return min(self._places_below(column.choices.kept, self.simulations.blocks), self.last_kept(column))
 
@@ -60,6 +60,28 @@ class Columns:
     def streamed_bytes(self, column: Column, on_gpu: int) -> int:
         """RAM that streaming takes."""
         return self.recording(column).streamed_bytes - self._bytes_on_gpu(column, column.choices.on_gpu[on_gpu])
+
+    def may_fit(self, column: Column, kept: int, on_gpu: int, limit_bytes: int | None) -> bool:
+        """False if the limit is below what is on the GPU at once for certain: the weights, and the inputs of a group's
+        segments or, later, the gradients that are held. Saves recordings."""
+        if limit_bytes is None:
+            return True
+        simulations, layout = self.simulations, column.layout(kept, on_gpu)
+        weights = simulations.weight_bytes
+        if layout.weights_on_gpu is not None:
+            weights = [*weights[: layout.weights_on_gpu], weights[-1]]
+        inputs = 0
+        if not layout.boundaries_in_ram:
+            rows = column.group * column.micro_batch
+            inputs = rows * len(layout.segments(simulations.blocks)) * simulations.input_bytes
+        gradients = 4 * simulations.parameters if self._held(column) else 0
+        return sum(weights) + max(inputs, gradients) <= limit_bytes
+
+    def _held(self, column: Column) -> bool:
+        """Whether gradients are held until the norm is known."""
+        base = self.simulations.base
+        groups = base.batch // (column.group * column.micro_batch)
+        return column.choices.base.fate_in(groups, base.needs_all_gradients) is Fate.HELD
 
     def allocated_bytes(self, column: Column, kept: int, on_gpu: int) -> int:
         """The peak of the GPU. Each `kept` is recorded with one number of units; the others are computed from that."""

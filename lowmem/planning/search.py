@@ -12,6 +12,7 @@ beat the best layout so far. The loops stop where the next layout is no faster; 
 everything (docs/planning.md).
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from lowmem.core.layout import Layout
@@ -142,8 +143,10 @@ class Search:
         return [place for place in self._enough_in_ram(column) if self._fits(column, 0, place)]
 
     def _enough_in_ram(self, column: Column) -> list[int]:
-        places = range(len(column.choices.on_gpu))
-        return [place for place in places if within(self.columns.streamed_bytes(column, place), self.room.ram)]
+        places, limit = range(len(column.choices.on_gpu)), self.room.ram
+        if limit is None or not self.columns.may_fit(column, 0, 0, self.room.gpu):
+            return list(places)
+        return [place for place in places if self.columns.streamed_bytes(column, place) <= limit]
 
     def _with_most_kept(self, column: Column, on_gpu: int) -> Found:
         """With the most kept, and with more units on the GPU if they fit beside that and are faster."""
@@ -158,19 +161,23 @@ class Search:
 
     def _most_kept(self, column: Column, on_gpu: int) -> int:
         """The place of the most that fits. Nothing kept does fit."""
-        fits, beyond, tries = 0, self.columns.last_kept(column) + 1, 0
-        tried = self.columns.first_kept(column)
+        columns, room, fits, tries = self.columns, self.room.gpu, 0, 0
+        places = range(columns.last_kept(column) + 1)
+        beyond = bisect_left(places, True, key=lambda kept: not columns.may_fit(column, kept, on_gpu, room))
+        tried = min(columns.first_kept(column), beyond - 1)
         while True:
             if self._fits(column, tried, on_gpu):
                 fits = max(fits, tried)
             else:
                 beyond = tried
             tries += 1
-            expected = self.columns.expected_kept(column, on_gpu, tried, self.room.gpu)
+            expected = columns.expected_kept(column, on_gpu, tried, room)
             tried = min(max(expected if tries < _TRIES else (fits + beyond) // 2, fits), beyond - 1)
             if tried == fits:
                 return fits
 
     def _fits(self, column: Column, kept: int, on_gpu: int) -> bool:
         more = (kept >= each.kept and on_gpu >= each.on_gpu for each in self.failed if each.column == column)
-        return not any(more) and within(self.columns.allocated_bytes(column, kept, on_gpu), self.room.gpu)
+        if any(more) or not self.columns.may_fit(column, kept, on_gpu, self.room.gpu):
+            return False
+        return within(self.columns.allocated_bytes(column, kept, on_gpu), self.room.gpu)

@@ -6,10 +6,10 @@ states on a disk there is a third, because late writes of one step hold up the n
 and is replayed for all other micro-batches (replay.py). The layout fits if the tape completes under the cap
 (cudasim/tape.py).
 
-The search records many layouts. Their first step has two groups only, or is left out if a step applies its own updates.
-The second step then finds other memory cached than in a run, and reserved bytes may be off by a page or two. Use
-`whole_first_step` for exact ones. The CUDA context is not simulated, nor are saving and export, which take less of a
-GPU than training.
+The search records many layouts. Their first step has one micro-batch, which leaves as many gradients, or is left out if
+a step applies its own updates. The second step then finds other memory cached than in a run, and reserved bytes may be
+off by a page or two. Use `whole_first_step` for exact ones. The CUDA context is not simulated, nor are saving and
+export, which take less of a GPU than training.
 """
 
 import math
@@ -165,7 +165,7 @@ def record_step(
     """Two steps of `case`, with states on a disk three, on `decoder`, whose parameters become meta tensors of the
     store's. `known`, a dict that is kept between calls with the same decoder, sequence length, dtype and target, saves
     running again what has been run; with None everything is run. `alike`: blocks that are made alike are run once for
-    all of them. `whole_first_step`: whether the first step is as long as the second, as in a run."""
+    all of them. `whole_first_step`: whether the first step is as long as the second, and flushed, as in a run."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})
@@ -204,8 +204,8 @@ def record_step(
         full = [layout.micro_batch * case.seq] * (case.batch // layout.micro_batch)
         fate = layout.fate_in(len(layout.groups(full, case.seq)), case.needs_all_gradients)
         if fate in (Fate.HELD, Fate.SENT) or whole_first_step:
-            two_groups = 2 * layout.micro_batch * layout.group
-            step(batch_of_zeros(case, case.batch if whole_first_step else min(case.batch, two_groups)), 0, 1e-4)
+            whole = whole_first_step or case.lengths is not None  # a step of full rows takes more than one of those
+            step(batch_of_zeros(case, case.batch if whole else layout.micro_batch), 0, 1e-4)
         batch = batch_of_zeros(case, case.batch)
         if case.lengths is not None:
             batch = replace(batch_of_zeros(case, len(case.lengths)), lengths=torch.tensor(case.lengths))
@@ -215,7 +215,8 @@ def record_step(
         step(batch, 1, 1e-4)
         seconds = recorder.clock.host - began
         waiting = copies.exposed_seconds - waited if copies else 0.0
-        step.flush()
+        if whole_first_step:  # else the updates of the first step are there for those of the second
+            step.flush()
     return Recording(recorder.tape, began, seconds, waiting, *_sizes(store, step))
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from lowmem.core.decoder import Decoder
 from lowmem.core.layout import Layout
 from lowmem.cudasim.allocator import ROUNDING, SimulatedOutOfMemory
-from lowmem.cudasim.tape import Memory, under_cap
+from lowmem.cudasim.tape import Memory, most_bytes, under_cap
 from lowmem.planning.simulated_step import Recording, StepCase, Target, record_step
 from lowmem.units import MIB
 
@@ -61,6 +61,12 @@ class Simulations:
     def state_bytes(self) -> tuple[int, ...]:
         """Bytes of optimizer states, by unit."""
         return next(iter(self._recordings.values())).state_bytes
+
+    @cached_property
+    def input_bytes(self) -> int:
+        """Of one sequence's input to a block, as it is saved: of as many at least."""
+        tape = self.record(replace(self.base.layout, micro_batch=1)).tape
+        return most_bytes(tape, "boundaries") // self.blocks
 
     @cached_property
     def ring_bytes(self) -> int:
