@@ -11,7 +11,7 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
-def first_3(names: Iterable[str]) -> str:
+def first_few(names: Iterable[str]) -> str:
     """Up to three of the names, for a sentence."""
     names = list(names)
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -25,7 +25,7 @@ from lowmem.core.encoder_decoder import decoder_start as decoder_start
 from lowmem.core.encoder_decoder import stock_model, take_apart, with_target_tokens
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.errors import InputError, first_3, first_line
+from lowmem.errors import InputError, first_few, first_line
 from lowmem.models.recognize import config_fields, needs_code, no_config, not_found
 from lowmem.models.weight_files import usual_weight_files
 from lowmem.settings import Settings
@@ -184,7 +184,7 @@ def check_length(config: PretrainedConfig, seq: int) -> None:
         )
 
 
-def settings_for_model(settings: Settings, config: PretrainedConfig) -> Settings:
+def fitted(settings: Settings, config: PretrainedConfig) -> Settings:
     """`settings` for the model of `config`: with the length of an encoder-decoder's targets. InputError if sequences
     are too long for it, or for a setting that it does not have."""
     check_length(config, settings.seq)
@@ -211,7 +211,7 @@ def build_model(config: PretrainedConfig) -> PreTrainedModel:
         model = model_from_config(config)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if state := model.state_dict().keys() - names:
-        raise InputError(f"{type(model).__name__} keeps state in buffers ({first_3(sorted(state))}): unsupported")
+        raise InputError(f"{type(model).__name__} keeps state in buffers ({first_few(sorted(state))}): unsupported")
     return model.train()
 
 

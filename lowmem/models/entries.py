@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem.core.precision import RUN_ELEMENTS
-from lowmem.errors import InputError, first_3
+from lowmem.errors import InputError, first_few
 from lowmem.text_files import ZIP, refuse_disguised
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -123,7 +123,7 @@ def _state_dict(path: Path, content: object) -> tuple[dict, list[str]]:
         keys += inner
         content = content[inner[0]]
     if not isinstance(content, dict) or not any(isinstance(value, Tensor) for value in content.values()):
-        held = first_3(map(str, content)) if isinstance(content, dict) else type(content).__name__
+        held = first_few(map(str, content)) if isinstance(content, dict) else type(content).__name__
         raise InputError(f"{path} is no state_dict: it holds {held or 'nothing'}; save the model's state_dict alone")
     return content, keys
 

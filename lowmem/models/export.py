@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lowmem.core.precision import runs
-from lowmem.errors import InputError, LowmemError, first_3, first_line
+from lowmem.errors import InputError, LowmemError, first_few, first_line
 from lowmem.files import flush_path, remove, safetensors_header, write_at
 from lowmem.models.build import build_model
 from lowmem.models.description import write_description
@@ -139,12 +139,12 @@ def _write_shards(
             written[name] += len(content)
         del values
     if missing := [name for name in shapes if written[name] < sizes[name]]:
-        raise ValueError(f"{len(missing)} parameters were not given: {first_3(missing)}")
+        raise ValueError(f"{len(missing)} parameters were not given: {first_few(missing)}")
     if split.is_sharded:
         weight_map = {file_name[name]: shard for name, shard in split.tensor_to_filename.items()}
         index = {"metadata": split.metadata, "weight_map": dict(sorted(weight_map.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    return [f"NaN or infinity in {len(not_finite)} tensors ({first_3(not_finite)})"] if not_finite else []
+    return [f"NaN or infinity in {len(not_finite)} tensors ({first_few(not_finite)})"] if not_finite else []
 
 
 def _check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:

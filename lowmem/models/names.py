@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from lowmem.errors import InputError, first_3
+from lowmem.errors import InputError, first_few
 from lowmem.models.entries import Entry, same_values
 
 # Masks, rotary tables and the like, which older versions of transformers and other programs stored with the weights,
@@ -115,7 +115,7 @@ def _remarks(fit: _Fit, entries: dict[str, Entry], source: str) -> list[str]:
     if renamed:
         remarks.append(f"the names of {len(renamed)} weights in {source} are taken without {' and '.join(left_off)}")
     if fit.heads:
-        remarks.append(f"{source} holds a head beside the language model ({first_3(fit.heads)}), which is left out")
+        remarks.append(f"{source} holds a head beside the language model ({first_few(fit.heads)}), which is left out")
     if double := sum(entries[name].stored in ("F64", "float64") for name in fit.target):
         remarks.append(f"{double} weights in {source} are fp64, and rounded to fp32")
     return remarks
@@ -130,7 +130,7 @@ def _refusal(
     wrong += [f"{name}: neither fp32, fp16 nor bf16, but {entries[name].stored}" for name in untrainable]
     unexpected = fit.unexpected + fit.heads
     problems = {"missing": fit.missing, "unexpected": unexpected, "unfit": wrong, "merged or split": fit.converted}
-    found = [f"{len(names)} {problem} ({first_3(names)})" for problem, names in problems.items() if names]
+    found = [f"{len(names)} {problem} ({first_few(names)})" for problem, names in problems.items() if names]
     advice = _advice(model, fit, [*entries], sizes, untrainable)
     return InputError(f"the weights in {source} do not fit {type(model).__name__}: {'; '.join(found)}; {advice}")
 
@@ -157,10 +157,10 @@ def _advice(
     own = {part for name, _ in model.named_parameters(remove_duplicate=False) for part in name.split(".")[:2]}
     begin = sorted({_WRAPPERS.sub("", name).removeprefix(fit.prefix).split(".")[0] for name in fit.unexpected})
     if fit.unexpected and not fit.missing and own.isdisjoint(begin):
-        return f"the files hold more than this model, under {first_3(begin)}: save the model alone (save_pretrained)"
+        return f"the files hold more than this model, under {first_few(begin)}: save the model alone (save_pretrained)"
     if fit.unexpected and (not fit.target or own.isdisjoint(begin)):
         return (
-            f"names that begin with {first_3(begin)} are not those of this architecture in transformers: "
+            f"names that begin with {first_few(begin)} are not those of this architecture in transformers: "
             "save them under its names (save_pretrained), or with the converter of the program that wrote them"
         )
     return "use the config.json that came with the weights, or --init random"
@@ -177,7 +177,7 @@ def _differing(model: PreTrainedModel, name: str, entry: Entry, target: dict[str
     named = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     if sum(parameter is model.get_parameter(target[name]) for parameter in named) == 1:  # it is not tied
         return InputError(
-            f"{entry.path}: {name} and {first_3(others)} are the same weight with different values; leave one"
+            f"{entry.path}: {name} and {first_few(others)} are the same weight with different values; leave one"
         )
     advice = 'set "tie_word_embeddings": false in config.json if they are meant to differ'
     if model.config.is_encoder_decoder:  # transformers 5 ties it whatever the config says

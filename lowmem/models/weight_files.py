@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from lowmem.errors import InputError, first_3
+from lowmem.errors import InputError, first_few
 from lowmem.text_files import read_json, refuse_pointer
 
 _USUAL = (  # a single file and the index of several; the first that exists
@@ -46,7 +46,7 @@ def usual_weight_files(folder: Path) -> list[Path]:
 def _complete(folder: Path, paths: list[Path]) -> list[Path]:
     if missing := [path.name for path in paths if not path.is_file()]:
         raise InputError(
-            f"{folder} lacks {len(missing)} of {len(paths)} weight files ({first_3(missing)}): download again"
+            f"{folder} lacks {len(missing)} of {len(paths)} weight files ({first_few(missing)}): download again"
         )
     return paths
 
@@ -73,7 +73,7 @@ def _only_one(folder: Path) -> list[Path]:
     candidates = [path for path in candidates if path.suffix == ".safetensors"] or candidates
     if len(candidates) > 1:
         raise InputError(
-            f"{folder} holds several files that could be the weights ({first_3(path.name for path in candidates)}); "
+            f"{folder} holds several files that could be the weights ({first_few(path.name for path in candidates)}); "
             "rename the right one to model.safetensors or pytorch_model.bin, by its kind"
         )
     if not candidates:

@@ -32,7 +32,7 @@ from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer, tokenizer_blamed
 from lowmem.errors import InputError
 from lowmem.limits import Budget, ram_available_bytes
-from lowmem.models.build import decoder_start, load_config, make_decoder, own_generation_config, settings_for_model
+from lowmem.models.build import decoder_start, fitted, load_config, make_decoder, own_generation_config
 from lowmem.models.compatibility import check_pieces
 from lowmem.models.description import Rehearsal, rehearsed
 from lowmem.models.load import random_weights, read_weights
@@ -119,7 +119,7 @@ def ask(settings: Settings) -> Question:
     """What the planner is asked; its settings are those that fit the model."""
     device, precision, card = planning_target(settings)
     config = load_config(settings.model, settings.init)
-    return Question(settings_for_model(settings, config), config, device, precision, card)
+    return Question(fitted(settings, config), config, device, precision, card)
 
 
 def plan_here(question: Question, device: torch.device, aside: Callable, say: Say) -> Plan:

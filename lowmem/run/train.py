@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 
 from lowmem.core.step import StepAbandoned, StepResult
-from lowmem.errors import LowmemError, first_3
+from lowmem.errors import LowmemError, first_few
 from lowmem.run.ending import Ending
 from lowmem.run.evaluation import Evaluator, Sampler
 from lowmem.run.log import step_row, write_json
@@ -109,7 +109,7 @@ def _count_skipped(session: Session, done: int, result: StepResult) -> None:
     if progress.skipped:
         texts = session.data.train.where(done - 1)
         said = f"step {done}: the gradient norm is {result.grad_norm}, so no update was made; its batch:"
-        session.log.say(f"{said} {first_3(texts)} (all in log.txt)", f"{said} {', '.join(texts)}")
+        session.log.say(f"{said} {first_few(texts)} (all in log.txt)", f"{said} {', '.join(texts)}")
 
 
 def _end(session: Session, stop: StopRequest, done: int, evaluator: Evaluator) -> None:
