@@ -66,14 +66,14 @@ class HashedFile:
         self._size_bytes += len(piece)
         _write_all(self._file, piece)
         if self._forget:
-            begin_writing_out(self._file.fileno())
+            start_writeback(self._file.fileno())
 
     def finish(self) -> dict:
         """Fsyncs and closes it; returns its entry for the manifest: {"bytes": size, "hash": hex}."""
         with self._file:
             os.fsync(self._file.fileno())
             if self._forget:
-                begin_writing_out(self._file.fileno())  # everything is written now, and can be forgotten
+                start_writeback(self._file.fileno())  # everything is written now, and can be forgotten
         return {"bytes": self._size_bytes, "hash": self._digest.hexdigest()}
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ def write_at(path: Path, offset_bytes: int, content: bytes | memoryview) -> None
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
         file.seek(offset_bytes)
         _write_all(file, content)
-        begin_writing_out(file.fileno())
+        start_writeback(file.fileno())
 
 
 def _write_all(file: RawIOBase, content: bytes | memoryview) -> None:
@@ -117,7 +117,7 @@ def safetensors_header(
     return struct.pack("<Q", len(text)) + text
 
 
-def begin_writing_out(descriptor: int) -> None:
+def start_writeback(descriptor: int) -> None:
     """Advises the kernel to start writing this file's dirty pages, without waiting, and to forget the written ones.
     fsync reports errors of the disk."""
     if hasattr(os, "posix_fadvise"):  # not on macOS

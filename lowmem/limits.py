@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from lowmem.errors import CapExceeded, InputError, LowmemError
@@ -82,7 +83,7 @@ class Budget:
         """Begins a phase of the run, and returns the one before: "prepare" at first."""
         mark = ram_peak_bytes()
         self._ram_peak_bytes = max(self._ram_peak_bytes, mark)
-        if begin_ram_peak_anew():
+        if reset_ram_peak():
             self.ram_phases[self._phase] = max(self.ram_phases.get(self._phase, 0), mark)
         before, self._phase = self._phase, phase
         return before
@@ -116,14 +117,15 @@ class Budget:
 
 def ram_peak_bytes() -> int:
     """High-water mark of this process's resident set, page-locked mappings included."""
-    # VmHWM starts with the program; ru_maxrss is inherited from the process that started it.
-    if (size_bytes := _kib_line(_PROC / "self/status", "VmHWM:")) is not None:
-        return size_bytes
+    with suppress(OSError):
+        for line in (_PROC / "self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):  # starts with the program; ru_maxrss is inherited from its parent
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def begin_ram_peak_anew() -> bool:
+def reset_ram_peak() -> bool:
     """Lowers the high-water mark to what is resident now; False if the system does not allow it."""
     try:
         (_PROC / "self/clear_refs").write_text("5")
@@ -134,18 +136,13 @@ def begin_ram_peak_anew() -> bool:
 
 def ram_now_bytes() -> int:
     """This process's resident set now."""
-    try:
-        return int((_PROC / "self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:
-        import psutil
-
-        return psutil.Process().memory_info().rss
+    return psutil.Process().memory_info().rss
 
 
 def ram_available_bytes() -> tuple[int, str]:
     """Bytes of RAM that this process may still take, and the source of that number. It is the machine's free memory or
     the room in a control group (containers, batch systems), whichever is smaller."""
-    limits = [(_machine_available(), "the machine's free memory")]
+    limits = [(psutil.virtual_memory().available, "the machine's free memory")]
     names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")  # versions 2 and 1
     for group in _groups():
         for limit_name, usage_name in names:
@@ -153,23 +150,6 @@ def ram_available_bytes() -> tuple[int, str]:
             if limit is not None and usage is not None:  # without a limit: "max" in version 2, 2**63 in version 1
                 limits.append((max(limit - usage + _reclaimable(group), 0), str(group / limit_name)))
     return min(limits)
-
-
-def _machine_available() -> int:
-    if (size_bytes := _kib_line(_PROC / "meminfo", "MemAvailable:")) is not None:
-        return size_bytes
-    import psutil
-
-    return psutil.virtual_memory().available
-
-
-def _kib_line(path: Path, name: str) -> int | None:
-    """Bytes in the line `name` of a file that counts in KiB; None if there is no such line."""
-    with suppress(OSError):
-        for line in path.read_text().splitlines():
-            if line.startswith(name):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 def _groups() -> list[Path]:

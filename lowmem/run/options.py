@@ -180,7 +180,6 @@ _REASONS = {  # names that would mislead, and what to use instead
     "gpus num-gpus n-gpus devices num-nodes nnodes num-processes nproc-per-node": "training is on one GPU; python -m "
     "lowmem.plan --gpus N says which of PyTorch's methods suits several",
     "init-from": "use --model for pretrained weights, --init random for none, --resume for a checkpoint",
-    "metric-for-best-model greater-is-better": "--keep-best and --patience compare held-out losses",
     "early-stopping early-stopping-threshold": "use --patience with a number of evaluations",
     "betas adam-betas": "use --adam-beta1 and --adam-beta2",
     "wandb-project wandb-entity": "set the environment variable WANDB_PROJECT or WANDB_ENTITY",
@@ -191,19 +190,14 @@ _REASONS = {  # names that would mislead, and what to use instead
     "overwrite-output-dir": "a stopped run in --out is resumed; --resume never starts from step 0",
     "min-lr min-lr-ratio decay-lr lr-decay-iters lr-decay-steps": "--schedule cosine and linear fall to 0 after the "
     "last step, and constant does not fall",
-    "compile torch-compile compile-model": "compiled blocks cannot be planned; fused kernels need no option",
-    "attn-implementation flash-attention flash-attn use-flash-attention-2": "attention is PyTorch's own, which has a "
-    "fused kernel",
-    "tf32": "TF32 is always off; --precision sets the dtype of the computation",
-    "group-by-length": "the order depends only on --seed; --pack sorts the examples of a step by length",
+    "compile torch-compile": "compiled blocks cannot be planned; fused kernels need no option",
     "assistant-only-loss completion-only-loss train-on-inputs train-on-input train-on-prompt mask-prompt "
     "response-template": "use --train-on completion for the answers alone, or --train-on all",
     "template prompt-template prompt-style": "conversations use the chat template of the model's tokenizer, or "
     "--chat-template FILE",
     "max-samples max-train-samples max-eval-samples": "use smaller files, or fewer --steps and --eval-batches",
     "tokenizer-name tokenizer tokenizer-path": "the tokenizer is the model's own, from its folder or hub repository",
-    "config-name n-layer n-head n-embd bias dropout attention-dropout": "change the model's config.json, and give its "
-    "folder as --model",
+    "config-name dropout attention-dropout": "change the model's config.json, and give its folder as --model",
     "trust-remote-code": "code from the hub is never run; choose a model that is part of transformers",
     "revision model-revision": "fetch it with hf download NAME --revision REVISION --local-dir DIR, and give --model "
     "DIR",

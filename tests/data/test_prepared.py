@@ -145,12 +145,12 @@ def test_tokenizing_takes_no_more_ram_than_is_stated(tmp_path, gpt2_tokenizer):
 import sys
 from transformers import AutoTokenizer
 from lowmem.data.dataset import load_data
-from lowmem.limits import begin_ram_peak_anew, ram_now_bytes, ram_peak_bytes
+from lowmem.limits import reset_ram_peak, ram_now_bytes, ram_peak_bytes
 from lowmem.settings import Settings
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 for path in sys.argv[2:]:
     before = ram_now_bytes()
-    begin_ram_peak_anew()
+    reset_ram_peak()
     data = load_data(Settings(data=path, seq=128), tokenizer, 50257)
     print(ram_peak_bytes() - before, len(data.train.parts[0].documents.tokens))
 """

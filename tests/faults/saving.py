@@ -22,7 +22,7 @@ from pathlib import Path
 
 import lowmem.run.saver
 from lowmem.core.parameters import Store
-from lowmem.files import begin_writing_out
+from lowmem.files import start_writeback
 from lowmem.limits import ram_peak_bytes
 from lowmem.run import checkpoint
 from lowmem.run.main import main as run_script
@@ -47,7 +47,7 @@ def write_bare(path: Path, store: Store, early: bool) -> None:
                 while len(rest):
                     rest = rest[file.write(rest) :]
                 if early:
-                    begin_writing_out(file.fileno())
+                    start_writeback(file.fileno())
         os.fsync(file.fileno())
 
 

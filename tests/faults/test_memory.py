@@ -1,6 +1,6 @@
 """Memory that runs out, or is not there to begin with.
 
-What a step itself does about it is in test_recovery.py.
+test_recovery.py has the recovery of a single step.
 
 Seen to fail: with the layout left out of the checkpoint, with another plan's taken for it.
 """

@@ -90,7 +90,7 @@ def test_two_signals_in_a_hurry_lose_no_more_than_what_is_under_way(
 
 
 def test_a_process_that_is_told_to_stop_saves_and_the_same_command_goes_on_bitwise(text, train, tmp_path):
-    """With wandb beside it, offline, which starts processes and catches signals of its own."""
+    """With wandb, offline, which starts processes and catches signals."""
     options = ["--steps", "30", "--out", str(tmp_path / "out")]
     command = [sys.executable, "train_gpt2_large.py", *SMALL, "--data", str(text), *options]
     offline = {"env": os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}, "cwd": ROOT, "text": True}

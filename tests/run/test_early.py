@@ -1,4 +1,4 @@
-"""What is refused before PyTorch is imported, and what is said where it cannot be imported at all."""
+"""Refusals before PyTorch is imported, and the sentence if it cannot be imported."""
 
 import ast
 import subprocess

@@ -88,8 +88,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(train_t5, finished_t5, tm
 
 
 def test_a_model_that_transformers_has_saved_is_trained_further(finished_t5, tmp_path, text):
-    """At a rate of nearly nothing its logits stay, and so does what its files had beside them: T5's on the hub have a
-    table that no model uses."""
+    """At a rate near 0 its logits stay. So does a tensor that no model uses, as in T5's files on the hub."""
     model = AutoModelForSeq2SeqLM.from_pretrained(finished_t5 / "model")
     there = tmp_path / "there"
     model.save_pretrained(there)

@@ -14,8 +14,8 @@ from lowmem.errors import InputError
 from lowmem.run.environment import variables_blamed, warnings_end_nothing
 from runs import ROOT, SMALL, content, weights
 
-# One run has all values of a table; if it fails, halve the table to find the value.
-NOTEBOOK = {  # a kernel passes these to the programs that it starts; rc files set others
+# A run has all values of a table. If it fails, halve the table to find the value.
+NOTEBOOK = {  # a kernel passes these on to programs; rc files set others
     **{"MPLBACKEND": "module://matplotlib_inline.backend_inline", "MPLCONFIGDIR": "/proc/nope", "TERM": "xterm-color"},
     **{"COLUMNS": "0", "LINES": "x", "FORCE_COLOR": "1", "NO_COLOR": "1", "PYTHONIOENCODING": "ascii:strict"},
 }

@@ -1,4 +1,4 @@
-"""What a run says and keeps: rows that survive a kill, a bar or lines, and a report."""
+"""The output of a run: rows that survive a kill, a bar or lines, and a report."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What stands around a run: its identity, its figures, and what is said before it."""
+"""A run's identity, its figures, and the remarks before it begins."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -103,8 +103,8 @@ CHANGED = {  # every setting, and a value that is not its default
     **{"eval_batches": 1, "log_every": 5, "sample_prompt": "x", "wandb": "offline", "export_dtype": "bf16"},
     **{"keep_best": True, "patience": 3, "sample_every": 5, "report_to": "tensorboard"},
 }
-# What may be different when a run goes on: it changes no bit of weights and losses, or is known by another name in the
-# identity (the data's fingerprint, the number of steps, the precision and micro-batch that were planned).
+# Settings that a resumed run may change: they change no bit, or the identity has them by another name (the data's
+# fingerprint, the number of steps, the planned precision and micro-batch).
 FREE = {
     *("data", "eval_data", "eval_fraction", "text_field", "train_on", "steps", "epochs", "precision", "micro_batch"),
     *(

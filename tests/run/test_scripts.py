@@ -1,8 +1,7 @@
-"""The contract as a user meets it: both scripts, their options, exit codes, and what stands in a run folder afterwards.
+"""The contract as a user meets it: both scripts, their options, exit codes, and the run folder afterwards.
 
-Most runs call the scripts' own `main` in this process, which returns the exit code; what only a process of its own can
-show (memory, stderr as a whole, a machine without a network) runs `python train_gpt2_large.py`. What goes wrong is in
-faults/.
+Most runs call the scripts' `main` in this process, which returns the exit code. Tests of memory, of all of stderr and
+of a machine without network run `python train_gpt2_large.py`. faults/ has what goes wrong.
 """
 
 import json

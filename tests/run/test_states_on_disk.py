@@ -1,4 +1,4 @@
-"""Whole runs with states on a disk: the same run, wherever they are, and what a disk refuses is one sentence."""
+"""Whole runs with states on a disk: the same run, wherever they are; one sentence if the disk has no room."""
 
 import errno
 import os
@@ -77,7 +77,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_data_is_read(
 def test_a_disk_without_room_is_refused_before_the_first_step(
     train, tmp_path, on_disk, monkeypatch, capsys, needed, said
 ):
-    """Whether checkpoints and states are too much together, or the states alone where they are made."""
+    """Checkpoints and states together can be too much, or the states by themselves when their file is made."""
     if needed == "checkpoints":
         monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4 * 10**6))
     else:

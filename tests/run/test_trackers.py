@@ -1,7 +1,7 @@
-"""Trackers as guests that may fail.
+"""Trackers may fail, and no run ends by that.
 
-The wandb package itself writes the runs that are read here; each gets a process of its own, since wandb starts another
-one and keeps hold of it until Python exits.
+The wandb package writes the runs that are read here. Each has its own process, because wandb starts another one, which
+ends only when Python exits.
 """
 
 import json
