@@ -22,7 +22,7 @@ class Answers:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.template = ChatTemplate(tokenizer)
-        self._last_alone = self._without_reasoning = 0
+        self._last_only = self._without_reasoning = 0
         tokens = {*tokenizer.all_special_tokens, *(token.content for token in tokenizer.added_tokens_decoder.values())}
         if self.template.end_of_turn and not any(token in self.template.end_of_turn for token in tokens):
             tokens.add(self.template.end_of_turn)  # another model's template: its special tokens are plain text here
@@ -32,12 +32,12 @@ class Answers:
     @property
     def notes(self) -> list[str]:
         """Remarks on the conversations so far, for the log."""
-        alone = f"{self._last_alone:,} of them on the last answer alone, since the chat template rewrites earlier ones"
+        last = f"only the last answer of {self._last_only:,} of them, since the chat template rewrites earlier ones"
         reasoning = (
             f"the chat template leaves out the reasoning of the last answer in {self._without_reasoning:,} of them; "
             f"--chat-template FILE can give one that writes it"
         )
-        return [alone] * (self._last_alone > 0) + [reasoning] * (self._without_reasoning > 0)
+        return [last] * (self._last_only > 0) + [reasoning] * (self._without_reasoning > 0)
 
     def segments(self, conversation: Conversation, everything: bool) -> Segments:
         """Returns the conversation as text, of which the assistant's answers are trained, or `everything`. InputError
@@ -76,7 +76,7 @@ class Answers:
                 f"told from the others; use --train-on all, or --chat-template FILE with {{% generation %}} around "
                 f"what the assistant writes"
             )
-        self._last_alone += 1
+        self._last_only += 1
         return turns[-1:]
 
     def _turn(self, conversation: Conversation, text: str, index: int) -> Span | None:

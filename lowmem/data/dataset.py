@@ -134,10 +134,10 @@ def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part])
         others = [other.evaluation.keys for other in parts if other is not part and other.evaluation is not None]
         elsewhere = np.isin(train.keys, np.concatenate([*others, np.empty(0, np.uint64)]))
         if elsewhere.any():
-            note = f"{elsewhere.sum():,} of its documents left out, as other --data hold them out"
+            note = f"{elsewhere.sum():,} of its documents left out, because other --data hold them out"
             train = replace(train.select(~elsewhere, folder), notes=(*train.notes, note))
         if both := sum(int(np.isin(train.keys, other.evaluation.keys).sum()) for other in named):
-            note = f"{both:,} of its documents are trained on though they are in --eval-data, too"
+            note = f"{both:,} of its documents are trained on although --eval-data has them, too"
             train = replace(train, notes=(*train.notes, note))
         yield part._replace(train=train)
 
@@ -205,7 +205,7 @@ def _describe(sources: list[Source], parts: list[Part], train: Batches, tokenize
 
 def _describe_rows(name: str, rows: Rows, train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
     documents = rows.documents
-    unit = "tokens, one per byte (no tokenizer came with the model)" if is_byte_level(tokenizer) else "tokens"
+    unit = "tokens of a byte-level tokenizer (none came with the model)" if is_byte_level(tokenizer) else "tokens"
     if documents.packed:
         kind = "documents"
         unused = len(documents.tokens) - 1 - rows.count * rows.seq

@@ -150,13 +150,13 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
             break
     held_out = chosen[group]
     if share >= target and sizes.sum() - share >= smallest:
-        said = f"held out: {held_out.sum():,} of its documents, by hash"
+        said = f"{held_out.sum():,} of its documents held out for evaluation"
         return documents.select(~held_out, folder), documents.select(held_out, folder), said
     if not packed:
         return nothing("its examples are too few or all the same")
     total = len(documents.tokens)
     cut = total - math.ceil(target)
-    said = f"held out: its last {total - cut:,} tokens, since its documents are few and long"
+    said = f"its last {total - cut:,} tokens held out for evaluation, since its documents are few and long"
     return documents.between(0, cut), documents.between(cut, total), said
 
 

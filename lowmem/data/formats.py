@@ -233,7 +233,7 @@ def _unreadable(record: Record, text_field: str) -> InputError:
     if {"chosen", "rejected"} <= {*names}:
         advice = (
             "chosen and rejected are for training on preferences, which is not done here; to train on the chosen "
-            "answers, rename chosen to completion, beside a prompt, or to messages, if it lists them all"
+            "answers, rename chosen to completion, next to a prompt, or to messages, if it lists them all"
         )
     elif "input_ids" in names:
         advice = "rows that are tokenized already are not read; give their text"

@@ -29,7 +29,7 @@ class Seams:
         """Remarks on the examples so far, for the log."""
         note = (
             f"in {self._straddled:,} of them one token is the end of a prompt and the beginning of an answer, so the "
-            f"prompt alone has other tokens; let answers begin with the space"
+            f"prompt by itself has other tokens; let answers begin with the space"
         )
         return [note] * (self._straddled > 0)
 

@@ -76,7 +76,7 @@ def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> s
     with torch.enable_grad():
         _, extras = decoder.embed(input_ids, *others)
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(extras)):
-        return f"{name} hands its blocks what is trained outside of them, which is not supported"
+        return f"{name} passes trained tensors from outside into its blocks, which is not supported"
     changed = input_ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % vocabulary_size
     if not _close(whole[:, :-1], decoder.whole(changed, *others)[:, :-1]):

@@ -125,7 +125,7 @@ def _state_dict(path: Path, content: object) -> tuple[dict, list[str]]:
         content = content[inner[0]]
     if not isinstance(content, dict) or not any(isinstance(value, Tensor) for value in content.values()):
         held = some_of(map(str, content)) if isinstance(content, dict) else type(content).__name__
-        raise InputError(f"{path} is no state_dict: it holds {held or 'nothing'}; save the model's state_dict alone")
+        raise InputError(f"{path} is no state_dict: it holds {held or 'nothing'}; save only the model's state_dict")
     return content, keys
 
 

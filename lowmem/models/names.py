@@ -114,7 +114,7 @@ def _remarks(fit: _Fit, entries: dict[str, Entry], source: str) -> list[str]:
     if renamed:
         remarks.append(f"the names of {len(renamed)} weights in {source} are taken without {' and '.join(left_off)}")
     if fit.heads:
-        remarks.append(f"{source} holds a head beside the language model ({some_of(fit.heads)}), which is left out")
+        remarks.append(f"{source} holds a head next to the language model ({some_of(fit.heads)}), which is left out")
     if double := sum(entries[name].stored in ("F64", "float64") for name in fit.target):
         remarks.append(f"{double} weights in {source} are fp64, and rounded to fp32")
     return remarks
@@ -156,7 +156,7 @@ def _advice(
     own = {part for name, _ in model.named_parameters(remove_duplicate=False) for part in name.split(".")[:2]}
     begin = sorted({_WRAPPERS.sub("", name).removeprefix(fit.prefix).split(".")[0] for name in fit.unexpected})
     if fit.unexpected and not fit.missing and own.isdisjoint(begin):
-        return f"the files hold more than this model, under {some_of(begin)}: save the model alone (save_pretrained)"
+        return f"the files hold more than this model, under {some_of(begin)}: save only the model (save_pretrained)"
     if fit.unexpected and (not fit.target or own.isdisjoint(begin)):
         return (
             f"names that begin with {some_of(begin)} are not those of this architecture in transformers: "

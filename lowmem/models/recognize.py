@@ -29,7 +29,7 @@ _NANOGPT = (
 )
 _FILES = {
     (".gguf", ".ggml"): _GGUF,
-    (".safetensors", ".bin", ".h5", ".msgpack"): "is a file of weights alone; give the folder that holds it, with the "
+    (".safetensors", ".bin", ".h5", ".msgpack"): "has only weights; give the folder that holds it, with the "
     "model's config.json and tokenizer files",
     ("ckpt.pt",): _NANOGPT,
     (".pt", ".pth", ".ckpt"): "is a checkpoint of another trainer, which can hold anything; export the model as a "
@@ -119,8 +119,8 @@ def _recognize_folder(model: str, folder: Path, with_weights: bool) -> Recognize
     has_config = _has(folder, "config.json")
     if _has(folder, "manifest.json") and _has(folder, "state.json"):
         raise InputError(
-            f"{model} is a checkpoint of a run of lowmem; to go on from it give --resume {model}, to train its model "
-            f"anew --model {folder.parent.parent / 'model'}, which a run exports at its end"
+            f"{model} is a checkpoint of a run of lowmem; to resume it give --resume {model}, to train its model "
+            f"again --model {folder.parent.parent / 'model'}, which a run exports at its end"
         )
     if _has(folder, "settings.json") and not has_config:
         exported = f"{model.rstrip('/')}/model"  # "./~" would lose its "./" as a Path
@@ -199,7 +199,7 @@ def config_fields(path: Path) -> dict:
         )
     if senses := [key.removesuffix("_config") for key in _SENSES if isinstance(fields.get(key), dict)]:
         senses = " and ".join(senses)
-        raise InputError(f"{path}: {named} reads {senses} beside text; only models of text alone are trained here")
+        raise InputError(f"{path}: {named} also reads {senses}; only models of text are trained here")
     is_trained = kind in ENCODER_DECODERS or str(named).endswith("ForCausalLM")
     if fields.get("is_encoder_decoder") is True and not is_trained:
         raise InputError(f"{path}: {named} is an encoder-decoder; of these only T5 and mT5 can be trained here")

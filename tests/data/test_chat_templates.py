@@ -219,7 +219,7 @@ def test_a_template_that_rewrites_old_turns_trains_the_last_one_and_says_so(tmp_
     data = load(path, tokenizer, seq=128, eval_data=str(path))
     batch = data.evaluations[0].batch(0)
     assert [bytes(row[row >= 0].tolist()[:-1]) for row in batch.labels] == [b"Three.;", b"Two.;"]
-    assert "1 of them on the last answer alone, since the chat template rewrites earlier ones" in data.description
+    assert "only the last answer of 1 of them, since the chat template rewrites earlier ones" in data.description
 
 
 @pytest.mark.skipif(not TRL, reason="trl is not installed")

@@ -114,7 +114,7 @@ def test_what_one_text_holds_out_another_does_not_train_on(tmp_path):
         for parts in (data.train.parts, [batches.parts[0] for batches in data.evaluations])
     )
     assert len(data.evaluations) == 2 and trained.isdisjoint(held_out) and len(trained | held_out) == 150
-    assert "left out, as other --data hold them out" in data.description
+    assert "left out, because other --data hold them out" in data.description
 
 
 def tokens_of(part) -> list[int]:
@@ -226,4 +226,4 @@ def test_a_text_of_the_library_is_held_out_wherever_it_is_found(tmp_path):
 def test_training_on_what_is_evaluated_is_said(tmp_path):
     a, b = texts(tmp_path / "a.jsonl", "a", 50), texts(tmp_path / "b.jsonl", "a", 30)
     said = load(a, eval_data=(b,)).description
-    assert "31 of its documents are trained on though they are in --eval-data, too" in said
+    assert "31 of its documents are trained on although --eval-data has them, too" in said

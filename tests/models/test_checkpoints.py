@@ -72,7 +72,7 @@ TAKEN = {  # how the weights are saved: what is said
     "a policy": (under("policy."), "without policy."),
     "blocks": (each_block("_fsdp_wrapped_module."), "without _fsdp_wrapped_module."),
     "recomputed blocks": (each_block("_checkpoint_wrapped_module."), "without _checkpoint_wrapped_module."),
-    "PPO": (lambda tensors: tensors | HEAD, "a head beside the language model (v_head.summary."),
+    "PPO": (lambda tensors: tensors | HEAD, "a head next to the language model (v_head.summary."),
     "PPO under DDP": (lambda tensors: under("module.")(tensors | HEAD), "without module."),
     "a reward model": (lambda tensors: tensors | {"score.weight": torch.zeros(2, 16)}, "score.weight"),
     "fp64": (lambda tensors: {name: tensor.double() for name, tensor in tensors.items()}, "are fp64, and rounded"),
@@ -134,7 +134,7 @@ REFUSED = {  # what is in the folder: the words of the sentence
     ),
     "two models": (
         lambda t: under("policy.")(t) | under("ref.")({name: tensor + 1 for name, tensor in t.items()}),
-        ["28 unexpected (policy.", "more than this model, under policy: save the model alone"],
+        ["28 unexpected (policy.", "more than this model, under policy: save only the model"],
     ),
     "Meta's names": (
         lambda t: {"layers.0.attention.wq.weight": torch.zeros(2), "tok_embeddings.weight": torch.zeros(2)},

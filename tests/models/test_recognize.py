@@ -40,7 +40,7 @@ MADE_UP = {  # {file name: content} of a folder that is not a model; its kind an
     **{
         sense: (
             {"config.json": {"model_type": "gemma3", "architectures": ["Seer"], f"{sense}_config": {}}},
-            [f"Seer reads {sense} beside text", "models of text alone"],
+            [f"Seer also reads {sense}", "only models of text"],
         )
         for sense in ("vision", "audio")
     },
@@ -84,7 +84,7 @@ MADE_UP = {  # {file name: content} of a folder that is not a model; its kind an
     "nothing": ({"notes.txt": ""}, ["holds no config.json"]),
 }
 FILES = {
-    "model.safetensors": ["file of weights alone", "give the folder"],
+    "model.safetensors": ["has only weights", "give the folder"],
     "tiny.gguf": ["GGUF file"],
     "ckpt.pt": ["checkpoint of nanoGPT"],
     "last.ckpt": ["checkpoint of another trainer"],
