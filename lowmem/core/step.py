@@ -14,14 +14,7 @@
     group              micro-batches that pass a segment together before the next segment runs
     extras             a block's arguments besides its input: masks, position embeddings
 
-Every layout (layout.py) gives the same bits, because a gradient is always summed over micro-batches in their order. A
-tied embedding gets the head's gradients of all micro-batches first, then those of the lookup. So the embeddings'
-backward waits for the last group, and the gradients of the first block's input are kept for the whole batch: B x T x D
-x 4 bytes, 320 MiB for GPT-2-Large at 64 x 1,024.
-
-If memory runs out, `make_room` is called and the work done again (recovery.py): the whole step. The updates of the step
-before, which its forward pass makes, continue where they were. A step that updates in backward cannot be made again
-once it has begun to, because the weights it began with are gone.
+No layout (layout.py) changes a bit of the result but by its `micro_batch`: docs/step.md says why, and has drawings.
 """
 
 import math
@@ -358,9 +351,3 @@ def _next_saved(saved: Sequence[list[SavedSegment]], index: int) -> tuple[SavedS
 
 def _fixed_homes(layout: Layout) -> tuple:
     return layout.weights_on_gpu, layout.fate is Fate.SENT, layout.states_on_disk
-
-
-def summed_loss(step: TrainingStep, batches, limit: int) -> tuple[float, int]:
-    """(loss in nats, tokens) of at most `limit` of `batches` (lowmem/data/batches.py)."""
-    sums = [step.evaluate(batches.batch(index)) for index in range(min(limit, len(batches)))]
-    return math.fsum(loss for loss, _ in sums), sum(tokens for _, tokens in sums)

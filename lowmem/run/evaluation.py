@@ -7,7 +7,7 @@ from contextlib import suppress
 import torch
 
 from lowmem.core.decoder import Decoder
-from lowmem.core.step import StepAbandoned, TrainingStep, summed_loss
+from lowmem.core.step import StepAbandoned, TrainingStep
 from lowmem.data.batches import Batches
 from lowmem.errors import first_line
 from lowmem.models.build import decoder_start
@@ -117,3 +117,9 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
     text = tokenizer.decode(written[0], skip_special_tokens=decoder.needs_sources)
     shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return f"sample: {shown}"  # a terminal would obey control characters
+
+
+def summed_loss(step: TrainingStep, batches: Batches, limit: int) -> tuple[float, int]:
+    """(loss in nats, tokens) of at most `limit` of `batches`."""
+    sums = [step.evaluate(batches.batch(index)) for index in range(min(limit, len(batches)))]
+    return math.fsum(loss for loss, _ in sums), sum(tokens for _, tokens in sums)

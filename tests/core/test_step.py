@@ -28,7 +28,8 @@ from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.final_gradients import FinalGradients
 from lowmem.core.operations import Operations
 from lowmem.core.recompute import Dropout
-from lowmem.core.step import StepAbandoned, summed_loss
+from lowmem.core.step import StepAbandoned
+from lowmem.run.evaluation import summed_loss
 from lowmem.run.learning_rate import Course
 from reference import VOCABULARY, DocumentsApart, plain_training, tiny_model
 
