@@ -292,7 +292,7 @@ MUTATIONS = (
         tests=(DOCUMENTS,),
     ),
     Mutation(
-        "core/step.py",
+        "run/evaluation.py",
         "the evaluation is a mean of batches' means",
         SUMMED_LOSS,
         SUMMED_LOSS.replace("loss for loss, _ in sums)", "loss / tokens for loss, tokens in sums) * sums[0][1]"),
