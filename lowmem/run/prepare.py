@@ -247,7 +247,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
 def _fill(session: Session, weights: Weights | None, checkpoints: list[Path]) -> None:
     """Writes the first `weights`, or reads the newest of `checkpoints` that is whole; sets `session.progress`."""
     model, settings, log, identity = session.model, session.settings, session.log, session.identity
-    for sentence in opening_remarks(settings, model.config, model.tokenizer, model.step.store.device):
+    for sentence in opening_remarks(settings.init, model.config, model.tokenizer, model.step.store.device):
         log.say(sentence)
     loaded = load_newest(
         checkpoints, model.step.store, session.refuse_another_run, log.say, required=settings.resume != "auto"

@@ -11,13 +11,12 @@ from transformers import PretrainedConfig
 
 from lowmem.config_switches import remarks
 from lowmem.data.tokenizer import is_byte_level
-from lowmem.settings import Settings
 
 
-def opening_remarks(settings: Settings, config: PretrainedConfig, tokenizer, device: torch.device) -> list[str]:
-    """Sentences on what a user might not expect."""
+def opening_remarks(init: str, config: PretrainedConfig, tokenizer, device: torch.device) -> list[str]:
+    """Returns sentences on what a user might not expect. `init`: --init."""
     said = [f"training on {device_name(device)}"]
-    if settings.init == "random":
+    if init == "random":
         said.append("weights are random (--init random), not pretrained")
     if is_byte_level(tokenizer):
         said.append("the tokenizer is the byte-level one: a token is a byte (256, and one for the end of a text)")

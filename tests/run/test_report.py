@@ -164,8 +164,8 @@ class OtherTokenizer(SimpleNamespace):
 
 
 def test_random_weights_and_bytes_for_tokens_are_said_aloud():
-    said = opening_remarks(Settings(init="random"), GPT2Config(), byte_level_tokenizer(), CPU)
+    said = opening_remarks("random", GPT2Config(), byte_level_tokenizer(), CPU)
     assert any("weights are random" in sentence for sentence in said)
     assert any("a token is a byte" in sentence for sentence in said)
-    usual = opening_remarks(Settings(), GPT2Config(), OtherTokenizer(), CPU)
+    usual = opening_remarks("pretrained", GPT2Config(), OtherTokenizer(), CPU)
     assert usual == [f"training on {device_name(CPU)}"]
