@@ -33,9 +33,9 @@ class Updates:
         self.units, self.units_done = units, units
         self._store, self._operations = store, operations
         self._pieces: Sequence[Piece] = ()
-        self._next = 0  # the piece that comes next in the pass
-        self._torn = False  # whether an error or Ctrl-C ended the update of a piece, which may be half made
-        self.downwards = False  # whether the pass goes from the last unit to the first, in a step that is not made yet
+        self._next = 0  # The place of the next piece in the pass.
+        self._torn = False  # True if an error or Ctrl-C ended the update of a piece; it may be half made.
+        self.downwards = False  # True if the pass goes from the last unit to the first, in an unfinished step.
 
     @property
     def waiting(self) -> bool:

@@ -62,7 +62,8 @@ class FinalGradients:
             self._updates.run(self._updates.units - lowest)
 
     def norm(self) -> float:
-        """The norm of all gradients, in fp64 over those of the pieces. Ends the pass."""
+        """The norm of all gradients, in fp64 over those of the pieces. Ends the pass, and finishes the first unit."""
+        self.finish(0)
         if self.fate is Fate.SENT:
             self._window.release()
         norms = [self._norms[id(piece)] for piece in self._store.pieces if id(piece) in self._norms]

@@ -15,15 +15,15 @@ from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Segment
 class Fate(StrEnum):
     """What happens to a gradient when nothing more is added to it (final_gradients.py)."""
 
-    HELD = "held"  # stays on the GPU until the norm is known; the next forward pass updates with it
-    SENT = "sent"  # the same, in RAM
-    DROPPED = "dropped"  # freed: this pass is for the norm alone, and a second one makes the gradient again
-    APPLIED = "applied"  # updates its unit at once
+    HELD = "held"  # It stays on the GPU until the norm is known. The next forward pass updates with it.
+    SENT = "sent"  # It waits in RAM.
+    DROPPED = "dropped"  # It is freed, because this pass is for the norm alone. A second one makes it again.
+    APPLIED = "applied"  # It updates its unit at once.
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Numbers instead of lists of groups and segments: a layout can be saved, compared and made smaller.
+    """Holds numbers and no lists of groups and segments, so that it can be saved, compared and made smaller.
 
     micro_batch        sequences
     group              micro-batches that pass a segment together
@@ -62,6 +62,11 @@ class Layout:
     def whole_batch(self) -> bool:
         """Whether the whole batch has to be one group."""
         return self.fate is not Fate.HELD
+
+    @property
+    def fixed_homes(self) -> tuple:
+        """The homes that cannot change while a run goes on."""
+        return self.weights_on_gpu, self.fate is Fate.SENT, self.states_on_disk
 
     def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
         """A step's micro-batches, of so many `positions` each, cut into groups. Each group takes what fits into `group`

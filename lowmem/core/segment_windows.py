@@ -168,16 +168,22 @@ class BoundaryWindow:
         self._window.release(LEAVING - 1)
         self._window.send_away(tensor, saved.boundary)
 
-    def bring(self, saved: SavedSegment, following: SavedSegment | None) -> None:
-        """Puts the boundary of a segment that is about to run backward on the device, for kernels launched from now on,
-        and starts to fetch the one of `following`."""
-        if saved.in_ram:
-            self._fetch(saved)
-            slot = self._coming.pop(id(saved))
+    def bring(self, saved: Sequence[list[SavedSegment]], index: int) -> None:
+        """Puts the last boundary of micro-batch `index`, which is about to run backward, on the device, for kernels
+        launched from now on. Starts to fetch the one after it: of the next micro-batch or, after the last micro-batch,
+        of the first one in the segment below."""
+        here = saved[index][-1]
+        if here.in_ram:
+            self._fetch(here)
+            slot = self._coming.pop(id(here))
             self._window.use(slot)
-            saved.boundary, saved.in_ram = slot.tensors["boundary"], False
-        if following is not None and following.in_ram:
-            self._fetch(following)
+            here.boundary, here.in_ram = slot.tensors["boundary"], False
+        if index + 1 < len(saved):
+            following = saved[index + 1]
+        else:  # the first one has run already, unless it is the only one
+            following = saved[0] if index else saved[0][:-1]
+        if following and following[-1].in_ram:
+            self._fetch(following[-1])
 
     def _fetch(self, saved: SavedSegment) -> None:
         if id(saved) in self._coming:

@@ -1,7 +1,7 @@
 """The folder of states that live on a disk.
 
-Whether it can be written is asked before a run reads its data, which takes minutes, and so before PyTorch is imported,
-which takes seconds: nothing here needs it.
+A run checks the folder before it reads its data, which takes minutes. Nothing here needs PyTorch, whose import takes
+seconds.
 """
 
 import os

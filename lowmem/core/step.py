@@ -61,8 +61,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _Work:
-    """A step's micro-batches, each with the seeds of its dropout masks, and the `groups` they form. Gradients are those
-    of `scale` times the sum of all tokens' losses."""
+    """A step's micro-batches with their dropout masks, in `groups`. The loss of all tokens is scaled by `scale`."""
 
     micro_batches: Sequence[Batch]
     dropouts: Sequence[Dropout]
@@ -127,8 +126,7 @@ class TrainingStep:
         fate = self.layout.fate_in(len(work.groups), self.needs_all_gradients)
         gradients = self._final_gradients(fate, 1.0, learning_rate)
         loss, norm = self._forward_and_backward(work, gradients)
-        loss, norm = loss / tokens, norm / self.loss_scale.scale
-
+        norm = norm / self.loss_scale.scale
         updated = math.isfinite(norm)
         if updated:
             clip = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (norm + 1e-6))
@@ -141,7 +139,7 @@ class TrainingStep:
             for part in self.store.parts:
                 part.drop_gradient()
         self.loss_scale.update(updated)
-        return StepResult(loss, norm, updated, sum(each.input_ids.numel() for each in work.micro_batches))
+        return StepResult(loss / tokens, norm, updated, sum(each.input_ids.numel() for each in work.micro_batches))
 
     def _prepare(self, batch: Batch, step: int, scale: float) -> _Work:
         """The micro-batches on the device, in groups."""
@@ -169,17 +167,13 @@ class TrainingStep:
             self.operations.embed_backward(micro_batch, work.dropouts[index], input_gradients[index])
             input_gradients[index] = None
         loss = torch.stack(losses).double().sum().item()
-
-        def norm() -> float:
-            gradients.finish(0)
-            return gradients.norm()
-
-        return loss, self.operations.norm_of_all(norm) if gradients.fate is Fate.HELD else norm()
+        held = gradients.fate is Fate.HELD
+        return loss, self.operations.norm_of_all(gradients.norm) if held else gradients.norm()
 
     def _group(self, work: _Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
         """Per micro-batch: the loss, summed over tokens, and the gradient for the first block's input."""
-        self_contained = gradients.fate is Fate.HELD and not self._updates.waiting and not self._weights.any
-        self_contained &= not self.layout.boundaries_in_ram
+        copies = self._updates.waiting or self._weights.any or self.layout.boundaries_in_ram
+        self_contained = gradients.fate is Fate.HELD and not copies
 
         def run() -> tuple[list[Tensor], list[Tensor]]:
             hidden, extras, saved = self._forward(work)
@@ -239,7 +233,7 @@ class TrainingStep:
             self._weights.bring(segment.blocks, following and following.blocks)
             for index in range(len(output_gradients)):
                 self._unless_abandoned()
-                self.boundaries.bring(*_next_saved(saved, index))
+                self.boundaries.bring(saved, index)
                 output_gradients[index] = self.operations.segment_backward(
                     segment, saved[index].pop(), extras[index], work.dropouts[index], output_gradients[index]
                 )
@@ -297,9 +291,9 @@ class TrainingStep:
         return self._updates.downwards
 
     def change_layout(self, layout: Layout) -> bool:
-        """Continues with `layout`, which has no more states on the device than now; returns whether what is in RAM is
-        page-locked. The other homes stay."""
-        if _fixed_homes(layout) != _fixed_homes(self.layout):
+        """Continues with `layout`, which has no more states on the device than now. The other homes stay. Returns
+        whether the numbers in RAM are page-locked."""
+        if layout.fixed_homes != self.layout.fixed_homes:
             raise ValueError("the store was made for other homes of weights, gradients or states on a disk")
         fewer = layout.states_on_gpu < self.store.states_on_gpu
         try:
@@ -337,17 +331,3 @@ class TrainingStep:
         self._gradients.release()
         for part in () if self._updates.waiting else self.store.parts:
             part.drop_gradient()
-
-
-def _next_saved(saved: Sequence[list[SavedSegment]], index: int) -> tuple[SavedSegment, SavedSegment | None]:
-    """What the backward of micro-batch `index` needs, and what the backward after it does: of the next micro-batch, or
-    of the first one in the segment below."""
-    here = saved[index][-1]
-    if index + 1 < len(saved):
-        return here, saved[index + 1][-1]
-    below = saved[0] if index else saved[0][:-1]  # the first one has run already, unless it is the only one
-    return here, below[-1] if below else None
-
-
-def _fixed_homes(layout: Layout) -> tuple:
-    return layout.weights_on_gpu, layout.fate is Fate.SENT, layout.states_on_disk

@@ -114,7 +114,7 @@ class StateWindow:
 
     @property
     def fits(self) -> bool:
-        """Whether the slots are there: memory may have run out when they were made."""
+        """True if the slots are there. Memory may have run out when they were made."""
         return bool(self._window.slots)
 
     @property

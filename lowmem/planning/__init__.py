@@ -1,4 +1,4 @@
-"""Which layout: settings, a config and a card in, a `Plan` out, or the smallest caps that would do.
+"""Chooses the layout. In: settings, a config and a card. Out: a `Plan`, or the smallest caps that would do.
 
 target.py says what to plan for, and planner.py makes the plan. gpu_plan.py lists what settings leave open (choices.py)
 and asks fastest.py for the fastest layout under both caps. cpu_plan.py has fewer choices. plan.py defines the plan,

@@ -116,8 +116,8 @@ def frugal_layouts(ways: Ways, simulations: Simulations) -> list[Layout]:
 
 
 def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
-    """Layouts that keep nothing, with the smallest micro-batch and the smallest group: in each column those with the
-    fewest units on the GPU that RAM allows, with the most that the GPU allows, and with all."""
+    """Layouts that keep nothing, with the smallest micro-batch and the smallest group. Each column gives three: with
+    the fewest units on the GPU that RAM allows, the most that the GPU allows, and all."""
     found, columns = [], Columns(simulations)
     every = [choices for fates in ways for choices in fates]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)

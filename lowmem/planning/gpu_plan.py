@@ -33,8 +33,8 @@ from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 from lowmem.units import GIB, format_size
 
-_WORTH_SAYING = 0.995  # of a step's time: RAM is named if more of it brings a step below that
-_SMALLER = (0.95, 0.85, 0.7, 0.5)  # of the GPU memory that a plan allocates: what its smaller layouts may allocate
+_WORTH_SAYING = 0.995  # More RAM is named if it brings a step below this share of its time.
+_SMALLER = (0.95, 0.85, 0.7, 0.5)  # Smaller layouts allocate at most these shares of the plan's GPU memory.
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,8 @@ class Plan:
 
     @property
     def disk(self) -> dict[str, int]:
-        """The most that a run ever has on the disk, in bytes: the checkpoints that it keeps, the one that it writes
-        beside them, and the weights of the exported model; and, where some are there, the states of --states-folder."""
+        """The most bytes that a run has on the disk, by name: checkpoints, the one that is being written, the exported
+        model, and states in --states-folder."""
         kept = (self.settings.keep_last + self.settings.keep_best) * self.checkpoint_bytes
         exported = WORKING_DTYPES[self.settings.export_dtype].itemsize
         states = {"states": self.disk_state_bytes} if self.disk_state_bytes else {}

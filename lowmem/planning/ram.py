@@ -7,8 +7,8 @@
     save       the model and its states, and a chunk of what is copied from a GPU
     export     the same, and the runs in which weights are converted
 
-All the rest of what a process holds is one number: what it holds when it is planned, and TRAINING_BYTES
-(CPU_TRAINING_BYTES on the CPU); or, where the plan is for a GPU that is not here, CUDA_PROCESS_BYTES.
+The rest of the process is one number. It is the RAM in use at planning time plus TRAINING_BYTES (CPU_TRAINING_BYTES on
+the CPU). If the plan is for a GPU that is not here, it is CUDA_PROCESS_BYTES.
 """
 
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ from lowmem.limits import ram_now_bytes, ram_peak_bytes
 from lowmem.units import GIB, MIB
 
 PHASES = ("prepare", "load", "evaluate", "train", "save", "export")
-CUDA_PROCESS_BYTES = 2 * GIB  # interpreter, libraries, CUDA's host side, data, where there is no GPU here; assumed
-TRAINING_BYTES = 192 * MIB  # what the process takes on top of what it holds when it is planned: data, buffers; assumed
-CPU_TRAINING_BYTES = 112 * MIB  # the same on the CPU: from runs of GPT-2 and GPT-2-Medium
-PROCESS_VARIES_BYTES = 8 * MIB  # by which the next start of a program may hold more: around 1 MiB was seen
-RUNS_BYTES = 24 * MIB  # what reading, converting and writing weights run by run takes (a test holds it to that)
+CUDA_PROCESS_BYTES = 2 * GIB  # assumed: interpreter, libraries, CUDA's host side and data, if no GPU is here.
+TRAINING_BYTES = 192 * MIB  # assumed: data and buffers that come after planning.
+CPU_TRAINING_BYTES = 112 * MIB  # The same on the CPU, from runs of GPT-2 and GPT-2-Medium.
+PROCESS_VARIES_BYTES = 8 * MIB  # The next start of a program may hold more; about 1 MiB was seen.
+RUNS_BYTES = 24 * MIB  # Weights are read, converted and written run by run; a test holds this number.
 
 Ram = dict[str, dict[str, int]]  # by phase, by name
 
@@ -64,8 +64,8 @@ def on_a_gpu(
 def most_streamed(
     limit_bytes: int, process_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> int:
-    """How many bytes of states, and of what else is streamed, may lie in RAM under that cap, in all phases of
-    `on_a_gpu`; negative where not even a run that streams nothing keeps to it."""
+    """The most bytes that may be streamed from RAM under the cap, in all phases of `on_a_gpu`. It is negative if a run
+    that streams nothing exceeds the cap."""
     room = limit_bytes - process_bytes - RUNS_BYTES
     low = 1 - _share_of_moments(optimizer, dtype)
     while_loading = room - drawn_bytes

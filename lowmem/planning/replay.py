@@ -47,8 +47,8 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Known:
-    """Something that was run: its region, and what came out of it, with a _Place for every tensor: as it was, where it
-    is made of tuples and lists, else flattened."""
+    """A call that was run: its region, and its results with a _Place for every tensor. They are flattened if they are
+    made of anything but tuples and lists; then `structure` puts them together."""
 
     region: Region
     results: object

@@ -92,7 +92,7 @@ class Simulations:
         return self._runs[key]
 
     def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Whether the layout's run completes under the cap, or under a smaller one."""
+        """True if the layout's run completes under the cap, or under a smaller one."""
         if limit_bytes is None or self.allocated_bytes(layout) > limit_bytes:
             return limit_bytes is None
         if self.run(layout, None).reserved_peak_bytes <= limit_bytes or self.run(layout, limit_bytes) is not None:

@@ -44,8 +44,8 @@ def _possible(device: str, precision: str, card: Card | None) -> tuple[str, str,
 
 
 def card_for(settings: Settings) -> Card:
-    """The card that the settings name; else the one that is here; else the smallest measured card that has bf16 and as
-    much memory as the cap."""
+    """The card that the settings name, or the one that is here. If there is none, the smallest measured card with bf16
+    and as much memory as the cap."""
     if settings.gpu is not None:
         return card_named(settings.gpu)
     if torch.cuda.is_available():

@@ -59,8 +59,7 @@ class Recovery:
         self._planned = step.layout
         self._blocks = sum(len(segment.blocks) for segment in step.segments)
         # Only states can change their home while the run goes on.
-        homes = {"states_on_disk": step.layout.states_on_disk, "weights_on_gpu": step.layout.weights_on_gpu}
-        smaller = [layout for layout in smaller_layouts if layout == replace(layout, **homes)]
+        smaller = [layout for layout in smaller_layouts if layout.fixed_homes == step.layout.fixed_homes]
         last = (smaller or [step.layout])[-1]
         self._smaller = [*smaller, replace(last, kept=0, states_on_gpu=0)]
         self._freed: set[Layout] = set()  # the layouts that were tried again without the cache
@@ -119,7 +118,7 @@ class Recovery:
             )
 
     def _less(self, where: str) -> Iterator[tuple[str, Layout]]:
-        """What is given up, and the layout without it, in order."""
+        """Names what is given up, with the layout without it, in order."""
         while where == STEP and self._smaller:
             now, layout = self._step.layout, self._smaller.pop(0)
             units = self._fewest_states(layout)

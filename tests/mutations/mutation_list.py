@@ -358,8 +358,8 @@ MUTATIONS = (
     Mutation(
         "core/final_gradients.py",
         "the norm leaves out the unit that was final last",
-        "norms = [self._norms[index] for index in sorted(self._norms)]",
-        "norms = [self._norms[index] for index in sorted(self._norms)[1:]]",
+        "for piece in self._store.pieces if id(piece) in self._norms]",
+        "for piece in self._store.pieces[1:] if id(piece) in self._norms]",
         tests=(LIKE_TRANSFORMERS,),
     ),
     Mutation(
