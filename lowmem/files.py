@@ -1,19 +1,18 @@
-"""Files that are on the disk when they are said to be, and known for what was written when they are read.
+"""Files that are on the disk when a write returns, and are checked when they are read.
 
-A file that was written and closed may still be in the page cache alone, a folder's list of names too: both are there
-after a power cut only once they were fsynced. What the disk gives back years later may differ in a bit. So a folder
-of files is written as
+A file that was written and closed may exist only in the page cache, and so may a folder's list of names: a power cut
+loses both until they are fsynced. Years later a disk may return a changed bit. So a folder of files is written as
 
     entries = {name: write(folder / name, content), ...}       each hashed while it is written, then fsynced
-    write_manifest(folder, entries)                            last: a folder without a manifest was never finished
+    write_manifest(folder, entries)                            last: a folder without a manifest is unfinished
     flush_path(folder)
 
-and read through `checked`, which hashes what passes by, so that nothing is read twice. The hash is XXH3 of 128 bits
-where xxhash is installed (4 GiB/s on one core, and often far more), else BLAKE2b (0.8 GiB/s); the manifest says which.
+and read through `checked`, which hashes the bytes as they pass, so nothing is read twice. The hash is XXH3 of 128 bits
+if xxhash is installed (4 GiB/s on one core or more), else BLAKE2b (0.8 GiB/s); the manifest names it.
 
-Left to itself the kernel begins to write late, and the disk idles while a file is filled; told after each piece to
-begin, it writes the same bytes, fsync included, in a third of the time (tests/faults/saving.py measures it). What is on
-the disk leaves the page cache: a save of 17 GiB does not push out of RAM what the machine needs.
+The kernel starts to write late by itself, while the disk idles. Told after each piece to start, it writes the same
+bytes, fsync included, in a third of the time (tests/faults/saving.py measures it). Written bytes leave the page cache,
+so a save of 17 GiB does not push out what the machine needs.
 """
 
 import hashlib
@@ -56,8 +55,7 @@ class Damaged(InputError):
 
 
 class HashedFile:
-    """A new file, hashed while it is written. `forget`: it is sent to the disk piece by piece and leaves the page
-    cache, for what will not be read soon."""
+    """A new file, hashed while it is written. `forget`: each piece is sent to the disk and leaves the page cache."""
 
     def __init__(self, path: Path, forget: bool = True):
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115  (closed by finish or close)
@@ -71,11 +69,11 @@ class HashedFile:
             begin_writing_out(self._file.fileno())
 
     def finish(self) -> dict:
-        """Fsyncs and closes it; its entry for the manifest: {"bytes": size, "hash": hex}."""
+        """Fsyncs and closes it; returns its entry for the manifest: {"bytes": size, "hash": hex}."""
         with self._file:
             os.fsync(self._file.fileno())
             if self._forget:
-                begin_writing_out(self._file.fileno())  # nothing is left to write: the rest is forgotten
+                begin_writing_out(self._file.fileno())  # everything is written now, and can be forgotten
         return {"bytes": self._size_bytes, "hash": self._digest.hexdigest()}
 
     def close(self) -> None:
@@ -83,7 +81,7 @@ class HashedFile:
 
 
 def write(path: Path, content: Iterable[bytes | memoryview]) -> dict:
-    """Writes a new file, piece by piece, and fsyncs it; its entry for the manifest: {"bytes": size, "hash": hex}."""
+    """Writes a new file, piece by piece, and fsyncs it; returns its entry for the manifest."""
     with closing(HashedFile(path)) as file:
         for piece in content:
             file.write(piece)
@@ -91,7 +89,7 @@ def write(path: Path, content: Iterable[bytes | memoryview]) -> dict:
 
 
 def write_at(path: Path, offset_bytes: int, content: bytes | memoryview) -> None:
-    """Puts `content` into a file, which is made where there is none, from `offset_bytes` on; not yet fsynced."""
+    """Writes `content` at `offset_bytes` of a file, which is made if it does not exist; not fsynced."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
         file.seek(offset_bytes)
         _write_all(file, content)
@@ -107,8 +105,8 @@ def _write_all(file: RawIOBase, content: bytes | memoryview) -> None:
 def safetensors_header(
     tensors: dict[str, tuple[torch.dtype, Sequence[int]]], metadata: dict[str, str], separators: tuple[str, str]
 ) -> bytes:
-    """How a .safetensors file begins that holds `tensors`, {name: (dtype, shape)}, in this order: the length of what
-    follows (8 bytes, little-endian) and, in JSON with these separators, where each tensor lies behind it."""
+    """The first bytes of a .safetensors file with `tensors`, {name: (dtype, shape)}, in this order: the length of the
+    JSON that follows (8 bytes, little-endian), and the JSON, with these separators and each tensor's offsets."""
     header: dict = {"__metadata__": metadata}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -120,8 +118,8 @@ def safetensors_header(
 
 
 def begin_writing_out(descriptor: int) -> None:
-    """Has the kernel send to the disk now what was written to this file, without waiting for it, and forget what is
-    there already. Advice that need not be taken; an error of the disk is fsync's to report."""
+    """Advises the kernel to start writing this file's dirty pages, without waiting, and to forget the written ones.
+    fsync reports errors of the disk."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
         with suppress(OSError):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -134,7 +132,7 @@ def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
 
 
 def flush_path(path: Path) -> None:
-    """Puts a file's content on the disk, or a folder's list of names: files made in it, renamed, removed."""
+    """Fsyncs a file's content, or a folder's list of names: files made in it, renamed, removed."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -143,7 +141,7 @@ def flush_path(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file, a link or a folder with all in it, if it is there and the disk lets it go."""
+    """Removes a file, a link or a whole folder, if it exists and can be removed."""
     with suppress(OSError):
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)
@@ -154,14 +152,13 @@ def to_json(content: dict) -> bytes:
 
 
 def _not_read(path: Path, error: OSError) -> LowmemError:
-    """A file that is not there, or no file, is damage; a disk or network that does not answer now is none."""
+    """Damaged for a missing file; LowmemError for a disk or network that does not answer now."""
     kind = Damaged if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) else LowmemError
     return kind(f"{path} cannot be read: {error.strerror}")
 
 
 class Manifest:
-    """A folder's manifest. Raises Damaged where there is none that can be understood, InputError where the package that
-    makes its hashes is missing."""
+    """A folder's manifest. Damaged if it is missing or cannot be read; InputError if its hash's package is missing."""
 
     def __init__(self, folder: Path):
         path = folder / MANIFEST
@@ -182,19 +179,19 @@ class Manifest:
         if _HASHES[self.hash] is None:
             raise InputError(f"{folder} was hashed with xxhash, which is not installed here; pip install xxhash")
         if own != _HASHES[self.hash](to_json(content)).hexdigest():
-            raise Damaged(f"{path} is damaged: its hash of itself is another")
+            raise Damaged(f"{path} is damaged: its checksum does not match")
         self.folder = folder
 
     @contextmanager
     def checked(self, name: str) -> Iterator[Fill]:
-        """Gives a function that fills a buffer with the next bytes of file `name`. Raises Damaged if what was read by
-        the end of the block is not all that was written."""
+        """Yields a function that fills a buffer with the next bytes of file `name`. Damaged, at the end of the block,
+        unless exactly the bytes that were written have been read."""
         path, entry, digest = self.folder / name, self.entries[name], _HASHES[self.hash]()
         try:
             with open(path, "rb", buffering=0) as file:
                 size_bytes = os.fstat(file.fileno()).st_size
                 if size_bytes != entry["bytes"]:
-                    raise Damaged(f"{path} has {size_bytes} bytes and not the {entry['bytes']} that were written")
+                    raise Damaged(f"{path} has {size_bytes} bytes instead of the {entry['bytes']} that were written")
 
                 def fill(buffer: memoryview) -> None:
                     while len(buffer):
@@ -208,10 +205,10 @@ class Manifest:
         except OSError as error:
             raise _not_read(path, error) from None
         if digest.hexdigest() != entry["hash"]:
-            raise Damaged(f"{path} is damaged: its bytes are not those that were written")
+            raise Damaged(f"{path} is damaged: its bytes have changed since they were written")
 
     def verify(self, name: str) -> None:
-        """Reads file `name` to its end; raises Damaged as `checked` does."""
+        """Reads all of file `name`; Damaged as in `checked`."""
         size_bytes = self.entries[name]["bytes"]
         with self.checked(name) as fill:
             buffer = memoryview(bytearray(min(size_bytes, CHUNK_BYTES)))
@@ -219,8 +216,8 @@ class Manifest:
                 fill(buffer[: size_bytes - start])
 
     def read(self, name: str) -> bytes:
-        """All of a small file."""
-        with self.checked(name) as fill:  # a size that cannot be true has been refused before it is allocated
+        """The bytes of a small file."""
+        with self.checked(name) as fill:  # which has compared the size in the manifest with the file's
             content = bytearray(self.entries[name]["bytes"])
             fill(memoryview(content))
         return bytes(content)

@@ -1,17 +1,18 @@
 """A run's folder: the names in it, why it cannot be written, and how it differs from a folder of data.
 
-`--data .` with `--out runs/x` below it must not read the files of that run. So a folder of data is read without
+With `--data .` and `--out runs/x` the data must not include the files of that run. So a folder of data is read without
 
-    run folders           --out, and every other folder with a settings.json and a plan.json in it
-    what they consist of  checkpoints, kept tokens, exported models (whoever exported them), wandb's own files
-    this run's output     the file that stdout or stderr is written to
+    run folders       --out, and every other folder with a settings.json and a plan.json
+    their contents    checkpoints, stored tokens, exported models (of any program), wandb's own files
+    this run's output the file that stdout or stderr is written to
 
-wherever they are below it. A folder that is asked for itself loses what a run has written into it, and nothing else.
+A folder that is named itself as data is read without the files that a run has written into it.
 """
 
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from lowmem.errors import InputError
@@ -22,18 +23,22 @@ FILES = (
     *("loss.png", "memory.png"),
 )
 FOLDERS = ("data", "checkpoints", "model", "tensorboard", "wandb")
-_REPLACED = ("data", "model")  # a new one takes the old one's place by a rename
-_OF_A_DISK = {"lost+found"}  # in a folder that is otherwise empty
+_REPLACED = ("data", "model")  # a new one replaces the old one by a rename
+_OF_A_DISK = {"lost+found"}  # in an otherwise empty folder
 
 
 def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[list[Path], list[Path]]:
-    """The `files`, all below the folder `root`, that no run has written; the folders and files that are left out."""
+    """Of `files`, all below the folder `root`: those that no run has written, and the folders and files left out."""
     out = None if out is None else out.resolve()
-    output = {(status.st_dev, status.st_ino) for status in _of_output()}
+    output = set()
+    for stream in (1, 2):
+        with suppress(OSError):  # closed
+            status = os.fstat(stream)
+            output.add((status.st_dev, status.st_ino))
     known: dict[Path, Path | None] = {}
 
     def source(path: Path) -> Path | None:
-        """The file or folder of a run that holds `path`; None if there is none."""
+        """The file or folder of a run that contains `path`; None if there is none."""
         if path in (root, path.parent):
             return None
         if path not in known:
@@ -53,7 +58,7 @@ def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[l
 
 
 def _is_of_a_run(path: Path, above: Path, out: Path | None) -> bool:
-    """True if a run or an export wrote `path`, which is in the folder `above`."""
+    """Whether a run or an export wrote `path`, which is in the folder `above`."""
     if path.name in (*FILES, *FOLDERS) and (is_run(above) or above.resolve() == out):
         return True
     if path.is_file():
@@ -62,20 +67,20 @@ def _is_of_a_run(path: Path, above: Path, out: Path | None) -> bool:
         path.resolve() == out
         or is_run(path)
         or _has(path, "manifest.json")
-        and (_has(path, "state.json") or _has(path, "data.json"))
+        and _has(path, "state.json", "data.json")
         or _has(path, "config.json")
-        and (_has(path, "*.safetensors") or _has(path, "pytorch_model*.bin"))
+        and _has(path, "*.safetensors", "pytorch_model*.bin")
         or path.name == "wandb"
-        and (_has(path, "run-*") or _has(path, "offline-run-*"))
+        and _has(path, "run-*", "offline-run-*")
     )
 
 
-def _has(folder: Path, pattern: str) -> bool:
-    return next(folder.glob(pattern), None) is not None
+def _has(folder: Path, *patterns: str) -> bool:
+    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
 
 
 def is_run(folder: Path) -> bool:
-    """True if a run has begun in `folder`."""
+    """Whether a run has begun in `folder`."""
     return (folder / "settings.json").is_file() and _is_plan(folder / "plan.json")
 
 
@@ -116,12 +121,3 @@ def _is_plan(path: Path) -> bool:
         return json.loads(path.read_bytes()).keys() >= {"fits", "tokens_per_step", "predicted"}
     except (OSError, ValueError, AttributeError, RecursionError):
         return False
-
-
-def _of_output() -> Iterable[os.stat_result]:
-    """The files that stdout and stderr are written to."""
-    for stream in (1, 2):
-        try:
-            yield os.fstat(stream)
-        except OSError:  # closed
-            continue

@@ -1,160 +1,180 @@
-"""What a run is told: one frozen dataclass, checked where it is made, written beside the run as ``settings.json``.
+"""All settings of a run: one frozen dataclass, which refuses what cannot run, written to the run as ``settings.json``.
 
-Names carry their unit (``gpu_limit_bytes``). A combination that cannot run is refused by the constructor, so nobody
-downstream checks again, and a run that would fail after an hour fails before anything is written. Each field is an
-option of the command line too (lowmem/run/options.py): its type says what may be typed, its metadata what ``--help``
-says. Scripts fill it in themselves: ``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)``.
+Names carry their unit (``gpu_limit_bytes``). Each field is also an option of the command line (run/options.py): its
+type says what may be typed, its metadata what ``--help`` shows and what depends on it. Scripts fill it in themselves:
+``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)``.
 
-``None`` always means that nobody chose: the planner does (``micro_batch``, ``group``, ``segment_blocks``), the
-environment does (``wandb``, ``report_to``), or the thing is left out (``clip_norm``, a memory cap).
+``None`` means that the planner chooses (``micro_batch``, ``group``, ``segment_blocks``), that the environment does
+(``wandb``, ``report_to``), or none (``clip_norm``, a memory cap).
 """
 
 import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from enum import Flag, auto
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from lowmem.errors import InputError
 from lowmem.paths import read_path_option, read_text_option
-from lowmem.text_files import parse_json, parse_yaml
 from lowmem.units import GIB, MIB, format_size, parse_interval
 
 SAVE_EVERY = "30min"
 TRACKERS = ("tensorboard", "wandb")  # what a run can report to
-_ALONE = ("none", "all")  # of them: words that stand alone
+_ALONE = ("none", "all")  # words that are not combined with them
 DEFAULT_EPOCHS = 1.0  # the length of a run that was given neither steps nor epochs
 MOST_EPOCHS = 10**6
-MOST_TOKENS = 2**26  # of a step; four times Llama 3's largest. Planning takes longer the more there are
-AUTO = "auto, the planner chooses"  # where "auto" stands for None
+MOST_TOKENS = 2**26  # of a step: four times Llama 3's largest; more make planning slow
+AUTO = "auto, the planner chooses"  # for options whose "auto" is None
 
 
-Specs = str | tuple[str, ...]  # names of texts; one is no tuple
+Specs = str | tuple[str, ...]  # names of texts; a single one is a str
 
 
 def each(specs: Specs | None) -> tuple[str, ...]:
-    """Those names, one by one."""
+    """The names as a tuple."""
     return (specs,) if isinstance(specs, str) else specs or ()
 
 
-def _option(default: Any, help: str, metavar: str = "", shown: str = "") -> Any:
-    """A field of Settings as ``--help`` tells of it. `metavar`: what may be typed, where the field's type does not say
-    it; `shown`: the default in words, where it is None."""
-    return field(default=default, metadata={"help": help, "metavar": metavar, "shown": shown})
+class Mark(Flag):
+    """What depends on a setting."""
+
+    RUN = auto()  # the bits of a run: a run that is resumed must have the same
+    TOKENS = auto()  # the tokens of a data set
+
+
+RUN, TOKENS = Mark
+
+
+def _option(default: Any, help: str, metavar: str = "", shown: str = "", marks: Mark | None = None) -> Any:
+    """A field of Settings as ``--help`` shows it. `metavar`: what may be typed, unless the field's type says it;
+    `shown`: the default in words, if it is None."""
+    metadata = {"help": help, "metavar": metavar, "shown": shown, "marks": marks or Mark(0)}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a run can be told; raises InputError for what cannot run."""
+    """The settings of a run; the constructor raises InputError for a combination that cannot run."""
 
     # fmt: off
-    model: str = _option("gpt2-large", "model on the Hugging Face hub, or a local folder", "NAME|DIR")
-    # Random weights only for who asks: never by accident.
-    init: Literal["pretrained", "random"] = _option("pretrained", "load the weights, or draw them: random needs no "
-                                                    "download")
-    demo: bool = _option(False, "train the small demonstration model; options that you type still hold")
+    model: str = _option("gpt2-large", "model on the Hugging Face hub, or a local folder", "NAME|DIR", marks=RUN)
+    # Random weights must be asked for: never by accident.
+    init: Literal["pretrained", "random"] = _option(
+        "pretrained", "load the weights, or initialize them randomly, which needs no download", marks=RUN)
+    demo: bool = _option(False, "train the small demonstration model; other options override its defaults")
 
-    data: Specs = _option("python-stdlib", "python-stdlib, wikitext, codeparrot, a hub dataset org/name[:config], or a "
-                        "file, folder or quoted pattern (.txt .md .py .jsonl .json .csv .parquet); several times for "
-                        "several, each with its weight", "SPEC[=X]")
-    eval_data: Specs | None = _option(None, "held-out text, written like --data, without a weight", "SPEC",
-                                      "a share of --data is held out")
-    eval_fraction: float = _option(0.01, "share of --data that is held out; 0 holds nothing out")
-    text_field: str = _option("text", "the column that holds the text", "NAME")
-    train_on: Literal["completion", "all"] = _option("completion", "for prompts with answers: learn the answers only, "
-                                                     "or everything")
-    chat_template: str | None = _option(None, "Jinja file that writes conversations as text; it is exported with "
-                                        "the model", "FILE", "the tokenizer's own")
-    seq: int = _option(1024, "tokens per sequence; of an encoder-decoder source and target together")
-    target_tokens: int | None = _option(None, "how many of these are the target's, for encoder-decoders", "N",
-                                        "a quarter, for encoder-decoders")
+    data: Specs = _option(
+        "python-stdlib", "python-stdlib, wikitext, codeparrot, a hub dataset org/name[:config], or a file, folder or "
+        "quoted pattern (.txt .md .py .jsonl .json .csv .parquet); several times for several, each with its weight",
+        "SPEC[=X]")
+    eval_data: Specs | None = _option(
+        None, "held-out text, written like --data, without a weight", "SPEC", "a share of --data is held out")
+    eval_fraction: float = _option(0.01, "share of --data that is held out; 0 holds nothing out", marks=TOKENS)
+    text_field: str = _option("text", "the column that holds the text", "NAME", marks=TOKENS)
+    train_on: Literal["completion", "all"] = _option(
+        "completion", "for prompts with answers: learn only the answers, or everything", marks=TOKENS)
+    chat_template: str | None = _option(
+        None, "Jinja file that writes conversations as text; it is exported with the model", "FILE",
+        "the tokenizer's own")
+    seq: int = _option(
+        1024, "tokens per sequence; for an encoder-decoder, source and target together", marks=RUN | TOKENS)
+    target_tokens: int | None = _option(
+        None, "how many of these are the target's, for encoder-decoders", "N", "a quarter, for encoder-decoders",
+        marks=RUN | TOKENS)
     # GPT-2 was pretrained with packed documents that see each other.
-    document_mask: bool = _option(False, "whether attention stops at a packed document's end")
-
+    document_mask: bool = _option(False, "whether attention stops at a packed document's end", marks=RUN)
     pack: Literal["padded", "sorted", "packed"] = _option(
-        "sorted", "what becomes of the room behind short examples: computed; little of it, by micro-batches of like "
-        "lengths; or filled with other examples, which attention keeps apart")
+        "sorted", "padding of short examples: full, little because micro-batches have like lengths, or none because "
+        "other examples fill the row, which attention keeps apart", marks=RUN)
 
-    batch: int = _option(64, "sequences per optimizer step; how they are cut up is the planner's matter")
+    batch: int = _option(64, "sequences per optimizer step; the planner chooses micro-batches", marks=RUN)
     steps: int | None = _option(None, "optimizer steps", shown="as --epochs says")
-    epochs: float | None = _option(None, "passes over the data, instead of --steps", shown="1, where --steps says "
-                                   "nothing")
-    fixed_batch: bool = _option(False, "train on the first batch again and again: the loss must fall")
+    epochs: float | None = _option(None, "passes over the data, instead of --steps", shown="1, unless --steps is given")
+    fixed_batch: bool = _option(False, "train on the first batch again and again: the loss must fall", marks=RUN)
     # For fine-tuning: about a tenth of the rate that models of this size were pretrained with (GPT-3's table has 2.5e-4
-    # for 760M parameters, 2e-4 for 1.3B), so that what was learned stays. From random weights take 1e-4 to 1e-3.
-    lr: float = _option(3e-5, "highest learning rate")
-    schedule: Literal["cosine", "linear", "constant"] = _option("cosine", "course of the learning rate after the "
-                                                                "warm-up")
-    # Not 0: Adam's second moments start from nothing.
-    warmup_steps: float = _option(0.03, "steps until the learning rate is reached; below 1 a share of all steps", "N")
-    weight_decay: float = _option(0.01, "decoupled weight decay")  # AdamW's usual value; pretraining takes 0.1
-    adam_beta1: float = _option(0.9, "how much AdamW's mean of gradients keeps at a step")
-    adam_beta2: float = _option(0.999, "the same of their squares; pretraining often takes 0.95")
-    adam_epsilon: float = _option(1e-8, "what AdamW adds to the root of that")
-    clip_norm: float | None = _option(1.0, "largest global norm of the gradient; 0 switches clipping off", shown="0")
-    seed: int = _option(0, "of the order of the data, dropout and random weights")
-    optimizer: Literal["adamw", "adamw8bit", "sgd"] = _option("adamw", "adamw8bit keeps its states in 8 bits and needs "
-                                                              "bitsandbytes")
+    # for 760M parameters, 2e-4 for 1.3B). From random weights use 1e-4 to 1e-3.
+    lr: float = _option(3e-5, "highest learning rate", marks=RUN)
+    schedule: Literal["cosine", "linear", "constant"] = _option(
+        "cosine", "learning rate after the warm-up", marks=RUN)
+    # Not 0: Adam's second moments start at zero.
+    warmup_steps: float = _option(
+        0.03, "steps until the learning rate is reached; below 1 a share of all steps", "N", marks=RUN)
+    weight_decay: float = _option(0.01, "decoupled weight decay", marks=RUN)  # AdamW's default; pretraining uses 0.1
+    adam_beta1: float = _option(0.9, "decay of AdamW's mean of gradients", marks=RUN)
+    adam_beta2: float = _option(0.999, "decay of the mean of their squares; pretraining often uses 0.95", marks=RUN)
+    adam_epsilon: float = _option(1e-8, "AdamW's epsilon", marks=RUN)
+    clip_norm: float | None = _option(
+        1.0, "largest global gradient norm; 0 switches clipping off", shown="0", marks=RUN)
+    seed: int = _option(0, "seed of the data order, dropout and random weights", marks=RUN)
+    optimizer: Literal["adamw", "adamw8bit", "sgd"] = _option(
+        "adamw", "adamw8bit keeps its states in 8 bits and needs bitsandbytes", marks=RUN)
     precision: Literal["auto", "bf16", "fp16", "fp32"] = _option(
-        "auto", "of the computation; master weights are fp32 always. auto: bf16 where the GPU has it, fp16 on older "
-        "ones, fp32 on the CPU")
-    residual: Literal["fp32", "16bit"] = _option("fp32", "of the residual stream under bf16 and fp16; 16bit halves "
-                                                 "what recompute saves and follows the fp32 loss curve less closely")
+        "auto", "of the computation; master weights are always fp32. auto: bf16 if the GPU has it, else fp16; fp32 on "
+        "the CPU")
+    residual: Literal["fp32", "16bit"] = _option(
+        "fp32", "dtype of the residual stream under bf16 and fp16; 16bit halves the saved block inputs and follows "
+        "the fp32 loss curve less closely", marks=RUN)
     device: Literal["auto", "cuda", "cpu"] = _option("auto", "where to train; auto: a GPU if there is one")
 
-    gpu_limit_bytes: int | None = _option(11 * GIB, "hard cap of GPU memory, such as 11GiB, 16G or 800MiB; none: no "
-                                          "cap", shown="none")
-    ram_limit_bytes: int | None = _option(None, "hard cap of RAM, page-locked memory included; none: no cap",
-                                          shown="none")
+    gpu_limit_bytes: int | None = _option(
+        11 * GIB, "hard cap of GPU memory, such as 11GiB, 16G or 800MiB; none: no cap", shown="none")
+    ram_limit_bytes: int | None = _option(
+        None, "hard cap of RAM, page-locked memory included; none: no cap", shown="none")
     plan_only: bool = _option(False, "print the plan and both predicted peaks, train nothing")
-    gpu: str | None = _option(None, "plan for this card (rtx3060, t4, ...) and for no more memory than it has, instead "
-                              "of for the one that is here", "CARD", "the card here")
+    gpu: str | None = _option(
+        None, "plan for this card (rtx3060, t4, ...) and at most its memory, not for the card that is here", "CARD",
+        "the card here")
     micro_batch: int | None = _option(None, "sequences that go through the model at once", shown=AUTO)
-    group: int | None = _option(None, "micro-batches that pass a segment before the next segment runs; must divide "
-                                "their number", shown=AUTO)
-    segment_blocks: int | None = _option(None, "consecutive blocks that are recomputed together", shown=AUTO)
+    group: int | None = _option(
+        None, "micro-batches that pass a segment before the next segment runs; must divide their number", shown=AUTO)
+    segment_blocks: int | None = _option(
+        None, "consecutive blocks that are recomputed together", shown=AUTO)
     recompute: Literal["auto", "on", "products", "off"] = _option(
-        "auto", "compute activations again in the backward pass: all of them, all but matrix products and attention, "
-        "or none")
+        "auto", "activations to compute again in the backward pass: all, all except matrix products and attention, or "
+        "none")
     states: Literal["auto", "resident", "streamed", "disk"] = _option(
-        "auto", "optimizer states on the GPU, or in RAM or on a disk and brought over for each update: the same "
-        "result, bit for bit; disk: all of them, auto and streamed: those that RAM has no room for, in --states-folder")
-    states_folder: str | None = _option(None, "a folder on a fast disk, where states may lie", "DIR", "none")
-    disk_rate_bytes: int | None = _option(2 * GIB, "what that disk reads and writes in a second, together, for the "
-                                          "plan's seconds", "SIZE")
+        "auto", "optimizer states on the GPU, or in RAM or on a disk and copied to the GPU for each update: the same "
+        "bits. disk: all of them; auto and streamed: in --states-folder only if RAM is too small")
+    states_folder: str | None = _option(
+        None, "a folder on a fast disk for optimizer states", "DIR", "none")
+    disk_rate_bytes: int | None = _option(
+        2 * GIB, "bytes per second that this disk reads and writes in all, for the predicted time", "SIZE")
     weights: Literal["auto", "resident", "streamed"] = _option(
-        "auto", "working weights of the blocks on the GPU, or in RAM and brought over for each pass: the same result, "
-        "bit for bit; auto: in RAM where that is what fits, or faster")
+        "auto", "16-bit weights of the blocks on the GPU, or in RAM and copied for each pass: the same bits; auto: in "
+        "RAM if that is needed or faster")
     boundaries: Literal["auto", "resident", "streamed"] = _option(
-        "auto", "inputs of blocks on the GPU until their backward, or in RAM: the same result, bit for bit; auto: in "
-        "RAM where that is what fits, or faster")
+        "auto", "saved block inputs on the GPU until backward, or in RAM: the same bits; auto: in RAM if that is "
+        "needed or faster")
     gradients: Literal["auto", "resident", "streamed"] = _option(
-        "auto", "gradients on the GPU until all are known and clipped, or in RAM: the same result, bit for bit; "
-        "resident: where the GPU does not hold them, forward and backward run twice")
+        "auto", "gradients on the GPU until all are known and clipped, or in RAM: the same bits; resident: if they do "
+        "not fit, forward and backward run twice")
 
     out: str = _option("runs/gpt2-large", "run folder: plan, metrics, checkpoints, model", "DIR")
     run_name: str | None = _option(None, "name of the run in wandb", shown="the folder's name")
-    resume: str = _option("auto", "go on from the newest valid checkpoint in --out, never, or from the one in DIR",
-                          "auto|never|DIR")
-    save_every: int | str = _option(SAVE_EVERY, "steps or time between checkpoints, such as 500, 30min or 2h; there is "
-                                    "one at the end, too", "N|TIME")
+    resume: str = _option(
+        "auto", "resume from the newest valid checkpoint in --out, never, or from the one in DIR", "auto|never|DIR")
+    save_every: int | str = _option(
+        SAVE_EVERY, "steps or time between checkpoints, such as 500, 30min or 2h; the last step is always saved",
+        "N|TIME")
     keep_last: int = _option(2, "checkpoints that are kept")
-    eval_every: int | None = _option(None, "steps between evaluations on held-out text", shown="at the start and at "
-                                     "the end")
+    eval_every: int | None = _option(
+        None, "steps between evaluations on held-out text", shown="at the start and at the end")
     eval_batches: int = _option(8, "batches that an evaluation reads")  # half a million tokens at the defaults
-    keep_best: bool = _option(False, "keep the checkpoint with the lowest held-out loss, too, and export that")
-    patience: int | None = _option(None, "end after so many evaluations in a row without a lower held-out loss", "N",
-                                   "never")
+    keep_best: bool = _option(False, "also keep the checkpoint with the lowest held-out loss, and export that one")
+    patience: int | None = _option(
+        None, "end after so many evaluations in a row without a lower held-out loss", "N", "never")
     log_every: int = _option(1, "steps between printed lines; metrics.jsonl has every step")
-    export_dtype: Literal["fp32", "bf16", "fp16"] = _option("fp32", "of the exported model's weights; "
-                                                            "checkpoints are exact always")
+    export_dtype: Literal["fp32", "bf16", "fp16"] = _option(
+        "fp32", "of the exported model's weights; checkpoints are always exact")
     sample_prompt: str | None = _option(None, "text to continue before the first step and at the end", shown="none")
-    sample_every: int | None = _option(None, "steps between samples on the way", "N", "none on the way")
-    report_to: str | None = _option(None, "trackers beside metrics.jsonl, separated by commas",
-                                    "none|tensorboard|wandb|all", "wandb where WANDB_MODE says so, or none")
+    sample_every: int | None = _option(None, "steps between further samples", "N", "none in between")
+    report_to: str | None = _option(
+        None, "trackers next to metrics.jsonl, separated by commas", "none|tensorboard|wandb|all",
+        "wandb if WANDB_MODE says so, or none")
     wandb: Literal["disabled", "offline", "online"] | None = _option(
-        None, "logging to Weights & Biases", shown="WANDB_MODE, or online where --report-to names it, or disabled")
+        None, "logging to Weights & Biases", shown="WANDB_MODE, or online if --report-to names it, or disabled")
     # fmt: on
 
     def __post_init__(self):
@@ -172,86 +192,52 @@ class Settings:
 
     def _problems(self) -> Iterator[str]:
         """One sentence for each thing that cannot run."""
-        for name in _AT_LEAST_ONE:
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                yield f"{option_name(name)} {getattr(self, name)} is too small: it must be at least 1."
-        if self.seq < 2:
-            yield f"--seq {self.seq} is too short: a sequence needs 2 tokens, one to predict from and one to predict."
+        for names, allowed, words in _RANGES:
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None and not allowed(value):
+                    yield f"{option_name(name)} {value if isinstance(value, int) else f'{value:g}'} {words}."
+        for chosen, words in _CONFLICTS:
+            if all(getattr(self, name) == value for name, value in chosen.items()):
+                first, value = next(iter(chosen.items()))
+                yield f"{option_name(first)}{'' if value is None else f' {value}'} {words}."
         if self.target_tokens is not None and self.target_tokens >= self.seq:
             yield f"--target-tokens {self.target_tokens} of --seq {self.seq} leave no token for a source."
-        for name in ("lr", "epochs", "adam_epsilon"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                yield f"{option_name(name)} {getattr(self, name):g} must be more than 0."
-        if self.epochs is not None and self.epochs > MOST_EPOCHS:
-            yield f"--epochs {self.epochs:g} is too large: it must be at most {MOST_EPOCHS:,}."
-        for name in ("weight_decay", "clip_norm", "warmup_steps"):
-            if getattr(self, name) is not None and getattr(self, name) < 0:
-                yield f"{option_name(name)} {getattr(self, name):g} must not be negative."
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                yield f"{option_name(name)} {getattr(self, name):g} must be at least 0 and below 1."
-        if not 0 <= self.seed < 2**32:
-            yield f"--seed {self.seed} must be a whole number from 0 to {2**32 - 1}."
-        if not 0 <= self.eval_fraction < 1:
-            yield (
-                f"--eval-fraction {self.eval_fraction:g} must be at least 0 and below 1: it is the share that is held "
-                f"out; 0 holds nothing out."
-            )
-
         if self.steps is not None and self.epochs is not None:
-            yield "--steps and --epochs both say how long the run is: give one of them."
+            yield "--steps and --epochs both set the length of the run: give one of them."
         if self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps):
             yield f"--warmup-steps {self.warmup_steps:g} must be whole; below 1 it is a share of the steps."
-        for name in ("patience", "keep_best"):
-            if getattr(self, name) and self.eval_every is None:
-                yield f"{option_name(name)} compares evaluations: say with --eval-every how often there is one."
-        if self.sample_every is not None and self.sample_prompt is None:
-            yield "--sample-every needs a text to continue: give --sample-prompt."
         if self.steps is not None and self.warmup_steps > self.steps:
             yield f"--warmup-steps {self.warmup_steps:g} is longer than the run of {self.steps} steps."
-
+        for name in ("patience", "keep_best"):
+            if getattr(self, name) and self.eval_every is None:
+                yield f"{option_name(name)} compares evaluations: give --eval-every, the steps between two of them."
+        if self.sample_every is not None and self.sample_prompt is None:
+            yield "--sample-every needs a text to continue: give --sample-prompt."
         if self.batch * self.seq > MOST_TOKENS:
-            yield (
-                f"--batch {self.batch} x --seq {self.seq} are {self.batch * self.seq:,} tokens in a step; more than "
-                f"{MOST_TOKENS:,} are not planned for: lower --batch."
-            )
+            tokens = f"--batch {self.batch} x --seq {self.seq} are {self.batch * self.seq:,} tokens in a step"
+            yield f"{tokens}; the planner takes at most {MOST_TOKENS:,}: lower --batch."
         if self.micro_batch is not None and self.batch % self.micro_batch:
             yield f"--batch {self.batch} cannot be cut into micro-batches of {self.micro_batch} (--micro-batch)."
         most = self.batch // (self.micro_batch or 1)
         if self.group is not None and most % self.group:
             yield f"--group {self.group} must divide the number of micro-batches, which is {most} here."
-
-        if self.weights == "streamed" and self.states == "resident":
-            yield "--weights streamed brings weights to be updated with their states: leave out --states resident."
-        if self.states == "disk" and self.states_folder is None:
-            yield "--states disk needs a folder on a disk: give --states-folder."
         if self.states == "resident" and self.states_folder is not None:
-            yield "--states-folder is for states that are streamed: leave out --states resident."
-        if self.disk_rate_bytes is None:
-            yield "--disk-rate must be a size, what a disk reads and writes in a second, as in 2GiB."
-        if self.weights == "streamed" and self.recompute == "off":
-            yield "--weights streamed computes blocks again in the backward: leave out --recompute off."
-        if self.boundaries == "streamed" and self.recompute == "off":
-            yield "--boundaries streamed are for blocks that are computed again: leave out --recompute off."
-
-        if self.gradients == "streamed" and self.states == "resident":
-            yield "--gradients streamed come back with the states that are streamed: leave out --states resident."
+            yield "--states-folder is for streamed states: leave out --states resident."
         if self.gradients == "streamed" and self.clip_norm is None and self.precision != "fp16":
-            yield "--gradients streamed are those that wait to be clipped: leave out --clip-norm 0."
+            yield "--gradients streamed is for gradients that wait to be clipped: leave out --clip-norm 0."
         if self.gradients == "streamed" and self.group not in (None, most):
             yield "--gradients streamed takes the whole batch as one group: leave out --group."
-
         for name in ("gpu_limit_bytes", "ram_limit_bytes", "disk_rate_bytes"):
             if getattr(self, name) is not None and getattr(self, name) < MIB:
                 yield f"{option_name(name)} is {format_size(getattr(self, name))}: write a unit, as in 11GiB, or none."
         if self.gpu is not None and self.device == "cpu":
             yield f"--gpu {self.gpu} plans for a GPU and --device cpu asks for none: give one of them."
         named = self._reported_to()
-        for name in named:
-            if name not in TRACKERS and name not in _ALONE:
-                yield f"--report-to {self.report_to}: {name!r} is not one of none, {', '.join(TRACKERS)}, all."
+        for name in named - {*TRACKERS, *_ALONE}:
+            yield f"--report-to {self.report_to}: {name!r} is not one of none, {', '.join(TRACKERS)}, all."
         if len(named) > 1 and not named.isdisjoint(_ALONE):
-            yield f"--report-to {self.report_to}: none and all stand alone."
+            yield f"--report-to {self.report_to}: none and all cannot be combined with others."
         for name in _TEXTS:
             if any("\0" in text or not text.strip() for text in each(getattr(self, name))):
                 yield f"{option_name(name)} must not be empty."
@@ -262,17 +248,16 @@ class Settings:
         return self.document_mask or self.pack == "packed"
 
     def _reported_to(self) -> set[str]:
-        """What was typed for `report_to`, name by name."""
+        """The names in `report_to`."""
         return set() if self.report_to is None else {name.strip().lower() for name in self.report_to.split(",")}
 
     def reports_to(self, tracker: str) -> bool:
-        """Whether `report_to` names that one of TRACKERS."""
+        """Whether `report_to` names this one of TRACKERS."""
         return not self._reported_to().isdisjoint({tracker, "all"})
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Optimizer steps of the whole run: `steps`, or `epochs` (default 1) passes, the last step rounded up.
-
-        Raises InputError if the warm-up is longer than that."""
+        """Optimizer steps of the whole run: `steps`, or `epochs` (default 1) passes, rounded up. InputError if the
+        warm-up is longer."""
         if self.steps is not None:
             return self.steps
         epochs = DEFAULT_EPOCHS if self.epochs is None else self.epochs
@@ -282,17 +267,39 @@ class Settings:
         return steps
 
 
+def marked(settings: Any, mark: Mark) -> dict[str, Any]:
+    """The fields of Settings with that mark, by name; `settings` may be an object with some of its fields."""
+    return {item.name: getattr(settings, item.name) for item in fields(Settings) if mark in item.metadata["marks"]}
+
+
 FIELD_NAMES = tuple(item.name for item in fields(Settings))
-_AT_LEAST_ONE = (
-    *("batch", "steps", "micro_batch", "group", "segment_blocks", "target_tokens"),
-    *("keep_last", "eval_every", "eval_batches", "log_every", "patience", "sample_every"),
+_RANGES = (  # fields, the values that they may have, and what a refusal says
+    (
+        "batch steps micro_batch group segment_blocks target_tokens keep_last eval_every eval_batches log_every "
+        "patience sample_every", lambda value: value >= 1, "is too small: it must be at least 1",
+    ),
+    ("seq", lambda value: value >= 2, "is too short: a sequence needs 2 tokens, to predict one from the other"),
+    ("lr epochs adam_epsilon", lambda value: value > 0, "must be more than 0"),
+    ("epochs", lambda value: value <= MOST_EPOCHS, f"is too large: it must be at most {MOST_EPOCHS:,}"),
+    ("weight_decay clip_norm warmup_steps", lambda value: value >= 0, "must not be negative"),
+    ("adam_beta1 adam_beta2", lambda value: 0 <= value < 1, "must be at least 0 and below 1"),
+    ("seed", lambda value: 0 <= value < 2**32, f"must be a whole number from 0 to {2**32 - 1}"),
+    ("eval_fraction", lambda value: 0 <= value < 1, "must be at least 0 and below 1; 0 holds nothing out"),
+)  # fmt: skip
+_CONFLICTS = (  # settings that cannot be combined, and what a refusal says after the first of them
+    ({"weights": "streamed", "states": "resident"}, "updates weights with their states: leave out --states resident"),
+    ({"weights": "streamed", "recompute": "off"}, "recomputes blocks in backward: leave out --recompute off"),
+    ({"boundaries": "streamed", "recompute": "off"}, "is for blocks that are recomputed: leave out --recompute off"),
+    ({"gradients": "streamed", "states": "resident"}, "needs streamed states: leave out --states resident"),
+    ({"states": "disk", "states_folder": None}, "needs a folder on a disk: give --states-folder"),
+    ({"disk_rate_bytes": None}, "must be a size, the bytes that a disk reads and writes in a second, as in 2GiB"),
 )
 _TEXTS = (
     *("gpu", "model", "data", "eval_data", "text_field", "chat_template", "states_folder", "out", "run_name", "resume"),
 )
 _PATHS = ("model", "data", "eval_data", "chat_template", "states_folder", "out", "resume")
 
-# What --demo puts in place of a script's defaults: a small model from random weights, minutes on two CPU cores.
+# --demo's defaults instead of a script's: a small model from random weights, minutes on two CPU cores.
 DEMO = {
     **{"model": "gpt2-demo", "init": "random", "out": "runs/demo"},
     **{"seq": 256, "batch": 16, "micro_batch": 8, "steps": 150, "lr": 1e-3, "eval_every": 50, "eval_batches": 4},
@@ -304,18 +311,8 @@ def option_name(name: str) -> str:
     return "--" + name.removesuffix("_bytes").replace("_", "-")
 
 
-def read_object(text: str, source: str, yaml: bool = False) -> dict[str, object]:
-    """The JSON object or YAML mapping in `text`; raises InputError. YAML's plain values are the texts that were typed,
-    but for null."""
-    values = (parse_yaml if yaml else parse_json)(text, source)
-    if not isinstance(values, dict):
-        shape = "YAML mapping, with lines such as `steps: 100`" if yaml else 'JSON object, such as {"steps": 100}'
-        raise InputError(f"{source}: settings are one {shape}")
-    return {str(key): value for key, value in values.items()}
-
-
 def kind_of(hint: Any) -> tuple[Any, bool]:
-    """What a field of type `hint` holds (int, float, str, bool or a Literal), and whether it may be None."""
+    """The type of a field's values (int, float, str, bool or a Literal), and whether it may be None."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return kinds[0], NoneType in kinds
 
@@ -331,7 +328,7 @@ def _read(name: str, text: str) -> str:
 
 
 def _checked(name: str, hint: Any, value: object) -> object:
-    """`value` as the field `name` holds it (numbers as float where `hint` says so); raises InputError."""
+    """`value` with the type of the field `name`; raises InputError."""
     if hint == int | str:
         try:
             return parse_interval(SAVE_EVERY if value is None else str(value))

@@ -74,7 +74,7 @@ def train(text):
 
     def run(out: Path, *options: str) -> int:
         data = [] if "--data" in options else ["--data", str(text)]
-        with patch("lowmem.run.train.process_aside", remembering):
+        with patch("lowmem.run.prepare.process_aside", remembering):
             return main(SCRIPTS["large"].SETTINGS, [*SMALL, *data, "--out", str(out), *options])
 
     return run

@@ -41,7 +41,7 @@ QUICK_CASES = {
     "planning/test_simulated_step.py::test_replaying_leaves_the_tape_that_running_everything_leaves": 8,
     "planning/test_simulated_step.py::test_so_it_is_for_every_family_in_one_step_with_every_policy": 4,
     "planning/test_simulated_step.py::test_the_simulated_peak_is_what_the_profiler_sees_on_the_cpu": 7,
-    "cudasim/test_clock.py::test_a_pass_over_pieces_takes_as_long_as_streams_and_events_run_tick_by_tick": 10,
+    "planning/test_simulated_transfers.py::test_a_pass_over_pieces_takes_as_long_as_streams_run_tick_by_tick": 10,
     "published/test_published.py::test_step_times_of_others_are_predicted_no_worse_than_they_were": 0,
     "published/test_published.py::test_peaks_of_others_are_predicted_no_worse_than_they_were": 0,
     # models and data

@@ -31,7 +31,7 @@ from experiments.gpu_acceptance.scripted import remembering, run_script
 from experiments.harness.child import Result, Setting
 from experiments.harness.rows import ROOT
 from lowmem.core.step import TrainingStep
-from lowmem.run import train
+from lowmem.run import prepare
 from lowmem.run.log import read_metrics
 from lowmem.units import MIB
 
@@ -64,7 +64,7 @@ def undisturbed(setting: Setting) -> Result:
     """Everything else is compared with this one; also the export."""
     kept: dict = {}
     out = setting.scratch / "undisturbed"
-    code = run_script(SCRIPT, _arguments(setting, out), TrainingStep=remembering(train.TrainingStep, kept))
+    code = run_script(SCRIPT, _arguments(setting, out), TrainingStep=remembering(prepare.TrainingStep, kept))
     losses = [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
     checks = {"exit code 0": code == 0}
     if code == 0:

@@ -25,7 +25,7 @@ from experiments.gpu_acceptance import overlap
 from experiments.gpu_acceptance.scripted import remembering, run_script
 from experiments.harness.child import Result, Setting, Unavailable
 from experiments.harness.rows import ROOT
-from lowmem.run import train
+from lowmem.run import prepare, train
 from lowmem.run.log import RunLog
 from lowmem.run.report import build_report, device_name
 
@@ -59,8 +59,9 @@ def run(setting: Setting, name: str, script: str, more: Sequence[str] = (), upda
     watched = _Watched(setting, {"script": shlex.join(["python", script, *arguments])}, limits)
     with patch.object(RunLog, "step", watched.step(RunLog.step)):
         code = run_script(
-            script, [*arguments, "--out", str(folder)], train=remembering(train.train, watched.kept, watched.begin),
-            TrainingStep=remembering(train.TrainingStep, watched.kept),
+            script, [*arguments, "--out", str(folder)], build=remembering(prepare.build, watched.kept, watched.planned),
+            TrainingStep=remembering(prepare.TrainingStep, watched.kept),
+            train=remembering(train.train, watched.kept, watched.prepared),
         )  # fmt: skip
     result = watched.outcome(code, folder)
     setting.record("run", *result)
@@ -68,7 +69,7 @@ def run(setting: Setting, name: str, script: str, more: Sequence[str] = (), upda
     if update_cost and code == 0:
         kept = watched.kept
         trained = overlap.Trained(
-            kept["config"], kept["plan"], kept["store"], kept["TrainingStep"], kept["data"].train.batch(0)
+            kept["question"].config, kept["plan"], kept["store"], kept["TrainingStep"], kept["data"].train.batch(0)
         )
         setting.expect(overlap.STEPS * (trained.plan.step_seconds or 0.0))
         found, held = overlap.check(setting, name, trained)
@@ -78,17 +79,20 @@ def run(setting: Setting, name: str, script: str, more: Sequence[str] = (), upda
 
 @dataclass
 class _Watched:
-    """A run while it goes on. `kept`: what it has in its hands, by the names in lowmem/run/train.py."""
+    """A run while it goes on. `kept`: what it has in its hands, by name."""
 
     setting: Setting
     described: dict
     limits: dict[str, int | None]
     kept: dict = field(default_factory=dict)
 
-    def begin(self) -> None:
-        """The plan is made; what follows until there is enough for a row: weights, an evaluation, the first steps."""
-        plan = self.kept["plan"]
-        self._expect(ENOUGH_STEPS + 1, plan.parameters / DRAWN_PER_SECOND)
+    def planned(self) -> None:
+        """The plan is made; weights, an evaluation and the first steps follow until there is enough for a row."""
+        self._expect(ENOUGH_STEPS + 1, self.kept["plan"].parameters / DRAWN_PER_SECOND)
+
+    def prepared(self) -> None:
+        session = self.kept["session"]
+        self.kept |= {"log": session.log, "data": session.data}
 
     def step(self, write):
         """RunLog.step, `write`, which also writes the job's row once there have been enough steps."""
@@ -107,7 +111,7 @@ class _Watched:
         kept = self.kept
         peaks = {peak: max((row[peak] for row in rows), key=lambda found: found or 0) for peak in PEAKS}
         report = build_report(
-            kept["plan"].to_dict(), rows, peaks, device_name(kept["device"]), kept["settings"].batch, None
+            kept["plan"].to_dict(), rows, peaks, device_name(kept["device"]), kept["question"].settings.batch, None
         )
         return self._row(report, complete=False)
 
@@ -132,7 +136,7 @@ class _Watched:
 
     @property
     def _of_steps(self) -> int:
-        return self.kept["settings"].steps
+        return self.kept["question"].settings.steps
 
     def _expect(self, steps: int, other_seconds: float) -> None:
         self.setting.expect(steps * (self.kept["plan"].step_seconds or 0.0) + other_seconds)

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from experiments.harness.rows import ROOT
 from lowmem.errors import LowmemError
-from lowmem.run import ending, train
+from lowmem.run import ending, prepare, saver
 from lowmem.units import format_size
 
 DISK_MARGIN_BYTES = 2**30
@@ -63,11 +63,11 @@ def memory_alone() -> Iterator[None]:
     touched then."""
     with ExitStack() as stack:
         for patched in (
-            patch.object(train, "random_weights", lambda *arguments: iter(())),
-            patch.object(train, "save_checkpoint"),
-            patch.object(train, "check_disk"),
+            patch.object(prepare, "random_weights", lambda *arguments: iter(())),
+            patch.object(saver, "save_checkpoint"),
+            patch.object(prepare, "check_disk"),
             patch.object(ending, "export_model"),
-            patch.object(train, "ram_available_bytes", lambda: (2**62, "nothing of it is touched")),
+            patch.object(prepare, "ram_available_bytes", lambda: (2**62, "nothing of it is touched")),
         ):
             stack.enter_context(patched)
         yield

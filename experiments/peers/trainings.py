@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from experiments.peers.case import Case
 from experiments.peers.shared import batches, groups, inputs, load_model, saved_weights, single_process, wait_for
-from lowmem.run import train
+from lowmem.run import saver, train
 from lowmem.run.log import read_metrics
 from lowmem.run.signals import StopRequest
 
@@ -44,7 +44,7 @@ def lowmem(case: Case) -> Trained:
     """The real loop, as the scripts call it, but for one thing: no checkpoint is written at the end."""
     out = case.scratch / "run"
     settings = replace(case.from_folder, out=str(out), micro_batch=case.micro_batch, resume="never", eval_batches=1)
-    with patch.object(train, "save_checkpoint"), StopRequest() as stop:
+    with patch.object(saver, "save_checkpoint"), StopRequest() as stop:
         train.run(replace(settings, wandb="disabled"), stop)
     rows = read_metrics(out / "metrics.jsonl")
     seconds, losses = [row["step_ms"] / 1000 for row in rows], [row["loss"] for row in rows]

@@ -33,9 +33,9 @@ from lowmem.data.stored import ArrayFolder, StoredArray
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import LowmemError
 from lowmem.files import CHUNK_BYTES, Manifest, flush_path, to_json, write, write_manifest
+from lowmem.settings import TOKENS, marked
 
 FOLDER, _CONTENT = "data", "data.json"
-_SETTINGS = ("eval_fraction", "text_field", "train_on", "seq", "target_tokens")
 
 
 class Part(NamedTuple):
@@ -147,7 +147,7 @@ def content_key(
                     digest.update(piece)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     asked = {
-        "settings": {name: getattr(settings, name) for name in _SETTINGS},
+        "settings": marked(settings, TOKENS),
         "evaluated": len(evaluated),
         "rows_limit": rows_limit if any(source.streamed for source in sources) else None,
         "vocabulary_size": vocabulary_size,

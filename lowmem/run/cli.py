@@ -1,9 +1,8 @@
 """From a command line to Settings, or to one sentence that says why not.
 
-The defaults come from the script's own Settings, so the scripts cannot differ in what they understand. Three layers:
-those defaults (changed by ``--demo``), the file of ``--config``, what was typed; the later wins. Nothing is written,
-and nothing but the ``--config`` file is read. There are no abbreviations; a misspelt option is answered with the
-nearest.
+Three layers, of which the later wins: the script's own Settings (changed by ``--demo``), the file of ``--config``, the
+typed options. Nothing is written, and only the ``--config`` file is read. There are no abbreviations. ``lowmem plan``
+has the same options and two more.
 """
 
 import argparse
@@ -17,10 +16,17 @@ from types import NoneType
 
 from lowmem.errors import InputError
 from lowmem.paths import read_path_option
-from lowmem.run.options import FLAGS, NAMES, OPTIONS, REFUSED, SEVERAL, TITLES, switch
-from lowmem.settings import DEMO, Settings, each, option_name, read_object
-from lowmem.text_files import read_text
+from lowmem.run.options import FLAGS, NAMES, OPTIONS, REFUSED, SEVERAL, TITLES, integer, switch
+from lowmem.settings import DEMO, Settings, each, option_name
+from lowmem.text_files import parse_json, parse_yaml, read_text
 from lowmem.units import format_size
+
+TRAIN = {
+    "usage": "python %(prog)s [options]",
+    "description": "Train every parameter of a language model under hard caps of GPU memory and RAM.",
+    "epilog": "Exit codes: 0 done, 2 bad usage or input, 3 no plan fits the caps, 4 a cap was exceeded, 75 stopped by "
+    "a signal with a checkpoint saved, 1 anything else.",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -30,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.HelpFormatter):
-    """As wide as the terminal, but no wider than is easily read; names such as python-stdlib stay whole."""
+    """As wide as the terminal up to a readable width; names such as python-stdlib are not split."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=28, width=min(shutil.get_terminal_size().columns, 110) - 2)
@@ -38,10 +44,13 @@ class _Help(argparse.HelpFormatter):
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False)
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return textwrap.fill(" ".join(text.split()), width, break_on_hyphens=False)
+
 
 class _Record(argparse.Action):
-    """Keeps (spelling, value) by field. The same option typed again overrules itself, as command lines do, or is one
-    more where there may be several; two spellings that disagree are an error, since neither is known to be meant."""
+    """Stores (spelling, value) by field. An option that is typed again overrules itself, or adds a value if there may
+    be several; two spellings with different values are an error."""
 
     def __call__(self, parser, namespace, typed, spelling=None):
         field, parse = NAMES[_dashed(spelling)]
@@ -50,62 +59,76 @@ class _Record(argparse.Action):
         except ValueError as error:
             raise InputError(f"{spelling}: {error}.") from None
         earlier, earlier_value = namespace.typed.get(field, (spelling, value))
-        if _dashed(earlier) != _dashed(spelling) and earlier_value != value:
+        same_name = _dashed(earlier) == _dashed(spelling)
+        if not same_name and earlier_value != value:
             raise InputError(f"{earlier} and {spelling} set the same thing to different values: give one of them.")
-        if field in SEVERAL and field in namespace.typed and _dashed(earlier) == _dashed(spelling):
+        if field in SEVERAL and field in namespace.typed and same_name:
             value = (*each(earlier_value), value)
         namespace.typed[field] = (spelling, value)
 
 
 def parse_arguments(argv: list[str], defaults: Settings) -> Settings:
-    """The settings of a run from its command line (without the program's name), over a script's `defaults`.
+    """A run's settings from its command line (without the program's name) and a script's `defaults`. InputError for
+    what cannot be understood or cannot run; ``--help`` prints and exits with 0."""
+    return _settings(_chosen(_build_parser(defaults, TRAIN), argv)[0], defaults)
 
-    Raises InputError for what cannot be understood or cannot run; ``--help`` prints and exits with 0."""
+
+def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argparse.Namespace]:
+    """The same for `lowmem plan`, which needs no weights and must be told a model; the namespace has `json`, `gpus`
+    and `write`: whether --out was given. With --gpu the cap is the card's memory, unless one is given."""
+    defaults = Settings(init="random", plan_only=True)
+    parser = _build_parser(defaults, program)
+    parser.add_argument("--json", action="store_true", help="print only the content of plan.json")
+    parser.add_argument("--gpus", type=integer, metavar="N", help="for decoders: advice on N of these cards")
+    chosen, options = _chosen(parser, argv)
+    if "model" not in chosen and not chosen.get("demo"):
+        raise InputError("--model is needed: a name on the Hugging Face hub, a folder or a config.json.")
+    options.write = "out" in chosen
+    if chosen.get("gpu") is not None:
+        chosen = {"gpu_limit_bytes": None} | chosen
+    return _settings(chosen | {"plan_only": True}, defaults), options
+
+
+def _chosen(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, object], argparse.Namespace]:
+    """What the command line and its --config file choose, by field."""
     for word in argv:
         if word.startswith("-") and word.endswith("=--"):  # argparse of Python 3.11 makes an empty list of this value
             raise InputError(f"{word[:-3]} needs a value.")
-    known, unknown = _build_parser(defaults).parse_known_args(argv, argparse.Namespace(typed={}, config=None))
+    known, unknown = parser.parse_known_args(argv, argparse.Namespace(typed={}, config=None))
     if unknown:
         misspelt = next((word for word in unknown if word.startswith("-")), None)
         if misspelt is None:
             raise InputError(f"Unexpected argument {unknown[0]!r}: options begin with --; see --help.")
         raise InputError(_explain_unknown(misspelt.split("=")[0]))
-
     chosen = {} if known.config is None else _read_config(read_path_option("--config", known.config))
-    typed = {field: value for field, (_, value) in known.typed.items()}
-    chosen = _over(chosen, typed)
+    return _over(chosen, {field: value for field, (_, value) in known.typed.items()}), known
+
+
+def _settings(chosen: dict[str, object], defaults: Settings) -> Settings:
     base = asdict(defaults)
     if chosen.get("demo", defaults.demo):
         base = _over(base, DEMO)
     if "batch" in chosen:
-        base.update(micro_batch=None, group=None)  # they were chosen for another batch
+        base |= {"micro_batch": None, "group": None}  # they were chosen for another batch
     return Settings(**_over(base, chosen))
 
 
 def _over(lower: dict[str, object], upper: dict[str, object]) -> dict[str, object]:
-    """`upper` over `lower`; steps and epochs replace each other, as both say how long a run is."""
+    """`upper` over `lower`; steps and epochs replace each other, because both set the length of a run."""
     if upper.get("steps") is not None or upper.get("epochs") is not None:
         lower = {**lower, "steps": None, "epochs": None}
     return {**lower, **upper}
 
 
-def _build_parser(defaults: Settings) -> argparse.ArgumentParser:
-    parser = _Parser(
-        usage="python %(prog)s [options]",
-        description="Train every parameter of a language model under hard caps of GPU memory and RAM.",
-        epilog="Exit codes: 0 done, 2 bad usage or input, 3 no plan fits the caps, 4 a cap was exceeded, "
-        "75 stopped by a signal with a checkpoint saved, 1 anything else.",
-        formatter_class=_Help,
-        allow_abbrev=False,
-    )
+def _build_parser(defaults: Settings, program: dict[str, str]) -> argparse.ArgumentParser:
+    parser = _Parser(**program, formatter_class=_Help, allow_abbrev=False)
     for item in fields(Settings):
         if item.name in TITLES:
             section = parser.add_argument_group(TITLES[item.name])
         name, metavar = option_name(item.name), item.metadata["metavar"] or OPTIONS[item.name][0]
         section.add_argument(name, metavar=metavar, help=_help(item, defaults), **_keywords(name[2:]))
-    config_help = "settings.json of another run, or options in JSON or YAML (.yaml, .yml); what is typed wins over it"
+    config_help = "settings.json of another run, or options in JSON or YAML (.yaml, .yml); typed options override it"
     section.add_argument("--config", metavar="FILE", help=f"{config_help} (default: none)")
-
     visible = {option_name(field) for field in OPTIONS}
     for name in NAMES:
         for spelling in sorted({f"--{name}", "--" + name.replace("-", "_")} - visible):
@@ -114,13 +137,13 @@ def _build_parser(defaults: Settings) -> argparse.ArgumentParser:
 
 
 def _read_config(path: str) -> dict[str, object]:
-    """The settings in a file, by field: YAML where its name ends so, else JSON. Its keys are names of fields or
-    options, sizes may be text."""
+    """The settings in a file, by field: YAML if its name ends so, else JSON. Keys are names of fields or options, and
+    sizes may be text."""
     try:
-        content = read_object(read_text(Path(path)), path, Path(path).suffix.lower() in (".yaml", ".yml"))
+        content = _read_object(read_text(Path(path)), path)
     except InputError as error:
         raise InputError(f"{error}.") from None
-    except (OSError, ValueError) as error:  # ValueError: a path that cannot be
+    except (OSError, ValueError) as error:  # ValueError: an impossible path
         raise InputError(f"--config {path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     chosen: dict[str, object] = {}
     for key, value in content.items():
@@ -128,8 +151,8 @@ def _read_config(path: str) -> dict[str, object]:
             raise InputError(f"{path}: {_explain_unknown(key)}")
         field, parse = NAMES[_dashed(key)]
         if field in SEVERAL and isinstance(value, list) and not any(isinstance(item, list | dict) for item in value):
-            parse = str  # Settings look at what is in it
-        elif not isinstance(value, str | int | float | NoneType):  # what JSON and YAML have for text, numbers, switches
+            parse = str  # Settings checks its items
+        elif not isinstance(value, str | int | float | NoneType):
             kind = {list: "a list", dict: "a mapping"}.get(type(value), f"a {type(value).__name__}")
             raise InputError(f"{path}: {key}: {kind} is no value of {option_name(field)}.")
         if value is not None and parse is not str:
@@ -142,8 +165,18 @@ def _read_config(path: str) -> dict[str, object]:
     return chosen
 
 
+def _read_object(text: str, path: str) -> dict[str, object]:
+    """The JSON object or YAML mapping in `text`. YAML's plain values are texts, except null."""
+    yaml = path.lower().endswith((".yaml", ".yml"))
+    values = (parse_yaml if yaml else parse_json)(text, path)
+    if not isinstance(values, dict):
+        shape = "YAML mapping, with lines such as `steps: 100`" if yaml else 'JSON object, such as {"steps": 100}'
+        raise InputError(f"{path}: settings are one {shape}")
+    return {str(key): value for key, value in values.items()}
+
+
 def _explain_unknown(name: str) -> str:
-    """One sentence for an option that is not one: what to use instead, or the nearest."""
+    """One sentence on an unknown option: what to use instead, or the nearest one."""
     if _dashed(name) in REFUSED:
         return f"{name} is not an option here: {REFUSED[_dashed(name)]}."
     near = get_close_matches(_dashed(name), [*NAMES, "config", *REFUSED], n=1, cutoff=0.62)
@@ -161,7 +194,7 @@ def _dashed(spelling: str) -> str:
 
 
 def _keywords(name: str) -> dict[str, object]:
-    """What argparse is told of any option; a switch or a flag may stand alone."""
+    """argparse's keywords for any option; a switch or a flag needs no value."""
     alone = {"nargs": "?", "const": "on"} if name in FLAGS or NAMES[name][1] is switch else {}
     return {"action": _Record, "dest": "typed", "default": argparse.SUPPRESS, **alone}
 
@@ -171,7 +204,6 @@ def _help(item: Field, defaults: Settings) -> str:
     if isinstance(value, bool):
         shown = "on" if value else "off"
     elif value is not None:
-        shown = (
-            format_size(value) if item.name.endswith("_bytes") else f"{value:g}" if isinstance(value, float) else value
-        )
+        size = item.name.endswith("_bytes")
+        shown = format_size(value) if size else f"{value:g}" if isinstance(value, float) else value
     return f"{item.metadata['help']} (default: {shown})".replace("%", "%%")

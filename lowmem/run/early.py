@@ -1,8 +1,8 @@
-"""What can be refused before PyTorch and transformers are imported, which takes seconds: a path that leads nowhere, a
-folder that is no model, a card that is not in the table, a machine without what a run needs.
+"""Refusals that need neither PyTorch nor transformers, whose import takes seconds: a path that leads nowhere, a folder
+that is no model, an unknown card, a machine that cannot run this.
 
-The sentences themselves belong to whoever reads the path, the table or the folder later; here they are only asked
-earlier. Nothing that is written stays, and no network is asked.
+Each sentence belongs to the module that reads the path, the table or the folder later; here it is only asked earlier.
+Nothing is written, and no network is asked.
 """
 
 import errno
@@ -23,33 +23,29 @@ from lowmem.settings import Settings, each
 
 
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """`settings` of a run, with the model's own folder where another run's was named, which `say` gets; InputError for
-    what is known to be wrong without PyTorch."""
-    if Path(settings.out) == Path(settings.model) and not Path(settings.model).exists() and is_hub_name(settings.model):
-        raise InputError(
-            f"--out {settings.out} would be a folder that hides the hub's model of that name; choose another --out"
-        )
+    """Checks a run's settings; InputError if they cannot work. If `model` names a run, the settings that are returned
+    name its model, and `say` is told."""
+    out = Path(settings.out)
+    if out == Path(settings.model) and not out.exists() and is_hub_name(settings.model):
+        raise InputError(f"--out {out} would be a folder that hides the hub's model of that name; choose another --out")
     settings = check_target(settings, say)
     with _paths_refused_in_a_sentence():
         if not settings.plan_only:
             for spec in (*each(settings.data), *each(settings.eval_data)):
                 if not is_on_hub(spec):
-                    open_source(spec, settings.text_field, settings.steps, Path(settings.out))
+                    open_source(spec, settings.text_field, settings.steps, out)
             if settings.resume not in ("auto", "never") and not Path(settings.resume).is_dir():
                 raise no_folder_to_resume(settings.resume)
-        if not settings.plan_only or not (Path(settings.out) / "settings.json").exists():
-            _check_writable(Path(settings.out))
+        if not settings.plan_only or not (out / "settings.json").exists():
+            _check_writable(out)
         check_folders(settings)
     return settings
 
 
 def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """As check_run, of what a plan alone depends on: the machine, the card, the model."""
+    """The part of check_run that a plan depends on: the machine, the card, the model."""
     if sys.platform == "win32":
-        raise InputError(
-            "Windows has no limits and signals of the kind that a run needs; use WSL 2 there (wsl --install), where "
-            "this runs as on Linux"
-        )
+        raise InputError("Windows lacks the limits and signals that a run needs; use WSL 2 there (wsl --install)")
     try:
         os.getcwd()
     except OSError:
@@ -60,8 +56,8 @@ def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """`settings` with what is to be taken for `settings.model`; `say` gets what has to be said of it. InputError as
-    recognize's."""
+    """`settings` with the model that `settings.model` stands for; `say` gets a remark on it. InputError if there is no
+    such model."""
     with _paths_refused_in_a_sentence():
         found = recognize(settings.model, settings.init == "pretrained" and not settings.plan_only)
     if found.remark is not None:
@@ -70,18 +66,17 @@ def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Set
 
 
 def check_folders(settings: Settings) -> None:
-    """InputError if a part of --out cannot be written or replaced, or --states-folder cannot be written. A plan may
-    name folders of another machine. Under --states auto, too: free RAM decides later if that folder is needed."""
+    """InputError if a run cannot write its --out or --states-folder. A plan may name folders of another machine."""
     if settings.plan_only:
         return
     if (reason := why_not_writable(Path(settings.out))) is not None:
         raise not_writable(settings.out, reason)
-    if settings.states_folder is not None:
+    if settings.states_folder is not None:  # under --states auto too: free RAM decides later whether it is needed
         check_states_folder(Path(settings.states_folder))
 
 
 def _check_writable(out: Path) -> None:
-    """InputError where `out` is no folder and cannot become one, or nothing can be made in it."""
+    """InputError if `out` is a file, cannot be made, or is read-only."""
     there = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not there.is_dir():
         raise not_writable(out, os.strerror(errno.ENOTDIR))
@@ -93,13 +88,13 @@ def _check_writable(out: Path) -> None:
 def _paths_refused_in_a_sentence() -> Iterator[None]:
     try:
         yield
-    except OSError as error:  # a name that is too long, a folder that may not be looked into
+    except OSError as error:  # a name that is too long, a folder that may not be read
         raise InputError(f"{error.filename}: {error.strerror}; give another path") from None
 
 
 @contextmanager
 def packages_needed() -> Iterator[None]:
-    """For imports: makes an InputError of a package that is not there or cannot be loaded."""
+    """For imports: InputError for a package that is missing or cannot be loaded."""
     try:
         yield
     except ImportError as error:

@@ -1,7 +1,7 @@
 """Environment variables reach every package that a run imports. None of them may end it without a sentence.
 
-PYTHONWARNINGS=error turns any warning into an error. A variable that a package cannot read (TQDM_NCOLS=wide) fails its
-import. plots.py deals with MPLBACKEND, lowmem/device.py with CUDA's variables.
+PYTHONWARNINGS=error turns any warning into an error. A value that a package cannot read (TQDM_NCOLS=wide) fails its
+import. plots.py handles MPLBACKEND, lowmem/device.py CUDA's variables.
 """
 
 import getpass
@@ -18,7 +18,7 @@ from lowmem.errors import InputError, first_line
 
 @contextmanager
 def warnings_end_nothing() -> Iterator[None]:
-    """Inside the block no warning is an error: if a filter says so, Python's default filters replace all of them."""
+    """Inside the block no warning is an error: if a filter makes it one, Python's default filters apply."""
     with warnings.catch_warnings():
         if any(action == "error" for action, *_ in warnings.filters):
             warnings.simplefilter("default")
@@ -29,11 +29,11 @@ def warnings_end_nothing() -> Iterator[None]:
 
 @contextmanager
 def variables_blamed() -> Iterator[None]:
-    """For imports. Raises InputError if another package fails with anything but an ImportError; it names the variables
-    whose values the error quotes."""
+    """For imports: InputError if a package fails with anything but an ImportError, naming the variables whose values
+    the error quotes."""
     _name_the_user()
     if sys.flags.optimize > 1:
-        raise InputError("PYTHONOPTIMIZE=2 (python -OO) takes away docstrings, which transformers reads; use 1 or 0")
+        raise InputError("PYTHONOPTIMIZE=2 (python -OO) removes docstrings, which transformers reads; use 1 or 0")
     try:
         yield
     except (ImportError, InputError):
@@ -55,7 +55,7 @@ def variables_blamed() -> Iterator[None]:
 
 
 def _name_the_user() -> None:
-    """PyTorch before 2.13 asks for the user's name on import, and in a container a user may have only a number."""
+    """Sets USER if the user, as in a container, has only a number: PyTorch before 2.13 asks for the name on import."""
     try:
         getpass.getuser()
     except (KeyError, OSError):

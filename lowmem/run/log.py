@@ -1,12 +1,10 @@
-"""What a run says while it runs: a progress bar, one JSON row per step, and trackers if asked for (trackers.py).
+"""What a run shows and records: a progress bar, one JSON row per step, and trackers if asked for (trackers.py).
 
-metrics.jsonl is the record; everything else is drawn from it. A row is handed to the system as one line when its step
-is done, so a killed run keeps every finished row, and a resumed run first drops the rows that it will compute again.
-Where the disk takes no line, the run goes on: lines are kept, and written with the next one that it takes.
-What depends on the clock stands in `step_ms`, the tokens per second and the memory figures alone: the other values of
-a row are bitwise the same whenever the same command runs on the same machine. A number that JSON cannot write (NaN,
-inf: a diverged loss, a skipped fp16 step) is null in the file, so that every program can read it, and NaN when read
-back.
+metrics.jsonl is the record. A row is written as one line when its step is done, so a killed run keeps every finished
+row; a resumed run first drops the rows that it computes again. If the disk takes no line, the run goes on, and the line
+is written with the next one. Only `step_ms`, the tokens per second and the memory figures depend on the clock: all
+other values are bitwise the same whenever the same command runs on the same machine. A number that JSON cannot write
+(NaN or inf: a diverged loss, a skipped fp16 step) is null in the file, and NaN when read back.
 """
 
 import json
@@ -28,16 +26,16 @@ from lowmem.run.trackers import Trackers, charts, evaluated, planned
 from lowmem.settings import Settings
 from lowmem.units import format_size
 
-if TYPE_CHECKING:  # names alone are not worth four seconds of importing transformers
+if TYPE_CHECKING:  # importing transformers takes four seconds
     from lowmem.core.batch import Batch
     from lowmem.core.step import StepResult
 
-_ETA_OVER = 101  # steps whose median time says how long the rest takes: what is slow once (compiling) drops out
+_ETA_OVER = 101  # steps; their median ignores steps that were slow once, such as those that compiled
 _NULL_IS_NAN = ("loss", "grad_norm", "eval_loss")
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; what follows the last complete row (a killed process's half line) is left out."""
+    """The rows of a metrics.jsonl, up to the first line that is incomplete (of a killed process)."""
     rows = []
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -57,8 +55,8 @@ def write_json(path: Path, content: dict) -> None:
 def step_row(
     step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: Peaks
 ) -> dict:
-    """One row of metrics.jsonl, but for held-out losses. `tokens` are those that are trained, which have labels;
-    computed are all that go through the model, prompts and padding too."""
+    """One row of metrics.jsonl, without held-out losses. `tokens` counts labels; computed tokens are all that go
+    through the model, prompts and padding included."""
     tokens = batch.trained_tokens
     return {
         "step": step,
@@ -75,10 +73,8 @@ def step_row(
 
 
 class RunLog:
-    """One run's output in `folder`, which exists; `start` when the steps begin, `close` at the end, however it comes.
-
-    `rows` is every row so far, those of earlier runs in the same folder included.
-    """
+    """The output of one run in `folder`: `start` it when the steps begin, `close` it at the end, however that comes.
+    `rows`: every row so far, those of earlier runs in the same folder included."""
 
     def __init__(self, folder: Path, settings: Settings):
         self.rows: list[dict] = []
@@ -88,9 +84,8 @@ class RunLog:
         self._trackers = Trackers(folder, settings, self.say)
 
     def start(self, first_step: int, last_step: int, plan: dict, held_out: dict | None = None) -> None:
-        """`first_step` of `last_step` steps are done already: rows of later ones are dropped, to be computed again.
-        `plan` (plan.json's content) and the settings go to trackers as constants, what it predicts with every row;
-        `held_out`, what a row would say of held-out texts before the first step, as that of step 0."""
+        """`first_step` of `last_step` steps are done. `plan`: plan.json's content; `held_out`: the held-out losses
+        before the first step, as a row has them."""
         path = self._folder / "metrics.jsonl"
         self.rows = [row for row in read_metrics(path) if row["step"] <= first_step]
         _replace(path, "".join(map(_line, self.rows)))
@@ -111,7 +106,7 @@ class RunLog:
             self.say(f"before training: {_held_out(held_out)}")
 
     def say(self, sentence: str, at_length: str | None = None) -> None:
-        """To stderr, above the progress bar, and to log.txt, which has room for it `at_length`."""
+        """Writes to stderr, above the progress bar, and to log.txt, which gets `at_length` if there is one."""
         with output():
             tqdm.write(for_terminal(sentence), file=sys.stderr)
         if self._text is None:
@@ -120,16 +115,15 @@ class RunLog:
             self._text.write(f"{at_length or sentence}\n")
 
     def step(self, row: dict) -> None:
-        """Takes one step's row (`step_row`'s keys; held-out losses only where there were any)."""
+        """Records a step's row: `step_row`'s keys, and held-out losses if there are any."""
         self.rows.append(row)
-        refused = self._file.write(_line(row))
-        if refused is not None:
-            self.say(f"{refused}; training goes on, and what is missing there is written when there is room")
+        if (problem := self._file.write(_line(row))) is not None:
+            self.say(f"{problem}; training goes on, and writes the missing rows when there is room")
         self._tokens += row["tokens"]
         first_of_run = not self._step_ms
         self._step_ms.append(row["step_ms"])
         with output():
-            if not self._bar.disable:
+            if not self._bar.disable:  # the time left comes first, because 80 columns truncate the bar
                 self._bar.set_postfix_str(f"{self._left(row)}  {self._summary(row)}", refresh=False)
                 self._bar.update()
             elif first_of_run or row["step"] % self._settings.log_every == 0 or row["step"] == self._last_step:
@@ -138,7 +132,7 @@ class RunLog:
         self._trackers.row(charts(row, self._tokens) | self._planned, row["step"])
 
     def sample(self, step: int, text: str, last: bool) -> None:
-        """What the model wrote after `step` steps: said, the last one beside what it wrote before; and kept."""
+        """Shows and records what the model wrote after `step` steps; the last sample is shown next to the first."""
         before = [row["text"] for row in self._samples if last and row["step"] == 0]
         self.say("\n".join([*(f"before training, {text}" for text in before), text]))
         row = {"step": step, "text": text}
@@ -146,12 +140,12 @@ class RunLog:
         _replace(self._folder / "samples.jsonl", "".join(map(_line, self._samples)))
         self._trackers.sample(self._samples)
 
-    def pictures(self, *paths: Path) -> None:
-        """Shows the pictures of the run, which are drawn when it has ended, where there are trackers."""
-        self._trackers.pictures(list(paths), self.rows[-1]["step"] if self.rows else self._last_step)
+    def pictures(self, paths: list[Path]) -> None:
+        """Gives the run's pictures to the trackers."""
+        self._trackers.pictures(paths, self.rows[-1]["step"] if self.rows else self._last_step)
 
     def close(self) -> None:
-        """Ends the bar and the trackers; the files are complete. Does nothing before `start`, or a second time."""
+        """Ends the bar and the trackers, and completes the files. Does nothing before `start`, or a second time."""
         if self._file is None or self._file.closed:
             return
         if self._bar is not None:
@@ -176,7 +170,6 @@ class RunLog:
         return "  ".join(parts)
 
     def _left(self, row: dict) -> str:
-        """First in the bar, of which 80 columns cut off the end."""
         seconds_left = round(statistics.median(self._step_ms) / 1000 * (self._last_step - row["step"]))
         hours, rest = divmod(seconds_left, 3600)
         return f"{hours}:{rest // 60:02d}:{rest % 60:02d} left"
@@ -192,7 +185,7 @@ def _held_out(row: dict) -> str:
 
 
 def _speed(trained: float, computed: float) -> str:
-    """Tokens per second; both numbers where they differ by more than 1%: prompts and padding have no labels."""
+    """Tokens per second; both numbers if prompts and padding, which have no labels, are more than 1%."""
     of_computed = f" trained of {computed:,.0f}" if computed - trained > 0.01 * computed else ""
     return f"{trained:,.0f}{of_computed} tokens/s"
 
@@ -206,7 +199,7 @@ def _flat(name: str, content: dict) -> dict:
 
 
 class _Lines:
-    """A file that lines are added to, each as soon as it is written; what the disk does not take waits for the next."""
+    """A file to append lines to without a buffer. Lines that the disk does not take are written with the next ones."""
 
     def __init__(self, path: Path):
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
@@ -214,7 +207,7 @@ class _Lines:
         self.closed = False
 
     def write(self, lines: str) -> str | None:
-        """Why the disk takes no more, when it begins to; else None."""
+        """Returns the error text of the first write that failed since one succeeded, else None."""
         before, self._waiting = self._waiting, self._waiting + lines.encode(errors="backslashreplace")
         try:
             while self._waiting:
@@ -224,7 +217,7 @@ class _Lines:
         return None
 
     def close(self) -> None:
-        """Whatever still waits is tried once more."""
+        """Tries waiting lines once more."""
         self.write("")
         self.closed = True
         with suppress(OSError):

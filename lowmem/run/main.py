@@ -1,8 +1,8 @@
-"""A script's whole work, from what was typed to its exit code (errors.py).
+"""A script's whole work, from the command line to its exit code (errors.py).
 
-PyTorch and transformers take seconds to import, so that happens once it is known that there is something to run: a
-misspelt option, --help and a path that leads nowhere (early.py) are answered at once. Whatever a user or a machine can
-cause ends in one sentence on stderr; a traceback means a mistake of this code.
+PyTorch and transformers take seconds to import, so that happens when there is something to run: a misspelt option,
+--help and a path that leads nowhere (early.py) are answered at once. Everything that a user or a machine can cause ends
+with one sentence on stderr; a traceback means a mistake of this code.
 """
 
 import sys
@@ -18,53 +18,44 @@ from lowmem.settings import Settings
 
 
 def main(defaults: Settings, arguments: list[str] | None = None) -> int:
-    """Runs what `arguments` (the command line's, if None) ask for, over a script's `defaults`; returns the exit code.
-
-    Until the run begins Ctrl-C ends it at once; from then on it is a request to save and stop (signals.py)."""
+    """Runs `arguments` (None: the command line's) over a script's `defaults`; returns the exit code. Until the run
+    begins Ctrl-C ends it at once; from then on it is a request to save and stop (signals.py)."""
     escape_what_stdout_lacks()
-    with warnings_end_nothing():
-        return _main(defaults, sys.argv[1:] if arguments is None else arguments)
-
-
-def _main(defaults: Settings, arguments: list[str]) -> int:
+    settings = defaults
     try:
-        with interrupt_ends_at_once(), packages_needed():
-            settings = parse_arguments(arguments, defaults)
-            settings = check_run(settings, say)
-            with variables_blamed():
-                from lowmem.run.train import run
-    except LowmemError as error:
-        return _fail(error)
-    try:
-        with interrupt_ends_at_once() if settings.plan_only else StopRequest() as stop:
-            run(settings, stop)
+        with warnings_end_nothing():
+            with interrupt_ends_at_once(), packages_needed():
+                settings = parse_arguments(sys.argv[1:] if arguments is None else arguments, defaults)
+                settings = check_run(settings, say)
+                with variables_blamed():
+                    from lowmem.run.train import run
+            with interrupt_ends_at_once() if settings.plan_only else StopRequest() as stop:
+                run(settings, stop)
     except Exception as error:
         said = _in_a_sentence(error, settings)
         if said is None:
             raise
-        return _fail(said)
+        say(f"{Path(sys.argv[0]).name}: {said}")
+        return said.exit_code
     return 0
 
 
-def _fail(error: LowmemError) -> int:
-    say(f"{Path(sys.argv[0]).name}: {error}")
-    return error.exit_code
-
-
 def _in_a_sentence(error: Exception, settings: Settings) -> LowmemError | None:
-    """What the user is told; None for what should not happen."""
+    """The error as a user is told of it; None for a mistake of this code."""
     if isinstance(error, LowmemError):
         return error
+    if "torch" not in sys.modules:
+        return None
     import torch
 
     reason = first_line(error)
     if isinstance(error, torch.OutOfMemoryError):
         return CapExceeded(f"out of GPU memory under --gpu-limit, before or after training: {reason}")
     if isinstance(error, OSError):  # a full disk or quota, a folder that went away
-        where = error.filename or settings.out
-        return LowmemError(f"{where}: {error.strerror or error}; what was saved is safe")
+        return LowmemError(f"{error.filename or settings.out}: {error.strerror or error}; what was saved is safe")
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in reason:
-        return LowmemError(f"out of RAM ({reason}); what was saved is safe. Free some, or lower --micro-batch or --seq")
+        advice = "Free some, or lower --micro-batch or --seq"
+        return LowmemError(f"out of RAM ({reason}); what was saved is safe. {advice}")
     if isinstance(error, torch.AcceleratorError) or reason.startswith(("CUDA error", "CUDA driver error")):
-        return LowmemError(f"the GPU failed ({reason}); what was saved is safe, and the same command goes on from it")
+        return LowmemError(f"the GPU failed ({reason}); what was saved is safe, and the same command resumes from it")
     return None

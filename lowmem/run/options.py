@@ -1,10 +1,10 @@
-"""All options: every field of Settings is one, read as its type says; and which other names they answer to.
+"""The names of all options, and how their values are read: every field of Settings is one, read as its type says.
 
-Who comes from another trainer types what they know: nanoGPT's, litgpt's, torchtune's, Hugging Face's, TRL's, axolotl's
-and LLaMA-Factory's names are hidden aliases where they mean the same. Names that mean something else here, such as
-``--batch_size``, are refused with the reason: training on another batch than intended costs more than an error.
+Names of other trainers (nanoGPT, litgpt, torchtune, Hugging Face, TRL, axolotl, LLaMA-Factory) are hidden aliases if
+they mean the same. Names that mean something else here, such as ``--batch_size``, are refused with the reason: training
+on another batch than intended costs more than an error. Other unknown names are answered with the nearest one.
 
-Names stand here with dashes; the command line takes them with underscores too (lowmem/run/cli.py).
+Names have dashes here; the command line also takes them with underscores (cli.py).
 """
 
 import re
@@ -15,7 +15,7 @@ from typing import get_args
 from lowmem.settings import AUTO, Settings, kind_of, may_be_several, option_name
 from lowmem.units import parse_interval, parse_size
 
-Parse = Callable[[str], object]  # from what was typed to the value; ValueError says what is wrong
+Parse = Callable[[str], object]  # from the typed text to the value; ValueError says what is wrong
 
 
 def integer(typed: str) -> int:
@@ -26,7 +26,7 @@ def integer(typed: str) -> int:
 
 def number(typed: str) -> float:
     try:
-        return float(typed)  # nan and inf are refused by Settings
+        return float(typed)  # Settings refuses nan and inf
     except ValueError:
         raise ValueError(f"{typed!r} is not a number") from None
 
@@ -50,7 +50,7 @@ def optional(word: str, parse: Parse) -> Parse:
 
 
 def one_of(names: Sequence[str], synonyms: dict[str, str]) -> Parse:
-    """One of `names`, or a name that another trainer has for it."""
+    """One of `names`, or another trainer's name for it."""
 
     def parse(typed: str) -> str:
         name = synonyms.get(typed.lower().replace("-", "_"), typed.lower())
@@ -72,10 +72,10 @@ def flag_for(value: str) -> Parse:
     return parse
 
 
-# Of groups in --help, by the first field of each.
+# Titles of the groups in --help, by the first field of each.
 TITLES = {"model": "model", "data": "data", "batch": "training", "gpu_limit_bytes": "memory", "out": "run folder"}
 
-ALIASES = {  # of fields, with dashes, separated by spaces; the underscored forms follow
+ALIASES = {  # by field, separated by spaces
     "model": "model-name-or-path model-name pretrained-model-name-or-path base-model",
     "data": "dataset-name dataset dataset-path data-path train-file train-data",
     "eval_data": "validation-file eval-file eval-dataset validation-data val-data",
@@ -123,8 +123,8 @@ SYNONYMS = {  # of values, in lower case with underscores, by field
     "schedule": {"constant_with_warmup": "constant"},
     "precision": _DTYPES,
     "export_dtype": _DTYPES,
-    "recompute": {"true": "on", "false": "off"},  # as JSON has the two words
-    "resume": {"true": "auto", "false": "never"},  # what Hugging Face's users type
+    "recompute": {"true": "on", "false": "off"},  # JSON has these two words
+    "resume": {"true": "auto", "false": "never"},  # from Hugging Face's Trainer
     "optimizer": {
         **{"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
         **{"adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit"},
@@ -133,7 +133,7 @@ SYNONYMS = {  # of values, in lower case with underscores, by field
 
 
 def _typed(item: Field) -> tuple[str, Parse]:
-    """What may be typed for a field of Settings, as --help writes it, and how it is read."""
+    """The values of a field as --help shows them, and how they are read."""
     kind, _ = kind_of(item.type)
     synonyms = SYNONYMS.get(item.name, {})
     if item.name.endswith("_bytes"):
@@ -153,94 +153,62 @@ OPTIONS = {item.name: _typed(item) for item in fields(Settings)}
 SEVERAL = {item.name for item in fields(Settings) if may_be_several(item.type)}  # may be typed more than once
 
 # Aliases whose values are read in another way than the option's own: flags, and shares.
-FLAGS = {"bf16": ("precision", "bf16"), "fp16": ("precision", "fp16")}
-FLAGS.update({"use-cpu": ("device", "cpu"), "no-cuda": ("device", "cpu"), "wandb-log": ("report_to", "wandb")})
-FLAGS.update(dict.fromkeys(("packing", "packed", "sample-packing", "neat-packing"), ("pack", "packed")))
+FLAGS = {"bf16": ("precision", "bf16"), "fp16": ("precision", "fp16"), "wandb-log": ("report_to", "wandb")}
+FLAGS |= dict.fromkeys(("use-cpu", "no-cuda"), ("device", "cpu"))
+FLAGS |= dict.fromkeys(("packing", "packed", "sample-packing", "neat-packing"), ("pack", "packed"))
 SPECIAL_ALIASES: dict[str, tuple[str, Parse]] = {
     **dict.fromkeys(("warmup-ratio", "warmup-fraction", "lr-warmup-fraction"), ("warmup_steps", share)),
     **{flag: (field, flag_for(value)) for flag, (field, value) in FLAGS.items()},
 }
 
-REFUSED = {
-    name: reason
-    for names, reason in {
-        "batch-size train-batch-size": "trainers disagree on what it means; use --batch for the sequences per "
-        "optimizer step, and --micro-batch for those that go through the model at once (the planner chooses them "
-        "otherwise)",
-        "eval-batch-size per-device-eval-batch-size": "evaluation takes as many sequences at once as training does; "
-        "--eval-batches says how much it reads",
-        "gradient-accumulation-steps gradient-accumulation-iters grad-accum-steps accumulate-grad-batches": (
-            "it follows from --batch, the sequences per optimizer step, and --micro-batch, those that run at once"
-        ),
-        "gradient-checkpointing activation-checkpointing enable-activation-checkpointing "
-        "gradient-checkpointing-kwargs": "the planner recomputes "
-        "where the caps ask for it; --recompute on, products or off overrules it",
-        "load-in-4bit load-in-8bit quantize quantization use-lora lora use-peft lora-r lora-rank lora-alpha qlora "
-        "lora-dropout lora-target-modules finetuning-type adapter galore-rank optim-target-modules freeze-layers": (
-            "every parameter is trained here, with fp32 master weights; to use less memory set --gpu-limit and "
-            "--ram-limit, or take --optimizer adamw8bit"
-        ),
-        "deepspeed fsdp fsdp-config accelerate-config zero-stage strategy": "training is on one GPU, and the planner "
-        "puts what does not fit into RAM by itself: --gpu-limit and --ram-limit say how much there is",
-        "metric-for-best-model greater-is-better": "--keep-best and --patience compare held-out losses",
-        "early-stopping early-stopping-threshold": "use --patience with a number of evaluations",
-        "betas adam-betas": "use --adam-beta1 and --adam-beta2",
-        "wandb-project wandb-entity": "set the environment variable WANDB_PROJECT or WANDB_ENTITY",
-        "dataset-config-name dataset-config": "write it behind the dataset's name: --data org/name:config",
-        "validation-split-percentage": "use --eval-fraction with a share: 0.05 is 5 percent",
-        "gpus num-gpus n-gpus nproc-per-node num-nodes nnodes num-processes world-size local-rank devices ddp-backend "
-        "ddp-timeout ddp-find-unused-parameters": "training is on one GPU; python -m lowmem.plan --gpus N says which "
-        "of PyTorch's ways suits several",
-        "init-from": "use --model for the weights to start from, --init random for none, --resume to go on",
-        "eval-strategy evaluation-strategy eval-on-start": "--eval-every says how often; there is an evaluation before "
-        "the first step and after the last one always",
-        "save-strategy always-save-checkpoint save-only-model save-safetensors": "--save-every takes steps or a time, "
-        "and the last step is always saved; the model is exported as .safetensors at the end",
-        "logging-strategy logging-first-step": "metrics.jsonl has every step; --log-every says which are printed",
-        "logging-dir log-dir": "log.txt and metrics.jsonl lie in --out, beside the rest of the run",
-        "overwrite-output-dir": "a run in --out that was stopped is gone on with; --resume never begins anew",
-        "push-to-hub hub-model-id hub-token": "nothing is uploaded; the model lies in the run's folder, and "
-        "hf upload NAME FOLDER puts it on the hub",
-        "torch-compile compile compile-model": "blocks run eagerly but for fused kernels, which need no option: what "
-        "compiled ones keep for backward cannot be planned",
-        "use-liger-kernel use-liger liger-kernel": "there are fused kernels for the loss and the updates, which are "
-        "used where the GPU has them; no option is needed",
-        "attn-implementation flash-attention flash-attn use-flash-attn use-flash-attention-2 sdp-attention sdpa "
-        "xformers-attention": "attention is PyTorch's own, which takes a fused kernel where the model allows one",
-        "tf32": "TF32 is always off; --precision says what computes",
-        "min-lr min-lr-ratio decay-lr lr-decay-iters lr-decay-steps lr-scheduler-kwargs": "--schedule cosine and "
-        "linear fall to 0 behind the last step, and constant stays where it is",
-        "label-smoothing label-smoothing-factor": "the loss is plain cross-entropy",
-        "use-cache": "training keeps no cache of keys and values",
-        "neftune-noise-alpha": "no noise is added to embeddings",
-        "group-by-length length-column-name": "the order is a permutation by --seed; text is packed into full rows, "
-        "and the examples of a step run among others of about their length (--pack)",
-        "shuffle data-seed shuffle-seed": "data are always shuffled, by --seed",
-        "assistant-only-loss completion-only-loss train-on-inputs train-on-input train-on-prompt train-on-source "
-        "mask-prompt response-template instruction-template": "use --train-on completion for the answers alone, "
-        "or --train-on all",
-        "template prompt-template prompt-style": "conversations are written by the chat template of the model's own "
-        "tokenizer, or by that of --chat-template FILE",
-        "remove-unused-columns": "only the columns that are trained on are read; --text-field names that of plain text",
-        "dataloader-num-workers num-workers dataset-num-proc preprocessing-num-workers dataloader-pin-memory": "texts "
-        "are tokenized once, before the first step, and no worker processes are needed",
-        "max-samples max-train-samples max-eval-samples": "give smaller files, or fewer --steps and --eval-batches",
-        "streaming": "a hub data set of more than 1 GiB is streamed by itself",
-        "tokenizer-name tokenizer tokenizer-path": "the tokenizer is the model's own, in its folder or hub repository",
-        "config-name n-layer n-head n-embd bias dropout attention-dropout": "shape and dropout are those of the "
-        "model's config.json: change them there, and give its folder as --model",
-        "trust-remote-code": "code from the hub is never run; choose a model that is part of transformers",
-        "revision model-revision": "fetch it with hf download NAME --revision REVISION --local-dir DIR, and give "
-        "--model DIR",
-        "cache-dir": "set the environment variable HF_HOME",
-        "full-determinism deterministic": "the same command always gives the same bits; --seed gives others",
-        "auto-find-batch-size": "the planner finds how many sequences go through at once; --batch stays what it is",
-        "total-batch-size tokens-per-step": "--batch counts sequences: the tokens per step, divided by --seq",
-        "stage do-train do-eval do-predict": "there is one kind of training, on the next token; --train-on says of "
-        "which text, and --eval-every how often it is evaluated",
-    }.items()
-    for name in names.split()
+_REASONS = {  # names that would mislead, and what to use instead
+    "batch-size train-batch-size": "trainers disagree on its meaning; use --batch for the sequences per optimizer step "
+    "and --micro-batch for those that go through the model at once",
+    "eval-batch-size per-device-eval-batch-size": "an evaluation takes as many sequences at once as training; "
+    "--eval-batches limits how much it reads",
+    "gradient-accumulation-steps gradient-accumulation-iters grad-accum-steps accumulate-grad-batches": "it follows "
+    "from --batch, the sequences per optimizer step, and --micro-batch, those that run at once",
+    "total-batch-size tokens-per-step": "--batch counts sequences: divide the tokens per step by --seq",
+    "auto-find-batch-size": "the planner always chooses how many sequences run at once; --batch stays as it is",
+    "gradient-checkpointing activation-checkpointing enable-activation-checkpointing": "the planner recomputes if the "
+    "caps require it; overrule it with --recompute on, products or off",
+    "load-in-4bit load-in-8bit quantize quantization use-lora lora use-peft lora-r lora-rank lora-alpha qlora "
+    "finetuning-type adapter freeze-layers": "every parameter is trained here, with fp32 master weights; to use less "
+    "memory set --gpu-limit and --ram-limit, or take --optimizer adamw8bit",
+    "deepspeed fsdp fsdp-config zero-stage strategy": "training is on one GPU, and the planner puts into RAM whatever "
+    "does not fit under --gpu-limit",
+    "gpus num-gpus n-gpus devices num-nodes nnodes num-processes nproc-per-node": "training is on one GPU; python -m "
+    "lowmem.plan --gpus N says which of PyTorch's methods suits several",
+    "init-from": "use --model for pretrained weights, --init random for none, --resume for a checkpoint",
+    "metric-for-best-model greater-is-better": "--keep-best and --patience compare held-out losses",
+    "early-stopping early-stopping-threshold": "use --patience with a number of evaluations",
+    "betas adam-betas": "use --adam-beta1 and --adam-beta2",
+    "wandb-project wandb-entity": "set the environment variable WANDB_PROJECT or WANDB_ENTITY",
+    "dataset-config-name dataset-config": "append it to the dataset's name: --data org/name:config",
+    "validation-split-percentage": "use --eval-fraction with a share: 0.05 is 5 percent",
+    "eval-strategy evaluation-strategy": "use --eval-every N; the first and the last step are always evaluated",
+    "save-strategy save-only-model": "use --save-every with steps or a time; the last step is always saved",
+    "overwrite-output-dir": "a stopped run in --out is resumed; --resume never starts from step 0",
+    "min-lr min-lr-ratio decay-lr lr-decay-iters lr-decay-steps": "--schedule cosine and linear fall to 0 after the "
+    "last step, and constant does not fall",
+    "compile torch-compile compile-model": "compiled blocks cannot be planned; fused kernels need no option",
+    "attn-implementation flash-attention flash-attn use-flash-attention-2": "attention is PyTorch's own, which has a "
+    "fused kernel",
+    "tf32": "TF32 is always off; --precision sets the dtype of the computation",
+    "group-by-length": "the order depends only on --seed; --pack sorts the examples of a step by length",
+    "assistant-only-loss completion-only-loss train-on-inputs train-on-input train-on-prompt mask-prompt "
+    "response-template": "use --train-on completion for the answers alone, or --train-on all",
+    "template prompt-template prompt-style": "conversations use the chat template of the model's tokenizer, or "
+    "--chat-template FILE",
+    "max-samples max-train-samples max-eval-samples": "use smaller files, or fewer --steps and --eval-batches",
+    "tokenizer-name tokenizer tokenizer-path": "the tokenizer is the model's own, from its folder or hub repository",
+    "config-name n-layer n-head n-embd bias dropout attention-dropout": "change the model's config.json, and give its "
+    "folder as --model",
+    "trust-remote-code": "code from the hub is never run; choose a model that is part of transformers",
+    "revision model-revision": "fetch it with hf download NAME --revision REVISION --local-dir DIR, and give --model "
+    "DIR",
 }
+REFUSED = {name: reason for names, reason in _REASONS.items() for name in names.split()}
 
 # Every name of every option, with dashes: its field, and how its value is read.
 NAMES = SPECIAL_ALIASES | {

@@ -1,7 +1,7 @@
-"""Pictures of a run: its loss, and its memory beside what was predicted. Needs matplotlib, imported when drawing.
+"""Pictures of a run: its loss, and its memory next to the prediction. Needs matplotlib, imported when drawing.
 
-The figures are made without pyplot, so no window system is asked for and nothing stays open behind a long run. Neither
-MPLBACKEND nor a matplotlibrc changes a picture, and a picture that cannot be drawn ends no run (`draw`).
+The figures are made without pyplot, so no window system is asked for and no figure stays open. Neither MPLBACKEND nor a
+matplotlibrc changes a picture, and a picture that cannot be drawn ends no run (`draw`).
 """
 
 import math
@@ -16,8 +16,8 @@ from pathlib import Path
 from lowmem.errors import first_line
 from lowmem.units import GIB, format_size
 
-_MEDIAN_OVER = 25  # steps; drawn when there are four times as many
-_MARKED_UP_TO = 20  # rows: fewer are dots on a line, for one row alone would be no line
+_MEDIAN_OVER = 25  # steps; drawn if there are four times as many
+_MARKED_UP_TO = 20  # rows; fewer are drawn as dots too, because one row makes no line
 
 
 def draw(path: Path, picture: Callable[[], None]) -> str | None:
@@ -37,8 +37,8 @@ def draw(path: Path, picture: Callable[[], None]) -> str | None:
 
 
 def _import_matplotlib() -> None:
-    """A notebook passes MPLBACKEND on to the programs that it starts. matplotlib cannot be imported if it does not know
-    that backend, although no picture here uses one."""
+    """Imports it without MPLBACKEND, which a notebook passes on to the programs that it starts: the import fails if
+    matplotlib does not know that backend."""
     if "matplotlib" in sys.modules:
         return
     backend = os.environ.pop("MPLBACKEND", None)
@@ -53,56 +53,32 @@ def _import_matplotlib() -> None:
 
 
 def draw_loss(rows: list[dict], path: Path, eval_first: float | None = None) -> None:
-    """Training loss per step and held-out loss where there was one, as a PNG. `rows`: of metrics.jsonl; `eval_first`:
-    held-out loss before the first step. A step whose loss is not finite breaks the line and is marked on the axis.
-    ImportError without matplotlib."""
+    """Training loss per step and held-out losses, as a PNG. `rows`: of metrics.jsonl; `eval_first`: held-out loss
+    before the first step. A loss that is not finite breaks the line and is marked on the axis."""
     figure, axes = _figure(8, 4.5)
     finite = [row for row in rows if math.isfinite(row["loss"])]
     long = len(finite) >= 4 * _MEDIAN_OVER
     axes.plot(
-        [row["step"] for row in rows],
-        [row["loss"] if math.isfinite(row["loss"]) else math.nan for row in rows],
-        color="C0",
-        alpha=0.3 if long else 1.0,
-        linewidth=1,
-        marker="o" if len(rows) < _MARKED_UP_TO else None,
-        markersize=4,
-        label="training",
-    )
+        [row["step"] for row in rows], [row["loss"] if math.isfinite(row["loss"]) else math.nan for row in rows],
+        color="C0", alpha=0.3 if long else 1.0, linewidth=1, marker="o" if len(rows) < _MARKED_UP_TO else None,
+        markersize=4, label="training",
+    )  # fmt: skip
     if long:
         half, losses = _MEDIAN_OVER // 2, [row["loss"] for row in finite]
         smooth = [statistics.median(losses[max(i - half, 0) : i + half + 1]) for i in range(len(losses))]
-        axes.plot(
-            [row["step"] for row in finite],
-            smooth,
-            color="C0",
-            linewidth=1.5,
-            label=f"training, median of {_MEDIAN_OVER} steps",
-        )
+        label = f"training, median of {_MEDIAN_OVER} steps"
+        axes.plot([row["step"] for row in finite], smooth, color="C0", linewidth=1.5, label=label)
     broken = [row["step"] for row in rows if not math.isfinite(row["loss"])]
     if broken:
         axes.plot(
-            broken,
-            [0.02] * len(broken),
-            transform=axes.get_xaxis_transform(),  # steps across, share of the height upwards
-            color="C3",
-            marker="x",
-            linestyle="none",
-            label=f"loss not finite ({len(broken)} of {len(rows)} steps)",
-        )
-    held_out = [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
-    if eval_first is not None:
-        held_out.insert(0, (0, eval_first))
+            broken, [0.02] * len(broken), transform=axes.get_xaxis_transform(),  # steps, share of the height
+            color="C3", marker="x", linestyle="none", label=f"loss not finite ({len(broken)} of {len(rows)} steps)",
+        )  # fmt: skip
+    held_out = [] if eval_first is None else [(0, eval_first)]
+    held_out += [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
     if held_out:
-        axes.plot(
-            *zip(*held_out, strict=True),
-            color="C1",
-            marker="o",
-            markersize=5,
-            linewidth=1,
-            linestyle=":",
-            label="held-out",
-        )
+        style = {"color": "C1", "marker": "o", "markersize": 5, "linewidth": 1, "linestyle": ":", "label": "held-out"}
+        axes.plot(*zip(*held_out, strict=True), **style)
     if not finite and not held_out:
         axes.text(0.5, 0.5, "no finite loss", transform=axes.transAxes, ha="center", color="0.4")
         axes.set_yticks([])
@@ -117,24 +93,31 @@ def draw_memory(
     plan: dict, measured: dict | None, path: Path, timeline: Sequence[tuple[float, int, int]] = (),
     ram_phases: dict[str, int] | None = None,
 ) -> None:  # fmt: skip
-    """Predicted bytes by name at the peak, stacked, beside the measured peak and the cap, for GPU and RAM, as a PNG;
-    above that the GPU's memory over one step, where the plan has a `timeline`: (seconds, allocated bytes, reserved
-    bytes); below it RAM by phase of the run, predicted and, where there are `ram_phases`, measured. `plan`: plan.json's
-    content; `measured`: limits.Peaks as a dict, None for a plan that was not run. ImportError without matplotlib."""
+    """Three panels, as a PNG: the GPU's memory over one step, if the plan has a `timeline` of (seconds, allocated
+    bytes, reserved bytes); GPU and RAM at their peaks, predicted (stacked by name) and measured, with the cap; and RAM
+    by phase of the run. `plan`: plan.json's content; `measured`: limits.Peaks as a dict, None without a run."""
     reached = measured or {"gpu_reserved_peak_bytes": None, "ram_peak_bytes": None}
-    kinds = [("RAM", plan["ram_breakdown"], reached["ram_peak_bytes"], plan["limits"]["ram_bytes"])]
-    reserved = plan["predicted"]["gpu_reserved_peak_bytes"]
+    limits, reserved = plan["limits"], plan["predicted"]["gpu_reserved_peak_bytes"]
+    kinds = [("RAM", plan["ram_breakdown"], reached["ram_peak_bytes"], limits["ram_bytes"])]
     if reserved is not None:
         parts = plan["breakdown"] | {"reserved, not allocated": reserved - sum(plan["breakdown"].values())}
-        kinds.insert(0, ("GPU", parts, reached["gpu_reserved_peak_bytes"], plan["limits"]["gpu_bytes"]))
-    names = list(dict.fromkeys(name for _, parts, _, _ in kinds for name, size in parts.items() if size))
-    height = 1.8 + 1.3 * len(kinds)
-    heights = (*([2.6] if timeline else []), height, 2.0)
+        kinds.insert(0, ("GPU", parts, reached["gpu_reserved_peak_bytes"], limits["gpu_bytes"]))
+    heights = (*([2.6] if timeline else []), 1.8 + 1.3 * len(kinds), 2.0)
     figure, *panels = _figure(9, sum(heights), rows=heights)
-    axes = panels[-2]
-    _draw_phases(panels[-1], plan["ram_phases"], ram_phases or {}, plan["limits"]["ram_bytes"])
     if timeline:
-        _draw_timeline(panels[0], timeline, reached["gpu_reserved_peak_bytes"], plan["limits"]["gpu_bytes"])
+        _draw_timeline(panels[0], timeline, reached["gpu_reserved_peak_bytes"], limits["gpu_bytes"])
+    axes = panels[-2]
+    _draw_peaks(axes, kinds)
+    _draw_phases(panels[-1], plan["ram_phases"], ram_phases or {}, limits["ram_bytes"])
+    handles, names = axes.get_legend_handles_labels()
+    names = [name.replace("_", " ") for name in names]
+    figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_peaks(axes, kinds: list[tuple[str, dict[str, int], int | None, int | None]]) -> None:
+    """`kinds`: GPU or RAM, predicted bytes by name, measured peak, cap."""
+    names = list(dict.fromkeys(name for _, parts, _, _ in kinds for name, size in parts.items() if size))
     colours = dict(zip(names, _colours(len(names)), strict=True))
     labels: list[str] = []
     for kind, parts, peak, cap in kinds:
@@ -152,41 +135,29 @@ def draw_memory(
             axes.barh(len(labels) + 1, peak / GIB, color="0.35", height=0.6)
             rows.append((f"{kind} measured", peak))
         for row, (_, size) in enumerate(rows, start=len(labels)):
-            axes.annotate(
-                format_size(size), (size / GIB, row), (4, 0), textcoords="offset points", va="center", fontsize=8,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # legible where it meets the cap's line
-            )  # fmt: skip
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # legible across the cap's line
+            _annotate(axes, format_size(size), (size / GIB, row), (4, 0), va="center", fontsize=8, bbox=box)
         if cap is not None:
             top, bottom = len(labels) - 0.4, len(labels) + len(rows) - 0.6
             axes.plot([cap / GIB] * 2, [top, bottom], color="C3", linestyle="--", linewidth=1.2)
-            axes.annotate(
-                f"cap {format_size(cap)}", (cap / GIB, top), (0, 2), textcoords="offset points", ha="center",
-                va="bottom", fontsize=8, color="C3",
-            )  # fmt: skip
+            where = {"ha": "center", "va": "bottom", "fontsize": 8, "color": "C3"}
+            _annotate(axes, f"cap {format_size(cap)}", (cap / GIB, top), (0, 2), **where)
         labels += [label for label, _ in rows]
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
-    axes.set_xlim(right=axes.get_xlim()[1] * 1.06)  # room for the sizes behind the bars
+    axes.set_xlim(right=axes.get_xlim()[1] * 1.06)  # room for the sizes to the right of the bars
     axes.set_xlabel("GiB (2**30 bytes), peak of the run")
-    handles, names = axes.get_legend_handles_labels()
-    names = [name.replace("_", " ") for name in names]
-    figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120)
 
 
 def _draw_phases(axes, predicted: dict[str, int], measured: dict[str, int], cap_bytes: int | None) -> None:
-    """The peak of RAM in each phase of the run, in their order, predicted beside measured."""
+    """The peak of RAM in each phase of the run, in their order."""
     names = list(dict.fromkeys([*predicted, *measured]))
     for phases, label, colour, place in ((predicted, "predicted", "C0", -0.2), (measured, "measured", "0.35", 0.2)):
-        known = [(number, phases[name]) for number, name in enumerate(names) if name in phases]
-        if not known:
-            continue
-        axes.bar([n + place for n, _ in known], [size / GIB for _, size in known], 0.38, color=colour, label=label)
-        for number, size in known:
-            axes.annotate(
-                f"{size / GIB:.2f}", (number + place, size / GIB), (0, 1), textcoords="offset points", ha="center",
-                fontsize=7,
-            )  # fmt: skip
+        known = [(number + place, phases[name] / GIB) for number, name in enumerate(names) if name in phases]
+        if known:
+            axes.bar(*zip(*known, strict=True), 0.38, color=colour, label=label)
+        for where, size in known:
+            _annotate(axes, f"{size:.2f}", (where, size), (0, 1), ha="center", fontsize=7)
     if cap_bytes is not None:
         axes.axhline(cap_bytes / GIB, color="C3", linestyle="--", linewidth=1.2, label="cap")
     axes.set_xticks(range(len(names)), names)
@@ -198,20 +169,23 @@ def _draw_phases(axes, predicted: dict[str, int], measured: dict[str, int], cap_
 def _draw_timeline(
     axes, timeline: Sequence[tuple[float, int, int]], measured_bytes: int | None, cap_bytes: int | None
 ) -> None:
-    """What one step allocates and reserves; each value is the most until the next one."""
+    """Allocated and reserved bytes over one step; each value holds until the next one."""
     seconds = [second for second, _, _ in timeline]
     for place, label, colour in ((2, "reserved (predicted)", "C1"), (1, "allocated (predicted)", "C0")):
         values = [point[place] / GIB for point in timeline]
         axes.step(seconds, values, where="post", color=colour, linewidth=1, label=label)
-    for size, label, style in ((measured_bytes, "reserved, peak (measured)", ":"), (cap_bytes, "cap", "--")):
+    lines = (measured_bytes, "reserved, peak (measured)", ":", "0.35"), (cap_bytes, "cap", "--", "C3")
+    for size, label, style, colour in lines:
         if size is not None:
-            axes.axhline(
-                size / GIB, color="0.35" if style == ":" else "C3", linestyle=style, linewidth=1.2, label=label
-            )
+            axes.axhline(size / GIB, color=colour, linestyle=style, linewidth=1.2, label=label)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("seconds of one step (predicted)")
     axes.set_ylabel("GPU memory (GiB)")
     axes.legend(frameon=False, fontsize=8, loc="lower right")
+
+
+def _annotate(axes, text: str, at: tuple[float, float], offset_points: tuple[int, int], **style) -> None:
+    axes.annotate(text, at, offset_points, textcoords="offset points", **style)
 
 
 def _figure(width: float, height: float, rows: tuple[float, ...] = (1,)):
@@ -228,8 +202,8 @@ def _figure(width: float, height: float, rows: tuple[float, ...] = (1,)):
 
 
 def _colours(count: int) -> list:
-    """As many colours as names, no two alike: 18 that are told apart at a glance, then steps of a rainbow. No grey,
-    which is what was measured."""
+    """`count` different colours: 18 that are told apart at a glance, then steps of a rainbow. No grey, which marks
+    measured values."""
     import matplotlib
 
     pairs = matplotlib.colormaps["tab20"].colors  # a strong and a pale one of each of ten hues, the eighth grey

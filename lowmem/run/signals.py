@@ -1,17 +1,17 @@
-"""SIGTERM, SIGINT and SIGHUP as a request: stop, with everything saved; and what is said at once.
+"""SIGTERM, SIGINT and SIGHUP are requests: stop, with everything saved. Each is answered at once.
 
-A signal arrives at any instruction: half-way through an update, a save or an evaluation. So it is only counted, and the
-loop looks at the count where the state is whole.
+A signal may arrive in the middle of an update, a save or an evaluation. So it is only counted, and the loop reads the
+count when its state is complete.
 
-    first    what is under way is finished, saved, and the run ends with exit code 75
-    second   the step or evaluation that is under way is given up, and what was done before it is saved (a step whose
-             updates have begun is finished; before the first step nothing is worth saving, so the process ends)
-    third    the process ends at once; what was saved before is safe
+    first    the current step is finished and saved, and the run ends with exit code 75
+    second   the current step or evaluation is given up, and the state before it is saved (a step that has begun to
+             update is finished; before the first step there is nothing to save, so the process ends)
+    third    the process ends at once; earlier checkpoints are safe
 
-The count is kept, and the answer given, by a thread: Python's own handlers wait for the main thread, which may be
-waiting itself for seconds, for a GPU or a disk. A hang-up (the terminal went away) only ever counts once, since a shell
-and the system may both send it; what is written to that terminal goes nowhere from then on. A signal that is ignored
-when the run begins, as under nohup or in the background of a script, stays ignored.
+A thread counts and answers, because Python's own handlers wait for the main thread, which may itself wait seconds for a
+GPU or a disk. A hang-up (the terminal went away) only counts once, since a shell and the system may both send it;
+output to that terminal then goes nowhere. A signal that is ignored when the run begins, as under nohup or in the
+background of a script, stays ignored.
 """
 
 import os
@@ -30,8 +30,8 @@ _END = b"\0"  # no signal has this number
 
 @contextmanager
 def interrupt_ends_at_once() -> Iterator[None]:
-    """Inside the block SIGINT ends the process as SIGTERM does, without a word (a shell reports 130). Python's own way,
-    an exception at whatever instruction comes next, prints a traceback or is lost in somebody's `except`."""
+    """Inside the block SIGINT ends the process silently, as SIGTERM does (a shell reports 130). Python's exception at
+    the next instruction would print a traceback or be caught by some `except`."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -44,14 +44,14 @@ def interrupt_ends_at_once() -> Iterator[None]:
 class StopRequest:
     """Catches SIGNALS inside a `with` block, in the main thread (ValueError elsewhere).
 
-    `requests`: how many have come; `name`: the first one's, "SIGINT" say, or None.
+    `requests`: the number of signals; `name`: the first one's, such as "SIGINT", or None.
     """
 
     def __init__(self):
         self.requests = 0
         self.name: str | None = None
-        self._nothing_yet = True  # to lose
-        self._finishing, self._second = "what comes before the first step", "ends at once, and nothing is lost"
+        self._nothing_yet = True  # that could be saved
+        self._finishing, self._second = "the preparation", "ends the run at once: nothing is lost"
         self._before: dict[signal.Signals, object] = {}
 
     @property
@@ -60,12 +60,12 @@ class StopRequest:
 
     @property
     def urgent(self) -> bool:
-        """Whether what is under way is to be given up."""
+        """Whether the current step or evaluation is to be given up."""
         return self.requests > 1
 
     def now(self, finishing: str, second: str) -> None:
-        """What the run is at, for the answer to a signal: "step 12, about 35 s, then saving", and what a second signal
-        does then: "drops this step". To be called from the first step on."""
+        """Sets the answer to a signal: what is finished first, "step 12, about 35 s, then saving", and what a second
+        signal does, "drops this step". To be called from the first step on."""
         self._nothing_yet = False
         self._finishing, self._second = finishing, second
 
@@ -109,11 +109,11 @@ class StopRequest:
 
 
 def _nothing(number: int, frame) -> None:
-    """Takes the place of a signal's default action; the number comes through the pipe."""
+    """Replaces a signal's default action; the number arrives through the pipe."""
 
 
 def _say(sentence: str) -> None:
-    """Past Python's buffers, in the middle of which the main thread may be; on a line of its own beside a bar."""
+    """Writes past Python's buffers, which the main thread may be using; a progress bar stays on its own line."""
     start = "\n" if sys.stderr is not None and os.isatty(2) else ""
     with output():
         os.write(2, f"{start}{for_terminal(sentence)}\n".encode())

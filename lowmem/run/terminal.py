@@ -1,4 +1,4 @@
-"""Sentences for whoever looks on: as wide as a terminal, and no error where it has gone away."""
+"""Sentences for a terminal: as wide as it is, and no error if it has gone away."""
 
 import os
 import shutil
@@ -11,8 +11,8 @@ from functools import partial
 
 @contextmanager
 def output() -> Iterator[None]:
-    """Output inside the block may fail: where a terminal, or the program behind a pipe, went away, what is written from
-    then on goes nowhere, and the run goes on."""
+    """Output inside the block may fail: if a terminal or the program behind a pipe has gone away, all later output is
+    dropped, and the run goes on."""
     try:
         yield
     except OSError:
@@ -20,19 +20,19 @@ def output() -> Iterator[None]:
 
 
 def say(sentence: str) -> None:
-    """To stderr, as a line, or several at a terminal."""
+    """Prints to stderr: one line, or wrapped lines at a terminal."""
     with output():
         print(for_terminal(sentence), file=sys.stderr, flush=True)
 
 
 def escape_what_stdout_lacks() -> None:
-    """Characters that stdout's encoding does not have are written as escapes from here on, as stderr writes them."""
+    """From here on stdout writes characters that its encoding lacks as escapes, as stderr does."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def for_terminal(sentence: str) -> str:
-    """`sentence` as it is shown: at a terminal, in lines that end between words."""
+    """`sentence`, wrapped between words if stderr is a terminal."""
     if sys.stderr is None or not sys.stderr.isatty():
         return sentence
     fill = partial(
@@ -43,7 +43,7 @@ def for_terminal(sentence: str) -> str:
 
 
 def _send_output_nowhere() -> None:
-    """Whatever stdout and stderr were."""
+    """Redirects stdout and stderr to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)

@@ -1,17 +1,14 @@
-"""Experiment trackers: what shows a run to people elsewhere than in its own folder. metrics.jsonl is the record.
+"""Experiment trackers, TensorBoard and wandb: they show a run elsewhere. metrics.jsonl is the record.
 
-A tracker is a guest: whatever it does (not logged in, unreachable, its process killed or frozen), the run says so once
-and goes on without it. Every call runs in a thread that is left behind after 30 s, since a tracker's own limits do not
-hold everywhere: wandb 0.31 waits for its service process without one, also when Python exits, and now and then that
-process does not end when the server cannot be reached; it is killed then.
+A tracker never ends a run. Whatever it does (not logged in, unreachable, its process killed or frozen), the run says so
+once and goes on without it. Every call runs in a thread with a limit of 30 s, because wandb 0.31 waits for its service
+process without one, also when Python exits; a service process that does not end is killed.
 
-TensorBoard's events lie in <out>/tensorboard. Those after the step that a run goes on from are purged by the writer's
-own mark, and the charts that belong together (a peak, its prediction, its cap) stand together under Custom Scalars.
+TensorBoard's events are in <out>/tensorboard. A resumed run purges the events after the step that it starts from.
 
-wandb is never allowed to ask for a key. It costs the training process about 20 MiB of RAM and has a process of its own,
-which the RAM cap does not count. What was not uploaded stays in the run folder for `wandb sync`. A run that goes on
-is the same run there: its id lies in <out>/wandb-run-id, and rows of steps that are computed again come again, under
-their `train/global_step`. A layout of charts is kept by wandb's server alone, so none comes with a run.
+wandb never asks for a key. It takes about 20 MiB of RAM in the training process, and a process of its own, which the
+RAM cap does not count. A resumed run continues the same wandb run, whose id is in <out>/wandb-run-id; rows of steps
+that are computed again appear again, under their `train/global_step`.
 """
 
 import math
@@ -24,51 +21,31 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Protocol
 
 from lowmem.errors import InputError, first_line
 from lowmem.settings import Settings
 from lowmem.units import GIB
 
-_LIMIT_SECONDS = 30  # for one call
-_WANDB_OWN_LIMIT_SECONDS = 20  # what wandb is told: so that it mostly ends by itself, and says why
+_LIMIT_SECONDS = 30  # of one call
+_WANDB_OWN_LIMIT_SECONDS = 20  # wandb's own limit, so that it usually ends first and says why
 _WANDB_TEARDOWN_SECONDS = 10
-_SAMPLES = "samples"  # the name of what the model wrote on the way
-_TOGETHER = {  # charts of several values, as patterns of their names
+_SAMPLES = "samples"  # the tag of samples
+_TOGETHER = {  # TensorBoard's charts with several values, as patterns of their names
     "loss": {"loss": ["Multiline", ["train/loss", "eval/loss"]]},
     "memory": {"GPU (GiB)": ["Multiline", ["memory/gpu_.*"]], "RAM (GiB)": ["Multiline", ["memory/ram_.*"]]},
     "perf": {"ms per step": ["Multiline", ["perf/step_ms.*"]], "tokens/s": ["Multiline", ["perf/.*tokens_per_second"]]},
 }
 
 
-class Tracker(Protocol):
-    """One tracker of one run. Whatever a method raises ends the tracker's part in the run, after `leave`."""
-
-    name: str
-
-    def start(self, first_step: int, constants: dict) -> None:
-        """`first_step` steps are done already; what was shown of later ones is computed again."""
-
-    def row(self, values: dict[str, float], step: int) -> None: ...
-
-    def sample(self, samples: list[dict]) -> None:
-        """`samples`: rows of samples.jsonl, the new one last."""
-
-    def pictures(self, paths: list[Path], step: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def leave(self) -> None:
-        """Ends what there is of it, within a limit of its own; after `finish`, and after whatever failed."""
-
-
 class Trackers:
-    """Those that a run was asked to report to; each is there until it fails. InputError where TensorBoard is asked for
-    and not installed."""
+    """The trackers of a run, each until it fails. InputError if TensorBoard is asked for and not installed.
+
+    A tracker has the methods `start`, `row`, `sample`, `pictures` and `finish`, which may raise anything, and `leave`,
+    which ends whatever is left of it within a limit of its own."""
 
     def __init__(self, folder: Path, settings: Settings, say: Callable[[str], None]):
         self._say = say
-        self._active: list[Tracker] = []
+        self._active: list[_TensorBoard | _Wandb] = []
         if settings.reports_to("tensorboard"):
             self._active.append(_TensorBoard(folder))
         mode = wandb_mode(settings)
@@ -76,12 +53,14 @@ class Trackers:
             self._active.append(_Wandb(folder, settings.run_name, mode))
 
     def start(self, first_step: int, constants: dict) -> None:
+        """`first_step` steps are done; later rows that a tracker has are computed again."""
         self._each("could not start", lambda tracker: tracker.start(first_step, constants))
 
     def row(self, values: dict[str, float], step: int) -> None:
         self._each("failed", lambda tracker: tracker.row(values, step))
 
     def sample(self, samples: list[dict]) -> None:
+        """`samples`: rows of samples.jsonl, the new one last."""
         self._each("failed", lambda tracker: tracker.sample(samples))
 
     def pictures(self, paths: list[Path], step: int) -> None:
@@ -92,7 +71,7 @@ class Trackers:
         while self._active:
             self._active.pop().leave()
 
-    def _each(self, failure: str, act: Callable[[Tracker], None]) -> None:
+    def _each(self, failure: str, act: Callable) -> None:
         for tracker in list(self._active):
             try:
                 _in_time(partial(act, tracker), _LIMIT_SECONDS)
@@ -104,30 +83,21 @@ class Trackers:
 
 
 def wandb_mode(settings: Settings) -> str:
-    """What was typed for it; else WANDB_MODE, unless the trackers were typed and wandb is not among them."""
+    """--wandb; else WANDB_MODE, unless --report-to is given and does not name wandb."""
     named = settings.reports_to("wandb")
     if settings.wandb is not None:
         return settings.wandb
-    if settings.report_to is not None and not named:
-        return "disabled"
-    disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")  # as Hugging Face's Trainer
-    if disabled and not named:
+    disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")  # of Hugging Face's Trainer
+    if not named and (disabled or settings.report_to is not None):
         return "disabled"
     return os.environ.get("WANDB_MODE", "").lower() or ("online" if named else "disabled")
 
 
 def charts(row: dict, tokens: int) -> dict[str, float]:
-    """What trackers show of a row of metrics.jsonl, by name. `tokens`: trained in the run so far."""
-    values = {
-        "train/epoch": row["epoch"],
-        "train/loss": row["loss"],
-        "train/grad_norm": row["grad_norm"],
-        "train/learning_rate": row["learning_rate"],
-        "train/num_input_tokens_seen": tokens,
-        "perf/tokens_per_second": row["tokens_per_second"],
-        "perf/computed_tokens_per_second": row["computed_tokens_per_second"],
-        "perf/step_ms": row["step_ms"],
-    }
+    """The values of a row of metrics.jsonl that trackers show, by name. `tokens`: trained in the run so far."""
+    values = {f"train/{name}": row[name] for name in ("epoch", "loss", "grad_norm", "learning_rate")}
+    values["train/num_input_tokens_seen"] = tokens
+    values |= {f"perf/{name}": row[name] for name in ("tokens_per_second", "computed_tokens_per_second", "step_ms")}
     for key in ("gpu_allocated_peak", "gpu_reserved_peak", "ram_peak"):
         if row[f"{key}_bytes"] is not None:
             values[f"memory/{key}_gib"] = row[f"{key}_bytes"] / GIB
@@ -135,14 +105,14 @@ def charts(row: dict, tokens: int) -> dict[str, float]:
 
 
 def evaluated(row: dict) -> dict[str, float]:
-    """What trackers show of the held-out losses in a row."""
+    """The same of the held-out losses in a row."""
     loss = row["eval_loss"]
     values = {"eval/loss": loss, "eval/perplexity": math.exp(loss) if loss < 700 else math.inf}
     return values | {f"eval/loss of {name}": loss for name, loss in row.get("eval_losses", {}).items()}
 
 
 def planned(plan: dict) -> dict[str, float]:
-    """The lines that a plan (plan.json's content) draws beside what is measured: what it predicts, and the caps."""
+    """The predictions and caps of a plan (plan.json's content), to be drawn next to the measured values."""
     predicted, limits = plan["predicted"], plan["limits"]
     sizes = {f"{name}_predicted": predicted[f"{name}_peak_bytes"] for name in ("gpu_allocated", "gpu_reserved", "ram")}
     if predicted["gpu_reserved_peak_bytes"] is not None:
@@ -155,14 +125,14 @@ def planned(plan: dict) -> dict[str, float]:
 
 
 def _but_not_of_tensorboard(hook: Callable, problem: threading.ExceptHookArgs) -> None:
-    """Gives `hook` what ended a thread, unless it is the one that writes for TensorBoard: the next call of its writer
-    raises the same, which is said in a sentence."""
+    """Calls `hook`, an excepthook of threads, unless TensorBoard's writing thread has ended: its writer's next call
+    raises the same error."""
     if not type(problem.thread).__module__.startswith("tensorboard"):
         hook(problem)
 
 
 class _TensorBoard:
-    """Event files that `tensorboard --logdir <out>` reads, this run's and those of every other folder below."""
+    """Event files that `tensorboard --logdir <out>` reads."""
 
     name = "tensorboard"
 
@@ -176,7 +146,7 @@ class _TensorBoard:
         threading.excepthook = partial(_but_not_of_tensorboard, threading.excepthook)
 
     def start(self, first_step: int, constants: dict) -> None:
-        # What was measured before the first step is that of a run which goes on, too, and not of a new one.
+        # The evaluation before the first step is kept for a resumed run, and purged for a new one.
         self._writer = self._open(purge_step=first_step + 1 if first_step else 0)
         self._writer.add_custom_scalars(_TOGETHER)
 
@@ -186,7 +156,7 @@ class _TensorBoard:
         self._writer.flush()  # so that a killed run's charts end where its rows do
 
     def sample(self, samples: list[dict]) -> None:
-        text = textwrap.indent(samples[-1]["text"], "    ", lambda line: True)  # Markdown for: exactly as it stands
+        text = textwrap.indent(samples[-1]["text"], "    ", lambda line: True)  # a code block in Markdown
         self._writer.add_text(_SAMPLES, text, samples[-1]["step"])
         self._writer.flush()
 
@@ -200,11 +170,11 @@ class _TensorBoard:
         self._writer.close()
 
     def leave(self) -> None:
-        """Its thread does not keep Python from exiting."""
+        """Nothing to end: its thread is a daemon."""
 
 
 class _Wandb:
-    """A run of Weights & Biases. Where nothing was typed its WANDB_* variables hold."""
+    """A run of Weights & Biases. Its WANDB_* variables apply unless an option was given."""
 
     name = "wandb"
 
@@ -222,7 +192,7 @@ class _Wandb:
         self._run = wandb.init(
             id=os.environ.get("WANDB_RUN_ID") or known,
             resume=os.environ.get("WANDB_RESUME", "allow"),
-            allow_val_change=True,  # of what a run that goes on was told otherwise
+            allow_val_change=True,  # a resumed run may have other options
             project=os.environ.get("WANDB_PROJECT", "lowmem"),
             name=self._run_name or os.environ.get("WANDB_NAME") or self._folder.resolve().name,
             dir=os.environ.get("WANDB_DIR", str(self._folder)),
@@ -230,7 +200,7 @@ class _Wandb:
             config=constants,
             settings=wandb.Settings(
                 silent=True,
-                console="off",  # what it would wrap is the stderr that the progress bar writes to
+                console="off",  # else it wraps the stderr of the progress bar
                 init_timeout=_WANDB_OWN_LIMIT_SECONDS,
                 finish_timeout=_WANDB_OWN_LIMIT_SECONDS,
                 finish_timeout_raises=True,
@@ -258,21 +228,18 @@ class _Wandb:
         self._run.finish()
 
     def leave(self) -> None:
-        """Left alone it would be ended when Python exits, without a limit."""
+        """Else Python would end it on exit, without a limit."""
         teardown = getattr(sys.modules.get("wandb"), "teardown", None)
-        if teardown is None:
-            return
-        try:
-            _in_time(teardown, _WANDB_TEARDOWN_SECONDS)
-        except TimeoutError:
-            _kill_wandbs_process()
-        except Exception:  # what failed has been said already
-            pass
+        with suppress(Exception):  # its failure has been reported already
+            try:
+                if teardown is not None:
+                    _in_time(teardown, _WANDB_TEARDOWN_SECONDS)
+            except TimeoutError:
+                _kill_wandbs_process()
 
 
 def _in_time(action: Callable[[], object], limit_seconds: float) -> None:
-    """Raises what `action` raises, or TimeoutError after `limit_seconds`, when it goes on alone, in a thread that does
-    not keep Python from exiting."""
+    """Raises what `action` raises, or TimeoutError after `limit_seconds`; it then goes on in a daemon thread."""
     outcome: SimpleQueue = SimpleQueue()
 
     def work() -> None:
@@ -292,7 +259,7 @@ def _in_time(action: Callable[[], object], limit_seconds: float) -> None:
 
 
 def _kill_wandbs_process() -> None:
-    """Left alone it would outlive the run and hold on to its output: `train ... | tee` would not end."""
+    """Else it would outlive the run and keep its output open: `train ... | tee` would not end."""
     import psutil
 
     for child in psutil.Process().children():

@@ -22,7 +22,7 @@ from lowmem.data.seams import Seams
 from lowmem.data.settings import DataSettings
 from lowmem.data.stored import ArrayFolder
 from lowmem.data.tokenizer import byte_level_tokenizer
-from lowmem.run.report import sample
+from lowmem.run.evaluation import sample
 from lowmem.settings import Settings
 from tests.data.test_long_text import TEXTS, small_windows
 from tests.data.tokenizer_kinds import KINDS, tokenizer

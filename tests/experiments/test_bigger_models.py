@@ -227,12 +227,12 @@ def test_runs_on_a_card_become_rows(tmp_path, monkeypatch):
 
 
 def test_what_is_not_on_the_card_is_left_out(tmp_path):
-    from lowmem.run import ending, train
+    from lowmem.run import ending, prepare, saver
 
-    before = train.save_checkpoint, ending.export_model
+    before = saver.save_checkpoint, ending.export_model
     with whole_runs.memory_alone():
-        assert list(train.random_weights(None, 0)) == [] and train.save_checkpoint is not before[0]
-    assert (train.save_checkpoint, ending.export_model) == before
+        assert list(prepare.random_weights(None, 0)) == [] and saver.save_checkpoint is not before[0]
+    assert (saver.save_checkpoint, ending.export_model) == before
     assert on_card.main is recipe.main
 
 

@@ -129,7 +129,7 @@ def kill_often(folder: Path, model: str, kills: int, steps: int, seed: int) -> d
         subprocess.run(["umount", "--lazy", disk], check=True)  # a run may still end
     sizes = {"disk_bytes": size_bytes, "disk_filled": ballast.filled, "life_seconds": round(life_seconds, 1)}
     logs = "".join(path.read_text() for path in folder.glob("run-*.log"))
-    row["saves_without_room"] = logs.count("what was saved before is still there")
+    row["saves_without_room"] = logs.count("earlier checkpoints are still there")
     return row | sizes | {"model": model, "steps_of_a_run": steps, "seed": seed} | {
         "seconds": round(time.monotonic() - began)
     }  # fmt: skip

@@ -95,7 +95,7 @@ def _hang(*_):
 
 
 def script(arguments: list[str]) -> int:
-    with patch("lowmem.run.train.process_aside", remembering):
+    with patch("lowmem.run.prepare.process_aside", remembering):
         return run_script(SCRIPTS["large"].SETTINGS, arguments)
 
 

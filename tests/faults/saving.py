@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import lowmem.run.train
+import lowmem.run.saver
 from lowmem.core.parameters import Store
 from lowmem.files import begin_writing_out
 from lowmem.limits import ram_peak_bytes
@@ -82,7 +82,7 @@ def measure(model: str, folder: Path, saves: int) -> dict:
         found.append({"ram": training_bytes, "added": added_bytes, "saved": saved_bytes, **times})
         return path
 
-    lowmem.run.train.save_checkpoint = measured_save
+    lowmem.run.saver.save_checkpoint = measured_save
     try:
         code = run_script(
             SCRIPTS["large"].SETTINGS,
@@ -93,7 +93,7 @@ def measure(model: str, folder: Path, saves: int) -> dict:
             ],
         )
     finally:
-        lowmem.run.train.save_checkpoint = save
+        lowmem.run.saver.save_checkpoint = save
     assert code == 0 and len(found) == saves + 1, (code, found)
     names = ("plain_seconds", "best_seconds", "save_seconds")
     counted = found[1:]

@@ -34,7 +34,7 @@ def test_ten_steps_in_a_row_without_a_finite_gradient_stop_the_run_with_the_weig
     assert train(out, "--steps", "30", "--save-every", "1", "--keep-last", "30") == 1
     assert "10 steps in a row had no finite gradient; stopped at step 12" in last_line(capsys)
     assert [row["step"] for row in read_metrics(out / "metrics.jsonl") if math.isnan(row["loss"])] == list(range(3, 13))
-    assert "step 3: the gradient's norm is nan, so no update was made" in (out / "log.txt").read_text()
+    assert "step 3: the gradient norm is nan, so no update was made" in (out / "log.txt").read_text()
     good, last = (content(out / f"checkpoints/step-{step:08d}") for step in (2, 11))
     states = [name for name in good if name.endswith(".safetensors")]
     assert states and all(good[name] == last[name] for name in states)
@@ -66,7 +66,7 @@ def test_where_the_texts_of_a_bad_batch_were_read_is_said(train, text, tmp_path,
     assert train(tmp_path / "out", "--data", str(data)) == 0
     ((step, texts),) = seen
     assert step == 1 and len(texts) == 4 and all(re.fullmatch(rf"{data}:\d+", text) for text in texts)
-    said = "step 2: the gradient's norm is nan, so no update was made; its batch: "
+    said = "step 2: the gradient norm is nan, so no update was made; its batch: "
     assert f"{said}{', '.join(texts[:3])}, ... (all in log.txt)\n" in capsys.readouterr().err
     assert f"{said}{', '.join(texts)}\n" in (tmp_path / "out/log.txt").read_text()
 

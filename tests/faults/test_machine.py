@@ -11,7 +11,8 @@ import pytest
 
 import lowmem.planning.cpu_plan
 import lowmem.run.checkpoint
-import lowmem.run.train
+import lowmem.run.prepare
+import lowmem.run.saver
 from lowmem.core.step import TrainingStep
 from lowmem.run import log
 from lowmem.units import MIB
@@ -31,7 +32,7 @@ def test_on_a_busier_machine_a_run_still_goes_on(train, tmp_path, monkeypatch):
     assert plan["choice"]["micro_batch"] == 64 and not plan["choice"]["recompute"]
     monkeypatch.setattr(lowmem.planning.cpu_plan, "CPU_TRAINING_BYTES", 0)
     free_bytes = sum(plan["breakdown"].values()) - plan["breakdown"]["process"] - MIB
-    monkeypatch.setattr(lowmem.run.train, "ram_available_bytes", lambda: (free_bytes, "the machine's free memory"))
+    monkeypatch.setattr(lowmem.run.prepare, "ram_available_bytes", lambda: (free_bytes, "the machine's free memory"))
     assert train(tmp_path / "out", *options) == 0
     after = stored(tmp_path / "out/plan.json")["choice"]
     assert after["micro_batch"] == 64 and after["recompute"], "free memory may change what is kept, not the result"
@@ -123,11 +124,11 @@ def test_checkpoints_are_made_by_time(finished, train, tmp_path, monkeypatch):
     """Every half an hour, unless something else is said; a clock that goes twenty minutes a step makes it every other
     one."""
     minutes = itertools.count(step=10)
-    monkeypatch.setattr(lowmem.run.train.time, "monotonic", lambda: 60.0 * next(minutes))
+    monkeypatch.setattr(lowmem.run.saver.time, "monotonic", lambda: 60.0 * next(minutes))
     saved = []
-    real = lowmem.run.train.save_checkpoint
+    real = lowmem.run.saver.save_checkpoint
     monkeypatch.setattr(
-        lowmem.run.train, "save_checkpoint", lambda *a, **k: saved.append(a[2]["step"]) or real(*a, **k)
+        lowmem.run.saver, "save_checkpoint", lambda *a, **k: saved.append(a[2]["step"]) or real(*a, **k)
     )
     assert train(tmp_path / "out") == 0
     assert saved == [3]

@@ -19,6 +19,7 @@ import lowmem.core.optimizers
 import lowmem.limits
 import lowmem.models.export
 import lowmem.run.main
+import lowmem.run.prepare
 import lowmem.run.recovery
 import lowmem.run.train
 from lowmem.core.parameters import Store
@@ -209,7 +210,7 @@ def test_single_sequences_that_do_not_fit_end_the_run_with_exit_4(train, tmp_pat
 
 
 def nothing_is_loaded(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lowmem.run.train, "random_weights", lambda *_: pytest.fail("weights were loaded"))
+    patch.setattr(lowmem.run.prepare, "random_weights", lambda *_: pytest.fail("weights were loaded"))
 
 
 def test_a_control_group_that_is_too_small_is_refused_before_loading(train, tmp_path, capsys, monkeypatch):
@@ -300,7 +301,7 @@ def test_without_page_locking_a_step_is_predicted_to_wait_for_its_copies():
 def test_page_locking_that_is_refused_is_said_and_the_new_time_is_in_the_plan(train, tmp_path, monkeypatch):
     monkeypatch.setattr(Store, "page_lock", lambda self: False)
     slower = {"step_seconds": 12.5, "waiting_seconds": 2.5, "card": SimpleNamespace(name="a card")}
-    monkeypatch.setattr(lowmem.run.train, "with_pageable_copies", lambda plan: dataclasses.replace(plan, **slower))
+    monkeypatch.setattr(lowmem.run.prepare, "with_pageable_copies", lambda plan: dataclasses.replace(plan, **slower))
     assert train(tmp_path / "out", "--steps", "1") == 0
     sentence = (
         "page-locked memory was refused, so states are streamed from pageable memory: a step now takes about 12.5 s"

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import lowmem.limits
-import lowmem.run.train
-from lowmem.run.checkpoint import lock_run
+import lowmem.run.prepare
+from lowmem.run.folder import lock_run
 from lowmem.run.main import main
 from lowmem.units import GIB
 from runs import ROOT, SCRIPTS, content, last_line, loss_rows, measured_run
@@ -102,7 +102,7 @@ def test_bad_input_is_answered_in_one_sentence_and_nothing_is_written(
 def test_weights_that_do_not_fit_the_config_are_listed_before_anything_is_allocated(
     finished, train, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(lowmem.run.train, "Store", lambda *_: pytest.fail("something was allocated"))
+    monkeypatch.setattr(lowmem.run.prepare, "Store", lambda *_: pytest.fail("something was allocated"))
     model = tmp_path / "model"
     shutil.copytree(finished / "model", model)
     fields = json.loads((model / "config.json").read_text())
@@ -115,7 +115,7 @@ def test_weights_that_do_not_fit_the_config_are_listed_before_anything_is_alloca
 
 
 def test_bad_data_are_refused_before_a_plan_is_made(train, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(lowmem.run.train, "make_plan", lambda *_: pytest.fail("a plan was made"))
+    monkeypatch.setattr(lowmem.run.prepare, "make_plan", lambda *_: pytest.fail("a plan was made"))
     (tmp_path / "broken.jsonl").write_text('{"text": "whole"}\n{"text": "hal')
     assert train(tmp_path / "out", "--data", str(tmp_path / "broken.jsonl")) == 2
     assert "broken.jsonl:2: bad JSON" in last_line(capsys)
@@ -135,7 +135,7 @@ def test_an_out_that_cannot_be_a_folder_is_refused(train, tmp_path, capsys, opti
 
 
 def test_a_second_run_in_a_folder_is_refused_before_its_data_are_read(train, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(lowmem.run.train, "load_data", lambda *_: pytest.fail("data were read"))
+    monkeypatch.setattr(lowmem.run.prepare, "load_data", lambda *_: pytest.fail("data were read"))
     with lock_run(tmp_path / "out"):
         assert train(tmp_path / "out") == 2
         assert "another run is writing to" in last_line(capsys)

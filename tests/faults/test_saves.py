@@ -34,14 +34,9 @@ from lowmem.core.step import TrainingStep
 from lowmem.errors import InputError, LowmemError
 from lowmem.files import Manifest, to_json, write_manifest
 from lowmem.run import checkpoint as checkpoint_module
-from lowmem.run.checkpoint import (
-    find_checkpoints,
-    load_checkpoint,
-    load_newest,
-    lock_run,
-    refuse_differences,
-    save_checkpoint,
-)
+from lowmem.run.checkpoint import load_checkpoint, load_newest, save_checkpoint
+from lowmem.run.folder import MARGIN_BYTES, find_checkpoints, lock_run
+from lowmem.run.identity import refuse_another_run
 from reference import tiny_model
 from steps import make_batch, make_step
 
@@ -49,9 +44,9 @@ RESIDENT, MIXED, STREAMED = 99, 2, 0
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def having(expected: dict):
-    """A check of load_checkpoint: the state has that."""
-    return lambda checkpoint, state: refuse_differences(checkpoint, state, expected)
+def having(identity: dict):
+    """A check of load_checkpoint: the run that saved it had these in its identity."""
+    return lambda checkpoint, state: refuse_another_run(checkpoint, state, identity)
 
 
 anything = having({})
@@ -132,7 +127,7 @@ def test_every_bit_comes_back_wherever_the_states_lie(tmp_path, precision, optim
     assert checkpoint == tmp_path / "checkpoints" / "step-00000007"
     for states_on_gpu in (RESIDENT, STREAMED):
         loaded = make_store(precision, optimizer, states_on_gpu, fill=2)
-        assert load_checkpoint(checkpoint, loaded, having({"identity": {"seed": 3}})) == state
+        assert load_checkpoint(checkpoint, loaded, having({"seed": 3})) == state
         assert differences(loaded, saved) == []
         again = save_checkpoint(tmp_path / str(states_on_gpu), loaded, state, keep_last=1)
         for path in checkpoint.iterdir():
@@ -395,16 +390,14 @@ def test_a_disk_that_fills_up_while_saving(tmp_path, monkeypatch):
     folder.mkdir()
     store, loaded = make_store(fill=1), make_store()
     needed = sum(tensor.nbytes for tensor in tensors_of(store).values())
-    size = f"size={needed + checkpoint_module._MARGIN_BYTES + 100 * 2**10}"
+    size = f"size={needed + MARGIN_BYTES + 100 * 2**10}"
     if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("no right to mount here")
     try:
         save(folder, store, 1)
         with pytest.raises(LowmemError, match="free on the disk"):
             save(folder, store, 2)
-        monkeypatch.setattr(
-            checkpoint_module, "_MARGIN_BYTES", -(2**30)
-        )  # as if something else took the room meanwhile
+        monkeypatch.setattr(checkpoint_module, "MARGIN_BYTES", -(2**30))  # as if something else took the room meanwhile
         with pytest.raises(LowmemError, match="No space left on device.*still there.*free some room"):
             save(folder, store, 2)
         assert names_in(folder) == ["step-00000001"]
@@ -581,13 +574,13 @@ def test_other_settings_or_data_are_refused_with_every_difference(tmp_path):
     store = make_store()
     identity = {"batch": 64, "lr": 1e-3, "schedule": "cosine", "clip_norm": 1.0, "data": "aa", "steps": 9, "seed": 0}
     checkpoint = save(tmp_path, store, 1, **identity)
-    load_checkpoint(checkpoint, store, having({"identity": identity}))
+    load_checkpoint(checkpoint, store, having(identity))
     changed = identity | {"batch": 32, "schedule": "linear", "clip_norm": None, "data": "bb"}
-    sentence = refused(checkpoint, store, {"identity": changed})
+    sentence = refused(checkpoint, store, changed)
     assert "--batch 64 -> 32; --schedule cosine -> linear; --clip-norm 1.0 -> null" in sentence
-    assert "the data, their weights or the tokenizer are not what they were" in sentence
+    assert "the data, their weights or the tokenizer have changed" in sentence
     assert "--lr" not in sentence and "--seed" not in sentence and "--steps" not in sentence
-    assert "--optimizer is missing" in refused(checkpoint, store, {"identity": identity | {"optimizer": "sgd"}})
+    assert "--optimizer is missing" in refused(checkpoint, store, identity | {"optimizer": "sgd"})
     assert "kind is missing" in refused(checkpoint, store, {"kind": 1})
 
 
@@ -737,7 +730,8 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.decoder import Decoder
-from lowmem.run.checkpoint import find_checkpoints, load_newest, save_checkpoint
+from lowmem.run.checkpoint import load_newest, save_checkpoint
+from lowmem.run.folder import find_checkpoints
 from lowmem.core.parameters import Store
 
 with torch.device("meta"):

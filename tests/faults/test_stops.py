@@ -12,7 +12,8 @@ import time
 import pytest
 
 import lowmem.core.operations
-import lowmem.run.train
+import lowmem.run.prepare
+import lowmem.run.saver
 from lowmem.core.step import TrainingStep
 from lowmem.run.signals import StopRequest
 from runs import ROOT, SMALL, assert_same_run, at_call, content, last_line, loss_rows, stored, weights
@@ -21,11 +22,11 @@ from runs import ROOT, SMALL, assert_same_run, at_call, content, last_line, loss
 @pytest.mark.parametrize(
     ("owner", "name", "call", "number", "done"),
     [
-        (lowmem.run.train, "load_data", 1, signal.SIGTERM, 0),
+        (lowmem.run.prepare, "load_data", 1, signal.SIGTERM, 0),
         (TrainingStep, "evaluate", 1, signal.SIGINT, 0),  # before the first step
         (TrainingStep, "__call__", 2, signal.SIGTERM, 2),
         (lowmem.core.operations, "linear_cross_entropy", 6, signal.SIGINT, 2),  # 2 in the evaluation, 2 per step
-        (lowmem.run.train, "save_checkpoint", 1, signal.SIGTERM, 2),
+        (lowmem.run.saver, "save_checkpoint", 1, signal.SIGTERM, 2),
         (TrainingStep, "evaluate", 3, signal.SIGINT, 2),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -57,7 +58,7 @@ def test_a_signal_at_any_moment_is_answered_at_the_end_of_the_step_and_costs_no_
         (lowmem.core.operations.Operations, "segment_backward", 12, 1, "finishing step 2"),  # 8 to a step
         (TrainingStep, "_evaluate", 3, 2, "finishing the evaluation after step 2"),
         (TrainingStep, "_evaluate", 4, 3, "finishing the last evaluation"),
-        (lowmem.run.train, "save_checkpoint", 1, 1, "finishing the save of step 1"),
+        (lowmem.run.saver, "save_checkpoint", 1, 1, "finishing the save of step 1"),
     ],
     ids=["step", "evaluation", "last evaluation", "save"],
 )
@@ -160,7 +161,7 @@ def test_resume_never_starts_anew(finished, train, tmp_path):
     assert train(out, "--steps", "1") == 0
     assert train(out, "--resume", "never") == 0
     assert_same_run(finished, out)
-    assert "not used, and replaced by what this run will save: step-00000001" in (out / "log.txt").read_text()
+    assert "not used, and replaced by the checkpoints of this run: step-00000001" in (out / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_resume_never_starts_anew(finished, train, tmp_path):
         (["--optimizer", "sgd"], "--optimizer adamw -> sgd"),
         (["--precision", "bf16"], "--precision fp32 -> bf16"),
         (["--micro-batch", "4"], "--micro-batch 2 -> 4"),
-        (["--data", "python-stdlib"], "the data, their weights or the tokenizer are not what they were"),
+        (["--data", "python-stdlib"], "the data, their weights or the tokenizer have changed"),
     ],
     ids=" ".join,
 )
@@ -189,7 +190,7 @@ def test_what_would_change_the_bits_is_refused_on_resume_and_the_difference_show
 
 
 def test_a_refusal_to_go_on_needs_neither_data_nor_a_plan(finished, train, monkeypatch, capsys):
-    monkeypatch.setattr(lowmem.run.train, "load_data", lambda *_: pytest.fail("data were read"))
+    monkeypatch.setattr(lowmem.run.prepare, "load_data", lambda *_: pytest.fail("data were read"))
     for option, value, said in (
         ("--lr", "1e-4", "--lr 0.001 -> 0.0001"),
         ("--steps", "5", "made for 3 steps"),
@@ -207,7 +208,7 @@ def test_a_run_is_made_longer(train, tmp_path, capsys):
     assert train(out, *options, "--steps", "3") == 0
     capsys.readouterr()
     assert train(out, *options, "--steps", "5") == 0
-    assert "this run was to end after 3 steps and goes on to 5: its learning rate, 0.001" in capsys.readouterr().err
+    assert "this run was to end after 3 steps and is extended to 5: its learning rate, 0.001" in capsys.readouterr().err
     assert weights(out) == weights(tmp_path / "whole")
     whole = loss_rows(tmp_path / "whole")
     assert [row["loss"] for row in loss_rows(out)] == [row["loss"] for row in whole]
@@ -233,7 +234,7 @@ def test_a_cosine_that_had_ended_goes_on_at_a_constant_rate_where_that_is_asked_
     assert train(out) == 0
     assert train(out, "--schedule", "constant", "--lr", "1e-4", "--steps", "5") == 0
     assert [row["learning_rate"] for row in loss_rows(out)[3:]] == [1e-4, 1e-4]
-    assert "goes on to 5: its learning rate, 0 so far, is 0.0001 from here and stays there" in capsys.readouterr().err
+    assert "its learning rate, 0 so far, is 0.0001 from here and stays there" in capsys.readouterr().err
 
 
 def test_a_config_that_was_edited_meanwhile_is_refused_and_the_field_named(train, tmp_path, capsys):

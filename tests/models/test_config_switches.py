@@ -12,7 +12,7 @@ from lowmem.errors import InputError
 from lowmem.models.build import load_config, make_decoder
 from lowmem.models.compatibility import compare_small_copy
 from lowmem.models.export import export_model
-from lowmem.run.report import config_identity
+from lowmem.run.identity import config_identity
 
 LLAMA = transformers.LlamaConfig(
     hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32,

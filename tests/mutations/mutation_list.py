@@ -49,7 +49,7 @@ EVALUATE = """\
 DROPOUTS = "dropouts = [Dropout(self._seed, step, index) for index in range(len(micro_batches))]"
 SUMMED_LOSS = "return math.fsum(loss for loss, _ in sums), sum(tokens for _, tokens in sums)"
 NEXT_UPDATE = "self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale"
-STOPPED_AT = 'first, step.updates, eval_first = state["step"], state["updates"], state["eval_first"]'
+STOPPED_AT = 'model.step.updates = state["updates"]'
 CAST_NORM = "return type(module).forward(module, x.float(), *gate, **keywords).to(x.dtype)"
 
 MUTATIONS = (
@@ -155,8 +155,8 @@ MUTATIONS = (
     Mutation(
         "run/train.py",
         "the learning rate is that of the next update",
-        "rate = course.rate(step.updates)",
-        "rate = course.rate(step.updates + 1)",
+        "progress.course.rate(step.updates)",
+        "progress.course.rate(step.updates + 1)",
         tests=("run/test_scripts.py",),
     ),
     # the gradient
@@ -299,7 +299,7 @@ MUTATIONS = (
         tests=(MEAN,),
     ),
     Mutation(
-        "run/train.py",
+        "run/evaluation.py",
         "the loss of several held-out texts is the mean of theirs",
         "math.fsum(losses) / sum(tokens)",
         "math.fsum(map(float.__truediv__, losses, map(float, tokens))) / len(losses)",
@@ -456,16 +456,16 @@ MUTATIONS = (
     ),
     # going on
     Mutation(
-        "run/train.py",
+        "run/prepare.py",
         "a resumed run counts its updates from 0",
         STOPPED_AT,
         STOPPED_AT.replace('state["updates"]', "0"),
         tests=("run/test_scripts.py", "faults/test_stops.py"),
     ),
     Mutation(
-        "run/train.py",
+        "run/prepare.py",
         "a resumed run begins with a fresh scale of gradients",
-        '        loss_scale.load(state["loss_scale"])\n',
+        '    model.step.loss_scale.load(state["loss_scale"])\n',
         "",
         tests=("run/test_scripts.py", "faults/test_stops.py"),
     ),

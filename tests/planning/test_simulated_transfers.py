@@ -163,7 +163,7 @@ class Streams:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_pass_over_pieces_takes_as_long_as_streams_and_events_run_tick_by_tick(seed):
+def test_a_pass_over_pieces_takes_as_long_as_streams_run_tick_by_tick(seed):
     draw = random.Random(seed)
     slots, clock, streams = AHEAD + 1, Clock(), Streams()
     in_seconds, out_seconds = draw.randint(1, 4), draw.randint(1, 4)

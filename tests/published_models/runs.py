@@ -13,7 +13,8 @@ import torch
 import lowmem
 from lowmem.errors import InputError
 from lowmem.models.build import load_config
-from lowmem.run import train as training
+from lowmem.run import prepare
+from lowmem.run.ending import Ending
 from lowmem.settings import Settings
 from tests.published_models import probe
 from tests.published_models.shapes import shrunk
@@ -138,12 +139,12 @@ def train(case: Case, folder: Path, out: Path, room: Path) -> torch.Tensor:
         trained[0].train()
         return finished(*arguments)
 
-    made, finished = training.make_step, training.finish
+    made, finished = prepare.make_step, Ending.finish
     settings = Settings(
         model=str(folder), data=str(data), out=str(out), device="cpu", gpu_limit_bytes=None, seq=64, batch=2,
         micro_batch=1, steps=2, warmup_steps=0, lr=1e-3, recompute="on", report_to="none",
     )  # fmt: skip
-    with patch.multiple(training, make_step=make_step, finish=finish):
+    with patch.object(prepare, "make_step", make_step), patch.object(Ending, "finish", finish):
         lowmem.train(settings)
     return found[0]
 

@@ -76,7 +76,7 @@ def test_a_loop_of_one_s_own_gives_the_bits_of_a_run(tmp_path):
 
 
 def test_a_states_folder_that_cannot_be_written_is_refused_before_the_data_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("lowmem.run.train.load_data", lambda *_: pytest.fail("the data was read"))
+    monkeypatch.setattr("lowmem.run.prepare.load_data", lambda *_: pytest.fail("the data was read"))
     (tmp_path / "file").touch()
     settings = replace(TINY, out=str(tmp_path / "run"), states_folder=str(tmp_path / "file"))
     with pytest.raises(lowmem.InputError, match="--states-folder .*file cannot be written: it is no folder"):
@@ -85,11 +85,11 @@ def test_a_states_folder_that_cannot_be_written_is_refused_before_the_data_is_re
 
 def test_what_makes_steps_slow_is_a_warning_and_a_batch_without_a_label_an_error(monkeypatch):
     from lowmem.core.parameters import Store
-    from lowmem.run import train
+    from lowmem.run import prepare
 
     slower = lambda plan: replace(plan, step_seconds=12.5, waiting_seconds=2.5, card=card_named("t4"))  # noqa: E731
     monkeypatch.setattr(Store, "page_lock", lambda self: False)
-    monkeypatch.setattr(train, "with_pageable_copies", slower)
+    monkeypatch.setattr(prepare, "with_pageable_copies", slower)
     with pytest.warns(UserWarning, match="page-locked memory was refused.* 12.5 s") as caught:
         model = lowmem.load(TINY)
     ours = [warning for warning in caught if "page-locked" in str(warning.message)]

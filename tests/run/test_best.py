@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import GenerationConfig
 
-import lowmem.run.train
+import lowmem.run.evaluation
 from lowmem.errors import InputError
 from lowmem.run.report import best_evaluation
 from lowmem.settings import Settings
@@ -18,8 +18,8 @@ def held_out(monkeypatch):
 
     def give(*losses: float) -> None:
         rest = iter(losses)
-        real = lowmem.run.train.evaluated
-        monkeypatch.setattr(lowmem.run.train, "evaluated", lambda *given: real(*given) | {"eval_loss": next(rest)})
+        real = lowmem.run.evaluation.evaluated
+        monkeypatch.setattr(lowmem.run.evaluation, "evaluated", lambda *given: real(*given) | {"eval_loss": next(rest)})
 
     return give
 
@@ -36,7 +36,7 @@ def test_the_best_checkpoint_is_kept_and_exported(train, tmp_path, held_out, cap
     out = tmp_path / "out"
     assert train(out, *options, "--keep-best") == 0
     said = capsys.readouterr().err
-    assert "the model is exported as it was at its best: held-out 3.0000 after step 2" in said
+    assert "the best checkpoint is exported: held-out 3.0000 after step 2" in said
     assert checkpoints(out) == ["step-00000002", "step-00000006"]
     assert weights(out) == weights(tmp_path / "two")
     report = stored(out / "report.json")["loss"]
@@ -77,7 +77,7 @@ def test_a_best_that_is_lost_leaves_the_last(train, tmp_path, held_out, capsys):
     part.write_bytes(part.read_bytes()[:-1])
     assert train(out, *options) == 0
     said = capsys.readouterr().err
-    assert "warning: the best, held-out 3.0000 after step 2, cannot be exported, and the last is" in said
+    assert "warning: the best checkpoint, held-out 3.0000 after step 2, is damaged, so the last one is exported" in said
     assert weights(out) != best
 
 

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 import lowmem.run.checkpoint
 import lowmem.run.ending
+import lowmem.run.evaluation
 import lowmem.run.log
-import lowmem.run.train
+import lowmem.run.saver
 from lowmem.core.parameters import Store
 from lowmem.errors import CapExceeded
 from lowmem.models import description, export
@@ -23,7 +24,7 @@ from runs import assert_same_run, at_call, content, last_line, stored, weights
 
 # A function that fails, words of the sentence on it, and the file that model/ lacks then.
 FAULTS = {
-    "the last sample": (lowmem.run.train, "sample", "the last sample", None),
+    "the last sample": (lowmem.run.evaluation, "sample", "the last sample", None),
     "samples.jsonl": (lowmem.run.log.RunLog, "sample", "the last sample", None),
     "a tracker's sample": (Trackers, "sample", "the last sample", None),
     "weights": (export, "_write_shards", "the export", "model.safetensors"),
@@ -37,7 +38,7 @@ FAULTS = {
     "loss.png": (lowmem.run.ending, "draw_loss", "loss.png", None),
     "memory.png": (lowmem.run.ending, "draw_memory", "memory.png", None),
     "a tracker's pictures": (Trackers, "pictures", "the trackers", None),
-    "the summary": (lowmem.run.ending, "_say_how_it_went", "the summary", None),
+    "the summary": (lowmem.run.ending.Ending, "_summarize", "the summary", None),
     "a tracker's end": (Trackers, "close", "closing the log and the trackers", None),
 }
 MADE_AT_THE_END = ("report.json", "loss.png", "memory.png")
@@ -62,7 +63,7 @@ def fail(error: type[BaseException] = Broken):
 
 def after_training(patch, *fault) -> None:
     """Arranges `fault` for when training has begun, when all that is rehearsed has been."""
-    at_call(patch, lowmem.run.train, "course_of", lambda: at_call(patch, *fault))
+    at_call(patch, lowmem.run.log.RunLog, "start", lambda: at_call(patch, *fault))
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def test_the_export_needs_nothing_of_the_folder_that_the_model_came_from(
     (source / "vocab.txt").write_text("as slow tokenizers have it")
     options = ["--init", "pretrained", "--model", str(source)]
     assert train(tmp_path / "expected", *options) == 0
-    at_call(monkeypatch, lowmem.run.train, "course_of", lambda: shutil.rmtree(source))
+    at_call(monkeypatch, lowmem.run.log.RunLog, "start", lambda: shutil.rmtree(source))
     assert train(tmp_path / "out", *options) == 0
     made, wanted = (content(tmp_path / name / "model") for name in ("out", "expected"))
     assert made.keys() == wanted.keys() and {name for name in made if made[name] != wanted[name]} <= {"README.md"}
@@ -133,17 +134,24 @@ def test_whatever_lies_under_the_names_of_an_export_makes_way(train, trained, ex
         (trained / ".model.previous").symlink_to("nowhere")
         (trained / "model").write_text("x")
 
-    at_call(monkeypatch, lowmem.run.train, "course_of", put)
+    at_call(monkeypatch, lowmem.run.log.RunLog, "start", put)
     assert train(trained, *OPTIONS) == 0 and weights(trained) == weights(expected)
     assert set(os.listdir(trained / "model")) == set(os.listdir(expected / "model"))
     assert [name for name in os.listdir(trained) if name.startswith(".model")] == []
 
 
-@pytest.mark.parametrize(("name", "said"), [("evaluated", "the last evaluation"), ("save_checkpoint", "the last save")])
+@pytest.mark.parametrize(
+    ("owner", "name", "said"),
+    [
+        (lowmem.run.evaluation, "evaluated", "the last evaluation"),
+        (lowmem.run.saver, "save_checkpoint", "the last save"),
+    ],
+    ids=["evaluation", "save"],
+)
 def test_a_last_step_that_is_not_evaluated_or_saved_is_exported(
-    name, said, train, expected, tmp_path, monkeypatch, capsys
+    owner, name, said, train, expected, tmp_path, monkeypatch, capsys
 ):
-    after_training(monkeypatch, lowmem.run.train, name, fail)
+    after_training(monkeypatch, owner, name, fail)
     assert train(tmp_path / "out", *OPTIONS) == 1
     assert f"{said} failed: it broke. The weights are in {tmp_path}/out/model" in last_line(capsys)
     assert weights(tmp_path / "out") == weights(expected)
@@ -158,9 +166,9 @@ def test_what_was_neither_saved_nor_exported_is_said_to_be_lost(every, said, tra
             raise NotSaved("step 3", "No space left on device")
         save(folder, store, state, **given)
 
-    save = lowmem.run.train.save_checkpoint
+    save = lowmem.run.saver.save_checkpoint
     with monkeypatch.context() as patch:
-        patch.setattr(lowmem.run.train, "save_checkpoint", full)
+        patch.setattr(lowmem.run.saver, "save_checkpoint", full)
         after_training(patch, export, "_write_shards", fail)
         assert train(tmp_path / "out", *OPTIONS, "--save-every", every) == 1
     assert said in last_line(capsys)
@@ -184,8 +192,8 @@ def test_weights_beyond_the_range_of_fp16_are_exported_in_fp32(train, trained, e
 
 @pytest.mark.parametrize("both", [False, True])
 def test_a_best_checkpoint_that_breaks_off_half_way_leaves_the_last_or_none(both, train, tmp_path, monkeypatch, capsys):
-    real, losses = lowmem.run.train.evaluated, iter([5.0, 3.0, 4.0, 5.0])
-    monkeypatch.setattr(lowmem.run.train, "evaluated", lambda *given: real(*given) | {"eval_loss": next(losses)})
+    real, losses = lowmem.run.evaluation.evaluated, iter([5.0, 3.0, 4.0, 5.0])
+    monkeypatch.setattr(lowmem.run.evaluation, "evaluated", lambda *given: real(*given) | {"eval_loss": next(losses)})
 
     def break_off(checkpoint, store, check):
         loads.append(checkpoint.name)
@@ -211,7 +219,7 @@ def test_a_best_checkpoint_that_breaks_off_half_way_leaves_the_last_or_none(both
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, CapExceeded])
 def test_an_interrupt_and_an_exceeded_cap_are_no_failures_of_a_step(error, train, trained, monkeypatch):
-    after_training(monkeypatch, lowmem.run.train, "sample", partial(fail, error))
+    after_training(monkeypatch, lowmem.run.evaluation, "sample", partial(fail, error))
     if error is KeyboardInterrupt:
         with pytest.raises(error):
             train(trained, *OPTIONS)

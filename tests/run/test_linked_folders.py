@@ -7,8 +7,8 @@ import pytest
 
 from lowmem.core.step import TrainingStep
 from lowmem.errors import InputError
-from lowmem.run.checkpoint import _sweep
 from lowmem.run.early import check_folders
+from lowmem.run.folder import sweep
 from lowmem.run_folder import FILES, FOLDERS
 from lowmem.settings import Settings
 from runs import at_call, content, weights
@@ -43,7 +43,7 @@ def test_a_checkpoint_that_was_moved_behind_a_link_goes_as_a_link(tmp_path):
     (tmp_path / "disk/step-1/state.json").touch()
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/.tmp-step-00000001").symlink_to(tmp_path / "disk/step-1")
-    _sweep(tmp_path / "checkpoints")
+    sweep(tmp_path / "checkpoints")
     assert list((tmp_path / "checkpoints").iterdir()) == [] and (tmp_path / "disk/step-1/state.json").exists()
 
 

@@ -11,7 +11,8 @@ from transformers import GPT2Config
 from lowmem.core.layout import Layout
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.planning.plan import Plan
-from lowmem.run.report import build_report, device_name, opening_remarks, run_identity, versions
+from lowmem.run.identity import run_identity
+from lowmem.run.report import build_report, device_name, opening_remarks, versions
 from lowmem.settings import FIELD_NAMES, Settings
 
 PLAN = {"fits": True, "model": "tiny"}

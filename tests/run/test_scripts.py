@@ -425,4 +425,4 @@ def test_planning_leaves_a_runs_own_plan_alone(train, tmp_path, capsys):
     before = (tmp_path / "out/plan.json").read_bytes()
     assert train(tmp_path / "out", "--plan-only", "--gpu-limit", "20GiB") == 0
     assert (tmp_path / "out/plan.json").read_bytes() == before
-    assert "left alone" in last_line(capsys)
+    assert "stays as it is" in last_line(capsys)

@@ -146,7 +146,7 @@ with StopRequest():
         said = process.stderr.readline()
         alive = process.poll() is None
         process.kill()
-    assert alive and said.startswith("SIGINT: finishing what comes before the first step; Ctrl-C again ends at once")
+    assert alive and said.startswith("SIGINT: finishing the preparation; Ctrl-C again ends the run at once")
 
 
 @pytest.mark.parametrize("error", [False, True])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-import lowmem.run.train
+import lowmem.run.prepare
 from lowmem.core.step import TrainingStep
 from runs import assert_same_run, at_call, last_line, stored
 
@@ -55,7 +55,7 @@ def test_gradients_that_wait_in_ram_beside_the_others_change_nothing_also_on_the
 
 
 def test_a_folder_in_ram_is_warned_of(train, tmp_path, on_disk, monkeypatch, capsys):
-    monkeypatch.setattr(lowmem.run.train, "in_memory", lambda folder: "tmpfs")
+    monkeypatch.setattr(lowmem.run.prepare, "in_memory", lambda folder: "tmpfs")
     assert train(tmp_path / "out", *on_disk) == 0
     assert "is a tmpfs, which keeps its files in RAM" in capsys.readouterr().err
 
@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_data_is_read(
 ):
     """Under `auto`, too: whether it is needed is not known before the data has been read."""
     (tmp_path / "file").touch()
-    monkeypatch.setattr(lowmem.run.train, "load_data", lambda *_: pytest.fail("the data was read"))
+    monkeypatch.setattr(lowmem.run.prepare, "load_data", lambda *_: pytest.fail("the data was read"))
     assert train(tmp_path / "out", "--states", states, "--states-folder", str(tmp_path / folder)) == 2
     assert last_line(capsys).endswith(f"--states-folder {tmp_path / folder} cannot be written: {said}")
     assert not (tmp_path / "out").exists()

@@ -338,7 +338,7 @@ def test_samples_and_pictures_are_in_wandbs_run(tmp_path):
         "draw_loss(log.rows, picture)\n"
         "log.sample(0, 'sample: before', last=False)\n"
         "log.sample(1, 'sample: after', last=False)\n"
-        "log.pictures(picture)\n"
+        "log.pictures([picture])\n"
     )
     result = run_with_wandb(tmp_path, "offline", {}, in_the_middle=shown)
     assert result.returncode == 0 and "wandb" not in result.stderr, result.stderr
@@ -417,7 +417,7 @@ def test_tensorboard_shows_what_wandb_does_under_the_same_names(tmp_path):
     log.step(row(2, eval_loss=2.0))
     log.sample(2, "sample: *not* Markdown\n  <b>", last=True)
     draw_loss(log.rows, tmp_path / "loss.png")
-    log.pictures(tmp_path / "loss.png")
+    log.pictures([tmp_path / "loss.png"])
     log.close()
     events = read_events(tmp_path)
     assert scalars(events)["eval/loss"] == [(0, 6.0), (2, 2.0)]

@@ -1,0 +1,119 @@
+"""What a run looks at on its way: the loss on held-out texts, and the text that the model writes."""
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from lowmem.core.decoder import Decoder
+from lowmem.core.step import StepAbandoned, TrainingStep, summed_loss
+from lowmem.data.batches import Batches
+from lowmem.errors import first_line
+from lowmem.models.build import decoder_start
+from lowmem.run.prepare import Session
+from lowmem.run.report import best_evaluation
+from lowmem.run.signals import StopRequest
+
+SAMPLE_TOKENS = 64
+
+
+class Evaluator:
+    """The evaluations of a run, and when they end it."""
+
+    def __init__(self, session: Session, stop: StopRequest):
+        self._session, self._stop = session, stop
+
+    def due(self, done: int) -> bool:
+        steps, every = self._session.steps, self._session.settings.eval_every
+        return bool(self._session.data.evaluations) and (done == steps or done % (every or steps) == 0)
+
+    def evaluate(self) -> dict:
+        """The keys of a row of metrics.jsonl; none if nothing is held out."""
+        session = self._session
+        with session.budget.phase("evaluate"):
+            return evaluated(session.step, session.data.evaluations, session.settings.eval_batches)
+
+    def after(self, done: int) -> dict:
+        """`evaluate`; empty if a second signal gave it up. The last evaluation is not given up."""
+        if done == self._session.steps:
+            self._session.step.abandoned = None
+            self._stop.now("the last evaluation, then saving and the export", "changes nothing")
+        else:
+            self._stop.now(f"the evaluation after step {done}, then saving", "skips it and saves")
+        with suppress(StepAbandoned):
+            return self.evaluate()
+        return {}
+
+    def is_best(self, done: int) -> bool:
+        """Whether this evaluation has the lowest loss of the run's, the one before the first step left aside."""
+        return best_evaluation(self._session.log.rows, None).step == done
+
+    def out_of_patience(self) -> bool:
+        session, patience = self._session, self._session.settings.patience
+        best = best_evaluation(session.log.rows, session.progress.eval_first)
+        return patience is not None and best.since >= patience
+
+
+class Sampler:
+    """What the model writes after --sample-prompt."""
+
+    def __init__(self, session: Session):
+        self._session = session
+
+    def due(self, done: int) -> bool:
+        every = self._session.settings.sample_every
+        return every is not None and done % every == 0
+
+    def take(self, done: int, last: bool = False) -> None:
+        session, prompt = self._session, self._session.settings.sample_prompt
+        if prompt is None:
+            return
+        session.step.flush()
+        with session.budget.phase("evaluate"):
+            session.log.sample(done, sample(session.model.decoder, session.rehearsal.tokenizer, prompt), last)
+        if session.step.store.device.type == "cuda":
+            torch.cuda.empty_cache()  # so that steps allocate where they did before
+
+
+def evaluated(step: TrainingStep, evaluations: Sequence[Batches], limit: int) -> dict:
+    """Loss per token in nats over at most `limit` batches of each text, and by name if there are several texts."""
+    sums = {batches.parts[0].name: summed_loss(step, batches, limit) for batches in evaluations}
+    if not sums:
+        return {}
+    losses, tokens = zip(*sums.values(), strict=True)
+    row = {"eval_loss": math.fsum(losses) / sum(tokens)}
+    if len(sums) > 1:
+        row["eval_losses"] = {name: loss / tokens for name, (loss, tokens) in sums.items()}
+    return row
+
+
+@torch.no_grad()
+def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
+    """The model's greedy continuation of `prompt`, or a sentence on why there is none."""
+    tokenized = tokenizer(prompt, return_tensors="pt").to(decoder.head_weight.device)
+    inputs = {name: tokenized[name] for name in ("input_ids", "attention_mask") if name in tokenized}
+    end = tokenizer.eos_token_id
+    tokens = inputs["input_ids"][0].tolist()
+    if decoder.needs_sources:  # the prompt is a source, which ends as in training
+        source = tokens if tokens[-1:] == [end] else [*tokens, end]
+        start = decoder_start(decoder.model.config)
+        inputs = {"input_ids": inputs["input_ids"].new_tensor([source]), "decoder_start_token_id": start}
+    elif tokens[1:][-1:] == [end] and not prompt.endswith(tokenizer.eos_token):
+        inputs = {name: values[:, :-1] for name, values in inputs.items()}  # this tokenizer ends every text
+    prompt_tokens = inputs["input_ids"].shape[1]
+    positions = getattr(decoder.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    if not 0 < prompt_tokens < positions:
+        return f"no sample: --sample-prompt has {prompt_tokens} tokens, and the model takes 1 to {positions - 1}"
+    decoder.model.eval()
+    try:
+        new_tokens = min(SAMPLE_TOKENS, positions - prompt_tokens)
+        written = decoder.model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, pad_token_id=end)
+    except torch.OutOfMemoryError as error:
+        return f"no sample: out of memory ({first_line(error)})"
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:  # each model has its own `generate`
+        return f"no sample: {first_line(error)}"
+    # A decoder's end of text is shown; an encoder-decoder also writes padding.
+    text = tokenizer.decode(written[0], skip_special_tokens=decoder.needs_sources)
+    shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return f"sample: {shown}"  # a terminal would obey control characters

@@ -1,0 +1,141 @@
+"""A run's folder: one run at a time, room on its disk, and the checkpoints in it.
+
+checkpoints/step-00000123/      a finished checkpoint (checkpoint.py)
+checkpoints/.tmp-step-...       one that is being written or removed
+checkpoints/.old-step-...       one that a save of the same step is about to replace
+"""
+
+import itertools
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from lowmem.errors import InputError, PlanError
+from lowmem.files import MANIFEST
+from lowmem.models.export import BESIDE_WEIGHTS_BYTES
+from lowmem.run_folder import no_folder_to_resume, not_writable
+from lowmem.units import MIB, format_size
+
+MARGIN_BYTES = MIB  # headers, state.json, the manifest, and what a file system adds
+TEMPORARY, ASIDE = ".tmp-", ".old-"  # prefixes of names that do not count as checkpoints
+_NAME = re.compile(r"step-([0-9]{8,})")
+
+
+@contextmanager
+def lock_run(folder: Path) -> Iterator[None]:
+    """Makes `folder` and keeps other runs out of it until the end of the block or of the process. A block that writes
+    nothing leaves nothing behind. InputError if another run holds the folder or it cannot be written."""
+    folder = Path(os.path.abspath(folder))
+    lock = FileLock(folder / ".lock", timeout=0)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        before = os.listdir(folder)
+        lock.acquire()
+    except Timeout:
+        raise InputError(f"another run is writing to {folder}; wait for its end, or give another --out") from None
+    except OSError as error:
+        raise not_writable(folder, error.strerror) from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if set(os.listdir(folder)) - set(before) == {".lock"}:
+                (folder / ".lock").unlink()
+                for path in made:
+                    path.rmdir()
+        lock.release()
+
+
+def check_disk(folder: Path, disk: dict[str, int], saves: int | None, states_folder: str | None = None) -> None:
+    """PlanError if a run's files do not fit on the disk of `folder`. `disk`: their sizes (Plan.disk); `saves`: the
+    number of checkpoints the run writes, None if unknown. Files of an earlier run count as room: they are replaced.
+    States count if `states_folder` is on the same disk; on another disk their file reserves its room when it is made.
+    """
+    each = disk["one_being_written"]
+    checkpoints = min(disk["checkpoints"] // each + 1, 2 if saves is None else max(saves, 1))
+    places = {"checkpoints": checkpoints * each, "model": disk["export"] + BESIDE_WEIGHTS_BYTES}
+    free, needed = {}, {}  # bytes by disk
+    for part, size_bytes in places.items():
+        place = (folder / part).resolve()
+        there = place if place.exists() else folder
+        device = there.stat().st_dev
+        half_made = place.parent.glob(f".{place.name}.*")  # by an export that was killed
+        written = itertools.chain(place.rglob("*"), *(path.rglob("*") for path in half_made))
+        free.setdefault(device, shutil.disk_usage(there).free)
+        free[device] += sum(path.stat().st_size for path in written if path.is_file())
+        needed[device] = needed.get(device, MARGIN_BYTES) + size_bytes
+    states_on = None
+    if "states" in disk:
+        path = Path(states_folder).resolve()
+        states_on = next(place for place in (path, *path.parents) if place.exists()).stat().st_dev
+        if states_on in needed:
+            needed[states_on] += disk["states"]
+    for device, needed_bytes in needed.items():
+        if needed_bytes > free[device]:
+            fewer = ", or --keep-last 1" if checkpoints > 2 else ""
+            states = f", and {format_size(disk['states'])} of states" if device == states_on else ""
+            raise PlanError(
+                f"{folder} is on a disk with room for {format_size(free[device])}, and this run writes "
+                f"{format_size(needed_bytes)}: {checkpoints} checkpoints of {format_size(each)}, including the one "
+                f"being written, and the model{states}. Free some room, or give another --out{fewer}."
+            )
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    """Where the run in `folder` has the checkpoint of `step`, if it has one."""
+    return folder / "checkpoints" / f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(_NAME.fullmatch(checkpoint.name)[1])
+
+
+def checkpoints_in(root: Path) -> list[Path]:
+    """All checkpoints in `root` by name, newest first."""
+    found = [path for path in root.iterdir() if _NAME.fullmatch(path.name)] if root.is_dir() else []
+    return sorted(found, key=step_of, reverse=True)
+
+
+def sweep(root: Path) -> None:
+    """Removes the leftovers of a killed save. A checkpoint that it put aside gets its name back if that is free."""
+    for aside in root.glob(f"{ASIDE}step-*"):
+        final = root / aside.name.removeprefix(ASIDE)
+        os.rename(aside, root / (TEMPORARY + aside.name) if final.exists() else final)
+    for stale in root.glob(f"{TEMPORARY}*"):
+        if stale.is_symlink():  # a checkpoint that was moved to another disk
+            stale.unlink()
+        else:
+            shutil.rmtree(stale, ignore_errors=True)
+
+
+def find_checkpoints(folder: Path, resume: str, say: Callable[[str], None]) -> list[Path]:
+    """The checkpoints to resume from, newest first; none means step 0. `resume`: "never", "auto" (those of `folder`),
+    or a checkpoint or run folder; InputError if that has no checkpoint. The caller holds lock_run(folder)."""
+    root = folder / "checkpoints"
+    if root.is_dir():
+        sweep(root)
+    if resume == "auto":
+        return checkpoints_in(root)
+    found = [] if resume == "never" else _named_checkpoints(Path(resume))
+    used = {path.resolve() for path in found}
+    unused = [path.name for path in checkpoints_in(root) if path.resolve() not in used]
+    if unused:
+        say(f"not used, and replaced by the checkpoints of this run: {', '.join(unused)} in {root}")
+    return found
+
+
+def _named_checkpoints(path: Path) -> list[Path]:
+    if not path.is_dir():
+        raise no_folder_to_resume(path)
+    if _NAME.fullmatch(path.resolve().name) or (path / MANIFEST).exists():
+        return [path]
+    found = checkpoints_in(path / "checkpoints") or checkpoints_in(path)
+    if not found:
+        raise InputError(f"--resume {path} is neither a checkpoint nor a run folder with one")
+    return found

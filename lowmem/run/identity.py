@@ -1,0 +1,74 @@
+"""What a run and the checkpoint that it goes on from must have in common, because it changes the bits.
+
+`state.json` holds the identity of the run that saved it: the settings marked `RUN`, what they were resolved to (steps,
+device, precision, micro-batch), the hash of the data and the fields of the model's config.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from lowmem.config_switches import SWITCHES, as_given
+from lowmem.errors import InputError
+from lowmem.planning.plan import Plan
+from lowmem.run.learning_rate import longer
+from lowmem.settings import FIELD_NAMES, RUN, Settings, marked, option_name
+
+_NOT_COMPUTED = {  # fields of a config.json that say nothing about the computation
+    *("_name_or_path", "architectures", "auto_map", "dtype", "task_specific_params", "torch_dtype"),
+    *("transformers_version", "use_cache", *SWITCHES),
+}
+
+
+def known_identity(settings: Settings, config: PretrainedConfig) -> dict:
+    """The part of a run's identity that is known before data are read and anything is planned."""
+    steps = {} if settings.steps is None else {"steps": settings.steps}
+    return marked(settings, RUN) | steps | {"config": config_identity(config)}
+
+
+def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: str) -> dict:
+    """All of it but the config's."""
+    return marked(settings, RUN) | {
+        "steps": steps,
+        "device": plan.device,
+        "precision": plan.precision,
+        "micro_batch": plan.layout.micro_batch,
+        "fused_kernels": plan.fused_kernels,
+        "data": data_fingerprint,
+    }
+
+
+def config_identity(config: PretrainedConfig) -> dict:
+    """Every field of the config that changes what is computed, defaults included."""
+    fields = as_given(json.loads(config.to_json_string(use_diff=False)))
+    return {name: value for name, value in fields.items() if name not in _NOT_COMPUTED}
+
+
+def refuse_another_run(checkpoint: Path, state: dict, identity: dict) -> None:
+    """InputError, naming every difference, if a run of that identity cannot go on from a checkpoint of that state.
+    `identity` may be a part of it."""
+    saved = state.get("identity", {})
+    differences = list(_differences(saved, json.loads(json.dumps(identity | longer(saved, identity)))))
+    if differences:
+        raise InputError(
+            f"refused to go on from {checkpoint}: {'; '.join(differences)}. Use the options of that run, or start a "
+            "new one with another --out"
+        )
+
+
+def _differences(saved: dict, wanted: dict) -> Iterator[str]:
+    for key, value in wanted.items():
+        name = option_name(key) if key in FIELD_NAMES else key
+        if key not in saved:
+            if key not in FIELD_NAMES or value != getattr(Settings, key):  # else an option younger than the checkpoint
+                yield f"{name} is missing there"
+        elif key == "config":  # another version of transformers may know other fields
+            known = {field: value[field] for field in value if field in saved[key]}
+            yield from (f"config.json's {difference}" for difference in _differences(saved[key], known))
+        elif key == "data" and saved[key] != value:
+            yield "the data, their weights or the tokenizer have changed"
+        elif saved[key] != value:
+            old, new = (item if isinstance(item, str) else json.dumps(item) for item in (saved[key], value))
+            yield f"{name} {old} -> {new}"

@@ -1,0 +1,292 @@
+"""From settings to a model that is ready to train: the first half of a run, and all of `lowmem.load`.
+
+ask         the settings, the device here and the model's config  ->  the planner's question
+plan_here   the question and what this machine has free           ->  the plan
+build       the plan                                              ->  decoder, store and step
+prepare     all of these for a run, with its folder, data and checkpoints  ->  Session
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from lowmem import device as devices
+from lowmem.core.batch import LEAST_POSITIONS, micro_batch_shapes
+from lowmem.core.decoder import Decoder
+from lowmem.core.homes import DiskStates
+from lowmem.core.kernels import fused
+from lowmem.core.optimizers import Hyperparameters, get_optimizer
+from lowmem.core.parameters import Store
+from lowmem.core.precision import WORKING_DTYPES, LossScale
+from lowmem.core.states_folder import in_memory
+from lowmem.core.step import TrainingStep
+from lowmem.data.batches import PACKED, Batches
+from lowmem.data.dataset import Data, load_data
+from lowmem.data.tokenizer import load_tokenizer, tokenizer_blamed
+from lowmem.errors import InputError
+from lowmem.limits import Budget, ram_available_bytes
+from lowmem.models.build import decoder_start, fitted, load_config, make_decoder, own_generation_config
+from lowmem.models.compatibility import check_pieces
+from lowmem.models.description import Rehearsal, rehearsed
+from lowmem.models.load import random_weights, read_weights
+from lowmem.planning.plan import Plan
+from lowmem.planning.planner import Question, make_plan, timed_with
+from lowmem.planning.process import process_aside
+from lowmem.planning.ram import Process
+from lowmem.planning.target import planning_target
+from lowmem.run.checkpoint import load_newest, newest_state
+from lowmem.run.folder import check_disk, find_checkpoints, lock_run
+from lowmem.run.identity import config_identity, known_identity, refuse_another_run, run_identity
+from lowmem.run.learning_rate import Course, course_of, longer, say_longer
+from lowmem.run.log import RunLog
+from lowmem.run.recovery import Recovery, recovery_of, with_pageable_copies
+from lowmem.run.report import opening_remarks
+from lowmem.settings import Settings
+from lowmem.units import interval_seconds
+
+Say = Callable[[str], None]  # takes a sentence for the user
+Weights = Iterator[tuple[str, Tensor]]  # name and fp32 CPU tensor of every parameter, or of runs of it
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model whose every parameter `step` trains; its updates may wait for the next step, or `step.flush()`.
+    `decoder`: its pieces, whose parameters are views into flat tensors (`step.store`); `tokenizer`: None if a random
+    model has none."""
+
+    settings: Settings
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase | None
+    plan: Plan
+    decoder: Decoder
+    step: TrainingStep
+
+
+@dataclass
+class Progress:
+    """How far a run has come. Checkpoints save it, together with the step's own counters."""
+
+    done: int  # optimizer steps
+    course: Course
+    eval_first: float | None = None  # held-out loss before the first step
+    skipped: int = 0  # steps in a row without an update
+    resumed: bool = False
+
+
+@dataclass
+class Session:
+    """A run that is ready for its next step."""
+
+    model: LoadedModel
+    data: Data
+    rehearsal: Rehearsal
+    log: RunLog
+    budget: Budget
+    recovery: Recovery
+    identity: dict
+    progress: Progress = field(init=False)
+
+    @property
+    def settings(self) -> Settings:
+        return self.model.settings
+
+    @property
+    def step(self) -> TrainingStep:
+        return self.model.step
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.identity["steps"]
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.settings.out)
+
+    def refuse_another_run(self, checkpoint: Path, state: dict) -> None:
+        refuse_another_run(checkpoint, state, self.identity)
+
+
+def ask(settings: Settings) -> Question:
+    """What the planner is asked; its settings are those that fit the model."""
+    device, precision, card = planning_target(settings)
+    config = load_config(settings.model, settings.init)
+    return Question(fitted(settings, config), config, device, precision, card)
+
+
+def plan_here(question: Question, device: torch.device, aside: Callable, say: Say) -> Plan:
+    """The plan for this machine as it is now. `aside`: calls a function in another process (process.py)."""
+    no_kernels = None
+    if device.type == "cuda":
+        devices.take_workspaces(device)
+        no_kernels = fused.why_not(device)
+        devices.forget_allocations(device)
+    if no_kernels is not None:
+        say(f"without fused kernels, which takes more memory and time: {no_kernels}")
+    here = {"ram_free_bytes": ram_available_bytes()[0], "process": Process.here()}
+    return replace(question, **here, fused_kernels=no_kernels is None).answer(partial(aside, make_plan))
+
+
+def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan) -> TrainingStep:
+    """The step as planned. The parameters of `decoder` become its store's, and have no values yet."""
+    optimizer = get_optimizer(settings.optimizer)
+    disk_tensor = DiskStates(Path(settings.states_folder)).tensor if plan.layout.states_on_disk else None
+    store = Store(decoder, device, WORKING_DTYPES[plan.precision], optimizer, plan.layout, disk_tensor=disk_tensor)
+    hyper = Hyperparameters(
+        weight_decay=settings.weight_decay, beta1=settings.adam_beta1, beta2=settings.adam_beta2,
+        epsilon=settings.adam_epsilon,
+    )  # fmt: skip
+    loss_scale = LossScale(enabled=plan.precision == "fp16")
+    return TrainingStep(decoder, store, hyper, clip_norm=settings.clip_norm, seed=settings.seed, loss_scale=loss_scale)
+
+
+def build(
+    question: Question, plan: Plan, tokenizer: PreTrainedTokenizerBase | None, device: torch.device, say: Say,
+    weights: bool = True,
+) -> tuple[LoadedModel, Weights | None]:  # fmt: skip
+    """The model as planned, and its first weights, still to be written; None unless `weights` are wanted. InputError,
+    before anything is allocated, if their files do not fit."""
+    settings, config = question.settings, question.config
+    devices.make_deterministic(device)
+    decoder = make_decoder(config, question.precision, settings.residual, plan.fused_kernels)
+    found = initial_weights(settings, config, decoder, say) if weights else None
+    step = make_step(settings, decoder, device, plan)
+    return LoadedModel(settings, config, tokenizer, plan, decoder, step), found
+
+
+def initial_weights(settings: Settings, config: PretrainedConfig, decoder: Decoder, say: Say) -> Weights:
+    """`say` gets remarks on a model's files. InputError if they do not fit it."""
+    if settings.init == "pretrained":
+        return read_weights(decoder.model, settings.model, say)
+    return random_weights(config, settings.seed)
+
+
+def write_weights(model: LoadedModel, weights: Weights) -> None:
+    model.step.store.write(weights)
+    check_pieces(model.decoder, model.config.vocab_size, model.settings.masks_documents)
+    if model.step.store.device.type == "cuda":
+        torch.cuda.empty_cache()  # frees what only this check needed
+
+
+def page_locked(model: LoadedModel, say: Say) -> LoadedModel:
+    """`model` with its streamed states page-locked. If the system refuses that, its plan has a step's time without."""
+    store = model.step.store
+    if store.device.type == "cuda":
+        devices.release_freed_memory()  # before states take up their room
+    if store.page_lock():
+        return model
+    plan = with_pageable_copies(model.plan)
+    say(
+        "page-locked memory was refused, so states are streamed from pageable memory: a step now takes about "
+        f"{plan.step_seconds:.3g} s, {plan.waiting_seconds:.2g} s of it waiting for copies"
+    )
+    return replace(model, plan=plan)
+
+
+@contextmanager
+def prepare(settings: Settings) -> Iterator[Session]:
+    """A run that has its folder to itself until the end of the block. A refusal leaves nothing in the folder."""
+    devices.set_environment()
+    with ExitStack() as until_the_end:
+        with process_aside() as aside:  # forks, so it comes before CUDA starts
+            question = ask(settings)
+            settings, config, folder = question.settings, question.config, Path(question.settings.out)
+            until_the_end.enter_context(lock_run(folder))
+            log = until_the_end.enter_context(closing(RunLog(folder, settings)))
+            checkpoints = find_checkpoints(folder, settings.resume, log.say)
+            if (saved := newest_state(checkpoints)) is not None:  # a refusal here needs neither data nor a plan
+                refuse_another_run(*saved, known_identity(settings, config))
+            device = devices.select_device(settings.device)
+            tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
+            with tokenizer_blamed(settings.model):
+                data = load_data(settings, tokenizer, config.vocab_size, folder, decoder_start(config))
+            until_the_end.enter_context(closing(data))
+            generation = own_generation_config(settings.model, settings.init, log.say)
+            export_dtype = WORKING_DTYPES[settings.export_dtype]
+            rehearsal = until_the_end.enter_context(
+                rehearsed(folder / ".model.rehearsal", config, tokenizer, generation, export_dtype)
+            )
+            for remark in rehearsal.remarks:
+                log.say(remark)
+            devices.release_freed_memory()  # of tokenizing: training does not hold it
+            plan = plan_here(question, device, aside, log.say)
+            if (lengths := data.train.typical_lengths()) is not None:
+                plan = aside(timed_with, plan, config, lengths)
+        steps = settings.total_steps(data.train.steps_per_epoch)
+        if not data.evaluations and (settings.keep_best or settings.patience):
+            raise InputError("nothing is held out, so there is no best to find; give --eval-data, or more --data")
+        check_disk(folder, plan.disk, _most_saves(settings, plan, steps), settings.states_folder)
+        log.say(plan.describe())
+        if plan.layout.states_on_disk and (kind := in_memory(Path(settings.states_folder))) is not None:
+            log.say(f"warning: --states-folder {settings.states_folder} is a {kind}, which keeps its files in RAM")
+        identity = run_identity(settings, plan, steps, data.fingerprint) | {"config": config_identity(config)}
+        if saved is not None:
+            refuse_another_run(*saved, identity)
+        for line in [*data.description.splitlines(), *_computed_share(data.train, plan)]:
+            log.say(line)
+
+        budget = Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes)
+        budget.apply(plan.gpu_reserved_peak_bytes)
+        budget.enter("load")
+        model, weights = build(question, plan, tokenizer, device, log.say, weights=not checkpoints)
+        recovery = recovery_of(model.step, plan, log.say)
+        session = Session(model, data, rehearsal, log, budget, recovery, identity)
+        _fill(session, weights, checkpoints)
+        yield session
+
+
+def _fill(session: Session, weights: Weights | None, checkpoints: list[Path]) -> None:
+    """Writes the first `weights`, or reads the newest of `checkpoints` that is whole; sets `session.progress`."""
+    model, settings, log, identity = session.model, session.settings, session.log, session.identity
+    for sentence in opening_remarks(settings, model.config, model.tokenizer, model.step.store.device):
+        log.say(sentence)
+    loaded = load_newest(
+        checkpoints, model.step.store, session.refuse_another_run, log.say, required=settings.resume != "auto"
+    )
+    if loaded is None:
+        write_weights(model, weights or initial_weights(settings, model.config, model.decoder, log.say))
+        session.progress = Progress(0, course_of(identity))
+        if (session.folder / "report.json").exists():
+            log.say(f"report.json, the pictures and model/ in {session.folder} are from an earlier run until this ends")
+        return
+    checkpoint, state = loaded
+    model.step.updates = state["updates"]
+    model.step.loss_scale.load(state["loss_scale"])
+    session.recovery.resume(state["recoveries"])
+    course = course_of(identity, state)
+    session.progress = Progress(state["step"], course, state["eval_first"], state["skipped"], resumed=True)
+    log.say(f"going on from {checkpoint}: {state['step']} of {session.steps} steps are done")
+    if longer(state["identity"], identity):
+        say_longer(course, state, log.say)
+
+
+def _most_saves(settings: Settings, plan: Plan, steps: int) -> int | None:
+    """The number of checkpoints that a run writes; None if it saves by time and the time of a step is unknown."""
+    every, seconds = settings.save_every, interval_seconds(settings.save_every)
+    if seconds is not None:
+        if plan.step_seconds is None:
+            return None
+        every = max(int(seconds / plan.step_seconds), 1)
+    return math.ceil(steps / every) + (steps // settings.eval_every if settings.keep_best else 0)
+
+
+def _computed_share(train: Batches, plan: Plan) -> list[str]:
+    """A sentence on how much of the computation is padding, unless all rows are full."""
+    lengths = train.typical_lengths()
+    if lengths is None:
+        return []
+    seq, rows = train.parts[0].seq, train.batch_rows
+    shapes = micro_batch_shapes(lengths, seq, plan.layout.micro_batch, LEAST_POSITIONS[plan.device])
+    positions = sum(count * width for count, width in shapes)
+    how = "packing examples into rows" if train.pack == PACKED else "sorting by length"
+    return [
+        f"{how} skips {1 - positions / (rows * seq):.0%} of {rows} x {seq} positions a step; "
+        f"{1 - sum(lengths) / positions:.0%} padding remains"
+    ]
