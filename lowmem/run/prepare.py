@@ -143,10 +143,8 @@ def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: 
         weight_decay=settings.weight_decay, beta1=settings.adam_beta1, beta2=settings.adam_beta2,
         epsilon=settings.adam_epsilon,
     )  # fmt: skip
-    return TrainingStep(
-        decoder, store, hyper, clip_norm=settings.clip_norm, seed=settings.seed,
-        loss_scale=LossScale(enabled=plan.precision == "fp16"),
-    )  # fmt: skip
+    loss_scale = LossScale(enabled=plan.precision == "fp16")
+    return TrainingStep(decoder, store, hyper, clip_norm=settings.clip_norm, seed=settings.seed, loss_scale=loss_scale)
 
 
 def build(
