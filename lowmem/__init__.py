@@ -1,6 +1,7 @@
 """Train every parameter of a language model, exactly, under hard caps of GPU memory and RAM.
 
-The names below are loaded when they are asked for: `import lowmem` imports neither PyTorch nor transformers.
+Each name in `__all__` is imported from its module when it is first used. So `import lowmem` imports neither PyTorch nor
+transformers.
 """
 
 import sys

@@ -11,7 +11,8 @@ from lowmem.settings import Settings
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs what `arguments` (the command line's, if None) ask for; returns the exit code."""
+    """Runs the command named by the first of `arguments` with the rest as its options. None: the process's own command
+    line. Returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     command, options = (words[0], words[1:]) if words else ("", [])
     if command == "plan":

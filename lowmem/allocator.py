@@ -1,7 +1,8 @@
-"""``python -m lowmem.allocator TAPE.jsonl`` replays a recording through the model of the CUDA caching allocator.
+"""``python -m lowmem.allocator TAPE.jsonl`` replays recorded allocations through the model of the CUDA caching
+allocator.
 
-A line is one operation: ``["a", id, bytes, stream]`` allocate, ``["f", id]`` free, ``["e"]`` empty_cache. The program
-prints peaks, final figures and every growth as JSON.
+Each line of the file is one operation: ``["a", id, bytes, stream]`` allocates, ``["f", id]`` frees, ``["e"]`` calls
+empty_cache. The program prints JSON: peaks, final figures, and every growth of reserved memory.
 """
 
 import argparse
@@ -16,7 +17,8 @@ OPERATIONS = 'One operation a line: ["a", id, bytes, stream] allocate, ["f", id]
 
 
 def replay(tape: Iterable[str], tape_name: str, allocator: CachingAllocator) -> None:
-    """Replays a recording; blank lines are skipped. InputError, with the line, for an impossible operation."""
+    """Performs the recorded operations, the lines of `tape`, on `allocator`. Skips blank lines. Raises InputError,
+    which names `tape_name` and the line, for an impossible operation."""
     blocks = {}
     for number, line in enumerate(tape, start=1):
         if not line.strip():

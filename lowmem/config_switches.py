@@ -1,8 +1,8 @@
-"""Fields of a config.json that do not change the model's function, or with which transformers cannot load it.
+"""Handles fields of a config.json that do not change the model's function, or with which transformers cannot load it.
 
 Trainers save `gradient_checkpointing`, `return_dict`, `output_hidden_states` and the like with a model. Training sets
-them as it needs them, and says so. The exported config.json has the user's values again, except those with which
-transformers cannot load a model here.
+these fields to the values that it needs, and prints a remark. The exported config.json has the user's values again.
+Fields with which transformers cannot load a model here are left out of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ SWITCHES = {*_NEEDED, *_FOR_LOADING}
 
 
 def without_switches(fields: dict) -> dict:
-    """Returns the fields of a config.json as training needs them; the values taken out are in OWN and LEFT_OUT."""
+    """Returns the fields of a config.json without those that training must not have. The values taken out are under the
+    keys OWN (exported again) and LEFT_OUT (not exported)."""
     kept, taken = dict(fields), {OWN: {}, LEFT_OUT: {}}
     for name, value in fields.items():
         if name in _NEEDED and value not in _NEEDED[name]:
@@ -51,6 +52,8 @@ def without_switches(fields: dict) -> dict:
 
 
 def _prevents_loading(name: str, value: object, fields: dict) -> bool:
+    """Returns True if transformers cannot load a model here whose config has this `value` of the field `name`. `fields`
+    are all fields of the config."""
     if name in ("dtype", "torch_dtype"):
         return not isinstance(value, dict) and value not in _DTYPES  # a dict has one for each part
     if name == "bos_token_id":
@@ -63,8 +66,8 @@ def _prevents_loading(name: str, value: object, fields: dict) -> bool:
 
 
 def set_padding(config: PretrainedConfig, where: str) -> None:
-    """Sets a padding id beyond the vocabulary to None: training masks padding by position, never by id. InputError,
-    with the config's path `where`, if the family needs one."""
+    """Sets `pad_token_id` to None if it is outside the vocabulary: training masks padding by position, never by id.
+    Raises InputError, which names the config's path `where`, if the model family does not allow None."""
     text = config.get_text_config()
     for holder in {id(holder): holder for holder in (config, text)}.values():
         pad, size = getattr(holder, "pad_token_id", None), getattr(text, "vocab_size", None)
@@ -81,7 +84,8 @@ def set_padding(config: PretrainedConfig, where: str) -> None:
 
 
 def as_given(fields: dict) -> dict:
-    """Returns the fields of a config as JSON, with the user's own values."""
+    """Returns a config's `fields` with the values that the user's config.json had: undoes the change of the fields in
+    OWN."""
     given = {name: value for name, value in fields.items() if name not in (OWN, LEFT_OUT)}
     for name, value in given.items():
         if isinstance(value, dict) and name.endswith("_config"):
@@ -90,7 +94,7 @@ def as_given(fields: dict) -> dict:
 
 
 def remarks(config: PretrainedConfig) -> list[str]:
-    """Returns sentences on the fields that differ from the user's config.json."""
+    """Returns one sentence about the fields that training sets otherwise, and one about those that are not exported."""
     fields = json.loads(config.to_json_string(use_diff=False))
     parts = [fields, *(value for name, value in fields.items() if name.endswith("_config") and isinstance(value, dict))]
     own, left_out = (

@@ -1,4 +1,4 @@
-"""Selects the device, and sets up CUDA and the CPU's allocator."""
+"""Selects the device; sets up CUDA, its allocator and glibc's allocator; frees memory."""
 
 import ctypes
 import gc
@@ -17,8 +17,8 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the f
 
 
 def set_environment() -> None:
-    """Sets the environment for CUDA, unless the user has; call it before CUDA starts. Expandable segments keep reserved
-    memory within 0.2% of allocated. The cuBLAS workspace makes products reproducible."""
+    """Sets environment variables for CUDA, unless the user has set them. Must be called before CUDA starts. Expandable
+    segments keep reserved memory within 0.2% of allocated memory. The cuBLAS workspace makes products reproducible."""
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:True"))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)
@@ -27,9 +27,9 @@ def set_environment() -> None:
 
 
 def return_freed_memory() -> None:
-    """Lets glibc return large CPU tensors to the system when they are freed, unless the user has set its allocator. By
-    default it keeps pieces of up to 32 MiB, and GPT-2-Medium took 0.4 GiB more. New pages cost a fifth of a step of 128
-    tokens, and nothing measurable with 1,024."""
+    """Makes glibc return large freed tensors to the system, unless the user has set glibc's allocator. By default glibc
+    keeps freed blocks of up to 32 MiB; GPT-2-Medium took 0.4 GiB more. New pages cost a fifth of the time of a step of
+    128 tokens, and nothing measurable with 1,024."""
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
     with suppress(OSError, AttributeError, TypeError):  # no C library that knows it
@@ -39,16 +39,18 @@ def return_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Collects garbage and returns the heap's free memory to the system. Cycles hold memory that only loading needed,
-    and glibc keeps small freed tensors: one run of GPT-Neo took 0.3 GiB more RAM than another of the same command."""
+    """Collects garbage and returns the heap's free memory to the system. Reference cycles keep memory that only loading
+    needed, and glibc keeps small freed tensors. Without this call, RAM differed by 0.3 GiB between two executions of
+    one GPT-Neo command."""
     collect_garbage()
     with suppress(OSError, AttributeError):  # no C library that knows it
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def expandable_segments() -> bool:
-    """True if CUDA's caching allocator uses expandable segments: as the environment says, else as set_environment
-    would. InputError for a setting that cudasim/allocator.py does not model."""
+    """Returns True if CUDA's caching allocator uses expandable segments. The environment decides; without a setting
+    there, `set_environment` switches them on. Raises InputError for a setting that cudasim/allocator.py does not
+    model."""
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         raise InputError("PYTORCH_NO_CUDA_MEMORY_CACHING is set, and no plan holds without the cache; unset it")
     found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
@@ -68,7 +70,8 @@ def expandable_segments() -> bool:
 
 
 def select_device(wanted: str) -> torch.device:
-    """Returns the device for `auto`, `cuda` or `cpu`; InputError if CUDA is asked for and cannot be used."""
+    """Returns the device for `auto`, `cuda` or `cpu`. Raises InputError if PyTorch finds no CUDA device, or has no code
+    for the card."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -85,33 +88,35 @@ def select_device(wanted: str) -> torch.device:
 
 
 def _runs_on(architecture: str, major: int, minor: int) -> bool:
-    """True if a card of this capability runs code for `architecture`. Code for sm_75 or sm_90a runs on later minor
-    versions of that major one, code for compute_90 on all later ones."""
+    """Returns True if a card of compute capability `major`.`minor` runs code built for `architecture`. Code for sm_75
+    or sm_90a runs on cards of the same major version with this minor version or a later one. Code for compute_90 runs
+    on all later cards."""
     kind, number = architecture.split("_")
     built = divmod(int("".join(filter(str.isdigit, number))), 10)
     return built <= (major, minor) and (kind == "compute" or built[0] == major)
 
 
 def collect_garbage() -> None:
-    """Frees cycles, such as a training's parameters and hooks. The first collection takes the hooks from the
-    parameters, the second one frees the parameters."""
+    """Frees reference cycles, such as a model's parameters and their hooks. The first collection removes the hooks from
+    the parameters, the second frees the parameters."""
     for _ in range(2):
         gc.collect()
 
 
 def take_workspaces(device: torch.device) -> None:
-    """Makes both threads take their cuBLAS workspaces now, by a product in forward and in backward. A thread's first
-    product takes a workspace and keeps it (cuda_ops.py). Taken first, the two are next to each other, as in the
-    plan."""
+    """Makes the main thread and PyTorch's backward thread allocate their cuBLAS workspaces now, by one matrix product
+    each. A thread allocates its workspace at its first product and keeps it (cuda_ops.py). Allocated first, the two
+    workspaces are next to each other, as in the plan."""
     if device.type == "cuda":
         matrix = torch.ones(8, 8, device=device, requires_grad=True)
         (matrix @ matrix).sum().backward()
 
 
 def finish_failed_backward(device: torch.device) -> None:
-    """Waits until PyTorch's backward thread for a GPU has released a pass that failed. The thread keeps the error, and
-    the tensors of its frames, until it next gets Python's lock. Two empty passes, which take no memory, wait for it.
-    The first ends after the error is released, the second after the failed pass's open tasks are dropped."""
+    """Waits until PyTorch's backward thread has released a backward pass that failed. Until the thread next holds
+    Python's lock, it keeps the error and the tensors that the error refers to. Two empty backward passes, which
+    allocate nothing, wait for the thread. After the first, the error is released. After the second, the failed pass's
+    open tasks are dropped."""
     if device.type != "cuda":
         return
     with torch.inference_mode(False), torch.enable_grad():  # the caller may have switched gradients off
@@ -121,15 +126,15 @@ def finish_failed_backward(device: torch.device) -> None:
 
 
 def forget_allocations(device: torch.device) -> None:
-    """Returns unused memory to the card, garbage included, and resets the peaks."""
+    """Collects garbage, returns unused GPU memory to the card, and resets the peak statistics."""
     collect_garbage()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Chooses CUDA kernels that give the same bits each time: sums in a fixed order, no cuDNN attention. The CPU's
-    kernels do by default."""
+    """Makes PyTorch choose CUDA kernels that give the same bits each time: sums in a fixed order, no cuDNN attention.
+    Does nothing on the CPU, whose kernels are deterministic by default."""
     if device.type != "cuda":
         return
     torch.use_deterministic_algorithms(True)

@@ -1,4 +1,5 @@
-"""The errors that a user can cause, each with its exit code. The scripts print one sentence and no traceback."""
+"""Defines the errors that a user can cause, each with its exit code. The scripts print one sentence for such an error,
+and no traceback."""
 
 from collections.abc import Iterable
 
@@ -6,43 +7,43 @@ NO_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # what is raised and
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of the error's text, or its type if it has no text; two lines if the first ends with a
-    colon."""
+    """Returns the first line of the error's text, and the second too if the first ends with a colon. Returns the
+    error's type if it has no text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def some_of(names: Iterable[str]) -> str:
-    """Joins up to three of the names, for a sentence."""
+    """Joins the first three names with commas, for a sentence; adds "..." if there are more."""
     names = list(names)
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 class LowmemError(Exception):
-    """An expected error, explained in one or two sentences."""
+    """Says that something expected went wrong. The message explains it in one or two sentences."""
 
     exit_code = 1
 
 
 class InputError(LowmemError):
-    """Bad usage or bad input, found before anything is written."""
+    """Says that an option or an input is wrong. Raised before any file is written."""
 
     exit_code = 2
 
 
 class PlanError(LowmemError):
-    """No plan fits under the caps; the message names the smallest that would."""
+    """Says that no plan fits under the memory caps. The message names the smallest caps that would do."""
 
     exit_code = 3
 
 
 class CapExceeded(LowmemError):
-    """Measured memory went over a cap that the user set."""
+    """Says that measured memory exceeded a cap that the user set."""
 
     exit_code = 4
 
 
 class Stopped(LowmemError):
-    """A signal ended the run after a valid checkpoint was saved."""
+    """Says that a signal ended the training run. A valid checkpoint was saved before."""
 
     exit_code = 75

@@ -1,6 +1,6 @@
-"""Facts about model families, by a config's `model_type`, that the config itself does not say.
+"""Lists facts about model families, by the `model_type` of a config, that the config itself does not contain.
 
-Nothing here imports PyTorch: a folder is recognized before that (models/recognize.py).
+Imports no PyTorch, because a model's folder is recognized before PyTorch is imported (models/recognize.py).
 """
 
 ENCODER_DECODERS = ("t5", "mt5")  # that can be trained; UMT5 has a table in each block, LongT5 another attention

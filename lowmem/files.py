@@ -1,18 +1,18 @@
-"""Files that are on the disk when a write returns, and are checked when they are read.
+"""Writes files so that they survive a power cut, and checks them when they are read.
 
-A file that was written and closed may exist only in the page cache, and so may a folder's list of names: a power cut
+A file that was written and closed may exist only in the page cache, and so may a folder's list of names. A power cut
 loses both until they are fsynced. Years later a disk may return a changed bit. So a folder of files is written as
 
     entries = {name: write(folder / name, content), ...}       each hashed while it is written, then fsynced
     write_manifest(folder, entries)                            last: a folder without a manifest is unfinished
     flush_path(folder)
 
-and read through `checked`, which hashes the bytes as they pass, so nothing is read twice. The hash is XXH3 of 128 bits
-if xxhash is installed (4 GiB/s on one core or more), else BLAKE2b (0.8 GiB/s); the manifest names it.
+and read through `Manifest.checked`, which hashes the bytes while it reads them. The hash is XXH3 of 128 bits if xxhash
+is installed (4 GiB/s on one core or more), else BLAKE2b (0.8 GiB/s). The manifest names the hash.
 
-The kernel starts to write late by itself, while the disk idles. Told after each piece to start, it writes the same
-bytes, fsync included, in a third of the time (tests/faults/saving.py measures it). Written bytes leave the page cache,
-so a save of 17 GiB does not push out what the machine needs.
+By itself, the kernel starts to write late, while the disk idles. If it is told to start after each chunk, the same
+bytes and the fsync take a third of the time (measured by tests/faults/saving.py). Written bytes also leave the page
+cache. So a save of 17 GiB does not push out other data that the machine needs.
 """
 
 import hashlib
@@ -51,11 +51,12 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class Damaged(InputError):
-    """A file is missing or not what was written; the message names it."""
+    """Says that a file is missing, or has other bytes than were written. The message names the file."""
 
 
 class HashedFile:
-    """A new file, hashed while it is written. `forget`: each piece is sent to the disk and leaves the page cache."""
+    """Writes a new file and hashes its bytes meanwhile. `forget`: send each chunk to the disk at once and drop it from
+    the page cache."""
 
     def __init__(self, path: Path, forget: bool = True):
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115  (closed by finish or close)
@@ -69,7 +70,7 @@ class HashedFile:
             start_writeback(self._file.fileno())
 
     def finish(self) -> dict:
-        """Fsyncs and closes it; returns its entry for the manifest: {"bytes": size, "hash": hex}."""
+        """Fsyncs and closes the file. Returns the file's entry for the manifest: {"bytes": size, "hash": hex}."""
         with self._file:
             os.fsync(self._file.fileno())
             if self._forget:
@@ -81,7 +82,7 @@ class HashedFile:
 
 
 def write(path: Path, content: Iterable[bytes | memoryview]) -> dict:
-    """Writes a new file, piece by piece, and fsyncs it; returns its entry for the manifest."""
+    """Writes the chunks of `content` to a new file and fsyncs it. Returns the file's entry for the manifest."""
     with closing(HashedFile(path)) as file:
         for piece in content:
             file.write(piece)
@@ -89,7 +90,8 @@ def write(path: Path, content: Iterable[bytes | memoryview]) -> dict:
 
 
 def write_at(path: Path, offset_bytes: int, content: bytes | memoryview) -> None:
-    """Writes `content` at `offset_bytes` of a file, which is made if it does not exist; not fsynced."""
+    """Writes `content` into a file, from byte `offset_bytes` on. Creates the file if it does not exist. Does not
+    fsync."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
         file.seek(offset_bytes)
         _write_all(file, content)
@@ -105,8 +107,9 @@ def _write_all(file: RawIOBase, content: bytes | memoryview) -> None:
 def safetensors_header(
     tensors: dict[str, tuple[torch.dtype, Sequence[int]]], metadata: dict[str, str], separators: tuple[str, str]
 ) -> bytes:
-    """The first bytes of a .safetensors file with `tensors`, {name: (dtype, shape)}, in this order: the length of the
-    JSON that follows (8 bytes, little-endian), and the JSON, with these separators and each tensor's offsets."""
+    """Returns the first bytes of a .safetensors file with `tensors`, {name: (dtype, shape)}, in this order. These are
+    the length of the JSON header (8 bytes, little-endian), then the header with each tensor's offsets. `separators` are
+    json.dumps'."""
     header: dict = {"__metadata__": metadata}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -118,21 +121,23 @@ def safetensors_header(
 
 
 def start_writeback(descriptor: int) -> None:
-    """Advises the kernel to start writing this file's dirty pages, without waiting, and to forget the written ones.
-    fsync reports errors of the disk."""
+    """Advises the kernel to start writing this file's unwritten pages, and to drop the written ones from the page
+    cache. Does not wait. Disk errors are reported later, by fsync."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
         with suppress(OSError):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
-    """`entries`: {file name in `folder`: what `write` returned}."""
+    """Writes the manifest of `folder`: size and hash of each file, and a checksum of the manifest itself. `entries`:
+    {file name: the entry that `write` returned}."""
     content = {"hash": _HASH, "files": entries}
     write(folder / MANIFEST, [to_json(content | {"own": _HASHES[_HASH](to_json(content)).hexdigest()})])
 
 
 def flush_path(path: Path) -> None:
-    """Fsyncs a file's content, or a folder's list of names: files made in it, renamed, removed."""
+    """Fsyncs a file's content or, for a folder, its list of names, so that created, renamed and removed files stay
+    so."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -152,13 +157,15 @@ def to_json(content: dict) -> bytes:
 
 
 def _not_read(path: Path, error: OSError) -> LowmemError:
-    """Damaged for a missing file; LowmemError for a disk or network that does not answer now."""
+    """Returns the error for a file that could not be read: Damaged if the file is missing, LowmemError for other
+    failures, as of a disk or a network."""
     kind = Damaged if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) else LowmemError
     return kind(f"{path} cannot be read: {error.strerror}")
 
 
 class Manifest:
-    """A folder's manifest. Damaged if it is missing or cannot be read; InputError if its hash's package is missing."""
+    """Reads a folder's manifest, and the files it lists. Raises Damaged if the manifest is missing or was changed.
+    Raises InputError if the hash needs a package that is not installed."""
 
     def __init__(self, folder: Path):
         path = folder / MANIFEST
@@ -184,8 +191,8 @@ class Manifest:
 
     @contextmanager
     def checked(self, name: str) -> Iterator[Fill]:
-        """Yields a function that fills a buffer with the next bytes of file `name`. Damaged, at the end of the block,
-        unless exactly the bytes that were written have been read."""
+        """Yields a function that fills a buffer with the next bytes of file `name`. At the end of the block, raises
+        Damaged if anything else was read than all the bytes that were written."""
         path, entry, digest = self.folder / name, self.entries[name], _HASHES[self.hash]()
         try:
             with open(path, "rb", buffering=0) as file:
@@ -208,7 +215,7 @@ class Manifest:
             raise Damaged(f"{path} is damaged: its bytes have changed since they were written")
 
     def verify(self, name: str) -> None:
-        """Reads all of file `name`; Damaged as in `checked`."""
+        """Reads the whole file `name`. Raises Damaged if its bytes are not those that were written."""
         size_bytes = self.entries[name]["bytes"]
         with self.checked(name) as fill:
             buffer = memoryview(bytearray(min(size_bytes, CHUNK_BYTES)))
@@ -216,7 +223,7 @@ class Manifest:
                 fill(buffer[: size_bytes - start])
 
     def read(self, name: str) -> bytes:
-        """The bytes of a small file."""
+        """Returns all bytes of a small file, and checks them like `checked`."""
         with self.checked(name) as fill:  # which has compared the size in the manifest with the file's
             content = bytearray(self.entries[name]["bytes"])
             fill(memoryview(content))

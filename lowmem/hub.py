@@ -1,7 +1,7 @@
-"""The Hugging Face hub: is it reachable, and which models are in its cache?
+"""Asks whether the Hugging Face hub answers, and finds models in its local cache.
 
-The hub's clients retry for 23 to 45 seconds. So callers look into the cache first, and then ask the hub once, with this
-time limit: by `is_reachable`, if the client has no limit of its own.
+The hub's own client retries for 23 to 45 seconds. So callers look into the cache first. Then they ask the hub once,
+with the time limit below; `is_reachable` does so for clients that have no time limit of their own.
 """
 
 import functools
@@ -16,13 +16,13 @@ TIMEOUT_SECONDS = 5.0
 
 
 def is_reachable() -> bool:
-    """True if the hub answers in time (through a proxy, if the environment names one)."""
+    """Returns True if the hub answers within TIMEOUT_SECONDS. Uses a proxy if the environment names one."""
     return why_unreachable() is None
 
 
 @functools.cache
 def why_unreachable() -> str | None:
-    """Returns why the hub does not answer; None if it does. The hub is asked once in a process."""
+    """Returns the reason why the hub does not answer; None if it does. Asks the hub only once per process."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -38,8 +38,8 @@ def why_unreachable() -> str | None:
 
 
 def local_folder(model: str) -> Path | None:
-    """Returns the folder with the files of `model`: the folder itself, or a hub name's in the cache; None without
-    one."""
+    """Returns the folder that holds the files of `model`. That is `model` itself if it is a folder, otherwise the hub's
+    cache folder of this name. Returns None if there is neither."""
     from huggingface_hub import try_to_load_from_cache
 
     if Path(model).is_dir():

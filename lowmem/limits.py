@@ -1,13 +1,14 @@
-"""The caps: set before anything is allocated, measured all along, and a clear failure if one is exceeded.
+"""Sets the caps of GPU memory and RAM, measures peaks, and raises CapExceeded if a peak is above its cap.
 
-GPU memory is capped by the caching allocator (`torch.cuda.set_per_process_memory_fraction`), so a run under an 11 GiB
-cap behaves on a large card as on a small one. The cap does not count the CUDA context (about 0.5 GiB).
+GPU memory is capped by the caching allocator (`torch.cuda.set_per_process_memory_fraction`). So training under a cap of
+11 GiB behaves on a large card as on a small one. The cap does not count the CUDA context (about 0.5 GiB).
 
-RAM is the high-water mark of the process's resident set. It counts page-locked buffers, because they are anonymous
-mappings registered after they were made (core/homes.py); memory from cudaHostAlloc (torch's pin_memory) belongs to the
-driver and is not used here. It does not count other processes (wandb's), swapped memory, or the page cache of files.
-The kernel keeps the mark, so no peak is missed; each phase of a run starts a new one, so that a report has the peak of
-each. Linux adds up each processor's count only now and then: on 2 processors a mark was seen to fall by 0.3 MiB.
+RAM is measured as the peak of the process's resident set, which the kernel records. The peak counts page-locked
+buffers, because they are anonymous mappings that are registered with CUDA later (core/homes.py). Memory from
+cudaHostAlloc (torch's pin_memory) belongs to the driver and is not used here. The peak does not count other processes
+(wandb's), swapped memory, or the page cache. Each phase of a training run resets the peak, so that the report has one
+peak per phase. Linux adds up the counts of processors only now and then: with 2 processors a peak was seen to fall by
+0.3 MiB.
 """
 
 import resource
@@ -32,7 +33,8 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes since the process began; None if a device has no such figure."""
+    """Holds the largest memory use since the process began, in bytes. A figure is None if the device does not have
+    it."""
 
     gpu_allocated_peak_bytes: int | None
     gpu_reserved_peak_bytes: int | None
@@ -40,7 +42,7 @@ class Peaks:
 
 
 class Budget:
-    """The caps of one run on one device; None is no cap."""
+    """Holds the memory caps of one training run on one device; None is no cap. Applies them and measures the peaks."""
 
     def __init__(self, device: torch.device, gpu_limit_bytes: int | None, ram_limit_bytes: int | None):
         if device.type == "cuda" and device.index is None:  # torch's cap needs an index
@@ -52,8 +54,8 @@ class Budget:
         self.ram_limit_bytes = ram_limit_bytes
 
     def apply(self, planned_bytes: int | None = None) -> None:
-        """Caps the GPU's allocator. InputError if the card is smaller than the cap; LowmemError if less than
-        `planned_bytes` (None: the whole cap) is free on it."""
+        """Caps PyTorch's GPU allocator. Raises InputError if the cap is larger than the card. Raises LowmemError if
+        less than `planned_bytes` (None: the whole cap) is free on the card."""
         if self.device.type != "cuda":
             return
         self.check_card()
@@ -69,7 +71,7 @@ class Budget:
             torch.cuda.set_per_process_memory_fraction(own_limit_bytes / total, self.device)
 
     def check_card(self) -> None:
-        """InputError, with the largest possible cap, if the card is smaller than the cap."""
+        """Raises InputError, which names the largest possible cap, if the GPU cap is larger than the card."""
         if self.gpu_limit_bytes is None:
             return
         total = torch.cuda.mem_get_info(self.device)[1]
@@ -80,7 +82,8 @@ class Budget:
             )
 
     def enter(self, phase: str) -> str:
-        """Begins a phase of the run, and returns the one before: "prepare" at first."""
+        """Begins a new phase of the training run, for the peaks in `ram_phases`. Returns the name of the phase before:
+        "prepare" at first."""
         mark = ram_peak_bytes()
         self._ram_peak_bytes = max(self._ram_peak_bytes, mark)
         if reset_ram_peak():
@@ -90,7 +93,7 @@ class Budget:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The phase of the block; the one before goes on after it."""
+        """Enters the phase `name` for the duration of the block, then returns to the phase before."""
         before = self.enter(name)
         try:
             yield
@@ -104,7 +107,8 @@ class Budget:
         return Peaks(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device), ram)
 
     def check(self, where: str) -> None:
-        """CapExceeded, with the peak that was measured at `where`, if it is above a cap."""
+        """Raises CapExceeded if a measured peak is above its cap. `where`, for the message, names the place in the
+        training run."""
         peaks = self.peaks()
         for what, peak, limit in (
             ("GPU memory", peaks.gpu_reserved_peak_bytes, self.gpu_limit_bytes),
@@ -116,7 +120,7 @@ class Budget:
 
 
 def ram_peak_bytes() -> int:
-    """High-water mark of this process's resident set, page-locked mappings included."""
+    """Returns the peak of this process's resident set so far, page-locked memory included."""
     with suppress(OSError):
         for line in (_PROC / "self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):  # starts with the program; ru_maxrss is inherited from its parent
@@ -126,7 +130,7 @@ def ram_peak_bytes() -> int:
 
 
 def reset_ram_peak() -> bool:
-    """Lowers the high-water mark to what is resident now; False if the system does not allow it."""
+    """Resets the peak of the resident set to its current size. Returns False if the system does not allow that."""
     try:
         (_PROC / "self/clear_refs").write_text("5")
     except OSError:
@@ -135,13 +139,13 @@ def reset_ram_peak() -> bool:
 
 
 def ram_now_bytes() -> int:
-    """This process's resident set now."""
+    """Returns the current size of this process's resident set."""
     return psutil.Process().memory_info().rss
 
 
 def ram_available_bytes() -> tuple[int, str]:
-    """Bytes of RAM that this process may still take, and the source of that number. It is the machine's free memory or
-    the room in a control group (containers, batch systems), whichever is smaller."""
+    """Returns the bytes of RAM that this process may still take, and the name of the limit. The limit is the machine's
+    free memory or the room in a control group (containers, batch systems), whichever is smaller."""
     limits = [(psutil.virtual_memory().available, "the machine's free memory")]
     names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")  # versions 2 and 1
     for group in _groups():
@@ -153,8 +157,8 @@ def ram_available_bytes() -> tuple[int, str]:
 
 
 def _groups() -> list[Path]:
-    """Folders of this process's control groups and of all groups above them (version 2, and version 1's memory). Some
-    do not exist in a container: the group that limits it is mounted as the root."""
+    """Returns the folders of this process's control groups and of all groups above them (version 2, and version 1's
+    memory). Some of these folders may not exist: in a container, the limiting group is mounted as the root."""
     try:
         lines = (_PROC / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -170,6 +174,7 @@ def _groups() -> list[Path]:
 
 
 def _number(path: Path) -> int | None:
+    """Returns the number in the file `path`; None if there is no such file or no number in it."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):  # no such file, or "max"
@@ -177,7 +182,7 @@ def _number(path: Path) -> int | None:
 
 
 def _reclaimable(group: Path) -> int:
-    """Bytes of page cache that the kernel would free before the group runs out."""
+    """Returns the bytes of page cache that the kernel would free before the control group runs out of memory."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Reads texts and paths of options: typed, read from a file, or given in code.
+"""Reads the values of options that are texts or paths. They may be typed, read from a file, or given in code.
 
 A shell replaces `~` and `$NAME` at the start of a word, but not after `--out=`, and not in a YAML file or in Python.
 Here `~` and `~user` become the home folder, and `$NAME` is refused.
@@ -14,20 +14,21 @@ _NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 
 def shown(text: str) -> str:
-    """Returns `text` for a sentence or a file, with characters that are not UTF-8 replaced."""
+    """Returns `text` with characters that are not valid UTF-8 replaced, so that it can be printed or written."""
     return _NOT_UTF8.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def read_text_option(option: str, text: str) -> str:
-    """Returns `text`. InputError if it is not UTF-8: no file, tracker or tokenizer could take it."""
+    """Returns `text`, the value of `option`. Raises InputError if it is not UTF-8, because no file, tracker or
+    tokenizer could take it."""
     if _NOT_UTF8.search(text):
         raise InputError(f"{option} {shown(text)}: this is not UTF-8; rename it, or type it in UTF-8.")
     return text
 
 
 def read_path_option(option: str, path: str) -> str:
-    """Returns `path` with the home folder for a leading `~`. InputError for an unknown home, a variable such as
-    `$HOME`, and text that is not UTF-8."""
+    """Returns `path` with a leading `~` or `~user` replaced by the home folder. Raises InputError for an unknown user,
+    for a variable such as `$HOME`, and for text that is not UTF-8."""
     expanded = os.path.expanduser(read_text_option(option, path))
     if expanded.startswith("~") and not os.path.exists(expanded):
         user = path.split("/")[0]

@@ -1,12 +1,13 @@
-"""A run's folder: the names in it, why it cannot be written, and how it differs from a folder of data.
+"""Knows the files in the folder of a training run, whether they can be written, and how to tell them from data.
 
-With `--data .` and `--out runs/x` the data must not include the files of that run. So a folder of data is read without
+With `--data .` and `--out runs/x`, the data must not include the files of that training run. So these are left out when
+a folder of data is read:
 
     run folders       --out, and every other folder with a settings.json and a plan.json
     their contents    checkpoints, stored tokens, exported models (of any program), wandb's own files
     this run's output the file that stdout or stderr is written to
 
-A folder that is named itself as data is read without the files that a run has written into it.
+If the folder of a training run is itself named as data, the files that training wrote into it are left out.
 """
 
 import json
@@ -28,7 +29,8 @@ _OF_A_DISK = {"lost+found"}  # in an otherwise empty folder
 
 
 def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[list[Path], list[Path]]:
-    """Of `files`, all below the folder `root`: those that no run has written, and the folders and files left out."""
+    """Splits `files` into those that are data, and the files and folders that training runs have written. All `files`
+    are below `root`; `out` is the folder of this training run."""
     out = None if out is None else out.resolve()
     output = set()
     for stream in (1, 2):
@@ -38,7 +40,7 @@ def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[l
     known: dict[Path, Path | None] = {}
 
     def source(path: Path) -> Path | None:
-        """The file or folder of a run that contains `path`; None if there is none."""
+        """Returns the training run's file or folder that is or contains `path`; None if `path` is data."""
         if path in (root, path.parent):
             return None
         if path not in known:
@@ -58,7 +60,8 @@ def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[l
 
 
 def _is_of_a_run(path: Path, above: Path, out: Path | None) -> bool:
-    """Whether a run or an export wrote `path`, which is in the folder `above`."""
+    """Returns True if a training run or an export wrote `path`, which is in the folder `above`. `out` is the folder of
+    this training run."""
     if path.name in (*FILES, *FOLDERS) and (is_run(above) or above.resolve() == out):
         return True
     if path.is_file():
@@ -80,12 +83,13 @@ def _has(folder: Path, *patterns: str) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has begun in `folder`."""
+    """Returns True if a training run has begun in `folder`."""
     return (folder / "settings.json").is_file() and _is_plan(folder / "plan.json")
 
 
 def why_not_writable(out: Path) -> str | None:
-    """Why a run cannot write its files into the folder `out`; None if there is no known reason."""
+    """Returns the reason why training cannot write its files into the folder `out`; None if there is no known
+    reason."""
     for path in (*reversed(out.parents), out, *(out / name for name in (*FOLDERS, *FILES))):
         name = path.name if path.parent == out else str(path)
         if path.is_symlink() and not path.exists():
@@ -108,7 +112,8 @@ def why_not_writable(out: Path) -> str | None:
 
 
 def not_writable(out: str | Path, reason: str | None) -> InputError:
-    """`reason`: the system's words, or those of `why_not_writable`."""
+    """Returns the error for a folder `out` that cannot be written. `reason`: the operating system's words, or the
+    answer of `why_not_writable`."""
     return InputError(f"--out {out} cannot be written: {reason}; give another folder")
 
 

@@ -1,11 +1,12 @@
-"""All settings of a run: one frozen dataclass, which refuses what cannot run, written to the run as ``settings.json``.
+"""Defines all settings of a training run: one frozen dataclass, which refuses combinations that cannot run.
 
-Names carry their unit (``gpu_limit_bytes``). Each field is also an option of the command line (run/options.py): its
-type says what may be typed, its metadata what ``--help`` shows and what depends on it. Scripts fill it in themselves:
-``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)``.
+Names end with their unit of measurement (``gpu_limit_bytes``). Each field is also a command-line option
+(run/options.py): its type says what may be typed, its metadata what ``--help`` shows and what depends on it. Scripts
+fill in fields themselves: ``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)``. Training saves them as
+``settings.json``.
 
 ``None`` means that the planner chooses (``micro_batch``, ``group``, ``segment_blocks``), that the environment does
-(``wandb``, ``report_to``), or none (``clip_norm``, a memory cap).
+(``wandb``, ``report_to``), or no limit (``clip_norm``, a memory cap).
 """
 
 import math
@@ -33,12 +34,12 @@ Specs = str | tuple[str, ...]  # names of texts; a single one is a str
 
 
 def each(specs: Specs | None) -> tuple[str, ...]:
-    """The names as a tuple."""
+    """Returns the names as a tuple, also if `specs` is a single name or None."""
     return (specs,) if isinstance(specs, str) else specs or ()
 
 
 class Mark(Flag):
-    """What depends on a setting."""
+    """Says what depends on a setting. Settings carry these flags in their metadata."""
 
     RUN = auto()  # the bits of a run: a run that is resumed must have the same
     TOKENS = auto()  # the tokens of a data set
@@ -48,15 +49,15 @@ RUN, TOKENS = Mark
 
 
 def _option(default: Any, help: str, metavar: str = "", shown: str = "", marks: Mark | None = None) -> Any:
-    """A field of Settings as ``--help`` shows it. `metavar`: what may be typed, unless the field's type says it;
-    `shown`: the default in words, if it is None."""
+    """Returns a dataclass field with metadata for ``--help``. `metavar`: a word for the value, unless the field's type
+    says it. `shown`: the default in words, if it is None."""
     metadata = {"help": help, "metavar": metavar, "shown": shown, "marks": marks or Mark(0)}
     return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run; the constructor raises InputError for a combination that cannot run."""
+    """Holds the settings of a training run. The constructor raises InputError for a combination that cannot run."""
 
     # fmt: off
     model: str = _option("gpt2-large", "model on the Hugging Face hub, or a local folder", "NAME|DIR", marks=RUN)
@@ -191,7 +192,7 @@ class Settings:
             raise InputError(problem)
 
     def _problems(self) -> Iterator[str]:
-        """One sentence for each thing that cannot run."""
+        """Yields one sentence for each reason why these settings cannot run."""
         for names, allowed, words in _RANGES:
             for name in names.split():
                 value = getattr(self, name)
@@ -244,20 +245,20 @@ class Settings:
 
     @property
     def masks_documents(self) -> bool:
-        """Whether attention may be told which document a position belongs to."""
+        """Returns True if attention may need to know to which document a position belongs."""
         return self.document_mask or self.pack == "packed"
 
     def _reported_to(self) -> set[str]:
-        """The names in `report_to`."""
+        """Returns the names in `report_to`, which is a text with commas."""
         return set() if self.report_to is None else {name.strip().lower() for name in self.report_to.split(",")}
 
     def reports_to(self, tracker: str) -> bool:
-        """Whether `report_to` names this one of TRACKERS."""
+        """Returns True if `report_to` names `tracker`, one of TRACKERS, or "all"."""
         return not self._reported_to().isdisjoint({tracker, "all"})
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Optimizer steps of the whole run: `steps`, or `epochs` (default 1) passes, rounded up. InputError if the
-        warm-up is longer."""
+        """Returns the optimizer steps of the whole training run: `steps`, or else `epochs` (default 1) times
+        `steps_per_epoch`, rounded up. Raises InputError if the warm-up is longer."""
         if self.steps is not None:
             return self.steps
         epochs = DEFAULT_EPOCHS if self.epochs is None else self.epochs
@@ -268,7 +269,8 @@ class Settings:
 
 
 def marked(settings: Any, mark: Mark) -> dict[str, Any]:
-    """The fields of Settings with that mark, by name; `settings` may be an object with some of its fields."""
+    """Returns {name: value} of the settings that have this mark. `settings` may also be another object with the
+    attributes of the same names."""
     return {item.name: getattr(settings, item.name) for item in fields(Settings) if mark in item.metadata["marks"]}
 
 
@@ -307,28 +309,29 @@ DEMO = {
 
 
 def option_name(name: str) -> str:
-    """The command-line option that sets the field `name`."""
+    """Returns the command-line option that sets the field `name`."""
     return "--" + name.removesuffix("_bytes").replace("_", "-")
 
 
 def kind_of(hint: Any) -> tuple[Any, bool]:
-    """The type of a field's values (int, float, str, bool or a Literal), and whether it may be None."""
+    """Returns the type of a field's values, and whether the field may be None. `hint` is the field's annotation."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return kinds[0], NoneType in kinds
 
 
 def may_be_several(hint: Any) -> bool:
-    """Whether a field of type `hint` holds Specs."""
+    """Returns True if a field with the annotation `hint` takes one text or several (the type Specs)."""
     return tuple[str, ...] in get_args(hint)
 
 
 def _read(name: str, text: str) -> str:
-    """The text of the field `name` as paths.py reads it; raises InputError."""
+    """Returns the text of the field `name` as paths.py reads it, which raises InputError for a bad text or path."""
     return (read_path_option if name in _PATHS else read_text_option)(option_name(name), text)
 
 
 def _checked(name: str, hint: Any, value: object) -> object:
-    """`value` with the type of the field `name`; raises InputError."""
+    """Returns `value` converted to `hint`, the type of the field `name`. Raises InputError if `value` is of another
+    type."""
     if hint == int | str:
         try:
             return parse_interval(SAVE_EVERY if value is None else str(value))

@@ -1,10 +1,10 @@
 """Reads text, JSON and YAML that other people wrote: config.json, tokenizers, templates, settings, rows of data.
 
-Byte-order marks are skipped at the beginning of the file and of a line (`cat a b` puts one there). Refused, with the
-place, are text that is not UTF-8, files of another kind than their name says (a Git LFS pointer, a compressed file),
-and JSON or YAML that gives a key twice. Plain values of YAML stay text: `yes`, `010`, `1:30`.
+Byte-order marks are skipped at the beginning of the file and of a line (`cat a b` puts one there). Text that is not
+UTF-8 is refused, with the place. So is a file of another kind than its name says (a Git LFS pointer, a compressed
+file). JSON and YAML may not give a key twice. Plain values of YAML stay text: `yes`, `010`, `1:30`.
 
-`readable_folder` prepares a folder for a library that reads it itself and does not skip byte-order marks.
+`readable_folder` prepares a folder for a library that reads files itself and does not skip byte-order marks.
 """
 
 import codecs
@@ -48,7 +48,7 @@ _KINDS = {  # by the first bytes of a file: its kind, and advice
 
 
 def refuse_pointer(path: Path) -> bytes:
-    """Returns the first bytes of `path`. InputError if it is a Git LFS pointer."""
+    """Returns the first bytes of the file `path`. Raises InputError if the file is a Git LFS pointer."""
     with path.open("rb") as file:
         start = file.read(_START_BYTES)
     if start.startswith(_LFS_POINTER):
@@ -57,8 +57,9 @@ def refuse_pointer(path: Path) -> bytes:
 
 
 def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
-    """Raises InputError if `path` is a Git LFS pointer, or a file of another kind than its name says. `binary`: the
-    first bytes of its kind, if that is not text; b"" for any."""
+    """Raises InputError if the file is a Git LFS pointer, or begins like another kind of file (compressed, a picture
+    ...). `binary`: None for a text file; otherwise the first bytes that its own kind must have, or b"" for any binary
+    kind."""
     start = refuse_pointer(path)
     for magic, (kind, advice) in _KINDS.items():
         if start.startswith(magic) and magic != binary:
@@ -70,8 +71,8 @@ def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
 
 
 def text_lines(path: Path, most_bytes: int = -1) -> Iterator[str]:
-    """Yields the file's lines with their ends; a line of more than `most_bytes` comes in several parts. Raises
-    InputError, or OSError if it cannot be read."""
+    """Yields the file's lines, each with its line end. A line of more than `most_bytes` comes in several parts. Raises
+    InputError if the file is not UTF-8 text, OSError if it cannot be read."""
     refuse_disguised(path)
     decoder = codecs.getincrementaldecoder("utf-8")()
     number, column, at_start = 1, 0, True  # of the next byte
@@ -95,19 +96,19 @@ def text_lines(path: Path, most_bytes: int = -1) -> Iterator[str]:
 
 
 def read_text(path: Path) -> str:
-    """Returns the whole file, read like `text_lines`."""
+    """Returns the text of the whole file, with the checks of `text_lines`."""
     return "".join(text_lines(path))
 
 
 def read_json(path: Path) -> Any:
-    """Returns the value in a JSON file. InputError with the first line that is not JSON; OSError if it cannot be
-    read."""
+    """Returns the value in a JSON file. Raises InputError, which names the first line that is not JSON, or OSError if
+    the file cannot be read."""
     return parse_json(read_text(path), str(path))
 
 
 def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") -> Any:
-    """Returns the value in `text`, which begins at line `first_line` of `source`. InputError, which ends with
-    `advice`."""
+    """Returns the value of the JSON `text`, which begins at line `first_line` of `source`. Raises InputError, which
+    names the line, for bad JSON. `advice` is the end of its message for a syntax error."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
@@ -125,9 +126,9 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
 
 
 def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Path:
-    """Returns `folder` if no text file in it has a byte-order mark and `instead` is empty. Otherwise returns a folder
-    of links, with copies of marked files without the mark, and the files `instead`, {name: content}. It is removed when
-    the process ends. OSError if a file cannot be read."""
+    """Returns `folder` itself if none of its text files has a byte-order mark and `instead` is empty. Otherwise returns
+    a temporary folder of links to its files. There, files without the mark replace marked ones, and the files
+    `instead`, {name: content}, are added. Raises OSError if a file cannot be read."""
     written = {}
     for path in folder.iterdir():
         if path.suffix in _TEXTS and path.is_file():
@@ -151,11 +152,12 @@ _copies: list[tempfile.TemporaryDirectory] = []  # each is removed when the proc
 
 
 class _GivenTwice(Exception):
-    """An object has a key twice."""
+    """Says that a JSON object has a key twice."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the object of `pairs`. Python's json would silently take the last of two equal keys."""
+    """Returns a dict of `pairs`. Raises _GivenTwice for two equal keys; Python's json would silently take the last
+    one."""
     values = dict(pairs)
     if len(values) < len(pairs):
         raise _GivenTwice
@@ -163,7 +165,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _given_twice(text: str) -> tuple[str, int]:
-    """Returns the first key that an object of this JSON has twice, and how many line ends precede it."""
+    """Returns the first key that an object in this JSON has twice, and the number of line ends before that key."""
     objects: list[set[str]] = []
     line, last = 0, ""
     for token in re.findall(r'"(?:[^"\\]|\\.)*"|[{}:\n]', text):
@@ -184,8 +186,8 @@ def _given_twice(text: str) -> tuple[str, int]:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Returns the value in `text`: mappings, lists, null and texts. A plain value stays the text that was typed.
-    InputError."""
+    """Returns the value of the YAML `text`: mappings, lists, null and texts. A plain value, such as `yes`, stays the
+    text that was typed. Raises InputError, which names `source` and the line, for bad YAML."""
     import yaml
 
     class Loader(yaml.SafeLoader):

@@ -13,8 +13,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
 
 def parse_size(text: str) -> int:
-    """Returns the bytes in a size such as ``11GiB``, ``16G``, ``800MiB`` or ``1.5g``; ValueError for anything else.
-    ``GB`` and ``MB`` are powers of ten. Half of their users mean powers of two, and for a cap the smaller one is
+    """Returns the bytes in a size such as ``11GiB``, ``16G``, ``800MiB`` or ``1.5g``. Raises ValueError for anything
+    else. ``GB`` and ``MB`` count as powers of ten: half of the users mean powers of two, and for a cap the smaller is
     safe."""
     match = _SIZE.fullmatch(text)
     if match is None:
@@ -31,8 +31,8 @@ def parse_size(text: str) -> int:
 
 
 def parse_interval(text: str) -> int | str:
-    """Returns the steps in an interval such as ``500``; a time such as ``30min``, ``2h`` or ``90s`` stays text.
-    ValueError for anything else, and for zero."""
+    """Returns the number in an interval of steps, such as ``500``. Returns a time, such as ``30min``, ``2h`` or
+    ``90s``, as text. Raises ValueError for anything else, and for zero."""
     match = _INTERVAL.fullmatch(text)
     if match is None or float(match[1]) == 0 or (not match[2] and "." in match[1]):
         raise ValueError(f"{text!r} is neither a number of steps nor a time; write it like 500, 30min or 2h")
@@ -40,7 +40,7 @@ def parse_interval(text: str) -> int | str:
 
 
 def interval_seconds(interval: int | str) -> float | None:
-    """Returns the seconds of a time; None for an interval in steps."""
+    """Returns the seconds of an interval that is a time; None for an interval in steps."""
     if isinstance(interval, int):
         return None
     number, unit = _INTERVAL.fullmatch(interval).groups()

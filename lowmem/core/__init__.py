@@ -1,7 +1,8 @@
-"""What trains: one optimizer step of a decoder, and where its numbers are stored.
+"""Trains: makes optimizer steps of a decoder, and stores its weights, gradients and optimizer states.
 
-In: a decoder (decoder.py), its flat parameters (parameters.py), a batch (batch.py), a layout (layout.py). Out: updated
-weights, a loss and a norm. Read docs/step.md first, then step.py, which has the order of the operations, and
-operations.py, which has the operations. window.py moves numbers between their homes and the device. This room knows
-nothing of files, plans or cards, and runs on the CPU too. No line of it has run on a real GPU yet.
+A step needs a decoder (decoder.py), its parameters in flat tensors (parameters.py), a batch (batch.py) and a layout
+(layout.py). It updates the weights, and returns the loss and the gradients' norm. Read docs/step.md first. Then read
+step.py, which has the order of the operations, and operations.py, which has the operations. window.py copies numbers
+between the device and the RAM or disk that they are stored in. This room knows nothing of files, plans or cards, and
+runs on the CPU too. No line of it has run on a real GPU yet.
 """

@@ -1,8 +1,8 @@
-"""Gradients added to their fp32 accumulators, micro-batch by micro-batch.
+"""Adds gradients to fp32 accumulators, micro-batch by micro-batch.
 
-A parameter that several blocks share gets a gradient from each. If all went to one accumulator as they come, the order
-of the sums would be the schedule's. So each use has an accumulator of its own. `join` adds these in the order of the
-blocks, when backward has been through all blocks of all micro-batches.
+A parameter that several blocks share gets a gradient from each block. If all of these were added to one accumulator as
+they come, the order of the sum would depend on the schedule. So each block adds to an accumulator of its own. When all
+blocks of all micro-batches have run backward, `join` adds these accumulators in the order of the blocks.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from lowmem.core.parameters import Part, Store
 
 
 class Accumulation:
-    """Moves every gradient of `decoder`'s parameters into its accumulator in `store`."""
+    """Registers hooks that add every gradient of `decoder`'s parameters to its fp32 accumulator in `store`."""
 
     def __init__(self, decoder: Decoder, store: Store):
         for unit in decoder.units:
@@ -34,13 +34,13 @@ class Accumulation:
             self._shared.append((use.name, store.part_of(use.name), gradient))
 
     def join(self) -> None:
-        """Adds what blocks have given to the parameters that they share."""
+        """Adds the blocks' own gradients for shared parameters to the accumulators of these parameters."""
         for name, part, gradient in self._shared:
             part.gradient_of(name).add_(gradient)
         self.clear()
 
     def clear(self) -> None:
-        """Drops what has not been joined."""
+        """Zeroes the blocks' own gradients for shared parameters, joined or not."""
         for _, _, gradient in self._shared:
             gradient.zero_()
 

@@ -1,10 +1,10 @@
-"""The token ids and labels of one optimizer step, and how they are cut into micro-batches.
+"""Holds the token ids and labels of one optimizer step, and cuts them into micro-batches.
 
 Rows of several lengths are sorted, longest first, and each micro-batch is as wide as its longest row. Of all cuts whose
-micro-batches have at most the planned number of positions, the fastest is taken. The time of a micro-batch is that of
-its positions, or of `least` if it has fewer: kernels are launched and weights are read for any number. Each micro-batch
-costs another `least` / 16, so of equal cuts the one with fewer micro-batches is taken. The cut depends on lengths,
-layout and device only, so a step can be made again with the same bits.
+micro-batches have at most the planned number of positions, the fastest is taken. The time of a micro-batch is assumed
+to be proportional to its positions, or to `least` if it has fewer: kernels are launched and weights are read for any
+number. Each micro-batch costs another `least` / 16. So of cuts with equal times, the one with fewer micro-batches is
+taken. The cut depends on lengths, layout and device only, so a step can be repeated with the same bits.
 """
 
 import math
@@ -26,7 +26,8 @@ WIDTH_MULTIPLE = 8  # a micro-batch's width is a multiple: tensor cores want mul
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """B rows of T positions, on the CPU; for an encoder-decoder B sources of S tokens, each followed by T positions."""
+    """Holds B rows of T positions, on the CPU. For an encoder-decoder, each row is a source of S tokens and then T
+    positions."""
 
     input_ids: Tensor  # int64 [B, T]; [B, S + T]
     labels: Tensor  # int64 [B, T]: the token that each position must predict (already shifted), -100 = none
@@ -37,13 +38,13 @@ class Batch:
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
-        """The arguments of `Decoder.embed`."""
+        """Returns the arguments of `Decoder.embed`."""
         inputs = self.input_ids, self.position_ids, self.document_ids
         return inputs if self.source_mask is None else (*inputs, self.source_mask)
 
     def check(self, has_sources: bool) -> None:
-        """InputError if this is no batch of a decoder or, if `has_sources`, of an encoder-decoder, or if positions lack
-        a label: labels are those of the last positions."""
+        """Raises InputError if the batch is for the other kind of model, or if positions lack a label. `has_sources`:
+        whether the model is an encoder-decoder. The labels are those of the last positions of each row."""
         if has_sources and self.source_mask is None:
             raise InputError("this model is an encoder-decoder: its batches need a source_mask")
         if not has_sources and self.source_mask is not None:
@@ -58,19 +59,21 @@ class Batch:
 
     @property
     def trained_tokens(self) -> int:
-        """The number of positions with a label, over which the loss is a mean. InputError if there is none."""
+        """Returns the number of positions with a label; the loss is the mean over them. Raises InputError if there is
+        none."""
         count = int((self.labels != IGNORED_LABEL).sum())
         if count == 0:
             raise InputError(f"every label of the batch is {IGNORED_LABEL}: there is no token to train on")
         return count
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on `device`."""
+        """Returns a copy of the batch on `device`."""
         return Batch(*(None if tensor is None else tensor.to(device) for tensor in vars(self).values()))
 
     def micro_batches(self, size: int, least: int = 1) -> list["Batch"]:
-        """Cuts the batch into pieces of at most `size` x T positions: views of `size` rows each, in their order; or, if
-        `lengths` are known, copies of sorted and trimmed rows, without `lengths`."""
+        """Cuts the batch into micro-batches of at most `size` x T positions. Without `lengths` these are views of
+        `size` rows each, in order. With `lengths` they are copies of sorted and trimmed rows. `least`: see
+        `micro_batch_shapes`."""
         if self.lengths is None:
             tensors = (self.input_ids, self.labels, self.position_ids, self.document_ids, None, self.source_mask)
             count = math.ceil(len(self.labels) / size)
@@ -89,8 +92,9 @@ class Batch:
 
 
 def micro_batch_shapes(lengths: list[int], seq: int, size: int, least: int = 1) -> list[tuple[int, int]]:
-    """(rows, width) of each micro-batch of rows with these `lengths`, longest first and at most `seq`; none has more
-    than `size` x `seq` positions. `least`: fewer positions take as long as this many."""
+    """Returns (rows, width) of each micro-batch, for the fastest cut of rows with these `lengths`. `lengths` are
+    sorted, longest first, and at most `seq`. No micro-batch has more than `size` x `seq` positions. A micro-batch of
+    fewer than `least` positions is taken to be as slow as one of `least`."""
     count = len(lengths)
     widths = [min(-(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, seq) for length in lengths]
     # From the last row up: the least time for rows from `first` on, and the number of rows in their first micro-batch.

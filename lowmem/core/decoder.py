@@ -1,14 +1,14 @@
 """Splits any Hugging Face decoder into three callables: embedding, blocks, head.
 
-The step runs block 7 of all micro-batches before block 8 of any, so it needs the model in pieces, and the pieces must
-be the model's own code. So the model itself runs, with its list of blocks replaced for the moment:
+The step runs block 7 of all micro-batches before block 8 of any. So it needs the model in pieces, and the pieces must
+be the model's own code. So the model's own forward runs, with its list of blocks replaced for the moment:
 
   * by recorders, which store the arguments of each block (masks, rotary tables, ...) and stop the forward pass after
     the last block: the *embedding*;
   * by stubs that return a given hidden state, while the output projection only returns its input: the *final* part.
 
-A third such run shows what the model does to its logits (logits.py). A model that does not split this way is refused
-by name. models/compatibility.py compares the pieces with the model. encoder_decoder.py splits T5.
+A third such execution shows what the model does to its logits (logits.py). A model that does not split this way is
+refused by name. models/compatibility.py compares the pieces with the model. encoder_decoder.py splits T5.
 """
 
 import contextlib
@@ -30,21 +30,22 @@ Extra = tuple[tuple, dict[str, Any]]  # a block's positional and keyword argumen
 
 @dataclass
 class Unit:
-    """Parameters that are updated together: the embeddings, one block, or the final norm (with an untied head)."""
+    """Holds parameters that are updated together: the embeddings, one block, or the final norm (with an untied
+    head)."""
 
     name: str
     parameters: dict[str, nn.Parameter]  # by the model's own names, each parameter of the model in exactly one unit
 
 
 class _Stop(Exception):
-    """Ends a forward pass early with a tensor."""
+    """Ends a forward pass early, and carries a tensor out of it."""
 
     def __init__(self, value: Tensor):
         self.value = value
 
 
 class _Stand(nn.Module):
-    """Runs `call` in the place of a block; other attributes (`attention_type`, ...) are the block's."""
+    """Takes the place of a block and runs `call` instead. Other attributes (`attention_type`, ...) are the block's."""
 
     def __init__(self, block: nn.Module, call: Callable):
         super().__init__()
@@ -55,7 +56,8 @@ class _Stand(nn.Module):
 
 
 class Decoder:
-    """`model`, a causal language model of transformers, in pieces; its parameters may still be on the meta device."""
+    """Splits `model`, a causal language model of transformers, into `embed`, `block` and `final`. The model's
+    parameters may still be on the meta device."""
 
     needs_sources = False  # True for an encoder-decoder, whose batches have a source_mask
     shared: Sequence = ()  # parameters that several blocks use (encoder_decoder.SharedUse), block by block
@@ -92,10 +94,10 @@ class Decoder:
     def embed(
         self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
     ) -> tuple[Tensor, list[Extra]]:
-        """`input_ids` [B, T] int64 -> the first block's input [B, T, D] and, per block, its extra arguments.
+        """Computes the first block's input [B, T, D] from `input_ids` [B, T] int64, and each block's other arguments.
 
-        `document_ids` [B, T]: attention stays within equal numbers (and is causal); `position_ids` [B, T] default to
-        0, 1, 2, ...
+        With `document_ids` [B, T], a position attends only to earlier positions with the same number. `position_ids`
+        [B, T] default to 0, 1, 2, ...
         """
         extras: list[Extra] = []
 
@@ -109,13 +111,15 @@ class Decoder:
             return self._run(input_ids, position_ids, document_ids), extras
 
     def block(self, index: int, hidden: Tensor, extra: Extra) -> Tensor:
-        """Block `index` on `hidden` [B, T, D]."""
+        """Runs block number `index` on `hidden` [B, T, D], with the other arguments `extra` that `embed` returned for
+        it."""
         arguments, keywords = extra
         output = self.blocks[index](hidden, *arguments, **keywords)
         return output[0] if isinstance(output, tuple | list) else output  # OpenAI GPT's give a list
 
     def before_blocks(self, indices: Iterable[int], call: Callable[[int], None]) -> None:
-        """Calls `call(index)` before each run of these blocks, and before no other block."""
+        """Makes `call(index)` run before each forward of the blocks `indices`. Removes calls that were registered
+        before."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
@@ -123,7 +127,8 @@ class Decoder:
         ]
 
     def final(self, hidden: Tensor) -> Tensor:
-        """The last block's output [B, T, D] -> the input of the head [B, T, D']."""
+        """Computes the input of the head [B, T, D'] from the last block's output `hidden` [B, T, D]: the final norm,
+        usually."""
         # The embedding runs again, on token 0, forward only: a lookup is little next to the head's product.
         zeros = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         with (
@@ -135,11 +140,12 @@ class Decoder:
     # --- for comparisons; training never has all logits
 
     def example(self, vocabulary_size: int) -> tuple[Tensor | None, ...]:
-        """Arguments for `embed`: two rows of 8 tokens."""
+        """Returns arguments for `embed`: two rows of 8 tokens."""
         return ((torch.arange(16, device=self.head_weight.device).view(2, 8) * 7919) % vocabulary_size,)
 
     def logits(self, *inputs: Tensor | None) -> Tensor:
-        """The pieces in turn: the arguments of `embed` -> [B, T, V]."""
+        """Computes all logits [B, T, V] with `embed`, `block` and `final`, one after the other. `inputs` are the
+        arguments of `embed`."""
         hidden, extras = self.embed(*inputs)
         for index, extra in enumerate(extras):
             hidden = self.block(index, hidden, extra)
@@ -147,11 +153,12 @@ class Decoder:
         return self.logit_function(self._head(self.final(hidden[:, sources:])))
 
     def whole(self, *inputs: Tensor | None) -> Tensor:
-        """The logits [B, T, V] of the model itself, for token ids alone."""
+        """Computes the logits [B, T, V] with the model's own forward, for token ids alone. `inputs` are the arguments
+        of `embed`."""
         return self.model(input_ids=inputs[0], use_cache=False).logits
 
     def with_head_output(self, output: Tensor, *inputs: Tensor | None) -> Tensor:
-        """`whole` of a model whose head returns `output` [B, T, V]."""
+        """Computes what the model's forward returns if its head returns `output` [B, T, V]."""
         with forward_replaced(self._head, lambda hidden: output):
             return self.whole(*inputs)
 
@@ -218,7 +225,7 @@ class Decoder:
         return units
 
     def _unit_of_parameters(self) -> dict[int, int]:
-        """{id of a parameter: index of its unit}."""
+        """Returns {id of a parameter: index of its unit}."""
         before, after = self._parameters_called()
         of_blocks = {id(p): 1 + index for index, block in enumerate(self.blocks) for p in block.parameters()}
         if len(of_blocks) != sum(len(list(block.parameters())) for block in self.blocks):
@@ -243,8 +250,9 @@ class Decoder:
         return function
 
     def _parameters_called(self) -> tuple[set[int], set[int]]:
-        """ids of the parameters of the modules that run before the blocks and after them. Also finds whether this
-        version's blocks return a tensor or a tuple: a stub that returns the wrong one makes the model fail."""
+        """Returns two sets: ids of the parameters of the modules that run before the blocks, and of those that run
+        after. Also finds whether this version's blocks return a tensor or a tuple: a stub that returns the wrong kind
+        makes the model fail."""
         input_ids = torch.zeros((2, 3), dtype=torch.int64, device=self.head_weight.device)
         failure = ""
         for self._returns_tuple in (False, True):
@@ -282,7 +290,8 @@ def _stop(value: Tensor) -> None:
 
 
 class _AnswerYes(TorchFunctionMode):
-    """On the meta device "are all tokens real?" has no answer; for seeing which modules run, True will do."""
+    """Answers True if the model asks a yes-or-no question of a meta tensor, such as "are all tokens real?". Meta
+    tensors have no answer, and any will do to see which modules run."""
 
     def __torch_function__(self, function, types, arguments=(), keywords=None):
         if function in (Tensor.__bool__, Tensor.__contains__) and arguments[0].is_meta:
@@ -292,7 +301,7 @@ class _AnswerYes(TorchFunctionMode):
 
 @contextlib.contextmanager
 def forward_replaced(module: nn.Module, call: Callable) -> Iterator[None]:
-    """Inside the block, `module` runs `call` only."""
+    """Replaces the forward of `module` by `call` inside the block."""
     before = vars(module).get("forward")
     module.forward = call
     try:
@@ -306,8 +315,8 @@ def forward_replaced(module: nn.Module, call: Callable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _packing_known(document_ids: Tensor | None) -> Iterator[None]:
-    """Gives transformers the document of each token. Its own guess from the positions reads a value back from the GPU
-    in every forward pass, and runs other code on fake tensors."""
+    """Makes transformers use `document_ids`, the document of each token, instead of its own guess from the positions.
+    The guess reads a value back from the GPU in every forward pass, and runs other code on fake tensors."""
     guess = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: document_ids
     try:

@@ -1,8 +1,11 @@
-"""The updates of one optimizer step, unit by unit: in order, before the next forward pass reads the weights, or in
-reverse, as backward makes gradients final.
+"""Makes the updates of one optimizer step, unit by unit (the embeddings, each block, the final norm).
 
-Streamed states visit the device (window.py) in the same order, fetched ahead. If memory runs out, the piece at hand is
-unchanged (optimizers.py) and `run` goes on with it: no piece is updated twice, and none is left out.
+The updates run in order, each before the next forward pass reads the unit's weights. Or they run in reverse order, as
+backward finishes gradients. A pass over all units may thus be interrupted and continued.
+
+Optimizer states that are not on the device are copied there ahead of time, in the same order (window.py). If memory
+runs out in an update, that update has changed nothing (optimizers.py), and `run` repeats it. So nothing is updated
+twice, and nothing is left out.
 """
 
 from collections.abc import Sequence
@@ -19,12 +22,16 @@ from lowmem.errors import LowmemError
 
 
 class UpdateInterrupted(LowmemError):
-    """Only a part of an update was made: the weights are useless, and the newest checkpoint is not."""
+    """Says that an update stopped halfway. The weights in memory are unusable; resume from the newest checkpoint."""
 
 
 class Updates:
-    """`hyper`: of the update that was begun last; `hyper.update` counts them from 1. `units_done`: how many of the
-    `units` have been updated, in the order of the pass; all of them if nothing waits."""
+    """Makes the updates of one step after another, each in a pass over all units.
+
+    `hyper`: hyperparameters of the newest update; `hyper.update` counts the updates from 1. `units_done`: how many of
+    the `units` this pass has updated; all of them if no update waits. A piece is a range of a unit's elements that one
+    kernel updates (parameters.py).
+    """
 
     def __init__(self, store: Store, units: int, hyper: Hyperparameters, transfers: Transfers, operations: Operations):
         self.states, self._transfers = StateWindow(transfers, store.device, store.pieces), transfers
@@ -42,8 +49,9 @@ class Updates:
         return self.units_done < self.units
 
     def begin(self, gradient_scale: float, learning_rate: float, *, downwards: bool) -> None:
-        """Prepares the updates by all gradients times `gradient_scale`: from the first unit on, or `downwards` from the
-        last. Those of a pass downwards need not be there yet."""
+        """Begins a pass of updates by all gradients times `gradient_scale`. The pass goes from the first unit to the
+        last or, if `downwards`, from the last to the first. Gradients of a downward pass may be computed later, before
+        `run`."""
         self.hyper = replace(
             self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale
         )
@@ -55,8 +63,8 @@ class Updates:
         self._wait_for_gradients()
 
     def run(self, units: int) -> None:
-        """Updates until `units` are done. Kernels launched later wait for these updates. If memory runs out, the next
-        call makes the rest."""
+        """Makes the updates of the pass until `units` units are done. Kernels that are launched later wait for these
+        updates. If memory runs out, the next call continues."""
         if self._torn:
             raise UpdateInterrupted("an update was ended in the middle of a tensor; load the weights again")
         if self.units_done >= units:
@@ -72,12 +80,13 @@ class Updates:
             self._transfers.wait(Lane.COMPUTE, self._updated)
 
     def flush(self) -> None:
-        """Makes every update that waits; returns when all states are in their homes."""
+        """Makes all updates that wait. Returns when every optimizer state is back where it is stored."""
         self.run(self.units)
         self.states.synchronize()
 
     def move_states(self, states_on_gpu: int) -> bool:
-        """Moves states into RAM (Store.stream), also in the middle of a pass; returns whether they are page-locked."""
+        """Moves optimizer states from the device into RAM, all but those of the first `states_on_gpu` units. A pass may
+        be under way. Returns True if the states in RAM are page-locked."""
         self.states.synchronize()
         if self._store.device.type == "cuda":
             torch.cuda.synchronize(self._store.device)
@@ -90,8 +99,8 @@ class Updates:
 
     @torch.no_grad()
     def _go_on(self) -> None:
-        """Updates the next piece, or sets `units_done` at the end of a unit. Frees a part's gradient after its last
-        piece."""
+        """Updates the next piece, or sets `units_done` at the end of a unit. After the last piece of a part (a unit's
+        matrices or vectors), frees that part's gradient."""
         if self._next == len(self._pieces):
             self.units_done = self.units
             return

@@ -4,15 +4,15 @@
     encoder block   changes the first S rows and passes the rest on
     decoder block   attends to the first S rows, passes them on, and changes the rest
 
-So everything else sees a decoder of E + D blocks. In backward, the gradient for the encoder's output gathers in the
-first S rows. The price: every saved boundary holds all S + T rows.
+So all other code sees a decoder with E + D blocks, E of the encoder and D of the decoder. In backward, the gradient for
+the encoder's output is summed in the first S rows. The price: every saved input of a segment holds all S + T rows.
 
     unit 0    the token embedding, and both tables of relative position biases
     blocks    their own parameters; the decoder's first block also the encoder's final norm, which it applies
     final     the decoder's final norm
 
 T5's first blocks pass their position biases on to the others. Here each block looks them up itself, so that any block
-can run again. Each block has its own gradient for the shared table (`SharedUse`). accumulation.py adds these in the
+can be recomputed. Each block has its own gradient for the shared table (`SharedUse`). accumulation.py adds these in the
 order of the blocks, so the sum does not depend on the schedule.
 
 Attention is T5's: softmax(q k^T + bias + mask) v without a scale, with fp32 scores (arXiv:1910.10683).
@@ -46,8 +46,11 @@ _ATTENTION = "lowmem_with_position_bias"  # its name in transformers' registry
 
 @dataclass
 class SharedUse:
-    """One block's use of a parameter of unit 0 that several blocks use. `parameter()`: the parameter as it is now;
-    `own`: a copy with a gradient of its own, None before accumulation.py makes it."""
+    """Records that one block uses a parameter of the embedding unit that other blocks use too.
+
+    `parameter()` returns that parameter as it is now. `own` is a copy for this block, with its own gradient; None until
+    accumulation.py makes it.
+    """
 
     block: int
     name: str  # of the parameter, by the model's own names
@@ -55,7 +58,8 @@ class SharedUse:
     own: nn.Parameter | None = None
 
     def value(self) -> nn.Parameter:
-        """The parameter that the block computes with."""
+        """Returns the tensor that the block computes with: the block's `own` copy if there is one, with the parameter's
+        newest data."""
         if self.own is None:
             return self.parameter()
         self.own.data = self.parameter().data
@@ -66,8 +70,8 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     position_bias: Tensor, dropout: float = 0.0, **_,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """`query` [B, H, T, d], `key` and `value` [B, H, S, d]; `position_bias` and `attention_mask` are added to the
-    scores [B, H, T, S]. The result is [B, T, H, d]."""
+    """Computes attention [B, T, H, d] of `query` [B, H, T, d] to `key` and `value` [B, H, S, d]. Adds `position_bias`
+    and `attention_mask` to the scores [B, H, T, S]."""
     scores = torch.matmul(query, key.transpose(2, 3)).float()  # fp32 ones are not copied
     scores += position_bias
     if attention_mask is not None:
@@ -81,9 +85,9 @@ AttentionMaskInterface.register(_ATTENTION, eager_mask)
 
 
 class EncoderDecoder(Decoder):
-    """`model`, a T5ForConditionalGeneration, in pieces. `input_ids` [B, S + T] are a source and the decoder's input;
-    `source_mask` [B, S] bool is True for the real positions of the source. `blocks`: the encoder's, then the
-    decoder's."""
+    """Splits `model`, a T5ForConditionalGeneration, like a decoder. `blocks` are the encoder's and then the decoder's.
+    `input_ids` [B, S + T] are a source and then the decoder's input. `source_mask` [B, S] bool is True for the real
+    positions of the source."""
 
     needs_sources = True
 
@@ -112,8 +116,9 @@ class EncoderDecoder(Decoder):
     def embed(
         self, input_ids: Tensor, position_ids: None, document_ids: None, source_mask: Tensor
     ) -> tuple[Tensor, list[Extra]]:
-        """`input_ids` [B, S + T] int64, `source_mask` [B, S] bool -> the first block's input [B, S + T, D] and, per
-        block, its extra arguments. Positions are relative; there is no document mask."""
+        """Computes the first block's input [B, S + T, D] from `input_ids` [B, S + T] int64 and `source_mask` [B, S]
+        bool, and each block's other arguments. The two None arguments are a decoder's: positions are relative, and
+        there is no document mask."""
         source = source_mask.shape[1]
         target = input_ids.shape[1] - source
         # Copies of both, as CUDA's lookup would make them, and the plan's would not.
@@ -131,7 +136,8 @@ class EncoderDecoder(Decoder):
         return hidden, extras + [((source,), decoder)] * (len(self.blocks) - self._first_of_decoder)
 
     def block(self, index: int, hidden: Tensor, extra: Extra) -> Tensor:
-        """Block `index` on `hidden` [B, S + T, D]."""
+        """Runs block number `index` on `hidden` [B, S + T, D], with the other arguments `extra` that `embed` returned
+        for it."""
         (source,), keywords = extra
         of_encoder, of_decoder = hidden[:, :source], hidden[:, source:]
         if index < self._first_of_decoder:
@@ -143,13 +149,15 @@ class EncoderDecoder(Decoder):
         return torch.cat([of_encoder, of_decoder], dim=1)
 
     def final(self, hidden: Tensor) -> Tensor:
-        """The last block's output for the decoder's positions [B, T, D] -> the input of the head."""
+        """Computes the input of the head from `hidden` [B, T, D], the last block's output at the decoder's
+        positions."""
         hidden = self._decoder.dropout(self._decoder.final_layer_norm(hidden))
         scaled = getattr(self.model.config, "scale_decoder_outputs", False)  # T5's; not of its version 1.1, nor of mT5
         return hidden * self.model.config.d_model**-0.5 if scaled else hidden
 
     def example(self, vocabulary_size: int) -> tuple[Tensor | None, ...]:
-        """Two sources of 8 tokens, one half padding, each with 8 tokens of the decoder."""
+        """Returns arguments for `embed`: two sources of 8 tokens, one half padding, each with 8 tokens of the
+        decoder."""
         source, target = (torch.arange(32, device=self.head_weight.device).view(2, 2, 8) * 7919).unbind()
         mask = torch.ones_like(source, dtype=torch.bool)
         mask[1, 4:] = False
@@ -174,7 +182,8 @@ class EncoderDecoder(Decoder):
 
 
 def _looked_up(use: SharedUse, buckets: Tensor) -> Tensor:
-    """Position biases [T, S, H] for buckets of distances [T, S], in fp32: their gradient sums T x S numbers."""
+    """Looks up the position biases [T, S, H] for `buckets` of distances [T, S]. In fp32, because each bias's gradient
+    is a sum of T x S numbers."""
     return F.embedding(buckets, use.value().float())
 
 
@@ -182,25 +191,25 @@ def _looked_up(use: SharedUse, buckets: Tensor) -> Tensor:
 
 
 def is_encoder_decoder(config: PretrainedConfig) -> bool:
-    """True if the model of `config` splits as an EncoderDecoder."""
+    """Returns True if the model of `config` is split by EncoderDecoder."""
     return config.model_type in ENCODER_DECODERS
 
 
 def stock_model(config: PretrainedConfig, **options) -> PreTrainedModel:
-    """The model of `config`, as transformers builds it."""
+    """Builds the model of `config` as transformers does; T5's attention is replaced by the function above."""
     if is_encoder_decoder(config):
         return AutoModelForSeq2SeqLM.from_config(config, attn_implementation=_ATTENTION, **options)
     return AutoModelForCausalLM.from_config(config, **options)
 
 
 def take_apart(model: nn.Module, fused_kernels: bool = False) -> Decoder:
-    """The Decoder of `model`; an EncoderDecoder if it is one."""
+    """Splits `model`: returns an EncoderDecoder for T5 and mT5, a Decoder for all others."""
     kind = EncoderDecoder if is_encoder_decoder(model.config) else Decoder
     return kind(model, fused_kernels)
 
 
 def decoder_start(config: PretrainedConfig) -> int | None:
-    """The id that an encoder-decoder's targets begin with; None for a decoder."""
+    """Returns the token id that an encoder-decoder's targets begin with; None for a decoder."""
     if not is_encoder_decoder(config):
         return None
     ids = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
@@ -208,8 +217,8 @@ def decoder_start(config: PretrainedConfig) -> int | None:
 
 
 def with_target_tokens(settings: Settings, config: PretrainedConfig) -> Settings:
-    """`settings` with the length of an encoder-decoder's targets, by default a quarter of `seq`. InputError for
-    settings that the kind of model does not have."""
+    """Returns `settings` with the length of an encoder-decoder's targets filled in, by default a quarter of `seq`.
+    Raises InputError for settings that this kind of model does not have."""
     if not is_encoder_decoder(config):
         if settings.target_tokens is not None:
             raise InputError("--target-tokens is for encoder-decoders, and this model is none: leave it out")

@@ -1,14 +1,14 @@
-"""Norms of final gradients, and what happens to a gradient next: its fate.
+"""Computes norms of final gradients, and decides their fate: what happens to them next.
 
-A pass of forward and backward finishes the gradients of one unit after the other, from the last unit down to the
-embeddings.
+A gradient is final when nothing more is added to it. One pass of forward and backward finishes the gradients of one
+unit after the other, from the last unit down to the embeddings.
 
     held     stays until the norm is known; the next forward pass updates with it and hides the copies of states
     sent     the same, but it waits in RAM
     dropped  freed: this pass is for the norm alone. A second pass has the same dropout masks, makes the same gradient
              again and applies it: 4 bytes per parameter saved for twice the time
     applied  updates its unit at once, while the segments below run backward. If it is not finite though the loss was,
-             the units above have been updated already, and the run ends (`UpdateInterrupted`)
+             the units above have been updated already, and the training run ends (`UpdateInterrupted`)
 """
 
 import math
@@ -24,21 +24,23 @@ from lowmem.core.segment_windows import GradientWindow
 
 
 class FinalGradients:
-    """Those of one pass. `fate` becomes HELD if the loss is not finite: no unit is updated then."""
+    """Handles the final gradients of one pass of forward and backward, by their `fate`. If the loss is not finite,
+    APPLIED becomes HELD, so that no unit is updated."""
 
     def __init__(
         self, fate: Fate, store: Store, norm_of: Callable[[Piece], Tensor], window: GradientWindow, updates: Updates,
         begin_updates: Callable[[], None],
     ):  # fmt: skip
-        """`norm_of`: the norm of a piece's gradient, a tensor of one number on the device; `begin_updates`: called
-        before backward if gradients are APPLIED."""
+        """`norm_of`: computes the norm of a piece's gradient, as a tensor of one number. `begin_updates`: called before
+        backward if gradients are APPLIED."""
         self.fate, self._begin_updates = fate, begin_updates
         self._store, self._norm_of, self._window, self._updates = store, norm_of, window, updates
         self._lowest = updates.units  # the first unit whose gradients are final
         self._norms: dict[int, Tensor] = {}  # of the pieces whose gradients are final, by id
 
     def begin(self, losses: Sequence[Tensor]) -> None:
-        """Backward begins."""
+        """Must be called before backward, with the micro-batches' `losses`. Begins the updates if gradients are APPLIED
+        and the losses are finite."""
         if self.fate is Fate.APPLIED:
             if math.isfinite(torch.stack(list(losses)).sum().item()):
                 self._begin_updates()
@@ -46,7 +48,8 @@ class FinalGradients:
                 self.fate = Fate.HELD
 
     def finish(self, lowest: int) -> None:
-        """Nothing more is added to the gradients of the units from `lowest` on."""
+        """Handles the gradients of the units from number `lowest` on, which are now final: computes their norms, then
+        sends, drops or applies them."""
         final = range(lowest, self._lowest)
         self._lowest = lowest
         parts = [part for part in self._store.parts if part.unit in final and part.gradient is not None]
@@ -62,7 +65,8 @@ class FinalGradients:
             self._updates.run(self._updates.units - lowest)
 
     def norm(self) -> float:
-        """The norm of all gradients, in fp64 over those of the pieces. Ends the pass, and finishes the first unit."""
+        """Finishes all units and ends the pass. Returns the norm of all gradients, computed in fp64 from the norms of
+        the pieces."""
         self.finish(0)
         if self.fate is Fate.SENT:
             self._window.release()

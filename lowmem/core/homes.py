@@ -1,11 +1,12 @@
-"""Memory outside the device: tensors in RAM, and tensors on a disk.
+"""Makes tensors outside the GPU's memory: in RAM, and on a disk.
 
-A tensor in RAM is a mapping of exactly the size asked for, which CUDA can register. PyTorch's page-locked allocator
-rounds sizes up to powers of two: 2.25 GiB take 4 GiB.
+A tensor in RAM is a memory mapping of exactly the size asked for, which CUDA can register. PyTorch's page-locked
+allocator rounds sizes up to powers of two: 2.25 GiB take 4 GiB.
 
-A tensor on a disk is a shared mapping of a part of a file. The file has no name, so the disk has its room back however
-the process ends. Updates read and write the file (`copy`): no page counts towards the process, and the kernel reads
-ahead and writes while other work goes on. Loading, saving and export use the mapping and drop its pages afterwards.
+A tensor on a disk is a shared mapping of a range of a file. The file has no name, so the disk has its space back
+however the process ends. Updates read and write the file itself (`copy`). So no page counts towards the process, and
+the kernel reads ahead and writes while other work goes on. Loading, saving and export use the mapping, and drop its
+pages afterwards.
 """
 
 import mmap
@@ -23,7 +24,8 @@ from lowmem.errors import LowmemError
 
 
 class _Mapping(mmap.mmap):
-    """The memory of one tensor: in RAM or, if there is a `file`, from its byte `offset` on."""
+    """Holds the memory of one tensor: anonymous memory in RAM or, if there is a `file`, that file from byte `offset`
+    on."""
 
     file: "DiskStates | None" = None
     offset = 0
@@ -38,14 +40,14 @@ _mappings: WeakValueDictionary[int, _Mapping] = WeakValueDictionary()  # by addr
 
 
 def host_tensor(entries: int, dtype: torch.dtype) -> Tensor:
-    """Zeros [entries] in RAM."""
+    """Returns a tensor [entries] of zeros in RAM."""
     size_bytes = max(entries * dtype.itemsize, 1)
     return _tensor(_Mapping(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), entries, dtype)
 
 
 def page_lock(tensor: Tensor) -> bool:
-    """Registers a `host_tensor` with CUDA, which makes all its pages resident. False if CUDA refuses (a limit on locked
-    memory): the tensor stays pageable, and copies run at about half the speed without overlap."""
+    """Registers a tensor made by `host_tensor` with CUDA, which makes all its pages resident. Returns False if CUDA
+    refuses (a limit on locked memory). Then copies of this tensor run at about half the speed, without overlap."""
     mapping = _mappings[tensor.data_ptr()]
     if mapping.locked_address is not None:
         return True
@@ -61,15 +63,16 @@ def page_lock(tensor: Tensor) -> bool:
 
 
 class DiskStates:
-    """Tensors in a file under `folder`, which is made if need be. InputError if that cannot be written."""
+    """Makes tensors in a nameless file in `folder`, which is created if need be. Raises InputError if the folder cannot
+    be written."""
 
     def __init__(self, folder: Path):
         self._file = open_states_file(folder)
         self.folder, self.number, self._end = folder, self._file.fileno(), 0
 
     def tensor(self, entries: int, dtype: torch.dtype) -> Tensor:
-        """Zeros [entries]; LowmemError if the disk has no room for them. The room is taken now: a page that finds none
-        later would be a signal in the third hour."""
+        """Returns a tensor [entries] of zeros on the disk. Raises LowmemError if the disk has too little space, which
+        is reserved now. A disk that fills up later would kill the process with a signal."""
         size_bytes = max(entries * dtype.itemsize, 1)
         room = -(-size_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         try:
@@ -89,7 +92,7 @@ class DiskStates:
 
 
 def copy(destination: Tensor, source: Tensor) -> None:
-    """Copies between RAM and a disk, all bytes of a flat tensor."""
+    """Copies all bytes of the flat tensor `source` to `destination`; at most one of the two is on a disk."""
     for home, other, move in ((source, destination, _pread), (destination, source, os.pwrite)):
         mapping, start = _place(home)
         if mapping is not None:
@@ -99,29 +102,31 @@ def copy(destination: Tensor, source: Tensor) -> None:
 
 
 def read_ahead(home: Tensor) -> None:
-    """Asks the kernel to read `home` from its disk; the call does not wait."""
+    """Asks the kernel to read the tensor `home` from its disk into the page cache. Does not wait."""
     mapping, start = _place(home)
     if mapping is not None and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(mapping.file.number, mapping.offset + start, home.nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def drop_pages(tensor: Tensor) -> None:
-    """If `tensor` is on a disk, the pages of its whole mapping leave the process's resident set; the kernel maps pages
-    around those that are touched, too. Their content stays."""
+    """Removes the pages of a tensor on a disk from the process's resident set; the content stays. Does so for the
+    tensor's whole mapping, because the kernel also maps pages around those that are touched."""
     mapping, _ = _place(tensor)
     if mapping is not None:
         mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def _tensor(mapping: _Mapping, entries: int, dtype: torch.dtype) -> Tensor:
-    """The first `entries` of a mapping, which lives as long as the tensor and its views."""
+    """Returns a tensor of the first `entries` numbers in a mapping. The mapping lives as long as the tensor and its
+    views."""
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     _mappings[memory.data_ptr()] = mapping
     return memory[: entries * dtype.itemsize].view(dtype)
 
 
 def _place(tensor: Tensor) -> tuple[_Mapping | None, int]:
-    """If `tensor` is on a disk, its mapping and from which byte of it on."""
+    """Returns the mapping of a tensor that is on a disk, and the tensor's first byte in it. Returns (None, 0) for other
+    tensors."""
     address = tensor.untyped_storage().data_ptr()
     mapping = _mappings.get(address) if address else None
     return (None, 0) if mapping is None or mapping.file is None else (mapping, tensor.data_ptr() - address)
@@ -132,7 +137,8 @@ def _pread(number: int, content: memoryview, offset: int) -> int:
 
 
 def _move(mapping: _Mapping, start: int, content: memoryview, move: Callable[[int, memoryview, int], int]) -> None:
-    """Moves `content` between RAM and the file; each call of `move` may move some of it."""
+    """Reads or writes all of `content` in the file of `mapping`, from byte `start` of the mapping on. `move` is the
+    system call, which may move only some of the bytes each time."""
     done = 0
     while done < len(content):
         reason = "the file is shorter than it was"

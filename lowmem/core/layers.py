@@ -1,9 +1,9 @@
-"""A model's own layers, in the precision and the form in which training runs them.
+"""Replaces the forward of a model's layers, so that they compute in the precision and with the kernels of training.
 
 `cast_explicitly` gives a 16-bit model what autocast would: matrix products in 16 bit, norms and softmax in fp32. The
-casts are explicit because torch.autocast's rules differ between devices. `fused` uses kernels/operators.py's product:
-it adds a matrix's gradient to the fp32 accumulator directly, which moves 8 bytes per parameter and micro-batch instead
-of 12. `accumulated` registers a parameter for that; others get their gradients from autograd.
+casts are explicit because torch.autocast's rules differ between devices. With `fused`, layers use the product in
+kernels/operators.py, which adds a matrix's gradient directly to the fp32 accumulator. That moves 8 bytes per parameter
+and micro-batch instead of 12. `accumulated` registers a parameter for that; others get their gradients from autograd.
 """
 
 import functools
@@ -21,8 +21,8 @@ from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowme
 
 
 def fuse_gelu(model: nn.Module) -> None:
-    """Replaces transformers' composition of the tanh-GELU (`gelu_new`) by torch's own: one kernel instead of eight, one
-    saved tensor of the MLP's inner width instead of four. They differ by rounding."""
+    """Replaces transformers' tanh-GELU (`gelu_new`), which is composed of eight kernels, by torch's own single kernel.
+    That saves one tensor of the MLP's inner width for backward instead of four. Results differ by rounding."""
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
@@ -30,9 +30,9 @@ def fuse_gelu(model: nn.Module) -> None:
 
 
 def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False) -> None:
-    """Makes `model`, with matrices in 16 bit and vectors (norms, biases) in fp32, compute products in 16 bit, norms and
-    softmax in fp32. `residual`: the dtype of the residual stream; in 16 bit it is rounded after every half of a block,
-    and a saved boundary takes half the memory."""
+    """Makes a model with 16-bit matrices and fp32 vectors (norms, biases) compute products in 16 bit, norms and softmax
+    in fp32. `residual`: the dtype of the residual stream. In 16 bit it is rounded after every half of a block, and
+    saved inputs of blocks take half the memory. `fused`: use kernels/operators.py."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and residual is torch.float32:
             module.forward = functools.partial(_embedding_in_fp32, module)
@@ -49,7 +49,8 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False
 
 
 def accumulated(parameter: nn.Parameter, add_product: Callable[[Tensor, Tensor], None]) -> None:
-    """Makes fused layers call `add_product` with the factors of `parameter`'s gradient, [M, K] and [K, N] in 16 bit."""
+    """Makes fused layers call `add_product` with the two factors of `parameter`'s gradient, [M, K] and [K, N] in 16
+    bit."""
     parameter._lowmem_add_product = add_product
 
 
@@ -83,7 +84,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
 
 
 class _Product(torch.autograd.Function):
-    """x [N, I] @ weight [I, O] + bias, or with `transposed` x @ weight.T, of a weight [O, I]; all in 16 bit."""
+    """Computes x [N, I] @ weight [I, O] + bias or, with `transposed`, x @ weight.T for a weight [O, I]. All are in 16
+    bit."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -114,8 +116,8 @@ def _norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
 
 
 def _is_router_or_experts(module: nn.Module) -> bool:
-    """True if `module` only multiplies by matrices of its own: a mixture's router, or all its experts in one. A scan's
-    decay rates are a matrix, too, but their module has layers."""
+    """Returns True if `module` only multiplies by its own matrices, without inner layers: a mixture's router, or all
+    its experts in one. The decay rates of a state-space scan are a matrix, too, but their module has layers."""
     layers = (nn.Embedding, nn.modules.conv._ConvNd)
     matrices = any(p.dim() >= 2 for p in module.parameters(recurse=False))
     alone = not any(True for child in module.children() for _ in child.parameters())
@@ -123,7 +125,8 @@ def _is_router_or_experts(module: nn.Module) -> bool:
 
 
 def _cast_inputs(module: nn.Module, arguments: tuple, keywords: dict, *, hidden: bool) -> tuple[tuple, dict]:
-    """Casts the hidden state, or all other inputs, to the dtype of the matrices."""
+    """Casts inputs of `module` to the dtype of its matrices: only the hidden state if `hidden`, otherwise all other
+    inputs. A forward pre-hook."""
     dtype = next(parameter.dtype for parameter in module.parameters() if parameter.dim() >= 2)
     cast = {name: _cast(value, dtype) for name, value in keywords.items() if (name == "hidden_states") == hidden}
     first, rest = arguments[:1], arguments[1:]
@@ -131,7 +134,7 @@ def _cast_inputs(module: nn.Module, arguments: tuple, keywords: dict, *, hidden:
 
 
 def _cast(value, dtype: torch.dtype):
-    """Casts floating-point tensors, in tuples too."""
+    """Casts a floating-point tensor, also inside tuples; returns anything else as it is."""
     if isinstance(value, tuple):
         return tuple(_cast(one, dtype) for one in value)
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

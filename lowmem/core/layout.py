@@ -1,6 +1,7 @@
-"""How a step is laid out: its micro-batches, groups and segments, what blocks keep, and where each kind of number is.
+"""Says how a step is laid out: its micro-batches, groups and segments, and what blocks keep for backward. Also says
+where weights, optimizer states, gradients and saved inputs are stored: on the GPU, in RAM or on a disk.
 
-`micro_batch` alone decides how the batch is cut, and with it the bits of the result. Every other field trades memory
+Only `micro_batch` decides how the batch is cut, which the bits of the result depend on. Every other field trades memory
 for time and changes no bit.
 """
 
@@ -13,7 +14,7 @@ from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Segment
 
 
 class Fate(StrEnum):
-    """What happens to a gradient when nothing more is added to it (final_gradients.py)."""
+    """Names what happens to a gradient when nothing more is added to it (final_gradients.py)."""
 
     HELD = "held"  # It stays on the GPU until the norm is known. The next forward pass updates with it.
     SENT = "sent"  # It waits in RAM.
@@ -23,21 +24,22 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True)
 class Layout:
-    """Holds numbers and no lists of groups and segments, so that it can be saved, compared and made smaller.
+    """Holds the numbers that lay out a step. Lists of groups and segments are computed from them when needed.
+    "Streamed" numbers are stored in RAM or on a disk and copied to the GPU when they are used.
 
-    micro_batch        sequences
-    group              micro-batches that pass a segment together
-    segment_blocks     blocks that are recomputed together
-    kept               how much blocks keep for backward, from 0 to 2 x blocks. At 0 each keeps its input. Up to
-                       `blocks`, one block after the other keeps its products too, the last one first; from there on,
-                       one after the other keeps everything (recompute.py)
-    states_on_gpu      the first units, whose optimizer states are on the GPU; the others' are streamed
-    states_on_disk     how many of the streamed units have their matrices' states on a disk
-    weights_on_gpu     the first units, whose working weights are on the GPU (None: all); the last unit's always are
-    boundaries_in_ram  whether inputs of segments wait in RAM for their backward
-    fate               of gradients that must wait for the norm: HELD, SENT or DROPPED. With the last two the whole
-                       batch is one group
-    evaluation_rows    sequences in a micro-batch of an evaluation, if fewer than `micro_batch`
+        micro_batch        sequences
+        group              micro-batches that pass a segment together
+        segment_blocks     consecutive blocks that are recomputed together, a segment
+        kept               how much blocks keep for backward, from 0 to 2 x blocks. At 0 each keeps its input. Up to
+                           `blocks`, one block after the other keeps its products too, the last one first; from there on,
+                           one after the other keeps everything (recompute.py)
+        states_on_gpu      how many units, the first ones, have optimizer states on the GPU; the others' are streamed
+        states_on_disk     how many of the streamed units have their matrices' states on a disk
+        weights_on_gpu     how many units, the first ones, have weights on the GPU (None: all); the last unit always has
+        boundaries_in_ram  whether inputs of segments wait in RAM for their backward
+        fate               of gradients that must wait for the norm: HELD, SENT or DROPPED. With the last two the whole
+                           batch is one group
+        evaluation_rows    sequences in a micro-batch of an evaluation, if fewer than `micro_batch`
     """
 
     micro_batch: int
@@ -60,17 +62,17 @@ class Layout:
 
     @property
     def whole_batch(self) -> bool:
-        """Whether the whole batch has to be one group."""
+        """Returns True if the whole batch has to be one group."""
         return self.fate is not Fate.HELD
 
     @property
     def fixed_homes(self) -> tuple:
-        """The homes that cannot change while a run goes on."""
+        """Returns the fields that say where numbers are stored and that cannot change during a training run."""
         return self.weights_on_gpu, self.fate is Fate.SENT, self.states_on_disk
 
     def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
-        """A step's micro-batches, of so many `positions` each, cut into groups. Each group takes what fits into `group`
-        full micro-batches, of `micro_batch` x `seq` positions."""
+        """Cuts a step's micro-batches, which have these numbers of `positions`, into groups; returns slices. A group
+        has at most the positions of `group` full micro-batches of `micro_batch` x `seq`."""
         starts, room = [], 0
         for index, size in enumerate(positions):
             if not starts or size > room:
@@ -80,15 +82,15 @@ class Layout:
         return [slice(*ends) for ends in pairwise([*starts, len(positions)])]
 
     def fate_in(self, groups: int, needs_all_gradients: bool) -> Fate:
-        """What happens to the final gradients of a step of so many groups. `needs_all_gradients`: whether the first
-        update waits for all of them, to clip them by their norm or to see that scaled ones are finite."""
+        """Returns the fate of final gradients in a step of so many `groups`. `needs_all_gradients`: whether updates
+        wait for all gradients, to clip them by their norm, or to check that scaled ones are finite."""
         if self.whole_batch and groups > 1:
             raise ValueError(f"gradients can be {self.fate} only if the whole batch is one group")
         return Fate.APPLIED if groups == 1 and not needs_all_gradients else self.fate
 
     def units_on_disk(self, units: int) -> list[int]:
-        """The units whose matrices' states are on a disk: evenly among the streamed ones, so that a slow disk works all
-        through a pass."""
+        """Chooses the units whose optimizer states for matrices are on disk. Spreads them evenly over the units with
+        streamed states, so that a slow disk is busy during the whole pass. `units` is the total number of units."""
         streamed = range(self.states_on_gpu, units)
         disk = min(self.states_on_disk, len(streamed))
         return [
@@ -97,11 +99,12 @@ class Layout:
         ]  # fmt: skip
 
     def recomputes(self, blocks: int) -> bool:
-        """Whether anything runs a second time in backward."""
+        """Returns True if backward computes anything again. `blocks` is the model's number of blocks."""
         return self.kept < 2 * blocks
 
     def segments(self, blocks: int) -> list[Segment]:
-        """All of a model's `blocks`, in order. Those that keep more than inputs are segments of their own."""
+        """Divides a model's `blocks` blocks into segments, in order. A block that keeps more than its input is a
+        segment by itself."""
         if self.weights_on_gpu is not None and self.kept > blocks:
             raise ValueError("a block whose weights are streamed cannot keep its graph, which holds them")
         whole = min(max(self.kept - blocks, 0), blocks)

@@ -1,10 +1,10 @@
-"""What a model does to its logits before the softmax: nothing, a factor, or a soft cap.
+"""Describes what a model does to its logits before the softmax: nothing, a factor, or a soft cap.
 
     f(z) = outer * z                      as in Granite and Cohere
     f(z) = outer * tanh(inner * z)        as in Gemma 2: 30 tanh(z / 30) stays within +-30
 
-The loss does the same to each chunk of logits (loss.py). `Followed` finds f by watching every operation on the head's
-output while the model runs, with or without values.
+The loss does the same to each chunk of logits (loss.py). `Followed` finds f: it watches every operation on the head's
+output while the model runs, on real tensors or on meta tensors.
 """
 
 from dataclasses import dataclass, replace
@@ -23,18 +23,19 @@ _COPIES = {_aten._to_copy.default, _aten.clone.default}
 
 @dataclass(frozen=True)
 class LogitFunction:
-    """outer * z if `inner` is None, else outer * tanh(inner * z)."""
+    """Represents the function outer * z if `inner` is None, else outer * tanh(inner * z)."""
 
     outer: float = 1.0
     inner: float | None = None
 
     def __call__(self, z: Tensor) -> Tensor:
-        """For comparisons; the loss works in place."""
+        """Applies the function to `z` and returns a new tensor. Only for comparisons; the loss works in place."""
         return self.outer * (z if self.inner is None else (self.inner * z).tanh())
 
 
 class Followed(TorchDispatchMode):
-    """Inside `with`, follows all results that are computed from `head_output`."""
+    """Inside `with`, follows every result that is computed from `head_output`, and composes the function that gave
+    it."""
 
     def __init__(self, head_output: Tensor):
         super().__init__()
@@ -43,7 +44,8 @@ class Followed(TorchDispatchMode):
         self._followed[id(head_output)] = head_output, LogitFunction()
 
     def function_of(self, logits: Tensor) -> LogitFunction | str:
-        """The function that gave `logits`; the name of an operation if that is neither a factor nor a cap."""
+        """Returns the function that turned the head's output into `logits`. If it is neither a factor nor a soft cap,
+        returns the name of the operation that is to blame."""
         _, function = self._followed.get(id(logits), (None, "not using it"))
         return function if isinstance(function, str) or logits.shape == self._shape else "another shape"
 
@@ -58,7 +60,8 @@ class Followed(TorchDispatchMode):
 
 
 def _after(operation, args: tuple, known: list[LogitFunction | str]) -> LogitFunction | str | None:
-    """The function after `operation` on tensors with the functions `known`; None if it is neither factor nor cap."""
+    """Returns the function that describes the result of `operation`, whose tensor arguments have the functions `known`.
+    Returns None if the result is neither a factor nor a soft cap."""
     function = known[0]
     if isinstance(function, str) or operation.is_view or operation in _COPIES:
         return function

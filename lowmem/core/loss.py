@@ -1,19 +1,19 @@
-"""Cross-entropy of a linear head, without all logits at once.
+"""Computes the cross-entropy of a linear head without all logits at once.
 
 The logits of N tokens and V words are N x V fp32 numbers, several times over in a naive loss: 196 MiB each for 1,024
-tokens of GPT-2. Here a chunk of tokens goes through the head at a time, and its loss and gradients are computed while
-its logits exist (as in Liger-Kernel and Apple's CCE, arXiv:2411.09009). Per token with target y:
+tokens of GPT-2. Here a chunk of tokens goes through the head at a time. Its loss and gradients are computed while its
+logits exist (as in Liger-Kernel and Apple's CCE, arXiv:2411.09009). Per token with target y:
 
     z = h W^T + b,   loss = log sum_v exp(z_v) - z_y,   dz = softmax(z) - onehot(y)
     dh = dz W,       dW += dz^T h,                      db += dz
 
 If a model scales or caps its logits, f(z) takes the place of z, and dz is multiplied by f'(z) (logits.py).
 
-Precision: logits and dz in the weights' dtype, f and the softmax in fp32, dW added in fp32 to the accumulator of the
-(tied) embedding, a band of words at a time, so there is no second gradient of V x D.
+Precision: logits and dz are in the weights' dtype, f and the softmax in fp32. dW is added in fp32 to the accumulator of
+the (tied) embedding, for a band of words at a time. So there is no second gradient of V x D.
 
 Memory: chunk_tokens x V x (4 + 2) bytes in 16 bit (147 MiB for GPT-2 at 512 tokens) or x 4 in fp32 (4 more for a cap),
-and a band of 8,192 x D in 16 bit. `fused`: 1,024 x V x 2 bytes (98 MiB) and no band: one kernel writes dz over the
+and a band of 8,192 x D in 16 bit. With `fused`: 1,024 x V x 2 bytes (98 MiB) and no band: one kernel writes dz over the
 logits, and the product adds to the accumulator.
 """
 
@@ -43,16 +43,16 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum of the losses of all tokens whose label is not -100, and the gradient for `hidden`.
+    """Returns the sum of the losses of all tokens whose label is not -100, and the gradient for `hidden`.
 
-    Args:
-        hidden: [N, D], of one dtype with `weight` [V, D]; `fused` takes 16-bit operands.
-        labels: [N] int64.
-        bias: [V] fp32 or None.
-        scale: multiplies every gradient, but not the loss.
-        function: from the head's output to the model's logits.
-        weight_gradient: [V, D] fp32, added to; None: no gradients, and the second result is None.
-        bias_gradient: [V] fp32, added to.
+        Args:
+            hidden: [N, D], of one dtype with `weight` [V, D]; `fused` takes 16-bit operands.
+            labels: [N] int64.
+            bias: [V] fp32 or None.
+            scale: multiplies every gradient, but not the loss.
+            function: from the head's output to the model's logits.
+            weight_gradient: [V, D] fp32, added to; None: no gradients, and the second result is None.
+            bias_gradient: [V] fp32, added to.
     """
     differentiate = weight_gradient is not None
     wanted = scale if differentiate else None
@@ -94,7 +94,8 @@ def linear_cross_entropy(
 def _line_by_line(
     chunk: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float | None, function: LogitFunction
 ) -> tuple[Tensor, Tensor | None]:
-    """The losses of a chunk's tokens [C] and, unless `scale` is None, the gradient for the logits [C, V] in fp32."""
+    """Returns the losses [C] of a chunk of C tokens and, unless `scale` is None, the fp32 gradient for their logits [C,
+    V]."""
     counted = targets != IGNORED
     targets = targets.clamp(min=0)[:, None]
     logits = torch.nn.functional.linear(chunk, weight).float()  # [C, V] fp32; in place from here on
@@ -127,7 +128,8 @@ def _in_one_kernel(
     function: LogitFunction,
     room: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same, with the gradient in the weights' dtype, in `room` [at least C, a row stride]."""
+    """Does the same as `_line_by_line` in one kernel. Writes the logits, and then their gradient, into `room`, a buffer
+    in the weights' dtype with at least C rows."""
     logits = room[: chunk.shape[0], : weight.shape[0]]
     torch.mm(chunk, weight.T, out=logits)
     losses = torch.empty(chunk.shape[0], dtype=torch.float32, device=chunk.device)

@@ -1,7 +1,7 @@
-"""The operations that a step is made of; step.py has their order.
+"""Defines the operations that a step is made of; step.py has their order.
 
-The planner wraps this class: `ReplayedOperations` (planning/replay.py) has the same methods, and runs each once per
-shape.
+The planner replaces this class by `ReplayedOperations` (planning/replay.py), which has the same methods. It executes
+each operation once per shape.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -21,14 +21,15 @@ from lowmem.core.recompute import Dropout, SavedSegment, Segment, SkippableProdu
 
 
 class Operations:
-    """Those of `decoder`, whose numbers are in `store`.
+    """Executes the operations of a step on `decoder`, whose numbers are in `store`.
 
-    `skippable_products`: the last matrix product that a segment may skip when it runs again (recompute.py); `kind`:
-    what two segments must share to learn from each other.
+    `skippable_products`: the last matrix product that a segment need not compute when it runs again (recompute.py).
+    `kind` returns the key of a segment in that dict: segments with equal keys can skip the same product.
     """
 
     def __init__(self, decoder: Decoder, store: Store, rule: UpdateRule | None = None):
-        """`rule`: updates a piece; None for the one of the device and the decoder's kernels."""
+        """`rule`: the function that updates a piece (UpdateRule); None chooses it by the device and the decoder's
+        kernels."""
         self.decoder, self.store, self.optimizer = decoder, store, store.optimizer
         eager = optimizers.update_in_slices if store.device.type == "cpu" else optimizers.update
         self.rule = rule or (fused.update if decoder.fused_kernels else eager)
@@ -40,16 +41,16 @@ class Operations:
         self, run: Callable[[], tuple], micro_batches: Sequence[Batch], segments: Sequence[Segment],
         self_contained: bool,
     ) -> tuple:  # fmt: skip
-        """Returns `run()`, forward and backward of one group of micro-batches. `self_contained`: whether nothing is
-        updated, dropped or copied meanwhile."""
+        """Returns `run()`, which does forward and backward of one group of micro-batches. `self_contained`: whether
+        nothing is updated, dropped or copied meanwhile. The planner's replacement replays a whole group instead."""
         return run()
 
     def norm_of_all(self, run: Callable[[], float]) -> float:
-        """Returns `run()`, the norm of gradients that were all held."""
+        """Returns `run()`, which computes the norm of all gradients while all of them are on the device."""
         return run()
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
-        """The first block's input [B, T, D] and the blocks' extra arguments."""
+        """Computes the first block's input [B, T, D], and each block's other arguments (masks, position embeddings)."""
         dropout.begin(-1, self.store.device)
         with torch.no_grad():
             return self.decoder.embed(*micro_batch.inputs)
@@ -57,14 +58,14 @@ class Operations:
     def segment_forward(
         self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
     ) -> tuple[Tensor, SavedSegment]:
-        """The segment's output [B, T, D] for its input `hidden`, and what its backward needs."""
+        """Runs the segment's blocks on `hidden`. Returns the output [B, T, D], and what `segment_backward` needs."""
         last_is_needed = self.skippable_products.get(self.kind(segment, extras), 0) is None
         return recompute.forward(self.decoder, segment, hidden, extras, dropout, last_is_needed)
 
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float) -> tuple[Tensor, Tensor]:
-        """The loss of one micro-batch, summed over its tokens, and the gradient of `scale` times that for `hidden`
-        [B, T, D], the last block's output; the last positions have `labels`. The head's own gradient goes into its
-        accumulator."""
+        """Computes the loss of one micro-batch, summed over its tokens, and the gradient of `scale` times that loss for
+        `hidden` [B, T, D]. `hidden` is the last block's output; its last positions have `labels`. Adds the head's own
+        gradient to its accumulator."""
         dropout.begin(len(self.decoder.blocks), self.store.device)
         boundary = hidden.requires_grad_()
         final = self.decoder.final(_with_labels(boundary, labels))
@@ -75,35 +76,39 @@ class Operations:
     def segment_backward(
         self, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
     ) -> Tensor:
-        """From the gradient for the segment's output to the one for its input, both [B, T, D]."""
+        """Runs the segment backward: turns the `gradient` for its output into the gradient for its input, both [B, T,
+        D]."""
         kind = self.kind(segment, extras)
         return recompute.backward(
             self.decoder, segment, saved, extras, dropout, gradient, self.skippable_products, kind
         )
 
     def join(self, accumulation: Accumulation) -> None:
-        """The gradients of what blocks share, once no block adds to them."""
+        """Adds the gradients of parameters that several blocks share. Must be called after all blocks have run
+        backward."""
         accumulation.join()
 
     def embed_backward(self, micro_batch: Batch, dropout: Dropout, gradient: Tensor) -> None:
-        """Backward of the embeddings from `gradient` [B, T, D], for the first block's input."""
+        """Runs the embeddings forward again and then backward, from the `gradient` [B, T, D] for the first block's
+        input."""
         dropout.begin(-1, self.store.device)
         hidden, _ = self.decoder.embed(*micro_batch.inputs)
         hidden.backward(gradient)
 
     def evaluate(self, micro_batch: Batch) -> Tensor:
-        """The loss of one micro-batch, summed over its tokens."""
+        """Returns the loss of one micro-batch, summed over its tokens."""
         hidden, extras = self.decoder.embed(*micro_batch.inputs)
         for index, extra in enumerate(extras):
             hidden = self.decoder.block(index, hidden, extra)
         return self._cross_entropy(self.decoder.final(_with_labels(hidden, micro_batch.labels)), micro_batch.labels)[0]
 
     def norm(self, piece: Piece) -> Tensor:
-        """Of the gradient of one piece, in fp32."""
+        """Returns the norm of the gradient of one piece (a range of elements that one kernel updates), in fp32."""
         return torch.linalg.vector_norm(piece.part.gradient[piece.start : piece.stop])
 
     def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
-        """Updates one piece. Its state is on the device; its gradient too, or it has come with the state."""
+        """Updates the weights of one piece (a range of elements that one kernel updates). The optimizer's `state` is on
+        the device. The gradient is on the device too, or it is part of `state` because it waited in RAM."""
         place = slice(piece.start, piece.stop)
         working = state.get(WORKING, piece.part.working[place])
         gradient = state[GRADIENT] if piece.part.gradient_left else piece.part.gradient[place]
@@ -111,7 +116,7 @@ class Operations:
         self.rule(self.optimizer, working, moments, gradient, hyperparameters, piece.decay)
 
     def _cross_entropy(self, final: Tensor, labels: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor | None]:
-        """Chunked cross-entropy of `final` [B, T, D]; with `scale`, gradients too."""
+        """Computes the chunked cross-entropy of the head on `final` [B, T, D]. With `scale`, computes gradients too."""
         weight, bias = self.decoder.head_weight, self.decoder.head_bias
         accumulators = {}
         if scale is not None:
@@ -134,5 +139,6 @@ class Operations:
 
 
 def _with_labels(hidden: Tensor, labels: Tensor) -> Tensor:
-    """The positions of `hidden` [B, S + T, D] that have `labels` [B, T]; a decoder's all do."""
+    """Returns the positions of `hidden` [B, S + T, D] that have `labels` [B, T]. In a decoder S is 0: all positions
+    have one."""
     return hidden if hidden.shape[1] == labels.shape[1] else hidden[:, -labels.shape[1] :]

@@ -1,4 +1,4 @@
-"""The optimizers: each is one pure function of (working weight, state, gradient, hyperparameters), applied in place.
+"""Defines the optimizers. Each updates weights in place, from the working weight, state, gradient and hyperparameters.
 
     g = gradient x gradient_scale          (1 / loss scale, and the factor of clipping)
     w = join(working, low)                 fp32, see precision.py
@@ -8,7 +8,7 @@
     w = w - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
     working, low = split(w)
 
-AdamW: arXiv:1711.05101, with torch.optim.AdamW's order of operations. All of it is elementwise, so a unit may be
+AdamW: arXiv:1711.05101, with torch.optim.AdamW's order of operations. All of it is elementwise. So a unit may be
 updated whole or in slices, and its state may come from anywhere. An update allocates all it needs before it changes
 anything. Bytes of state per parameter, besides the 2 (16 bit) or 4 (fp32) of the working weight:
 
@@ -36,7 +36,7 @@ CPU_SLICE = 2**18  # parameters at a time on the CPU: temporaries stay in the ca
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Of one update."""
+    """Holds the hyperparameters of one update."""
 
     learning_rate: float = 0.0
     weight_decay: float = 0.0
@@ -49,10 +49,11 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer's state and rule.
+    """Describes an optimizer: the tensors of its state, and its update rule.
 
-    The rule updates master weights [n] fp32 and their state in place by a gradient [n] fp32, which it scales; the last
-    argument [n] fp32 is scratch memory. It allocates nothing after its first change."""
+    The rule updates fp32 master weights [n] and their state in place. It scales the fp32 gradient [n] itself. Its last
+    argument is scratch memory, [n] fp32. It allocates nothing after its first change.
+    """
 
     name: str
     entries: dict[str, tuple[int, torch.dtype]]  # of the state, without `low`: {name: (parameters per entry, dtype)}
@@ -61,18 +62,19 @@ class Optimizer:
 
     @property
     def state_bits(self) -> int:
-        """Bits of each moment per parameter; 0 if there is none."""
+        """Returns the bits of each moment per parameter; 0 if there are no moments."""
         return max((8 * kind.itemsize for per, kind in self.entries.values() if per == 1), default=0)
 
 
 def state_layout(optimizer: Optimizer, elements: int, dtype: torch.dtype) -> dict[str, tuple[int, torch.dtype]]:
-    """{name: (entries, dtype)} of the state for `elements` parameters whose working weights are in `dtype`."""
+    """Returns {name: (entries, dtype)} of the state tensors for `elements` parameters. `dtype`: of the working
+    weights."""
     layout = {name: (math.ceil(elements / per), kind) for name, (per, kind) in optimizer.entries.items()}
     return layout if dtype is torch.float32 else {"low": (elements, torch.int16)} | layout
 
 
 def slice_state(optimizer: Optimizer, state: State, start: int, stop: int) -> State:
-    """Views of `state` for parameters `start` to `stop`; `start` is a multiple of BLOCK."""
+    """Returns views of `state` for parameters `start` to `stop`. `start` must be a multiple of BLOCK."""
     per = {name: per for name, (per, _) in optimizer.entries.items()}
     return {name: t[start // per.get(name, 1) : math.ceil(stop / per.get(name, 1))] for name, t in state.items()}
 
@@ -86,9 +88,9 @@ def update(
     decay: bool,
     at_once: int | None = None,
 ) -> None:
-    """One update in place, an UpdateRule: `working` [n] in the dtype that computes, `state` of `state_layout`,
-    `gradient` [n] fp32, which is overwritten; `at_once` elements at a time, a multiple of BLOCK, or all. If memory runs
-    out, this slice has not been changed yet."""
+    """Makes one update in place; an UpdateRule. `working`: weights [n] in the dtype that computes. `state`: tensors as
+    in `state_layout`. `gradient` [n] fp32 is overwritten. `decay`: whether weights decay. `at_once`: elements per
+    slice, a multiple of BLOCK, or None for all. If memory runs out, the slice at hand has not been changed yet."""
     size = at_once or working.numel()
     for start in range(0, working.numel(), size):
         stop = min(start + size, working.numel())
@@ -104,7 +106,7 @@ update_in_slices = partial(update, at_once=CPU_SLICE)
 
 
 def adamw_numbers(hyper: Hyperparameters, weight_decay: float) -> tuple[float, ...]:
-    """1 - lr wd, 1 - b1, b2, 1 - b2, sqrt(1 - b2^t), eps, lr / (1 - b1^t): AdamW's, without the gradient's scale."""
+    """Returns AdamW's constants for one update: 1 - lr wd, 1 - b1, b2, 1 - b2, sqrt(1 - b2^t), eps, lr / (1 - b1^t)."""
     correction1 = 1 - hyper.beta1**hyper.update
     correction2 = 1 - hyper.beta2**hyper.update
     kept, step_size = 1 - hyper.learning_rate * weight_decay, hyper.learning_rate / correction1
@@ -166,7 +168,7 @@ OPTIMIZERS = {
 
 
 def get_optimizer(name: str) -> Optimizer:
-    """One of OPTIMIZERS. InputError if its package is not installed."""
+    """Returns the optimizer `name` of OPTIMIZERS. Raises InputError if its package is not installed."""
     if name == "adamw8bit":
         try:
             import bitsandbytes  # noqa: F401
