@@ -122,6 +122,6 @@ def test_an_error_of_ours_above_it_is_ours(monkeypatch, error):
     def fastest(*_):
         raise error("a bug")
 
-    monkeypatch.setattr(gpu_plan, "fastest", fastest)
+    monkeypatch.setattr(gpu_plan, "fastest_layout", fastest)
     with pytest.raises(error, match="a bug"):
         planned(load_config("gpt2-demo", "random"))
