@@ -31,8 +31,8 @@ class Layout:
         group              micro-batches that pass a segment together
         segment_blocks     consecutive blocks that are recomputed together, a segment
         kept               how much blocks keep for backward, from 0 to 2 x blocks. At 0 each keeps its input. Up to
-                           `blocks`, one block after the other keeps its products too, the last one first; from there on,
-                           one after the other keeps everything (recompute.py)
+                           `blocks`, one block after the other keeps its products too, the last one first; from there
+                           on, one after the other keeps everything (recompute.py)
         states_on_gpu      how many units, the first ones, have optimizer states on the GPU; the others' are streamed
         states_on_disk     how many of the streamed units have their matrices' states on a disk
         weights_on_gpu     how many units, the first ones, have weights on the GPU (None: all); the last unit always has

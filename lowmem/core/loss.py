@@ -45,14 +45,14 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the sum of the losses of all tokens whose label is not -100, and the gradient for `hidden`.
 
-        Args:
-            hidden: [N, D], of one dtype with `weight` [V, D]; `fused` takes 16-bit operands.
-            labels: [N] int64.
-            bias: [V] fp32 or None.
-            scale: multiplies every gradient, but not the loss.
-            function: from the head's output to the model's logits.
-            weight_gradient: [V, D] fp32, added to; None: no gradients, and the second result is None.
-            bias_gradient: [V] fp32, added to.
+    Args:
+        hidden: [N, D], of one dtype with `weight` [V, D]; `fused` takes 16-bit operands.
+        labels: [N] int64.
+        bias: [V] fp32 or None.
+        scale: multiplies every gradient, but not the loss.
+        function: from the head's output to the model's logits.
+        weight_gradient: [V, D] fp32, added to; None: no gradients, and the second result is None.
+        bias_gradient: [V] fp32, added to.
     """
     differentiate = weight_gradient is not None
     wanted = scale if differentiate else None
