@@ -269,8 +269,7 @@ class Settings:
 
 
 def marked(settings: Any, mark: Mark) -> dict[str, Any]:
-    """Returns {name: value} of the settings that have this mark. `settings` may also be another object with the
-    attributes of the same names."""
+    """Returns {name: value} of the settings with this mark. `settings` may be another object with these attributes."""
     return {item.name: getattr(settings, item.name) for item in fields(Settings) if mark in item.metadata["marks"]}
 
 

@@ -291,7 +291,7 @@ def _stop(value: Tensor) -> None:
 
 class _AnswerYes(TorchFunctionMode):
     """Answers True if the model asks a yes-or-no question of a meta tensor, such as "are all tokens real?". Meta
-    tensors have no answer, and any will do to see which modules run."""
+    tensors have no answer, and True will do to see which modules run."""
 
     def __torch_function__(self, function, types, arguments=(), keywords=None):
         if function in (Tensor.__bool__, Tensor.__contains__) and arguments[0].is_meta:

@@ -48,8 +48,8 @@ class FinalGradients:
                 self.fate = Fate.HELD
 
     def finish(self, lowest: int) -> None:
-        """Handles the gradients of the units from number `lowest` on, which are now final: computes their norms, then
-        sends, drops or applies them."""
+        """Must be called when the gradients of the units from number `lowest` on are final. Computes the norms of those
+        that were not final before, then sends, drops or applies them."""
         final = range(lowest, self._lowest)
         self._lowest = lowest
         parts = [part for part in self._store.parts if part.unit in final and part.gradient is not None]

@@ -92,7 +92,7 @@ class DiskStates:
 
 
 def copy(destination: Tensor, source: Tensor) -> None:
-    """Copies all bytes of the flat tensor `source` to `destination`; at most one of the two is on a disk."""
+    """Copies all bytes of the flat tensor `source` to `destination`. One of the two may be on a disk."""
     for home, other, move in ((source, destination, _pread), (destination, source, os.pwrite)):
         mapping, start = _place(home)
         if mapping is not None:

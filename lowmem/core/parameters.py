@@ -1,12 +1,13 @@
-"""Where every number is: flat tensors of working weights, gradients and optimizer states.
+"""Stores all numbers in flat tensors: working weights, gradients and optimizer states.
 
-Each unit of the decoder has two parts: matrices in the working dtype, which decay, and vectors (norms and biases) in
-fp32, which do not. The model's parameters are views of their part's working weights, so an update is a few operations
-on long vectors. Each parameter starts at a multiple of BLOCK elements: 8-bit states of two never share a scale. A part
-is updated in pieces of at most PIECE elements, which bounds the slots of the windows (window.py).
+Each unit of the decoder (the embeddings, one block, or the final norm) has two parts. One holds its matrices in the
+working dtype, which decay. The other holds its vectors (norms and biases) in fp32, which do not. The model's parameters
+are views of their part's working weights, so an update is a few operations on long vectors. Each parameter starts at a
+multiple of BLOCK elements, so that no two parameters share a scale of 8-bit states. A part is updated in pieces of at
+most PIECE elements, which bounds the GPU memory for copies of states (window.py).
 
 Bytes per parameter: 2 working (4 in fp32), 4 for the fp32 gradient while there is one, and the optimizer's state
-(optimizers.py). The home of each kind is the GPU, RAM or a disk, part by part.
+(optimizers.py). Each kind of number has a home, the GPU, RAM or a disk, chosen part by part.
 """
 
 import math
@@ -29,8 +30,12 @@ WORKING, GRADIENT = "working", "gradient"
 
 @dataclass(frozen=True)
 class Placement:
-    """The homes of one part's numbers, as functions that make zeros there. `device` is the GPU's; `gradients`: where
-    they wait for their updates, None for the GPU; `on_disk`: whether the states are."""
+    """Says where one part's weights, states and gradients are stored. Each field but `on_disk` is a function that makes
+    zeros there.
+
+    `device` allocates on the GPU. `gradients`: where gradients wait for their updates, None for the GPU. `on_disk`:
+    whether the states are on a disk.
+    """
 
     device: MakeTensor
     weights: MakeTensor
@@ -41,9 +46,12 @@ class Placement:
 
 @dataclass
 class Piece:
-    """A run of one part's elements that is updated at once. `state`: what comes to the device for that and is written
-    back, with the weights as WORKING if they are streamed. `fetched_only`: the gradient, as GRADIENT, if it waits in
-    RAM. `on_disk`: names of what is on a disk; `streamed`: whether the state is not on the device."""
+    """Holds a range of one part's elements that is updated at once.
+
+    `state`: tensors that are copied to the device for the update and back; with the weights, as WORKING, if these are
+    in RAM. `fetched_only`: the gradient, as GRADIENT, if it waits in RAM. `on_disk`: names of the tensors on a disk.
+    `streamed`: whether the state is not on the device.
+    """
 
     part: "Part"
     start: int
@@ -58,10 +66,10 @@ class Piece:
 
 
 class Part:
-    """One unit's matrices or vectors: `working` [n], `state` {name: [entries]}, `gradient` [n] fp32 or None.
+    """Holds one unit's matrices or vectors: `working` [n], `state` {name: [entries]}, `gradient` [n] fp32 or None.
 
-    `unit` counts the decoder's units from 0, the embeddings; `updates` counts what was made of streamed weights.
-    `gradient_home` [n] fp32: where the gradient may wait in RAM for its update; it does so while `gradient_left`.
+    `unit` is the unit's number; 0 are the embeddings. `updates` counts the updates of weights that are in RAM.
+    `gradient_home` [n] fp32: RAM in which the gradient may wait for its update; it does so while `gradient_left`.
     """
 
     def __init__(
@@ -94,7 +102,7 @@ class Part:
         return Piece(self, start, stop, state, gradient)
 
     def stream(self, host_tensor: MakeTensor) -> None:
-        """Moves the state from the device to where `host_tensor` puts it; all of it or, if that fails, nothing."""
+        """Moves the state from the device into tensors that `host_tensor` makes. If that fails, nothing is moved."""
         state = {key: host_tensor(tensor.numel(), tensor.dtype) for key, tensor in self.state.items()}
         for key, tensor in self.state.items():
             state[key].copy_(tensor)
@@ -103,32 +111,34 @@ class Part:
             vars(piece).update(vars(self._piece(piece.start, piece.stop)))
 
     def view(self, flat: Tensor, name: str) -> Tensor:
-        """The elements of parameter `name` in `flat` [n], in the parameter's shape."""
+        """Returns the elements of parameter `name` in a flat tensor [n] of this part, in the parameter's shape."""
         start, shape = self._places[name]
         return flat[start : start + shape.numel()].view(shape)
 
     def placeholder(self, name: str) -> Tensor:
-        """The weights of parameter `name`, or NaN in its shape if they are not on the device."""
+        """Returns the weights of parameter `name` or, if they are stored in RAM, a tensor of NaN in their shape."""
         if self.weights_streamed:
             return self.absent.expand(self._places[name][1])
         return self.view(self.working, name)
 
     def gradient_of(self, name: str) -> Tensor:
-        """The fp32 accumulator of parameter `name`; the first call makes the part's accumulators."""
+        """Returns the fp32 accumulator of parameter `name`. The first call allocates the accumulators of the whole
+        part."""
         if self.gradient is None:
             self.gradient = self._device(self.working.numel(), torch.float32)
         return self.view(self.gradient, name)
 
     @property
     def has_gradient(self) -> bool:
-        """Whether there is a gradient, on the device or in RAM."""
+        """Returns True if there is a gradient, on the device or in RAM."""
         return self.gradient is not None or self.gradient_left
 
     def drop_gradient(self) -> None:
         self.gradient, self.gradient_left = None, False
 
     def write(self, name: str, master: Tensor, start: int = 0) -> None:
-        """Sets the elements of parameter `name` from `start` on to those of the fp32 tensor `master`, run by run."""
+        """Copies the fp32 tensor `master` into parameter `name`, from element `start` on. Splits 16-bit weights into
+        two halves."""
         for run in runs(master):
             high, low = split(run.to(torch.float32), self.working.dtype)
             stop = start + run.numel()
@@ -140,7 +150,8 @@ class Part:
             start = stop
 
     def master_runs(self, name: str) -> Iterator[Tensor]:
-        """Parameter `name` in fp32, in its order, as new flat tensors of at most RUN_ELEMENTS elements on the CPU."""
+        """Yields parameter `name` in fp32, as consecutive flat tensors of at most RUN_ELEMENTS elements. They are
+        copies on the CPU."""
         halves = [self.working, self.state["low"]] if "low" in self.state else [self.working]
         for pieces in zip(*(self._flat(half, name).split(RUN_ELEMENTS) for half in halves), strict=True):
             high, *low = (piece.to("cpu", copy=True) for piece in pieces)
@@ -148,7 +159,7 @@ class Part:
             yield join(high, *low)
 
     def master(self, name: str) -> Tensor:
-        """Parameter `name` in fp32, as a new tensor on the CPU."""
+        """Returns parameter `name` in fp32, as a new tensor on the CPU."""
         return torch.cat(list(self.master_runs(name))).view(self._places[name][1])
 
     def _flat(self, flat: Tensor, name: str) -> Tensor:
@@ -159,11 +170,11 @@ class Part:
 
 
 class Store:
-    """All parts of a decoder. Making it gives the decoder's parameters their storage.
+    """Holds all parts of a decoder. The constructor allocates them and makes the decoder's parameters views of them.
 
-    The first units keep their states on the device: the forward pass needs them first and their gradients are final
-    last, so streaming them would overlap least. For the same reason the embeddings' gradients never wait in RAM. The
-    embeddings, the last unit and all vectors keep their working weights on the device.
+    The first units keep their states on the device. The forward pass needs these states first, and their gradients are
+    final last, so copies of them would overlap least with computation. For the same reason the embeddings' gradients
+    never wait in RAM. The embeddings, the last unit and all vectors keep their working weights on the device.
     """
 
     def __init__(
@@ -176,7 +187,7 @@ class Store:
         host_tensor: MakeTensor = host_tensor,
         disk_tensor: MakeTensor | None = None,
     ):
-        """ValueError if `layout` has states on a disk and there is no `disk_tensor`."""
+        """Raises ValueError if `layout` has states on a disk and `disk_tensor`, which allocates there, is None."""
         self.device, self.layout, self.optimizer, self._host_tensor = device, layout, optimizer, host_tensor
         self.states_on_gpu = min(layout.states_on_gpu, len(decoder.units))
         self.parameter_count = sum(p.numel() for p in decoder.model.parameters())
@@ -202,7 +213,7 @@ class Store:
         self._part_of = {name: part for part in self.parts for name in part.names()}
 
     def _placements(self, units: int, disk: MakeTensor | None) -> dict[tuple[int, bool], Placement]:
-        """Returns the placements of each unit's matrices (True) and vectors."""
+        """Returns {(unit, True for its matrices or False for its vectors): the Placement of that part}."""
 
         def device(entries: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(entries, dtype=dtype, device=self.device)
@@ -220,8 +231,9 @@ class Store:
         return placements
 
     def page_lock(self) -> bool:
-        """Page-locks what is streamed to a GPU, and says whether all of it could be. To be called when the weights are
-        in place: locking makes every page resident, and until then loading needs the room."""
+        """Page-locks all tensors that are copied between RAM and a GPU. Returns True if all could be locked. Must be
+        called after the weights are loaded: locking makes every page resident, and until then loading needs the
+        memory."""
         if self.device.type != "cuda":
             return True
         tensors = [part.working for part in self.parts if part.weights_streamed]
@@ -231,7 +243,7 @@ class Store:
         return all([page_lock(tensor) for tensor in tensors])
 
     def host_buffer(self, entries: int, dtype: torch.dtype) -> Tensor:
-        """A tensor [entries] in RAM, page-locked if there is a GPU and CUDA does not refuse."""
+        """Returns a tensor [entries] in RAM, page-locked if there is a GPU and CUDA does not refuse."""
         buffer = self._host_tensor(entries, dtype)
         if self.device.type == "cuda":
             page_lock(buffer)
@@ -239,16 +251,16 @@ class Store:
 
     @property
     def gradient_bytes(self) -> int:
-        """RAM for gradients."""
+        """Returns the bytes of RAM that are reserved for gradients."""
         return sum(part.gradient_home.nbytes for part in self.parts if part.gradient_home is not None)
 
     def state_bytes(self, units: range) -> int:
-        """Bytes of the optimizer's states of these units."""
+        """Returns the bytes of these units' optimizer states."""
         return sum(state.nbytes for part in self.parts if part.unit in units for state in part.state.values())
 
     def stream(self, states_on_gpu: int) -> bool:
-        """Moves the states of all units from the `states_on_gpu`-th on into RAM, and says whether they are
-        page-locked. No copy and no update may be in flight."""
+        """Moves the states of all units but the first `states_on_gpu` into RAM. Returns True if they are page-locked.
+        No copy and no update may be under way."""
         for part in self.parts:
             if part.unit >= states_on_gpu and not part.streamed:
                 part.stream(self._host_tensor)
@@ -256,12 +268,12 @@ class Store:
         return self.page_lock()
 
     def part_of(self, name: str) -> Part:
-        """The part that holds parameter `name`."""
+        """Returns the part that holds parameter `name`."""
         return self._part_of[name]
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes every (name, fp32 tensor) into its place. A parameter may come whole or as runs of its elements, one
-        after the other (load.py); each tensor may be freed once the next is asked for."""
+        """Copies every (name, fp32 tensor) to where that parameter is stored. A parameter may come whole or as
+        consecutive ranges of its elements (load.py). Each tensor may be freed once the next is asked for."""
         written: dict[str, int] = {}
         for name, values in weights:
             self._part_of[name].write(name, values, written.get(name, 0))
@@ -269,19 +281,19 @@ class Store:
             del values
 
     def clear(self) -> None:
-        """Weights and states are zeros again, as when they were made."""
+        """Sets all weights and states to zero, as they were when they were allocated."""
         for part in self.parts:
             for tensor in (part.working, *(state for piece in part.pieces for state in piece.state.values())):
                 tensor.zero_()
                 drop_pages(tensor)
 
     def names(self) -> list[str]:
-        """The names of all parameters, part by part."""
+        """Returns the names of all parameters, part by part."""
         return [name for part in self.parts for name in part.names()]
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter's name and fp32 tensor, in the order of `names`; one of more than RUN_ELEMENTS elements as
-        flat runs, the name with each."""
+        """Yields every parameter's name and fp32 tensor, in the order of `names`. A parameter of more than RUN_ELEMENTS
+        elements comes as several flat tensors, each with the name."""
         for name, part in self._part_of.items():
             for run in part.master_runs(name):
                 shape = part._places[name][1]

@@ -1,4 +1,4 @@
-"""fp32 master weights as two halves, `working` (16 bit, computes) and `low` (int16): docs/precision.md.
+"""Stores fp32 master weights as two halves: `working` (16 bit, computes) and `low` (int16). See docs/precision.md.
 
     bf16:  working = the upper 16 bits, rounded half up;   low = master bits - (working bits << 16)
     fp16:  working = master rounded to nearest even;       low = (master - working) / 2**(e - 39)
@@ -17,8 +17,8 @@ WORKING_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.f
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Resolves "auto": bf16 on cards that have it, fp16 on older ones, fp32 on the CPU. CPUs multiply 16-bit matrices
-    up to 70 times more slowly."""
+    """Returns `precision`, with "auto" replaced: bf16 on cards that have it, fp16 on older cards, fp32 on the CPU. CPUs
+    multiply 16-bit matrices up to 70 times more slowly."""
     if precision != "auto":
         return precision
     if device.type != "cuda":
@@ -27,7 +27,8 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """fp32 `master` (any shape) as (working in `dtype`, low in int16); as (master, None) if `dtype` is fp32."""
+    """Splits fp32 weights of any shape into (working half in `dtype`, low half in int16). Returns (master, None) if
+    `dtype` is fp32."""
     if dtype is torch.float32:
         return master, None
     working, low = torch.empty_like(master, dtype=dtype), torch.empty_like(master, dtype=torch.int16)
@@ -36,8 +37,8 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 
 def split_into(master: Tensor, working: Tensor, low: Tensor, room: Tensor) -> None:
-    """`split` of fp32 `master` into the 16-bit `working` and the int16 `low`, without an allocation; `master` and
-    `room`, another fp32 tensor of its shape, are overwritten."""
+    """Does the same as `split`, into the given 16-bit `working` and int16 `low`, without an allocation. Overwrites
+    `master` and the scratch tensor `room`, which is fp32 and of the same shape."""
     whole = room.view(torch.int32)
     if working.dtype is torch.bfloat16:
         bits = master.view(torch.int32)
@@ -52,7 +53,8 @@ def split_into(master: Tensor, working: Tensor, low: Tensor, room: Tensor) -> No
 
 
 def join(working: Tensor, low: Tensor | None = None) -> Tensor:
-    """The fp32 master of (working, low): a new tensor, or `working` itself if it is fp32."""
+    """Returns the fp32 master weights of two halves as a new tensor. Returns `working` itself if that is fp32, with no
+    `low`."""
     if low is None:
         return working
     if working.dtype is torch.bfloat16:
@@ -61,7 +63,8 @@ def join(working: Tensor, low: Tensor | None = None) -> Tensor:
 
 
 def runs(tensor: Tensor) -> Iterator[Tensor]:
-    """`tensor` in C order, as flat runs of at most RUN_ELEMENTS elements; views if its memory allows it."""
+    """Yields the elements of `tensor` in C order, as flat tensors of at most RUN_ELEMENTS elements. They are views if
+    the memory layout allows it."""
     if tensor.numel() <= RUN_ELEMENTS:
         yield tensor.reshape(-1)
         return
@@ -71,18 +74,19 @@ def runs(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _fp16_unit_of(bits: Tensor) -> Tensor:
-    """The unit of `low`, 2**(e - 39) as fp32, written over `bits` (int32) of fp16 numbers with exponent fields e.
+    """Computes the step between two values of `low`, 2**(e - 39), for fp16 numbers with exponent fields e. Overwrites
+    `bits`, which are these numbers' bits as int32, and returns the steps as fp32.
 
-    A normal number is 2**(e - 15) times a significand of 11 bits. Its fp32 neighbours are multiples of the unit, at
-    most 2**13 units away, even if `working` was rounded up to a power of two.
+    A normal number is 2**(e - 15) times a significand of 11 bits. Its fp32 neighbours are multiples of the step, at
+    most 2**13 steps away, even if `working` was rounded up to a power of two.
     """
     exponent = bits.bitwise_right_shift_(10).bitwise_and_(0x1F)
     return exponent.add_(127 - 39).bitwise_left_shift_(23).view(torch.float32)
 
 
 class LossScale:
-    """Dynamic loss scaling for fp16 gradients (arXiv:1710.03740): the loss is multiplied by `scale`, the gradients are
-    divided by it. It is halved after an overflow, and doubled after `growth_interval` good steps in a row."""
+    """Scales the loss dynamically, for fp16 gradients (arXiv:1710.03740). The loss is multiplied by `scale`, and the
+    gradients are divided by it. An overflow halves `scale`; `growth_interval` good steps in a row double it."""
 
     def __init__(self, enabled: bool, scale: float = 65536.0, growth_interval: int = 1000):
         self.scale = scale if enabled else 1.0

@@ -1,7 +1,7 @@
-"""Records the outputs of a block's matrix products and attention, and replays them when the block runs again.
+"""Records the outputs of a block's matrix products and attention, and replays them when the block is recomputed.
 
-These take nearly all of a block's time, so only norms, activation functions and sums are computed twice
-(docs/recompute.md). Both modes work below autograd, so they fit any model.
+These operations take nearly all of a block's time, so only norms, activation functions and sums are computed twice
+(docs/recompute.md). Both modes, ProductRecorder and ProductReplayer, work below autograd, so they fit any model.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ _READS = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.is_non
 
 
 def is_kept(operation, args: Sequence) -> bool:
-    """True if the output of `operation` for `args` is recorded."""
+    """Returns True if the output of `operation` for `args` is to be recorded."""
     if factors := _BATCHED_PRODUCTS.get(operation):
         rows, inner = args[factors[0]].shape[-2:]
         return inner >= min(rows, args[factors[1]].shape[-1])
@@ -39,15 +39,16 @@ def is_kept(operation, args: Sequence) -> bool:
 
 @dataclass(frozen=True)
 class Kept:
-    """The output of one operation."""
+    """Holds the recorded output of one operation."""
 
     result: object
     generator_state: Tensor | None  # after it, if it took random numbers
 
 
 class ProductRecorder(TorchDispatchMode):
-    """Records in `kept`, in order, the outputs of products; None for one that is changed in place afterwards.
-    `last_matrix_product`: the number of the last product, if that is a matrix product."""
+    """Records the outputs of matrix products and attention in `kept`, in order. The entry of an output that is changed
+    in place afterwards becomes None. `last_matrix_product`: the index of the last entry, if it is a plain matrix
+    product."""
 
     def __init__(self):
         super().__init__()
@@ -75,10 +76,11 @@ class ProductRecorder(TorchDispatchMode):
 
 
 class ProductReplayer(TorchDispatchMode):
-    """Returns in a second run, in order, the outputs that ProductRecorder kept; a product that is None is computed.
+    """Returns, when a block is recomputed, the outputs that ProductRecorder kept. A product whose entry is None is
+    computed.
 
-    `unneeded`: the number of a matrix product whose output gets no values. If they are needed, `missed` is True after
-    the run, whose results must not be used. `last_matrix_product`: as the recorder's.
+    `unneeded`: the index of a matrix product whose output is returned without values. If its values turn out to be
+    needed, `missed` becomes True, and the results must not be used. `last_matrix_product`: as for ProductRecorder.
     """
 
     def __init__(self, kept: Sequence[Kept | None] | None, unneeded: int | None):
@@ -140,7 +142,7 @@ class ProductReplayer(TorchDispatchMode):
 
 
 def _draws(operation, args: Sequence, kwargs: dict) -> bool:
-    """True if an operation takes numbers from a generator."""
+    """Returns True if an operation takes numbers from a random generator."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     defaults = {a.name: a.default_value for a in operation._schema.arguments if a.has_default_value()}
@@ -148,14 +150,14 @@ def _draws(operation, args: Sequence, kwargs: dict) -> bool:
 
 
 def _written(operation, args: Sequence, kwargs: dict) -> list[Tensor]:
-    """The tensors that an operation changes."""
+    """Returns the tensors that an operation changes in place."""
     given = _by_name(operation, args, kwargs)
     changed = [a.name for a in operation._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return _tensors([given.get(name) for name in changed])
 
 
 def _by_name(operation, args: Sequence, kwargs: dict) -> dict:
-    """{argument: value} of those that are given."""
+    """Returns {name: value} of the arguments that were given."""
     return dict(zip((argument.name for argument in operation._schema.arguments), args, strict=False)) | kwargs
 
 
@@ -164,7 +166,7 @@ def _tensors(tree) -> list[Tensor]:
 
 
 def _generator(result) -> torch.Generator:
-    """The generator of the device of an operation's result."""
+    """Returns the random generator of the device of an operation's result."""
     device = _tensors(result)[0].device
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]

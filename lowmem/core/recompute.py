@@ -4,7 +4,7 @@
     PRODUCTS   saves the outputs of matrix products and attention, too; the rest runs again (products.py)
     ALL        saves its graph; nothing runs again
 
-The bits are equal: every block seeds its device's generator before it runs, by (run, step, micro-batch, block).
+The bits are equal: every block seeds its device's generator before it runs, by (run's seed, step, micro-batch, block).
 """
 
 import hashlib
@@ -32,7 +32,8 @@ class Dropout:
     micro_batch: int
 
     def begin(self, layer: int, device: torch.device) -> None:
-        """Seeds `device`'s generator for `layer` (-1: the embeddings; the number of blocks: the final norm)."""
+        """Seeds the random generator of `device` before `layer` runs. `layer` is a block's number; -1 means the
+        embeddings, the number of blocks means the final norm."""
         text = struct.pack("<4q", self.seed, self.step, self.micro_batch, layer)
         number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
         if device.type == "cuda":
@@ -43,7 +44,7 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive blocks that run together."""
+    """Holds a range of consecutive blocks that run together, and what they save for backward."""
 
     blocks: range
     keep: str  # INPUT, PRODUCTS or ALL
@@ -51,7 +52,7 @@ class Segment:
 
 @dataclass
 class SavedSegment:
-    """What a segment has saved for its backward."""
+    """Holds the tensors that a segment has saved for its backward."""
 
     boundary: Tensor  # [B, T, D]
     products: list[Kept | None] | None = None
@@ -63,8 +64,8 @@ def forward(
     decoder: Decoder, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout,
     last_is_needed: bool = False,
 ) -> tuple[Tensor, SavedSegment]:  # fmt: skip
-    """The blocks of `segment` on `hidden` [B, T, D]: their output, detached, and what `backward` needs.
-    `last_is_needed`: save the last product, too, since backward needs it."""
+    """Runs the blocks of `segment` on `hidden` [B, T, D]. Returns their output, detached, and what `backward` needs.
+    `last_is_needed`: whether backward needs the last matrix product too, so that it is saved."""
     if segment.keep == INPUT:
         with torch.no_grad():
             return _run(decoder, segment.blocks, hidden, extras, dropout), SavedSegment(hidden)
@@ -83,8 +84,9 @@ def backward(
     decoder: Decoder, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout,
     gradient: Tensor, skippable: SkippableProducts, kind: Hashable,
 ) -> Tensor:  # fmt: skip
-    """The gradient for the boundary from that for the segment's output, both [B, T, D]; hooks accumulate parameters'
-    gradients. Leaves only the boundary in `saved`. Learns into `skippable` at `kind`."""
+    """Turns the gradient for the segment's output into the gradient for its input, both [B, T, D]. Hooks add up the
+    parameters' gradients. Frees all in `saved` but the input. Stores in `skippable[kind]` which product need not be
+    computed again."""
     boundary, output, products = saved.boundary, saved.output, saved.products
     saved.output = saved.products = None  # even if memory runs out: a second call runs the segment again
     if output is None:

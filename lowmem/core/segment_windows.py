@@ -1,15 +1,17 @@
-"""Weights, boundaries and gradients of segments of blocks that wait in RAM and visit the device (window.py).
+"""Keeps weights, boundaries and gradients of segments of blocks in RAM, and copies them to the GPU and back
+(window.py).
 
-Weights: for models whose 16-bit weights do not fit next to the rest. While one segment computes, the next one's weights
-arrive in the other slot. They come once for forward and once for backward, for all micro-batches of a group, so a step
-of G groups moves 2 G times the streamed weights. Updated weights travel with their state.
+Weights: for models whose 16-bit weights do not fit next to the rest. While one segment computes, the next segment's
+weights arrive in another buffer. They come once for forward and once for backward, for all micro-batches of a group. So
+a step of G groups moves 2 G times the weights that are in RAM. Updated weights travel with their optimizer state.
 
-Boundaries: a group keeps the inputs of all its segments and micro-batches until their backward, 19 GiB for GPT-2-XL at
-64 x 1,024. With segments of one block a boundary takes longer to compute than to copy, so it can wait in RAM.
+Boundaries, the saved inputs of segments: a group keeps them, for all its segments and micro-batches, until backward.
+That is 19 GiB for GPT-2-XL at 64 x 1,024. With segments of one block a boundary takes longer to compute than to copy,
+so it can wait in RAM.
 
 Gradients: with clipping, none can be used before the norm of all is known, and they take 4 bytes per parameter. With
-the whole batch as one group, a segment's are final when it has run backward. They leave while the segment below runs.
-The embeddings' stay on the device: they are final last and used first.
+the whole batch as one group, a segment's gradients are final when it has run backward. They are copied to RAM while the
+segment below runs. The embeddings' stay on the device: they are final last and used first.
 """
 
 import math
@@ -30,10 +32,12 @@ _ALIGNMENT = 256  # elements, of a boundary in RAM
 
 
 class WeightWindow:
-    """Brings the blocks of `decoder` whose weights in `store` are in RAM; does nothing if there are none.
+    """Copies the weights of blocks from RAM to the device before the blocks run. Does nothing if no weights in `store`
+    are in RAM.
 
-    The parameters of a block are views of a slot while its weights are there, and NaN otherwise, so that a use of
-    absent weights shows at once. Blocks that run without `bring`, as in an evaluation, come one by one.
+    A slot is a buffer on the device for the weights of one segment. The parameters of a block are views of a slot while
+    its weights are there, and NaN otherwise, so that a use of absent weights shows at once. If a block runs without
+    `bring`, as in an evaluation, its weights are copied at that moment.
     """
 
     def __init__(self, transfers: Transfers, decoder: Decoder, store: Store, segments: Sequence[range]):
@@ -45,7 +49,7 @@ class WeightWindow:
         decoder.before_blocks(self._parts, self._called)
 
     def fit(self, segments: Sequence[range]) -> None:
-        """Makes slots for the largest of `segments`, which are the most that is brought at once."""
+        """Allocates slots that are large enough for the largest of `segments`."""
         if not self._parts:
             return
         several = [self._parts_of(blocks) for blocks in segments] + [[part] for part in self._parts.values()]
@@ -57,16 +61,16 @@ class WeightWindow:
 
     @property
     def any(self) -> bool:
-        """Whether there are blocks in RAM."""
+        """Returns True if there are blocks whose weights are in RAM."""
         return bool(self._parts)
 
     def any_of(self, blocks: range) -> bool:
-        """Whether some of `blocks` are in RAM."""
+        """Returns True if the weights of some of `blocks` are in RAM."""
         return bool(self._parts_of(blocks))
 
     def bring(self, blocks: range, following: range | None = None) -> None:
-        """Makes the parameters of `blocks` their weights, for kernels launched from now on, and starts to fetch those
-        of the `following` blocks. All of them have been updated."""
+        """Makes the weights of `blocks` available on the device, for kernels launched from now on. Starts to copy those
+        of the `following` blocks. All these blocks must have been updated."""
         slot = None
         if self.any_of(blocks):
             slot = self._fetch(blocks, other_than=None if self._bound is None else self._bound[1])
@@ -77,7 +81,8 @@ class WeightWindow:
             self._fetch(following, other_than=slot)
 
     def _fetch(self, blocks: range, other_than: Slot | None) -> Slot:
-        """Returns the slot of the weights of `blocks`, which are there or on their way."""
+        """Returns the slot that holds the weights of `blocks`, or starts to copy them into a slot other than
+        `other_than`."""
         content, slots = self._content_of(blocks), self._window.slots
         for slot in slots:
             if slot.inside == content:
@@ -93,17 +98,18 @@ class WeightWindow:
         return slot
 
     def _content_of(self, blocks: range) -> tuple:
-        """Names the weights: which blocks, after how many updates of each."""
+        """Returns a key that names the content of a slot: the blocks, and the number of updates of each."""
         return blocks, *(part.updates for part in self._parts_of(blocks))
 
     def _flat(self, blocks: range, slot: Slot) -> Iterable[tuple[Part, Tensor]]:
-        """Returns each part and its place in the slot."""
+        """Returns (part of a unit, its tensor in the slot) for each part of these blocks whose weights are in RAM."""
         parts = self._parts_of(blocks)
         sizes = [part.working.numel() for part in parts]
         return zip(parts, slot.tensors["weights"][: sum(sizes)].split(sizes), strict=True)
 
     def _bind(self, bound: tuple[range, Slot] | None) -> None:
-        """Makes the parameters of these blocks views of this slot, and no others."""
+        """Makes the parameters of these blocks views of this slot. Parameters that were views of a slot before become
+        NaN."""
         if self._bound is not None:
             for parameter, absent, _ in self._views(*self._bound):
                 parameter.data = absent
@@ -113,7 +119,8 @@ class WeightWindow:
                 parameter.data = weights
 
     def _views(self, blocks: range, slot: Slot) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Returns each parameter, its placeholder and its weights in the slot; made once, like those of states."""
+        """Returns (parameter, placeholder of NaN, weights in the slot) for each parameter. The tensors are made once
+        per slot and blocks."""
         if blocks not in slot.views:
             slot.views[blocks] = [
                 (self._decoder.units[part.unit].parameters[name], part.placeholder(name), part.view(flat, name))
@@ -123,7 +130,8 @@ class WeightWindow:
         return slot.views[blocks]
 
     def _called(self, index: int) -> None:
-        """A block is about to run. If it comes by itself, the next one is likely to follow."""
+        """Makes the weights of block `index` available just before it runs. If it runs without `bring`, also starts to
+        copy those of the next block."""
         here = self._bound is not None and index in self._bound[0]
         if not here or self._bound[1].inside != self._content_of(self._bound[0]):
             self.bring(range(index, index + 1), range(index + 1, index + 2))
@@ -133,8 +141,9 @@ class WeightWindow:
 
 
 class BoundaryWindow:
-    """Takes boundaries to RAM and back. One buffer holds those of a group; it grows if a later step needs more. On the
-    device are at most LEAVING boundaries on their way out, and one on its way in."""
+    """Copies boundaries (saved inputs of segments) to RAM and back. One buffer in RAM holds those of a group of
+    micro-batches; it grows if a later step needs more. On the device are at most LEAVING boundaries on their way to
+    RAM, and one on its way back."""
 
     def __init__(self, transfers: Transfers, store: Store):
         self._store, self._window = store, Window(transfers, Lane.BOUNDARIES_IN, Lane.RAM_OUT)
@@ -147,7 +156,8 @@ class BoundaryWindow:
         return 0 if self._buffer is None else self._buffer.nbytes
 
     def begin(self, hidden: Sequence[Tensor] = (), segments: Sequence[Segment] = ()) -> None:
-        """Drops the group before and makes room for one whose first segment has the inputs `hidden`, [B, T, D] each."""
+        """Forgets the boundaries of the previous group, and makes sure that the buffer in RAM is large enough for the
+        next. `hidden` are the inputs [B, T, D] of its first segment."""
         self._window.use(*self._coming.values())  # the next owner of this memory must not meet a copy under way
         self._window.release()
         self._coming, self._used = {}, 0
@@ -158,7 +168,8 @@ class BoundaryWindow:
             self._buffer = self._store.host_buffer(needed, hidden[0].dtype)
 
     def leave(self, segment: Segment, saved: SavedSegment) -> None:
-        """Sends the boundary of a segment that has run forward to RAM, unless autograd's graph holds it anyway."""
+        """Starts to copy the boundary of a segment to RAM, after its forward. Does nothing if autograd's graph holds
+        the boundary anyway."""
         tensor = saved.boundary
         if segment.keep == ALL or not tensor.is_contiguous():
             return
@@ -169,9 +180,9 @@ class BoundaryWindow:
         self._window.send_away(tensor, saved.boundary)
 
     def bring(self, saved: Sequence[list[SavedSegment]], index: int) -> None:
-        """Puts the last boundary of micro-batch `index`, which is about to run backward, on the device, for kernels
-        launched from now on. Starts to fetch the one after it: of the next micro-batch or, after the last micro-batch,
-        of the first one in the segment below."""
+        """Makes the last boundary of micro-batch `index` available on the device, for its backward. `saved`: per
+        micro-batch, the segments still to run backward. Starts to copy the boundary that is needed next: of the next
+        micro-batch or, after the last one, of the first micro-batch in the segment below."""
         here = saved[index][-1]
         if here.in_ram:
             self._fetch(here)
@@ -196,23 +207,24 @@ class BoundaryWindow:
 
 
 class GradientWindow:
-    """Takes final gradients to RAM; they come back with the states."""
+    """Copies final gradients to RAM. They come back together with the optimizer states."""
 
     def __init__(self, transfers: Transfers):
         self._window = Window(transfers, out=Lane.RAM_OUT)
 
     def leave(self, parts: Iterable[Part]) -> None:
-        """Sends the gradients of `parts`, and releases those that were sent before."""
+        """Starts to copy the gradients of `parts` to RAM. Frees the device memory of those that were copied before."""
         self.release()
         for part in parts:
             self._window.send_away(part.gradient, part.gradient_home)
             part.gradient, part.gradient_left = None, True
 
     def release(self) -> None:
-        """Frees the memory of what was sent, for kernels launched from now on; fetches find it in RAM."""
+        """Frees the device memory of gradients that were copied to RAM, for kernels launched from now on. Later copies
+        back to the device wait until the gradients are in RAM."""
         self._window.release(0, Lane.STATES_IN)
 
 
 def _room(tensor: Tensor) -> int:
-    """Returns the elements of the buffer that `tensor` takes."""
+    """Returns the elements of the buffer that `tensor` takes: its own, rounded up to a multiple of _ALIGNMENT."""
     return math.ceil(tensor.numel() / _ALIGNMENT) * _ALIGNMENT

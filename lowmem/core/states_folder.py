@@ -1,7 +1,7 @@
-"""The folder of states that live on a disk.
+"""Opens and checks the folder for optimizer states on a disk.
 
-A run checks the folder before it reads its data, which takes minutes. Nothing here needs PyTorch, whose import takes
-seconds.
+A training run checks this folder before it reads its data, which takes minutes. Nothing here needs PyTorch, whose
+import takes seconds.
 """
 
 import os
@@ -16,7 +16,8 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 def open_states_file(folder: Path) -> RawIOBase:
-    """A new file without a name in `folder`, which is made if need be. InputError if that cannot be written."""
+    """Opens a new file without a name in `folder`, which is created if need be. Raises InputError if the folder cannot
+    be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryFile(dir=folder, prefix="lowmem-states-", buffering=0)
@@ -27,7 +28,7 @@ def open_states_file(folder: Path) -> RawIOBase:
 
 
 def check_states_folder(folder: Path) -> None:
-    """InputError if `open_states_file` would raise it. Folders that were made to find that out are removed."""
+    """Raises InputError if `open_states_file` would. Removes the folders that were created to find that out."""
     missing = [path for path in (folder, *folder.absolute().parents) if not os.path.exists(path)]
     try:
         open_states_file(folder).close()
@@ -38,7 +39,7 @@ def check_states_folder(folder: Path) -> None:
 
 
 def in_memory(folder: Path) -> str | None:
-    """The name of the file system of `folder` if that keeps its files in RAM, otherwise None."""
+    """Returns the name of the file system of `folder` if it keeps its files in RAM, otherwise None."""
     import psutil
 
     mounts = [each for each in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(each.mountpoint)]

@@ -1,4 +1,4 @@
-"""The one training step. The same code trains, is timed, and is simulated for a plan.
+"""Makes one optimizer step. The same code trains, is timed, and is simulated for a plan.
 
     for group in groups of micro-batches:
         forward    for segment: for micro-batch: save the segment's input (its boundary), run without a graph
@@ -8,13 +8,14 @@
     norm           over all accumulators; if it is not finite, no update
     updates        per unit: just before the next forward pass needs it, in `flush`, or in backward (final_gradients.py)
 
-    unit               what is updated together: the embeddings, each block, the final norm
-    part, piece        a unit's matrices or its vectors; a run of a part's elements that one kernel updates
+    unit               parameters that are updated together: the embeddings, one block, or the final norm
+    part, piece        a unit's matrices or its vectors; a range of a part's elements that one kernel updates
     segment, boundary  consecutive blocks that are recomputed together, and their saved input
     group              micro-batches that pass a segment together before the next segment runs
     extras             a block's arguments besides its input: masks, position embeddings
 
-No layout (layout.py) changes a bit of the result but by its `micro_batch`: docs/step.md says why, and has drawings.
+Of all fields of a layout (layout.py), only `micro_batch` changes the bits of the result. docs/step.md says why, and has
+drawings.
 """
 
 import math
@@ -50,8 +51,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class StepResult:
-    """`loss`: mean over the step's tokens, in nats; `grad_norm`: before clipping; `updated`: whether that was finite;
-    `positions`: the positions that went through the model, with padding."""
+    """Holds the figures of one step. `loss`: mean over the step's tokens, in nats. `grad_norm`: before clipping.
+    `updated`: whether that norm was finite, so that weights are updated. `positions`: number of positions computed,
+    with padding."""
 
     loss: float
     grad_norm: float
@@ -61,7 +63,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _Work:
-    """A step's micro-batches with their dropout masks, in `groups`. The loss of all tokens is scaled by `scale`."""
+    """Holds a step's micro-batches with their dropout masks. `scale` multiplies the sum of all tokens' losses before
+    backward. `groups`: slices of the micro-batches."""
 
     micro_batches: Sequence[Batch]
     dropouts: Sequence[Dropout]
@@ -73,23 +76,26 @@ class _Work:
 
 
 class StepAbandoned(Exception):
-    """A step or an evaluation was given up; weights and states are those of the last step."""
+    """Says that a step or an evaluation was given up. Weights and states are those after the last step."""
 
 
 class TrainingStep:
-    """Callable on a batch; holds the updates that wait for the next forward pass.
+    """Makes one optimizer step each time it is called with a batch. Also holds the updates that wait for the next
+    forward pass.
 
-    `abandoned()` is asked before every segment and micro-batch. If it says yes, StepAbandoned is raised, unless the
-    step has updated some units. `make_room(where, reason)` is called when memory has run out and nothing is left of the
-    failed attempt; `where` is STEP, HALFWAY, UPDATES or EVALUATION. It makes room, by `change_layout`, or raises.
+    `abandoned()` is called before every segment and micro-batch. If it returns True, StepAbandoned is raised, unless
+    the step has updated some units. `make_room(where, reason)` is called after memory has run out and the failed
+    attempt has been freed. `where` is STEP, HALFWAY, UPDATES or EVALUATION. It makes room, by `change_layout`, or
+    raises.
     """
 
     def __init__(
         self, decoder: Decoder, store: Store, hyper: Hyperparameters, *, clip_norm: float | None, seed: int,
         loss_scale: LossScale, operations: Operations | None = None, transfers: Transfers | None = None,
     ):  # fmt: skip
-        """`clip_norm`: the largest norm of all gradients, None for no limit; `seed`: of the dropout masks;
-        `operations`, `transfers`: those to run, if not those of `decoder` and the store's device."""
+        """`clip_norm`: the largest norm of all gradients, None for no limit. `seed`: of the dropout masks.
+        `operations`, `transfers`: replacements, as for a simulation; None: those of `decoder` and of the store's
+        device."""
         self.store, self.loss_scale = store, loss_scale
         self.operations = operations or Operations(decoder, store)
         self.make_room: Callable[[str, str], None] | None = None
@@ -107,8 +113,8 @@ class TrainingStep:
         self._accumulation = Accumulation(decoder, store)
 
     def __call__(self, batch: Batch, step: int, learning_rate: float) -> StepResult:
-        """One optimizer step on `batch` (on the CPU); `step` names the dropout masks. Its updates may wait for the next
-        one, or for `flush`."""
+        """Makes one optimizer step on `batch` (on the CPU). `step` seeds the dropout masks. Some updates may be made
+        only in the next step, or by `flush`."""
         if self.halfway:
             raise UpdateInterrupted("the step before was ended while it made its updates; load the weights again")
         self._discard_attempt()  # of a step that an error or Ctrl-C has ended
@@ -142,7 +148,7 @@ class TrainingStep:
         return StepResult(loss / tokens, norm, updated, sum(each.input_ids.numel() for each in work.micro_batches))
 
     def _prepare(self, batch: Batch, step: int, scale: float) -> _Work:
-        """The micro-batches on the device, in groups."""
+        """Returns the micro-batches of `batch` on the device, in groups. `scale` multiplies the loss."""
         micro_batches = [each.to(self.store.device) for each in self._cut(batch, self.layout.micro_batch)]
         dropouts = [Dropout(self._seed, step, index) for index in range(len(micro_batches))]
         positions = [each.input_ids.numel() for each in micro_batches]
@@ -153,7 +159,8 @@ class TrainingStep:
         return FinalGradients(fate, self.store, self.operations.norm, self._gradients, self._updates, begin_updates)
 
     def _forward_and_backward(self, work: _Work, gradients: FinalGradients) -> tuple[float, float]:
-        """The sum of the losses of all tokens, and the norm of the gradients."""
+        """Runs all groups forward and backward. Returns the sum of the losses of all tokens, and the norm of all
+        gradients."""
         losses: list[Tensor] = []
         input_gradients: list[Tensor] = []  # for the first block's input, per micro-batch
         for places in work.groups:
@@ -171,7 +178,8 @@ class TrainingStep:
         return loss, self.operations.norm_of_all(gradients.norm) if held else gradients.norm()
 
     def _group(self, work: _Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
-        """Per micro-batch: the loss, summed over tokens, and the gradient for the first block's input."""
+        """Runs one group forward and backward. Returns two lists with one entry per micro-batch: the loss, summed over
+        tokens, and the gradient for the first block's input."""
         copies = self._updates.waiting or self._weights.any or self.layout.boundaries_in_ram
         self_contained = gradients.fate is Fate.HELD and not copies
 
@@ -185,8 +193,9 @@ class TrainingStep:
         return self.operations.group(run, work.micro_batches, self.segments, self_contained)
 
     def _forward(self, work: _Work) -> tuple[list[Tensor], list[list[Extra]], list[list[SavedSegment]]]:
-        """Per micro-batch: the last block's output, the extras, and what each segment saves. No loop here or below may
-        leave a tensor in a variable of its own: it would live as long as the method runs."""
+        """Runs all segments forward. Returns lists with one entry per micro-batch: the last block's output, the blocks'
+        other arguments, and what each segment saves. No loop here or below may leave a tensor in a variable: it would
+        stay in memory until the method returns."""
         self._updates.run(1)
         embedded = [self.operations.embed(*pair) for pair in zip(work.micro_batches, work.dropouts, strict=True)]
         hidden = [first for first, _ in embedded]
@@ -211,7 +220,8 @@ class TrainingStep:
         return hidden, extras, saved
 
     def _losses(self, work: _Work, hidden: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-        """Per micro-batch: the loss, and the gradient for the last block's output `hidden`, which is used up."""
+        """Returns two lists with one entry per micro-batch: the loss, and the gradient for the last block's output.
+        Frees the outputs in `hidden`."""
         self._updates.run(self._updates.units)
         losses, gradients = [None] * len(hidden), [None] * len(hidden)
         for index, micro_batch in enumerate(work.micro_batches):
@@ -225,7 +235,8 @@ class TrainingStep:
         self, work: _Work, extras: list[list[Extra]], saved: list[list[SavedSegment]], output_gradients: list[Tensor],
         gradients: FinalGradients,
     ) -> None:  # fmt: skip
-        """Leaves the gradients for the first block's input in `output_gradients`."""
+        """Runs all segments backward. Replaces each entry of `output_gradients` by the gradient for the first block's
+        input."""
         by_unit = gradients.fate is not Fate.HELD
         if by_unit:
             gradients.finish(self._updates.units - 1)
@@ -244,12 +255,12 @@ class TrainingStep:
 
     @property
     def needs_all_gradients(self) -> bool:
-        """Whether the first update waits for all gradients: to clip them, or to see that scaled ones are finite."""
+        """Returns True if updates wait for all gradients: to clip them, or to check that scaled ones are finite."""
         return self._clip_norm is not None or self.loss_scale.enabled
 
     @property
     def updates(self) -> int:
-        """Updates so far; a skipped step is none."""
+        """Returns the number of updates so far. Skipped steps do not count."""
         return self._updates.hyper.update
 
     @updates.setter
@@ -257,11 +268,12 @@ class TrainingStep:
         self._updates.hyper = replace(self._updates.hyper, update=value)
 
     def flush(self) -> None:
-        """Makes every update that waits: before anything but a training step reads a weight or a state."""
+        """Makes every update that waits. Must be called before anything but a training step reads a weight or a
+        state."""
         self._retrying(UPDATES, self._updates.flush)
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
-        """Sum of the losses of a batch's tokens, and their number; weights as of the last update."""
+        """Returns the sum of the losses of a batch's tokens, and the number of tokens. Makes waiting updates first."""
         self.flush()
         self._decoder.model.eval()
         return self._retrying(EVALUATION, self._evaluate, batch), batch.trained_tokens
@@ -287,12 +299,12 @@ class TrainingStep:
 
     @property
     def halfway(self) -> bool:
-        """Whether the step at hand has updated some units, and so cannot be made again."""
+        """Returns True if the current step has updated some units, so that it cannot be repeated."""
         return self._updates.downwards
 
     def change_layout(self, layout: Layout) -> bool:
-        """Continues with `layout`, which has no more states on the device than now. The other homes stay. Returns
-        whether the numbers in RAM are page-locked."""
+        """Continues with `layout`, which has no more states on the device than now. Other numbers stay where they are
+        stored. Returns True if the numbers in RAM are page-locked."""
         if layout.fixed_homes != self.layout.fixed_homes:
             raise ValueError("the store was made for other homes of weights, gradients or states on a disk")
         fewer = layout.states_on_gpu < self.store.states_on_gpu
@@ -307,7 +319,8 @@ class TrainingStep:
         self.segments = layout.segments(len(self._decoder.blocks))
 
     def _retrying(self, where: str, work: Callable[..., Result], *arguments) -> Result:
-        """Returns `work(*arguments)`, done again as long as memory runs out and `make_room` makes room."""
+        """Returns `work(*arguments)`. Repeats the call as long as memory runs out and `make_room` makes room. `where`
+        tells `make_room` what failed."""
         while True:
             try:
                 return work(*arguments)
@@ -321,8 +334,8 @@ class TrainingStep:
             self.make_room(HALFWAY if self.halfway else where, reason)
 
     def _discard_attempt(self) -> None:
-        """Drops the gradients of a failed step. Those that updates wait with are of the step before it: an accumulator
-        is made only when every unit has been updated."""
+        """Drops the gradients of a failed step. Gradients that waiting updates need are kept: they are of the step
+        before. Accumulators of a new step are made only after all updates."""
         own = (use.own for use in self._decoder.shared if use.own is not None)
         for parameter in chain(own, *(unit.parameters.values() for unit in self._decoder.units)):
             parameter.grad = None  # one that did not reach its accumulator

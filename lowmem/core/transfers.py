@@ -1,10 +1,10 @@
-"""Copies between a device and RAM or a disk: the one interface that all windows use (window.py).
+"""Copies tensors between a device and RAM or a disk. All windows (window.py) use this interface.
 
-A lane is a queue that is worked off in order: on a GPU, a CUDA stream. An event says that a lane has done everything
+A lane is a queue of work that is done in order: on a GPU, a CUDA stream. An event says that a lane has done everything
 it was given so far. A copy waits for its lane and for the events it names, and for nothing else.
 
-UPDATES is a lane of its own so that copies can be further ahead than the window is long. On COMPUTE, an update would
-free its slot only after the forward pass ahead of it.
+UPDATES is a lane of its own so that more states can be fetched ahead. On COMPUTE, an update would free its slot (a
+buffer on the device) only after the forward pass ahead of it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +21,8 @@ MakeTensor = Callable[[int, torch.dtype], Tensor]  # zeros [entries]
 
 
 class Lane(StrEnum):
+    """Names the queues of work (on a GPU, CUDA streams)."""
+
     HOST = "host"  # the Python program
     COMPUTE = "compute"  # forward and backward
     UPDATES = "updates"  # the optimizer's rule
@@ -32,47 +34,48 @@ class Lane(StrEnum):
 
 
 class Transfers:
-    """Copies on the CPU: everything is done when the call returns. `host_buffer` makes page-locked memory for copies
-    from and to a disk; it is None if the device's memory is RAM."""
+    """Copies on the CPU, where every copy is done when the call returns. `host_buffer` allocates page-locked memory for
+    copies from and to a disk; it is None if the device's memory is RAM."""
 
     host_buffer: MakeTensor | None = None
 
     def copy(self, lane: Lane, pairs: Pairs, *after):
-        """Starts to copy on `lane` after the events `after`; returns the event that this is done."""
+        """Starts to copy each (destination, source) on `lane`, after the events `after`. Returns the event that says
+        that the copies are done."""
         for destination, source in pairs:
             destination.copy_(source)
 
     def mark(self, lane: Lane):
-        """Returns the event that `lane` has done everything so far."""
+        """Returns an event that says that `lane` has done everything it was given so far."""
 
     def wait(self, lane: Lane, *events) -> None:
-        """Makes the later work of `lane` wait for `events`; None is no obstacle."""
+        """Makes later work of `lane` wait for `events`. Ignores events that are None."""
 
     def updating(self) -> AbstractContextManager:
-        """Kernels that are launched inside the block go to UPDATES."""
+        """Sends kernels that are launched inside the block to the lane UPDATES."""
         return nullcontext()
 
     def synchronize(self) -> None:
-        """Returns when all copies are done."""
+        """Waits until all copies are done."""
 
     def read_ahead(self, places: Iterable[Tensor]) -> None:
-        """Asks the kernel to read `places` on a disk."""
+        """Asks the kernel to read these tensors on a disk into the page cache. Does not wait."""
         for place in places:
             homes.read_ahead(place)
 
     def read(self, pairs: Pairs) -> None:
-        """The host copies from a disk."""
+        """Makes the host copy each (destination in RAM, source on a disk). Returns when the copies are done."""
         for destination, source in pairs:
             homes.copy(destination, source)
 
     def write(self, pairs: Pairs) -> None:
-        """The host copies to a disk."""
+        """Makes the host copy each (destination on a disk, source in RAM). Returns when the copies are done."""
         Transfers.read(self, pairs)
 
 
 class CudaTransfers(Transfers):
-    """Copies on CUDA streams, one for each lane but HOST and COMPUTE. UPDATES has one if updates are `concurrent` with
-    what computes, for which they must not allocate."""
+    """Copies on CUDA streams, one for each lane but HOST and COMPUTE. UPDATES has a stream only if updates are
+    `concurrent` with forward and backward. Then updates must not allocate memory."""
 
     def __init__(self, device: torch.device, concurrent: bool, host_buffer: MakeTensor):
         others = {Lane.HOST, Lane.COMPUTE} if concurrent else {Lane.HOST, Lane.COMPUTE, Lane.UPDATES}
@@ -108,5 +111,5 @@ class CudaTransfers(Transfers):
 
 
 def transfers_for(device: torch.device, concurrent: bool, host_buffer: MakeTensor) -> Transfers:
-    """Makes the transfers to and from `device`; `concurrent`, `host_buffer`: as for CudaTransfers."""
+    """Returns the transfers to and from `device`. `concurrent`, `host_buffer`: as for CudaTransfers."""
     return CudaTransfers(device, concurrent, host_buffer) if device.type == "cuda" else Transfers()

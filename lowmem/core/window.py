@@ -1,11 +1,12 @@
-"""Numbers whose home is RAM or a disk visit the device through the slots of a window.
+"""Copies numbers that are stored in RAM or on a disk to the device when they are used, and back.
 
              fetch                      use                     send
     home ------------> slot on device ------> kernels, slot ------------> home
           event "arrived"                                   event "left"
 
-A slot is filled again when its last visitor has left. Kinds of numbers differ in the number of slots, the order in
-which these are filled, and what is sent:
+A home is where numbers are stored; a slot is a buffer on the device; a window is a set of slots. A slot is filled again
+when its old content has been sent. Kinds of numbers differ in the number of slots, the order in which these are filled,
+and what is sent:
 
     optimizer states   StateWindow      in the order of the updates, AHEAD pieces ahead; sent back
     working weights    WeightWindow     segment by segment, one ahead; never sent             (segment_windows.py)
@@ -33,8 +34,11 @@ READ_AHEAD = 8  # pieces that the kernel is asked to read from a disk
 
 @dataclass(eq=False)
 class Slot:
-    """Tensors on the device, by name. The last visitor, `inside`, `arrived` and `left` with these events. `buffers` are
-    host memory between the slot and a disk; `owed`: (home, buffer) of what waits there."""
+    """Holds a buffer on the device: `tensors`, by name, through which numbers stored elsewhere pass.
+
+    `inside`: the newest content. `arrived`, `left`: events that say that it has been copied in, and out. `buffers`:
+    host memory between the slot and a disk. `owed`: (home, buffer) pairs that must still be written to the disk.
+    """
 
     tensors: State
     left: object = None
@@ -46,7 +50,8 @@ class Slot:
 
 
 class Window:
-    """Slots, the lanes of their copies, and the lane `user` of the kernels that use them."""
+    """Holds slots (buffers on the device). `into` and `out` are the lanes (CUDA streams) of copies in and out; `user`
+    is the lane of the kernels that use the slots."""
 
     def __init__(
         self, transfers: Transfers, into: Lane | None = None, out: Lane | None = None, user: Lane = Lane.COMPUTE
@@ -57,7 +62,8 @@ class Window:
         self.sent: deque[Slot] = deque()  # tensors of `send_away`; their memory is not free yet
 
     def fit(self, number: int, sizes: dict[str, tuple[int, torch.dtype]], device: torch.device) -> None:
-        """Makes `number` slots with tensors of these (entries, dtype), unless there are such."""
+        """Allocates `number` slots with tensors of these (entries, dtype). Does nothing if the slots have these sizes
+        already."""
         if self.slots and sizes == self.sizes:
             return
         self.use(*self.slots)  # the next owner of the old slots' memory must not meet a copy that is under way
@@ -69,15 +75,15 @@ class Window:
         self.slots = [self.slot(tensors) for tensors in made]
 
     def slot(self, tensors: State) -> Slot:
-        """Makes a slot of memory that kernels launched so far may still use."""
+        """Makes a slot of `tensors`, whose memory kernels launched so far may still use."""
         return Slot(tensors, left=self.transfers.mark(Lane.COMPUTE))
 
     def fetch(self, slot: Slot, pairs: Pairs, *after) -> None:
-        """Starts to copy into `slot` when its last visitor has left and the events `after` have happened."""
+        """Starts to copy into `slot`, after its old content has been copied out and after the events `after`."""
         slot.arrived = self.transfers.copy(self.into, pairs, slot.left, *after)
 
     def use(self, *slots: Slot) -> None:
-        """Kernels launched from now on find the visitors in `slots`."""
+        """Makes kernels launched from now on wait until the copies into `slots` are done."""
         self.transfers.wait(self.user, *(slot.arrived for slot in slots))
 
     def send(self, slot: Slot, pairs: Pairs) -> None:
@@ -85,13 +91,13 @@ class Window:
         slot.left = self.transfers.copy(self.out, pairs, self.transfers.mark(self.user))
 
     def send_away(self, tensor: Tensor, home: Tensor) -> None:
-        """Sends `tensor`, whose memory is free after `release`."""
+        """Starts to copy `tensor` to `home`. `release` frees the memory of `tensor`."""
         self.sent.append(Slot({}, inside=tensor))
         self.send(self.sent[-1], [(home, tensor)])
 
     def release(self, keep: int = 0, *lanes: Lane) -> None:
-        """Frees all tensors that were sent away but the `keep` newest: kernels launched from now on may use their
-        memory, and later work of `lanes` finds them in their homes."""
+        """Frees all tensors that were sent away but the `keep` newest. Kernels launched from now on may use their
+        memory. Later work of `lanes` finds these tensors at home."""
         while len(self.sent) > keep:
             for lane in (self.user, *lanes):
                 self.transfers.wait(lane, self.sent[0].left)
@@ -99,7 +105,8 @@ class Window:
 
 
 class StateWindow:
-    """AHEAD + 1 slots of the size of the largest streamed piece.
+    """Copies optimizer states to the device for their updates, and back. Has AHEAD + 1 slots (buffers on the device),
+    as large as the largest streamed piece (a range of elements that is updated at once).
 
     A pass over the pieces fetches each state ahead of its update and sends it back. So both directions of the bus and
     the kernels work at once. States on a disk pass through host buffers: the host fills them when a piece is fetched,
@@ -114,16 +121,16 @@ class StateWindow:
 
     @property
     def fits(self) -> bool:
-        """True if the slots are there. Memory may have run out when they were made."""
+        """Returns True if the slots are allocated. Memory may have run out when they should have been."""
         return bool(self._window.slots)
 
     @property
     def buffer_bytes(self) -> int:
-        """RAM of the host buffers."""
+        """Returns the bytes of RAM of the host buffers."""
         return sum(buffer.nbytes for slot in self._window.slots for buffer in slot.buffers.values())
 
     def fit(self, pieces: Sequence[Piece]) -> None:
-        """Makes the slots that `pieces` need; nothing may be in flight."""
+        """Allocates the slots that `pieces` need. No copy may be under way."""
         sizes: dict[str, tuple[int, torch.dtype]] = {}
         for piece in pieces:
             for name, home in piece.homes.items() if piece.streamed else ():
@@ -133,15 +140,17 @@ class StateWindow:
     def begin(self, pieces: Sequence[Piece]) -> None:
         """Begins a pass over `pieces`: each is taken, updated and given back, in this order.
 
-        The next pass must have the same pieces in the same order, unless nothing is in flight: a fetch waits for its
-        slot, not for an earlier copy out of the same state. States that are not given back stay as they are."""
+        Unless no copy is under way, the next pass must have the same pieces in the same order: a fetch waits for its
+        slot, not for an earlier copy out of the same state. States that are not given back stay as they are.
+        """
         self._streamed = [piece for piece in pieces if piece.streamed]
         self._fetched = self._used = 0
         self._from_disk = iter([piece for piece in self._streamed if piece.on_disk])
         self._read_ahead(READ_AHEAD)
 
     def take(self, piece: Piece) -> State:
-        """Returns the state of `piece`, the next one of the pass, on the device; the same if asked again."""
+        """Returns the state of `piece` on the device. `piece` must be the next one of the pass. Another call returns
+        the same state. Starts to fetch the states of the following pieces."""
         while self._fetched < min(self._used + AHEAD + 1, len(self._streamed)):
             self._fetch(self._streamed[self._fetched])
             self._fetched += 1
@@ -152,7 +161,7 @@ class StateWindow:
         return slot.inside
 
     def give_back(self, piece: Piece) -> None:
-        """Sends the state of `piece` home."""
+        """Starts to copy the updated state of `piece` back to where it is stored."""
         if not piece.streamed:
             return
         slot, places = self._slot(self._used), piece.state
@@ -165,7 +174,7 @@ class StateWindow:
         self._used += 1
 
     def synchronize(self) -> None:
-        """Returns when all states that were given back are in their homes."""
+        """Waits until all states that were given back are where they are stored."""
         self._transfers.synchronize()
         for slot in self._window.slots:
             self._settle(slot)
@@ -190,7 +199,8 @@ class StateWindow:
             self._transfers.read_ahead([piece.state[name] for name in piece.on_disk])
 
     def _buffers(self, slot: Slot, piece: Piece) -> State:
-        """Returns host memory for the tensors that `piece` has on a disk: the slot itself if that is RAM."""
+        """Returns host memory for the tensors of `piece` that are on a disk. If the device's memory is RAM, that is the
+        slot itself."""
         make = self._transfers.host_buffer
         if make is None:
             return {name: slot.inside[name] for name in piece.on_disk}
@@ -202,14 +212,15 @@ class StateWindow:
         return _views(slot, slot.buffers, {name: piece.state[name] for name in piece.on_disk})
 
     def _settle(self, slot: Slot) -> None:
-        """Writes the buffers of `slot`, which its last visitor has reached, to the disk."""
+        """Writes the host buffers of `slot` to the disk. The copies into these buffers must be done."""
         if slot.owed:
             self._transfers.write(slot.owed)
         slot.owed = []
 
 
 def _views(slot: Slot, tensors: State, places: State) -> State:
-    """Returns the slot's `tensors` cut to the lengths of `places`. Views are made once: they cost the host time."""
+    """Returns the slot's `tensors`, cut to the lengths of `places`. The views are stored, because making them costs the
+    host time."""
     key = id(tensors), *((name, place.numel()) for name, place in places.items())
     if key not in slot.views:
         slot.views[key] = {name: tensors[name][: place.numel()] for name, place in places.items()}

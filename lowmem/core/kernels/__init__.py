@@ -1,5 +1,5 @@
-"""Operators that read and write memory once instead of several times: updates, the loss, gradients of matrices.
+"""Defines operators that read and write memory once instead of several times: updates, the loss, gradients of matrices.
 
-operators.py registers them (`torch.ops.lowmem`), and triton_kernels.py has the Triton code. When a run begins, fused.py
-compiles them and compares them with the plain lines. If that fails, the plain lines run.
+operators.py registers them (`torch.ops.lowmem`), and triton_kernels.py has the Triton code. When training begins,
+fused.py compiles them and compares them with the plain PyTorch code. If that fails, the plain code runs.
 """

@@ -1,6 +1,6 @@
-"""Compiles operators.py's operators and compares them with the plain lines; optimizers.py's updates made of them.
+"""Compiles operators.py's operators, compares them with the plain PyTorch code, and defines updates that use them.
 
-If Triton is missing, or a kernel does not compile or does not agree, the plain lines run, and are planned for.
+If Triton is missing, or a kernel does not compile or does not agree, the plain code runs, and plans assume it.
 """
 
 import importlib.util
@@ -30,8 +30,8 @@ MOST_ULPS = 8  # between a kernel and the eager lines: some fused products and s
 def update(
     optimizer: Optimizer, working: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, decay: bool
 ) -> None:
-    """optimizers.update in one kernel. 8-bit moments take bitsandbytes' kernel between two, and 4 bytes of temporaries
-    per parameter. Optimizers without a kernel run optimizers.update."""
+    """Does the same as optimizers.update in one kernel. With 8-bit moments, bitsandbytes' kernel runs between two of
+    ours, with 4 bytes of temporaries per parameter. Falls back on optimizers.update for optimizers without a kernel."""
     weight_decay = hyper.weight_decay if decay else 0.0
     low = state.get("low")
     if optimizer.name == "adamw":
@@ -50,26 +50,26 @@ def update(
 
 
 def may_run_beside(fused_kernels: bool, optimizer: Optimizer) -> bool:
-    """True if updates may run on a CUDA stream of their own: our kernels allocate nothing, and run on the current
-    stream; bitsandbytes' do not."""
+    """Returns True if updates may run on their own CUDA stream, beside forward and backward. This project's kernels
+    may: they allocate nothing and run on the current stream. bitsandbytes' may not."""
     return fused_kernels and optimizer.any_stream
 
 
 def expected(capability: tuple[int, int]) -> bool:
-    """True if a plan for a card of this compute capability may assume kernels."""
+    """Returns True if a plan for a card of this compute capability may assume that the kernels run."""
     here = not torch.cuda.is_available() or importlib.util.find_spec("triton") is not None
     return here and capability >= OLDEST_CAPABILITY
 
 
 def available(device: torch.device) -> bool:
-    """True if `device` is a GPU that runs the kernels."""
+    """Returns True if `device` is a GPU that runs the kernels."""
     return device.type == "cuda" and why_not(device) is None
 
 
 @cache
 def why_not(device: torch.device) -> str | None:
-    """Compiles the kernels and compares them with the eager lines; None if they agree, else a sentence. Takes some ten
-    seconds the first time on a machine; then Triton's cache has them."""
+    """Compiles the kernels and compares them with the plain PyTorch code. Returns None if they agree, else a sentence
+    that says why not. Takes some ten seconds the first time on a machine; later Triton's cache has the kernels."""
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         return "Triton compiles for cards from Turing on"
@@ -101,8 +101,8 @@ def loss_error(
     device: torch.device, dtype: torch.dtype, words: int, with_bias: bool = True, differentiate: bool = True,
     function: LogitFunction = LogitFunction(),  # noqa: B008  it is frozen
 ) -> float:  # fmt: skip
-    """The largest relative distance (by norm) of the loss and its gradients on `device` from those of the eager lines
-    on the CPU, in fp32, of the same 16-bit operands."""
+    """Returns the largest relative error (by norm) of the fused loss and its gradients on `device`. The truth is plain
+    PyTorch code in fp32 on the CPU, for the same 16-bit operands. `words` is the size of the vocabulary."""
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(rows, 16, generator=generator).to(dtype) for rows in (40, words))
     labels, bias = torch.arange(40) * 7 % words, torch.randn(words, generator=generator)
@@ -123,7 +123,7 @@ def loss_error(
 
 
 def halves_agree(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """True if weights of all magnitudes are split and joined as by precision.py, to the bit."""
+    """Returns True if the kernels split and join weights of all magnitudes as precision.py does, to the bit."""
     exponents = torch.linspace(-30, 10, size).exp2()
     master = torch.randn(size, generator=torch.Generator().manual_seed(2)) * exponents
     working, low = split(master, dtype)
@@ -142,9 +142,9 @@ def largest_ulps(
     rule: optimizers.UpdateRule = update,
     size: int = 4097,
 ) -> dict[str, float]:
-    """{weight or moment: largest distance of one update by `rule` on `device` from optimizers.py's lines on the CPU},
-    over `size` parameters, in units of the last place of the larger of old and new value. A weight counts as at least
-    the learning rate: if the old moment and the gradient cancel, its step has fewer exact places."""
+    """Returns {weight or moment: largest error of one update by `rule` on `device`}, compared with optimizers.py on the
+    CPU. Errors are in units of the last place of the larger of old and new value. A weight counts as at least the
+    learning rate: if the old moment and the gradient cancel, its step has fewer exact places."""
     generator = torch.Generator().manual_seed(1)
     optimizer = optimizers.get_optimizer(optimizer_name)
     hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=3, gradient_scale=0.7)

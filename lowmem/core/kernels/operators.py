@@ -1,4 +1,4 @@
-"""This project's operators for GPUs, `torch.ops.lowmem`: one pass over memory instead of PyTorch's several.
+"""Registers this project's operators for GPUs, `torch.ops.lowmem`: one pass over memory instead of PyTorch's several.
 
     adamw, sgd, join, split     the updates of optimizers.py, halves of precision.py    (triton_kernels.py)
     cross_entropy               a row of logits: its loss, its gradient in its place    (triton_kernels.py)
@@ -26,7 +26,8 @@ _SCHEMAS = {
 
 
 def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
-    """`accumulator` [M, N] fp32 += `left` [M, K] @ `right` [K, N], both of one 16-bit dtype, rounded once."""
+    """Adds `left` [M, K] @ `right` [K, N] to `accumulator` [M, N] fp32. Both factors have one 16-bit dtype; each sum is
+    rounded once."""
     if accumulator.is_cuda:
         torch.addmm(accumulator, left, right, out_dtype=torch.float32, out=accumulator)
     else:
@@ -34,7 +35,8 @@ def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def row_stride(entries: int) -> int:
-    """The smallest row stride, a multiple of 16, with which Triton reads rows of `entries` 16 bytes at a time."""
+    """Returns the smallest row stride, a multiple of 16, with which Triton reads rows of `entries` numbers 16 bytes at
+    a time."""
     return -(-entries // 16) * 16
 
 

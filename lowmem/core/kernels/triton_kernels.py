@@ -1,7 +1,7 @@
-"""The Triton kernels: updates and the loss, each in one pass over memory.
+"""Defines the Triton kernels: updates and the loss, each in one pass over memory.
 
-The eager lines of AdamW move about 140 bytes per parameter, and hold three tensors of temporaries. Here every number is
-read once and written once, 28 bytes per parameter with a 16-bit working weight:
+The plain PyTorch code of AdamW moves about 140 bytes per parameter, and holds three temporary tensors. Here every
+number is read once and written once, 28 bytes per parameter with a 16-bit working weight:
 
     working 2 + low 2 + m 4 + v 4, read and written      24
     gradient, read                                        4
@@ -11,7 +11,7 @@ a product and a sum in either version, so the two agree to a few units of the la
 exactly, in integers.
 
 The loss reads a row of 16-bit logits once for its maximum and the sum of its exponentials (arXiv:1805.02867), and once
-more to write the gradient over them: 6 bytes a logit. The eager lines move about 50, in fp32.
+more to write the gradient over them: 6 bytes a logit. The plain code moves about 50, in fp32.
 
 Needs Triton, which PyTorch's CUDA builds for Linux have. Tested in Triton's interpreter, and compiled for sm_75 to
 sm_90.
@@ -30,22 +30,24 @@ _ROUND = tl.constexpr(1.5 * 2**23)  # added to a small fp32 number and taken off
 
 
 def adamw(working: Tensor, low: Tensor | None, m: Tensor, v: Tensor, gradient: Tensor, *numbers: float) -> None:
-    """In place, all tensors [n]; `numbers`: the gradient's scale and those of optimizers.adamw_numbers."""
+    """Makes one AdamW update in place; all tensors are [n]. `numbers`: the gradient's scale, then those of
+    optimizers.adamw_numbers."""
     _launch(_adamw, working, low, m, v, gradient, numbers=numbers)
 
 
 def sgd(working: Tensor, low: Tensor | None, gradient: Tensor, *numbers: float) -> None:
-    """In place; `numbers`: the gradient's scale, 1 - learning rate x decay, and the learning rate."""
+    """Makes one SGD update in place. `numbers`: the gradient's scale, 1 - learning rate x decay, and the learning
+    rate."""
     _launch(_sgd, working, low, gradient, numbers=numbers)
 
 
 def join(working: Tensor, low: Tensor, master: Tensor) -> None:
-    """Writes the fp32 `master` of (`working`, `low`), all [n]."""
+    """Joins the halves `working` and `low` and writes the fp32 result into `master`; all are [n]."""
     _launch(_join_all, working, low, master)
 
 
 def split(working: Tensor, low: Tensor, master: Tensor) -> None:
-    """Writes (`working`, `low`) of the fp32 `master`, all [n]."""
+    """Splits the fp32 `master` and writes the halves into `working` and `low`; all are [n]."""
     _launch(_split_all, working, low, master)
 
 
@@ -60,11 +62,13 @@ def cross_entropy(
     logits: Tensor, bias: Tensor | None, labels: Tensor, losses: Tensor, scale: float | None,
     outer: float = 1.0, inner: float | None = None,
 ) -> None:  # fmt: skip
-    """Writes `losses` [C] fp32 of f(`logits` [C, V] + `bias` [V] fp32) and, unless `scale` is None, `scale` times their
-    gradient over the logits, of any dtype; 0 for a label [C] of -100. f is LogitFunction(`outer`, `inner`).
+    """Writes `losses` [C] fp32, the cross-entropy of f(`logits` [C, V] + `bias` [V]) with `labels` [C]. f is
+    LogitFunction(`outer`, `inner`). Unless `scale` is None, overwrites the logits with `scale` times the gradient. Both
+    are 0 for a label of -100.
 
-    `labels` and `bias` are contiguous. Rows begin at multiples of 16 numbers (operators.row_stride), and the numbers
-    after a row's V are overwritten."""
+    `logits` may have any dtype; `bias` is fp32. `labels` and `bias` are contiguous. Rows of logits begin at multiples
+    of 16 numbers (operators.row_stride), and the numbers after a row's V are overwritten.
+    """
     _cross_entropy[(logits.shape[0],)](
         logits, logits if bias is None else bias, labels, losses, 0.0 if scale is None else scale, outer, inner or 0.0,
         logits.shape[1], logits.stride(0), HAS_BIAS=bias is not None, CAPPED=inner is not None,
@@ -114,7 +118,7 @@ def _cross_entropy(
 
 @triton.jit
 def _logits(logits_at, bias_at, word, words, stride, inner, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr):
-    """f without the factor `outer`; 0 after a row's words."""
+    """Loads logits and returns f of them without the factor `outer`; returns 0 after a row's words."""
     z = tl.load(logits_at + word, word < stride, other=0.0).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_at + word, word < words, other=0.0)
@@ -125,7 +129,7 @@ def _logits(logits_at, bias_at, word, words, stride, inner, HAS_BIAS: tl.constex
 
 @triton.jit
 def _tanh(x):
-    """With an absolute error of 1e-7: the interpreter lacks the compiler's own."""
+    """Computes tanh with an absolute error of 1e-7. The interpreter lacks the compiler's own tanh."""
     return 1 - tl.div_rn(2.0, tl.exp(2 * x) + 1)
 
 
@@ -177,7 +181,7 @@ def _split_all(working_at, low_at, master_at, n, KIND: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _read(working_at, low_at, place, there, KIND: tl.constexpr):
-    """The fp32 master weight: precision.join, on the bits of the working weight as int16."""
+    """Returns fp32 master weights: precision.join of the working halves' bits, as int16, and the low halves."""
     working = tl.load(working_at + place, there)
     if KIND == FP32:
         master = working
@@ -194,7 +198,7 @@ def _read(working_at, low_at, place, there, KIND: tl.constexpr):
 
 @triton.jit
 def _write(working_at, low_at, place, there, master, KIND: tl.constexpr):
-    """precision.split of an fp32 master weight; the working half is written as its bits."""
+    """Splits fp32 master weights like precision.split, and stores both halves, the working half as its bits."""
     if KIND == FP32:
         tl.store(working_at + place, master, there)
     elif KIND == BF16:
