@@ -1,9 +1,9 @@
-"""A model of PyTorch's CUDA caching allocator: which bytes a run of allocations and frees takes from the GPU.
+"""Models PyTorch's CUDA caching allocator: which bytes it takes from the GPU for a sequence of allocations and frees.
 
 A step that fits on paper can still run out of memory. The allocator rounds, splits and caches, so the memory taken from
-the driver (*reserved*) is more than the memory of tensors (*allocated*). A run fits under a cap if it completes in this
-model, block by block. docs/cuda-memory.md has the rules, those of c10/cuda/CUDACachingAllocator.cpp. An operation costs
-1 to 2 microseconds.
+the driver (*reserved*) is more than the memory of tensors (*allocated*). Code fits under a memory cap if its sequence
+completes in this model, block by block. docs/cuda-memory.md has the rules, which are those of
+c10/cuda/CUDACachingAllocator.cpp. An operation costs 1 to 2 microseconds.
 """
 
 from bisect import bisect_left, insort
@@ -24,7 +24,7 @@ FREE, USED, UNMAPPED = range(3)
 
 
 class SimulatedOutOfMemory(LowmemError):
-    """An allocation failed under the cap, even after all cached segments were released."""
+    """Signals that an allocation fails under the memory cap, even after all cached segments were released."""
 
     def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, limit_bytes: int):
         super().__init__(
@@ -35,7 +35,8 @@ class SimulatedOutOfMemory(LowmemError):
 
 
 class Block:
-    """A range of addresses of one segment. `previous` and `next` are its neighbours there."""
+    """Represents a range of addresses in one segment. `previous` and `next` are the neighbouring blocks of the
+    segment."""
 
     __slots__ = ("address", "size", "arena", "state", "previous", "next")
 
@@ -53,7 +54,8 @@ class Block:
         return rest
 
     def absorb_neighbours(self) -> None:
-        """Merges with neighbours of the same state (free or unmapped), and removes those from the arena's lists."""
+        """Merges this block with neighbours of the same state (free or unmapped), and removes them from the arena's
+        lists."""
         previous, following = self.previous, self.next
         if previous is not None and previous.state == self.state:
             self.arena.unlist(previous)
@@ -71,7 +73,7 @@ class Block:
         self.arena.enlist(self)
 
     def size_when_grown(self) -> int:
-        """Returns the bytes of this block and of the unmapped block behind it."""
+        """Returns the size of this block plus that of the unmapped block behind it, if there is one."""
         following = self.next
         return self.size + following.size if following is not None and following.state == UNMAPPED else self.size
 
@@ -84,7 +86,8 @@ def _link(first: Block | None, second: Block | None) -> None:
 
 
 class _Arena:
-    """One pool on one stream. Free blocks are sorted by (size, address), unmapped ones by address."""
+    """Lists the free and unmapped blocks of one pool (small or large) on one stream. Free blocks are sorted by (size,
+    address), unmapped blocks by address."""
 
     def __init__(self, small: bool, expandable: bool):
         self.page_bytes = SMALL_SEGMENT if small else LARGE_SEGMENT
@@ -105,7 +108,8 @@ class _Arena:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
     def find(self, size: int) -> Block | None:
-        """Takes the best fit from the free list; None if no block is large enough."""
+        """Removes the best-fitting block from the list of free blocks, and returns it. Returns None if none is large
+        enough."""
         free = self.free
         index = bisect_left(free, (size,))
         if index == len(free):
@@ -118,8 +122,8 @@ class _Arena:
         return free.pop(index)[2]
 
     def map_pages(self, block: Block, size: int) -> int:
-        """Maps pages under the first `size` bytes of an unmapped block, merges it with free neighbours, and returns the
-        bytes mapped."""
+        """Maps pages under the first `size` bytes of an unmapped block, and merges it with free neighbours. Returns the
+        number of bytes mapped."""
         mapped = _round_up(size, self.page_bytes)
         self.unlist(block)
         if mapped < block.size:
@@ -128,7 +132,7 @@ class _Arena:
         return mapped
 
     def unmap_pages(self, block: Block) -> int:
-        """Unmaps the pages that are wholly inside a free block, and returns their bytes."""
+        """Unmaps the pages that are wholly inside a free block. Returns the number of bytes unmapped."""
         begin = _round_up(block.address, self.page_bytes)
         end = (block.address + block.size) // self.page_bytes * self.page_bytes
         if begin >= end:
@@ -145,8 +149,8 @@ class _Arena:
         return end - begin
 
     def place_to_grow(self, size: int) -> Block:
-        """Returns the lowest unmapped block with `size` unused bytes from there on, or the free block right before
-        it."""
+        """Returns the lowest block from which on `size` bytes are unused: an unmapped block, or the free block right
+        before it."""
         for _, block in self.unmapped:
             if block.previous is not None and block.previous.state == FREE:
                 block = block.previous
@@ -160,11 +164,11 @@ class _Arena:
 
 
 class CachingAllocator:
-    """Models the allocator of one GPU, for any number of streams. All figures are bytes.
+    """Models the caching allocator of one GPU, for any number of streams. All figures are bytes.
 
     `limit_bytes` caps reserved memory, like ``torch.cuda.set_per_process_memory_fraction``. `growth` lists [operation,
-    bytes] of each segment or run of pages taken from the driver. Operations are the calls of `allocate`, `free` and
-    `empty_cache`, counted from 0.
+    bytes] each time memory is taken from the driver. An operation is a call of `allocate`, `free` or `empty_cache`,
+    counted from 0.
     """
 
     def __init__(self, *, expandable_segments: bool = False, limit_bytes: int | None = None):
@@ -178,8 +182,8 @@ class CachingAllocator:
         self._arenas: dict[tuple[bool, int], _Arena] = {}
 
     def allocate(self, size_bytes: int, stream: int = 0) -> Block | None:
-        """Returns a block of `size_bytes` on `stream`; None for zero bytes. Raises ValueError for a negative size and
-        SimulatedOutOfMemory at the cap."""
+        """Returns a block of `size_bytes` on `stream`, or None for zero bytes. Raises ValueError for a negative size,
+        and SimulatedOutOfMemory at the cap."""
         if size_bytes < 0:
             raise ValueError(f"cannot allocate {size_bytes} bytes")
         self._operations += 1
@@ -197,7 +201,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block | None) -> None:
-        """Frees a result of `allocate`. ValueError if it is not in use."""
+        """Frees a block that `allocate` returned. Raises ValueError if the block is not in use."""
         self._operations += 1
         if block is None:
             return
@@ -207,12 +211,12 @@ class CachingAllocator:
         block.make_free()
 
     def empty_cache(self) -> None:
-        """Returns wholly free segments (or pages) to the driver."""
+        """Returns wholly free segments to the driver; with expandable segments, wholly free pages."""
         self._operations += 1
         self._release_cached()
 
     def reset_peaks(self) -> None:
-        """Lets both peaks start again from the current figures."""
+        """Sets both peaks (allocated and reserved bytes) back to the current figures."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
@@ -227,8 +231,8 @@ class CachingAllocator:
         return Block(self._next_address - size, size, arena, state)
 
     def _grow(self, arena: _Arena, size: int) -> Block:
-        """Returns a block of at least `size` bytes from new memory, in no list. At the cap it releases cached memory
-        first."""
+        """Returns a block of at least `size` bytes with newly reserved memory; the block is not in the arena's lists.
+        At the cap, cached memory is released first. Raises SimulatedOutOfMemory if that is not enough."""
         segment_bytes = _segment_bytes(size)
         if self.limit_bytes is not None and self.reserved_bytes + segment_bytes > self.limit_bytes:
             self._release_cached()
@@ -267,7 +271,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def _segment_bytes(size: int) -> int:
-    """Returns the bytes taken from the driver for a request of this rounded size."""
+    """Returns the number of bytes taken from the driver for a request, whose `size` is already rounded."""
     if size <= SMALL_LARGEST:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < SEGMENT_OF_ITS_OWN else _round_up(size, SEGMENT_ROUNDING)

@@ -1,11 +1,11 @@
-"""Applies CUDA's autocast to tensors without data.
+"""Applies CUDA's autocast rules to tensors without data.
 
-`torch.autocast` has no rules for meta tensors, and the CPU's differ: softmax and layer_norm stay in 16 bit there. So
-CUDA's rules (aten/src/ATen/autocast_mode.h) are applied to the functions that Python calls: products and attention in
-16 bit, softmax, norms, losses and sums in fp32. A weight's 16-bit copy is made once, and lives until autocast ends and
-backward has used it.
+`torch.autocast` has no rules for meta tensors, and those for the CPU differ: softmax and layer_norm stay in 16 bit. So
+CUDA's rules (aten/src/ATen/autocast_mode.h) are applied to the functions that Python calls. Products and attention run
+in 16 bit; softmax, norms, losses and sums in fp32. A weight's 16-bit copy is made once, and lives until autocast ends
+and backward has used it.
 
-Functions written in Python have their own entries: cross_entropy, not only the nll_loss inside. A test compares the
+Functions written in Python need separate entries: cross_entropy, not only the nll_loss inside. A test compares the
 names with PyTorch's own test lists. A listed function without a rule here is refused by name.
 """
 
@@ -39,7 +39,7 @@ _HAVE_A_DTYPE = ("softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod")  
 
 
 def _functions(names: list[str]) -> dict:
-    """Returns the functions of these names in torch, torch.Tensor and torch.nn.functional."""
+    """Returns {function: name} for all functions of these names in torch, torch.Tensor and torch.nn.functional."""
     return {getattr(place, name): name for place in (torch, Tensor, F) for name in names if hasattr(place, name)}
 
 

@@ -1,6 +1,7 @@
-"""Simulates time: the host's clock h, and the GPU's clock g at which it will have finished all launched work.
+"""Simulates time with two clocks: the host's clock h, and the time g at which the GPU will have finished all launched
+work.
 
-Four numbers describe the effect of any region of operations on both clocks:
+Four numbers describe how a region (a sequence of operations) changes both clocks:
 
     h' = max(h + host, g + wait)
     g' = max(h + lead, g + gpu)                lead: when an idle GPU would be done, from the region's start on the host
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """A region's effect on the clocks, in seconds; the module's docstring has the formulas."""
+    """Describes how a region (a sequence of operations) changes both clocks, in seconds. The formulas are in the
+    module's docstring."""
 
     host: float
     gpu: float
@@ -23,12 +25,12 @@ class Span:
 
     @staticmethod
     def of_operation(host: float, gpu: float) -> "Span":
-        """Returns the effect of one operation: `host` seconds, then `gpu` seconds. No kernel is launched if `gpu` is
-        0."""
+        """Returns the effect of one operation, which takes `host` seconds, and then `gpu` seconds on the GPU. If `gpu`
+        is 0, no kernel is launched."""
         return Span(host, gpu, host + gpu if gpu > 0 else -math.inf)
 
     def then(self, other: "Span") -> "Span":
-        """Returns the effect of this region followed by `other`."""
+        """Combines two regions: returns the effect of this region followed by `other`."""
         return Span(
             host=max(self.host + other.host, self.lead + other.wait),
             gpu=max(self.gpu + other.gpu, self.wait + other.lead),
@@ -42,19 +44,20 @@ SYNCHRONIZE = Span(0.0, 0.0, -math.inf, wait=0.0)  # the host waits for the GPU,
 
 
 class Clock:
-    """Two clocks in seconds. `host` is now; at `gpu` the compute stream will have finished all launched work."""
+    """Keeps two clocks in seconds. `host` is the present time; at `gpu` the compute stream will have finished all
+    launched work."""
 
     def __init__(self):
         self.host = 0.0
         self.gpu = 0.0
 
     def advance(self, span: Span) -> None:
-        """Moves both clocks by a region."""
+        """Moves both clocks by the effect of one region."""
         self.host, self.gpu = (
             max(self.host + span.host, self.gpu + span.wait),
             max(self.gpu + span.gpu, self.host + span.lead),
         )
 
     def wait(self, until: float) -> None:
-        """Makes the compute stream wait until a point in time; the host does not wait."""
+        """Makes the compute stream wait until the time `until`; the host does not wait."""
         self.gpu = max(self.gpu, until)

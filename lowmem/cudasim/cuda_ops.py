@@ -1,7 +1,7 @@
-"""Runs CUDA's operators in place of PyTorch's generic ones, and knows the workspaces of matrix products.
+"""Runs CUDA's operators in place of PyTorch's generic ones, and computes the workspaces of matrix products.
 
 Meta tensors take PyTorch's generic path. On a GPU some functions are fused operators, which save other tensors for
-backward: `CudaFunctions` runs those. temporaries.py has the memory that kernels take while they run.
+backward. `CudaFunctions` runs those. temporaries.py has the memory that kernels take while they run.
 
 Each entry names its source below aten/src/ATen, with its version. "2.13" is what torch 2.13.0 installs, and "recent" is
 close to it. "main" is newer, "old" an earlier release. "assumed" was not read.
@@ -36,8 +36,8 @@ PRODUCTS = {
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Runs the operators that this version of PyTorch chooses on CUDA, without cuDNN's attention. It replaces them only
-    for tensors without data: on meta, or FakeTensors of any device."""
+    """Runs the operators that PyTorch chooses on CUDA, except cuDNN's attention, in place of its generic functions.
+    Only calls with tensors without data are replaced: meta tensors, or FakeTensors of any device."""
 
     def __init__(self, capability: Capability, torch_version: tuple[int, int] = (2, 13)):
         super().__init__()
@@ -110,7 +110,8 @@ def attention_kernel(
 
 
 def _attention(chosen, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Runs the chosen kernel: native/transformers/attention.cpp (recent)."""
+    """Runs the attention operator that the function `chosen` names. Source: native/transformers/attention.cpp
+    (recent)."""
     if not _without_data(query):
         return NotImplemented
     kernel = chosen(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
@@ -141,8 +142,8 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa):
-    """Runs attention.cpp's composite (recent) as on CUDA: with a fused dropout, and the mask added in place. Tensors
-    are freed in the order in which the C++ code frees them."""
+    """Computes attention from single operators, as attention.cpp (recent) does on CUDA: with a fused dropout, and the
+    mask added in place. Tensors are freed in the order in which the C++ code frees them."""
     dtype = query.dtype
     if dtype in _16_BIT:
         query, key, value = query.float(), key.float(), value.float()
@@ -165,30 +166,32 @@ def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable
 
 
 def _linear(input, weight, bias=None):
-    """Adds the bias in place if the input cannot be viewed as a matrix, as native/Linear.cpp does on CUDA. The generic
-    path makes a new tensor instead if tensors have no data, or under a dispatch mode."""
+    """Runs F.linear as native/Linear.cpp does on CUDA. If the input cannot be viewed as a matrix, the bias is added in
+    place. The generic path makes a new tensor instead if tensors have no data, or under a dispatch mode."""
     alike = not _without_data(input) or bias is None or input.dim() < 3 or input.is_contiguous()
     return NotImplemented if alike else torch.matmul(input, weight.t()).add_(bias)
 
 
 def _dropout(input, p=0.5, training=True, inplace=False):
-    """Runs one operator, which saves a mask of bools; in place, noise of the input's dtype. native/Dropout.cpp
-    (recent)."""
+    """Runs dropout as one operator, which saves a mask of bools. In place, PyTorch saves noise of the input's dtype
+    instead, so that case is not replaced. Source: native/Dropout.cpp (recent)."""
     if not (_without_data(input) and training and not inplace and 0 < p < 1 and input.numel()):
         return NotImplemented
     return torch.native_dropout(input, p, True)[0]
 
 
 def _softmax(input, dim, dtype=None):
-    """Converts fp16 to fp32 inside the kernel, but not bf16. native/SoftMax.cpp (main)."""
+    """Runs softmax with dtype=fp32 on fp16 inputs, which CUDA converts inside the kernel. bf16 inputs are not replaced.
+    Source: native/SoftMax.cpp (main)."""
     if not (_without_data(input) and input.dtype is torch.float16 and dtype is torch.float32 and dim is not None):
         return NotImplemented
     return _aten._softmax(input, dim, True)
 
 
 def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) -> list[Tensor]:
-    """Returns the results of an aten overload that are allocated on the device, in order (seen on 2.14.1). Dropout
-    allocates its mask first (cuda/Dropout.cu). The two random numbers of efficient attention are in RAM."""
+    """Returns those results of an aten operator that are allocated on the device, in order of allocation (seen on
+    2.14.1). Dropout allocates its mask first (cuda/Dropout.cu). The two random numbers of efficient attention are in
+    RAM."""
     if func is _aten.native_dropout.default:
         return results[::-1]
     if func is _aten._scaled_dot_product_efficient_attention.default:
@@ -198,11 +201,11 @@ def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) 
 
 
 def workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int]) -> int:
-    """Returns the bytes of the workspace that a thread's first product takes and keeps.
+    """Returns the size of the workspace that a thread takes at its first matrix product, and keeps.
 
-    `config` is CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count". Source: cuda/CublasHandlePool.cpp, recent, with 2.13's
-    declarations. Earlier releases are assumed to be like old, in which cuBLASLt (addmm with a bias vector) takes 1 MiB
-    more. In main each product frees its workspace.
+    `config` is the value of CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count". Source: cuda/CublasHandlePool.cpp, recent,
+    with 2.13's declarations. Earlier releases are assumed to be like old, in which cuBLASLt (addmm with a bias vector)
+    takes 1 MiB more. In main each product frees its workspace.
     """
     shared_with_blaslt = torch_version >= (2, 13)
     pairs = re.findall(":([0-9]+):([0-9]+)", config or "")

@@ -1,4 +1,4 @@
-"""The table of cards: which kinds of GPU exist, and how fast each one is.
+"""Lists the kinds of GPU that can be simulated, with the memory and speed of each.
 
 cards.csv has cards whose matrix products somebody measured. geforce.csv has the other GeForce RTX cards, by their data
 sheets. Rates are dense, with sums in fp32, as PyTorch computes. A `share` is the part of the data sheet's rate that
@@ -37,8 +37,8 @@ GEFORCE = {(7, 5): (128, "rtx2080ti"), (8, 6): (256, "rtx3060"), (8, 9): (256, "
 
 
 class Multiprocessor(NamedTuple):
-    """The limits of one multiprocessor: resident threads, bytes of shared memory in all and per block, resident
-    blocks."""
+    """Holds the limits of one multiprocessor: resident threads, bytes of shared memory in all and per block, and
+    resident blocks."""
 
     threads: int
     shared_bytes: int
@@ -64,13 +64,14 @@ MULTIPROCESSORS = {  # NVIDIA, CUDA C++ Programming Guide, "Technical Specificat
 
 
 def multiprocessor(capability: Capability) -> Multiprocessor:
-    """Returns the multiprocessor of a capability, or of the newest one before it in the table."""
+    """Returns the limits of a multiprocessor of this compute capability. For one that the table lacks, those of the
+    nearest older capability in the table are returned."""
     known = max((listed for listed in MULTIPROCESSORS if listed <= capability), default=min(MULTIPROCESSORS))
     return MULTIPROCESSORS[known]
 
 
 class Rate(NamedTuple):
-    """`peak`: FLOP/s by the data sheet, dense; `share`: the part of it that large products reach."""
+    """Holds `peak`, the dense FLOP/s of the data sheet, and `share`, the part of it that large products reach."""
 
     peak: float
     share: float
@@ -82,7 +83,7 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class Card:
-    """One kind of GPU."""
+    """Describes one kind of GPU: memory, compute capability, multiprocessors, and the speed of products and copies."""
 
     name: str
     memory_bytes: int  # the total that CUDA reports
@@ -98,7 +99,7 @@ class Card:
 
     @property
     def copy_bytes_per_second(self) -> float:
-        """Bytes per second in each direction if both are busy."""
+        """Returns the bytes per second of copies in each direction if both directions are busy."""
         return self.bus_bytes_per_second * DUPLEX_SHARE
 
     def sustained_flops(self, dtype: "torch.dtype") -> float:
@@ -156,7 +157,7 @@ _BY_SHORT_NAME = {name.replace("-", ""): card for name, card in CARDS.items()}
 
 def card_named(name: str) -> Card:
     """Returns the card with this name: ``rtx3090``, ``RTX 4070 Ti SUPER``, ``GeForce RTX 4060 Laptop GPU``, ``Tesla
-    T4``. InputError for a name that is not in the table."""
+    T4``. Raises InputError for a name that is not in the table."""
     short = re.sub(r"nvidia|geforce|tesla|gpu|with|design|[^a-z0-9]", "", name.lower())
     if short not in _BY_SHORT_NAME:
         near = ", ".join(_BY_SHORT_NAME[known].name for known in get_close_matches(short, _BY_SHORT_NAME, n=3))
@@ -168,8 +169,8 @@ def card_named(name: str) -> Card:
 
 
 def card_of_name_reported(name: str, memory_bytes: int | None = None) -> Card | None:
-    """Returns the card that torch.cuda.get_device_name calls `name`; None for a name that is not in the table. If cards
-    share a name, it is the one whose memory is nearest to `memory_bytes`, or the first."""
+    """Returns the card that torch.cuda.get_device_name calls `name`; None if the table lacks it. If several cards share
+    the name, returns the card with the memory nearest to `memory_bytes`, or the first one if that is None."""
     name = name.strip().removeprefix("NVIDIA ").lower()
     found = [card for card in CARDS.values() if name in map(str.lower, card.reported_names)]
     return min(found, key=lambda card: abs(card.memory_bytes - (memory_bytes or card.memory_bytes)), default=None)

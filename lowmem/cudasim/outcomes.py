@@ -1,7 +1,8 @@
 """Remembers the outcomes of operations, which depend only on the shapes of the arguments.
 
-The key is the operation's signature: its function, and the shapes, strides and dtypes of its arguments. The outcome
-says how to make the results without running it, what it allocates and how long it takes.
+The key of an outcome is the operation's signature: its function, and the shapes, strides and dtypes of its arguments.
+The outcome says how to make the results without running the operation, what the operation allocates, and how long it
+takes.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one operation."""
+    """Holds what one operation returns, allocates, and costs in time, without any data."""
 
     results: tuple[type | None, list[Shape]] | str  # the returned type and its tensors' shapes, _FIRST, or _RUN
     allocated: tuple[int, ...]  # indices of the results that are allocated on the device, in order
@@ -34,15 +35,16 @@ def tensors_in(result) -> list[Tensor]:
 
 @cache
 def is_view(func) -> bool:
-    """True if an operation only returns views. It has to run, but its outcome is always the same."""
+    """Returns True if an operation only returns views. Such an operation must run, but its outcome is always the
+    same."""
     aliases = [returned.alias_info for returned in func._schema.returns]
     only_views = bool(aliases) and not any(alias is None or alias.is_write for alias in aliases)
     return only_views and torch.Tag.inplace_view not in func.tags
 
 
 def signature_of(func, args: tuple, kwargs: dict) -> tuple | None:
-    """Returns the key of an operation's outcome. None for arguments with data, one tensor given twice, and objects that
-    are neither tensors nor numbers."""
+    """Returns the key under which an operation's outcome is remembered. Returns None if an argument has data, is given
+    twice, or is neither a tensor nor a plain value such as a number."""
     signature = [func]
     known = _add_to_signature(signature, (*args, *kwargs, *kwargs.values()), set())
     return tuple(signature) if known else None
@@ -71,7 +73,8 @@ def _add_to_signature(signature: list, values: tuple | list, seen: set[int]) -> 
 
 
 def results_of(func, args: tuple, kwargs: dict, result) -> tuple[type | None, list[Shape]] | str:
-    """Returns the `results` of an Outcome. Results that share a storage can only be made by running `func`."""
+    """Computes the field `results` of an Outcome. If results share memory with arguments or each other, only running
+    `func` can make them."""
     if torch.Tag.inplace_view in func.tags or is_view(func):
         return _RUN
     if args and result is args[0]:
@@ -95,7 +98,7 @@ def results_of(func, args: tuple, kwargs: dict, result) -> tuple[type | None, li
 
 
 def result_of(outcome: Outcome, func, args: tuple, kwargs: dict):
-    """Returns the result of `func`, by its outcome."""
+    """Makes the result of an operation as its `outcome` says; runs `func` only if that is necessary."""
     if outcome.results is _RUN:
         return func(*args, **kwargs)
     if outcome.results is _FIRST:

@@ -1,4 +1,4 @@
-"""`cuda_peak`: the GPU memory that any PyTorch code would take, by PyTorch's own allocator, without a GPU.
+"""Predicts the GPU memory that any PyTorch code would take with PyTorch's own allocator, without a GPU (`cuda_peak`).
 
 The code runs on the meta device. It may say `device="cuda"`, `.cuda()` or `torch.autocast("cuda")`: `_CudaIsMeta` maps
 these to meta. Meta tensors say that they are on "cuda:0", so the code takes the branches of a GPU. AdamW, for example,
@@ -34,7 +34,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True)
 class Peak:
-    """The peaks of a function, and its time on the card."""
+    """Holds the memory peaks that are predicted for a function, and its time on the card."""
 
     reserved_bytes: int
     allocated_bytes: int
@@ -46,12 +46,12 @@ def cuda_peak(
     function: Callable[[], object], card: str = "RTX 3060", limit: str | int | None = None, *,
     expandable_segments: bool = False,
 ) -> Peak:  # fmt: skip
-    """Predicts the memory that `function()` takes on `card`. The function makes its model, tensors and optimizer
-    itself.
+    """Predicts the memory that `function()` takes on `card`, and its time. The function must make its model, tensors
+    and optimizer itself.
 
-    `limit`, a size like "11GiB", caps the allocator like torch.cuda.set_per_process_memory_fraction:
-    SimulatedOutOfMemory if the function does not complete. InputError for code that needs numbers or a real GPU:
-    .item(), boolean masks, custom CUDA extensions, functions of torch.cuda.
+    `limit`, a size like "11GiB", caps the allocator like torch.cuda.set_per_process_memory_fraction. Raises
+    SimulatedOutOfMemory if the function does not complete under the cap. Raises InputError for code that needs numbers
+    or a real GPU: .item(), boolean masks, custom CUDA extensions, functions of torch.cuda.
     """
     machine = gpu_model(card_named(card), plain=not torch.are_deterministic_algorithms_enabled())
     recorder = record(lambda _: function(), machine)
@@ -62,7 +62,8 @@ def cuda_peak(
 
 
 def record(function: Callable[[Recorder], object], machine: DeviceModel, name_of: Callable | None = None) -> Recorder:
-    """Calls `function` with a recorder, and returns the recorder with its tape and clock. `name_of`: see Recorder."""
+    """Calls `function` with a new recorder, and returns the recorder with its list of allocations and its clock.
+    `machine` describes the GPU; `name_of` names tensors (see Recorder)."""
     recorder = Recorder(machine, name_of or _phase)
     with (
         _named(recorder), _autocast_simulated(), _modes_in_backward(_CudaIsMeta, machine.functions),
@@ -100,8 +101,9 @@ class _CudaIsMeta(TorchFunctionMode):
 
 @contextmanager
 def _modes_in_backward(*modes: Callable) -> Iterator[None]:
-    """Keeps function modes on in backward, which runs a model's code if it recomputes blocks; PyTorch switches them
-    off. Checkpoint's check of recomputed tensors is off: it would compare "meta" in the first run with "cuda"."""
+    """Keeps the function modes `modes` on in backward, where PyTorch switches them off. Backward runs a model's code if
+    it recomputes blocks. Also switches off checkpoint's check of recomputed tensors, which would compare "meta" with
+    "cuda"."""
     run = torch.autograd._engine_run_backward
 
     def run_under_modes(*args, **kwargs):
@@ -123,8 +125,8 @@ def _on_meta(value):
 
 
 def _refuse_number(func: Callable) -> None:
-    """Raises InputError if the user's own code reads a number. An installed package may: it asks, for example, if a
-    mask is trivial, and the recorder answers 1."""
+    """Raises InputError if the user's own code calls `func`, which reads a number. An installed package may call it: it
+    asks, for example, if a mask is trivial, and the recorder answers 1."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
@@ -137,8 +139,8 @@ def _refuse_number(func: Callable) -> None:
 
 @contextmanager
 def _autocast_simulated() -> Iterator[None]:
-    """Makes torch.autocast("cuda") apply CUDA's rules to meta tensors. Its flags are set, too: checkpoint reads them to
-    recompute blocks as they ran."""
+    """Makes torch.autocast("cuda") inside the block apply CUDA's rules to meta tensors. PyTorch's autocast flags are
+    set, too: checkpoint reads them to recompute blocks as they ran."""
     autocast = torch.autocast
     make, enter, leave = autocast.__init__, autocast.__enter__, autocast.__exit__
     modes: list[CudaAutocast] = []
@@ -166,8 +168,8 @@ def _autocast_simulated() -> Iterator[None]:
 
 @contextmanager
 def _named(recorder: Recorder) -> Iterator[None]:
-    """Names weights, buffers, gradients and optimizer states when modules and optimizers use them. Modules stay the
-    same objects when they move to meta, as on CUDA, so tied weights stay tied."""
+    """Names weights, buffers, gradients and optimizer states when modules and optimizers use them inside the block.
+    Modules moved to meta keep their parameter objects, as on CUDA, so tied weights stay tied."""
 
     def name_module(module: nn.Module, *_) -> None:
         for name, tensors in (("weights", module._parameters), ("buffers", module._buffers)):

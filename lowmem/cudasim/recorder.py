@@ -1,12 +1,12 @@
 """Records what PyTorch code allocates and frees, and how long it would take, by running it on tensors without data.
 
-The code runs on the *meta* device: its tensors have shapes, dtypes and storages, but no memory and no numbers. A
-`Recorder` sees each operation. It writes births and deaths of storages on its `tape`, and adds costs on a card to its
-`clock`. A `Region` is a part of the record. Replaying a region writes the same tape as running its code again, and
-costs next to nothing. An operation that runs costs 0.1 ms. With `outcomes`, an operation with known shapes is not run
-again and costs a third of that.
+The code runs on the *meta* device: tensors have shapes, dtypes and storages, but no memory and no numbers. A `Recorder`
+sees each operation. It appends each allocation and free of a storage to a list, its `tape`, and adds costs to its
+`clock`. A `Region` is a part of the tape. Replaying a region appends what running its code again would append, at
+almost no cost. An operation that runs costs 0.1 ms. With `outcomes`, an operation with known shapes is not run again,
+and costs a third of that.
 
-FakeTensors would be slower, and transformers builds other masks for them. docs/cuda-memory.md has a drawing.
+FakeTensors would be slower, and transformers builds other masks for them. docs/cuda-memory.md has a diagram.
 """
 
 import gc
@@ -31,8 +31,9 @@ _aten = torch.ops.aten
 
 @dataclass
 class Region:
-    """A part of the record, in which `count` storages were born, numbered from `base`. `span` is its effect on the
-    clock. In `operations` storages count from 0; the n-th storage of an earlier region is -1 - n."""
+    """Holds a part of a recorder's tape, so that it can be replayed. Inside, `count` storages were allocated, numbered
+    from `base`. `span` is its effect on the clock. In `operations`, storages count from 0; storage n of an earlier
+    region is -1 - n."""
 
     base: int
     count: int = 0
@@ -48,8 +49,9 @@ class Region:
 
 
 class Recorder(TorchDispatchMode):
-    """`with recorder:` records the code inside. `name_of(frame)` names a storage that is born in this Python frame; if
-    it returns None, the frame's caller is asked. `outcomes`: a dict that recorders of one machine share, or None."""
+    """Records the allocations, frees and costs of the code inside `with recorder:`. `name_of(frame)` names a storage
+    allocated in this Python frame; if it returns None, the caller's frame is asked. `outcomes` is a dict that recorders
+    of one `machine` share, or None."""
 
     def __init__(
         self, machine: DeviceModel | None = None, name_of: Callable = lambda frame: None, outcomes: dict | None = None
@@ -157,8 +159,9 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def region(self, name: str, earlier: Region | None = None) -> Iterator[Region]:
-        """Records a region, whose storages get the name `name`. Regions may be nested. A region may free storages that
-        were born in it or in `earlier`; AssertionError for any other."""
+        """Records the code in the block as a region, which can be replayed. Its storages get the name `name`. Regions
+        may be nested. A region may free storages that were allocated in it or in `earlier`; any other raises
+        AssertionError."""
         self.take_workspaces()  # a thread takes its workspace once, and a region can be replayed
         self._settle()
         region = Region(self._count)
@@ -182,7 +185,8 @@ class Recorder(TorchDispatchMode):
             self.tape.chunks[first] = Chunk(operations, region.base, earlier_base, chunks[0].seconds)
 
     def replay(self, region: Region, earlier_base: int = 0) -> int:
-        """Writes `region` on the tape once more, and returns the number of the first storage born in it."""
+        """Appends the operations of `region` to the tape once more. Returns the number of the first storage allocated
+        in this replay. `earlier_base` is that number for the earlier region whose storages it frees."""
         self._settle()
         base = self._count
         self._count += region.count
@@ -192,15 +196,16 @@ class Recorder(TorchDispatchMode):
         return base
 
     def stand_in(self, size: int, number: int, *, held: bool = False) -> torch.UntypedStorage:
-        """Returns a storage of `size` bytes that represents number `number` of a replayed region. Its death is
-        recorded, unless it is `held` by a graph that was replayed: then a later replay frees it."""
+        """Returns a storage of `size` bytes that stands for storage `number` of a replayed region. Its deallocation is
+        recorded, unless it is `held` by a replayed autograd graph: then a later replay frees it."""
         storage = torch.UntypedStorage(size, device="meta")
         self._bind(storage, number, held)
         return storage
 
     @contextmanager
     def off_the_tape(self) -> Iterator[None]:
-        """Records regions inside, but leaves them off the tape. Storages that are born inside must die inside."""
+        """Records regions inside the block, but leaves them off the tape. Storages that are allocated inside must be
+        freed inside."""
         self._settle()
         kept = self.tape, self.clock, self._threads, self._open, self._operations
         self.tape, self.clock, self._threads, self._open = Tape(), Clock(), {FORWARD, BACKWARD}, []
@@ -213,7 +218,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Does not record the operations inside."""
+        """Stops recording operations inside the block."""
         self._paused = True
         try:
             yield
@@ -221,23 +226,23 @@ class Recorder(TorchDispatchMode):
             self._paused = False
 
     def take_workspaces(self) -> None:
-        """Allocates the workspaces of both threads that do not have one yet."""
+        """Allocates the cuBLAS workspaces of the forward and the backward thread, unless they have one."""
         for thread in (FORWARD, BACKWARD):
             self._take_workspace(thread)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Returns the number of the storage of `tensor`; None if it is not in this record."""
+        """Returns the number of the storage of `tensor`; None if the recorder does not know the storage."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def note(self, tensor: Tensor, name: str | None = None) -> None:
-        """Records the storage of `tensor`, unless it is known, as born now."""
+        """Records the storage of `tensor` as allocated now, unless the storage is already known."""
         self._settle()
         storage = tensor.untyped_storage()
         if storage.device.type == "meta" and storage._cdata not in self._numbers:
             self._bind(storage, self._born(storage.nbytes(), name or self._name()))
 
     def rename(self, tensor: Tensor, name: str) -> None:
-        """Renames the storage of `tensor`; a replayed storage keeps its region's name."""
+        """Gives the storage of `tensor` another name on the tape. A storage from a replay keeps its region's name."""
         if place := self._births.get(self.number_of(tensor)):
             operations, index = place
             operations[index] = (*operations[index][:2], name)
@@ -280,11 +285,12 @@ class Recorder(TorchDispatchMode):
             self._freed(number)
 
     def _settle(self) -> None:
-        """Gives the pending sum of two gradients a storage of its own.
+        """Allocates a new storage for the pending sum of two gradients.
 
-        Autograd adds the second gradient into the first one if nothing else holds that (accumulate in
-        input_buffer.cpp), but never under a dispatch mode. So the sum takes over the storage if the first gradient dies
-        next. If anything else happens before, something held it, and the sum is a new tensor.
+        Autograd adds the second gradient into the first one if nothing else holds the first (accumulate in
+        input_buffer.cpp), but never under a dispatch mode. So the sum takes over the first gradient's storage if that
+        gradient is freed next. If anything else happens before, something held the gradient, and the sum is a new
+        tensor.
         """
         if self._sum is not None:
             storage, *_ = self._sum
@@ -311,7 +317,8 @@ class Recorder(TorchDispatchMode):
 
 
 def _called_by_the_engine() -> bool:
-    """True if autograd's engine, or a backward in C++, called the current operation, not a backward in Python."""
+    """Returns True if the current operation was called by autograd's engine or a backward in C++, not by a backward in
+    Python."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename == __file__:
         frame = frame.f_back

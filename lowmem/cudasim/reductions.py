@@ -1,4 +1,4 @@
-"""Staging buffers of PyTorch's reductions on CUDA: sums over the rows of a matrix, norms, largest entries.
+"""Computes the staging buffers of PyTorch's reductions on CUDA: sums over the rows of a matrix, norms, largest entries.
 
 One kernel template runs them all (aten/src/ATen/native/cuda/Reduce.cuh). If the outputs are fewer than the card's
 threads, several blocks share an output. Each block writes a partial result to a buffer, and the last one adds them up.
@@ -36,9 +36,9 @@ def staging_bytes(
     multiprocessors: int, multiprocessor: Multiprocessor, tensor: Tensor, dims: Iterable[int], sum_bytes: int,
     result_bytes: int, input_vector: int = 4,
 ) -> tuple[int, ...]:  # fmt: skip
-    """Returns the bytes of each temporary of a reduction of `tensor` over `dims`: partial results, counters, and what
-    one kernel passes to the next. `sum_bytes`: of one partial result; `result_bytes`: of one entry of the result;
-    `input_vector`: entries of a row that a thread reads at once."""
+    """Returns the bytes of each temporary of a reduction of `tensor` over `dims`: partial results, counters, and
+    results that one kernel hands to the next. `sum_bytes` is the size of a partial result, `result_bytes` that of an
+    entry of the result. `input_vector` is the number of entries of a row that a thread reads at once."""
     reduced, kept = _loops(tensor, {dim % tensor.dim() for dim in dims} if tensor.dim() else set())
     if not reduced or not all(loop.size for loop in (*reduced, *kept)):
         return ()
@@ -49,7 +49,8 @@ def staging_bytes(
 
 
 def _parts(offset: int, reduced: list[_Loop], kept: list[_Loop], entry_bytes: int) -> Iterator[tuple]:
-    """Yields offset and loops of each kernel. Loops over more than 2 GiB are halved at the longest one."""
+    """Splits a reduction into kernels, and yields (offset, reduced loops, kept loops) of each. Loops over more than 2
+    GiB are halved at the longest loop."""
     loops = [*reduced, *kept]
     reach = [(loop.size - 1) * loop.stride for loop in loops]
     if 1 + sum(reach) * entry_bytes < 2**31:
@@ -95,8 +96,8 @@ def _buffers(
 
 
 def _loops(tensor: Tensor, dims: set[int]) -> tuple[list[_Loop], list[_Loop]]:
-    """Returns the loops over `tensor`'s entries, reduced and kept, fastest first. TensorIterator's order; it merges
-    loops that follow each other in memory."""
+    """Returns the loops over `tensor`'s entries, as TensorIterator orders them: loops over the reduced `dims`, and the
+    other loops, each fastest first. Loops that follow each other in memory are merged."""
     all_loops = [_Loop(*loop) for loop in zip(tensor.shape, tensor.stride(), strict=True)]
     reduced = [loop for dim, loop in enumerate(all_loops) if dim in dims and loop.size != 1]
     kept = [loop for dim, loop in enumerate(all_loops) if dim not in dims and loop.size != 1]
@@ -129,14 +130,14 @@ def _merged(loops: list[_Loop]) -> list[_Loop]:
 
 
 def _block(width: int, height: int, threads: int) -> tuple[int, int]:
-    """Returns the threads in a row of a block, and the number of rows."""
+    """Returns the shape of a CUDA block for `width` x `height` entries: threads per row, and number of rows."""
     most_width, most_height = _power_of_two(min(width, threads)), _power_of_two(min(height, threads))
     block_height = min(most_height, threads // min(most_width, _WARP))
     return min(most_width, threads // block_height), block_height
 
 
 def _power_of_two(number: int) -> int:
-    """Returns the largest power of two up to `number`; 1 for less."""
+    """Returns the largest power of two up to `number`; 1 for smaller numbers."""
     return 1 << max(0, number.bit_length() - 1)
 
 

@@ -1,4 +1,4 @@
-"""Estimates how long a GPU works on an operation: a roofline.
+"""Estimates how long a GPU works on an operation, with a roofline model:
 
     seconds = KERNEL_SECONDS + max(flops / (sustained flops x share of the card in use), bytes / (bandwidth x share))
 
@@ -62,7 +62,7 @@ _SCATTERS = {"scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put
 
 
 def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> float:
-    """Returns the seconds that the GPU works on an aten operation; 0 without a kernel (views, empty tensors,
+    """Estimates the seconds that the GPU works on an aten operation. Returns 0 if no kernel runs (views, empty tensors,
     `.item()`). The tensors need no data. Costs about 5 microseconds."""
     traffic = _traffic(func)
     if traffic is None:
@@ -81,7 +81,7 @@ def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwar
 
 
 class _Traffic(NamedTuple):
-    """Counts how often each argument, by position and by name, and each result passes through memory."""
+    """Holds how often each argument (by position and by name) and each result of an operator passes through memory."""
 
     arguments: tuple[int, ...]
     named: dict[str, int]
@@ -90,7 +90,8 @@ class _Traffic(NamedTuple):
 
 @cache
 def _traffic(func: torch._ops.OpOverload) -> _Traffic | None:
-    """Reads the traffic off the operator's schema; None if it moves nothing."""
+    """Reads from an operator's schema how often its arguments and results pass through memory. Returns None if it moves
+    nothing."""
     schema, name = func._schema, func._overloadpacket.__name__
     written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     aliases = any(r.alias_info is not None for r in schema.returns)
@@ -116,8 +117,8 @@ def _bytes_moved(traffic: _Traffic, args: tuple, kwargs: dict, result: Any) -> i
 
 
 def _bytes_of(value: Any, seen: set[int]) -> int:
-    """Returns the bytes of the tensors in `value` that are not in `seen`. An expanded tensor counts as much as it
-    stores."""
+    """Returns the bytes of the tensors in `value`, without those already in `seen`. An expanded tensor counts only the
+    bytes that it stores."""
     if isinstance(value, Tensor):
         if id(value) in seen:
             return 0
@@ -127,7 +128,8 @@ def _bytes_of(value: Any, seen: set[int]) -> int:
 
 
 def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
-    """Estimates `left` [(B,) M, K] times `right` [(B,) K, N]. If only one has a B, M, K or N is cut into B groups."""
+    """Estimates the product of `left` [(B,) M, K] and `right` [(B,) K, N]. If only one of them has a dimension B, the
+    product is grouped: M, K or N is cut into B groups."""
     batch = left.shape[0] if left.dim() == right.dim() == 3 else 1
     rows, terms, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     flops = 2 * batch * rows * terms * columns
@@ -161,8 +163,8 @@ def _tile_side(size: int, largest: int) -> int:
 
 
 def _attention_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> float:
-    """Estimates fused attention over query [B, H, T, E], key and value. Causal attention skips tiles above the
-    diagonal."""
+    """Estimates the time of fused attention over query [B, H, T, E], key and value. Causal attention skips tiles above
+    the diagonal."""
     kernel, backward, first, over_query, over_value = _ATTENTION[func._overloadpacket]
     query, key, value = args[first : first + 3]
     inner = over_query * query.shape[3] + over_value * value.shape[3]

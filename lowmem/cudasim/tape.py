@@ -1,10 +1,10 @@
-"""A `Tape` lists what code allocates and frees, in order, and computes what that takes of a GPU.
+"""Lists what code allocates and frees, in order (a `Tape`), and computes how much GPU memory this takes.
 
-`under_cap` replays a tape through the model of CUDA's allocator (allocator.py): code fits under a cap if this replay
-completes. `named_at_peak` and `most_bytes` count requested bytes, without an allocator.
+`under_cap` replays a tape with the model of CUDA's allocator (allocator.py). Code fits under a memory cap if this
+replay completes. `named_at_peak` and `most_bytes` count requested bytes, without an allocator.
 
-A tape consists of chunks. Replays of a region share one list of operations: each chunk refers to the list, and says
-from which number its storages count.
+A tape consists of chunks. Replays of a region (a part of the tape) share one list of operations. Each chunk refers to
+such a list, and says at which number its storages begin.
 """
 
 import math
@@ -20,7 +20,8 @@ Operation = tuple[int, int, str]  # storage, bytes or FREED, name
 
 @dataclass(frozen=True)
 class Chunk:
-    """Operations. A negative storage -1 - n was born outside: it is the n-th from `earlier_base`."""
+    """Refers to consecutive operations of a tape. Storage numbers are relative: n >= 0 is storage `base` + n. A
+    negative number -1 - n is storage `earlier_base` + n, which was allocated before."""
 
     operations: list[Operation]
     base: int  # the number of storage 0
@@ -33,7 +34,8 @@ class Chunk:
 
 @dataclass
 class Tape:
-    """Iterating yields (storage, bytes or FREED, name), with a unique number for each storage."""
+    """Lists allocations and frees. Iterating yields (storage, bytes or FREED, name), with a unique number for each
+    storage."""
 
     chunks: list[Chunk] = field(default_factory=list)
 
@@ -43,7 +45,7 @@ class Tape:
                 yield chunk.number(storage), size, name
 
     def peak_bytes(self, rounding: int = 1) -> int:
-        """Returns the most bytes that lived at once, each size rounded up to a multiple of `rounding`."""
+        """Returns the largest sum of bytes allocated at once, each size rounded up to a multiple of `rounding`."""
         sizes: dict[int, int] = {}  # of the storages that are alive between two chunks
         summaries: dict[int, tuple[int, int, list, list]] = {}  # of operations that stand on the tape several times
         now = peak = 0
@@ -62,8 +64,8 @@ class Tape:
 
 
 def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
-    """Summarizes a chunk, for `peak_bytes`. Returns bytes at its end and at its peak, relative to its start; the sizes
-    of storages that stay alive; and the earlier storages that it frees."""
+    """Summarizes a chunk for `peak_bytes`. Returns the bytes at its end and at its peak, relative to its start. Also
+    returns its storages that stay allocated, with sizes, and the earlier storages that it frees."""
     own: dict[int, int] = {}
     ended = []
     now = highest = 0
@@ -82,7 +84,7 @@ def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory that a tape takes of a GPU."""
+    """Holds how much GPU memory a tape takes: its peaks, their parts by name, and a timeline."""
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
@@ -91,8 +93,8 @@ class Memory:
 
 
 def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None) -> Memory:
-    """Replays `tape` with a capped allocator; SimulatedOutOfMemory if it does not complete. `expandable_segments` None:
-    as the environment says."""
+    """Replays `tape` with a caching allocator, capped at `limit_bytes`. Raises SimulatedOutOfMemory if the replay does
+    not complete. If `expandable_segments` is None, the environment variable of PyTorch decides."""
     expands = environment_expands() if expandable_segments is None else expandable_segments
     allocator = CachingAllocator(expandable_segments=expands, limit_bytes=limit_bytes)
     allocate, free = allocator.allocate, allocator.free
@@ -114,8 +116,8 @@ def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments
 
 
 def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
-    """Returns bytes by name, largest first, at the peak of requested bytes. Blocks are larger than tensors: the rest of
-    `peak_bytes` is called "rounding"."""
+    """Returns {name: bytes} at the peak of requested bytes, largest first. If `peak_bytes`, the allocator's peak, is
+    given, the rest of it is called "rounding"."""
     live: dict[int, tuple[int, str]] = {}
     by_name: dict[str, int] = {}
     at_peak: dict[str, int] = {}
@@ -135,8 +137,8 @@ def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
 
 
 def most_bytes(tape: Tape, name: str, below_bytes: float = math.inf) -> int:
-    """Returns the most bytes that storages of this name take together. Storages of `below_bytes` or more do not
-    count."""
+    """Returns the largest sum of bytes that storages named `name` take at once. Storages of `below_bytes` or more do
+    not count."""
     live: dict[int, int] = {}
     now = most = 0
     for storage, size, called in tape:

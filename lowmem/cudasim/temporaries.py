@@ -1,9 +1,10 @@
-"""Temporaries: memory that a CUDA kernel of PyTorch's takes from the caching allocator and frees before it returns.
+"""Computes the temporaries of PyTorch's CUDA kernels: memory that a kernel takes from the caching allocator while it
+runs.
 
-They are copies of operands, sums in fp32, staging buffers, sorted indices. TEMPORARIES is the table by operator; any
-other operator takes less than 1 KiB. Each function returns the bytes of each temporary, and names its source below
+Temporaries are copies of operands, sums in fp32, staging buffers, sorted indices. TEMPORARIES is the table by operator;
+any other operator takes less than 1 KiB. Each function returns the bytes of each temporary, and names its source below
 aten/src/ATen/native. tests/cuda compares all of them with PyTorch's own allocator. docs/cuda-memory.md says how each
-was found and what is left out; "assumed" marks figures that no test can show.
+was found and what is left out. "assumed" marks figures that no test can show.
 """
 
 import math
@@ -25,7 +26,8 @@ _WIDE = 8  # 16-bit entries that a thread of a sum reads at once
 
 @dataclass(frozen=True)
 class Gpu:
-    """The facts of a GPU on which temporaries depend. `deterministic`: is torch.use_deterministic_algorithms on?"""
+    """Holds the properties of a GPU on which temporaries depend. `deterministic` is True if
+    torch.use_deterministic_algorithms is on."""
 
     capability: Capability
     multiprocessors: int
@@ -37,8 +39,8 @@ class Gpu:
 
 
 def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int, ...]:
-    """Returns the sizes of the temporaries of `func`, an aten overload, on CUDA. Empty for tensors on the CPU. They
-    live at the same time, and are allocated after the results (but see COPIED_FIRST)."""
+    """Returns the sizes of the temporaries of `func`, an aten operator, on CUDA; none for tensors on the CPU. They live
+    at the same time, and are allocated after the results, except for operators in COPIED_FIRST."""
     if func not in TEMPORARIES or (args[0].is_cpu and not isinstance(args[0], FakeTensor)):
         return ()
     return tuple(size for size in TEMPORARIES[func](gpu, result, *args, **kwargs) if size)
@@ -56,12 +58,13 @@ def _bytes(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _copies(*tensors: Tensor) -> tuple[int, ...]:
-    """Sizes of copies of gradients and outputs [B, H, T, D] that are not contiguous as [B, T, H, D]."""
+    """Returns the sizes of copies of gradients and outputs [B, H, T, D] that are not contiguous as [B, T, H, D]."""
     return _bytes(*(tensor for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()))
 
 
 def _ungrouped(query, key, value) -> tuple[int, ...]:
-    """Sizes of the gradients of keys and values for each query head, before each group of heads is added up."""
+    """Returns the sizes of the gradients of keys and values for each query head. Later each group of heads is added
+    up."""
     B, H, _, D = query.shape
     entries = B * H * key.shape[2]
     return (entries * D * key.itemsize, entries * value.shape[-1] * key.itemsize) if key.shape[1] != H else ()
@@ -72,8 +75,8 @@ def _flash_width(D: int) -> int:
 
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
-    """Partial sums: blocks split the keys if there are too few (sequence, head, 64 queries).
-    transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
+    """Returns the sizes of partial sums: blocks split the keys if there are too few (sequence, head, 64 queries).
+    Source: transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
     B, H, T, D = query.shape
     if dropout_p > 0:
         return ()
@@ -84,7 +87,8 @@ def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__)
 
 
 def _splits(blocks: int, slots: int, key_blocks: int) -> int:
-    """Returns the fewest splits that reach 85% of the best occupancy."""
+    """Returns the smallest number of splits of the keys that reaches 85% of the best occupancy. `slots` is the number
+    of blocks that the card runs at once."""
     if blocks >= 0.8 * slots:
         return 1
     efficiency = {}
@@ -96,8 +100,8 @@ def _splits(blocks: int, slots: int, key_blocks: int) -> int:
 
 
 def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__):
-    """The gradient of the queries in fp32; if deterministic, once per split of the keys.
-    transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
+    """Returns the sizes of copies and of the queries' gradient in fp32; if deterministic, the gradient exists once per
+    split of the keys. Source: transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
     B, H, T, D = query.shape
     rows = B * H * _round_up(T, 128)
     splits = -(-gpu.multiprocessors // (B * H)) if gpu.deterministic else 1
@@ -105,7 +109,7 @@ def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__
 
 
 def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
-    """Sums of heads wider than 128, which do not fit into registers:
+    """Returns the size of sums for heads wider than 128, which do not fit into registers. Source:
     transformers/cuda/mem_eff_attention/kernel_forward.h."""
     B, H, T, D = query.shape
     wide = max(D, value.shape[-1]) > 128 and query.dtype in _16_BIT
@@ -113,9 +117,10 @@ def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
 
 
 def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> tuple[int, int, bool]:
-    """Returns the queries and keys of the backward kernel's tile, and if their dk and dv stay in registers. PyTorch
-    takes the first kernel of transformers/cuda/mem_eff_attention/kernels/cutlassB.h for heads of this `width` that fits
-    into shared memory. The bytes that a kernel asks for were read off its launches (Volta's assumed)."""
+    """Returns the numbers of queries and keys in a tile of the backward kernel, and True if dk and dv stay in
+    registers. PyTorch takes the first kernel of transformers/cuda/mem_eff_attention/kernels/cutlassB.h for heads of
+    this `width` that fits into shared memory. The bytes that a kernel asks for were read off its launches (Volta's
+    assumed)."""
     half, shared = dtype in _16_BIT, gpu.multiprocessor.shared_bytes_of_block
     if width <= 64:
         return 64, 64, half
@@ -137,8 +142,8 @@ def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> 
 def _efficient_backward(
     gpu: Gpu, result, grad_out, query, key, value, bias, out, logsumexp, seed, offset, dropout_p, *_, **__
 ):
-    """Sums of the gradients in fp32, and copies: transformers/cuda/attention_backward.cu,
-    mem_eff_attention/kernel_backward.h."""
+    """Returns the sizes of the gradients' sums in fp32, and of copies. Sources:
+    transformers/cuda/attention_backward.cu, mem_eff_attention/kernel_backward.h."""
     B, H, T, D = query.shape
     half, width = query.dtype in _16_BIT, value.shape[-1]
     queries, keys, in_registers = _efficient_tile(gpu, query.dtype, max(D, width), dropout_p > 0)
@@ -164,19 +169,19 @@ def _efficient_backward(
 
 
 def _safe_softmax(gpu: Gpu, result, weights, *_, **__):
-    """Two masks of bools: weights that are minus infinity, and rows of only such weights.
+    """Returns the sizes of two masks of bools: weights that are minus infinity, and rows of only such weights. Source:
     transformers/attention.cpp."""
     return weights.numel(), weights.numel() // max(1, weights.shape[-1])
 
 
 def _softmax_backward(gpu: Gpu, result, gradient, output, *_, **__):
-    """The product of gradient and output: cuda/SoftMax.cu."""
+    """Returns the size of the product of gradient and output. Source: cuda/SoftMax.cu."""
     return (gradient.numel() * torch.promote_types(gradient.dtype, output.dtype).itemsize,)
 
 
 def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
-    """Sorted indices and sums in fp32: cuda/Embedding.cu and EmbeddingBackwardKernel.cu. Only more than 3,072 lookups
-    are sorted; each run of up to ten lookups of one word is summed in fp32."""
+    """Returns the sizes of sorted indices and of sums in fp32. Only more than 3,072 lookups are sorted. Up to ten
+    lookups of one word are summed in fp32 at a time. Sources: cuda/Embedding.cu, EmbeddingBackwardKernel.cu."""
     lookups = indices.numel()
     copy = () if gradient.is_contiguous() else _bytes(gradient)
     if lookups <= 3072:
@@ -188,8 +193,8 @@ def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
 
 
 def _norm_backward(weights: int) -> Callable:
-    """Sums of blocks of rows, for each of `weights` vectors: cuda/layer_norm_kernel.cu. They are needed with more than
-    65,536 rows, and too few columns for all multiprocessors."""
+    """Makes the function for a norm's backward, which sums blocks of rows for each of `weights` vectors. The sums are
+    needed with more than 65,536 rows and too few columns for all multiprocessors. Source: cuda/layer_norm_kernel.cu."""
 
     def temporaries(gpu: Gpu, result, gradient, input, shape: list[int], *_, **__):
         columns, rows = math.prod(shape), gradient.numel() // math.prod(shape)
@@ -204,8 +209,8 @@ def _norm_backward(weights: int) -> Callable:
 
 
 def _index(gpu: Gpu, result, tensor, indices, *_, **__):
-    """Copies of indices in 64 bits, if their strides differ once they are expanded to one shape:
-    TensorAdvancedIndexing.cpp."""
+    """Returns the sizes of copies of indices in 64 bits. They are made if the indices' strides differ once they are
+    expanded to one shape. Source: TensorAdvancedIndexing.cpp."""
     indices = [index for index in indices if index is not None]
     if len(indices) < 2 or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
         return ()
@@ -216,8 +221,9 @@ def _index(gpu: Gpu, result, tensor, indices, *_, **__):
 
 
 def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
-    """Sorted indices and their places, if deterministic: cuda/Indexing.cu, index_put_with_sort_kernel. Larger sorts
-    have second buffers; CUB takes one byte for those that need none."""
+    """Returns the sizes of sorted indices and their places, which deterministic algorithms need. Larger sorts have
+    second buffers; CUB takes one byte for those that need none. Source: cuda/Indexing.cu,
+    index_put_with_sort_kernel."""
     if not gpu.deterministic:
         return ()
     table = index.numel() * 8
@@ -225,7 +231,8 @@ def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
 
 
 def matrix_product(gpu: Gpu, result, *matrices: Tensor, **_):
-    """Copies of matrices with gaps in both rows and columns: cuda/Blas.cpp, prepare_matrix_for_cublas."""
+    """Returns the sizes of copies of matrices that have gaps in both rows and columns. Source: cuda/Blas.cpp,
+    prepare_matrix_for_cublas."""
     return _bytes(*(matrix for matrix in matrices if matrix.dim() > 1 and not _fits_cublas(matrix)))
 
 
@@ -240,8 +247,8 @@ def _fits_cublas(matrix: Tensor) -> bool:
 
 
 def _reduced(gpu: Gpu, tensor: Tensor, dims, result_bytes: int, partial_bytes: int | None = None, vector: int = 4):
-    """Staging buffers of one run of the kernel. A partial result has at least 4 bytes unless `partial_bytes` says
-    otherwise."""
+    """Returns the sizes of the staging buffers of one reduction kernel. A partial result has at least 4 bytes, unless
+    `partial_bytes` says otherwise. `vector` is the number of 16-bit entries that a thread reads at once."""
     dims = range(tensor.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     partial = max(4, tensor.itemsize) if partial_bytes is None else partial_bytes
     vector = vector if tensor.itemsize == 2 else 4
@@ -249,8 +256,8 @@ def _reduced(gpu: Gpu, tensor: Tensor, dims, result_bytes: int, partial_bytes: i
 
 
 def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
-    """Staging buffers of sums and means: cuda/ReduceSumProdKernel.cu, ReduceMomentKernel.cu. Entries of another dtype
-    than the result's are copied first, except 16-bit entries of an fp32 result."""
+    """Returns the sizes of staging buffers of sums and means. Entries of another dtype than the result's are copied
+    first, except 16-bit entries of an fp32 result. Sources: cuda/ReduceSumProdKernel.cu, ReduceMomentKernel.cu."""
     if tensor.dtype is result.dtype or (tensor.dtype in _16_BIT and result.dtype is torch.float32):
         return _reduced(gpu, tensor, dims, result.itemsize, vector=_WIDE)
     copy = torch.empty_like(tensor, dtype=result.dtype, device="meta")
@@ -258,17 +265,19 @@ def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
 
 
 def _norm(gpu: Gpu, result, tensor, order=2, dims=None, *_, **__):
-    """Staging buffers of norms: cuda/ReduceNormKernel.cu."""
+    """Returns the sizes of staging buffers of norms. Source: cuda/ReduceNormKernel.cu."""
     return _reduced(gpu, tensor, dims, result.itemsize)
 
 
 def _extreme(gpu: Gpu, result, tensor, dims=None, *_, **__):
-    """Staging buffers of largest and smallest entries: cuda/ReduceMaxValuesKernel.cu, ReduceMinValuesKernel.cu."""
+    """Returns the sizes of staging buffers of largest and smallest entries. Sources: cuda/ReduceMaxValuesKernel.cu,
+    ReduceMinValuesKernel.cu."""
     return _reduced(gpu, tensor, dims, result.itemsize, tensor.itemsize)
 
 
 def _log_sum_exp(gpu: Gpu, result, tensor, dims, *_, **__):
-    """The largest entries, and the exponentials: ReduceOps.cpp, logsumexp_out_impl."""
+    """Returns the sizes of the largest entries, the exponentials, and staging buffers. Source: ReduceOps.cpp,
+    logsumexp_out_impl."""
     copy = torch.empty_like(tensor, device="meta")
     return *_bytes(result), *_bytes(copy), *_reduced(gpu, copy, dims, result.itemsize, vector=_WIDE)
 

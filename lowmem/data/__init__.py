@@ -1,1 +1,2 @@
-"""From documents to batches. docs/data.md draws the way. Start with dataset.py, which calls the other files."""
+"""Turns documents into training batches. docs/data.md has a diagram. Start with dataset.py, which calls the other
+files."""

@@ -1,7 +1,7 @@
-"""Finds the assistant's part of a rendered conversation, which is trained on.
+"""Finds the assistant's answers in a conversation that a chat template rendered as text. Only answers are trained on.
 
-It is the part marked with {% generation %}. For a template without marks, shorter conversations are rendered: up to an
-answer, and up to its end. Their difference is the answer. docs/data.md has the exceptions.
+A template may mark answers with {% generation %}. For any other template, the conversation is rendered up to an answer,
+and again up to that answer's end. The difference of both texts is the answer. docs/data.md lists the exceptions.
 """
 
 import itertools
@@ -17,8 +17,8 @@ from lowmem.errors import InputError
 
 
 class Answers:
-    """Finds the assistant's answers in rendered conversations, and counts conversations with untrained answers or
-    reasoning."""
+    """Finds the assistant's answers in rendered conversations. For the log, it counts two kinds of conversations: those
+    of which only the last answer is trained on, and those whose reasoning the chat template leaves out."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.template = ChatTemplate(tokenizer)
@@ -31,7 +31,7 @@ class Answers:
 
     @property
     def notes(self) -> list[str]:
-        """Remarks on the conversations so far, for the log."""
+        """Returns remarks for the log on the conversations rendered so far."""
         last = f"only the last answer of {self._last_only:,} of them, since the chat template rewrites earlier ones"
         reasoning = (
             f"the chat template leaves out the reasoning of the last answer in {self._without_reasoning:,} of them; "
@@ -40,8 +40,9 @@ class Answers:
         return [last] * (self._last_only > 0) + [reasoning] * (self._without_reasoning > 0)
 
     def segments(self, conversation: Conversation, everything: bool) -> Segments:
-        """Returns the conversation as text, of which the assistant's answers are trained, or `everything`. InputError
-        if the template refuses the conversation, or if the answers are not found."""
+        """Renders `conversation` and splits its text into segments, (text, True if it is trained on). Answers are
+        trained on; with `everything`, the whole text is. Raises InputError if the template refuses the conversation, or
+        no answer is found."""
         text, marked = self.template.render(conversation)
         self.template.check(conversation, text)
         self._without_reasoning += not all(part in text for part in conversation.last_reasoning)
@@ -55,7 +56,8 @@ class Answers:
         return [segment for segment in [*segments, (text[start:], False)] if segment[0]]
 
     def _marked(self, conversation: Conversation, marked: list[Span]) -> list[Span]:
-        """Returns the `marked` spans of answers that are trained."""
+        """Selects, from all `marked` spans (those that the template marks as generated), the spans of answers to train
+        on."""
         if len(conversation.answers) == sum(message["role"] == "assistant" for message in conversation.messages):
             return marked
         spans, seen = [], 0
@@ -80,7 +82,8 @@ class Answers:
         return turns[-1:]
 
     def _turn(self, conversation: Conversation, text: str, index: int) -> Span | None:
-        """Returns the span of answer `index` in `text`, with its end-of-turn token; None if it is not found."""
+        """Returns (start, end) of message number `index`, an answer, in the rendered `text`. The span includes the
+        end-of-turn token. Returns None if the answer is not found."""
         start = self._start(conversation, text, index)
         rendered = self._rendered(conversation, index + 1)
         if start is None or rendered is None:
@@ -104,8 +107,9 @@ class Answers:
         return self._agreement(asked[0], text)  # the prompt begins a reasoning, which old turns do not have
 
     def _end(self, text: str, start: int, after: str) -> int | None:
-        """Returns the end of the turn that begins at `start`. Special tokens after it, both in `text` and in `after`,
-        belong to it; if both have none in common, the first in `text`."""
+        """Returns the end, in `text`, of the answer that begins at `start`; None if it is not found. `after` is the
+        conversation rendered only up to this answer. Special tokens that follow the answer in both texts belong to the
+        answer. If both have none in common, only the first special token in `text` does."""
         if not after.startswith(text[:start]):
             return None
         turn = after[start:]
@@ -121,13 +125,14 @@ class Answers:
         return None
 
     def _agreement(self, one: str, other: str) -> int:
-        """Returns the length of the longest common prefix that cuts no special token."""
+        """Returns the length of the longest common prefix of two texts that does not end inside a special token."""
         length = len(os.path.commonprefix([one, other]))
         cut = next((token for token in self._special.finditer(one) if token.start() < length < token.end()), None)
         return cut.start() if cut else length
 
     def _rendered(self, conversation: Conversation, count: int, ask: bool = False) -> tuple[str, list[Span]] | None:
-        """Renders the first `count` messages; None if the template refuses them without the others."""
+        """Renders the first `count` messages. With `ask`, the text ends with the template's prompt for an answer.
+        Returns None if the template refuses these messages."""
         try:
             return self.template.render(conversation, count, ask)
         except InputError:

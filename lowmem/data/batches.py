@@ -1,11 +1,12 @@
-"""Cuts tokens into batches: rows of tokens, and labels that say which tokens are trained.
+"""Cuts tokens into batches: rows of token ids, with labels that say which tokens are trained on.
 
-Text is **packed**: documents end to end, cut into rows of T inputs. **Examples** (conversations, prompts with
-completions) are one per row, padded on the right; `pack` says how much padding is computed. docs/data.md has drawings.
+Plain text is **packed**: documents are joined end to end and cut into rows of T inputs. **Examples** (conversations, or
+prompts with completions) have one row each, padded on the right. `pack` says how much of the padding is computed.
+docs/data.md has diagrams.
 
-A batch is a pure function of (seed, step), so a resumed run reads the same rows. Epoch e is a permutation drawn from a
-generator seeded with (seed, e). With a weight of 2 every row comes twice in an epoch. With 0.5 one half of the rows
-comes in this epoch, and the other half in the next.
+A batch depends only on (seed, step), so a resumed training run reads the same rows. Each epoch has a new order, drawn
+from a generator seeded with (seed, epoch). A text of weight 2 has each row twice in an epoch. A text of weight 0.5 has
+one half of its rows in an epoch, and the other half in the next.
 """
 
 import functools
@@ -24,8 +25,8 @@ PADDED, SORTED, PACKED = "padded", "sorted", "packed"
 
 
 class Rows:
-    """`documents` cut into rows of at most `seq` inputs. `name`: of the text, as the user gave it; `weight`: how often
-    each row is in an epoch."""
+    """Cuts `documents` into rows of at most `seq` input tokens. `name` is the text's name as the user gave it. `weight`
+    says how often an epoch contains each row."""
 
     def __init__(self, name: str, documents: Documents, seq: int, weight: float = 1.0):
         self.name, self.documents, self.seq, self.weight = name, documents, seq, weight
@@ -35,12 +36,13 @@ class Rows:
 
     @property
     def sizes(self) -> np.ndarray:
-        """The number of inputs of each row."""
+        """Returns the number of input tokens of each row."""
         documents = self.documents
         return np.full(self.count, self.seq) if documents.packed else np.asarray(documents.lengths) - 1
 
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a row's tokens (int64) and trained mask (bool): its inputs and one more, the last label."""
+        """Returns a row's token ids (int64), and a mask (bool) of the tokens that are trained on. A row has one token
+        more than inputs, because its last token is only a label."""
         if self.documents.packed:
             tokens = self.documents.tokens[row * self.seq : (row + 1) * self.seq + 1]
             return tokens.astype(np.int64), np.ones(self.seq + 1, bool)
@@ -48,7 +50,8 @@ class Rows:
         return self.documents.tokens[span].astype(np.int64), self.documents.trained[span]
 
     def where(self, row: int) -> list[str]:
-        """Returns the places of a row's texts: ["a.jsonl:17-23", "book.txt at 41.20%"]."""
+        """Names the places in the user's files that a row comes from, such as ["a.jsonl:17-23", "book.txt at
+        41.20%"]."""
         if not self.documents.packed:
             return self.documents.where(slice(row, row + 1))
         start = row * self.seq
@@ -59,9 +62,9 @@ class Rows:
         return names
 
     def of_epoch(self, epoch: int, seed: int, part: int) -> np.ndarray:
-        """Returns the rows of an epoch, in no particular order. Passes over all rows are joined end to end, and each
-        epoch takes the next `in_epoch` rows. A pass that epochs share is shuffled by (seed, pass, `part` of the
-        mixture)."""
+        """Returns the numbers of an epoch's rows, in no particular order. Passes over all rows are joined end to end,
+        and each epoch takes the next `in_epoch` rows. A pass that epochs share is shuffled, seeded with (seed,
+        pass, `part`). `part` is this text's index among all texts."""
         found = []
         place, end = epoch * self.in_epoch, (epoch + 1) * self.in_epoch
         while place < end:
@@ -75,12 +78,12 @@ class Rows:
 
 
 class Batches:
-    """A deterministic sequence of batches of `batch_rows` rows of `parts`, which all have one length.
+    """Gives a deterministic sequence of batches of `batch_rows` rows, drawn from all texts in `parts`.
 
-    With a `seed` it is endless, every epoch has another order, and a batch may span two epochs. With `seed` None (for
-    evaluation) rows keep their order, the last batch may be smaller, and batch i is batch i modulo `len()`. `fixed`
-    makes every batch the first one, which is then a whole epoch. `document_mask` applies to packed text, `pack`
-    (PADDED, SORTED or PACKED) to examples.
+    With a `seed`, the sequence never ends and is reshuffled every epoch; a batch may span two epochs. With `seed` None
+    (evaluation), rows keep their order and the last batch of a pass may be smaller. With `fixed`, every batch is the
+    first batch. `document_mask` stops attention at the ends of documents in packed text. `pack` (PADDED, SORTED or
+    PACKED) says how the padding of examples is treated.
     """
 
     remarks: tuple[str, ...] = ()  # for the description of the data
@@ -136,8 +139,8 @@ class Batches:
         return Batch(*(None if one is None else _tensor(one) for one in batch))
 
     def typical_lengths(self) -> list[int] | None:
-        """Returns the row lengths, longest first, of a batch with an epoch's average mix. None if all rows are full, or
-        computed as if they were."""
+        """Returns the lengths of a typical batch's rows, longest first: their distribution is that of an epoch. Returns
+        None if all rows are full, or their padding is computed."""
         if self.pack == PADDED or all(part.documents.packed for part in self.parts):
             return None
         if self.fixed:
@@ -149,7 +152,7 @@ class Batches:
         return sorted(_first_fit(lengths, self.parts[0].seq)[1], reverse=True) if self.pack == PACKED else lengths
 
     def where(self, step: int) -> list[str]:
-        """Returns the places of the texts of training batch `step`, in its order."""
+        """Names the places in the user's files that the rows of batch `step` come from, in the order of the rows."""
         return list(dict.fromkeys(name for part, row in self._rows_of(step) for name in part.where(row)))
 
     def _rows_of(self, step: int) -> list[tuple[Rows, int]]:
@@ -174,14 +177,14 @@ class Batches:
 
 
 def _quantiles(sizes: np.ndarray, count: int) -> np.ndarray:
-    """Returns `count` sizes with the same distribution, the smallest first."""
+    """Returns `count` numbers that are distributed like `sizes`, the smallest first."""
     return np.sort(sizes)[((np.arange(count) + 0.5) / count * len(sizes)).astype(int)]
 
 
 def _first_fit(sizes: Sequence[int], seq: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Packs pieces of these sizes into rows of `seq`. Returns each piece's (row, first position), and each row's
-    length. The longest piece comes first, each goes into the first row with room (first-fit decreasing: at most 11/9 of
-    the fewest rows plus one)."""
+    """Packs examples of the given `sizes` into rows of length `seq`. Returns each example's (row, first position), and
+    the length of each row. Uses first-fit decreasing, which needs at most 11/9 of the fewest possible rows, plus
+    one."""
     places, filled, rows = [(0, 0)] * len(sizes), np.zeros(len(sizes), np.int64), 0
     for piece in np.argsort([-size for size in sizes], kind="stable"):
         row = int(np.argmax(filled[: rows + 1] <= seq - sizes[piece]))  # the first that is true; a new row is empty

@@ -1,12 +1,12 @@
-"""Renders a conversation as one text, as the model is given it in inference.
+"""Renders a conversation as text with the tokenizer's chat template, as the model is given it in inference.
 
 A chat template is a Jinja program that belongs to the tokenizer. `ChatTemplate` differs from
 `tokenizer.apply_chat_template` in four points:
 
-- A template that asks for the date always gets the same date, so every run reads the same text.
-- It also returns the spans marked with {% generation %}.
-- Templates of vision models get content as a list of parts.
-- DeepSeek's templates get tool calls in an older form, if the usual form fails.
+- A template that asks for the date always gets the same date, so every training run reads the same text.
+- The spans marked with {% generation %} are returned, too.
+- Templates of vision models get each message's content as a list of parts.
+- DeepSeek's templates get tool calls in an older form if the usual form fails.
 """
 
 import contextlib
@@ -34,7 +34,8 @@ _QUESTION, _ANSWER = "a question", "an answer"
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
-    """Gives the tokenizer the template in `file`, which is exported with the model. Raises InputError."""
+    """Replaces the tokenizer's chat template by the one in `file`. It is exported with the model. Raises InputError if
+    the file cannot be read or its template cannot be used."""
     try:
         template = read_text(Path(file)).replace("\r\n", "\n").replace("\r", "\n")
     except InputError as error:
@@ -51,7 +52,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
 
 
 class ChatTemplate:
-    """The chat template of `tokenizer`."""
+    """Renders conversations with the chat template of `tokenizer`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -68,8 +69,9 @@ class ChatTemplate:
         self.end_of_turn = text.rpartition(_ANSWER)[2].strip() if _ANSWER in text else None
 
     def render(self, conversation: Conversation, count: int | None = None, ask: bool = False) -> tuple[str, list[Span]]:
-        """Returns the text of the first `count` messages (None: all), and the spans that are marked as generated.
-        `ask`: with the prompt for an answer. InputError if the template raises an error."""
+        """Returns the text of the first `count` messages (None: all), and the spans that the template marks as
+        generated. With `ask`, the text ends with the prompt for an answer. Raises InputError if the template raises any
+        error."""
         messages = conversation.messages[:count]
         try:
             return self._write(messages, conversation.tools, ask)
@@ -83,8 +85,8 @@ class ChatTemplate:
             ) from error
 
     def check(self, conversation: Conversation, text: str) -> None:
-        """Raises InputError if `text` cannot be written as UTF-8, or lacks tool calls or their results: many templates
-        know no tools."""
+        """Checks `text`, the rendered conversation. Raises InputError if UTF-8 cannot encode it. Also raises InputError
+        if tool calls or their results are missing, since many templates ignore them."""
         encodable(text, conversation.where, "the conversation")
         calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
         if calls and conversation.tools:  # the list of tools also has the names
@@ -120,7 +122,8 @@ def _in_parts(message: Message) -> Message:
 
 
 def _with_older_tool_calls(message: Message) -> Message:
-    """Returns `message` with the arguments of its tool calls as text, and a content of None next to them."""
+    """Returns `message` with the arguments of its tool calls as JSON text. If the message has no content, it gets
+    None."""
     if "tool_calls" not in message:
         return message
     calls = [(call, call["function"]) for call in message["tool_calls"]]

@@ -1,8 +1,8 @@
-"""Reads conversations: messages as the chat templates of Hugging Face's models expect them.
+"""Reads conversations from a data set's rows, as messages for the chat templates of Hugging Face models.
 
 A message is {"role": ..., "content": ...}. Its role is system, user, assistant, tool, or another one that the chat
-template names. Its other keys (`tool_calls`, `name`, `reasoning_content`, ...) reach the template unchanged.
-docs/data.md lists the ways of writing conversations: OpenAI's, ShareGPT's and TRL's.
+template names. Other keys (`tool_calls`, `name`, `reasoning_content`, ...) reach the template unchanged. docs/data.md
+lists the accepted ways of writing conversations: OpenAI's, ShareGPT's and TRL's.
 """
 
 from dataclasses import dataclass
@@ -31,12 +31,13 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # The names in tran
 
 
 class UntrainableRow(InputError):
-    """A row has nothing to train on: an empty text or completion, a conversation without an answer."""
+    """Signals a row with nothing to train on, such as an empty text, or a conversation without an answer."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """`where`: its place, for errors. `given`: the number of first messages that are not trained."""
+    """Holds the messages of one conversation. `where` is its place in the user's files, for error messages. The first
+    `given` messages are never trained on."""
 
     where: str
     messages: list[Message]
@@ -45,7 +46,8 @@ class Conversation:
 
     @property
     def answers(self) -> list[int]:
-        """The indices of the messages that are trained."""
+        """Returns the indices of the messages to train on: the assistant's, except those that the row excludes from
+        training."""
         return [
             index
             for index, message in enumerate(self.messages)
@@ -56,7 +58,8 @@ class Conversation:
 
     @property
     def last_reasoning(self) -> list[str]:
-        """The reasoning of the last answer, if the row has one: between <think> and </think>, or under a key."""
+        """Returns the reasoning texts of the last answer: text between <think> and </think>, or under a key such as
+        `thinking`. Returns an empty list if there are none."""
         message = self.messages[self.answers[-1]] if self.answers else {}
         thoughts = [message[name] for name in _REASONING if isinstance(message.get(name), str)]
         within, ended, _ = message.get("content", "").rpartition("</think>")
@@ -65,8 +68,8 @@ class Conversation:
 
 
 def read_conversation(record: Record, columns: tuple[str, ...], template: str = "") -> Conversation:
-    """Returns the messages in `columns`, for the chat `template`; of two columns only the second is trained. Raises
-    InputError."""
+    """Reads the messages in one or two `columns` of a row. Of two columns, only the second is trained on. `template` is
+    the text of the chat template, which may name unusual roles. Raises InputError."""
     first, *rest = (_messages(record, column, template) for column in columns)
     if (text := system_text(record)) and not (first and first[0]["role"] in ("system", "developer")):
         first = [{"role": "system", "content": text}, *first]
@@ -74,7 +77,7 @@ def read_conversation(record: Record, columns: tuple[str, ...], template: str = 
 
 
 def system_text(record: Record) -> str:
-    """Returns the text of the row's system column; "" if there is none. Raises InputError."""
+    """Returns the text of the row's system column, such as `system_prompt`; "" if there is none. Raises InputError."""
     filled = {name: record.columns[name] for name in SYSTEM_COLUMNS if record.columns.get(name)}
     for name, text in filled.items():
         if not isinstance(text, str):
@@ -85,7 +88,8 @@ def system_text(record: Record) -> str:
 
 
 def parse_within(text: str, place: str, this_is: str) -> Any:
-    """Returns the value of the JSON `text` in a row. `this_is`, for the InputError: "tools is", "the arguments are"."""
+    """Parses `text`, JSON inside a row. Raises InputError for invalid JSON. The error message begins with `place` and
+    `this_is`, such as "tools is" or "the arguments are"."""
     try:
         return parse_json(text, "line")
     except InputError as error:
@@ -93,7 +97,8 @@ def parse_within(text: str, place: str, this_is: str) -> Any:
 
 
 def encodable(text: str, where: str, name: str) -> str:
-    """Returns `text`. InputError if UTF-8 cannot encode it."""
+    """Returns `text` unchanged. Raises InputError if UTF-8 cannot encode it; `where` and `name` tell which text that
+    is."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -117,7 +122,8 @@ def _messages(record: Record, column: str, template: str) -> list[Message]:
 
 
 def _message(value: dict[str, Any], place: str, template: str) -> Message:
-    """Returns `value` with the keys and roles that chat templates read, and without null values."""
+    """Converts one message to the keys and roles that chat templates read, without null values. `template` is the chat
+    template, which may name unusual roles. Raises InputError, which begins with `place`."""
     message = {key: item for key, item in value.items() if item is not None}
     said, content = _either(message, "role", "from", place), _either(message, "content", "value", place)
     message.pop("content", None)
@@ -144,7 +150,8 @@ def _message(value: dict[str, Any], place: str, template: str) -> Message:
 
 
 def _either(message: Message, name: str, other: str, place: str) -> Any:
-    """Returns the value under one of two names, and removes the `other` name."""
+    """Returns a message's value under `name`, or under its synonym `other`, which is removed. Raises InputError if both
+    are present and differ."""
     value = message.pop(other, None)
     if value is not None and message.get(name, value) != value:
         raise InputError(f"{place}: {name} and {other} differ; keep one of them")
@@ -152,7 +159,8 @@ def _either(message: Message, name: str, other: str, place: str) -> Any:
 
 
 def _role(said: str, place: str, template: str) -> str:
-    """Returns the role as chat templates call it."""
+    """Converts a role as written, such as "Human:", to the name that chat templates use. Other roles are kept if the
+    chat `template` names them. Raises InputError for the rest."""
     plain = _plain(said)
     named = f"'{said}'" in template or f'"{said}"' in template
     if plain in _ROLES and not (named and said in _KEPT_IF_NAMED):
@@ -182,7 +190,8 @@ def _text(content: Any, place: str) -> str:
 
 
 def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns a tool call with its arguments as an object: OpenAI writes them as text, chat templates take objects."""
+    """Returns a tool call with its arguments as an object, as chat templates expect. OpenAI writes arguments as JSON
+    text."""
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InputError(
@@ -196,7 +205,7 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _objects(value: Any, place: str, name: str) -> list[dict[str, Any]]:
-    """Returns the list of objects in `value`, which may be JSON text, or a single object. Raises InputError."""
+    """Returns the list of objects in `value`: a list, a single object, or JSON text of either. Raises InputError."""
     if isinstance(value, str):
         value = parse_within(value, place, f"{name} is")
     values = [value] if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Loads a run's data: reads and tokenizes the texts, holds some out for evaluation, and cuts them into batches."""
+"""Loads the data of a training run: tokenizes texts, holds some out for evaluation, and cuts them into batches."""
 
 import functools
 import hashlib
@@ -29,7 +29,7 @@ STREAMED_EVALUATION_ROWS = 1024
 
 @dataclass(frozen=True)
 class Data:
-    """A run's batches."""
+    """Holds the batches of a training run, and functions that keep or discard the stored tokens."""
 
     train: Batches
     evaluations: tuple[Batches, ...]  # one for each held-out text
@@ -43,14 +43,15 @@ def load_data(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None = None,
     decoder_start: int | None = None,
 ) -> Data:  # fmt: skip
-    """Reads and tokenizes the data, holds a part out, and cuts it into rows. InputError names the place in the data.
+    """Reads and tokenizes the data, holds a part out for evaluation, and cuts all into batches. Raises InputError,
+    which names the place in the data.
 
     vocabulary_size  Number of ids that the model embeds.
-    folder           The run's folder, which may have the tokens of an earlier start.
+    folder           The training run's folder, which may have the tokens of an earlier start.
     decoder_start    The id before each target, for encoder-decoders.
 
     The held-out part is `eval_data`, or the validation split of each source, or else `eval_fraction` of its documents.
-    `steps` bounds how much of a streamed source is read.
+    `steps` limits how much of a streamed source is read.
     """
     settings = DataSettings.of(settings)
     if settings.chat_template is not None:
@@ -79,7 +80,7 @@ def load_data(
 
 
 class _Reader:
-    """Opens the sources that the settings name, and tokenizes them."""
+    """Opens the sources that the settings name (files, folders, data sets of the hub), and tokenizes them."""
 
     def __init__(
         self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None
@@ -98,7 +99,8 @@ class _Reader:
         self.needed_rows = settings.batch if settings.fixed_batch else rows
 
     def read(self, folder: ArrayFolder) -> list[Part]:
-        """Returns the documents of each source, then of each held-out text, written into `folder`."""
+        """Tokenizes each source, then each text of --eval-data, and writes the tokens into `folder`. Returns one Part
+        for each."""
         paths = [path for source in (*self.sources, *self.evaluated) for path in source.content]
         folder.source_bytes = sum(path.stat().st_size for path in paths if isinstance(path, Path))
         # A second time for the held-out share:
@@ -127,8 +129,8 @@ class _Reader:
 
 
 def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part]) -> Iterator[Part]:
-    """Yields `parts` without training documents that another part holds out. Documents in the `named` held-out texts
-    stay, with a note."""
+    """Yields `parts` without the training documents that another part holds out for evaluation. Documents that are also
+    in `named`, the texts of --eval-data, stay in training; a note for the log says so."""
     for part in parts:
         train = part.train
         others = [other.evaluation.keys for other in parts if other is not part and other.evaluation is not None]
@@ -143,7 +145,7 @@ def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part])
 
 
 def _cut(source: Source, part: Part, seq: int) -> Part:
-    """Returns `part` with Rows in place of documents."""
+    """Returns `part` with its documents cut into Rows of at most `seq` inputs."""
     train = part.train and Rows(source.spec, part.train, seq, source.weight)
     return part._replace(train=train, evaluation=part.evaluation and Rows(source.spec, part.evaluation, seq))
 
@@ -151,7 +153,8 @@ def _cut(source: Source, part: Part, seq: int) -> Part:
 def _batches(
     parts: list[Part], settings: DataSettings, end_of_text: int, decoder_start: int | None
 ) -> tuple[Batches, list[Batches]]:
-    """Returns batches of all trained texts, and of each held-out text. InputError for a text without a row."""
+    """Returns batches of all training texts together, and a list with batches of each held-out text. Raises InputError
+    for a text that does not fill one row."""
     trained = [part.train for part in parts if part.train is not None]
     # A text that is given twice is evaluated once.
     held_out = list({part.evaluation.name: part.evaluation for part in parts if part.evaluation is not None}.values())
@@ -189,7 +192,8 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase, train: Batches, *evaluation
 
 
 def _describe(sources: list[Source], parts: list[Part], train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns a line for each text and one for the mixture; a single text has one line in all."""
+    """Returns the description of the data for the log: a line for each text, and one for their mixture. A single text
+    gets only one line."""
     lines = []
     for source, part in zip(sources, parts, strict=True):
         name = source.name + source.remark

@@ -1,9 +1,9 @@
-"""Tokenizes the documents of a source, and holds a part of them out.
+"""Tokenizes the documents of a source, and holds some of them out for evaluation.
 
-Token ids are in files: 2 bytes each for up to 65,536 ids, else 4. Examples have one more byte for the trained mask. RAM
-holds 32 bytes per document, the names of the files, and at most TOKENIZING_BYTES of text. Four things need more: a long
-word with Unigram or WordPiece, SentencePiece's own library, a `.json` list, and a row of a table. While the held-out
-part is written, the disk holds twice the data.
+Token ids are stored in files: 2 bytes each for up to 65,536 ids, else 4. Examples take one more byte per token, which
+says whether it is trained on. RAM holds 32 bytes per document, the names of the files, and at most TOKENIZING_BYTES of
+text. Four things need more RAM: a long word with Unigram or WordPiece, SentencePiece's own library, a `.json` list, and
+a row of a table. While held-out documents are written, the disk holds the data twice.
 """
 
 import dataclasses
@@ -37,7 +37,8 @@ _PROGRESS_AFTER_SECONDS = 2
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The tokens of n documents end to end."""
+    """Holds the tokens of n documents end to end, with each document's length, content hash and place in the user's
+    files."""
 
     tokens: StoredArray  # uint16 or uint32 [N], an end-of-text token after each document
     lengths: np.ndarray  # int64 [n], in tokens
@@ -50,11 +51,12 @@ class Documents:
 
     @property
     def packed(self) -> bool:
-        """True if documents may be cut and joined; otherwise each document is one example."""
+        """Returns True if documents may be cut and joined to rows; False if each document is one example."""
         return self.trained is None
 
     def select(self, chosen: np.ndarray, folder: ArrayFolder) -> "Documents":
-        """Returns the documents for which `chosen` (bool [n]) is true; their tokens are written into `folder`."""
+        """Returns the documents for which `chosen` (bool [n]) is True. Their tokens are copied into new files in
+        `folder`."""
         ends = np.cumsum(self.lengths)
         edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)).reshape(-1, 2)  # of runs of neighbours
         spans = [(ends[first] - self.lengths[first], ends[after - 1]) for first, after in edges]
@@ -73,7 +75,7 @@ class Documents:
         )
 
     def between(self, start: int, stop: int) -> "Documents":
-        """Returns tokens `start` to `stop` of packed text; the first and the last document may be cut."""
+        """Returns tokens `start` to `stop` of packed text. The first and the last document may be cut."""
         ends = np.cumsum(self.lengths)
         starts = ends - self.lengths
         inside = (ends > start) & (starts < stop)
@@ -86,7 +88,7 @@ class Documents:
         )
 
     def where(self, chosen: slice) -> list[str]:
-        """Returns the places of neighbouring documents, one per file: ["a.jsonl:17-23", "b.txt"]."""
+        """Names the places of consecutive documents, one entry per file, such as ["a.jsonl:17-23", "b.txt"]."""
         found = []
         for file, places in itertools.groupby(self.places[chosen].tolist(), key=lambda place: place[0]):
             numbers = [number for _, number in places if number]
@@ -98,8 +100,8 @@ def read_documents(
     source: Source, records: Iterable[Record], rows_limit: int | None, settings: DataSettings,
     tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: ArrayFolder,
 ) -> Documents:  # fmt: skip
-    """Tokenizes all documents of `records`, or as many as fill `rows_limit` rows, and writes the tokens into
-    `folder`."""
+    """Tokenizes `records`, the rows of `source`, and writes their tokens into `folder`. Stops when the tokens fill
+    `rows_limit` rows; None reads all records."""
     first, records = with_first_filled(iter(records))
     if first is None:
         raise InputError(f"{source.name}: there is no document in it")
@@ -123,11 +125,12 @@ def read_documents(
 
 
 def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolder) -> tuple[Documents, Documents, str]:
-    """Splits `documents` into (training, held out, description). `fraction` counts tokens (examples: rows).
+    """Splits `documents` into (training, held out, description). The held-out share of tokens, or of examples, is about
+    `fraction`.
 
-    Whole documents are held out, in the order of their hash. Equal documents have equal hashes and stay together, so no
-    held-out text is trained on. A document that would more than double the part stays in training. If text has too few
-    documents for that (one book), its last tokens are held out.
+    Whole documents are held out, in the order of their content hash. Equal documents have equal hashes, so no held-out
+    text is trained on. A document stays in training if it would make the held-out part more than twice as large as
+    wanted. Text with too few documents, such as one book, has its last tokens held out.
     """
     packed = documents.packed
     sizes = documents.lengths if packed else np.ones_like(documents.lengths)
@@ -161,7 +164,7 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
 
 
 def _with_progress(records: Iterable[Record], name: str, writer: "_Writer") -> Iterator[Record]:
-    """Yields `records`, and shows a progress line on a terminal if they take long."""
+    """Yields `records`, and shows the `writer`'s progress on a terminal if they take long."""
     hidden = sys.stderr is None or not sys.stderr.isatty()
     with tqdm(
         desc=f"tokenizing {name[-40:]}", file=sys.stderr, unit=" tokens", unit_scale=True,
@@ -174,7 +177,7 @@ def _with_progress(records: Iterable[Record], name: str, writer: "_Writer") -> I
 
 
 class _Writer:
-    """Tokenizes documents, _BATCH_CHARACTERS at a time, and writes their ids end to end."""
+    """Tokenizes documents, _BATCH_CHARACTERS at a time, and writes their token ids end to end into files."""
 
     def __init__(
         self, format: Format, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, settings: DataSettings,
@@ -248,7 +251,8 @@ class _Writer:
             self._write(record, segments, ids, trained)
 
     def _write(self, record: Record, segments: Segments, ids: np.ndarray, trained: np.ndarray) -> None:
-        """Writes a record's tokens, and the tokens that begin or end its document if they are missing."""
+        """Writes a record's token ids. Adds the tokens that begin or end a document if the text lacks them. Examples
+        are cut to the length limit."""
         texts = [text for text, _ in segments]
         if not record.begun and not "".join(texts).startswith(self.begin_text):
             texts = [self.begin_text, *texts]
@@ -279,8 +283,9 @@ class _Writer:
             self._end_document(record)
 
     def _room_for(self, trained: np.ndarray) -> np.ndarray:
-        """Returns the indices of an example's tokens that fit. Source and target have separate limits, so a long prompt
-        takes no room from the answer."""
+        """Returns the indices of an example's tokens that fit the length limit. An encoder-decoder's source and target
+        have separate limits, so a long prompt does not shorten the answer. `trained` is the mask of the example's
+        trained tokens."""
         indices = np.arange(len(trained))
         if self.target_tokens is None:
             return indices[: self.seq + 1]
@@ -297,6 +302,6 @@ class _Writer:
 
 
 def _joined(*parts: tuple[Iterable[int], np.ndarray | bool]) -> Example:
-    """Joins ids and trained masks end to end."""
+    """Joins pairs of token ids and trained mask end to end. A mask may be one bool for all ids of its pair."""
     trained = [np.broadcast_to(trained, len(ids)) for ids, trained in parts]
     return np.concatenate([np.asarray(ids, np.int32) for ids, _ in parts]), np.concatenate(trained)

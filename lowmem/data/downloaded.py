@@ -1,7 +1,7 @@
-"""Finds the trained and the held-out files of a data set that was downloaded from the hub.
+"""Finds the training and the held-out files of a data set that was downloaded from the Hugging Face hub.
 
-The data set's card (README.md) names the splits, or else the file names do, as for the hub's client. docs/data.md has
-the rules.
+The data set's card (README.md) names the files of each split. Without such a card, the names of files and folders tell
+the splits, as for the hub's own client. docs/data.md has the rules.
 """
 
 import glob
@@ -28,7 +28,8 @@ Splits = dict[str, list[Path]]
 
 
 class Layout(NamedTuple):
-    """The files of the trained split and of the held-out split, called `name`."""
+    """Lists the files of a data set's training split and of its held-out split. `name` is the name of the held-out
+    split."""
 
     train: list[Path]
     held_out: list[Path]
@@ -37,8 +38,9 @@ class Layout(NamedTuple):
 
 
 def find_layout(folder: Path, files: list[Path], config: str | None) -> Layout | None:
-    """Returns the splits of the data set in `folder`, which holds `files`; None if it is no downloaded data set.
-    `config`: the name of a configuration. Raises InputError."""
+    """Finds the training and held-out files of the data set that was downloaded into `folder`. `files` are all files
+    there; `config` is the name of a configuration. Returns None if the folder is no such data set. Raises
+    InputError."""
     card = _card(folder)
     name, chosen = _configuration(folder, card, config)
     if "data_dir" in chosen:
@@ -66,7 +68,7 @@ def find_layout(folder: Path, files: list[Path], config: str | None) -> Layout |
 
 
 def _card(folder: Path) -> dict[str, Any] | None:
-    """Returns the YAML at the beginning of the data set's card; None if it has none."""
+    """Returns the YAML header of the data set's card (README.md). Returns None if there is no such card."""
     try:
         text = read_text(folder / _CARD).replace("\r\n", "\n")
         before, _, rest = text.partition("---\n")
@@ -78,7 +80,8 @@ def _card(folder: Path) -> dict[str, Any] | None:
 
 
 def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None) -> tuple[str, dict[str, Any]]:
-    """Returns name and content of the configuration `asked`, or of the default; ("", {}) if there is none."""
+    """Returns name and content of the configuration `asked` for, or of the default one if that is None. Returns ("",
+    {}) if the card lists none. Raises InputError if the choice is unknown or ambiguous."""
     items = (card or {}).get("configs")
     items = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
     configs = {str(item.get("config_name")): item for item in items}
@@ -97,7 +100,8 @@ def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None)
 
 
 def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: Any) -> Splits:
-    """Returns the files that a configuration names for each split; some may not have been downloaded."""
+    """Returns {split: files} as a configuration's `data_files` says, without splits whose files were not downloaded.
+    Raises InputError if the training split's files are missing."""
     patterns: dict[str, list[str]] = {}
     for item in data_files if isinstance(data_files, list) else [data_files]:
         split, paths = (item.get("split"), item.get("path")) if isinstance(item, dict) else ("train", item)
@@ -118,7 +122,8 @@ def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: An
 
 
 def _of_one_kind(files: list[Path]) -> list[Path]:
-    """Returns the files of the most common kind of table, packed or not; the .txt files if there is no table."""
+    """Returns the files of the most common table format, compressed or not. Returns the .txt files if there are no
+    tables."""
     counted = Counter(map(_kind, files))
     most = max(TABLE_SUFFIXES, key=lambda kind: counted[kind])
     return [file for file in files if _kind(file) == (most if counted[most] else ".txt")]
@@ -130,7 +135,8 @@ def _kind(file: Path) -> str:
 
 
 def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
-    """Returns the splits that the file names say, by the first of three rules that finds one."""
+    """Groups `files` by the splits that their names tell. Three rules are tried; the first one that finds a split
+    decides."""
     for split_in in (
         lambda name: (match := _SHARD.fullmatch(name.as_posix())) and match[1],
         lambda name: split_of(" ".join(name.parent.parts)),
@@ -146,7 +152,8 @@ def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
 
 
 def _tell_splits(splits: Splits, files: list[Path]) -> bool:
-    """True if the names show a data set with a held-out split; a single `test of time.txt` does not."""
+    """Returns True if the file names show a training split and at least one other. For .txt files, every name must show
+    a split."""
     kinds = {split_of(split) for split in splits}
     all_told = sum(map(len, splits.values())) == len(files)
     return "train" in kinds and len(kinds) > 1 and (all_told or _kind(files[0]) != ".txt")

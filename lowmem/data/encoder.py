@@ -1,4 +1,4 @@
-"""Encodes texts as token ids: on all processors, in bounded memory."""
+"""Encodes texts as token ids, on all processors and in bounded memory."""
 
 from collections.abc import Callable
 
@@ -14,9 +14,9 @@ _PROBE = "".join(f"{before}\n{after}" for before in "a1.)é中\u0301🙂" for af
 
 
 class Encoder:
-    """Encodes by `tokenizer`, without adding special tokens. Special tokens written in a text (an <|endoftext|> between
-    two books) become their ids, as in all of Hugging Face's tokenizers. RAYON_NUM_THREADS is the number of processors.
-    Long texts are encoded in windows (long_text.py)."""
+    """Encodes texts with `tokenizer`, without adding special tokens. Special tokens written in a text, such as
+    <|endoftext|>, become their ids, as in all Hugging Face tokenizers. RAYON_NUM_THREADS sets the number of processors.
+    Long texts are encoded in overlapping windows (long_text.py)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -30,12 +30,13 @@ class Encoder:
         return [tokens[:, 0] for tokens in self._all(texts, self._encode)]
 
     def long_text(self) -> LongText:
-        """Encodes a text that comes in pieces."""
+        """Returns a new LongText, which encodes one text that arrives in pieces."""
         return self._long_text(self._encode)
 
     def with_places(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Returns the ids of each text, and the characters at which each token begins and ends, int32 [tokens, 2]. The
-        places are None if the tokenizer does not know them. White space that an added token strips is not in it."""
+        """Returns each text's ids, and the positions in characters at which each token begins and ends, int32 [tokens,
+        2]. Positions are None if the tokenizer does not report them. They exclude white space that an added token
+        strips."""
         if self._backend is None:
             return [(ids, None) for ids in self(texts)]
         found = self._all(texts, self._encode_with_offsets)
@@ -55,7 +56,7 @@ class Encoder:
         return [next(short) if len(text) <= WINDOW else self._long_text(encode).add(text, last=True) for text in texts]
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
-        """Returns ids, int32 [tokens, 1]."""
+        """Returns the ids of each text, int32 [tokens, 1]."""
         if self._backend is not None:
             encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
             ids = (one.ids for one in encoded)  # one list of Python's numbers at a time
@@ -66,7 +67,8 @@ class Encoder:
         return [np.asarray(one, np.int32)[:, None] for one in ids]
 
     def _encode_with_offsets(self, texts: list[str]) -> list[Tokens]:
-        """Returns ids and places, int32 [tokens, 3]. A postprocessor would trim the white space off a token's place."""
+        """Returns each text's (id, begin, end) per token, int32 [tokens, 3]. The tokenizer's postprocessor is switched
+        off, since it would exclude white space from a token's begin and end."""
         processor, self._backend.post_processor = self._backend.post_processor, None
         try:
             encoded = self._backend.encode_batch(texts, add_special_tokens=False)
@@ -80,7 +82,7 @@ class Encoder:
 
 
 def _in_batches(texts: list[str], encode: Callable[[list[str]], list[Tokens]]) -> list[Tokens]:
-    """Calls `encode` for batches of BATCH_BYTES or a little more."""
+    """Calls `encode` on batches of texts of about BATCH_BYTES, and joins the results."""
     found, batch, size = [], [], 0
     for text in texts:
         batch.append(text)
@@ -92,7 +94,8 @@ def _in_batches(texts: list[str], encode: Callable[[list[str]], list[Tokens]]) -
 
 
 def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """Returns the Rust tokenizer behind `tokenizer` if it gives the same ids: without masks it takes half the time."""
+    """Returns the Rust tokenizer behind `tokenizer`: used directly, it builds no masks and takes half the time. Returns
+    None if there is none, or if it gives other ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     ids = tokenizer([_PROBE], add_special_tokens=False)["input_ids"]  # this also sets the backend's truncation
     same = isinstance(backend, Tokenizer) and backend.encode_batch_fast([_PROBE], add_special_tokens=False)[0].ids
@@ -100,7 +103,8 @@ def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
 
 
 def _word_starts(backend: Tokenizer | None) -> str | None:
-    """Returns the white space before which a Unigram tokenizer ends a word; None for other models."""
+    """Returns the white-space characters before which a Unigram tokenizer always ends a word. Returns None for other
+    models."""
     if backend is None or not isinstance(backend.model, models.Unigram):
         return None
     found = ""

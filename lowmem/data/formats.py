@@ -1,7 +1,7 @@
-"""Turns a row's columns into the text that is trained on: plain text, conversations, prompts with completions.
+"""Turns a row's columns into the text to train on: plain text, a conversation, or a prompt with its completion.
 
-The columns of a source's first row decide; docs/data.md has the table. A row's text comes in segments, (text, trained),
-which are tokenized together (seams.py).
+The columns of a source's first row decide which; docs/data.md has the table. A row's text comes in segments, (text,
+True if it is trained on). The segments of a row are tokenized together (seams.py).
 """
 
 import itertools
@@ -36,7 +36,8 @@ _MOST_BLANK = 10_000  # rows before the first one that is filled
 
 
 class Format:
-    """Reads the rows of one source."""
+    """Converts rows of one source to text. Each subclass reads certain columns. With `everything`, prompts are trained
+    on too."""
 
     packed = False  # documents may be cut and joined; otherwise each row is one example
     more: tuple[str, ...] = SYSTEM_COLUMNS  # columns that are used if a row has them
@@ -51,12 +52,14 @@ class Format:
 
     @property
     def description(self) -> str:
-        """The summary, and notes on the rows that have been read."""
+        """Describes the source's rows for the log: the format, remarks on the rows read so far, and columns that are
+        not used."""
         unused = [f"columns not used: {_listed(self._unused)}"] if self._unused else []
         return "; ".join(filter(None, [self.summary, *self.notes, *unused]))
 
     def segments(self, record: Record) -> Segments:
-        """Returns the text of a row in segments. InputError, or UntrainableRow, with the row's place."""
+        """Returns the text of a row in segments, (text, True if it is trained on). Raises InputError, or UntrainableRow
+        if there is nothing to train on; both name the row's place."""
         for name in (*record.columns, *record.unread):
             if name not in self._needed and name not in self.more:
                 self._unused[name] = None
@@ -100,7 +103,8 @@ class _Prompts(Format):
 
 
 class _Alpaca(Format):
-    """`instruction` with `input` and `output`, or with `context` and `response`."""
+    """Writes rows with `instruction`, `input` and `output` (or `instruction`, `context` and `response`) in Alpaca's
+    wording."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -126,8 +130,8 @@ class _Alpaca(Format):
 
 
 class _Conversations(Format):
-    """Messages through the chat template. A tokenizer without one gets the default template, which is then exported
-    with the model."""
+    """Renders messages with the chat template. A tokenizer without a template gets the default one, which is then
+    exported with the model."""
 
     more = (*SYSTEM_COLUMNS, "tools", "functions")
 
@@ -169,7 +173,8 @@ _FORMATS: dict[tuple[str, ...], type[Format]] = {  # by the columns that each ro
 
 
 def with_first_filled(records: Iterator[Record]) -> tuple[Record | None, Iterable[Record]]:
-    """Returns the first of `records` with a value that is not null, and all records; None if there are no records."""
+    """Returns the first record that has a value other than null, and an iterator over all records. Looks at no more
+    than _MOST_BLANK records. The first result is None if there are no records."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)
@@ -179,7 +184,8 @@ def with_first_filled(records: Iterator[Record]) -> tuple[Record | None, Iterabl
 
 
 def find_format(record: Record, text_field: str, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Format:
-    """Returns the format that the columns of `record` (a source's first) show. InputError if they show none or two."""
+    """Returns the format for the columns of `record`, a source's first row. `text_field` is the column of plain text.
+    `train_on` is "completion" or "all". Raises InputError if no format fits, or several do."""
     text = (text_field,)
     formats = _FORMATS | {text: _Text}
     found = [columns for columns in formats if record.columns.keys() >= {*columns}]
@@ -203,7 +209,7 @@ def find_format(record: Record, text_field: str, train_on: str, tokenizer: PreTr
 
 
 def _beginning_of_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Returns the ids that the tokenizer puts before a text."""
+    """Returns the ids of the special tokens that the tokenizer puts before a text."""
     whole, text = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
     starts = [start for start in range(len(whole)) if whole[start : start + len(text)] == text]
     return tuple(whole[: starts[0]]) if starts else ()
@@ -249,7 +255,7 @@ def _unreadable(record: Record, text_field: str) -> InputError:
 
 
 def _refuse_labels(record: Record) -> None:
-    """Raises InputError for rows with a label for good and bad answers: bad ones must not be trained on."""
+    """Raises InputError for a row with a label of good and bad answers, since bad answers must not be trained on."""
     for column in LABEL_COLUMNS:
         if isinstance(record.columns.get(column), bool):
             raise InputError(
@@ -275,7 +281,8 @@ def _filled(record: Record, column: str) -> str:
 
 
 def _history(record: Record) -> list[list[str]]:
-    """Returns the earlier turns, [instruction, response] each; CSV has the list as JSON text."""
+    """Returns the earlier turns of a conversation in a row, as pairs [instruction, response]. In CSV the column is JSON
+    text."""
     turns = record.columns.get("history")
     if isinstance(turns, str):
         turns = parse_within(turns, record.where, "history is") if turns.strip() else []

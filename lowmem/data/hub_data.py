@@ -1,6 +1,7 @@
-"""Reads data sets of the Hugging Face hub, by name or as `save_to_disk` wrote them, with the package `datasets`.
+"""Reads data sets of the Hugging Face hub with the package `datasets`: by name, or from a folder that `save_to_disk`
+wrote.
 
-One split is trained on, and one is held out; the description of the data names the others.
+One split is trained on, and one is held out. The description of the data names the others.
 """
 
 import re
@@ -25,14 +26,15 @@ _ARTICLE_TITLE = re.compile(r" = [^=].*[^=] = \n?")
 
 
 def split_of(name: str) -> str | None:
-    """Returns the kind of split in a name such as `train_sft` or `dev-00000-of-00001.parquet`: a key of
-    _SPLIT_WORDS."""
+    """Returns the kind of split that a name shows: "validation", "test", "train" or None. For example, `train_sft` and
+    `train-00000-of-00001.parquet` are of kind "train"."""
     words = set(_WORD_ENDS.split(name.lower()))
     return next((split for split, known in _SPLIT_WORDS.items() if words & known), None)
 
 
 def choose_splits(names: Sequence[str]) -> tuple[str, str | None, str]:
-    """Returns the trained split, the held-out split, and a remark for the description of the data."""
+    """Chooses the split to train on and the split to hold out (or None) from the `names` of all splits. Also returns a
+    remark for the description of the data."""
     train = "train" if "train" in names else next((name for name in names if split_of(name) == "train"), names[0])
     others = [name for name in names if name != train]
     same = [name for name in others if _WORD_ENDS.split(name)[1:] == _WORD_ENDS.split(train)[1:]]  # test_sft, train_sft
@@ -44,7 +46,8 @@ def choose_splits(names: Sequence[str]) -> tuple[str, str | None, str]:
 
 
 def hub_source(path: str, config: str | None, text_field: str, steps: int | None, streamed: bool = False) -> Source:
-    """Returns a data set of the hub, in the cache or over the network. Raises InputError."""
+    """Opens a data set of the hub, from the cache or over the network. If training has a number of `steps`, a large
+    data set is streamed. `config` is the name of the data set's configuration. Raises InputError."""
     spec = f"{path}:{config}" if config else path
     datasets = _datasets(spec)
     if streamed and steps is None:
@@ -65,7 +68,7 @@ def hub_source(path: str, config: str | None, text_field: str, steps: int | None
 
 
 def saved_to_disk(path: Path, text_field: str) -> Source | None:
-    """Returns the data set that `save_to_disk` wrote into this folder; None for another folder."""
+    """Opens the data set that `save_to_disk` wrote into the folder `path`. Returns None for any other folder."""
     train, held_out, remark = "", None, ""
     if (path / "dataset_dict.json").is_file():
         train, held_out, remark = choose_splits(_names_of_splits(path / "dataset_dict.json"))
@@ -138,7 +141,7 @@ def _hub_error(spec: str, error: Exception) -> InputError:
 
 
 def joined_articles(rows: Iterable[Record], text_field: str) -> Iterator[Record]:
-    """Joins WikiText's rows, which are lines, to articles. An article begins at a line ` = Title = `."""
+    """Joins WikiText's rows, which are single lines, to articles. An article begins at a line ` = Title = `."""
     lines: list[str] = []
     where = ""
     for row in rows:

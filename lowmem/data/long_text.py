@@ -1,7 +1,8 @@
 """Tokenizes a text that is too long to tokenize at once, in bounded memory and on all processors.
 
-The text is cut into overlapping windows, which are joined in the middle of tokens that both have. If two windows
-disagree, the second begins a little earlier, or else the first grows. docs/data.md says why the tokens are exact.
+The text is cut into overlapping windows of 65,536 characters or more, which are tokenized separately. Two neighbouring
+windows are joined in the middle of the tokens that both have in their overlap. If their tokens there differ, the second
+window begins a little earlier, or else the first one is enlarged. docs/data.md says why the result is exact.
 """
 
 import itertools
@@ -17,8 +18,8 @@ Tokens = np.ndarray  # int32 [tokens, 1 or 3]: the id, and where the token begin
 
 
 class LongText:
-    """Tokenizes one text that comes in pieces; `encode` encodes shorter texts. `word_starts`: the characters that a
-    window may begin with; None for any character."""
+    """Tokenizes one text that arrives in pieces, window by window (see the module). `encode` tokenizes windows. Windows
+    begin only with a character in `word_starts`; None allows any character."""
 
     def __init__(self, encode: Callable[[list[str]], list[Tokens]], word_starts: str | None = None):
         self._encode, self._word_starts = encode, word_starts
@@ -29,7 +30,8 @@ class LongText:
         self._given = 0  # tokens of the last window that the window before it has, too
 
     def add(self, piece: str, last: bool = False) -> Tokens:
-        """Returns the next tokens that no later piece can change; all others if this piece is the `last`."""
+        """Adds a piece of the text. Returns the next tokens that no later piece can change; all remaining tokens if
+        this is the `last` piece."""
         self._text += piece
         found = []
         while self._window is not None or len(self._text) >= self._end or last:
@@ -47,7 +49,8 @@ class LongText:
         return np.concatenate(found) if found else np.empty((0, 1), np.int32)
 
     def _join(self, ends: list[int]) -> list[Tokens]:
-        """Joins windows that end at `ends`, as far as they agree, and returns the tokens that are then certain."""
+        """Joins the windows that end at the positions `ends`, until two of them disagree. Returns the tokens that are
+        then final."""
         spans = []
         for cut, end in zip([self._end, *ends[:-1]], ends, strict=True):
             if not (begins := self._begins(cut, most=1)):
@@ -69,7 +72,8 @@ class LongText:
         return found
 
     def _begins(self, cut: int, most: int) -> list[int]:
-        """Returns at most `most` places at which the window across `cut` may begin, the latest first."""
+        """Returns at most `most` positions at which the next window may begin, the latest first. `cut` is the position
+        at which the window before it ends."""
         latest = cut - OVERLAP
         if self._word_starts is None:
             return [*range(latest, max(latest - most, 0), -1)]
@@ -77,12 +81,13 @@ class LongText:
         return [*itertools.islice((place for place in places if self._text[place] in self._word_starts), most)]
 
     def _around(self, begin: int, cut: int, end: int) -> list[str]:
-        """Returns the overlap, the overlap without its last character, and the window."""
+        """Returns three texts: the overlap of two windows, the overlap without its last character, and the second
+        window. They begin at `begin`; the first window ends at `cut`, the second at `end`."""
         return [self._text[begin:cut], self._text[begin : cut - 1], self._text[begin:end]]
 
     def _begun_earlier(self, cut: int, end: int) -> tuple[int, Tokens | None, tuple[int, int] | None]:
-        """Returns an earlier begin of the next window, its tokens, and the joint; None for both if no begin gives a
-        joint."""
+        """Tries to begin the next window earlier, so that it agrees with the last one. Returns its begin, its tokens
+        and the joint (see _joint). Tokens and joint are None if no begin works."""
         begins = self._begins(cut, most=_SHIFTS)[1:]
         overlaps = self._encode([self._text[begin:cut] for begin in begins])
         agreeing = [
@@ -97,8 +102,9 @@ class LongText:
         return 0, None, None
 
     def _joint(self, overlap: Tokens, shorter: Tokens, window: Tokens) -> tuple[Tokens, tuple[int, int] | None]:
-        """Returns the next window's tokens, and the joint; None if the windows disagree. The joint is the token at
-        which the last window stops, and the one at which the next begins."""
+        """Finds the joint of two windows from the tokens of _around's three texts. The joint is a pair of token
+        indices: where the last window stops, and where the next one takes over. Returns the next window's tokens and
+        the joint, which is None if the windows disagree."""
         first = len(overlap) - common_start(overlap[::-1, 0], self._window[::-1, 0])
         after = min(common_start(overlap[:, 0], other[:, 0]) for other in (window, shorter))
         middle = (first + after) // 2
@@ -107,14 +113,15 @@ class LongText:
         return window, (place, middle) if agree else None
 
     def _placed(self, begun: int, stop: int) -> Tokens:
-        """Returns the tokens of the last window, which begins at `begun`, with their places in the whole text."""
+        """Returns the last window's tokens up to index `stop`, without those that the window before it gave. `begun` is
+        the window's first character in `_text`. Begin and end of each token become positions in the whole text."""
         tokens = self._window[self._given : stop].copy()
         tokens[:, 1:] += self._before + begun
         return tokens
 
 
 def common_start(one: np.ndarray, other: np.ndarray) -> int:
-    """Returns the number of equal ids that both [tokens] begin with."""
+    """Returns the number of equal ids with which both arrays begin."""
     length = min(len(one), len(other))
     different = np.flatnonzero(one[:length] != other[:length])
     return int(different[0]) if len(different) else length

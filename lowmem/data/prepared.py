@@ -1,13 +1,13 @@
-"""Stores the tokens of a run's data in its folder, so that a resumed run tokenizes nothing.
+"""Stores the tokens of a training run's data in the run's folder, so that a resumed run need not tokenize again.
 
     data/
       0.uint16 ...     the arrays of the training and the held-out documents
       data.json        which array is which, and the key
       manifest.json    size and hash of each file; written last
 
-The key is a hash of everything that decides the tokens: the files' content, the tokenizer, the settings of the data and
-the code in this folder. A stream has no content to hash: the run trains on the stored part. The files are in
-`.data-partial/` until the run is prepared, on the same disk as `data`, which may be a link.
+The key is a hash of everything that decides the tokens: the content of the user's files, the tokenizer, the settings of
+the data, and the code of lowmem/data. A streamed source has no files to hash; a resumed run trains on its stored part.
+Until all is prepared, the files are in `.data-partial/`, on the same disk as `data`, which may be a link.
 """
 
 import hashlib
@@ -37,7 +37,8 @@ FOLDER, _CONTENT = "data", "data.json"
 
 
 class Part(NamedTuple):
-    """The documents of one source (later cut into Rows): trained, held out, and a description of the latter."""
+    """Holds the documents of one source: those to train on, those held out, and a description of the latter. Later,
+    Rows replace the documents."""
 
     train: Documents | None
     evaluation: Documents | None
@@ -45,15 +46,16 @@ class Part(NamedTuple):
 
 
 class Preparation:
-    """A data set's documents in a run's folder. If `folder` is None, they are in open files without a name."""
+    """Finds or makes the tokenized documents of a training run in the run's `folder`. If `folder` is None, they are in
+    temporary files, which vanish when they are closed. `key` is a hash of everything that decides the tokens."""
 
     def __init__(self, folder: Path | None, key: str):
         self._folder, self._key = None if folder is None else (folder / FOLDER).resolve(), key
         self._arrays: ArrayFolder | None = None  # in the partial folder
 
     def find(self, tokenizer: PreTrainedTokenizerBase) -> list[Part] | None:
-        """Returns the parts that are stored under this key, if they are complete. The tokenizer gets their chat
-        template."""
+        """Returns the stored documents of each source if they are complete and have this key; otherwise None. The
+        tokenizer gets the chat template that was stored with them."""
         if self._folder is None:
             return None
         try:
@@ -73,7 +75,8 @@ class Preparation:
         return parts
 
     def make(self, prepare: Callable[[ArrayFolder], list[Part]]) -> list[Part]:
-        """Returns the parts that `prepare` returns; `keep` moves their files to their place in the run's folder."""
+        """Calls `prepare` with a new folder for its files, and returns the result. `keep` moves the files into the
+        run's folder."""
         if self._folder is None:
             with tempfile.TemporaryDirectory() as place:  # open files outlive their names
                 return prepare(ArrayFolder(Path(place)))
@@ -88,7 +91,7 @@ class Preparation:
             raise
 
     def keep(self, parts: list[Part], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Stores `parts` in the run's folder, unless they were found there."""
+        """Moves the files of `parts` into the run's folder, unless they were found there."""
         if self._arrays is None:
             return
         partial, folder = self._arrays.path, self._folder
@@ -110,7 +113,8 @@ class Preparation:
         self._arrays = None
 
     def _stored(self, documents: Documents | None, used: set[str]) -> dict | None:
-        """Returns `documents` for data.json, with arrays in files; adds the files' names to `used`."""
+        """Returns the fields of `documents` for data.json. Arrays become references to files, whose names are added to
+        `used`."""
         if documents is None:
             return None
         content = {item.name: getattr(documents, item.name) for item in fields(documents)}
@@ -124,7 +128,7 @@ class Preparation:
         return content
 
     def close(self) -> None:
-        """Removes the files that were not kept."""
+        """Removes files that `keep` has not moved into the run's folder."""
         if self._arrays is not None:
             shutil.rmtree(self._arrays.path, ignore_errors=True)
             self._arrays = None
@@ -134,7 +138,8 @@ def content_key(
     settings: DataSettings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, rows_limit: int,
     sources: list[Source], evaluated: list[Source],
 ) -> str:  # fmt: skip
-    """Returns a hash of everything that decides a data set's tokens; `rows_limit` matters only for a stream."""
+    """Returns a hash of everything that decides a data set's tokens. `rows_limit`, the number of rows to read, matters
+    only for streamed sources."""
     digest = hashlib.blake2b(digest_size=16)
     code = [*sorted(Path(__file__).parent.glob("*.py")), Path(text_files.__file__)]
     for part in (*code, *(part for source in (*sources, *evaluated) for part in (source.name, *source.content))):

@@ -1,4 +1,4 @@
-"""A row of data with its place, and all rows of one `--data`."""
+"""Defines a row of data with its place in the user's files, and a source: all rows of one `--data` argument."""
 
 import hashlib
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Record:
-    """One row, or the text of a file."""
+    """Holds one row of a table, or the text of a file (or a piece of it), with its place for error messages."""
 
     where: str  # for error messages, such as "a.jsonl:17"
     columns: dict[str, Any]
@@ -21,7 +21,8 @@ class Record:
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one `--data SPEC=WEIGHT`."""
+    """Holds the rows of one `--data SPEC=WEIGHT` argument: those to train on, and those that the publisher holds
+    out."""
 
     name: str
     train: Iterable[Record]
@@ -38,7 +39,8 @@ class Source:
 
 
 class StableHash:
-    """Hashes a text to 64 bits, the same in every process, version and machine; the text may come in pieces."""
+    """Hashes a text to 64 bits. The hash is the same in every process, version and machine. The text may arrive in
+    pieces."""
 
     def __init__(self, text: str = ""):
         self._digest = hashlib.blake2b(text.encode(), digest_size=8)

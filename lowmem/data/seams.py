@@ -1,9 +1,9 @@
-"""Tokenizes an example's segments, and finds the tokens that are trained.
+"""Tokenizes the segments of an example, and finds which tokens are trained on. A segment is (text, True if trained on).
 
-The whole text is tokenized at once. A token is trained if any of its characters is. White space that an added token
-strips from its neighbours (`rstrip`) does not count. A tokenizer written in Python does not report places, so it also
-tokenizes the text up to each seam; tokens that both results begin with are before the seam. An encoder-decoder's prompt
-and answer are two texts.
+The segments are joined and tokenized at once. A token is trained on if any of its characters is. White space that an
+added token strips from its neighbours (`rstrip`) does not count. A tokenizer written in Python does not report the
+positions of tokens. So the text up to each boundary of segments (a seam) is tokenized, too. Tokens with which both
+results begin are before the seam. An encoder-decoder's prompt and answer are tokenized separately.
 """
 
 import itertools
@@ -18,7 +18,8 @@ Example = tuple[np.ndarray, np.ndarray]  # int32 [tokens], and bool [tokens]: wh
 
 
 class Seams:
-    """Tokenizes examples. `pairs`: for an encoder-decoder."""
+    """Tokenizes examples, and marks the tokens to train on. With `pairs` (for encoder-decoders), prompt and answer are
+    tokenized separately."""
 
     def __init__(self, encode: Encoder, pairs: bool):
         self._encode, self._pairs = encode, pairs
@@ -26,7 +27,7 @@ class Seams:
 
     @property
     def notes(self) -> list[str]:
-        """Remarks on the examples so far, for the log."""
+        """Returns remarks for the log on the examples tokenized so far."""
         note = (
             f"in {self._straddled:,} of them one token is the end of a prompt and the beginning of an answer, so the "
             f"prompt by itself has other tokens; let answers begin with the space"
@@ -49,7 +50,8 @@ class Seams:
         return found
 
     def _parts(self, segments: Segments) -> list[Segments]:
-        """Returns the segments of each text that is tokenized by itself."""
+        """Groups an example's segments by the text that is tokenized at once: all together, or source and target of a
+        pair."""
         if not self._pairs:
             return [segments]
         source = list(itertools.takewhile(lambda segment: not segment[1], segments))
@@ -74,7 +76,8 @@ class Seams:
         return ids, trained
 
     def _tokens_before(self, text: str, seam: int, ids: np.ndarray) -> tuple[int, bool]:
-        """Returns the number of tokens before the seam, and True if the next one straddles it."""
+        """Returns the number of tokens before character `seam`, a boundary of segments. The second result is True if
+        the next token has characters on both sides of it. `ids` are the tokens of the whole `text`."""
         [before] = self._encode([text[:seam]])
         count = common_start(before, ids)
         return count, count < len(before)

@@ -1,4 +1,4 @@
-"""The settings of a run's data."""
+"""Selects the settings that decide the data of a training run."""
 
 from dataclasses import dataclass, fields
 
@@ -7,7 +7,7 @@ from lowmem.settings import Settings, each
 
 @dataclass(frozen=True)
 class DataSettings:
-    """The fields of `Settings` (lowmem/settings.py explains them) that decide the data."""
+    """Holds those fields of `Settings` that decide the data. lowmem/settings.py explains each of them."""
 
     data: tuple[str, ...]
     eval_data: tuple[str, ...]
@@ -26,6 +26,6 @@ class DataSettings:
 
     @classmethod
     def of(cls, settings: Settings) -> "DataSettings":
-        """Returns these fields of a run's settings."""
+        """Copies these fields from the settings of a training run."""
         values = {item.name: getattr(settings, item.name) for item in fields(cls)}
         return cls(**values | {name: each(values[name]) for name in ("data", "eval_data")})

@@ -1,7 +1,8 @@
-"""Opens `--data SPEC[=WEIGHT]`: the standard library, local files and folders, the hub.
+"""Opens what `--data SPEC[=WEIGHT]` names: local files and folders, data sets of the Hugging Face hub, Python's own
+source.
 
-docs/data.md lists the kinds of SPEC. Every source is a stream of records, read one at a time, so a large data set takes
-time and disk, not RAM.
+docs/data.md lists the kinds of SPEC. `python-stdlib` means the source files of Python's standard library. Every source
+yields its records one at a time, so a large data set takes time and disk, not RAM.
 """
 
 import glob
@@ -34,8 +35,8 @@ _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?|-?\.[0-9]+")
 
 
 def open_source(spec: str, text_field: str, steps: int | None, out: Path | None = None) -> Source:
-    """Returns the rows of a `--data` spec. Raises InputError. `steps`: None if all of it will be read. `out`: the run's
-    own folder, which is not data."""
+    """Opens the source that a `--data` spec names. `steps` is the number of training steps, or None if all data will be
+    read. `out` is the training run's own folder, which is not read as data. Raises InputError."""
     spec, weight = _split_weight(spec)
     hides_hub = Path(spec).is_dir() and (spec in _NAMES or _HUB_NAME.fullmatch(spec) is not None)
     try:
@@ -85,7 +86,8 @@ def _open(spec: str, text_field: str, steps: int | None, out: Path | None) -> So
 
 
 def _split_weight(spec: str) -> tuple[str, float]:
-    """Splits `spec` into name and weight. An existing path is a path, as in year=2024."""
+    """Splits SPEC=WEIGHT into name and weight (1 if it has none). If a file named `spec` exists, such as year=2024,
+    nothing is split."""
     name, _, typed = spec.rpartition("=")
     if not name or Path(spec).exists() or not _NUMBER.fullmatch(typed):
         return spec, 1.0
@@ -96,7 +98,7 @@ def _split_weight(spec: str) -> tuple[str, float]:
 
 
 def is_on_hub(spec: str) -> bool:
-    """True if `spec` is the name of a data set of the hub."""
+    """Returns True if `spec` names a data set of the Hugging Face hub."""
     spec, _ = _split_weight(spec)
     if spec == _STDLIB or Path(spec).exists() or _folder_of_config(spec):
         return False
@@ -105,8 +107,8 @@ def is_on_hub(spec: str) -> bool:
 
 
 def _library_files() -> dict[str, Path]:
-    """Returns the standard library's sources by name, shuffled by hash, so that neighbours are from different
-    folders."""
+    """Returns {name: path} of the source files of Python's standard library. They are shuffled by a hash of their
+    names, so that neighbours come from different folders."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = []
     for folder, subfolders, files in os.walk(root):
@@ -125,7 +127,7 @@ def _library(files: dict[str, Path], text_field: str) -> Iterator[Record]:
 
 
 def _folder_of_config(spec: str) -> Path | None:
-    """Returns the folder in `folder:config`."""
+    """Returns the folder in a spec `folder:config`; None if the spec has no existing folder."""
     folder, colon, _ = spec.rpartition(":")
     return Path(folder) if colon and folder and Path(folder).is_dir() else None
 
@@ -181,7 +183,8 @@ def _matching(pattern: str, text_field: str, out: Path | None) -> Source:
 
 
 def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list[Path], str]:
-    """Returns the `files` below `root` that no run wrote, and a remark on the others."""
+    """Leaves out the `files` below `root` that a training run wrote, and the current run's folder `out`. Returns the
+    other files, and a remark on those left out."""
     files, runs = without_runs(files, root, out)
     named = [str(path) for path in runs[:_MOST_NAMED]]
     named += [f"{len(runs) - _MOST_NAMED} more"] if len(runs) > _MOST_NAMED else []
@@ -191,7 +194,8 @@ def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list
 def _files(
     name: str, found: str, files: list[Path], text_field: str, remark: str, in_folder: list[Path] | None = None
 ) -> Source:  # fmt: skip
-    """Returns the rows of all readable `files`, in their order. `in_folder`: all files of their folder."""
+    """Makes a source of all readable `files`, in their order. `found` is part of the error message if there are none.
+    `in_folder` lists all files of their folder, so that unread kinds can be named."""
     readable = [file for file in files if file.suffix.lower() in KNOWN_SUFFIXES and file.name not in _ABOUT_DATA]
     readable = [file for file in readable if file.name != "state.json" or not any(file.parent.glob("*.arrow"))]
     about = {_README} if any(file.suffix.lower() in TABLE_SUFFIXES for file in readable) else set()  # about the tables

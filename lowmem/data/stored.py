@@ -1,7 +1,7 @@
-"""Arrays in files: a data set takes disk, and RAM only for the part that is being read.
+"""Stores arrays in files: a data set takes disk space, and RAM only for the part that is being read.
 
-Rows of some KiB are read from anywhere in the file, through the system's page cache. A memory map would count as this
-process's resident memory.
+Rows of some KiB are read from anywhere in a file, through the page cache of the operating system. A memory map would
+count as resident memory of this process.
 """
 
 import errno
@@ -22,7 +22,7 @@ _MARGIN_BYTES = 2 * MIB  # stay free for the file system and a manifest
 
 
 class StoredArray:
-    """Entries `start` to `stop` (None: all) of a file of numbers. A slice of it is read as a numpy array."""
+    """Reads entries `start` to `stop` (None: to the end) of a file of numbers. A slice of it is a numpy array."""
 
     def __init__(self, path: Path, dtype: np.dtype, start: int = 0, stop: int | None = None):
         self.path, self.dtype, self.start = path, np.dtype(dtype), start
@@ -44,20 +44,21 @@ class StoredArray:
         return np.frombuffer(content, self.dtype)
 
     def chunks(self) -> Iterator[np.ndarray]:
-        """Yields all of it, at most CHUNK_BYTES at a time."""
+        """Yields the whole array in parts of at most CHUNK_BYTES."""
         count = CHUNK_BYTES // self.dtype.itemsize
         for start in range(0, len(self), count):
             yield self[start : start + count]
 
     def part(self, start: int, stop: int) -> "StoredArray":
-        """Returns entries `start` to `stop` of this array, in the same file."""
+        """Returns entries `start` to `stop` of this array as another StoredArray of the same file."""
         return StoredArray(self.path, self.dtype, self.start + start, self.start + stop)
 
 
 class ArrayFolder:
-    """A folder of arrays, written one after another. `entries`: each finished file's, for a manifest. Raises PlanError
-    before its disk is full, with an estimate of the data's size, from the share already written. `source_bytes`: the
-    size of all texts, 0 if unknown; `times_written`: how often each is written."""
+    """Writes arrays into a folder, one file after another. `entries` has the size and hash of each finished file.
+    Raises PlanError before the disk is full, with an estimate of the room needed, which follows from the share already
+    written. `source_bytes` is the size of all texts, 0 if unknown. `times_written` says how often each text's tokens
+    are written."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -66,12 +67,12 @@ class ArrayFolder:
         self._written_bytes = self._read_bytes = self._written_of_read_bytes = 0
 
     def count_read(self, size_bytes: int) -> None:
-        """Counts text that was read. Call it before its tokens are written."""
+        """Counts `size_bytes` of text as read. Call it before the tokens of that text are written."""
         self._read_bytes += size_bytes
         self._written_of_read_bytes = self._written_bytes
 
     def take_room(self, size_bytes: int) -> None:
-        """Raises PlanError if the disk lacks room. Call it before writing."""
+        """Raises PlanError if the disk has no room for `size_bytes` more. Call it before writing."""
         self._written_bytes += size_bytes
         if shutil.disk_usage(self.path).free < size_bytes + _MARGIN_BYTES:
             raise self.too_small()
@@ -88,21 +89,21 @@ class ArrayFolder:
         )
 
     def write(self, chunks: Iterable[np.ndarray], dtype: np.dtype) -> StoredArray:
-        """Writes all `chunks` [n], which have that dtype, into a new file."""
+        """Writes `chunks`, one-dimensional arrays of type `dtype`, into one new file."""
         writer = self.writer(dtype)
         for chunk in chunks:
             writer.append(chunk)
         return writer.finish()
 
     def writer(self, dtype: np.dtype) -> "ArrayWriter":
-        """Opens a new file."""
+        """Opens a new file in this folder for numbers of type `dtype`."""
         name = f"{len(self.entries)}.{np.dtype(dtype).name}"
         self.entries[name] = {}
         return ArrayWriter(self, name, dtype)
 
 
 class ArrayWriter:
-    """One file of an ArrayFolder while it is written."""
+    """Writes one file of an ArrayFolder."""
 
     def __init__(self, folder: ArrayFolder, name: str, dtype: np.dtype):
         self._folder, self._name, self.dtype = folder, name, np.dtype(dtype)
@@ -111,8 +112,7 @@ class ArrayWriter:
         self._waiting_bytes = 0
 
     def append(self, values: np.ndarray) -> None:
-        """Appends entries of any dtype that this file's can hold; short arrays are collected before they are
-        written."""
+        """Appends numbers, converted to this file's dtype. Short arrays are collected before they are written."""
         self._waiting.append(np.asarray(values).astype(self.dtype))
         self._waiting_bytes += self._waiting[-1].nbytes
         if self._waiting_bytes >= MIB:

@@ -1,4 +1,4 @@
-"""Reads rows of local files: text, JSON, JSON lines, CSV and Parquet (docs/data.md shows how each is written)."""
+"""Reads rows of local files: text, JSON, JSON lines, CSV and Parquet. docs/data.md shows how each is written."""
 
 import csv
 from collections.abc import Iterable, Iterator
@@ -24,13 +24,14 @@ _JSON_ADVICE = "; a .jsonl file has one object on each line, a .json file may be
 
 
 def split_columns(names: Iterable[str], text_field: str) -> tuple[list[str], tuple[str, ...]]:
-    """Splits `names` into columns that could be trained on, and others, which need not be read."""
+    """Splits the `names` of columns into those that some format uses, and others, which need not be read."""
     columns = [name for name in names if name == text_field or name in _KNOWN_COLUMNS]
     return columns, tuple(name for name in names if name not in columns)
 
 
 def read_file(path: Path, text_field: str, may_be_blank: bool = False) -> Iterator[Record]:
-    """Yields the rows of a file. `may_be_blank`: a file of text may be empty. Raises InputError."""
+    """Yields the rows of a file, whose suffix tells its format. With `may_be_blank`, a text file may be empty. Raises
+    InputError."""
     try:
         match path.suffix.lower():
             case ".csv":
@@ -48,7 +49,7 @@ def read_file(path: Path, text_field: str, may_be_blank: bool = False) -> Iterat
 
 
 def _pieces_of_text(path: Path, text_field: str, may_be_blank: bool) -> Iterator[Record]:
-    """Yields the text of a file in pieces of PIECE_CHARACTERS or more; one empty piece for an empty file."""
+    """Yields the text of a file in pieces of PIECE_CHARACTERS or a little more. An empty file gives one empty piece."""
     lines, characters, begun = [], 0, False
     for line in text_lines(path, PIECE_CHARACTERS):
         if characters >= PIECE_CHARACTERS:
@@ -60,7 +61,7 @@ def _pieces_of_text(path: Path, text_field: str, may_be_blank: bool) -> Iterator
 
 
 def _begins_with_a_row(path: Path) -> bool:
-    """True for JSON lines in a .json file: its first line is a whole object, and other lines follow."""
+    """Returns True if a .json file holds JSON lines: its first line is a whole object, and other lines follow."""
     lines = (line for line in text_lines(path) if line.strip())
     try:
         return isinstance(parse_json(next(lines, "{}"), str(path)), dict) and next(lines, None) is not None

@@ -1,10 +1,11 @@
-"""Loads the model's own tokenizer; weights from scratch without one use the 256 bytes of UTF-8.
+"""Loads the model's own tokenizer. Training from scratch without a tokenizer uses the 256 bytes of UTF-8 as tokens.
 
-The byte-level tokenizer needs no vocabulary: it has 256 ids for bytes and one for the end of a text. Texts are 3 to 4
-times as long as with GPT-2's vocabulary. It is a real fast tokenizer (byte-level BPE without merges), so it is exported
-with the model and loads with `AutoTokenizer.from_pretrained`.
+The byte-level tokenizer needs no vocabulary: it has 256 ids for bytes and one for the end of a text. Texts have 3 to 4
+times as many tokens as with GPT-2's vocabulary. It is an ordinary fast tokenizer (byte-level BPE without merges), so it
+is exported with the model and loads with `AutoTokenizer.from_pretrained`.
 
-The cache comes first, and `--init random` asks nothing else. The hub is asked only if it answers.
+Tokenizers are looked up in the hub's cache first. With `--init random`, they are looked up nowhere else. Otherwise the
+Hugging Face hub is asked, if it can be reached.
 """
 
 import json
@@ -44,11 +45,12 @@ _MODULES = {"protobuf": "google.protobuf", "mistral-common": "mistral_common"}  
 
 
 def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of `model` (a folder or a hub name), or a byte-level one; see `is_byte_level`.
+    """Returns the tokenizer of `model` (a folder or a hub name), or a byte-level one (see the module).
 
-    `init` "random": a folder's own tokenizer, or the cached one of a hub name, or else byte-level; never the network.
-    `init` "pretrained": the folder's, the cached or the hub's. `vocabulary_size` is the number of ids that the model
-    embeds. InputError if there is no tokenizer, it has no end-of-text token, or the model has too few ids.
+    With `init` "random" it is the folder's tokenizer, the cached one of a hub name, or else byte-level; the network is
+    not used. With `init` "pretrained" it is the folder's, the cached or the hub's. `vocabulary_size` is the number of
+    ids that the model embeds. Raises InputError if there is no tokenizer, it has no end-of-text token, or the model has
+    too few ids.
     """
     folder = Path(model)
     try:
@@ -88,7 +90,7 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
 
 @contextmanager
 def tokenizer_blamed(model: str) -> Iterator[None]:
-    """Turns errors of the package tokenizers, plain Exceptions and panics, into InputError."""
+    """Turns errors of the package tokenizers inside the block (plain Exceptions and Rust panics) into InputError."""
     try:
         yield
     except BaseException as error:
@@ -101,7 +103,7 @@ def tokenizer_blamed(model: str) -> Iterator[None]:
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of 257 ids: id b is the byte b, id 256 is <|endoftext|>. It encodes and decodes any text
+    """Returns a tokenizer of 257 ids: id b is the byte b, and id 256 is <|endoftext|>. It encodes and decodes any text
     exactly."""
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -118,14 +120,15 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True for the byte-level tokenizer made here, false for one that came with a model."""
+    """Returns True for a tokenizer made by `byte_level_tokenizer`, and False for one that came with a model."""
     return bool(tokenizer.init_kwargs.get("byte_level")) and len(tokenizer) == BYTE_LEVEL_IDS
 
 
 def _from_pretrained(
     model: str, local_files_only: bool
 ) -> tuple[PreTrainedTokenizerBase, None] | tuple[None, Exception]:
-    """Returns the tokenizer, or the error. InputError for a Git LFS pointer or a compressed file."""
+    """Returns (tokenizer, None), or (None, error) if it cannot be loaded. Raises InputError for a Git LFS pointer or a
+    compressed file."""
     source = folder = Path(model)
     if folder.is_dir():
         for path in _files(folder, *_VOCABULARIES, *_BESIDE_THEM):
@@ -156,7 +159,7 @@ def _from_pretrained(
 
 @contextmanager
 def _held_back() -> Iterator[list[logging.LogRecord]]:
-    """Collects the log records of transformers in the block; nothing is printed."""
+    """Collects log records of transformers inside the block instead of printing them. Yields the list of records."""
     logger, records, handler = logging.getLogger("transformers"), [], logging.Handler()
     before, logger.handlers = logger.handlers, [handler]
     handler.emit = records.append
@@ -173,7 +176,8 @@ def _files(folder: Path | None, *patterns: str) -> list[Path]:
 
 
 def _reason(model: str, error: Exception) -> str:
-    """Returns the library's error on the tokenizer's files as a sentence, with advice."""
+    """Explains in a sentence, with advice, why the tokenizer of `model` cannot be read. `error` is the library's
+    error."""
     folder = hub.local_folder(model)
     said = first_line(error).split(". ")[0][:300]
     if package := _missing_package(folder, str(error)):
@@ -198,7 +202,8 @@ def _reason(model: str, error: Exception) -> str:
 
 
 def _missing_package(folder: Path, said: str) -> str | None:
-    """Returns the missing package that the files in `folder` need, or None. `said`: the error's text."""
+    """Returns the name of a package that the tokenizer files in `folder` need and that is not installed. Returns None
+    if there is no such package. `said` is the text of the library's error."""
     named = [next(filter(None, groups)).split(".")[0].lower() for groups in _PACKAGE.findall(said)]
     if not (folder / "tokenizer.json").is_file():  # the error is often that of another reader, tried in vain
         for path in _files(folder, "*.model"):
@@ -224,8 +229,8 @@ def _is_json(path: Path) -> bool:
 
 
 def byte_characters() -> list[str]:
-    """Returns the printable character by which byte-level tokenizers write each byte (GPT-2's table). It is the byte's
-    own character if that is visible, else the next free one from U+0100 on."""
+    """Returns the printable characters by which byte-level tokenizers write the 256 bytes (GPT-2's table). Visible
+    characters stand for their own byte. Other bytes get the next free character from U+0100 on."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return [chr(byte) if byte in visible else chr(256 + hidden.index(byte)) for byte in range(256)]

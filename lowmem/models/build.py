@@ -1,7 +1,7 @@
-"""Finds a model's folder and config, and builds the model without weights.
+"""Finds the folder and config of a model, and builds the model without weights.
 
-GPT-2's shapes are known here, so planning it and training it from random weights need no network. Any other model comes
-from a folder, the hub's cache, or the hub, which is asked once, with a time limit.
+GPT-2's shapes are known here, so planning GPT-2 and training it from random weights need no network. Any other model
+comes from a folder, the hub's cache, or the Hugging Face hub, which is asked once, with a time limit.
 """
 
 import copy
@@ -50,8 +50,8 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 def model_folder(model: str, part: str) -> Path:
-    """Returns the folder of `model`, a folder or a hub name, with its `part`, "config" or "weights". Downloads the
-    files if the hub's cache lacks them. InputError if that fails."""
+    """Returns the local folder of `model` (a folder or a hub name) that has its `part`: "config" or "weights".
+    Downloads the files if the hub's cache lacks them. Raises InputError if that fails."""
     if Path(model).is_dir():
         return Path(model)
     short = model.removeprefix(_OWNER)
@@ -98,8 +98,8 @@ def _has_part(folder: Path, part: str) -> bool:
 
 
 def load_config(model: str, init: str) -> PretrainedConfig:
-    """Returns the config of `model`: a folder, a config.json, or a hub name. `init`: "pretrained" or "random". GPT-2's
-    known shapes need no config.json; one that exists must agree with them. InputError for an unknown name, a broken
+    """Returns the config of `model`: a folder, a config.json, or a hub name. GPT-2's known shapes need no config.json;
+    with `init` "pretrained", an existing one must agree with them. Raises InputError for an unknown name, a broken
     file, or a model that needs code from the hub."""
     name, path = model.removeprefix(_OWNER), Path(model)
     for file in (path, path / "config.json"):
@@ -148,8 +148,8 @@ def _read_config(path: Path) -> PretrainedConfig:
 def own_generation_config(
     model: str, init: str, say: Callable[[str], None] = lambda sentence: None
 ) -> GenerationConfig | None:
-    """Returns the generation config of pretrained `model` (a folder or a hub name), or None if it has none. Also None
-    if transformers cannot read it; then `say` gets a sentence."""
+    """Returns the generation config that was published with `model` (a folder or a hub name). Returns None if there is
+    none, `init` is "random", or transformers cannot read it. In the last case, `say` is called with a warning."""
     path = None
     try:
         if init != "random":
@@ -162,14 +162,15 @@ def own_generation_config(
 
 
 def most_positions(config: PretrainedConfig) -> int | None:
-    """Returns the most tokens that the model takes in a sequence; None without a limit (XLNet says -1)."""
+    """Returns the most tokens that the model takes in a sequence. Returns None without a limit (XLNet's config says
+    -1)."""
     text = config.get_text_config()
     limits = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))  # the second is MPT's
     return next((number for number in limits if isinstance(number, int) and number > 0), None)
 
 
 def check_length(config: PretrainedConfig, seq: int) -> None:
-    """Raises InputError if `seq` tokens are more than the model has positions: a GPU's assertion would end the
+    """Raises InputError if sequences of `seq` tokens are too long for the model. On a GPU, an assertion would end the
     process."""
     positions = most_positions(config)
     if positions is not None and seq > positions:
@@ -184,18 +185,18 @@ def check_length(config: PretrainedConfig, seq: int) -> None:
 
 
 def settings_for(settings: Settings, config: PretrainedConfig) -> Settings:
-    """Returns `settings` for this model, with the length of an encoder-decoder's targets. InputError if sequences are
-    too long for the model, or for a setting that it does not have."""
+    """Adapts `settings` to this model: sets the length of an encoder-decoder's targets. Raises InputError if sequences
+    are too long for the model, or for a setting that the model does not have."""
     check_length(config, settings.seq)
     return with_target_tokens(settings, config)
 
 
 def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_kernels: bool = False) -> Decoder:
-    """Makes the decoder of `config`, without weights.
+    """Makes the Decoder of `config` (embedding, blocks and head as separate parts), without weights.
 
     precision:      "bf16", "fp16" or "fp32", of the working weights.
     residual:       "fp32" or "16bit", of the residual stream.
-    fused_kernels:  run core/kernels/operators.py's.
+    fused_kernels:  True to use the fused operators of core/kernels/operators.py.
     """
     model = build_model(config)
     fuse_gelu(model)
@@ -207,7 +208,7 @@ def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_
 def build_model(config: PretrainedConfig) -> PreTrainedModel:
     """Builds the model of `config` in training mode: fp32 parameters on `meta`, real buffers on the CPU. Tied
     parameters are one object. Attention is SDPA if transformers has it for the architecture, else eager. Not
-    thread-safe. InputError if transformers cannot build the model, or if buffers hold learned state."""
+    thread-safe. Raises InputError if transformers cannot build the model, or if its buffers hold learned state."""
     with parameters_placed(lambda tensor: tensor.to("meta")):
         model = model_from_config(config)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -218,7 +219,8 @@ def build_model(config: PretrainedConfig) -> PreTrainedModel:
 
 @contextmanager
 def parameters_placed(place: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replaces every parameter by `place(parameter)` when a module registers it, before anything is written into it."""
+    """Replaces every parameter that a module registers inside the block by `place(parameter)`. This happens before the
+    parameter gets its initial values."""
     register = nn.Module.register_parameter
 
     def register_placed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -235,7 +237,8 @@ def parameters_placed(place: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def model_from_config(config: PretrainedConfig) -> PreTrainedModel:
-    """Returns the model of `config`, with fp32 weights as transformers initializes them. InputError if it has none."""
+    """Returns the model of `config`, with fp32 weights as transformers initializes them. Raises InputError if
+    transformers has no such model, or refuses the config."""
     config = copy.deepcopy(config)  # from_config writes the dtype into it
     try:
         model = stock_model(config, dtype=torch.float32, trust_remote_code=False)

@@ -1,11 +1,13 @@
-"""Compares a decoder's pieces with the whole model, and separates errors of the architecture from this project's.
+"""Compares a decoder's pieces (embedding, blocks, head) with the whole model. Tells the model's errors from lowmem's
+own.
 
-Only a run of the model shows how it changes its logits, or that a block sees later tokens. Training compares on the
-real weights. A plan has no weights: it runs 64 tokens on the CPU through a copy with two narrow blocks and random
-weights. If the copy cannot be made or run, the plan says that the model was not compared.
+Only an execution shows whether a model changes its logits, or whether a block attends to later tokens. Training
+compares with the real weights. Planning has no weights: it feeds 64 tokens on the CPU to a copy with two narrow blocks
+and random weights. If the copy cannot be made or executed, the plan says that the model was not compared.
 
-Of transformers' 189 default configs of causal language models 91 agree, 16 differ, and most others do not split at any
-size (5.23). Costs about 0.1 s (Falcon-H1's scan in Python: 9 s) and at most 0.25 GiB.
+Of transformers' 189 default configs of causal language models, 91 agree and 16 differ. Most others cannot be split into
+pieces at any size (transformers 5.23). A comparison takes about 0.1 s (Falcon-H1's scan in Python: 9 s) and at most
+0.25 GiB.
 """
 
 import copy
@@ -41,7 +43,8 @@ _AUTOGRAD = str(Path(torch.autograd.__file__).parent)
 
 
 def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = False) -> None:
-    """Raises InputError if the pieces, with real weights, differ from the whole model on a few tokens."""
+    """Raises InputError if embedding, blocks and head, run in turn on a few tokens, give other logits than the whole
+    model. Uses the decoder's real weights."""
     training = decoder.model.training
     decoder.model.eval()
     try:
@@ -61,8 +64,8 @@ def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = F
 
 @torch.no_grad()
 def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> str | None:
-    """Returns a sentence if the pieces differ from the whole model in evaluation mode, or if the model is not causal.
-    None if they agree. Raises the model's own errors."""
+    """Compares the decoder's pieces with the whole model in evaluation mode, on a few tokens. Returns a sentence if
+    they differ, or if the model is not causal; None if they agree. Errors of the model pass unchanged."""
     name, head_weight = decoder.architecture, decoder.head_weight
     input_ids, *others = decoder.example(vocabulary_size)
     whole = decoder.whole(input_ids, *others)
@@ -90,14 +93,14 @@ def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> s
 
 
 def _close(whole: Tensor, pieces: Tensor) -> bool:
-    """True if both are equal except for rounding, which depends on the shapes of products."""
+    """Returns True if both logits are equal except for rounding, which depends on the shapes of matrix products."""
     tolerance = 1e-4 if whole.dtype is torch.float32 else 3e-2
     return whole.shape == pieces.shape and bool((whole - pieces).abs().max() <= tolerance * whole.abs().max())
 
 
 def compare_small_copy(config: PretrainedConfig, document_mask: bool, precision: str, residual: str) -> str | None:
-    """Raises InputError if the pieces of a small copy differ from the whole model, or if it does not run in
-    `precision`. Returns None, or a few words on why they were not compared."""
+    """Compares the pieces of a small random copy of the model with the whole copy. Raises InputError if they differ, or
+    if the copy does not run in `precision`. Returns None, or a few words on why nothing was compared."""
     try:
         small = small_copy(config)
         parameters = sum(parameter.numel() for parameter in build_model(small).parameters())
@@ -116,7 +119,8 @@ def compare_small_copy(config: PretrainedConfig, document_mask: bool, precision:
 
 
 def _run_in_16_bit(model: nn.Module, dtype: torch.dtype, residual: str, vocabulary_size: int) -> None:
-    """Raises InputError if `model` does not run with its matrices in `dtype`."""
+    """Runs `model` on a few tokens with its matrices in `dtype`. Raises InputError if that fails. `residual` is the
+    precision of the residual stream."""
     cast_explicitly(model, torch.float32 if residual == "fp32" else dtype)
     for parameter in model.parameters():
         if parameter.dim() >= 2:
@@ -131,8 +135,8 @@ def _run_in_16_bit(model: nn.Module, dtype: torch.dtype, residual: str, vocabula
 
 
 def small_copy(config: PretrainedConfig) -> PretrainedConfig:
-    """Returns `config` with fewer blocks, tokens and heads (of the same size), and a smaller width. Raises the config's
-    own error if it refuses such sizes."""
+    """Returns `config` with fewer blocks, token ids and heads, and a smaller width; heads keep their size. Raises the
+    config's own error if it refuses such sizes."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     blocks, heads, width = text.num_hidden_layers, getattr(text, "num_attention_heads", None), text.hidden_size
@@ -154,15 +158,15 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _change(config: PretrainedConfig, names: tuple[str, ...], change) -> None:
-    """Changes those fields among `names` that are whole numbers."""
+    """Applies the function `change` to those fields among `names` that the config has as whole numbers."""
     for name in names:
         if isinstance(number := getattr(config, name, None), int):
             setattr(config, name, change(number))
 
 
 def _with_random_weights(config: PretrainedConfig) -> nn.Module:
-    """Builds the model of `config` with random weights, and leaves torch's generator as it was. transformers' own
-    initial weights would not do: norms that scale by 1 and biases of 0 would hide errors."""
+    """Builds the model of `config` with random weights, and leaves torch's random generator as it was. The initial
+    weights of transformers would hide errors: norms scale by 1, and biases are 0."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = model_from_config(config)
         torch.manual_seed(0)
@@ -176,21 +180,22 @@ def _with_random_weights(config: PretrainedConfig) -> nn.Module:
 
 @contextmanager
 def architecture_blamed(model: str, precision: str) -> Iterator[None]:
-    """Turns errors from the code of `model`'s architecture into InputError. This project's errors pass unchanged."""
+    """Turns errors that come from the code of `model`'s architecture inside the block into InputError. Errors of this
+    project pass unchanged."""
     try:
         yield
     except LowmemError:
         raise
     except Exception as error:
-        if not _of_the_architecture(error):
+        if not _raised_by_model_code(error):
             raise
         reason = first_line(error)
         raise InputError(f"{model} cannot be simulated in {precision}, so it is not trained: {reason}") from error
 
 
-def _of_the_architecture(error: Exception) -> bool:
-    """True if `error` comes from transformers' code, code that it calls, or backward, and not from a line of this
-    project."""
+def _raised_by_model_code(error: Exception) -> bool:
+    """Returns True if `error` was raised in transformers' code, in code called from there, or in backward. Returns
+    False if a line of this project raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
     # Our modes are below transformers' frames on the stack, too. An operator that refuses its arguments has no frame.

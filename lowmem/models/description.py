@@ -1,12 +1,11 @@
 """Writes the files of an exported model other than weights: config, tokenizer, generation config, README.
 
-transformers 4, and programs built on it, must read the same from them as transformers 5. Version 5 stores the
+Programs with transformers 4 must read the same from these files as programs with transformers 5. Version 5 stores the
 parameters of rotary embeddings only under `rope_parameters`, and version 4 does not know version 5's tokenizer classes.
-So both spellings are written. A generation config is written as published, because transformers refuses to save many of
-them.
+So both spellings are written. A generation config is written as published, because transformers refuses to save many.
 
-A run rehearses this before its first step. The tokenizer's files then wait in the run's folder, because the folder that
-they come from may be gone when training ends.
+A training run rehearses this export before its first step. The rehearsal's tokenizer files stay in the run's folder,
+because the tokenizer's original folder may be gone when training ends.
 """
 
 import codecs
@@ -42,7 +41,8 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """An export's tokenizer, generation config and tokenizer files."""
+    """Holds what an export needs besides weights: the tokenizer, the generation config, and a folder with tokenizer
+    files."""
 
     tokenizer: PreTrainedTokenizerBase | None
     generation_config: GenerationConfig | None
@@ -54,8 +54,8 @@ class Rehearsal:
 def rehearsed(
     folder: Path, config: PretrainedConfig, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype
 ) -> Iterator[Rehearsal]:
-    """Writes all files of an export except weights into `folder`, and removes it at the end of the block. InputError
-    for a file that cannot be made."""
+    """Rehearses an export: writes all its files except weights into `folder`, and removes the folder at the end of the
+    block. Raises InputError for a file that cannot be made. `dtype` is that of the exported weights."""
     remove(folder)
     folder.mkdir(parents=True)
     try:
@@ -79,17 +79,18 @@ def write_description(
     folder: Path, model: PreTrainedModel, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype,
     readme: str, tokenizer_files: Path | None = None,
 ) -> dict[str, BaseException]:  # fmt: skip
-    """Writes the files of `model`. Returns {file that could not be written: error}.
+    """Writes all files of an exported `model` except weights into `folder`. Returns {file that could not be written:
+    error}.
 
     Args:
         generation_config: None for the one that follows from the config.
         dtype: of the exported weights.
-        tokenizer_files: the folder of a rehearsal, with the tokenizer's files; None to make them.
+        tokenizer_files: a rehearsal's folder, from which the tokenizer's files are copied; None to make them.
     """
-    trained = partial(_trained, model, tokenizer, dtype)
+    exported = partial(_exported_config, model, tokenizer, dtype)
     parts: dict[str, Callable[[], None]] = {
-        "config.json": lambda: _write_json(folder / "config.json", as_given(config_fields(trained()))),
-        "generation_config.json": lambda: _write_generation(folder, trained(), generation_config, tokenizer),
+        "config.json": lambda: _write_json(folder / "config.json", as_given(config_fields(exported()))),
+        "generation_config.json": lambda: _write_generation(folder, exported(), generation_config, tokenizer),
         "the tokenizer": lambda: _write_tokenizer(folder, tokenizer, tokenizer_files),
         "README.md": lambda: _write(folder / "README.md", f"{readme.rstrip()}\n{_on_ties(model)}"),
     }
@@ -104,8 +105,9 @@ def write_description(
     return failed
 
 
-def _trained(model: PreTrainedModel, tokenizer, dtype: torch.dtype) -> PretrainedConfig:
-    """Returns the config of `model` for the export."""
+def _exported_config(model: PreTrainedModel, tokenizer, dtype: torch.dtype) -> PretrainedConfig:
+    """Returns a copy of the model's config, changed for the export: dtype, special token ids, no references to Python
+    files."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype  # from_pretrained loads in this dtype unless told otherwise
@@ -150,8 +152,8 @@ def _remarks_on_generation(generation_config: GenerationConfig | None) -> list[s
 
 
 def config_fields(config: PretrainedConfig) -> dict:
-    """Returns the content of config.json, spelled for both transformers 4 and 5. Only in version 5's spelling if
-    version 5 would read both together differently."""
+    """Returns the content of config.json, with rotary settings spelled for both transformers 4 and 5. Spells them only
+    for version 5 if version 5 would read both spellings together differently."""
     fields = json.loads(config.to_json_string())
     try:
         both = _in_both_spellings(copy.deepcopy(fields))
@@ -162,7 +164,8 @@ def config_fields(config: PretrainedConfig) -> dict:
 
 
 def _all_fields(config: PretrainedConfig) -> dict:
-    """Returns all fields, with defaults, and only the newer name for a rotary embedding's type."""
+    """Returns all fields of `config`, including defaults. A rotary embedding's type has only its newer name,
+    `rope_type`."""
     values = json.loads(config.to_json_string(use_diff=False))
     rope = values.get("rope_parameters") or {}
     for part in (rope, *rope.values()):
@@ -172,7 +175,8 @@ def _all_fields(config: PretrainedConfig) -> dict:
 
 
 def _in_both_spellings(fields: dict) -> dict:
-    """Adds version 4's names to version 5's `fields`, and to the configs inside them."""
+    """Adds the names that transformers 4 uses to the `fields` of a config.json of transformers 5, and to configs inside
+    them."""
     for value in fields.values():
         if isinstance(value, dict) and "model_type" in value:
             _in_both_spellings(value)
@@ -199,7 +203,8 @@ def _in_both_spellings(fields: dict) -> dict:
 
 
 def _rope_scaling(kind: str, rope: dict) -> dict | None:
-    """Returns version 4's `rope_scaling`; None for the original rotary embedding."""
+    """Converts rotary settings of transformers 5 to the `rope_scaling` of transformers 4. Returns None for unscaled
+    rotary embeddings. `kind` is the model type, and `rope` the value of `rope_parameters`."""
     rope_type = rope["rope_type"]
     if kind in ROPE_FACTORS_ONLY and rope_type == "longrope":
         return {"type": rope_type, "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
@@ -211,7 +216,7 @@ def _rope_scaling(kind: str, rope: dict) -> dict | None:
 
 
 def _in_version_4(fields: dict) -> bool:
-    """True if version 4 reads the exported `fields` as version 5 does."""
+    """Returns True if transformers 4 reads the exported config `fields` as transformers 5 does."""
     rope = fields.get("rope_parameters") or {}
     full, sliding = (rope.get(kind, {}).get("rope_theta") for kind in ("full_attention", "sliding_attention"))
     needs_one = ROPE_NAMES_BY_ATTENTION.get(fields["model_type"], ("", ""))[1] is None
@@ -222,8 +227,8 @@ def _in_version_4(fields: dict) -> bool:
 
 
 def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
-    """Writes the tokenizer as published, except for its class and origin, with the chat template used in training.
-    Copies it from the folder `made`, if that is given."""
+    """Writes the tokenizer's files as published, but with new class and origin, and the chat template used in training.
+    If `made` is a folder with these files, copies them."""
     if tokenizer is None:
         return
     if made is not None and made.is_dir():
@@ -263,7 +268,8 @@ def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
 
 
 def _on_ties(model: PreTrainedModel) -> str:
-    """Returns the README's paragraph on tied weights, which are not in the files; "" if there are none."""
+    """Returns a paragraph for the README on tied weights, which the exported files do not repeat; "" if none are
+    tied."""
     names = dict(model.named_parameters())
     tied = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]
     if not tied:
@@ -282,5 +288,5 @@ def _write_json(path: Path, content: dict) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes UTF-8, and escapes other characters, such as a file name from another system in the command."""
+    """Writes `text` as UTF-8. Characters that UTF-8 cannot encode, as in file names of another system, are escaped."""
     path.write_text(text, encoding="utf-8", errors="backslashreplace")

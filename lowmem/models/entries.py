@@ -1,6 +1,6 @@
 """Finds the tensors in files of weights, and reads their values.
 
-A file (.safetensors or zipped .bin) is a list of (name, dtype, shape, offset) and raw bytes. First the lists of all
+A file (.safetensors or zipped .bin) has a list of (name, dtype, shape, offset), and raw bytes. First the lists of all
 files are read and compared with the model. Then bytes are read by offset. Files are not memory-mapped: every page read
 would count as RAM of this process until the map is closed.
 """
@@ -29,7 +29,7 @@ _NESTED = ("model", "state_dict", "model_state_dict", "module", "model_state", "
 
 @dataclass(frozen=True)
 class Entry:
-    """The place of one tensor in a file."""
+    """Locates one tensor in a file of weights: its offset, dtype, shape and stride."""
 
     path: Path
     offset_bytes: int
@@ -40,15 +40,15 @@ class Entry:
 
     @property
     def elements(self) -> int:
-        """The number of elements from the first to the last in the file."""
+        """Returns the number of elements in the file from the tensor's first to its last."""
         if self.stride is None or 0 in self.shape:
             return math.prod(self.shape)
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
 
 def entries_of(path: Path) -> tuple[dict[str, Entry], list[str]]:
-    """Returns {name: entry} of a file of weights in the order of its bytes, and the keys of the enclosing
-    dictionaries."""
+    """Reads the list of tensors in a file of weights. Returns {name: entry} in the order of their bytes. Also returns
+    the keys of the dictionaries in the file that enclose the tensors, such as ["model"]."""
     return (_safetensors_entries(path), []) if path.suffix == ".safetensors" else _bin_entries(path)
 
 
@@ -113,7 +113,7 @@ def _bin_entry(path: Path, name: str, tensor: Tensor) -> Entry:
 
 
 def _state_dict(path: Path, content: object) -> tuple[dict, list[str]]:
-    """Returns the dictionary of tensors in a file's `content`, and the keys that lead to it."""
+    """Returns the innermost dictionary of tensors in a file's `content`, and the keys that lead to it."""
     keys = []
     while isinstance(content, dict):
         inner = [key for key in _NESTED if isinstance(content.get(key), dict) and _holds_tensors(content[key])]
@@ -135,7 +135,8 @@ def _holds_tensors(content: object) -> bool:
 
 
 def exact_empty(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """Returns zeros in a memory map that is freed with the tensor: malloc would keep freed blocks of up to 32 MiB."""
+    """Allocates a tensor of zeros in a memory map that is freed with the tensor. malloc would keep freed blocks of up
+    to 32 MiB."""
     shape = tuple(shape)
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
@@ -144,7 +145,7 @@ def exact_empty(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
 
 
 def chunks(entry: Entry) -> Iterator[Tensor]:
-    """Yields the entry's elements in the file's dtype, in runs [n]. Each run overwrites the one before."""
+    """Yields the tensor's elements in the file's dtype, in flat pieces [n]. Each piece overwrites the one before."""
     staging = exact_empty([min(RUN_ELEMENTS, entry.elements)], entry.dtype)
     with entry.path.open("rb") as file:
         file.seek(entry.offset_bytes)
@@ -156,8 +157,8 @@ def chunks(entry: Entry) -> Iterator[Tensor]:
 
 
 def read_runs(entry: Entry) -> Iterator[Tensor]:
-    """Yields the tensor in fp32: flat runs of a contiguous tensor of more than RUN_ELEMENTS elements, any other
-    whole."""
+    """Yields the tensor in fp32. A contiguous tensor of more than RUN_ELEMENTS elements comes in flat pieces, any other
+    tensor whole."""
     if entry.elements > RUN_ELEMENTS and entry.stride is None:
         for chunk in chunks(entry):
             yield chunk.to(torch.float32, copy=True)
@@ -169,7 +170,8 @@ def read_runs(entry: Entry) -> Iterator[Tensor]:
 
 
 def same_values(one: Entry, other: Entry) -> bool:
-    """True if two tensors are equal, or cannot be trained and have one dtype and shape."""
+    """Returns True if two stored tensors are equal. Tensors of dtypes that cannot be trained are compared only by dtype
+    and shape."""
     if (one.path, one.offset_bytes) == (other.path, other.offset_bytes):
         return True
     alike = (one.stored, one.shape, one.stride) == (other.stored, other.shape, other.stride)

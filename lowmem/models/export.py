@@ -1,4 +1,4 @@
-"""Writes a trained model in Hugging Face format, run by run: a few MiB of RAM, whatever the model's size."""
+"""Writes a trained model in Hugging Face format, piece by piece: takes a few MiB of RAM, whatever the model's size."""
 
 import json
 import math
@@ -25,7 +25,7 @@ BESIDE_WEIGHTS_BYTES = 16 * MIB  # about: tokenizer, config and README of an exp
 
 
 class BeyondRange(LowmemError):
-    """The export's dtype cannot hold a finite weight."""
+    """Signals a finite weight that the export's dtype cannot hold."""
 
 
 def export_model(
@@ -43,14 +43,14 @@ def export_model(
 ) -> list[str]:
     """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it with the same logits, bit for bit.
 
-    It replaces an older folder only when it is complete and on the disk. Returns sentences on weights that are not
-    finite and on other files that could not be written. LowmemError if disk or RAM are too small, BeyondRange if
-    `dtype` is, ValueError if `parameters` are not the config's.
+    An older folder is replaced only when the new one is complete and on the disk. Returns sentences on weights that are
+    not finite, and on other files that could not be written. Raises LowmemError if disk or RAM are too small,
+    BeyondRange if `dtype` cannot hold a weight, and ValueError if `parameters` are not the config's.
 
     Args:
-        parameters: each name of `build_model(config).named_parameters()` with its tensor, or with flat runs of it in
-            order. In any order, on any device; memory may be reused once the next is asked for.
-        generation_config: as write_description's; so are `tokenizer_files`.
+        parameters: each name of `build_model(config).named_parameters()` with its tensor, or with flat pieces of it in
+            order. Names come in any order, tensors on any device. Memory may be reused once the next item is asked for.
+        generation_config: as for write_description; so are `tokenizer_files`.
         order: of the names in the files; None for the config's.
     """
     try:
@@ -73,7 +73,7 @@ def export_model(
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """Yields a new folder, which replaces `folder` at the end of the block, when all of it is on the disk."""
+    """Yields a new folder, which replaces `folder` at the end of the block, once all of it is on the disk."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, previous = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "previous"))
     if previous.exists() and not folder.exists():  # a run was killed between the two renames below
@@ -105,8 +105,8 @@ def _write_shards(
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> list[str]:
-    """Writes weights as they come: shapes determine the place of each value. Returns a sentence on values that are not
-    finite, if there are any."""
+    """Writes weights into .safetensors files in the order in which they come; `shapes` decide the place of each value.
+    Returns a sentence on values that are not finite, if there are any."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     file_name = _file_names(model)
     split = split_state_dict_into_shards_factory(
@@ -155,7 +155,7 @@ def _check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:
 
 
 def _file_names(model: PreTrainedModel) -> dict[str, str]:
-    """Returns {parameter: its name in files}, an older name if `save_pretrained` writes that."""
+    """Returns {parameter: its name in files}. The name is an older one if `save_pretrained` writes that."""
     parameters = dict(model.named_parameters())
     old_name = {id(tensor): name for name, tensor in revert_weight_conversion(model, parameters).items()}
     return {name: old_name.get(id(parameter), name) for name, parameter in parameters.items()}

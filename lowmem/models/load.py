@@ -1,7 +1,7 @@
 """Streams the weights of a model as fp32 tensors: from files, or initialized randomly.
 
-`from_pretrained` puts a whole fp32 model into RAM (XL: 5.8 GiB), often twice. Here the model has no storage, and the
-caller moves each tensor to its place before the next one is read:
+`from_pretrained` puts a whole fp32 model into RAM (GPT-2 XL: 5.8 GiB), often twice. Here the model has no storage. The
+caller moves each tensor to its final place before the next one is read:
 
     model = build_model(load_config("gpt2-xl", "pretrained"))    shapes on `meta`: about a second, no RAM
     for name, values in read_weights(model, "gpt2-xl"): ...      fp32; RAM: some MiB
@@ -31,12 +31,12 @@ def read_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, fp32 CPU tensor) for all of `model.named_parameters()`, in the order of the files.
 
-    A tensor of more than RUN_ELEMENTS elements comes in flat runs, each with the name. `source` is a folder or a hub
-    name.
+    A tensor of more than RUN_ELEMENTS elements comes in flat pieces, each with the name. `source` is a folder or a hub
+    name. `say` is called with a sentence on each change of names or values.
 
-    InputError before this returns if names or shapes are not the model's, and later at a value that is not finite.
-    `say` gets a sentence on each change of names or values. RAM: one run, 1 MiB, and the one that the caller still
-    holds; a transposed tensor of a .bin file comes whole.
+    Raises InputError before it returns if names or shapes are not the model's, and later at a value that is not finite.
+    RAM holds one piece, 1 MiB, and the piece that the caller still holds. A transposed tensor of a .bin file comes
+    whole.
     """
     folder = model_folder(source, "weights")
     entries: dict[str, Entry] = {}
@@ -73,11 +73,13 @@ def _stream(matched: dict[str, Entry]) -> Iterator[tuple[str, Tensor]]:
 def random_weights(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, fp32 CPU tensor) for all parameters, initialized by the architecture's `_init_weights`.
 
-    transformers initializes a model module by module. So does this, with storage for one module's parameters at a time.
-    A run on meta first finds the modules that write each parameter. RAM: the largest tensor (XL: 307 MiB), and the one
-    that the caller still holds. The distribution is transformers', but the numbers differ: it draws most weights twice.
+    transformers initializes a model module by module, and so does this function, with storage for one module at a time.
+    An execution on meta first finds the modules that write each parameter. RAM holds the largest tensor (GPT-2 XL: 307
+    MiB), and the tensor that the caller still holds. The distribution is that of transformers, but the numbers differ,
+    because transformers draws most weights twice.
 
-    If a parameter is not found this way (OpenAI GPT, Data2VecText), the whole model is built: 4 bytes of RAM each.
+    If a parameter is not found this way (OpenAI GPT, Data2VecText), the whole model is built: 4 bytes of RAM per
+    parameter.
     """
     model = build_model(config)
     owners = _untie(model)
@@ -92,7 +94,8 @@ Turn = tuple[PreTrainedModel, nn.Module]  # a module, and the innermost model ar
 
 
 def _untie(model: PreTrainedModel) -> dict[str, Owner]:
-    """Gives each tied name a parameter of its own on meta; returns {parameter: its owner}."""
+    """Gives each tied name a separate parameter on meta. Returns {parameter name: (module, the module's name for
+    it)}."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for tied in model.all_tied_weights_keys:  # without the name of the weight that stays
         module, _, leaf = tied.rpartition(".")
@@ -106,15 +109,16 @@ def _untie(model: PreTrainedModel) -> dict[str, Owner]:
 
 
 def _turns(module: nn.Module, model: PreTrainedModel) -> Iterator[Turn]:
-    """Yields each module after its children."""
+    """Yields each submodule of `module` after its children, with the innermost PreTrainedModel around it. `model` is
+    the one around `module`."""
     for child in module.children():
         yield from _turns(child, child if isinstance(child, PreTrainedModel) else model)
     yield model, module
 
 
 def _written(turns: list[Turn], owners: dict[str, Owner]) -> dict[str, range] | None:
-    """Returns {parameter: its first to its last turn}, found on meta; None if some are not found. GPT-2 initializes
-    `c_proj` as a layer, and again as part of a block."""
+    """Finds, on meta, which steps of the initialization write each parameter. Returns {parameter: range of step
+    numbers}, or None if some are never written. GPT-2 initializes `c_proj` as a layer, and again as part of a block."""
     parameters = {name: getattr(*owner) for name, owner in owners.items()}
     written: dict[str, range] = {}
     versions = {name: parameter._version for name, parameter in parameters.items()}
@@ -157,7 +161,8 @@ def _by_turns(
 
 
 def _from_whole(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields the weights of a whole model from transformers, each in its own memory."""
+    """Yields the weights of a whole model that transformers initialized. Each tensor has separate memory, which can be
+    freed."""
     on_its_own = parameters_placed(lambda tensor: exact_empty(tensor.shape, torch.float32).copy_(tensor))
     with torch.random.fork_rng(devices=[]), on_its_own:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too

@@ -1,7 +1,7 @@
 """Finds the model's parameter for each tensor of a checkpoint, by name.
 
 Names may lack the base model's prefix, be older ones, or have a prefix of torch.compile, DDP, FSDP, Lightning or PEFT.
-A tied weight may have either or both of its names. A value or reward head is left out.
+A tied weight may be stored under either or both of its names. A value or reward head is left out.
 """
 
 import re
@@ -35,7 +35,8 @@ _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|weight_scale(_inv)?|weight_pa
 
 @dataclass
 class _Fit:
-    """The result of one way of renaming a checkpoint's names."""
+    """Compares a checkpoint's names, renamed in one way, with the model's parameters: which match, and which are left
+    over."""
 
     prefix: str  # that is left off
     target: dict[str, str] = field(default_factory=dict)  # {name in the files: parameter}
@@ -50,8 +51,8 @@ class _Fit:
 
 
 def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tuple[dict[str, Entry], list[str]]:
-    """Returns {parameter name: entry} of all parameters in the order of `entries`, and remarks. InputError if the names
-    do not match."""
+    """Finds each parameter's tensor in the files. Returns {parameter name: entry} in the order of `entries`, and
+    remarks for the log. Raises InputError if the names do not match. `source` is the checkpoint's name in messages."""
     fit = min(_fits(model, entries), key=_Fit.problems)
     untrainable = [name for name in fit.target if entries[name].dtype is None]
     if fit.problems() or untrainable:
@@ -65,7 +66,9 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
 
 
 def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
-    """Matches the plain names; if they fail, also the names without wrappers and without each common prefix."""
+    """Matches the names in the files as they are. If that fails, also tries them without wrappers' prefixes
+    (torch.compile and others), and without each prefix that many names have in common. Returns one result per
+    attempt."""
     plain = _fit(model, entries, lambda name: name, "")
     if not plain.problems():
         return [plain]
@@ -137,7 +140,7 @@ def _refusal(
 def _advice(
     model: PreTrainedModel, fit: _Fit, names: list[str], sizes: dict[str, tuple[list, list]], untrainable: list[str]
 ) -> str:
-    """Returns advice for this kind of mismatch."""
+    """Returns advice to the user for this kind of mismatch between the names or shapes of files and model."""
     if fit.converted:
         return "transformers converts these weights on load, which reading them one by one cannot do"
     if any(map(_ADAPTER.search, names)):
@@ -171,7 +174,8 @@ def _names_of(model: PreTrainedModel, module: nn.Module) -> set[str]:
 
 
 def _differing(model: PreTrainedModel, name: str, entry: Entry, target: dict[str, str]) -> InputError:
-    """Returns the error for a weight that the files hold twice with different values."""
+    """Returns the error for a weight that the files store twice with different values. `target` maps names in files to
+    parameters."""
     others = [other for other in target if target[other] == target[name] and other != name]
     named = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     if sum(parameter is model.get_parameter(target[name]) for parameter in named) == 1:  # it is not tied

@@ -1,7 +1,7 @@
 """Recognizes the kind of model that a user gave, by file names and config.json.
 
-People give an adapter, a file for llama.cpp, another trainer's checkpoint. Each gets one sentence with its kind and
-with advice, before PyTorch is imported.
+Users may give something else: an adapter, a file for llama.cpp, another trainer's checkpoint. Each kind gets one
+sentence with advice, before PyTorch is imported.
 """
 
 import os
@@ -69,15 +69,15 @@ _OTHER_WEIGHTS = {  # of folders with a config.json and no weights that are read
 
 
 class Recognized(NamedTuple):
-    """The model to use in place of the given one, and a remark on that for the user, or None."""
+    """Holds the model to use in place of the given one, and a remark on that for the user, or None."""
 
     model: str
     remark: str | None = None
 
 
 def recognize(model: str, with_weights: bool) -> Recognized:
-    """Returns the model to use for `model`, a path or a hub name; `with_weights`: its weights will be read, too.
-    InputError if it cannot be trained, or is neither a path nor a possible name on the hub."""
+    """Returns the model to use for `model`, a path or a hub name. With `with_weights`, the weights will be read, too.
+    Raises InputError if the model cannot be trained, or is neither a path nor a possible name on the hub."""
     path = Path(model)
     if path.is_dir():
         return _recognize_folder(model, path, with_weights)
@@ -94,7 +94,7 @@ def recognize(model: str, with_weights: bool) -> Recognized:
 
 
 def is_hub_name(model: str) -> bool:
-    """True if the Hugging Face hub could have a model of this name."""
+    """Returns True if `model` has the form of a model's name on the Hugging Face hub."""
     return _HUB_NAME.fullmatch(model) is not None and not re.search(r"--|\.\.|^[.-]|[.-]$|/[.-]|[.-]/", model)
 
 
@@ -155,7 +155,7 @@ def _has(folder: Path, pattern: str) -> bool:
 
 
 def _adapted(folder: Path) -> str:
-    """Names the base model of the adapter in `folder`, if it is known."""
+    """Returns " of NAME" for the base model of the adapter in `folder`, or "" if it is not known."""
     try:
         base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
     except (OSError, InputError, KeyError, TypeError):
@@ -164,7 +164,8 @@ def _adapted(folder: Path) -> str:
 
 
 def _newest_checkpoint(model: str, folder: Path) -> InputError | None:
-    """Returns the error for a Trainer's output folder that has only folders checkpoint-N."""
+    """Returns an error that advises the newest checkpoint in `folder`, if that has only folders checkpoint-N of Hugging
+    Face's Trainer. Returns None for any other folder."""
     folders = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
     if not folders:
         return None
@@ -175,7 +176,8 @@ def _newest_checkpoint(model: str, folder: Path) -> InputError | None:
 
 
 def config_fields(path: Path) -> dict:
-    """Returns the content of a config.json. InputError if it is not one, or if such a model is not trained here."""
+    """Returns the content of a config.json. Raises InputError if the file is no model's config, or if such a model is
+    not trained here."""
     try:
         fields = read_json(path)
     except OSError as error:
