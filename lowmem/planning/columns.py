@@ -77,6 +77,17 @@ class Columns:
         gradients = 4 * simulations.parameters if self._held(column) else 0
         return sum(weights) + max(inputs, gradients) <= limit_bytes
 
+    def may_stream(self, column: Column, on_gpu: int, limit_bytes: int) -> bool:
+        """False if RAM is too small for the states and for gradients that are sent there."""
+        base, simulations = column.layout(0, on_gpu), self.simulations
+        if base.states_on_disk:
+            return True
+        needed = sum(simulations.state_bytes[base.states_on_gpu :])
+        if base.fate is Fate.SENT:  # in fp32; those of the first unit stay
+            sent = sum(simulations.weight_bytes[max(base.states_on_gpu, 1) :])
+            needed += 4 * sent // simulations.base.dtype.itemsize
+        return needed <= limit_bytes
+
     def _held(self, column: Column) -> bool:
         """Whether gradients are held until the norm is known."""
         base = self.simulations.base

@@ -146,6 +146,7 @@ class Search:
         places, limit = range(len(column.choices.on_gpu)), self.room.ram
         if limit is None or not self.columns.may_fit(column, 0, 0, self.room.gpu):
             return list(places)
+        places = [place for place in places if self.columns.may_stream(column, place, limit)]
         return [place for place in places if self.columns.streamed_bytes(column, place) <= limit]
 
     def _with_most_kept(self, column: Column, on_gpu: int) -> Found:

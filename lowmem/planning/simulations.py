@@ -60,13 +60,13 @@ class Simulations:
     @property
     def state_bytes(self) -> tuple[int, ...]:
         """Bytes of optimizer states, by unit."""
-        return next(iter(self._recordings.values())).state_bytes
+        return self.record(self.base.layout).state_bytes
 
     @cached_property
     def input_bytes(self) -> int:
         """Of one sequence's input to a block, as it is saved: of as many at least."""
-        tape = self.record(replace(self.base.layout, micro_batch=1)).tape
-        return most_bytes(tape, "boundaries") // self.blocks
+        layout = self.base.layout
+        return most_bytes(self.record(layout).tape, "boundaries") // (self.blocks * layout.micro_batch)
 
     @cached_property
     def ring_bytes(self) -> int:

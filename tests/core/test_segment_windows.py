@@ -186,9 +186,10 @@ def test_every_boundary_comes_back_as_it_left(monkeypatch):
         leave(boundaries, segment, saved)
         assert saved.in_ram and saved.boundary.untyped_storage().data_ptr() == boundaries._buffer.data_ptr()
 
-    def noting_bring(boundaries, saved, following):
-        bring(boundaries, saved, following)
-        assert not saved.in_ram and torch.equal(saved.boundary, left.pop(id(saved)))
+    def noting_bring(boundaries, saved, index):
+        bring(boundaries, saved, index)
+        here = saved[index][-1]
+        assert not here.in_ram and torch.equal(here.boundary, left.pop(id(here)))
         back.append(len(boundaries._coming))
 
     monkeypatch.setattr(BoundaryWindow, "leave", noting_leave)
