@@ -25,16 +25,16 @@ from lowmem.units import GIB, MIB, format_size
 class Plan:
     """Holds a layout and its predicted figures. On the CPU the card and all GPU figures are None.
 
-        ram                    bytes by phase of the training run and by name (ram.py)
-        fused_kernels          whether the step is expected to use the fused kernels
-        not_compared           why compatibility.py did not compare the model with its pieces; None if it did
-        seconds_with_more_ram  of a step with a RAM cap that is 1 GiB higher; None if RAM is not what limits
-        faster_with_ram        (RAM, seconds of a step) of a faster plan that needs more RAM; None if none was found
-        disk_state_bytes       of the states in --states-folder
-        typical_tokens         tokens of a step with rows as long as the data's, for which the seconds are predicted;
-                               None: full rows
-        smaller_layouts        layouts to go on with if memory runs out, the largest first. They allocate 5 to 50% less
-                               and change no bit. Empty if the plan is not for training
+    ram                    bytes by phase of the training run and by name (ram.py)
+    fused_kernels          whether the step is expected to use the fused kernels
+    not_compared           why compatibility.py did not compare the model with its pieces; None if it did
+    seconds_with_more_ram  of a step with a RAM cap that is 1 GiB higher; None if RAM is not what limits
+    faster_with_ram        (RAM, seconds of a step) of a faster plan that needs more RAM; None if none was found
+    disk_state_bytes       of the states in --states-folder
+    typical_tokens         tokens of a step with rows as long as the data's, for which the seconds are predicted;
+                           None: full rows
+    smaller_layouts        layouts to go on with if memory runs out, the largest first. They allocate 5 to 50% less
+                           and change no bit. Empty if the plan is not for training
     """
 
     model: str

@@ -1,8 +1,8 @@
 """Manages the folder of a training run: its lock, the room on its disk, and its checkpoints.
 
-    checkpoints/step-00000123/   a finished checkpoint (checkpoint.py)
-    checkpoints/.tmp-step-...    a checkpoint that is being written or removed
-    checkpoints/.old-step-...    a checkpoint that a save of the same step is replacing
+checkpoints/step-00000123/   a finished checkpoint (checkpoint.py)
+checkpoints/.tmp-step-...    a checkpoint that is being written or removed
+checkpoints/.old-step-...    a checkpoint that a save of the same step is replacing
 """
 
 import itertools
