@@ -1,4 +1,4 @@
-"""Caps and the room that they leave, and the sentence of a refusal."""
+"""Computes the memory that a cap leaves to a layout, and writes the sentence that refuses to train under a cap."""
 
 import math
 
@@ -13,24 +13,26 @@ MARGINS_IN_A_CAP = 200
 
 
 def room_under(gpu_limit: int, margins: int = 1) -> int:
-    """Bytes that a simulated layout may take under a cap of the GPU's memory."""
+    """Returns the bytes that a simulated layout may take under a cap of GPU memory. `margins`: how many safety margins
+    stay free."""
     return gpu_limit - max(margins * MARGIN_BYTES, margins * gpu_limit // MARGINS_IN_A_CAP)
 
 
 def smallest_cap(room: int, margins: int = 1) -> int:
-    """The smallest cap that leaves so much room."""
+    """Returns the smallest cap under which `room_under` gives at least `room` bytes."""
     by_share = (room - 1) * MARGINS_IN_A_CAP // (MARGINS_IN_A_CAP - margins) + 1
     return max(room + margins * MARGIN_BYTES, by_share)
 
 
 def margins(needs_all_gradients: bool) -> int:
-    """How often the margin stays free. `needs_all_gradients`: updates wait for the norm (StepCase)."""
+    """Returns how many safety margins stay free: 2 if units are updated during backward, because such a step cannot be
+    repeated, else 1. `needs_all_gradients`: whether updates wait for the norm of all gradients."""
     return 1 if needs_all_gradients else 2
 
 
 def refusal(settings: Settings, gpu_limit: int | None, gpu_cap: int | None, ram: int) -> str:
-    """The refusal's sentence. `gpu_cap`: the smallest cap that would do, None if there is none or it is enough; `ram`:
-    bytes that the whole run needs."""
+    """Returns the sentence that refuses to train. It names the smallest caps that would do: `gpu_cap`, None if there is
+    none or the cap is large enough, and `ram`, the bytes that the whole training run needs."""
     caps = [
         f"{format_size(limit)} of {memory}"
         for memory, limit in (("GPU memory", gpu_limit), ("RAM", settings.ram_limit_bytes))
@@ -45,5 +47,5 @@ def refusal(settings: Settings, gpu_limit: int | None, gpu_cap: int | None, ram:
 
 
 def what(settings: Settings) -> str:
-    """The job, as refusals name it."""
+    """Returns words for the task, to be used in refusals: the model and the batch."""
     return f"{settings.model} at {settings.batch} x {settings.seq} tokens"

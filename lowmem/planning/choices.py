@@ -1,4 +1,4 @@
-"""The settings leave layouts open: this file lists them, home by home, in the order in which the search tries them.
+"""Lists the layouts that the settings allow, in the order in which the search tries them.
 
 Working weights and saved block inputs are on the GPU or in RAM, optimizer states on the GPU, in RAM or on a disk.
 Gradients that wait for the norm are held on the GPU, sent to RAM, or dropped and computed a second time.
@@ -22,11 +22,13 @@ SEGMENTS, SEGMENTS_OF_A_BATCH = (1, 2, 3, 4), (1, 2, 4, 6, 8)  # blocks; the sec
 
 @dataclass(frozen=True)
 class Choices:
-    """Layouts with the same homes of numbers and the same fate of gradients.
+    """Describes layouts that store every kind of number in the same place and do the same with final gradients (their
+    fate).
 
-    `base` has the homes and the fate. The lists have what is left to choose, in ascending order. `on_gpu` counts the
-    units with optimizer states on the GPU or, if working weights are in RAM, with weights there. `groups` None allows
-    any size. `whole_batch`: the whole batch must be one group. `disk`: minimum number of units with states on a disk.
+    `base` has the places and the fate. The lists have what is left to choose, in ascending order. `on_gpu` counts the
+    units (the embeddings, each block, the final norm) with optimizer states on the GPU or, if working weights are in
+    RAM, with weights there. `groups` None allows any size. `whole_batch`: the whole batch must be one group. `disk`:
+    the minimum number of units with states on a disk.
     """
 
     base: Layout
@@ -39,7 +41,8 @@ class Choices:
     disk: int = 0
 
     def groups_of(self, batch: int, micro_batch: int) -> list[int]:
-        """Group sizes to try: 1, about twice as many each time, less than the whole batch; or that alone."""
+        """Returns the group sizes to try, in micro-batches: 1, then about twice as many each time, below the whole
+        batch. Returns only the whole batch if that must be one group, and only the given sizes if `groups` is set."""
         count = batch // micro_batch
         if self.groups is not None:
             return [size for size in self.groups if size == count or not self.whole_batch and count % size == 0]
@@ -58,7 +61,7 @@ class Choices:
 
 
 def step_case(settings: Settings, precision: str) -> StepCase:
-    """The step of these settings, in some layout."""
+    """Returns the training step of these settings, to be simulated, with a layout to be replaced."""
     return StepCase(
         settings.seq, settings.batch, Layout(settings.micro_batch or 1), WORKING_DTYPES[precision],
         OPTIMIZERS[settings.optimizer], settings.clip_norm, settings.masks_documents,
@@ -67,8 +70,8 @@ def step_case(settings: Settings, precision: str) -> StepCase:
 
 
 def ways(settings: Settings, simulations: Simulations) -> list[list[Choices]]:
-    """Lists to try one after the other: everything on the GPU; working weights in RAM; block inputs in RAM; both; then
-    the same with states on a disk. A list has one entry for each fate of gradients."""
+    """Returns lists of Choices, to be tried one after the other: everything on the GPU; working weights in RAM; block
+    inputs in RAM; both; then the same with states on a disk. Each list has one entry for each fate of gradients."""
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
     weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
@@ -95,7 +98,7 @@ def _placed(
 
 
 def everything_on_gpu(settings: Settings, simulations: Simulations) -> Choices:
-    """All that the settings leave open with weights and gradients on the GPU."""
+    """Returns all choices that the settings leave, with weights and gradients on the GPU."""
     units, blocks = simulations.units, simulations.blocks
     micro_batches = [size for size in range(1, settings.batch + 1) if settings.batch % size == 0]
     if settings.micro_batch is not None:
@@ -115,8 +118,9 @@ def everything_on_gpu(settings: Settings, simulations: Simulations) -> Choices:
 
 
 def _fates(settings: Settings, choices: Choices, needs_all: bool) -> Iterator[Choices]:
-    """The choices with gradients held, held by the whole batch as one group, sent and dropped, as far as the settings
-    allow it. If no update waits for the norm, one group updates during backward, and the last two are of no use."""
+    """Yields `choices` once for each fate of gradients that the settings allow: held, held with the whole batch as one
+    group, sent, dropped. If no update waits for the norm, the last two are of no use, because one group updates during
+    backward."""
     inputs_in_ram = choices.base.boundaries_in_ram
     held = not (needs_all and (inputs_in_ram or settings.gradients == "streamed"))
     if held and not inputs_in_ram:

@@ -1,11 +1,11 @@
-"""The plan for the CPU: the search without a clock. The first layout that fits is taken, in order of preference.
+"""Makes the plan for the CPU, without predicting time. Takes the first layout that fits, in order of preference.
 
 The largest micro-batch of at most 4,096 tokens comes first, then two passes for gradients, then states on a disk. All
 activations are kept if they fit into a quarter of the free RAM. The simulated peak counts RAM. The peak of the blocks'
 activations is added to it, because malloc does not reuse all small blocks that were freed. That is a rule of thumb
 (experiments/memory_estimation has figures of four models).
 
-The micro-batch changes the bits of the result, so free RAM has no part in choosing it, nor has a stopwatch.
+The micro-batch changes the bits of the result, so neither free RAM nor a stopwatch helps to choose it.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,11 +48,11 @@ class _Case:
         )  # fmt: skip
 
     def fits(self, plan: Plan) -> bool:
-        """Under the cap."""
+        """Returns True if the plan's RAM is under the cap."""
         return self.settings.ram_limit_bytes is None or plan.ram_bytes <= self.settings.ram_limit_bytes
 
     def fits_here(self, plan: Plan) -> bool:
-        """Under the cap, and into what is free."""
+        """Returns True if the plan's RAM is under the cap and free on this machine."""
         here = self.free_bytes is None or plan.ram_bytes - self.process.now_bytes <= self.free_bytes
         return here and self.fits(plan)
 
@@ -60,7 +60,8 @@ class _Case:
         return next((plan for plan in map(self.plan, layouts) if fits(plan)), None)
 
     def twice(self, layout: Layout) -> list[Layout]:
-        """The layout with two passes, if that is possible."""
+        """Returns a list with the layout that runs forward and backward twice instead; an empty list if that is not
+        possible."""
         waits = self.simulations.base.needs_all_gradients and layout.fate is Fate.HELD
         if not waits or self.settings.group is not None:
             return []
@@ -73,7 +74,7 @@ class _Case:
 def cpu_plan(
     settings: Settings, decoder: Callable[[], Decoder], precision: str, ram_free_bytes: int | None, process: Process
 ) -> Plan:
-    """make_plan's, for the CPU; PlanError if nothing fits."""
+    """Makes the plan for the CPU; called by make_plan. Raises PlanError if nothing fits."""
     simulations = Simulations(decoder, step_case(settings, precision), cpu_target())
     case = _Case(settings, simulations, precision, ram_free_bytes, process)
     once = _layouts(settings, simulations)
@@ -99,7 +100,8 @@ def cpu_plan(
 
 
 def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
-    """With everything in RAM, and of the rest what the settings ask for; the largest micro-batch first."""
+    """Returns the layouts to try, the largest micro-batch first. Everything is in RAM, and other choices are as the
+    settings ask."""
     choices = everything_on_gpu(settings, simulations)
     base = Layout(
         1,
@@ -121,7 +123,8 @@ def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
 
 
 def _with_fewer_on_disk(case: _Case, plan: Plan) -> Plan:
-    """With the states of as few units on the disk as RAM has no room for."""
+    """Returns the plan with optimizer states of as few units as possible on the disk, so that the rest fits into
+    RAM."""
     too_few = 0
     while plan.layout.states_on_disk - too_few > 1:
         fewer = case.plan(case.on_disk(plan.layout, (plan.layout.states_on_disk + too_few) // 2))

@@ -1,8 +1,9 @@
-"""The fastest layout that the allocator can run in a room, over all homes of numbers; or the smallest room.
+"""Finds the fastest layout that fits into GPU memory and RAM, or the smallest memory in which any layout fits.
 
-The search counts allocated bytes. The allocator may need more, so the layout that was found is run; if it runs out of
-memory, the search is repeated without it. If nothing is found, the layouts that take least are run. They are the same
-ones that the smallest room was computed from, so caps that were named are planned.
+The search counts allocated bytes, but the allocator may need more. So the layout that was found is run through the
+model of the allocator. If it runs out of memory, the search is repeated without it. If nothing is found, the layouts
+that take least are tried. The smallest caps are computed from the same layouts, so a cap that a refusal names is
+planned when it is given.
 """
 
 from bisect import bisect_left
@@ -19,7 +20,8 @@ Ways = Sequence[Sequence[Choices]]  # choices.ways: lists to try one after the o
 
 
 def fastest_layout(ways: Ways, simulations: Simulations, room: Room) -> Found | None:
-    """The fastest layout of all ways; None if nothing fits."""
+    """Returns the fastest layout that fits into `room`, over all `ways` (lists of Choices, from choices.ways). Returns
+    None if nothing fits."""
     search = Search(Columns(simulations), room)
     while (found := _fastest(ways, search)) is not None:
         if simulations.fits(found.layout, room.gpu):
@@ -34,7 +36,8 @@ def fastest_layout(ways: Ways, simulations: Simulations, room: Room) -> Found | 
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """The smallest `kept` that fails, given one that does. One less is the first try; bisection is the rest."""
+    """Returns the smallest `kept` that fails in the model of the allocator, given that `found` fails. Tries one less
+    first, then bisects."""
     runs, fails = -1, found.kept
     tried = fails - 1
     while fails - runs > 1:
@@ -47,8 +50,9 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
 
 
 def _fastest(ways: Ways, search: Search) -> Found | None:
-    """By allocated bytes. It ends with the first way that holds weights and gradients on the GPU. A disk is used only
-    if nothing fits without one, or nothing but what runs forward and backward twice."""
+    """Returns the fastest layout by allocated bytes. Ends with the first list of `ways` that gives a layout with
+    weights and gradients on the GPU. A disk is used only if nothing fits without one, or only layouts that run forward
+    and backward twice."""
     best: Found | None = None
     for fates in ways:
         if fates[0].disk and best is not None and best.layout.fate is not Fate.DROPPED:
@@ -64,9 +68,9 @@ def _fastest(ways: Ways, search: Search) -> Found | None:
 
 
 def _fastest_with_disk(choices: Choices, search: Search, best: Found | None) -> Found | None:
-    """The fastest of the choices, with states on a disk, if it is faster than `best`. The disk's speed has no part in
-    it: all that stream as much wait for it as long. If RAM has no room for the inputs of its segments, it may have for
-    those of longer ones."""
+    """Returns the fastest layout of the choices with states on a disk, if it is faster than `best`. The disk's speed is
+    not considered: layouts that copy equally much wait for the disk equally long. If RAM has no room for the inputs of
+    segments, longer segments, which save fewer inputs, are tried."""
     while choices.segments:
         found = replace(search, room=replace(search.room, ram=None)).fastest(choices, best)
         if found is None or found is best:
@@ -80,7 +84,8 @@ def _fastest_with_disk(choices: Choices, search: Search, best: Found | None) -> 
 
 
 def _with_states_on_disk(simulations: Simulations, found: Found, room: Room) -> Found | None:
-    """The same with the states of as few units on a disk as possible; None if RAM has no room for the rest."""
+    """Returns the layout `found` with states of as few units as possible on a disk. Returns None if RAM has no room for
+    the rest."""
 
     def on_disk(units: int) -> Found:
         layout = replace(found.layout, states_on_disk=units)
@@ -92,8 +97,8 @@ def _with_states_on_disk(simulations: Simulations, found: Found, room: Room) -> 
 
 
 def smallest_room(ways: Ways, simulations: Simulations, room: Room) -> Room:
-    """The smallest caps that would do if nothing fits: for RAM if only RAM is short, else for the GPU, with as much
-    streamed as RAM has room for."""
+    """Returns the smallest memory in which a layout fits, when nothing fits into `room`. If only RAM is short, more RAM
+    is the answer. Otherwise more GPU memory is, with as much in RAM as fits there."""
     frugal = _frugal(ways, simulations, room)
     for found in sorted(frugal, key=lambda found: found.recording.streamed_bytes):
         # Weights in RAM are no help if RAM is short.
@@ -111,13 +116,14 @@ def smallest_room(ways: Ways, simulations: Simulations, room: Room) -> Room:
 
 
 def frugal_layouts(ways: Ways, simulations: Simulations) -> list[Layout]:
-    """Layouts without a limit for RAM, one of which takes least of the GPU."""
+    """Returns candidate layouts with the least GPU memory, ignoring the RAM limit."""
     return [found.layout for found in _frugal(ways, simulations, Room(None, None))]
 
 
 def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
-    """Layouts that keep nothing, with the smallest micro-batch and the smallest group. Each column gives three: with
-    the fewest units on the GPU that RAM allows, the most that the GPU allows, and all."""
+    """Returns layouts that keep nothing, with the smallest micro-batch and the smallest group. Each column (layouts
+    that differ in `kept` and units on the GPU) gives three: the fewest units on the GPU that RAM allows, the most that
+    the GPU allows, and all."""
     found, columns = [], Columns(simulations)
     every = [choices for fates in ways for choices in fates]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
@@ -137,9 +143,9 @@ def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
 
 
 def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:
-    """Layouts for a run to go on with if memory runs out, the largest first. They have the micro-batch and homes of
-    `found`, no more units on the GPU, and allocate at most these shares of its bytes. A share that nothing fits gives
-    no layout."""
+    """Returns layouts that training can continue with if memory runs out, the largest first. They store numbers where
+    `found` does, with the same micro-batch and no more units on the GPU. Each allocates at most one of these shares of
+    the bytes of `found`. A share gives no layout if nothing is that small."""
     choices = found.column.choices
     units = found.layout.states_on_gpu if found.layout.weights_on_gpu is None else found.layout.weights_on_gpu
     base = replace(choices.base, states_on_disk=found.layout.states_on_disk)

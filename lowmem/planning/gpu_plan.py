@@ -1,4 +1,4 @@
-"""The plan for a GPU: the fastest layout that fits under both caps, and its simulated run."""
+"""Makes the plan for a GPU: finds the fastest layout that fits under both caps, and simulates it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -39,8 +39,8 @@ _SMALLER = (0.95, 0.85, 0.7, 0.5)  # Smaller layouts allocate at most these shar
 
 @dataclass(frozen=True)
 class _Case:
-    """What is planned for: `gpu_limit`, bytes of the card that the allocator may take, None for no limit;
-    `process_bytes`: RAM that a run takes next to what is streamed."""
+    """Holds what is planned for. `gpu_limit`: bytes of the card that the allocator may take, None for no limit.
+    `process_bytes`: RAM that the process takes besides numbers that are copied to the GPU when needed."""
 
     settings: Settings
     simulations: Simulations
@@ -81,7 +81,8 @@ class _Case:
         )  # fmt: skip
 
     def _memory(self, layout: Layout) -> Memory:
-        """Under the cap of the run, which is a little wider than the room that is searched."""
+        """Simulates the layout in the allocator and returns its memory. The cap is that of training, a little wider
+        than the memory that the search fills."""
         free = self.simulations.run(layout, None)
         if self.gpu_limit is None or free.reserved_peak_bytes <= self.gpu_limit - OVERSHOOT_BYTES:
             return free  # the cap changes nothing
@@ -96,8 +97,8 @@ def gpu_plan(
     settings: Settings, decoder: Callable[[], Decoder], precision: str, card: Card, fused_kernels: bool | None,
     process: Process | None, free_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
-    """make_plan's, for a GPU; PlanError if nothing fits. `free_bytes`: the RAM that the process may come to hold on
-    this machine, None for no limit. The micro-batch does not depend on it."""
+    """Makes the plan for a GPU; called by make_plan. Raises PlanError if nothing fits. `free_bytes`: RAM that the
+    process may reach on this machine, None for no limit. The micro-batch does not depend on `free_bytes`."""
     target = gpu_target(card, fused_kernels, settings.disk_rate_bytes)
     gpu_limit, card_limit = settings.gpu_limit_bytes, None
     if settings.gpu is not None or (gpu_limit is None and (process is not None or torch.cuda.is_available())):
@@ -134,8 +135,8 @@ def _next_to(plan: Plan, faster: Plan) -> Plan:
 
 
 def _seconds_with_more_ram(simulations: Simulations, room: Room, found: Found, reserved_bytes: int) -> float | None:
-    """How long a step takes if RAM's limit is 1 GiB higher, or less; None if RAM is not what decides, or if that
-    changes little. Micro-batches, groups and segments are those of `found`."""
+    """Returns the seconds of a step if the RAM limit were 1 GiB higher. Returns None if RAM is not what limits, or if
+    the gain is small. Micro-batches, groups and segments are those of `found`."""
     recording, units = found.recording, found.layout.states_on_gpu
     if room.ram is None or not units or found.layout.states_on_disk:
         return None
@@ -150,7 +151,7 @@ def _seconds_with_more_ram(simulations: Simulations, room: Room, found: Found, r
 
 
 def _refusal(case: _Case, room: Room, card_limit: int | None, decoder, target: Target, measured: bool) -> str:
-    """The sentence that names the smallest caps."""
+    """Returns the sentence that refuses to train and names the smallest caps that would do."""
     settings, simulations, base = case.settings, case.simulations, case.simulations.base
     smallest = smallest_room(ways(settings, simulations), simulations, room)
     in_ram = {"streamed_states": smallest.ram}

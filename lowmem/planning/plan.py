@@ -1,7 +1,8 @@
-"""A plan: a layout of the step with the bytes and seconds that its simulation predicts. planner.py makes plans.
+"""Defines the plan: a layout of the step with the bytes and seconds that its simulation predicts. planner.py makes
+plans.
 
-It is shown as `plan.json` for programs and as a table for people. The figures depend on the kind of card and on the
-versions of torch and transformers, so the plan names them.
+A plan is written as `plan.json` for programs, and printed as a table for people. The figures depend on the kind of card
+and on the versions of torch and transformers, so the plan names them.
 """
 
 import textwrap
@@ -22,17 +23,18 @@ from lowmem.units import GIB, MIB, format_size
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout and its predicted figures. On the CPU the card and all GPU figures are None.
+    """Holds a layout and its predicted figures. On the CPU the card and all GPU figures are None.
 
-    ram                    bytes by phase of the run and by name (ram.py)
+    ram                    bytes by phase of the training run and by name (ram.py)
     fused_kernels          whether the step is expected to use the fused kernels
     not_compared           why compatibility.py did not compare the model with its pieces; None if it did
     seconds_with_more_ram  of a step with a RAM cap that is 1 GiB higher; None if RAM is not what limits
     faster_with_ram        (RAM, seconds of a step) of a faster plan that needs more RAM; None if none was found
     disk_state_bytes       of the states in --states-folder
-    typical_tokens         tokens of a step with rows as long as the data's, which the seconds are of; None: full rows
-    smaller_layouts        layouts to go on with if memory runs out, the largest first. They allocate 5 to 50% less and
-                           change no bit. Empty if the plan is not for training
+    typical_tokens         tokens of a step with rows as long as the data's, for which the seconds are predicted;
+                           None: full rows
+    smaller_layouts        layouts to go on with if memory runs out, the largest first. They allocate 5 to 50% less
+                           and change no bit. Empty if the plan is not for training
     """
 
     model: str
@@ -63,7 +65,7 @@ class Plan:
 
     @property
     def ram_breakdown(self) -> dict[str, int]:
-        """Of the phase that takes the most RAM."""
+        """Returns bytes of RAM by name, in the phase that takes the most."""
         return largest(self.ram)
 
     @property
@@ -72,13 +74,13 @@ class Plan:
 
     @property
     def ram_phases(self) -> dict[str, int]:
-        """The RAM of each phase of the run, in bytes."""
+        """Returns the bytes of RAM in each phase of the training run."""
         return {phase: sum(held.values()) for phase, held in self.ram.items()}
 
     @property
     def disk(self) -> dict[str, int]:
-        """The most bytes that a run has on the disk, by name: checkpoints, the one that is being written, the exported
-        model, and states in --states-folder."""
+        """Returns the most bytes that training has on the disk, by name: checkpoints, the one that is being written,
+        the exported model, and states in --states-folder."""
         kept = (self.settings.keep_last + self.settings.keep_best) * self.checkpoint_bytes
         exported = WORKING_DTYPES[self.settings.export_dtype].itemsize
         states = {"states": self.disk_state_bytes} if self.disk_state_bytes else {}
@@ -86,7 +88,7 @@ class Plan:
         return saved | states
 
     def to_dict(self) -> dict:
-        """plan.json's content."""
+        """Returns the content of plan.json."""
         return {
             "fits": True,
             "model": self.model,
@@ -128,7 +130,7 @@ class Plan:
         }
 
     def describe(self) -> str:
-        """The plan as a table for people, in 80 columns; README.md explains the rows."""
+        """Returns the plan as a table for people, in 80 columns; README.md explains the rows."""
         settings = self.settings
         masters = " with fp32 master weights" if self.precision != "fp32" else ""
         trained = f"{self.model}: {self.parameters:,} parameters, all trained"
@@ -192,7 +194,7 @@ class Plan:
 
 
 def kept_in_words(layout: Layout, blocks: int) -> str:
-    """How many blocks the layout recomputes, in words."""
+    """Says in words how many of the model's `blocks` the layout recomputes, and how many keep everything."""
     if not layout.recomputes(blocks):
         return "nothing recomputed"
     at_a_time = f", {layout.segment_blocks} at a time" if layout.segment_blocks > 1 else ""

@@ -1,11 +1,11 @@
-"""Settings and a model's config in, a plan out: how the step is laid out, what it will take, and how long.
+"""Makes a plan from settings and a model's config: how to lay out the step, its memory, and its time.
 
-A plan predicts the code that trains: it is made by simulating that code (simulated_step.py). The search takes the
-fastest layout whose run completes under both caps. No weights are loaded and no GPU is needed. The optimizer is always
-the one that was asked for; if only RAM is short, a refusal says whether 8-bit moments would fit.
+A plan predicts the code that trains, because it is made by simulating that code (simulated_step.py). The search takes
+the fastest layout whose simulation completes under both caps. No weights are loaded and no GPU is needed. The optimizer
+is always the one that was asked for. If only RAM is short, a refusal says whether 8-bit moments would fit.
 
-    GPU   the simulated run, with a margin left free (gpu_plan.py)
-    RAM   what is streamed, and the process, over a run's phases (ram.py); on the CPU everything (cpu_plan.py)
+    GPU   the simulated step, with a margin left free (gpu_plan.py)
+    RAM   what is copied to the GPU when needed, and the process, in all phases (ram.py); on the CPU all (cpu_plan.py)
 """
 
 import gc
@@ -38,7 +38,7 @@ from lowmem.units import MIB, format_size
 
 @dataclass(frozen=True)
 class Question:
-    """The arguments of `make_plan`, under its names."""
+    """Holds the arguments of `make_plan`, under the same names."""
 
     settings: Settings
     config: PretrainedConfig
@@ -50,7 +50,8 @@ class Question:
     process: Process | None = None
 
     def answer(self, make: Callable[..., Plan]) -> Plan:
-        """The plan that `make(*arguments of make_plan)` makes. Who waits for it at a terminal is told."""
+        """Calls `make` with these arguments, in the order of `make_plan`, and returns its plan. At a terminal, first
+        prints that planning takes a while."""
         if self.card is not None and sys.stderr is not None and sys.stderr.isatty():
             print(f"planning {self.settings.model} for {self.card.name}; a large model takes a while", file=sys.stderr)
         return make(*(getattr(self, item.name) for item in fields(self)))
@@ -61,10 +62,13 @@ def make_plan(
     ram_free_bytes: int | None = None, fused_kernels: bool | None = None,
     process: Process | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan for the model of `config` on `device` ("cuda", with a `card`, or "cpu"); PlanError if nothing fits, with
-    the smallest caps that would do; InputError if the architecture cannot be trained in pieces. `ram_free_bytes`: a
-    limit too, if the plan is for this machine. `fused_kernels`: whether they are available (None: as expected of the
-    card). `process`: the RAM of the process that will train, if that is not this one."""
+    """Returns the plan for the model of `config` on `device`: "cuda", with a `card`, or "cpu". Raises PlanError, which
+    names the smallest caps that would do, if nothing fits. Raises InputError if the architecture cannot be trained in
+    pieces.
+
+    `ram_free_bytes`: free RAM, another limit if the plan is for this machine. `fused_kernels`: whether they run; None:
+    as expected of the card. `process`: the RAM of the process that will train, if that is not this one.
+    """
     if process is None and (device == "cpu" or torch.cuda.is_initialized()):
         process = Process(ram_now_bytes(), 0)
     not_compared = compare_small_copy(config, settings.masks_documents, precision, settings.residual)
@@ -94,7 +98,8 @@ def make_plan(
 
 @contextmanager
 def _earlier_objects_frozen() -> Iterator[None]:
-    """Python's cycle collector skips the objects that exist now: planning makes so many that it would run often."""
+    """Makes Python's cycle collector skip the objects that exist now. Planning makes so many objects that the collector
+    would run often."""
     gc.freeze()
     try:
         yield
@@ -103,8 +108,9 @@ def _earlier_objects_frozen() -> Iterator[None]:
 
 
 def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> Plan:
-    """`plan` with the seconds of a step whose rows have these lengths, which takes no more memory than full rows do. On
-    the CPU, which has no clock, only its tokens change. More RAM is assumed to help as much as with full rows."""
+    """Returns `plan` with the seconds of a step whose rows have these lengths; they take no more memory than full rows.
+    For the CPU no time is predicted, so only `typical_tokens` changes. More RAM is assumed to help as much as with full
+    rows."""
     settings = plan.settings
     plan = replace(plan, typical_tokens=sum(lengths))
     if plan.card is None:

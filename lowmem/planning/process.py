@@ -1,12 +1,12 @@
-"""A plan made in a process of its own: what planning takes is never part of the process that trains.
+"""Makes plans in a separate process, so that planning takes no memory from the process that trains.
 
-A simulated step leaves some hundred MiB of Python objects behind, and the high-water mark that the RAM cap is held
-against would keep them for good. So the process forks before it has anything to do with CUDA, while it is small and its
-imports are done; the fork waits to be told what to plan, sends the plan back and ends. It sees no GPU. Nothing is
-imported a second time, and a script needs no `if __name__ == "__main__"`.
+A simulated step leaves some hundred MiB of Python objects behind. The peak of RAM, which the cap is compared with,
+would count them until the end. So the process forks before it uses CUDA, while it is small and its imports are done.
+The fork waits to be told what to plan, sends the plan back and ends. It sees no GPU. Nothing is imported a second time,
+and a script needs no `if __name__ == "__main__"`.
 
-If no fork is safe, the plan is made in the same process. That is so outside of Linux, if CUDA is initialised already,
-and if autograd has started its threads, which are not forked.
+If a fork is not safe, the plan is made in the same process. That is so outside of Linux, if CUDA is initialised
+already, and if autograd has started its threads, which are not forked.
 """
 
 import os
@@ -30,8 +30,8 @@ Result = TypeVar("Result")
 
 @contextmanager
 def process_aside() -> Iterator[Callable[..., Result]]:
-    """Forks a process, and gives a function that calls another one there: `aside(function, *arguments)` returns what
-    `function(*arguments)` returns, or raises what it raises; both have to be picklable."""
+    """Forks a process, and yields a function that executes calls there. `aside(function, *arguments)` returns what
+    `function(*arguments)` returns there, or raises what it raises. Arguments and results must be picklable."""
     if sys.platform != "linux" or torch.cuda.is_initialized() or _autograd_has_threads():
         yield lambda function, *arguments: function(*arguments)
         return
@@ -71,7 +71,8 @@ def _autograd_has_threads() -> bool:
 
 
 def _serve(ours: connection.Connection, theirs: connection.Connection) -> None:
-    """The other process: calls, and their outcomes."""
+    """Executes calls in the forked process and sends back their results, until the parent closes the pipe. `ours` is
+    the parent's end of the pipe, `theirs` the fork's."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a terminal or job: the
         signal.signal(number, signal.SIG_IGN)  # parent answers them
     threading.Thread(target=_end_with, args=(parent_process().sentinel,), daemon=True).start()

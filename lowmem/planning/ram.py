@@ -1,11 +1,11 @@
-"""RAM over the whole life of a run, by phase and by name. A cap holds in all phases, so a plan predicts the largest.
+"""Predicts RAM over a whole training run, by phase and by name. A cap holds in all phases, so the largest counts.
 
-    prepare    until the weights are read: imports, data, the GPU's libraries; measured, where the process is there
-    load       weights pass through; states take up their room
+    prepare    until the weights are read: imports, data, the GPU's libraries; measured in the process that trains
+    load       weights pass through; states get their memory
     evaluate   the model and its states, and a forward pass
-    train      the same, gradients and activations on the CPU
+    train      the same, and on the CPU gradients and activations
     save       the model and its states, and a chunk of what is copied from a GPU
-    export     the same, and the runs in which weights are converted
+    export     the same, and the buffers in which weights are converted
 
 The rest of the process is one number. It is the RAM in use at planning time plus TRAINING_BYTES (CPU_TRAINING_BYTES on
 the CPU). If the plan is for a GPU that is not here, it is CUDA_PROCESS_BYTES.
@@ -32,7 +32,7 @@ Ram = dict[str, dict[str, int]]  # by phase, by name
 
 @dataclass(frozen=True)
 class Process:
-    """What the process that trains has taken when it is planned: now, and at most so far."""
+    """Holds the RAM of the process that trains, measured when the plan is made: now, and its peak so far."""
 
     now_bytes: int
     peak_bytes: int
@@ -45,9 +45,10 @@ class Process:
 def on_a_gpu(
     process_bytes: int, in_ram: dict[str, int], drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> Ram:
-    """RAM of a run on a GPU. `in_ram`: what is streamed (Recording's); `drawn_bytes`: the largest tensor that is whole
-    in RAM while random weights are loaded, 0 for weights from files. Gradients get their memory when the weights are
-    in place, boundaries and buffers in the first step."""
+    """Returns the RAM of training on a GPU, by phase and name. `in_ram`: bytes by name of numbers that are copied to
+    the GPU when needed. `drawn_bytes`: the largest tensor that is whole in RAM while random weights are made, 0 for
+    weights from files. Gradients get their memory when the weights are in place, boundaries and buffers in the first
+    step."""
     streamed = {name: size for name, size in in_ram.items() if size or name == "streamed_states"}
     held = streamed | {"process": process_bytes}
     loaded = {name: held[name] for name in ("streamed_states", "process", "streamed_weights") if name in held}
@@ -64,8 +65,8 @@ def on_a_gpu(
 def most_streamed(
     limit_bytes: int, process_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> int:
-    """The most bytes that may be streamed from RAM under the cap, in all phases of `on_a_gpu`. It is negative if a run
-    that streams nothing exceeds the cap."""
+    """Returns the most bytes that may be in RAM to be copied to the GPU, under the cap in all phases of `on_a_gpu`.
+    Negative if training exceeds the cap even without any."""
     room = limit_bytes - process_bytes - RUNS_BYTES
     low = 1 - _share_of_moments(optimizer, dtype)
     while_loading = room - drawn_bytes
@@ -77,14 +78,15 @@ def most_streamed(
 
 
 def _share_of_moments(optimizer: Optimizer, dtype: torch.dtype) -> float:
-    """Of a state's bytes. Until everything is page-locked at the end of loading, their pages are zeros that take no
-    room."""
+    """Returns the share of the optimizer state's bytes that the moments take. Until everything is page-locked at the
+    end of loading, the moments' pages are zeros that take no RAM."""
     layout = {name: entries * kind.itemsize for name, (entries, kind) in state_layout(optimizer, BLOCK, dtype).items()}
     return 1 - layout.get("low", 0) / max(sum(layout.values()), 1)
 
 
 def on_the_cpu(process_bytes: int, train: dict[str, int], drawn_bytes: int) -> Ram:
-    """RAM of a run on the CPU; `train`: what is held at a step's peak, by name."""
+    """Returns the RAM of training on the CPU, by phase and name. `train`: bytes in use at a step's peak, by name.
+    `drawn_bytes`: the largest tensor that is whole in RAM while random weights are made."""
     names = (
         *("working_weights", "buffers", "resident_states", "streamed_states", "streamed_weights", "weight_slots"),
         *("streamed_boundaries", "streamed_gradients", "freed_and_kept"),
@@ -101,5 +103,5 @@ def on_the_cpu(process_bytes: int, train: dict[str, int], drawn_bytes: int) -> R
 
 
 def largest(ram: Ram) -> dict[str, int]:
-    """What the phase that takes the most holds."""
+    """Returns the bytes by name in the phase that takes the most RAM."""
     return max(ram.values(), key=lambda held: sum(held.values()))

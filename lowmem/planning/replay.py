@@ -1,9 +1,9 @@
-"""The operations of a training step, each run once per shape and then replayed onto the recorder's tape.
+"""Executes each operation of a training step once per shape, then replays its allocations onto the recorder's tape.
 
 A step repeats a few computations: a segment's forward and backward, the head, the embeddings, a piece's update.
-`ReplayedOperations` replaces the step's operations (core/operations.py). A replay returns tensors without storage that
-stand for those of the run. Whole groups of micro-batches are replayed too. A test compares the tape with that of
-running everything, operation by operation.
+`ReplayedOperations` replaces the step's operations (core/operations.py). A replay returns tensors without storage,
+which stand for the results of the execution. Whole groups of micro-batches are replayed too. A test compares the tape
+with the tape of executing everything, operation by operation.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,12 +29,14 @@ _PLACES = ("layer_idx", "layer_id", "layer_number")  # attributes that count a m
 
 
 class _ReplayedGraph(int):
-    """In the place of a segment's output with its graph: the first storage of the forward that was replayed."""
+    """Takes the place of a segment's output with its graph, after a replayed forward. The number is that of the first
+    storage in that replay."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor without its storage: the number of that in its region, or else which argument's storage it shares."""
+    """Describes a tensor without its storage. `storage`: the number of the storage in its region (the recorded stretch
+    of the tape). If that is None, the tensor shares the storage of the argument number `argument`."""
 
     storage: int | None
     argument: int | None
@@ -47,8 +49,8 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Known:
-    """A call that was run: its region, and its results with a _Place for every tensor. They are flattened if they are
-    made of anything but tuples and lists; then `structure` puts them together."""
+    """Holds a call that was executed: its region (the recorded stretch of the tape), and its results with a _Place for
+    every tensor. Results other than tuples and lists are flattened; then `structure` puts them together."""
 
     region: Region
     results: object
@@ -56,8 +58,8 @@ class _Known:
 
 
 class ReplayedOperations:
-    """In the place of a step's `operations`: runs each of them once per shape, replays it from then on; with `known`
-    None, runs it every time."""
+    """Replaces a step's `operations`: executes each once per shape, and replays it from then on. `known` holds what has
+    been executed; if it is None, every operation is executed every time."""
 
     def __init__(
         self, operations: Operations, recorder: Recorder, *, known: dict[tuple, _Known] | None, alike: bool,
@@ -97,8 +99,8 @@ class ReplayedOperations:
         return self._once(key, "group", run, self._operations.store.parts, arguments=arguments)
 
     def _run(self, operation: Callable, *arguments):
-        """`operation`, in which the model's code runs. Nothing else needs `functions`, and each touch of a tensor
-        costs."""
+        """Calls `operation`, in which the model's own code runs, inside `functions`. Other code runs without
+        `functions`, because each operation on a tensor takes longer there."""
         with self._functions():
             return operation(*arguments)
 
@@ -175,9 +177,9 @@ class ReplayedOperations:
         )  # fmt: skip
 
     def _rehearse(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> None:
-        """Runs a new kind of segment off the tape, so that the tape has replays only. The first backward pass records
-        which products can be skipped, so it is not like later ones; and a replayed forward needs a replayed backward.
-        """
+        """Executes a new kind of segment with the tape switched off, so that the tape has replays only. The first
+        backward pass finds out which products can be skipped, so it differs from later ones. And a replayed forward
+        needs a replayed backward."""
         kind = (*self._kind(segment, extras), hidden.shape)
         if kind in self._rehearsed:
             return
@@ -209,7 +211,8 @@ class ReplayedOperations:
                 part.gradient = gradient
 
     def _kind(self, segment: Segment, extras: Sequence[Extra]) -> tuple:
-        """Two segments of one kind allocate alike: equal blocks, called with arguments of equal shapes."""
+        """Returns a key that segments share if they allocate alike: equal blocks, called with arguments of equal
+        shapes."""
         kind = self._kinds_in_group.get((id(extras), segment))
         if kind is None:
             kind = self._kinds_in_group[id(extras), segment] = self._kind_of(segment, extras)
@@ -228,11 +231,12 @@ class ReplayedOperations:
         self, key: tuple, name: str, call: Callable, parts: Sequence[Part] = (), *, renamed: str | None = None,
         arguments: Sequence[Tensor] = (), forward: Region | _ReplayedGraph | None = None,
     ):  # fmt: skip
-        """The result of `call`, from running it or from replaying an earlier run with the same `key`.
+        """Returns the result of `call`, which is executed, or replayed from an earlier execution with the same `key`.
 
-        Its storages are called `name`, the returned tensor `renamed`. `parts`: `call` makes their accumulators if they
-        have none, so that is part of the key. `arguments`: tensors that `call` may return. `forward`: the forward pass
-        whose graph it frees: its region if it ran, the number of its first storage if it was replayed.
+        The new storages are called `name` on the tape, the returned tensor `renamed`. `parts`: `call` makes their
+        accumulators if they have none, so that is part of the key. `arguments`: tensors that `call` may return.
+        `forward`: the forward pass whose graph `call` frees. It is a Region if that was executed, the number of its
+        first storage if it was replayed.
         """
         key = (*key, tuple(part.gradient is None for part in parts))
         new = [part for part in parts if part.gradient is None]
@@ -274,7 +278,8 @@ class ReplayedOperations:
         self._known[key] = _Known(region, as_it_was if plain else places, None if plain else structure)
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
-        """The results of a known call, with storages numbered from `base`."""
+        """Returns the results of a known call, with tensors whose storages are numbered from `base`. `held`: whether
+        the graph holds them."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def tensor(place: _Place) -> Tensor:
@@ -292,7 +297,7 @@ class ReplayedOperations:
 
 
 def _filled(results, tensor: Callable[[_Place], Tensor]):
-    """`results` with a tensor for every _Place."""
+    """Returns `results` with `tensor(place)` for every _Place in it."""
     kind = type(results)
     if kind is tuple or kind is list:  # no function inside of another, which would be a cycle that holds the tensors
         return kind([_filled(one, tensor) for one in results])
@@ -300,19 +305,19 @@ def _filled(results, tensor: Callable[[_Place], Tensor]):
 
 
 def _leaves(results) -> list:
-    """What is in tuples and lists, and in tuples and lists in those."""
+    """Returns everything in nested tuples and lists, as one list."""
     return [leaf for one in results for leaf in _leaves(one)] if type(results) in (tuple, list) else [results]
 
 
 def _traffic_of_8_bit(master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, *_) -> None:
-    """Reads and writes as much as bitsandbytes' update and the scaling before it, and allocates nothing."""
+    """Reads and writes as much memory as bitsandbytes' update and the scaling before it, and allocates nothing."""
     master.add_(gradient.mul_(hyper.gradient_scale))
     state["m"].bitwise_not_()
     state["v"].bitwise_not_()
 
 
 def kind_of(block: nn.Module) -> tuple:
-    """Describes a block's modules without its place in the model. Blocks with equal kinds allocate alike."""
+    """Describes a block's modules without its place in the model. Blocks with equal descriptions allocate alike."""
     return tuple(
         (
             name,

@@ -1,4 +1,4 @@
-"""The fastest layout of a step that fits into a room.
+"""Searches for the fastest layout of a step that fits into given GPU memory and RAM.
 
     for homes and fates of gradients:      in the order of choices.py
         for micro_batch:                   from the smallest on, until nothing fits
@@ -7,8 +7,8 @@
                     bisect `on_gpu`:       the units on the GPU, until no copies are waited for
                         bisect `kept`:     the most that blocks can keep beside them
 
-Each figure is that of a simulated step and does not depend on the room. Choices are skipped if they are not expected to
-beat the best layout so far. The loops stop where the next layout is no faster; tests compare them with trying
+Each figure is that of a simulated step, which does not depend on the memory given. Choices are skipped if they are not
+expected to beat the best layout so far. The loops stop if the next layout is no faster. Tests compare them with trying
 everything (docs/planning.md).
 """
 
@@ -26,7 +26,8 @@ _TRIES = 5  # of what is expected to fit, before plain bisection
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes to fit into, None for no limit: `gpu` for the allocator, `ram` for everything that is streamed."""
+    """Holds the bytes to fit into, None for no limit: `gpu` for the allocator, `ram` for numbers that are copied to the
+    GPU when needed."""
 
     gpu: int | None
     ram: int | None
@@ -34,7 +35,8 @@ class Room:
 
 @dataclass(frozen=True)
 class Found:
-    """A layout with its simulated step, and where it is: its column, and places of `kept` and `on_gpu`."""
+    """Holds a layout with its simulated step. Also its column (layouts that differ only in `kept` and `on_gpu`), with
+    the indices of `kept` and `on_gpu` there."""
 
     layout: Layout
     recording: Recording
@@ -52,7 +54,7 @@ class Found:
 
 
 def faster(one: Found | None, other: Found | None) -> Found | None:
-    """The faster of two; the first if they are equal."""
+    """Returns the faster of two layouts; the first if they are equal; the other if one is None."""
     return min((found for found in (one, other) if found is not None), key=lambda found: found.seconds, default=None)
 
 
@@ -62,15 +64,16 @@ def within(size_bytes: int, limit_bytes: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Search:
-    """Searches one room. What fits is judged by allocated bytes. `failed`: layouts that do not fit all the same; nor do
-    those of their columns that have as much of both."""
+    """Searches layouts that fit into `room`, judged by allocated bytes. `failed`: layouts that fit by this count but
+    fail in the model of the allocator. In the same column, layouts with at least as much kept and on the GPU are taken
+    to fail too."""
 
     columns: Columns
     room: Room
     failed: tuple[Found, ...] = ()
 
     def fastest(self, choices: Choices, best: Found | None = None) -> Found | None:
-        """The fastest of `choices` and `best`."""
+        """Returns the fastest layout of `choices`, or `best` if none is faster."""
         for micro_batch in choices.micro_batches:
             if best is not None and self.columns.least_seconds(choices, micro_batch) >= best.seconds:
                 continue
@@ -105,7 +108,8 @@ class Search:
         return fastest
 
     def fastest_in(self, column: Column, best: Found | None = None) -> Found | None:
-        """The fastest of a column; None if nothing fits. Anything that fits, if none is expected to beat `best`."""
+        """Returns the fastest layout of a column; None if nothing fits. If no layout is expected to beat `best`,
+        returns any that fits."""
         columns, places = self.columns, self.places(column)
         if not places:
             return None
@@ -124,7 +128,8 @@ class Search:
         return fastest
 
     def _bisected(self, column: Column, fewest: int, most: int, best: Found | None) -> Found:
-        """The fastest between two places of `on_gpu`: time falls until no copy is waited for, then it rises."""
+        """Returns the fastest layout between two indices of `on_gpu`. With more units on the GPU, time falls until no
+        copy is waited for, then it rises."""
         fastest = found = self._with_most_kept(column, fewest)
         while found.on_gpu < most and found.waits:
             if best is not None and found.recording.computing_seconds >= best.seconds:
@@ -139,7 +144,7 @@ class Search:
         return fastest
 
     def places(self, column: Column) -> list[int]:
-        """The places of `on_gpu` that fit if nothing is kept."""
+        """Returns the indices of `on_gpu` with which the layout fits if blocks keep nothing."""
         return [place for place in self._enough_in_ram(column) if self._fits(column, 0, place)]
 
     def _enough_in_ram(self, column: Column) -> list[int]:
@@ -150,7 +155,8 @@ class Search:
         return [place for place in places if self.columns.streamed_bytes(column, place) <= limit]
 
     def _with_most_kept(self, column: Column, on_gpu: int) -> Found:
-        """With the most kept, and with more units on the GPU if they fit beside that and are faster."""
+        """Returns the layout in which blocks keep the most. Puts more units on the GPU if they also fit and that is
+        faster."""
         kept, more = self._most_kept(column, on_gpu), on_gpu
         while more + 1 < len(column.choices.on_gpu) and self._fits(column, kept, more + 1):
             more += 1
@@ -161,7 +167,7 @@ class Search:
         return Found(layout, self.columns.simulations.record(layout), column, kept, on_gpu)
 
     def _most_kept(self, column: Column, on_gpu: int) -> int:
-        """The place of the most that fits. Nothing kept does fit."""
+        """Returns the largest index of `kept` that fits. Index 0 must fit."""
         columns, room, fits, tries = self.columns, self.room.gpu, 0, 0
         places = range(columns.last_kept(column) + 1)
         beyond = bisect_left(places, True, key=lambda kept: not columns.may_fit(column, kept, on_gpu, room))

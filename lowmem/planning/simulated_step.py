@@ -1,15 +1,15 @@
-"""The training step on tensors without data: its allocations and its time on a card.
+"""Simulates the training step on tensors without data, and predicts its allocations and its time on a card.
 
-`record_step` runs the `TrainingStep` that trains, with its store, on meta tensors (recorder.py): an evaluation, with
-which a run begins, then two optimizer steps. The second applies the updates of the first, as all later ones do. With
-states on a disk there is a third, because late writes of one step hold up the next. Each segment runs once per shape
-and is replayed for all other micro-batches (replay.py). The layout fits if the tape completes under the cap
-(cudasim/tape.py).
+`record_step` executes the `TrainingStep` that trains, with its store, on meta tensors (recorder.py). It makes an
+evaluation, with which training begins, then two optimizer steps. The second step applies the updates of the first, as
+all later ones do. With states on a disk there is a third step, because late writes of one step delay the next. Each
+segment is executed once per shape, and replayed for all other micro-batches (replay.py). The layout fits if the tape of
+allocations completes under the cap (cudasim/tape.py).
 
-The search records many layouts. Their first step has one micro-batch, which leaves as many gradients, or is left out if
-a step applies its own updates. The second step then finds other memory cached than in a run, and reserved bytes may be
-off by a page or two. Use `whole_first_step` for exact ones. The CUDA context is not simulated, nor are saving and
-export, which take less of a GPU than training.
+The search records many layouts. To save time, their first step has one micro-batch, which leaves as many gradients. If
+a step applies its own updates, the first step is left out. The second step then finds other memory cached than in
+training, and reserved bytes may be off by a page or two. Use `whole_first_step` for exact ones. The CUDA context is not
+simulated, nor are saving and export, which take less GPU memory than training.
 """
 
 import math
@@ -54,8 +54,9 @@ register_product(torch.ops.lowmem.add_product, first_factor=1, host_seconds=HOST
 
 @dataclass(frozen=True)
 class Target:
-    """What the step is simulated for. `machine`: what it adds to the operations; `update`: the rule that updates there;
-    bytes per second of copies to and from it, None where states are not streamed over a bus, and of the disk."""
+    """Describes the device that the step is simulated for. `machine`: its model (cudasim/device_model.py). `update`:
+    the rule that updates there. `copies_in`, `copies_out`: bytes per second to and from the device, None if nothing is
+    copied over a bus. `disk`: bytes per second of the disk."""
 
     machine: DeviceModel
     update: UpdateRule = optimizers.update
@@ -66,12 +67,14 @@ class Target:
 
     @property
     def fused_kernels(self) -> bool:
-        """Whether operators.py's run there; the decoder has to be made for them (models.make_decoder)."""
+        """Returns True if the fused kernels run on the device. The decoder has to be made for them
+        (models.make_decoder)."""
         return self.update is fused.update
 
 
 class CpuAttention(TorchFunctionMode):
-    """On the CPU attention without dropout is an operator of its own; meta tensors would take the composite one."""
+    """Makes meta tensors use the CPU's own attention operator, which the CPU takes without dropout. By default they
+    would use the composite one."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
@@ -90,8 +93,8 @@ def _attention_on_the_cpu(query, key, value, attn_mask=None, dropout_p=0.0, is_c
 
 
 def gpu_target(card: Card, fused_kernels: bool | None = None, disk_bytes_per_second: float = math.inf) -> Target:
-    """A GPU of this kind, running as device.py sets it up; `fused_kernels`: whether operators.py's can be had, None: as
-    is to be expected; `disk_bytes_per_second`: of the disk beside it, reading and writing together."""
+    """Returns the target for a GPU of this kind, set up as device.py does. `fused_kernels`: whether they run; None: as
+    expected of the card. `disk_bytes_per_second`: of reading and writing together."""
     if fused_kernels is None:
         fused_kernels = fused.expected(card.capability)
     return Target(
@@ -101,15 +104,15 @@ def gpu_target(card: Card, fused_kernels: bool | None = None, disk_bytes_per_sec
 
 
 def cpu_target() -> Target:
-    """The CPU: no rewriting but attention's, no copies."""
+    """Returns the target for the CPU: attention is the CPU's own operator, and there are no copies."""
     return Target(DeviceModel(CpuAttention), optimizers.update_in_slices, least_positions=LEAST_POSITIONS["cpu"])
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """One way to lay out a step, on a decoder whose precision is set already. `dtype`: of the working matrices;
-    `lengths`: of the second step's rows, where they are not full (Batch.lengths); `target_tokens`: how many of `seq`
-    positions are a target's, of an encoder-decoder."""
+    """Holds a step to be simulated: sizes, layout and optimizer. The decoder's precision is set elsewhere. `dtype`: of
+    the working matrices. `lengths`: of the second step's rows, if they are not full (Batch.lengths). `target_tokens`:
+    how many of `seq` positions are a target's, for an encoder-decoder."""
 
     seq: int
     batch: int
@@ -123,17 +126,17 @@ class StepCase:
 
     @property
     def needs_all_gradients(self) -> bool:
-        """Whether the first update waits for all gradients: to clip them by their norm or, if the loss is scaled, to
-        see that they are finite."""
+        """Returns True if updates wait for all gradients: to clip them by their norm or, if the loss is scaled, to
+        check that they are finite."""
         return self.clip_norm is not None or self.dtype is torch.float16
 
 
 @dataclass(frozen=True)
 class Recording:
-    """`began`, `seconds`: of the last step, which is like all later ones; `waiting_seconds`: how much of it the GPU
-    waits for copies; `in_ram`: bytes by name of everything that is streamed, under ram.py's names; `state_bytes`: of
-    the optimizer, by unit, wherever they are; `disk_bytes`: of those on a disk, by unit; `weight_bytes`: of all working
-    weights."""
+    """Holds the results of a simulation. `tape`: the allocations. `began`, `seconds`: of the last step, which is like
+    all later ones. `waiting_seconds`: how much of it the GPU waits for copies. `in_ram`: bytes by name of all that is
+    copied to the GPU when needed. `state_bytes`: of the optimizer, by unit, wherever stored. `disk_bytes`: of states on
+    a disk, by unit. `weight_bytes`: of all working weights."""
 
     tape: Tape
     began: float
@@ -154,7 +157,7 @@ class Recording:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The working weights and all states."""
+        """Returns the bytes of a checkpoint: the working weights and all states."""
         return self.weight_bytes + sum(self.state_bytes)
 
 
@@ -162,10 +165,13 @@ def record_step(
     decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *, alike: bool = False,
     whole_first_step: bool = False,
 ) -> Recording:  # fmt: skip
-    """Two steps of `case`, with states on a disk three, on `decoder`, whose parameters become meta tensors of the
-    store's. `known`, a dict that is kept between calls with the same decoder, sequence length, dtype and target, saves
-    running again what has been run; with None everything is run. `alike`: blocks that are made alike are run once for
-    all of them. `whole_first_step`: whether the first step is as long as the second, and flushed, as in a run."""
+    """Simulates two steps of `case` on `decoder`, three with states on a disk. The decoder's parameters become meta
+    tensors.
+
+    `known`: a dict that stores executed operations between calls with the same decoder, sequence length, dtype and
+    target, so that they are not executed again; None executes everything. `alike`: execute blocks that are made alike
+    only once. `whole_first_step`: make the first step as long as the second, and its updates too, as in training.
+    """
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})
@@ -221,7 +227,7 @@ def record_step(
 
 
 def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:
-    """Recording's last four."""
+    """Returns the last four fields of Recording."""
     units = 1 + max(part.unit for part in store.parts)
     states, on_disk = [0] * units, [0] * units
     for piece in store.pieces:
@@ -239,7 +245,7 @@ def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:
 
 
 def batch_of_zeros(case: StepCase, rows: int) -> Batch:
-    """A batch as batches.py and pairs.py make it, of zeros."""
+    """Returns a batch of zeros with the same tensors as real batches (batches.py and pairs.py)."""
     zeros = partial(torch.zeros, dtype=torch.int64)
     input_ids = zeros((rows, case.seq))
     if case.target_tokens is not None:
@@ -250,5 +256,5 @@ def batch_of_zeros(case: StepCase, rows: int) -> Batch:
 
 
 def _never_touched(entries: int, dtype: torch.dtype) -> Tensor:
-    """In the place of `host_tensor`: the size of it, and no memory."""
+    """Returns a tensor of the right size that takes no memory. Used in place of `host_tensor`."""
     return torch.zeros(1, dtype=dtype).expand(entries)

@@ -1,15 +1,15 @@
-"""The transfers of a simulated step (core/transfers.py): they move clocks and no data. An event is a point in time.
+"""Simulates the transfers of a step (core/transfers.py): moves clocks instead of data. An event is a point in time.
 
 Each direction of the bus is an engine that makes one copy after the other. A copy starts when its engine is free, the
-host has issued it, and all events that its lane waits for have happened. Concurrent updates still take their time from
-the GPU.
+host has issued it, and all events that its lane (CUDA stream) waits for have happened. Concurrent updates still take
+their time from the GPU.
 
-States on a disk hold up the host until the pages that were read ahead have arrived, and while it copies to and from
-the page cache. The disk does one thing after the other.
+States on a disk delay the host until the pages that were read ahead have arrived, and while it copies to and from the
+page cache. The disk does one thing after the other.
 
 The rates are those of a bus that is busy in both directions (gpus.py), since states go in and out together nearly
-always. Left out: the host's time to issue a copy (tens of microseconds), and copies of memory that is not page-locked,
-which do not overlap.
+always. Not simulated: the host's time to issue a copy (tens of microseconds), and copies of memory that is not
+page-locked, which do not overlap.
 """
 
 import math
@@ -31,14 +31,15 @@ ENGINES = {
 
 
 class SimulatedTransfers(Transfers):
-    """`exposed_seconds`: how long the GPU stood still for copies and for nothing else; `busy_seconds`: how long each
-    engine copied."""
+    """Counts the time of copies. `exposed_seconds`: how long the GPU stood still only because of copies.
+    `busy_seconds`: how long each engine (direction of the bus) copied."""
 
     def __init__(
         self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float, *, concurrent: bool = False,
         disk_bytes_per_second: float = math.inf, host_buffer: MakeTensor | None = None,
     ):  # fmt: skip
-        """`concurrent`: whether updates have a lane of their own."""
+        """`concurrent`: whether updates have their own lane (CUDA stream). `host_buffer`: allocates RAM for copies to
+        and from a disk."""
         self.host_buffer = host_buffer
         self.exposed_seconds = 0.0
         self.busy_seconds = {IN: 0.0, OUT: 0.0}
@@ -98,14 +99,15 @@ class SimulatedTransfers(Transfers):
         self._use_disk(_bytes_of(pairs))
 
     def _is_own(self, lane: Lane) -> bool:
-        """Whether it is the updates' lane, and not COMPUTE under another name."""
+        """Returns True if `lane` is the updates' own lane. Without concurrent updates, UPDATES is another name for
+        COMPUTE."""
         return lane is Lane.UPDATES and self._concurrent
 
     def _copy_pages(self, pairs: Pairs) -> None:
         self.wait(Lane.HOST, self._clock.host + _bytes_of(pairs) / PAGE_CACHE_BYTES_PER_SECOND)
 
     def _use_disk(self, size_bytes: int) -> float:
-        """When the disk will have read or written that much more."""
+        """Reads or writes that many bytes on the simulated disk. Returns the time when that will be done."""
         self._disk_free = max(self._disk_free, self._clock.host) + size_bytes / self._disk_rate
         return self._disk_free
 

@@ -1,6 +1,6 @@
-"""Layouts of one decoder's step are simulated once each: seconds, allocated bytes and the smallest cap.
+"""Simulates layouts of one decoder's step, each once: seconds, allocated bytes and the smallest cap.
 
-None of these depends on a cap, so the search may ask for them in any order.
+None of these figures depends on a cap, so the search may ask for them in any order.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,8 @@ _PRECISION = 1 / 256  # of a smallest cap
 
 
 class Simulations:
-    """Recordings of one decoder's step for one target. They differ from `base` in their layouts only."""
+    """Simulates one decoder's step for one target, in different layouts, and stores the results. `base` is the step
+    with everything but the layout."""
 
     def __init__(self, make_decoder: Callable[[], Decoder], base: StepCase, target: Target):
         self.base, self._target = base, target
@@ -39,12 +40,13 @@ class Simulations:
         return replace(self.base, layout=layout)
 
     def largest_drawn_bytes(self, init: str) -> int:
-        """The largest tensor that is whole in RAM while the weights are loaded."""
+        """Returns the bytes of the largest tensor that is whole in RAM while the weights are loaded: 0 unless `init` is
+        "random"."""
         return 4 * self.largest_parameter if init == "random" else 0
 
     def record(self, layout: Layout, whole_first_step: bool = False) -> Recording:
-        """The recording of a layout. `whole_first_step`: with all groups of the first step, as in a run; it takes
-        twice as long to make."""
+        """Returns the recording of a layout. `whole_first_step`: with all groups of the first step, as in training,
+        which takes twice as long to record."""
         key = layout, whole_first_step
         if key not in self._recordings:
             self._recordings[key] = record_step(
@@ -59,30 +61,32 @@ class Simulations:
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """Bytes of optimizer states, by unit."""
+        """Returns the bytes of optimizer states, by unit."""
         return self.record(self.base.layout).state_bytes
 
     @cached_property
     def input_bytes(self) -> int:
-        """Of one sequence's input to a block, as it is saved: of as many at least."""
+        """Returns a lower bound for the bytes of a block's saved input, for one sequence."""
         layout = self.base.layout
         return most_bytes(self.record(layout).tape, "boundaries") // (self.blocks * layout.micro_batch)
 
     @cached_property
     def ring_bytes(self) -> int:
-        """Of the slots that streamed states pass through; there are none if all states are on the GPU."""
+        """Returns the bytes of the GPU buffers through which states from RAM pass. There are none if all states are on
+        the GPU."""
         streamed = self.base.layout
         resident = replace(streamed, states_on_gpu=self.units)
         return self.allocated_bytes(streamed) + sum(self.state_bytes) - self.allocated_bytes(resident)
 
     def allocated_bytes(self, layout: Layout) -> int:
-        """The peak of the bytes that tensors take, without what the allocator wastes."""
+        """Returns the peak of the bytes that tensors take, without the allocator's waste."""
         if layout not in self._peaks:
             self._peaks[layout] = self.record(layout).tape.peak_bytes(ROUNDING)
         return self._peaks[layout]
 
     def run(self, layout: Layout, limit_bytes: int | None) -> Memory | None:
-        """The memory of the layout's run under the cap; None if it runs out."""
+        """Runs the layout's allocations through the model of the allocator, under a cap. Returns the memory figures;
+        None if memory runs out."""
         key = layout, limit_bytes
         if key not in self._runs:
             try:
@@ -92,7 +96,7 @@ class Simulations:
         return self._runs[key]
 
     def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """True if the layout's run completes under the cap, or under a smaller one."""
+        """Returns True if the layout completes in the model of the allocator under this cap, or under a smaller one."""
         if limit_bytes is None or self.allocated_bytes(layout) > limit_bytes:
             return limit_bytes is None
         if self.run(layout, None).reserved_peak_bytes <= limit_bytes or self.run(layout, limit_bytes) is not None:
@@ -100,10 +104,11 @@ class Simulations:
         return self.smallest_cap_bytes(layout) <= limit_bytes
 
     def smallest_cap_bytes(self, layout: Layout) -> int:
-        """The smallest cap under which the layout's run completes, to a few thousandths and rounded up to whole MiB.
+        """Returns the smallest cap under which the layout completes, to a few thousandths and rounded up to whole MiB.
 
-        It bisects between the bytes that are allocated and those that a run without a cap reserves. Between the two a
-        run gives cached memory back to the driver, and it may complete under one cap and fail under a larger one."""
+        Bisects between the bytes that are allocated and those that are reserved without a cap. Between the two, the
+        allocator returns cached memory to the driver. There it may succeed under one cap and fail under a larger one.
+        """
         low, high = self.allocated_bytes(layout), self.run(layout, None).reserved_peak_bytes
         while high - low > low * _PRECISION:
             middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""The device, the precision and the card that a plan is for."""
+"""Finds out the device, the precision and the card that a plan is for."""
 
 from dataclasses import replace
 
@@ -13,9 +13,12 @@ from lowmem.settings import Settings
 
 
 def planning_target(settings: Settings) -> tuple[str, str, Card | None]:
-    """Device ("cuda" or "cpu"), precision and, on CUDA, the card. A run uses this machine's device. With `plan_only`
-    the plan is for a GPU, here or not, unless the settings ask for the CPU. InputError if the card is unknown, if a
-    run needs a card that is not here, if the card has no bf16, or if it is here and smaller than the cap."""
+    """Returns the device ("cuda" or "cpu"), the precision and, for CUDA, the card. Training uses this machine's device.
+    With `plan_only` the plan is for a GPU, here or not, unless the settings ask for the CPU.
+
+    Raises InputError if the card is unknown or has no bf16, if training needs a card that is not here, or if the card
+    here is smaller than the cap.
+    """
     for_this_card = settings.gpu is None or not settings.plan_only
     if for_this_card and settings.device != "cpu" and torch.cuda.is_available():
         Budget(torch.device("cuda"), settings.gpu_limit_bytes, None).check_card()  # before anything slow
@@ -44,8 +47,8 @@ def _possible(device: str, precision: str, card: Card | None) -> tuple[str, str,
 
 
 def card_for(settings: Settings) -> Card:
-    """The card that the settings name, or the one that is here. If there is none, the smallest measured card with bf16
-    and as much memory as the cap."""
+    """Returns the card that the settings name, or the one that is here. If there is neither, returns the smallest
+    measured card with bf16 and as much memory as the cap."""
     if settings.gpu is not None:
         return card_named(settings.gpu)
     if torch.cuda.is_available():
@@ -62,8 +65,8 @@ def card_for(settings: Settings) -> Card:
 
 
 def _nearest(capability: tuple[int, int], properties) -> Card:
-    """The card of the table that is most like one that is not in it. That one is not timed, because no choice may
-    depend on a stopwatch (cpu_plan.py)."""
+    """Returns the card of the table that is most like this machine's card, which is not in the table. The card here is
+    not timed, because no choice may depend on a stopwatch (cpu_plan.py)."""
     alike = min(
         CARDS.values(),
         key=lambda card: (

@@ -1,5 +1,6 @@
-"""A run's life, from the command line to its exit code. Start with train.py, the loop, which reads top to bottom.
+"""Does a whole training run, from the command line to the exit code. Start with train.py, the loop, which reads top to
+bottom.
 
-main.py parses the options (cli.py, options.py); prepare.py turns settings into a model that is ready to train, with
-data, plan and weights; evaluation.py, saver.py and ending.py are the loop's helpers; api.py is `import lowmem`.
+main.py parses the options (cli.py, options.py). prepare.py turns settings into a model that is ready to train, with
+data, plan and weights. evaluation.py, saver.py and ending.py are the loop's helpers. api.py is `import lowmem`.
 """

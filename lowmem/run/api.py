@@ -1,10 +1,10 @@
-"""The Python interface, `import lowmem`: plans, whole runs, and the step for a training loop of your own.
+"""Defines the Python interface, `import lowmem`: plans, whole training runs, and the step for your own training loop.
 
     model = lowmem.load(lowmem.Settings(model="gpt2", seq=512, batch=8, gpu_limit_bytes=6 * 2**30))
     result = model.step(lowmem.Batch(input_ids, labels), number, learning_rate=3e-5)
     lowmem.export(model, "my_model")
 
-Your loop has its own data, learning rates and log; planning, loading, the update and the export are those of the
+Your loop has its own data, learning rates and log. Planning, loading, the update and the export are those of the
 scripts. Only the scripts have checkpoints, scheduled evaluations, pictures, the report, and recovery from full memory.
 """
 
@@ -41,10 +41,13 @@ def _warn(sentence: str) -> None:
 
 @warnings_end_nothing()
 def plan(settings: Settings) -> Plan:
-    """The plan for the card that `settings.gpu` names, which need not be here, or else for the device that is here: a
-    GPU or the CPU. (`python -m lowmem.plan` takes a card from its table instead of the CPU.) No weights are loaded.
-    PlanError, with the smallest caps that fit, if nothing fits; InputError for a model that cannot be trained in
-    pieces."""
+    """Returns the plan for the card that `settings.gpu` names, which need not be here. Without a name, plans for the
+    device that is here, a GPU or the CPU. (`python -m lowmem.plan` takes a card from its table instead of the CPU.)
+    Loads no weights.
+
+    Raises PlanError, which names the smallest caps that fit, if nothing fits. Raises InputError for a model that cannot
+    be trained in pieces.
+    """
     devices.set_environment()
     settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)
     return ask(settings).answer(make_plan)
@@ -52,9 +55,9 @@ def plan(settings: Settings) -> Plan:
 
 @warnings_end_nothing()
 def train(settings: Settings) -> dict:
-    """Makes a whole run, as the scripts do, and returns the content of its report.json. In the main thread a signal
-    saves and ends it (`Stopped`); a second one drops the current step, a third ends the process (signals.py). Expected
-    errors raise LowmemError; errors of the system (OSError, OutOfMemoryError) are raised as they are."""
+    """Does a whole training run, as the scripts do, and returns the content of its report.json. In the main thread a
+    signal saves and ends it (`Stopped`); a second signal drops the current step, a third ends the process (signals.py).
+    Expected errors raise LowmemError. Errors of the system (OSError, OutOfMemoryError) are raised as they are."""
     if settings.plan_only:
         raise InputError("plan_only=True plans and trains nothing: call lowmem.plan(settings).")
     settings = with_recognized_model(settings, _warn)
@@ -70,8 +73,9 @@ def load(settings: Settings) -> LoadedModel:
     """Plans for this machine under both caps, caps GPU memory, and loads the weights. RAM is planned and not measured.
 
     One model per process: the cap and deterministic kernels are settings of the whole process. A batch may have at most
-    `settings.batch` sequences; its token ids are not checked against the vocabulary. UserWarning if there are no fused
-    kernels or no page-locked memory, which makes steps slower. Errors as in `train`."""
+    `settings.batch` sequences; its token ids are not checked against the vocabulary. Warns (UserWarning) if fused
+    kernels or page-locked memory are missing, which makes steps slower. Raises the errors of `train`.
+    """
     devices.set_environment()
     said: list[str] = []
     settings = with_recognized_model(replace(settings, plan_only=False), said.append)
@@ -94,9 +98,10 @@ def load(settings: Settings) -> LoadedModel:
 
 @warnings_end_nothing()
 def export(model: LoadedModel, folder: str | Path) -> None:
-    """Writes the weights in `settings.export_dtype`, the config and the tokenizer into `folder`, which
-    `AutoModelForCausalLM.from_pretrained` (for an encoder-decoder `AutoModelForSeq2SeqLM`) loads. LowmemError if that
-    dtype cannot hold a weight; UserWarning for a weight that is not finite, and for a file that is not written."""
+    """Writes the weights in `settings.export_dtype`, the config and the tokenizer into `folder`.
+    `AutoModelForCausalLM.from_pretrained` (for an encoder-decoder `AutoModelForSeq2SeqLM`) loads the folder. Raises
+    LowmemError if that dtype cannot hold a weight. Warns (UserWarning) of a weight that is not finite, and of a file
+    that is not written."""
     model.step.flush()
     store = model.step.store
     problems = export_model(

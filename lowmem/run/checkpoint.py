@@ -1,4 +1,4 @@
-"""Training state on disk: saved so that nothing is lost, loaded so that a run goes on bit for bit.
+"""Saves and loads the state of training, so that nothing is lost and a resumed training run goes on bit for bit.
 
     checkpoints/step-00000123/
       block-0-matrices.safetensors   a file per part of the store: its flat tensors `working`, `low`, `m`, `v`, ...
@@ -10,8 +10,8 @@ step), and the learning rate on the number of updates. A checkpoint gets its fin
 
     write .tmp-step-00000123/, fsync every file, then the folder  ->  rename  ->  fsync the parent  ->  remove old ones
 
-So after a kill at any moment the newest complete checkpoint is the new one or the one before. Bytes that rot later are
-found by their hash, and the checkpoint before is used.
+So after a kill at any moment, the newest complete checkpoint is the new one or the previous one. Bytes that change
+later are found by their hash, and the previous checkpoint is used.
 
 RAM: one chunk of 16 MiB. Disk: the whole state (12 bytes per parameter for AdamW with 16-bit weights; XL: 17.4 GiB),
 keep_last times, and once more while saving.
@@ -53,7 +53,8 @@ Check = Callable[[Path, dict], object]  # of a checkpoint and its state: InputEr
 
 
 class NotSaved(LowmemError):
-    """A checkpoint could not be written. `reason`: what failed, and why."""
+    """Says that a checkpoint could not be written. `reason`: the step and the system's error. `advice`: what the user
+    can do."""
 
     def __init__(self, reason: str, advice: str):
         self.reason = reason
@@ -63,9 +64,10 @@ class NotSaved(LowmemError):
 def save_checkpoint(folder: Path, store: Store, state: dict, *, keep_last: int, best: int | None = None) -> Path:
     """Writes `store` and `state` (JSON; "step": optimizer steps done) as folder/checkpoints/step-...
 
-    No update may be waiting (TrainingStep.flush). Keeps keep_last - 1 older checkpoints and that of step `best`;
-    removes newer ones, which a run left behind that was then resumed from an earlier step. Raises NotSaved, with
-    earlier checkpoints intact, if the disk or a quota is full or the folder cannot be written."""
+    No update may be waiting (TrainingStep.flush). Keeps keep_last - 1 older checkpoints and that of step `best`.
+    Removes newer checkpoints, which remain if training was resumed from an earlier step. Raises NotSaved, with earlier
+    checkpoints intact, if the disk or a quota is full or the folder cannot be written.
+    """
     if any(part.gradient is not None for part in store.parts):
         raise RuntimeError("updates are waiting: call TrainingStep.flush before saving")
     final = checkpoint_of(folder, state["step"])
@@ -118,8 +120,8 @@ def _file_name(part: Part) -> str:
 
 
 def _header(part: Part) -> bytes:
-    """The first bytes of a part's .safetensors file. Its metadata has the place of each parameter in the flat tensors:
-    [start, *shape]."""
+    """Returns the first bytes of a part's .safetensors file. The metadata say where each parameter is in the flat
+    tensors: [start, *shape]."""
     views = {name: part.view(part.working, name) for name in part.names()}
     places = {name: [view.storage_offset(), *view.shape] for name, view in views.items()}
     tensors = {name: (tensor.dtype, tensor.shape) for name, tensor in _tensors(part).items()}
@@ -135,12 +137,12 @@ def _file_content(part: Part) -> Iterator[bytes | memoryview]:
 
 
 def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Views of the bytes of `tensor` [n], each uint8 [at most CHUNK_BYTES]."""
+    """Returns views of the bytes of a tensor [n], each uint8 [at most CHUNK_BYTES]."""
     return tensor.view(torch.uint8).split(CHUNK_BYTES)
 
 
 def newest_state(checkpoints: list[Path]) -> tuple[Path, dict] | None:
-    """The first of `checkpoints` with a readable state, and that state; None if there is none."""
+    """Returns the first of `checkpoints` that has a readable state, and that state; None if there is none."""
     for checkpoint in checkpoints:
         with suppress(Damaged):  # load_newest reports it
             return checkpoint, _read_state(Manifest(checkpoint))
@@ -150,9 +152,9 @@ def newest_state(checkpoints: list[Path]) -> tuple[Path, dict] | None:
 def load_newest(
     checkpoints: list[Path], store: Store, check: Check, say: Callable[[str], None], required: bool = False
 ) -> tuple[Path, dict] | None:
-    """load_checkpoint of the first of `checkpoints` that is whole, and its state; `say` gets a sentence on each that is
-    skipped. If none is whole: raises the last problem if one is `required`, else renames them and returns None, with a
-    store of zeros."""
+    """Loads the first undamaged one of `checkpoints`, newest first, and returns it with its state. `say` gets a
+    sentence about each damaged one. If all are damaged and a checkpoint is `required`, raises Damaged. Otherwise
+    renames them, zeroes `store` and returns None."""
     for checkpoint in checkpoints:
         try:
             return checkpoint, load_checkpoint(checkpoint, store, check)
@@ -170,11 +172,11 @@ def load_newest(
 
 
 def load_checkpoint(checkpoint: Path, store: Store, check: Check) -> dict:
-    """Reads every tensor straight into its place in `store`, each file once; returns its state.
+    """Reads every tensor into its place in `store`, each file once. Returns the checkpoint's state.
 
-    Before `store` is touched, raises what `check` raises, and InputError if a file or tensor is missing or belongs to
-    another model, optimizer or precision. Raises Damaged at bytes that have changed since they were written; `store`
-    is then incomplete.
+    Before `store` is changed, calls `check`, which may raise. Also raises InputError if a file or tensor is missing or
+    belongs to another model, optimizer or precision. Raises Damaged if bytes have changed since they were written;
+    `store` is then incomplete.
     """
     manifest = Manifest(checkpoint)
     parts = {_file_name(part): part for part in store.parts}
@@ -217,7 +219,8 @@ def _read_state(manifest: Manifest) -> dict:
 
 
 def _compare_headers(manifest: Manifest, name: str, part: Part) -> None:
-    """InputError, naming the difference, unless file `name` has the header that this part's would have."""
+    """Raises InputError, which names the difference, if the header of file `name` is not the one that `part` would
+    have."""
     path, header = manifest.folder / name, _header(part)
     try:
         with open(path, "rb") as file:
@@ -239,7 +242,7 @@ def _compare_headers(manifest: Manifest, name: str, part: Part) -> None:
 
 
 def _parsed(text: bytes) -> dict:
-    """The JSON object in `text`; empty if there is none."""
+    """Returns the JSON object in `text`; an empty dict if there is none."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""From a command line to Settings, or to one sentence that says why not.
+"""Turns a command line into Settings, or refuses it with one sentence.
 
 There are three layers: the script's own Settings (changed by ``--demo``), the file of ``--config``, the typed options.
 The later one wins. Nothing is written, and only the ``--config`` file is read. There are no abbreviations. ``lowmem
@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.HelpFormatter):
-    """As wide as the terminal up to a readable width; names such as python-stdlib are not split."""
+    """Formats help as wide as the terminal, up to a readable width. Does not split names such as python-stdlib."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=28, width=min(shutil.get_terminal_size().columns, 110) - 2)
@@ -49,8 +49,8 @@ class _Help(argparse.HelpFormatter):
 
 
 class _Record(argparse.Action):
-    """Stores (spelling, value) by field. An option that is typed again overrules itself, or adds a value if there may
-    be several; two spellings with different values are an error."""
+    """Stores (spelling, value) of each typed option by its field of Settings. An option that is typed again replaces
+    the earlier value, or adds to it if a list is allowed. Two spellings with different values are an error."""
 
     def __call__(self, parser, namespace, typed, spelling=None):
         field, parse = NAMES[_dashed(spelling)]
@@ -68,14 +68,15 @@ class _Record(argparse.Action):
 
 
 def parse_arguments(argv: list[str], defaults: Settings) -> Settings:
-    """A run's settings from its command line (without the program's name) and a script's `defaults`. InputError for
-    what cannot be understood or cannot run; ``--help`` prints and exits with 0."""
+    """Returns the settings that a command line `argv` (without the program's name) and a script's `defaults` give.
+    Raises InputError for options that cannot be understood or cannot run. ``--help`` prints and exits with 0."""
     return _settings(_chosen(_build_parser(defaults, TRAIN), argv)[0], defaults)
 
 
 def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argparse.Namespace]:
-    """The same for `lowmem plan`, which needs no weights and must be told a model; the namespace has `json`, `gpus`
-    and `write`: whether --out was given. With --gpu the cap is the card's memory, unless one is given."""
+    """Does the same for `lowmem plan`, which needs no weights and requires --model. Also returns its own options
+    `json`, `gpus` and `write` (whether --out was given). With --gpu the cap is the card's memory, unless a cap is
+    given."""
     defaults = Settings(init="random", plan_only=True)
     parser = _build_parser(defaults, program)
     parser.add_argument("--json", action="store_true", help="print only the content of plan.json")
@@ -90,7 +91,8 @@ def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argp
 
 
 def _chosen(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, object], argparse.Namespace]:
-    """What the command line and its --config file choose, by field."""
+    """Returns {field of Settings: value} chosen by the command line and its --config file, and the program's other
+    options."""
     for word in argv:
         if word.startswith("-") and word.endswith("=--"):  # argparse of Python 3.11 makes an empty list of this value
             raise InputError(f"{word[:-3]} needs a value.")
@@ -114,7 +116,8 @@ def _settings(chosen: dict[str, object], defaults: Settings) -> Settings:
 
 
 def _over(lower: dict[str, object], upper: dict[str, object]) -> dict[str, object]:
-    """`upper` over `lower`; steps and epochs replace each other, because both set the length of a run."""
+    """Merges two dicts of settings; `upper` wins. Steps and epochs replace each other, because both set the length of
+    training."""
     if upper.get("steps") is not None or upper.get("epochs") is not None:
         lower = {**lower, "steps": None, "epochs": None}
     return {**lower, **upper}
@@ -137,8 +140,8 @@ def _build_parser(defaults: Settings, program: dict[str, str]) -> argparse.Argum
 
 
 def _read_config(path: str) -> dict[str, object]:
-    """The settings in a file, by field: YAML if its name ends so, else JSON. Keys are names of fields or options, and
-    sizes may be text."""
+    """Reads a settings file into {field of Settings: value}: YAML if its name ends in .yaml or .yml, else JSON. Keys
+    are names of fields or options, and sizes may be text."""
     try:
         content = _read_object(read_text(Path(path)), path)
     except InputError as error:
@@ -166,7 +169,7 @@ def _read_config(path: str) -> dict[str, object]:
 
 
 def _read_object(text: str, path: str) -> dict[str, object]:
-    """The JSON object or YAML mapping in `text`. YAML's plain values are texts, except null."""
+    """Returns the JSON object or YAML mapping in `text`. Plain values of YAML, except null, stay text."""
     yaml = path.lower().endswith((".yaml", ".yml"))
     values = (parse_yaml if yaml else parse_json)(text, path)
     if not isinstance(values, dict):
@@ -176,7 +179,7 @@ def _read_object(text: str, path: str) -> dict[str, object]:
 
 
 def _explain_unknown(name: str) -> str:
-    """One sentence on an unknown option: what to use instead, or the nearest one."""
+    """Returns one sentence about an unknown option: what to use instead, or the nearest name."""
     if _dashed(name) in REFUSED:
         return f"{name} is not an option here: {REFUSED[_dashed(name)]}."
     near = get_close_matches(_dashed(name), [*NAMES, "config", *REFUSED], n=1, cutoff=0.62)
@@ -194,7 +197,7 @@ def _dashed(spelling: str) -> str:
 
 
 def _keywords(name: str) -> dict[str, object]:
-    """argparse's keywords for any option; a switch or a flag needs no value."""
+    """Returns argparse's keywords for the option `name`. A switch or a flag needs no value."""
     alone = {"nargs": "?", "const": "on"} if name in FLAGS or NAMES[name][1] is switch else {}
     return {"action": _Record, "dest": "typed", "default": argparse.SUPPRESS, **alone}
 

@@ -1,7 +1,7 @@
-"""Refusals before PyTorch and transformers are imported, which takes seconds.
+"""Refuses bad settings before PyTorch and transformers are imported, which takes seconds.
 
-They are about paths, folders of models, names of cards and the machine. The module that reads a path, table or folder
-later has the sentence; here it is only asked earlier. Nothing is written, and no network is asked.
+The checks are about paths, folders of models, names of cards and the machine. Each calls the module that uses the path,
+table or folder later, so the refusal is the same. Nothing is written, and no network is asked.
 """
 
 import errno
@@ -22,8 +22,8 @@ from lowmem.settings import Settings, each
 
 
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Checks a run's settings; InputError if they cannot work. If `model` names a run, the settings that are returned
-    name its model, and `say` is told."""
+    """Checks the settings of a training run and returns them. If `model` is the folder of a training run, its exported
+    model takes the place, and `say` gets a sentence about that. Raises InputError if training cannot work."""
     out = Path(settings.out)
     if out == Path(settings.model) and not out.exists() and is_hub_name(settings.model):
         raise InputError(f"--out {out} would be a folder that hides the hub's model of that name; choose another --out")
@@ -42,7 +42,7 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """The part of check_run that a plan depends on: the machine, the card, the model."""
+    """Checks the settings that a plan depends on, too: the machine, the card, the model."""
     if sys.platform == "win32":
         raise InputError("Windows lacks the limits and signals that a run needs; use WSL 2 there (wsl --install)")
     try:
@@ -55,8 +55,8 @@ def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """`settings` with the model that `settings.model` stands for; `say` gets a remark on it. InputError if there is no
-    such model."""
+    """Returns `settings` with the model that the text `settings.model` stands for. `say` may get a remark about it.
+    Raises InputError if there is no such model."""
     with _paths_refused_in_a_sentence():
         found = recognize(settings.model, settings.init == "pretrained" and not settings.plan_only)
     if found.remark is not None:
@@ -65,7 +65,8 @@ def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Set
 
 
 def check_folders(settings: Settings) -> None:
-    """InputError if a run cannot write its --out or --states-folder. A plan may name folders of another machine."""
+    """Raises InputError if training cannot write its --out or --states-folder. Does nothing for a plan, which may name
+    folders of another machine."""
     if settings.plan_only:
         return
     if (reason := why_not_writable(Path(settings.out))) is not None:
@@ -75,7 +76,7 @@ def check_folders(settings: Settings) -> None:
 
 
 def _check_writable(out: Path) -> None:
-    """InputError if `out` is a file, cannot be made, or is read-only."""
+    """Raises InputError if the folder `out` is a file, cannot be created, or is read-only."""
     there = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not there.is_dir():
         raise not_writable(out, os.strerror(errno.ENOTDIR))
@@ -93,7 +94,7 @@ def _paths_refused_in_a_sentence() -> Iterator[None]:
 
 @contextmanager
 def packages_needed() -> Iterator[None]:
-    """For imports: InputError for a package that is missing or cannot be loaded."""
+    """Turns an ImportError in the block into an InputError that names the missing or broken package."""
     try:
         yield
     except ImportError as error:

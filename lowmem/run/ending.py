@@ -1,4 +1,5 @@
-"""The end of a run. If one of its parts fails, a sentence says so, the other parts run, and the weights are kept."""
+"""Ends a training run: export, report, pictures, summary. If one of these fails, prints a sentence and does the others.
+The weights are kept in any case."""
 
 import importlib.util
 import shlex
@@ -26,7 +27,7 @@ from lowmem.run.report import best_evaluation, build_report, device_name
 
 
 class Ending:
-    """`failed`: a sentence for each failure."""
+    """Does everything after the last step of a training run. `failed`: one sentence for each failure."""
 
     def __init__(self, session: Session):
         self.failed: list[str] = []
@@ -35,7 +36,8 @@ class Ending:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part of the end that the others do not need. An exceeded cap and a signal still end the run."""
+        """Notes an error in the block and goes on, so that other parts of the end still happen. `name` names the block.
+        An exceeded cap and a signal are raised."""
         try:
             yield
         except (CapExceeded, Stopped, *NO_ERRORS):
@@ -46,8 +48,8 @@ class Ending:
             self._note(f"{name} failed: {reason}", "" if expected else traceback.format_exc())
 
     def finish(self, done: int, sampler: Sampler) -> None:
-        """Writes model/, report.json, loss.png and memory.png into the run folder, and logs a summary. Raises
-        LowmemError if a part of the end failed."""
+        """Writes model/, report.json, loss.png and memory.png into the folder of the training run, and logs a summary.
+        `done`: number of steps done. Raises LowmemError if a part of the end failed."""
         session, log, plan = self._session, self._session.log, self._session.model.plan
         exported = self._take_best(done)
         with self.part("the last sample"):
@@ -73,8 +75,8 @@ class Ending:
         self._check()
 
     def _take_best(self, done: int) -> int | None:
-        """The step of the weights to export: the last, or with --keep-best the best one's, whose checkpoint is loaded.
-        None if the weights are incomplete."""
+        """Returns the step whose weights are exported: the last or, with --keep-best, the one with the lowest held-out
+        loss. Loads the checkpoint of the latter. Returns None if the weights are incomplete."""
         session, say = self._session, self._session.log.say
         best = best_evaluation(session.log.rows, None)
         if not session.settings.keep_best or best.step in (0, done):
@@ -136,7 +138,8 @@ class Ending:
         return report
 
     def _draw(self, plan: dict) -> list[Path]:
-        """loss.png and memory.png, as far as they could be drawn. A missing matplotlib is no failure."""
+        """Draws loss.png and memory.png, and returns those that could be drawn. A missing matplotlib is not counted as
+        a failure."""
         session, folder = self._session, self._session.folder
         peaks, phases = asdict(session.budget.peaks()), session.budget.ram_phases
         timeline = session.model.plan.timeline
@@ -164,12 +167,12 @@ class Ending:
         log.say(f"trained{trained}" if self.failed else f"done{trained}; see {folder}/report.json and {folder}/model")
 
     def _note(self, sentence: str, details: str = "") -> None:
-        """`details` go to log.txt only."""
+        """Logs and stores a sentence about a failure. `details` go to log.txt only."""
         self.failed.append(sentence)
         self._session.log.say(f"warning: {sentence}", f"warning: {sentence}\n{details}".rstrip())
 
     def _check(self) -> None:
-        """LowmemError, with the place of the weights after the last step, if anything failed."""
+        """Raises LowmemError if anything failed. The message says where the weights after the last step are."""
         if not self.failed:
             return
         folder, rows = self._session.folder, self._session.log.rows

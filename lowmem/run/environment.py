@@ -1,4 +1,4 @@
-"""Environment variables reach every package that a run imports. None of them may end it without a sentence.
+"""Protects training from environment variables that other packages read. A bad value must not cause a bare traceback.
 
 PYTHONWARNINGS=error turns any warning into an error. A value that a package cannot read (TQDM_NCOLS=wide) fails its
 import. plots.py handles MPLBACKEND, lowmem/device.py CUDA's variables.
@@ -18,7 +18,8 @@ from lowmem.errors import InputError, first_line
 
 @contextmanager
 def warnings_end_nothing() -> Iterator[None]:
-    """Inside the block no warning is an error: if a filter makes it one, Python's default filters apply."""
+    """Makes sure that no warning in the block is raised as an error. If a filter does so, Python's default filters are
+    used."""
     with warnings.catch_warnings():
         if any(action == "error" for action, *_ in warnings.filters):
             warnings.simplefilter("default")
@@ -29,8 +30,8 @@ def warnings_end_nothing() -> Iterator[None]:
 
 @contextmanager
 def variables_blamed() -> Iterator[None]:
-    """For imports: InputError if a package fails with anything but an ImportError, naming the variables whose values
-    the error quotes."""
+    """Turns any exception but an ImportError, raised by a package's import in the block, into an InputError. The
+    message names the environment variables whose values the error quotes."""
     _name_the_user()
     if sys.flags.optimize > 1:
         raise InputError("PYTHONOPTIMIZE=2 (python -OO) removes docstrings, which transformers reads; use 1 or 0")
@@ -55,7 +56,8 @@ def variables_blamed() -> Iterator[None]:
 
 
 def _name_the_user() -> None:
-    """Sets USER if the user, as in a container, has only a number: PyTorch before 2.13 asks for the name on import."""
+    """Sets USER if the user has only a number and no name, as in a container. PyTorch before 2.13 asks for the name on
+    import."""
     try:
         getpass.getuser()
     except (KeyError, OSError):

@@ -1,4 +1,4 @@
-"""Evaluations and samples during a run: the loss on held-out texts, and texts that the model writes."""
+"""Evaluates the loss on held-out texts during training, and writes samples of the model's text."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ SAMPLE_TOKENS = 64
 
 
 class Evaluator:
-    """The evaluations of a run, and when they end it."""
+    """Evaluates the loss on held-out texts when it is time, and says when training should end because of that loss."""
 
     def __init__(self, session: Session, stop: StopRequest):
         self._session, self._stop = session, stop
@@ -29,13 +29,14 @@ class Evaluator:
         return bool(self._session.data.evaluations) and (done == steps or done % (every or steps) == 0)
 
     def evaluate(self) -> dict:
-        """The keys of a row of metrics.jsonl; none if nothing is held out."""
+        """Evaluates now. Returns the keys that a row of metrics.jsonl gets; an empty dict if nothing is held out."""
         session = self._session
         with session.budget.phase("evaluate"):
             return evaluated(session.step, session.data.evaluations, session.settings.eval_batches)
 
     def after(self, done: int) -> dict:
-        """`evaluate`; empty if a second signal gave it up. The last evaluation is not given up."""
+        """Evaluates after step `done` and returns the same as `evaluate`. Returns an empty dict if a second signal
+        interrupted it. The last evaluation cannot be interrupted."""
         if done == self._session.steps:
             self._session.step.abandoned = None
             self._stop.now("the last evaluation, then saving and the export", "changes nothing")
@@ -46,7 +47,7 @@ class Evaluator:
         return {}
 
     def is_best(self, done: int) -> bool:
-        """Whether the evaluation after step `done` has the lowest loss after a step."""
+        """Returns True if the evaluation after step `done` has the lowest loss of all after a step."""
         return best_evaluation(self._session.log.rows, None).step == done
 
     def out_of_patience(self) -> bool:
@@ -56,7 +57,7 @@ class Evaluator:
 
 
 class Sampler:
-    """The samples of a run: the model's continuations of --sample-prompt."""
+    """Writes samples when it is time: the model's continuations of --sample-prompt."""
 
     def __init__(self, session: Session):
         self._session = session
@@ -77,7 +78,8 @@ class Sampler:
 
 
 def evaluated(step: TrainingStep, evaluations: Sequence[Batches], limit: int) -> dict:
-    """Loss per token in nats over at most `limit` batches of each text, and by name if there are several texts."""
+    """Returns the loss per token in nats, over at most `limit` batches of each text. If there are several texts, also
+    returns each text's loss by name."""
     sums = {batches.parts[0].name: summed_loss(step, batches, limit) for batches in evaluations}
     if not sums:
         return {}
@@ -90,7 +92,7 @@ def evaluated(step: TrainingStep, evaluations: Sequence[Batches], limit: int) ->
 
 @torch.no_grad()
 def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
-    """The model's greedy continuation of `prompt`, or a sentence on why there is none."""
+    """Returns the model's greedy continuation of `prompt`, or a sentence that says why there is none."""
     tokenized = tokenizer(prompt, return_tensors="pt").to(decoder.head_weight.device)
     inputs = {name: tokenized[name] for name in ("input_ids", "attention_mask") if name in tokenized}
     end = tokenizer.eos_token_id
@@ -120,6 +122,6 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
 
 
 def summed_loss(step: TrainingStep, batches: Batches, limit: int) -> tuple[float, int]:
-    """(loss in nats, tokens) of at most `limit` of `batches`."""
+    """Returns the sum of the losses in nats over the first `limit` of `batches`, and the number of tokens."""
     sums = [step.evaluate(batches.batch(index)) for index in range(min(limit, len(batches)))]
     return math.fsum(loss for loss, _ in sums), sum(tokens for _, tokens in sums)

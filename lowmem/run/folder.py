@@ -1,8 +1,8 @@
-"""A run's folder: its lock, the room on its disk, and its checkpoints.
+"""Manages the folder of a training run: its lock, the room on its disk, and its checkpoints.
 
 checkpoints/step-00000123/   a finished checkpoint (checkpoint.py)
-checkpoints/.tmp-step-...    while it is written or removed
-checkpoints/.old-step-...    while a save of the same step replaces it
+checkpoints/.tmp-step-...    a checkpoint that is being written or removed
+checkpoints/.old-step-...    a checkpoint that a save of the same step is replacing
 """
 
 import itertools
@@ -28,8 +28,9 @@ _NAME = re.compile(r"step-([0-9]{8,})")
 
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
-    """Makes `folder` and keeps other runs out of it until the end of the block or of the process. A block that writes
-    nothing leaves nothing behind. InputError if another run holds the folder or it cannot be written."""
+    """Creates `folder` and keeps other training runs out of it until the end of the block or of the process. If the
+    block writes nothing, removes the folder again. Raises InputError if another training run holds the folder or it
+    cannot be written."""
     folder = Path(os.path.abspath(folder))
     lock = FileLock(folder / ".lock", timeout=0)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -53,10 +54,10 @@ def lock_run(folder: Path) -> Iterator[None]:
 
 
 def check_disk(folder: Path, disk: dict[str, int], saves: int | None, states_folder: str | None = None) -> None:
-    """PlanError if a run's files do not fit on the disk of `folder`. `disk`: their sizes (Plan.disk); `saves`: the
-    number of checkpoints the run writes, None if unknown. Files of an earlier run count as room: they are replaced.
-    States count if `states_folder` is on the same disk; on another disk their file reserves its room when it is made.
-    """
+    """Raises PlanError if the files of training do not fit on the disk of `folder`. `disk`: bytes by name (Plan.disk).
+    `saves`: number of checkpoints that will be written, None if unknown. Files of an earlier training run count as free
+    room: they are replaced. States count if `states_folder` is on the same disk. On another disk, their file reserves
+    its room when it is created."""
     each = disk["one_being_written"]
     checkpoints = min(disk["checkpoints"] // each + 1, 2 if saves is None else max(saves, 1))
     places = {"checkpoints": checkpoints * each, "model": disk["export"] + BESIDE_WEIGHTS_BYTES}
@@ -88,7 +89,7 @@ def check_disk(folder: Path, disk: dict[str, int], saves: int | None, states_fol
 
 
 def checkpoint_of(folder: Path, step: int) -> Path:
-    """The path of the checkpoint of `step`, whether it exists or not."""
+    """Returns the path of the checkpoint of `step`, whether it exists or not."""
     return folder / "checkpoints" / f"step-{step:08d}"
 
 
@@ -97,13 +98,14 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints_in(root: Path) -> list[Path]:
-    """All checkpoints in `root` by name, newest first."""
+    """Returns all folders in `root` with a checkpoint's name, newest first."""
     found = [path for path in root.iterdir() if _NAME.fullmatch(path.name)] if root.is_dir() else []
     return sorted(found, key=step_of, reverse=True)
 
 
 def sweep(root: Path) -> None:
-    """Removes the leftovers of a killed save. A checkpoint it put aside gets its name back, if free."""
+    """Removes what a killed save has left in `root`. A checkpoint that the save had moved aside gets its name back,
+    unless the new one is finished."""
     for aside in root.glob(f"{ASIDE}step-*"):
         final = root / aside.name.removeprefix(ASIDE)
         os.rename(aside, root / (TEMPORARY + aside.name) if final.exists() else final)
@@ -115,8 +117,9 @@ def sweep(root: Path) -> None:
 
 
 def find_checkpoints(folder: Path, resume: str, say: Callable[[str], None]) -> list[Path]:
-    """The checkpoints to resume from, newest first; none means step 0. `resume`: "never", "auto" (those of `folder`),
-    or a checkpoint or run folder; InputError if that has no checkpoint. The caller holds lock_run(folder)."""
+    """Returns the checkpoints to resume from, newest first; an empty list means step 0. `resume`: "never", "auto"
+    (those of `folder`), or the path of a checkpoint or of a training run's folder. Raises InputError if that path has
+    no checkpoint. The caller must hold lock_run(folder)."""
     root = folder / "checkpoints"
     if root.is_dir():
         sweep(root)

@@ -1,7 +1,8 @@
-"""The identity of a run: everything that changes its bits. A resumed run and its checkpoint must have the same.
+"""Defines the identity of a training run: everything that changes its bits. A checkpoint can only be resumed with the
+same identity.
 
-It is saved in `state.json`: the settings marked `RUN`, the values that were chosen for the others (steps, device,
-precision, micro-batch), the hash of the data, and the fields of the model's config.
+The identity is saved in `state.json`: the settings marked `RUN`, the values that were chosen for other settings (steps,
+device, precision, micro-batch), the hash of the data, and the fields of the model's config.
 """
 
 import json
@@ -23,13 +24,13 @@ _NOT_COMPUTED = {  # fields of a config.json that say nothing about the computat
 
 
 def known_identity(settings: Settings, config: PretrainedConfig) -> dict:
-    """The part of a run's identity that is known before data are read and anything is planned."""
+    """Returns the part of the identity that is known before data are read and anything is planned."""
     steps = {} if settings.steps is None else {"steps": settings.steps}
     return marked(settings, RUN) | steps | {"config": config_identity(config)}
 
 
 def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: str) -> dict:
-    """All of it but the config's."""
+    """Returns the whole identity of a training run, except the model's config."""
     return marked(settings, RUN) | {
         "steps": steps,
         "device": plan.device,
@@ -41,14 +42,14 @@ def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: s
 
 
 def config_identity(config: PretrainedConfig) -> dict:
-    """Every field of the config that changes what is computed, defaults included."""
+    """Returns every field of the config that changes the computation, defaults included."""
     fields = as_given(json.loads(config.to_json_string(use_diff=False)))
     return {name: value for name, value in fields.items() if name not in _NOT_COMPUTED}
 
 
 def refuse_another_run(checkpoint: Path, state: dict, identity: dict) -> None:
-    """InputError, naming every difference, if a run of that identity cannot go on from a checkpoint of that state.
-    `identity` may be a part of it."""
+    """Raises InputError, which names every difference, if training with this `identity` cannot go on from the
+    checkpoint with this `state`. `identity` may be a part of the whole identity."""
     saved = state.get("identity", {})
     differences = list(_differences(saved, json.loads(json.dumps(identity | longer(saved, identity)))))
     if differences:

@@ -1,8 +1,9 @@
-"""The learning rate of each optimizer step, also for a run that is extended.
+"""Computes the learning rate of each optimizer step, also if training is extended to more steps.
 
-A run may be extended beyond its last step if its learning rate has a natural continuation: a constant rate stays, or
-falls to 0 from the step where the run resumes (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395). A cosine or a
-line that was made for fewer steps would have to rise again, so extending it is refused, with the alternatives.
+Training may be extended beyond its last step if its learning rate has a natural continuation. A constant rate stays, or
+falls to 0 from the step at which training resumes (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395). A cosine
+or a line that was made for fewer steps would have to rise again. So extending it is refused, and the message names
+alternatives.
 """
 
 import math
@@ -16,8 +17,8 @@ COURSE = ("steps", "schedule", "lr")  # settings that an extended run may change
 
 @dataclass(frozen=True)
 class Course:
-    """Linear warm-up to `peak`, which holds until `decay_from`; then `cosine` or `linear` to 0 at `updates`, or
-    `constant`. The other fields count optimizer updates."""
+    """Describes the learning rate over a training run. A linear warm-up to `peak`, which holds until `decay_from`; then
+    `cosine` or `linear` to 0 at `updates`, or `constant`. The last three fields count optimizer updates."""
 
     peak: float
     schedule: str
@@ -26,7 +27,8 @@ class Course:
     decay_from: int
 
     def rate(self, update: int) -> float:
-        """The rate of update number `update`, from 0; never 0 for the first and the last update."""
+        """Returns the learning rate of update number `update`, counted from 0. It is never 0 for the first and the last
+        update."""
         if update < self.warmup_updates:
             return self.peak * (update + 1) / self.warmup_updates
         progress = min(max(update - self.decay_from, 0) / max(self.updates - self.decay_from, 1), 1.0)
@@ -36,7 +38,8 @@ class Course:
 
 
 def course_of(identity: dict, saved: dict | None = None) -> Course:
-    """The course of a run of that identity (identity.py); `saved`: the state of the checkpoint that it resumes."""
+    """Returns the learning rate's course for a training run with this identity (identity.py). `saved`: the state of the
+    checkpoint that it resumes from, None for a new start."""
     warmup = warmup_updates(identity["warmup_steps"], identity["steps"])
     decay_from = warmup
     if saved is not None:
@@ -50,8 +53,9 @@ def course_of(identity: dict, saved: dict | None = None) -> Course:
 
 
 def longer(saved: dict, wanted: dict) -> dict:
-    """The saved values of the COURSE settings, which a run that extends `saved` may change; empty if `wanted`, an
-    identity or a part of one, has no more steps. InputError if the saved schedule cannot be extended."""
+    """Returns the saved values of the settings that an extended training run may change (COURSE). Returns an empty dict
+    if `wanted`, an identity or a part of one, does not extend `saved` to more steps. Raises InputError if the saved
+    schedule cannot be extended."""
     known = {name: saved[name] for name in COURSE if name in saved}
     if len(known) < len(COURSE) or "steps" in wanted and wanted["steps"] <= saved["steps"]:
         return {}
@@ -65,7 +69,7 @@ def longer(saved: dict, wanted: dict) -> dict:
 
 
 def say_longer(course: Course, saved: dict, say: Callable[[str], None]) -> None:
-    """Says how the learning rate of an extended run goes on."""
+    """Says how the learning rate goes on in an extended training run."""
     before = course_of(saved["identity"], saved)
     falls = {"constant": "stays there", "linear": "falls to 0 in a line", "cosine": "falls to 0 in a cosine"}
     say(
@@ -76,5 +80,5 @@ def say_longer(course: Course, saved: dict, say: Callable[[str], None]) -> None:
 
 
 def warmup_updates(warmup: float, updates: int) -> int:
-    """`warmup` in updates; below 1 it is a share of all `updates`."""
+    """Returns `warmup` as a number of updates; below 1 it is a share of all `updates`."""
     return math.ceil(warmup * updates) if warmup < 1 else int(warmup)

@@ -1,8 +1,8 @@
-"""The output of a run: a progress bar, one JSON row per step, and trackers if asked for (trackers.py).
+"""Writes the output of a training run: a progress bar, one JSON row per step, and trackers if asked for (trackers.py).
 
 metrics.jsonl is the record. A step's row is written when the step is done, so a killed run keeps every finished row. A
-resumed run first drops the rows of steps that are made again. If the disk takes no line, the run goes on, and the line
-is written with the next one. Only `step_ms`, the tokens per second and the memory figures depend on the clock: all
+resumed run first drops the rows of steps that are made again. If the disk takes no line, training goes on, and the line
+is written with the next one. Only `step_ms`, the tokens per second and the memory figures depend on the clock. All
 other values are bitwise the same whenever the same command runs on the same machine. A number that JSON cannot write
 (NaN or inf: a diverged loss, a skipped fp16 step) is null in the file, and NaN when read back.
 """
@@ -35,7 +35,7 @@ _NULL_IS_NAN = ("loss", "grad_norm", "eval_loss")
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl, up to the first line that is incomplete (of a killed process)."""
+    """Returns the rows of a metrics.jsonl, up to the first incomplete line, which a killed process may leave."""
     rows = []
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -48,15 +48,15 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Replaces `path` by `content`, whole or not at all; numbers that are not finite become null."""
+    """Replaces the file `path` by `content`, whole or not at all. Numbers that are not finite become null."""
     _replace(path, json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
 
 
 def step_row(
     step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: Peaks
 ) -> dict:
-    """One row of metrics.jsonl, without held-out losses. `tokens` counts labels; computed tokens are all that go
-    through the model, prompts and padding included."""
+    """Returns one row of metrics.jsonl, without held-out losses. `tokens` counts labels; computed tokens are all that
+    go through the model, prompts and padding included."""
     tokens = batch.trained_tokens
     return {
         "step": step,
@@ -73,8 +73,8 @@ def step_row(
 
 
 class RunLog:
-    """The output of one run in `folder`: `start` it when the steps begin, `close` it at the end, however that comes.
-    `rows`: every row so far, those of earlier runs in the same folder included."""
+    """Writes the output of one training run into `folder`. Call `start` when the steps begin, and `close` at the end,
+    even after an error. `rows`: every row so far, including those before training was resumed."""
 
     def __init__(self, folder: Path, settings: Settings):
         self.rows: list[dict] = []
@@ -84,8 +84,8 @@ class RunLog:
         self._trackers = Trackers(folder, settings, self.say)
 
     def start(self, first_step: int, last_step: int, plan: dict, held_out: dict | None = None) -> None:
-        """`first_step` of `last_step` steps are done. `plan`: plan.json's content; `held_out`: the held-out losses
-        before the first step, as a row has them."""
+        """Opens the files, the progress bar and the trackers. `first_step` of `last_step` steps are done. `plan`:
+        content of plan.json. `held_out`: the held-out losses before the first step, with the keys of a row."""
         path = self._folder / "metrics.jsonl"
         self.rows = [row for row in read_metrics(path) if row["step"] <= first_step]
         _replace(path, "".join(map(_line, self.rows)))
@@ -106,7 +106,8 @@ class RunLog:
             self.say(f"before training: {_held_out(held_out)}")
 
     def say(self, sentence: str, at_length: str | None = None) -> None:
-        """Writes to stderr, above the progress bar, and to log.txt, which gets `at_length` if there is one."""
+        """Writes a sentence to stderr, above the progress bar, and to log.txt. `at_length`: another text for
+        log.txt."""
         with output():
             tqdm.write(for_terminal(sentence), file=sys.stderr)
         if self._text is None:
@@ -115,7 +116,7 @@ class RunLog:
             self._text.write(f"{at_length or sentence}\n")
 
     def step(self, row: dict) -> None:
-        """Records a step's row: `step_row`'s keys, and held-out losses if there are any."""
+        """Records a step's row: the keys of `step_row`, and held-out losses if there are any."""
         self.rows.append(row)
         if (problem := self._file.write(_line(row))) is not None:
             self.say(f"{problem}; training goes on, and writes the missing rows when there is room")
@@ -132,7 +133,8 @@ class RunLog:
         self._trackers.row(charts(row, self._tokens) | self._planned, row["step"])
 
     def sample(self, step: int, text: str, last: bool) -> None:
-        """Shows and records what the model wrote after `step` steps; the last sample is shown next to the first."""
+        """Shows and records the text that the model wrote after `step` steps. The last sample is shown next to the
+        first."""
         before = [row["text"] for row in self._samples if last and row["step"] == 0]
         self.say("\n".join([*(f"before training, {text}" for text in before), text]))
         row = {"step": step, "text": text}
@@ -141,11 +143,11 @@ class RunLog:
         self._trackers.sample(self._samples)
 
     def pictures(self, paths: list[Path]) -> None:
-        """Gives the run's pictures to the trackers."""
+        """Gives the pictures of the training run to the trackers."""
         self._trackers.pictures(paths, self.rows[-1]["step"] if self.rows else self._last_step)
 
     def close(self) -> None:
-        """Ends the bar and the trackers, and completes the files. Does nothing before `start`, or a second time."""
+        """Closes the progress bar, the trackers and the files. Does nothing before `start`, or a second time."""
         if self._file is None or self._file.closed:
             return
         if self._bar is not None:
@@ -185,13 +187,14 @@ def _held_out(row: dict) -> str:
 
 
 def _speed(trained: float, computed: float) -> str:
-    """Tokens per second; both numbers if prompts and padding, which have no labels, are more than 1%."""
+    """Formats tokens per second. Adds the computed tokens if prompts and padding, which have no labels, are more than
+    1%."""
     of_computed = f" trained of {computed:,.0f}" if computed - trained > 0.01 * computed else ""
     return f"{trained:,.0f}{of_computed} tokens/s"
 
 
 def _flat(name: str, content: dict) -> dict:
-    """{"plan": {"choice": {"group": 1}}} as {"plan/choice/group": 1}."""
+    """Flattens nested dicts: {"plan": {"choice": {"group": 1}}} becomes {"plan/choice/group": 1}."""
     flat = {}
     for key, value in content.items():
         flat |= _flat(f"{name}/{key}", value) if isinstance(value, dict) else {f"{name}/{key}": value}
@@ -199,7 +202,8 @@ def _flat(name: str, content: dict) -> dict:
 
 
 class _Lines:
-    """A file to append lines to without a buffer. Lines that the disk does not take are written with the next ones."""
+    """Appends lines to a file without a buffer. Lines that the disk does not take are written together with the next
+    ones."""
 
     def __init__(self, path: Path):
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
@@ -207,7 +211,7 @@ class _Lines:
         self.closed = False
 
     def write(self, lines: str) -> str | None:
-        """Returns the error text of the first write that failed since one succeeded, else None."""
+        """Appends the lines. Returns the error's text if this is the first failure since a success, else None."""
         before, self._waiting = self._waiting, self._waiting + lines.encode(errors="backslashreplace")
         try:
             while self._waiting:
@@ -217,7 +221,7 @@ class _Lines:
         return None
 
     def close(self) -> None:
-        """Tries waiting lines once more."""
+        """Tries once more to write waiting lines, and closes the file."""
         self.write("")
         self.closed = True
         with suppress(OSError):

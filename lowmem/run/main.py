@@ -1,8 +1,8 @@
-"""A script's whole work, from the command line to its exit code (errors.py).
+"""Does all the work of a script, from the command line to the exit code (errors.py).
 
-PyTorch and transformers take seconds to import, so that happens when there is something to run: a misspelt option,
---help and a path that leads nowhere (early.py) are answered at once. Everything that a user or a machine can cause ends
-with one sentence on stderr; a traceback means a mistake of this code.
+PyTorch and transformers take seconds to import, so they are imported only if there is something to do. A misspelt
+option, --help and a path that leads nowhere (early.py) are answered at once. Every error that a user or a machine can
+cause ends with one sentence on stderr; a traceback means a mistake in this code.
 """
 
 import sys
@@ -18,8 +18,8 @@ from lowmem.settings import Settings
 
 
 def main(defaults: Settings, arguments: list[str] | None = None) -> int:
-    """Runs `arguments` (None: the command line's) over a script's `defaults`; returns the exit code. Until the run
-    begins Ctrl-C ends it at once; from then on it is a request to save and stop (signals.py)."""
+    """Trains as `arguments` (None: the command line's) and a script's `defaults` say. Returns the exit code. Until
+    training begins, Ctrl-C ends the process at once. From then on Ctrl-C is a request to save and stop (signals.py)."""
     escape_what_stdout_lacks()
     settings = defaults
     try:
@@ -41,7 +41,8 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
 
 
 def _in_a_sentence(error: Exception, settings: Settings) -> LowmemError | None:
-    """The error as a user is told of it; None for a mistake of this code."""
+    """Returns the error to be shown to the user, with a message of one sentence. Returns None for a mistake in this
+    code."""
     if isinstance(error, LowmemError):
         return error
     if "torch" not in sys.modules:

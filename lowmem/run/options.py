@@ -1,8 +1,9 @@
-"""The names of all options, and how their values are read: every field of Settings is one, read as its type says.
+"""Lists the names of all options, and how their values are read. Every field of Settings is an option, read by its
+type.
 
 Names of other trainers (nanoGPT, litgpt, torchtune, Hugging Face, TRL, axolotl, LLaMA-Factory) are hidden aliases if
 they mean the same. Names that mean something else here, such as ``--batch_size``, are refused with the reason: training
-on another batch than intended costs more than an error. Other unknown names are answered with the nearest one.
+on another batch than intended costs more than an error. For other unknown names, the message suggests the nearest name.
 
 Names have dashes here; the command line also takes them with underscores (cli.py).
 """
@@ -45,12 +46,12 @@ def switch(typed: str) -> bool:
 
 
 def optional(word: str, parse: Parse) -> Parse:
-    """`parse`, but `word` stands for None."""
+    """Returns a parser like `parse`, except that `word` means None."""
     return lambda typed: None if typed.lower() == word else parse(typed)
 
 
 def one_of(names: Sequence[str], synonyms: dict[str, str]) -> Parse:
-    """One of `names`, or another trainer's name for it."""
+    """Returns a parser that takes one of `names`, or another trainer's name for it (a key of `synonyms`)."""
 
     def parse(typed: str) -> str:
         name = synonyms.get(typed.lower().replace("-", "_"), typed.lower())
@@ -62,7 +63,7 @@ def one_of(names: Sequence[str], synonyms: dict[str, str]) -> Parse:
 
 
 def flag_for(value: str) -> Parse:
-    """A flag such as ``--bf16``, which here is a value of another option."""
+    """Returns a parser for a flag such as ``--bf16``, which stands for `value` of another option."""
 
     def parse(typed: str) -> str:
         if not switch(typed):
@@ -133,7 +134,7 @@ SYNONYMS = {  # of values, in lower case with underscores, by field
 
 
 def _typed(item: Field) -> tuple[str, Parse]:
-    """The values of a field as --help shows them, and how they are read."""
+    """Returns the values of a field as --help shows them, and the function that reads them."""
     kind, _ = kind_of(item.type)
     synonyms = SYNONYMS.get(item.name, {})
     if item.name.endswith("_bytes"):

@@ -1,4 +1,5 @@
-"""`python -m lowmem.plan` and --plan-only: what training a model takes, without a GPU and without its weights."""
+"""Runs `python -m lowmem.plan` and --plan-only: predicts what training a model takes, without a GPU and without its
+weights."""
 
 import importlib
 import json
@@ -23,7 +24,7 @@ _PROGRAM = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`python -m lowmem.plan` with these arguments (None: the command line's); returns the exit code."""
+    """Runs `python -m lowmem.plan` with these arguments (None: the command line's). Returns the exit code."""
     escape_what_stdout_lacks()
     try:
         with warnings_end_nothing(), interrupt_ends_at_once(), packages_needed():
@@ -39,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show_plan(settings: Settings, as_json: bool = False, write: bool = True) -> None:
-    """Prints the plan, and writes it into the run folder unless that holds a run."""
+    """Prints the plan. If `write`, also writes it into the run folder, unless a training run is in that folder."""
     with variables_blamed():  # imports that take seconds
         from transformers import logging
 
@@ -72,7 +73,8 @@ def show_plan(settings: Settings, as_json: bool = False, write: bool = True) -> 
 
 
 def _advise(settings: Settings, gpus: int, as_json: bool) -> int:
-    """--gpus: advice on PyTorch's own ways to use several cards, which only the repository contains."""
+    """Prints advice on PyTorch's own ways to use several cards (--gpus). The advice is only in the repository, not in
+    the installed package."""
     with variables_blamed():
         from lowmem.run.prepare import ask
 

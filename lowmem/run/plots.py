@@ -1,7 +1,7 @@
-"""Pictures of a run: its loss, and its memory next to the prediction. Needs matplotlib, imported when drawing.
+"""Draws pictures of a training run: its loss, and its memory next to the prediction. Imports matplotlib when drawing.
 
 The figures are made without pyplot, so no window system is asked for and no figure stays open. Neither MPLBACKEND nor a
-matplotlibrc changes a picture, and a picture that cannot be drawn ends no run (`draw`).
+matplotlibrc changes a picture. A picture that cannot be drawn does not end training (`draw`).
 """
 
 import math
@@ -21,7 +21,7 @@ _MARKED_UP_TO = 20  # rows; fewer are drawn as dots too, because one row makes n
 
 
 def draw(path: Path, picture: Callable[[], None]) -> str | None:
-    """Calls `picture`, which draws the file `path`. Returns a sentence if it could not be drawn."""
+    """Calls `picture`, which draws the file `path`. Returns None, or a sentence that says why it could not be drawn."""
     try:
         _import_matplotlib()
         from matplotlib import style
@@ -37,8 +37,8 @@ def draw(path: Path, picture: Callable[[], None]) -> str | None:
 
 
 def _import_matplotlib() -> None:
-    """Imports it without MPLBACKEND. Notebooks set that for the programs they start, and the import fails if matplotlib
-    does not know the backend."""
+    """Imports matplotlib without the variable MPLBACKEND. Notebooks set it for programs that they start, and the import
+    fails if matplotlib does not know that backend."""
     if "matplotlib" in sys.modules:
         return
     backend = os.environ.pop("MPLBACKEND", None)
@@ -53,7 +53,7 @@ def _import_matplotlib() -> None:
 
 
 def draw_loss(rows: list[dict], path: Path, eval_first: float | None = None) -> None:
-    """Training loss per step and held-out losses, as a PNG. `rows`: of metrics.jsonl; `eval_first`: held-out loss
+    """Draws training loss per step and held-out losses, as a PNG. `rows`: of metrics.jsonl. `eval_first`: held-out loss
     before the first step. A loss that is not finite breaks the line and is marked on the axis."""
     figure, axes = _figure(8, 4.5)
     finite = [row for row in rows if math.isfinite(row["loss"])]
@@ -93,9 +93,10 @@ def draw_memory(
     plan: dict, measured: dict | None, path: Path, timeline: Sequence[tuple[float, int, int]] = (),
     ram_phases: dict[str, int] | None = None,
 ) -> None:  # fmt: skip
-    """Three panels, as a PNG: the GPU's memory over one step, if the plan has a `timeline` of (seconds, allocated
-    bytes, reserved bytes); GPU and RAM at their peaks, predicted (stacked by name) and measured, with the cap; and RAM
-    by phase of the run. `plan`: plan.json's content; `measured`: limits.Peaks as a dict, None without a run."""
+    """Draws three panels, as a PNG. First, GPU memory over one step, if the plan has a `timeline` of (seconds,
+    allocated bytes, reserved bytes). Second, GPU and RAM peaks, predicted (stacked by name) and measured, with the cap.
+    Third, RAM by phase of the training run. `plan`: content of plan.json. `measured`: limits.Peaks as a dict, None
+    before training."""
     reached = measured or {"gpu_reserved_peak_bytes": None, "ram_peak_bytes": None}
     limits, reserved = plan["limits"], plan["predicted"]["gpu_reserved_peak_bytes"]
     kinds = [("RAM", plan["ram_breakdown"], reached["ram_peak_bytes"], limits["ram_bytes"])]
@@ -116,7 +117,7 @@ def draw_memory(
 
 
 def _draw_peaks(axes, kinds: list[tuple[str, dict[str, int], int | None, int | None]]) -> None:
-    """`kinds`: GPU or RAM, predicted bytes by name, measured peak, cap."""
+    """Draws the bars of peaks. `kinds` has tuples: "GPU" or "RAM", predicted bytes by name, measured peak, cap."""
     names = list(dict.fromkeys(name for _, parts, _, _ in kinds for name, size in parts.items() if size))
     colours = dict(zip(names, _colours(len(names)), strict=True))
     labels: list[str] = []
@@ -150,7 +151,7 @@ def _draw_peaks(axes, kinds: list[tuple[str, dict[str, int], int | None, int | N
 
 
 def _draw_phases(axes, predicted: dict[str, int], measured: dict[str, int], cap_bytes: int | None) -> None:
-    """The peak of RAM in each phase of the run, in their order."""
+    """Draws the RAM peak in each phase of the training run, in their order."""
     names = list(dict.fromkeys([*predicted, *measured]))
     for phases, label, colour, place in ((predicted, "predicted", "C0", -0.2), (measured, "measured", "0.35", 0.2)):
         known = [(number + place, phases[name] / GIB) for number, name in enumerate(names) if name in phases]
@@ -169,7 +170,7 @@ def _draw_phases(axes, predicted: dict[str, int], measured: dict[str, int], cap_
 def _draw_timeline(
     axes, timeline: Sequence[tuple[float, int, int]], measured_bytes: int | None, cap_bytes: int | None
 ) -> None:
-    """Allocated and reserved bytes over one step; each value holds until the next one."""
+    """Draws allocated and reserved bytes over one step; each value holds until the next one."""
     seconds = [second for second, _, _ in timeline]
     for place, label, colour in ((2, "reserved (predicted)", "C1"), (1, "allocated (predicted)", "C0")):
         values = [point[place] / GIB for point in timeline]
@@ -189,7 +190,7 @@ def _annotate(axes, text: str, at: tuple[float, float], offset_points: tuple[int
 
 
 def _figure(width: float, height: float, rows: tuple[float, ...] = (1,)):
-    """A figure, in inches, and a pair of axes for each of `rows`, their heights."""
+    """Returns a figure (sizes in inches) and axes for each of `rows`, which are their heights."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -202,7 +203,7 @@ def _figure(width: float, height: float, rows: tuple[float, ...] = (1,)):
 
 
 def _colours(count: int) -> list:
-    """`count` different colours: 18 that are told apart at a glance, then steps of a rainbow. No grey, which marks
+    """Returns `count` different colours: 18 that are easy to distinguish, then a rainbow. Contains no grey, which marks
     measured values."""
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""From settings to a model that is ready to train: the first half of a run, and all of `lowmem.load`.
+"""Turns settings into a model that is ready to train: the first half of a training run, and all of `lowmem.load`.
 
 ask         settings, device and the model's config      ->  the planner's question
 plan_here   the question and this machine's free memory  ->  the plan
@@ -57,9 +57,9 @@ Weights = Iterator[tuple[str, Tensor]]  # name and fp32 CPU tensor of every para
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model whose every parameter `step` trains; its updates may wait for the next step, or `step.flush()`.
-    `decoder`: its pieces, whose parameters are views into flat tensors (`step.store`); `tokenizer`: None if a random
-    model has none."""
+    """Holds a model that is ready to train, on the device. `step` trains every parameter; its updates may wait for the
+    next step, or for `step.flush()`. `decoder`: the model split into pieces, whose parameters are views of flat tensors
+    (`step.store`). `tokenizer`: None if a random model has none."""
 
     settings: Settings
     config: PretrainedConfig
@@ -71,7 +71,7 @@ class LoadedModel:
 
 @dataclass
 class Progress:
-    """How far a run has come. Checkpoints save it, together with the step's own counters."""
+    """Holds how far training has come. Checkpoints save this, together with the step's own counters."""
 
     done: int  # optimizer steps
     course: Course
@@ -82,7 +82,7 @@ class Progress:
 
 @dataclass
 class Session:
-    """A run that is ready for its next step."""
+    """Holds everything that the training loop needs for the next step."""
 
     model: LoadedModel
     data: Data
@@ -103,7 +103,7 @@ class Session:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Returns the optimizer steps of the whole training run."""
         return self.identity["steps"]
 
     @property
@@ -115,14 +115,15 @@ class Session:
 
 
 def ask(settings: Settings) -> Question:
-    """What the planner is asked; its settings are those that fit the model."""
+    """Returns the planner's arguments: device, precision, card, the model's config, and the settings adapted to the
+    model."""
     device, precision, card = planning_target(settings)
     config = load_config(settings.model, settings.init)
     return Question(settings_for(settings, config), config, device, precision, card)
 
 
 def plan_here(question: Question, device: torch.device, aside: Callable, say: Say) -> Plan:
-    """The plan for this machine as it is now. `aside`: calls a function in another process (process.py)."""
+    """Returns the plan for this machine as it is now. `aside`: executes a function in another process (process.py)."""
     no_kernels = None
     if device.type == "cuda":
         devices.take_workspaces(device)
@@ -135,7 +136,8 @@ def plan_here(question: Question, device: torch.device, aside: Callable, say: Sa
 
 
 def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan) -> TrainingStep:
-    """The step as planned. The parameters of `decoder` become its store's, and have no values yet."""
+    """Returns the training step as planned. Makes the decoder's parameters views of a new store; they have no values
+    yet."""
     optimizer = get_optimizer(settings.optimizer)
     disk_tensor = DiskStates(Path(settings.states_folder)).tensor if plan.layout.states_on_disk else None
     store = Store(decoder, device, WORKING_DTYPES[plan.precision], optimizer, plan.layout, disk_tensor=disk_tensor)
@@ -151,8 +153,9 @@ def build(
     question: Question, plan: Plan, tokenizer: PreTrainedTokenizerBase | None, device: torch.device, say: Say,
     weights: bool = True,
 ) -> tuple[LoadedModel, Weights | None]:  # fmt: skip
-    """The model as planned, and its first weights, still to be written; None unless `weights` are wanted. InputError,
-    before anything is allocated, if their files do not fit."""
+    """Returns the model as planned, and its first weights, which still have to be written into it. If `weights` is
+    False, returns None instead of these. Raises InputError, before anything is allocated, if the weights' files do not
+    fit the model."""
     settings, config = question.settings, question.config
     devices.make_deterministic(device)
     decoder = make_decoder(config, question.precision, settings.residual, plan.fused_kernels)
@@ -162,7 +165,8 @@ def build(
 
 
 def initial_weights(settings: Settings, config: PretrainedConfig, decoder: Decoder, say: Say) -> Weights:
-    """`say` gets remarks on a model's files. InputError if they do not fit it."""
+    """Returns the first weights of a training run, pretrained or random. `say` gets remarks on a model's files. Raises
+    InputError if the files do not fit the model."""
     if settings.init == "pretrained":
         return read_weights(decoder.model, settings.model, say)
     return random_weights(config, settings.seed)
@@ -176,7 +180,8 @@ def write_weights(model: LoadedModel, weights: Weights) -> None:
 
 
 def page_locked(model: LoadedModel, say: Say) -> LoadedModel:
-    """`model` with its streamed states page-locked. If the system refuses that, its plan has a step's time without."""
+    """Page-locks the optimizer states that are in RAM, and returns `model`. If the system refuses, the returned plan
+    has the longer time of a step."""
     store = model.step.store
     if store.device.type == "cuda":
         devices.release_freed_memory()  # before states take up their room
@@ -192,7 +197,8 @@ def page_locked(model: LoadedModel, say: Say) -> LoadedModel:
 
 @contextmanager
 def prepare(settings: Settings) -> Iterator[Session]:
-    """A run that has its folder to itself until the end of the block. A refusal leaves nothing in the folder."""
+    """Yields a training run that is ready for its next step. Locks its folder until the end of the block. If training
+    is refused, leaves nothing in the folder."""
     devices.set_environment()
     with ExitStack() as until_the_end:
         with process_aside() as aside:  # forks, so it comes before CUDA starts
@@ -243,7 +249,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
 
 
 def _fill(session: Session, weights: Weights | None, checkpoints: list[Path]) -> None:
-    """Writes the first `weights`, or reads the newest of `checkpoints` that is whole; sets `session.progress`."""
+    """Writes the first `weights`, or reads the newest undamaged one of `checkpoints`. Sets `session.progress`."""
     model, settings, log, identity = session.model, session.settings, session.log, session.identity
     for sentence in opening_remarks(settings.init, model.config, model.tokenizer, model.step.store.device):
         log.say(sentence)
@@ -268,7 +274,8 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path]) ->
 
 
 def _most_saves(settings: Settings, plan: Plan, steps: int) -> int | None:
-    """The number of checkpoints that a run writes; None if it saves by time and the time of a step is unknown."""
+    """Returns the number of checkpoints that training will write. Returns None if it saves by time and the time of a
+    step is unknown."""
     every, seconds = settings.save_every, interval_seconds(settings.save_every)
     if seconds is not None:
         if plan.step_seconds is None:
@@ -278,7 +285,7 @@ def _most_saves(settings: Settings, plan: Plan, steps: int) -> int | None:
 
 
 def _computed_share(train: Batches, plan: Plan) -> list[str]:
-    """A sentence on how much of the computation is padding, unless all rows are full."""
+    """Returns a sentence about the share of padding in the computation; an empty list if all rows are full."""
     lengths = train.typical_lengths()
     if lengths is None:
         return []

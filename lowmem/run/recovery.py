@@ -1,17 +1,17 @@
-"""What a run does if the machine gives less than was planned.
+"""Continues training if the machine has less memory than was planned.
 
-If **GPU memory runs out** (another process took it, it is in pieces, or the plan was wrong), the work is done again
-(core/step.py), with less and less in its way:
+If **GPU memory runs out** (another process took it, it is in pieces, or the plan was wrong), the failed work is
+repeated (core/step.py). Before each attempt, one more thing is changed:
 
     1. the allocator's cache is freed and nothing else changes, once for each layout;
     2. the plan's next smaller layout; last of all one without states on the GPU and with every block recomputed. No
        bit of the result depends on the layout;
-    3. smaller micro-batches, down to single sequences. These change the bits, and the run says so.
+    3. smaller micro-batches, down to single sequences. These change the bits, and a message says so.
 
-Waiting updates and evaluations only need states to leave the GPU; an evaluation has smaller micro-batches of its own,
-which change the last digits of its loss. Each measure is said, and noted in the checkpoints, so that a run that is
-resumed begins with it. If nothing is left, or if a step has updated some of the weights, the run ends with exit code 4;
-what is whole is saved first.
+For waiting updates and evaluations, only optimizer states are moved off the GPU. An evaluation also gets smaller
+micro-batches, which change the last digits of its loss. Each measure is printed, and saved in checkpoints, so that a
+resumed run begins with it. If nothing is left to change, or if a step has updated some of the weights, training ends
+with exit code 4. Weights that are intact are saved first.
 
 If **page-locked memory is refused**, states are copied from pageable memory, slower and without overlap.
 """
@@ -41,19 +41,19 @@ _NOTHING_LEFT = {
 
 
 class OutOfRoom(CapExceeded):
-    """Memory ran out, and nothing is left to give up."""
+    """Says that GPU memory ran out, and that no smaller layout is left to try."""
 
 
 class Recovery:
-    """Makes room for `step`. `number`: of the optimizer step at hand, from 1; `measures`: what was done, as checkpoints
-    and the report have it."""
+    """Makes room for `step` when GPU memory runs out. `number`: the number of the current optimizer step, from 1.
+    `measures`: list of all changes so far, for checkpoints and the report."""
 
     def __init__(
         self, step: TrainingStep, smaller_layouts: Sequence[Layout], say: Callable[[str], None],
         ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
     ):  # fmt: skip
-        """`ram_refuses(moving, moved)`: the reason why RAM has no room for `moving` more bytes of states, `moved` more
-        than planned in all; None if it has room."""
+        """`ram_refuses(moving, moved)` returns the reason why RAM has no room for `moving` more bytes of states, None
+        if it has room. `moved`: bytes of all states moved to RAM that the plan had on the GPU."""
         self.number, self.measures = 0, []
         self._step, self._say, self._ram_refuses = step, say, ram_refuses
         self._planned = step.layout
@@ -66,7 +66,8 @@ class Recovery:
         step.make_room = self
 
     def __call__(self, where: str, reason: str) -> None:
-        """Makes room after an OutOfMemoryError; OutOfRoom if there is nothing to give up."""
+        """Makes room after an OutOfMemoryError. Raises OutOfRoom if nothing is left to change. `where`: what ran out of
+        memory, a constant of core/step.py."""
         said = f"step {self.number}: out of memory{_WHERE.get(where, '')} ({reason})"
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -96,8 +97,9 @@ class Recovery:
         )
 
     def resume(self, measures: list[dict]) -> None:
-        """Continues with the layout that `measures`, of a checkpoint, ended with. If the plan is another one now, under
-        other caps, say, that is taken, with no larger micro-batches, because the bits depend on these."""
+        """Continues with the layout that the `measures` of a checkpoint ended with. If the plan has changed since,
+        because of other caps, say, the new plan is used. Its micro-batch is then at most as large as before, because
+        the bits depend on that."""
         self.measures += measures
         if not measures:
             return
@@ -118,7 +120,7 @@ class Recovery:
             )
 
     def _less(self, where: str) -> Iterator[tuple[str, Layout]]:
-        """Names what is given up, with the layout without it, in order."""
+        """Yields (name of the change, smaller layout) for each change that can be tried, in order."""
         while where == STEP and self._smaller:
             now, layout = self._step.layout, self._smaller.pop(0)
             units = self._fewest_states(layout)
@@ -138,7 +140,8 @@ class Recovery:
             yield EVALUATION_ROWS, replace(now, evaluation_rows=_smaller_divisor(rows))
 
     def _fewest_states(self, layout: Layout) -> int:
-        """The units whose states stay on the GPU: those of `layout`, or more if RAM has no room."""
+        """Returns how many units keep their optimizer states on the GPU: as many as in `layout`, or more if RAM has no
+        room."""
         now, store = self._step.layout.states_on_gpu, self._step.store
         for units in range(layout.states_on_gpu, now):
             moving = store.state_bytes(range(units, now))
@@ -169,8 +172,9 @@ class Recovery:
 
 
 def with_micro_batch(layout: Layout, micro_batch: int, needs_all_gradients: bool) -> Layout:
-    """`layout` with micro-batches of that many sequences, a divisor of what it has. A group of several micro-batches,
-    or one that updates in backward, keeps its number of sequences; else it is a single micro-batch again."""
+    """Returns `layout` with smaller micro-batches of `micro_batch` sequences, a divisor of the old size. A group of
+    several micro-batches, or one that updates in backward, keeps its number of sequences. Otherwise a group is one
+    micro-batch again."""
     several = layout.group > 1 or layout.whole_batch or not needs_all_gradients
     group = layout.group * (layout.micro_batch // micro_batch) if several else 1
     return replace(layout, micro_batch=micro_batch, group=group)
@@ -181,7 +185,7 @@ def _smaller_divisor(number: int) -> int:
 
 
 def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> Recovery:
-    """The recovery of a run as planned, within its cap for RAM and what the machine has."""
+    """Returns the Recovery for a training run with this plan. It respects the cap of RAM and the machine's free RAM."""
 
     def ram_refuses(moving: int, moved: int) -> str | None:
         limit, free = plan.settings.ram_limit_bytes, ram_available_bytes()[0]
@@ -194,8 +198,8 @@ def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> R
 
 
 def with_pageable_copies(plan: Plan) -> Plan:
-    """`plan` with the time of a step with states in pageable memory: the computation, then the copies in and out at
-    PAGEABLE_SHARE of the bus's speed, with no overlap."""
+    """Returns `plan` with the time of a step if states are in pageable memory. That is the computation, then the copies
+    in and out at PAGEABLE_SHARE of the bus's speed, without overlap."""
     copying = 2 * plan.ram_breakdown["streamed_states"] / (plan.card.bus_bytes_per_second * PAGEABLE_SHARE)
     computing = plan.step_seconds - plan.waiting_seconds
     return replace(plan, step_seconds=computing + copying, waiting_seconds=copying)

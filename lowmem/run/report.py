@@ -1,4 +1,4 @@
-"""Remarks before a run, its best evaluation, and report.json."""
+"""Makes report.json, finds the best evaluation, and makes the remarks printed before training."""
 
 import math
 import platform
@@ -14,7 +14,7 @@ from lowmem.data.tokenizer import is_byte_level
 
 
 def opening_remarks(init: str, config: PretrainedConfig, tokenizer, device: torch.device) -> list[str]:
-    """Returns sentences on what a user might not expect. `init`: --init."""
+    """Returns sentences on what a user might not expect. `init`: the value of --init."""
     said = [f"training on {device_name(device)}"]
     if init == "random":
         said.append("weights are random (--init random), not pretrained")
@@ -24,7 +24,7 @@ def opening_remarks(init: str, config: PretrainedConfig, tokenizer, device: torc
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the card or of the processor."""
+    """Returns the name of the card or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"the CPU ({platform.processor() or platform.machine()}, {torch.get_num_threads()} threads)"
@@ -34,9 +34,9 @@ def build_report(
     plan: dict, rows: list[dict], peaks: dict, device: str, sequences_per_step: int, eval_first: float | None,
     exported_step: int | None = None,
 ) -> dict:  # fmt: skip
-    """report.json's content. A step's time is the median without the first step, which also warms up.
-    `exported_step`: the step whose weights are in model/, None for the last; `diverged`: whether its held-out loss is
-    higher than before training."""
+    """Returns the content of report.json. A step's time is the median without the first step, which also warms up.
+    `exported_step`: the step whose weights are in model/, None for the last. The key `diverged` says whether the
+    held-out loss of these weights is higher than before training."""
     step_ms = [row["step_ms"] for row in rows]
     seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if rows else None
     evaluated = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
@@ -66,7 +66,8 @@ def build_report(
 
 @dataclass(frozen=True)
 class Best:
-    """The evaluation with the lowest held-out loss: its step (0: before the first), and the number of later ones."""
+    """Holds the evaluation with the lowest held-out loss: its step (0: before the first), and the number of later
+    evaluations."""
 
     step: int
     loss: float
@@ -77,7 +78,8 @@ class Best:
 
 
 def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
-    """The first of the best. `rows`: of metrics.jsonl; `eval_first`: the loss before the first step."""
+    """Returns the evaluation with the lowest held-out loss, the first if several are equal. `rows`: of metrics.jsonl.
+    `eval_first`: the loss before the first step."""
     losses = [(0, math.nan if eval_first is None else eval_first)]
     losses += [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
     index = min(range(len(losses)), key=lambda index: math.inf if math.isnan(losses[index][1]) else losses[index][1])
@@ -85,7 +87,7 @@ def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, the platform and the installed packages that a result depends on."""
+    """Returns the versions of Python, the platform and the installed packages that a result depends on."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in ("torch", "transformers", "safetensors", "bitsandbytes"):
         try:

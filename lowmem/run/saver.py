@@ -1,4 +1,4 @@
-"""When a run saves a checkpoint: every so many steps or minutes, at its end, and when it is told to stop."""
+"""Saves checkpoints: every so many steps or minutes, at the end of training, and when training is told to stop."""
 
 import time
 from collections.abc import Iterator
@@ -26,9 +26,8 @@ class Saver:
         return done % every == 0 if seconds is None else time.monotonic() - self._saved_at >= seconds
 
     def save(self, done: int, ended: bool = False, must: bool = True) -> None:
-        """Saves the state after `done` steps. Raises Stopped if a signal has come, unless the run has `ended` anyway;
-        NotSaved if the disk has no room and the checkpoint is needed: because it `must` be there, or for that signal.
-        """
+        """Saves the state after `done` steps. Raises Stopped if a signal has come, unless training has `ended` anyway.
+        Raises NotSaved if the checkpoint cannot be written and is needed: for a signal, or because it `must` exist."""
         self._stop.now(f"the save of step {done}", "changes nothing")
         self._session.step.flush()
         try:
@@ -46,8 +45,8 @@ class Saver:
 
     @contextmanager
     def saved_if_memory_runs_out(self, done: int) -> Iterator[None]:
-        """If memory runs out in the block, saves the state after `done` steps, unless updates are half made. The error
-        of the block ends the run."""
+        """If GPU memory runs out in the block, saves the state after `done` steps, unless some units are updated and
+        others not. The error is raised again and ends training."""
         try:
             yield
         except OutOfRoom:

@@ -1,16 +1,16 @@
-"""SIGTERM, SIGINT and SIGHUP are requests: stop, with everything saved. Each is answered at once.
+"""Handles SIGTERM, SIGINT and SIGHUP as requests to stop with everything saved. Each is answered at once.
 
-A signal may arrive in the middle of an update, a save or an evaluation. So it is only counted, and the loop reads the
-count when its state is complete.
+A signal may arrive in the middle of an update, a save or an evaluation. So it is only counted, and the training loop
+reads the count when its state is complete.
 
-    first    the current step is finished and saved, and the run ends with exit code 75
+    first    the current step is finished and saved, and training ends with exit code 75
     second   the current step or evaluation is given up, and the state before it is saved (a step that has begun to
              update is finished; before the first step there is nothing to save, so the process ends)
     third    the process ends at once; earlier checkpoints are safe
 
 A thread counts and answers, because Python's own handlers wait for the main thread, which may itself wait seconds for a
-GPU or a disk. A hang-up (the terminal went away) only counts once, since a shell and the system may both send it;
-output to that terminal then goes nowhere. A signal that is ignored when the run begins, as under nohup or in the
+GPU or a disk. A hang-up (the terminal went away) only counts once, since a shell and the system may both send it.
+Output to that terminal is then dropped. A signal that is ignored when training begins, as under nohup or in the
 background of a script, stays ignored.
 """
 
@@ -30,8 +30,8 @@ _END = b"\0"  # no signal has this number
 
 @contextmanager
 def interrupt_ends_at_once() -> Iterator[None]:
-    """Inside the block SIGINT ends the process silently, as SIGTERM does (a shell reports 130). Python's exception at
-    the next instruction would print a traceback or be caught by some `except`."""
+    """Makes SIGINT end the process silently inside the block, as SIGTERM does (a shell reports 130). Python's
+    KeyboardInterrupt would print a traceback or be caught by some `except`."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -42,9 +42,9 @@ def interrupt_ends_at_once() -> Iterator[None]:
 
 
 class StopRequest:
-    """Catches SIGNALS inside a `with` block, in the main thread (ValueError elsewhere).
+    """Counts SIGNALS inside a `with` block. Works only in the main thread (ValueError elsewhere).
 
-    `requests`: the number of signals; `name`: the first one's, such as "SIGINT", or None.
+    `requests`: the number of signals. `name`: the first one's name, such as "SIGINT", or None.
     """
 
     def __init__(self):
@@ -60,12 +60,13 @@ class StopRequest:
 
     @property
     def urgent(self) -> bool:
-        """Whether the current step or evaluation is to be given up."""
+        """Returns True if the current step or evaluation is to be given up."""
         return self.requests > 1
 
     def now(self, finishing: str, second: str) -> None:
-        """Sets the answer to a signal: what is finished first, "step 12, about 35 s, then saving", and what a second
-        signal does, "drops this step". To be called from the first step on."""
+        """Sets the texts printed when a signal comes. `finishing`: what is finished first, such as "step 12, about 35
+        s, then saving". `second`: what a second signal does, such as "drops this step". Must be called from the first
+        step on."""
         self._nothing_yet = False
         self._finishing, self._second = finishing, second
 
@@ -109,11 +110,12 @@ class StopRequest:
 
 
 def _nothing(number: int, frame) -> None:
-    """Replaces a signal's default action; the number arrives through the pipe."""
+    """Does nothing; installed so that a signal has no default action. The signal's number arrives through a pipe."""
 
 
 def _say(sentence: str) -> None:
-    """Writes past Python's buffers, which the main thread may be using; a progress bar stays on its own line."""
+    """Writes a sentence directly to stderr, not through Python's buffers, which the main thread may be using. A
+    progress bar stays on its own line."""
     start = "\n" if sys.stderr is not None and os.isatty(2) else ""
     with output():
         os.write(2, f"{start}{for_terminal(sentence)}\n".encode())

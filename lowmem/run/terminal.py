@@ -1,4 +1,4 @@
-"""Sentences for a terminal: as wide as it is, and no error if it has gone away."""
+"""Prints sentences, wrapped to the width of the terminal. If the terminal has gone away, that is not an error."""
 
 import os
 import shutil
@@ -11,8 +11,8 @@ from functools import partial
 
 @contextmanager
 def output() -> Iterator[None]:
-    """Output inside the block may fail: if a terminal or the program behind a pipe has gone away, all later output is
-    dropped, and the run goes on."""
+    """Ignores a failure of output in the block. If the terminal or the program behind a pipe has gone away, all later
+    output is dropped, and training goes on."""
     try:
         yield
     except OSError:
@@ -20,19 +20,19 @@ def output() -> Iterator[None]:
 
 
 def say(sentence: str) -> None:
-    """Prints to stderr: one line, or wrapped lines at a terminal."""
+    """Prints a sentence to stderr: on one line, or wrapped if stderr is a terminal."""
     with output():
         print(for_terminal(sentence), file=sys.stderr, flush=True)
 
 
 def escape_what_stdout_lacks() -> None:
-    """From here on stdout writes characters that its encoding lacks as escapes, as stderr does."""
+    """Makes stdout write characters that its encoding lacks as escapes, as stderr does, from now on."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def for_terminal(sentence: str) -> str:
-    """`sentence`, wrapped between words if stderr is a terminal."""
+    """Returns `sentence`, wrapped between words if stderr is a terminal."""
     if sys.stderr is None or not sys.stderr.isatty():
         return sentence
     fill = partial(

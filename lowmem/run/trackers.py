@@ -1,14 +1,14 @@
-"""Experiment trackers, TensorBoard and wandb: they show a run elsewhere. metrics.jsonl is the record.
+"""Shows a training run in TensorBoard and wandb. The record itself is metrics.jsonl.
 
-A tracker never ends a run. Whatever it does (not logged in, unreachable, its process killed or frozen), the run says so
-once and goes on without it. Every call runs in a thread with a limit of 30 s, because wandb 0.31 waits for its service
-process without one, also when Python exits; a service process that does not end is killed.
+A tracker never ends training. Whatever happens (not logged in, unreachable, its process killed or frozen), a message
+says so once, and training goes on without it. Every call runs in a thread with a limit of 30 s, because wandb 0.31
+waits for its service process without a limit, also when Python exits. A service process that does not end is killed.
 
-TensorBoard's events are in <out>/tensorboard. A resumed run purges the events after the step that it starts from.
+TensorBoard's events are in <out>/tensorboard. A resumed run removes the events after the step that it starts from.
 
-wandb never asks for a key. It takes about 20 MiB of RAM in the training process, and a process of its own, which the
-RAM cap does not count. A resumed run continues the same wandb run, whose id is in <out>/wandb-run-id; rows of steps
-that are computed again appear again, under their `train/global_step`.
+wandb never asks for a key. It takes about 20 MiB of RAM in the training process, and another process, which the RAM cap
+does not count. A resumed run continues the same wandb run, whose id is in <out>/wandb-run-id. Rows of steps that are
+computed again appear again, under their `train/global_step`.
 """
 
 import math
@@ -38,10 +38,12 @@ _TOGETHER = {  # TensorBoard's charts with several values, as patterns of their 
 
 
 class Trackers:
-    """The trackers of a run, each until it fails. InputError if TensorBoard is asked for and not installed.
+    """Passes values to the trackers of a training run, to each until it fails. Raises InputError if TensorBoard is
+    asked for and not installed.
 
-    The methods `start`, `row`, `sample`, `pictures` and `finish` of a tracker may raise anything. `leave` ends what is
-    left of it, within a limit of its own."""
+    The methods `start`, `row`, `sample`, `pictures` and `finish` of a tracker may raise anything. A tracker's `leave`
+    frees its threads and processes, and has its own time limit.
+    """
 
     def __init__(self, folder: Path, settings: Settings, say: Callable[[str], None]):
         self._say = say
@@ -53,14 +55,15 @@ class Trackers:
             self._active.append(_Wandb(folder, settings.run_name, mode))
 
     def start(self, first_step: int, constants: dict) -> None:
-        """`first_step` steps are done; later rows that a tracker has are computed again."""
+        """Starts the trackers. `first_step` steps are done; rows of later steps that a tracker has are computed
+        again."""
         self._each("could not start", lambda tracker: tracker.start(first_step, constants))
 
     def row(self, values: dict[str, float], step: int) -> None:
         self._each("failed", lambda tracker: tracker.row(values, step))
 
     def sample(self, samples: list[dict]) -> None:
-        """`samples`: rows of samples.jsonl, the new one last."""
+        """Shows a new sample. `samples`: rows of samples.jsonl, the new one last."""
         self._each("failed", lambda tracker: tracker.sample(samples))
 
     def pictures(self, paths: list[Path], step: int) -> None:
@@ -83,7 +86,8 @@ class Trackers:
 
 
 def wandb_mode(settings: Settings) -> str:
-    """--wandb; else WANDB_MODE, unless --report-to is given and does not name wandb."""
+    """Returns the mode of wandb: --wandb or, if that is not given, WANDB_MODE. Returns "disabled" if --report-to is
+    given and does not name wandb."""
     named = settings.reports_to("wandb")
     if settings.wandb is not None:
         return settings.wandb
@@ -94,7 +98,7 @@ def wandb_mode(settings: Settings) -> str:
 
 
 def charts(row: dict, tokens: int) -> dict[str, float]:
-    """The values of a row of metrics.jsonl that trackers show, by name. `tokens`: trained in the run so far."""
+    """Returns the values of a metrics.jsonl row that trackers show, {name: value}. `tokens`: tokens trained so far."""
     values = {f"train/{name}": row[name] for name in ("epoch", "loss", "grad_norm", "learning_rate")}
     values["train/num_input_tokens_seen"] = tokens
     values |= {f"perf/{name}": row[name] for name in ("tokens_per_second", "computed_tokens_per_second", "step_ms")}
@@ -105,14 +109,14 @@ def charts(row: dict, tokens: int) -> dict[str, float]:
 
 
 def evaluated(row: dict) -> dict[str, float]:
-    """The same of the held-out losses in a row."""
+    """Returns the held-out losses of a metrics.jsonl row as values for trackers, {name: value}."""
     loss = row["eval_loss"]
     values = {"eval/loss": loss, "eval/perplexity": math.exp(loss) if loss < 700 else math.inf}
     return values | {f"eval/loss of {name}": loss for name, loss in row.get("eval_losses", {}).items()}
 
 
 def planned(plan: dict) -> dict[str, float]:
-    """The predictions and caps of a plan (plan.json's content), to be drawn next to the measured values."""
+    """Returns the predictions and caps of a plan (content of plan.json), to be drawn next to the measured values."""
     predicted, limits = plan["predicted"], plan["limits"]
     sizes = {f"{name}_predicted": predicted[f"{name}_peak_bytes"] for name in ("gpu_allocated", "gpu_reserved", "ram")}
     if predicted["gpu_reserved_peak_bytes"] is not None:
@@ -125,14 +129,14 @@ def planned(plan: dict) -> dict[str, float]:
 
 
 def _but_not_of_tensorboard(hook: Callable, problem: threading.ExceptHookArgs) -> None:
-    """Calls `hook`, an excepthook of threads, unless TensorBoard's writing thread has ended: its writer's next call
-    raises the same error."""
+    """Calls `hook`, an excepthook of threads, unless the problem is in TensorBoard's writing thread: the writer's next
+    call raises the same error."""
     if not type(problem.thread).__module__.startswith("tensorboard"):
         hook(problem)
 
 
 class _TensorBoard:
-    """Event files that `tensorboard --logdir <out>` reads."""
+    """Writes event files that `tensorboard --logdir <out>` reads."""
 
     name = "tensorboard"
 
@@ -170,11 +174,11 @@ class _TensorBoard:
         self._writer.close()
 
     def leave(self) -> None:
-        """Nothing to end: its thread is a daemon."""
+        """Does nothing, because TensorBoard's thread is a daemon."""
 
 
 class _Wandb:
-    """A run of Weights & Biases. Its WANDB_* variables apply unless an option was given."""
+    """Logs to Weights & Biases. The WANDB_* environment variables apply, unless an option was given."""
 
     name = "wandb"
 
@@ -228,7 +232,7 @@ class _Wandb:
         self._run.finish()
 
     def leave(self) -> None:
-        """Else Python would end it on exit, without a limit."""
+        """Ends wandb's service process within a time limit. Otherwise Python would end it on exit, without a limit."""
         teardown = getattr(sys.modules.get("wandb"), "teardown", None)
         with suppress(Exception):  # its failure has been reported already
             try:
@@ -239,7 +243,8 @@ class _Wandb:
 
 
 def _in_time(action: Callable[[], object], limit_seconds: float) -> None:
-    """Raises what `action` raises, or TimeoutError after `limit_seconds`; it then goes on in a daemon thread."""
+    """Calls `action` and raises what it raises. Raises TimeoutError after `limit_seconds`; the action then goes on in a
+    daemon thread."""
     outcome: SimpleQueue = SimpleQueue()
 
     def work() -> None:
@@ -259,7 +264,8 @@ def _in_time(action: Callable[[], object], limit_seconds: float) -> None:
 
 
 def _kill_wandbs_process() -> None:
-    """Else it would outlive the run and keep its output open: `train ... | tee` would not end."""
+    """Kills wandb's service process. Otherwise it would outlive training and keep its output open: `train ... | tee`
+    would not end."""
     import psutil
 
     for child in psutil.Process().children():

@@ -1,4 +1,4 @@
-"""The training loop, once: both scripts and every experiment run this one."""
+"""Runs the training loop. Both scripts and every experiment use this one."""
 
 import math
 import time
@@ -21,7 +21,7 @@ SKIPPED_IN_A_ROW = 10  # steps without a finite gradient after which a run gives
 
 
 def run(settings: Settings, stop: StopRequest) -> None:
-    """Plans and, unless `settings.plan_only`, trains."""
+    """Plans and, unless `settings.plan_only`, trains. `stop` counts the signals that ask to stop."""
     if settings.plan_only:
         show_plan(settings)
         return
@@ -30,7 +30,7 @@ def run(settings: Settings, stop: StopRequest) -> None:
 
 
 def train(session: Session, stop: StopRequest) -> None:
-    """Makes the steps of `session` that are not done yet, and its end."""
+    """Makes the steps of `session` that are not done yet, and then the export and the report."""
     step, progress, log, steps = session.step, session.progress, session.log, session.steps
     evaluator, sampler = Evaluator(session, stop), Sampler(session)
     saver, ending = Saver(session, stop), Ending(session)
@@ -82,7 +82,8 @@ def train(session: Session, stop: StopRequest) -> None:
 
 
 def _begin(session: Session, evaluator: Evaluator, sampler: Sampler) -> None:
-    """Evaluates a new run, and writes the files that every run has from its first step on."""
+    """Evaluates before the first step if training is new, and writes plan.json, settings.json and the log's first
+    lines."""
     progress, log = session.progress, session.log
     held_out = {} if progress.resumed else evaluator.evaluate()
     progress.eval_first = held_out.get("eval_loss", progress.eval_first)
@@ -97,7 +98,7 @@ def _begin(session: Session, evaluator: Evaluator, sampler: Sampler) -> None:
 
 
 def _announce(session: Session, stop: StopRequest, number: int, seconds: float | None) -> None:
-    """Step `number` begins, which takes about `seconds`."""
+    """Prepares the answers to signals and out-of-memory errors for step `number`, which takes about `seconds`."""
     session.recovery.number = number
     about = "" if seconds is None else f", about {seconds:.2g} s"
     stop.now(f"step {number}{about}, then saving", "drops this step, unless its updates have begun, and saves")
@@ -113,7 +114,8 @@ def _count_skipped(session: Session, done: int, result: StepResult) -> None:
 
 
 def _end(session: Session, stop: StopRequest, done: int, evaluator: Evaluator) -> None:
-    """Refuses to export a model that has just diverged, and says why a run ends before its last step."""
+    """Raises LowmemError if the loss has just become infinite or NaN, so that no such model is exported. Says why
+    training ends before its last step."""
     log, progress = session.log, session.progress
     if progress.skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):
         raise LowmemError(f"the loss of the last step is {log.rows[-1]['loss']}: nothing was exported")
