@@ -35,8 +35,8 @@ class SimulatedOutOfMemory(LowmemError):
 
 
 class Block:
-    """Represents a range of addresses in one segment. `previous` and `next` are the neighbouring blocks of the
-    segment."""
+    """Represents a range of addresses in one segment, which is memory taken from the driver. `previous` and `next` are
+    the neighbouring blocks of the segment."""
 
     __slots__ = ("address", "size", "arena", "state", "previous", "next")
 
@@ -183,7 +183,7 @@ class CachingAllocator:
 
     def allocate(self, size_bytes: int, stream: int = 0) -> Block | None:
         """Returns a block of `size_bytes` on `stream`, or None for zero bytes. Raises ValueError for a negative size,
-        and SimulatedOutOfMemory at the cap."""
+        and SimulatedOutOfMemory if the block does not fit under `limit_bytes`."""
         if size_bytes < 0:
             raise ValueError(f"cannot allocate {size_bytes} bytes")
         self._operations += 1

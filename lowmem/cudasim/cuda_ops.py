@@ -190,8 +190,8 @@ def _softmax(input, dim, dtype=None):
 
 def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) -> list[Tensor]:
     """Returns those results of an aten operator that are allocated on the device, in order of allocation (seen on
-    2.14.1). Dropout allocates its mask first (cuda/Dropout.cu). The two random numbers of efficient attention are in
-    RAM."""
+    2.14.1). Dropout allocates its mask first (cuda/Dropout.cu). With dropout, the two random numbers of efficient
+    attention are in RAM."""
     if func is _aten.native_dropout.default:
         return results[::-1]
     if func is _aten._scaled_dot_product_efficient_attention.default:

@@ -32,8 +32,8 @@ _aten = torch.ops.aten
 @dataclass
 class Region:
     """Holds a part of a recorder's tape, so that it can be replayed. Inside, `count` storages were allocated, numbered
-    from `base`. `span` is its effect on the clock. In `operations`, storages count from 0; storage n of an earlier
-    region is -1 - n."""
+    from `base`. `span` is the region's effect on the clock. In `operations`, storages count from 0; storage n of an
+    earlier region is written -1 - n."""
 
     base: int
     count: int = 0
@@ -50,8 +50,8 @@ class Region:
 
 class Recorder(TorchDispatchMode):
     """Records the allocations, frees and costs of the code inside `with recorder:`. `name_of(frame)` names a storage
-    allocated in this Python frame; if it returns None, the caller's frame is asked. `outcomes` is a dict that recorders
-    of one `machine` share, or None."""
+    allocated in this Python frame; if it returns None, it is called with the caller's frame. `outcomes` caches what
+    operations do, by the shapes of their arguments; recorders of one `machine` may share it."""
 
     def __init__(
         self, machine: DeviceModel | None = None, name_of: Callable = lambda frame: None, outcomes: dict | None = None
@@ -185,8 +185,9 @@ class Recorder(TorchDispatchMode):
             self.tape.chunks[first] = Chunk(operations, region.base, earlier_base, chunks[0].seconds)
 
     def replay(self, region: Region, earlier_base: int = 0) -> int:
-        """Appends the operations of `region` to the tape once more. Returns the number of the first storage allocated
-        in this replay. `earlier_base` is that number for the earlier region whose storages it frees."""
+        """Appends the operations of `region` to the tape once more. Returns the number of the first storage that they
+        allocate. If they free storages of an earlier region, `earlier_base` is the number of that region's first
+        storage."""
         self._settle()
         base = self._count
         self._count += region.count
@@ -231,7 +232,8 @@ class Recorder(TorchDispatchMode):
             self._take_workspace(thread)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Returns the number of the storage of `tensor`; None if the recorder does not know the storage."""
+        """Returns the number that the storage of `tensor` has on the tape; None if the recorder does not know the
+        storage."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def note(self, tensor: Tensor, name: str | None = None) -> None:

@@ -20,8 +20,9 @@ Operation = tuple[int, int, str]  # storage, bytes or FREED, name
 
 @dataclass(frozen=True)
 class Chunk:
-    """Refers to consecutive operations of a tape. Storage numbers are relative: n >= 0 is storage `base` + n. A
-    negative number -1 - n is storage `earlier_base` + n, which was allocated before."""
+    """Refers to a list of operations, which several chunks of a tape may share. Storage numbers in the list are
+    relative: n >= 0 is storage `base` + n. A negative number -1 - n is storage `earlier_base` + n, which was allocated
+    before."""
 
     operations: list[Operation]
     base: int  # the number of storage 0
@@ -94,7 +95,7 @@ class Memory:
 
 def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None) -> Memory:
     """Replays `tape` with a caching allocator, capped at `limit_bytes`. Raises SimulatedOutOfMemory if the replay does
-    not complete. If `expandable_segments` is None, the environment variable of PyTorch decides."""
+    not complete. If `expandable_segments` is None, the mode is the one in lowmem/device.py or the environment."""
     expands = environment_expands() if expandable_segments is None else expandable_segments
     allocator = CachingAllocator(expandable_segments=expands, limit_bytes=limit_bytes)
     allocate, free = allocator.allocate, allocator.free
@@ -117,7 +118,7 @@ def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments
 
 def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
     """Returns {name: bytes} at the peak of requested bytes, largest first. If `peak_bytes`, the allocator's peak, is
-    given, the rest of it is called "rounding"."""
+    given, its difference to that peak is listed as "rounding"."""
     live: dict[int, tuple[int, str]] = {}
     by_name: dict[str, int] = {}
     at_peak: dict[str, int] = {}

@@ -39,8 +39,8 @@ class Gpu:
 
 
 def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int, ...]:
-    """Returns the sizes of the temporaries of `func`, an aten operator, on CUDA; none for tensors on the CPU. They live
-    at the same time, and are allocated after the results, except for operators in COPIED_FIRST."""
+    """Returns the sizes of the temporaries of `func`, an aten operator, on CUDA; none for tensors on the CPU. The
+    temporaries live at the same time. They are allocated after the results, except for operators in COPIED_FIRST."""
     if func not in TEMPORARIES or (args[0].is_cpu and not isinstance(args[0], FakeTensor)):
         return ()
     return tuple(size for size in TEMPORARIES[func](gpu, result, *args, **kwargs) if size)
@@ -63,8 +63,8 @@ def _copies(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _ungrouped(query, key, value) -> tuple[int, ...]:
-    """Returns the sizes of the gradients of keys and values for each query head. Later each group of heads is added
-    up."""
+    """Returns the sizes of the gradients of keys and values for every query head, which grouped-query attention then
+    adds up for each group. Returns () if each head has its key."""
     B, H, _, D = query.shape
     entries = B * H * key.shape[2]
     return (entries * D * key.itemsize, entries * value.shape[-1] * key.itemsize) if key.shape[1] != H else ()
@@ -100,8 +100,8 @@ def _splits(blocks: int, slots: int, key_blocks: int) -> int:
 
 
 def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__):
-    """Returns the sizes of copies and of the queries' gradient in fp32; if deterministic, the gradient exists once per
-    split of the keys. Source: transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
+    """Returns the sizes of copies, and of the queries' gradient in fp32. If deterministic, the gradient exists once for
+    each part into which the keys are split. Source: transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
     B, H, T, D = query.shape
     rows = B * H * _round_up(T, 128)
     splits = -(-gpu.multiprocessors // (B * H)) if gpu.deterministic else 1
@@ -221,8 +221,8 @@ def _index(gpu: Gpu, result, tensor, indices, *_, **__):
 
 
 def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
-    """Returns the sizes of sorted indices and their places, which deterministic algorithms need. Larger sorts have
-    second buffers; CUB takes one byte for those that need none. Source: cuda/Indexing.cu,
+    """Returns the sizes of sorted indices and their places, which deterministic algorithms need. Large sorts have
+    second buffers. Small sorts need none, but CUB takes one byte for them. Source: cuda/Indexing.cu,
     index_put_with_sort_kernel."""
     if not gpu.deterministic:
         return ()

@@ -123,7 +123,7 @@ def _messages(record: Record, column: str, template: str) -> list[Message]:
 
 def _message(value: dict[str, Any], place: str, template: str) -> Message:
     """Converts one message to the keys and roles that chat templates read, without null values. `template` is the chat
-    template, which may name unusual roles. Raises InputError, which begins with `place`."""
+    template, which may name unusual roles. Raises InputError, whose message begins with `place`."""
     message = {key: item for key, item in value.items() if item is not None}
     said, content = _either(message, "role", "from", place), _either(message, "content", "value", place)
     message.pop("content", None)

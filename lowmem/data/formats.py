@@ -58,8 +58,8 @@ class Format:
         return "; ".join(filter(None, [self.summary, *self.notes, *unused]))
 
     def segments(self, record: Record) -> Segments:
-        """Returns the text of a row in segments, (text, True if it is trained on). Raises InputError, or UntrainableRow
-        if there is nothing to train on; both name the row's place."""
+        """Returns the text of a row in segments, (text, True if it is trained on). Raises UntrainableRow if there is
+        nothing to train on, and InputError for other mistakes. The error's message names the row's place."""
         for name in (*record.columns, *record.unread):
             if name not in self._needed and name not in self.more:
                 self._unused[name] = None

@@ -93,7 +93,8 @@ def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> s
 
 
 def _close(whole: Tensor, pieces: Tensor) -> bool:
-    """Returns True if both logits are equal except for rounding, which depends on the shapes of matrix products."""
+    """Returns True if both tensors of logits are equal except for rounding, which depends on the shapes of matrix
+    products."""
     tolerance = 1e-4 if whole.dtype is torch.float32 else 3e-2
     return whole.shape == pieces.shape and bool((whole - pieces).abs().max() <= tolerance * whole.abs().max())
 
