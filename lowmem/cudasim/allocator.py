@@ -46,7 +46,8 @@ class Block:
         self.next: Block | None = None
 
     def split(self, size: int, state: int) -> "Block":
-        """Keeps the first `size` bytes, and returns the rest as a new block."""
+        """Shortens this block to its first `size` bytes. Returns the rest as a new block in `state` (FREE or
+        UNMAPPED)."""
         rest = Block(self.address + size, self.size - size, self.arena, state)
         self.size = size
         _link(rest, self.next)
@@ -149,8 +150,8 @@ class _Arena:
         return end - begin
 
     def place_to_grow(self, size: int) -> Block:
-        """Returns the lowest block from which on `size` bytes are unused: an unmapped block, or the free block right
-        before it."""
+        """Returns the block with the lowest address that has `size` unused bytes from its start on. It is an unmapped
+        block, or the free block right before one."""
         for _, block in self.unmapped:
             if block.previous is not None and block.previous.state == FREE:
                 block = block.previous

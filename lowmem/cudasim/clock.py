@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """Describes how a region (a sequence of operations) changes both clocks, in seconds. The formulas are in the
-    module's docstring."""
+    """Describes how a region (a sequence of operations) changes the simulated clocks of host and GPU, in seconds. The
+    formulas are in the module's docstring."""
 
     host: float
     gpu: float

@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def region(self, name: str, earlier: Region | None = None) -> Iterator[Region]:
         """Records the code in the block as a region, which can be replayed. Its storages get the name `name`. Regions
-        may be nested. A region may free storages that were allocated in it or in `earlier`; any other raises
+        may be nested. A region may free storages that were allocated in it or in `earlier`; freeing any other raises
         AssertionError."""
         self.take_workspaces()  # a thread takes its workspace once, and a region can be replayed
         self._settle()
@@ -198,15 +198,15 @@ class Recorder(TorchDispatchMode):
 
     def stand_in(self, size: int, number: int, *, held: bool = False) -> torch.UntypedStorage:
         """Returns a storage of `size` bytes that stands for storage `number` of a replayed region. Its deallocation is
-        recorded, unless it is `held` by a replayed autograd graph: then a later replay frees it."""
+        recorded. With `held`, it is not: a replayed autograd graph holds the storage, and a later replay frees it."""
         storage = torch.UntypedStorage(size, device="meta")
         self._bind(storage, number, held)
         return storage
 
     @contextmanager
     def off_the_tape(self) -> Iterator[None]:
-        """Records regions inside the block, but leaves them off the tape. Storages that are allocated inside must be
-        freed inside."""
+        """Lets code inside the block record regions without writing them on the tape. Storages that are allocated
+        inside must be freed inside."""
         self._settle()
         kept = self.tape, self.clock, self._threads, self._open, self._operations
         self.tape, self.clock, self._threads, self._open = Tape(), Clock(), {FORWARD, BACKWARD}, []

@@ -65,8 +65,8 @@ class Tape:
 
 
 def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
-    """Summarizes a chunk for `peak_bytes`. Returns the bytes at its end and at its peak, relative to its start. Also
-    returns its storages that stay allocated, with sizes, and the earlier storages that it frees."""
+    """Summarizes a chunk for `peak_bytes`. Returns the bytes at the chunk's end and at its peak, relative to its start.
+    Also returns the chunk's storages that stay allocated, with sizes, and the earlier storages that the chunk frees."""
     own: dict[int, int] = {}
     ended = []
     now = highest = 0

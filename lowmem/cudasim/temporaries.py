@@ -64,7 +64,7 @@ def _copies(*tensors: Tensor) -> tuple[int, ...]:
 
 def _ungrouped(query, key, value) -> tuple[int, ...]:
     """Returns the sizes of the gradients of keys and values for every query head, which grouped-query attention then
-    adds up for each group. Returns () if each head has its key."""
+    adds up for each group. Returns () if every query head has a separate key head."""
     B, H, _, D = query.shape
     entries = B * H * key.shape[2]
     return (entries * D * key.itemsize, entries * value.shape[-1] * key.itemsize) if key.shape[1] != H else ()
@@ -75,8 +75,8 @@ def _flash_width(D: int) -> int:
 
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
-    """Returns the sizes of partial sums: blocks split the keys if there are too few (sequence, head, 64 queries).
-    Source: transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
+    """Returns the sizes of partial sums. If (sequence, head, 64 queries) make too few CUDA blocks for the card, several
+    blocks share the keys. Source: transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
     B, H, T, D = query.shape
     if dropout_p > 0:
         return ()
@@ -87,8 +87,8 @@ def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__)
 
 
 def _splits(blocks: int, slots: int, key_blocks: int) -> int:
-    """Returns the smallest number of splits of the keys that reaches 85% of the best occupancy. `slots` is the number
-    of blocks that the card runs at once."""
+    """Returns into how many parts the keys are split: the smallest number that reaches 85% of the best occupancy.
+    `blocks` is the number of CUDA blocks without splits, and `slots` the number that the card runs at once."""
     if blocks >= 0.8 * slots:
         return 1
     efficiency = {}

@@ -87,7 +87,8 @@ class LongText:
 
     def _begun_earlier(self, cut: int, end: int) -> tuple[int, Tokens | None, tuple[int, int] | None]:
         """Tries to begin the next window earlier, so that it agrees with the last one. Returns its begin, its tokens
-        and the joint (see _joint). Tokens and joint are None if no begin works."""
+        and the joint (see _joint). Tokens and joint are None if no begin works. The last window ends at `cut`, the next
+        one at `end`."""
         begins = self._begins(cut, most=_SHIFTS)[1:]
         overlaps = self._encode([self._text[begin:cut] for begin in begins])
         agreeing = [
