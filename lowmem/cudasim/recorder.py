@@ -185,9 +185,9 @@ class Recorder(TorchDispatchMode):
             self.tape.chunks[first] = Chunk(operations, region.base, earlier_base, chunks[0].seconds)
 
     def replay(self, region: Region, earlier_base: int = 0) -> int:
-        """Appends the operations of `region` to the tape once more. Returns the number of the first storage that they
-        allocate. If they free storages of an earlier region, `earlier_base` is the number of that region's first
-        storage."""
+        """Appends the operations of `region` once more to the list of allocations (the tape). Returns the number of the
+        first storage that they allocate. If they free storages of an earlier region, `earlier_base` is the number of
+        that region's first storage."""
         self._settle()
         base = self._count
         self._count += region.count
@@ -205,8 +205,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def off_the_tape(self) -> Iterator[None]:
-        """Lets code inside the block record regions without writing them on the tape. Storages that are allocated
-        inside must be freed inside."""
+        """Lets code inside the block record regions without adding them to the list of allocations (the tape). Storages
+        that are allocated inside must be freed inside."""
         self._settle()
         kept = self.tape, self.clock, self._threads, self._open, self._operations
         self.tape, self.clock, self._threads, self._open = Tape(), Clock(), {FORWARD, BACKWARD}, []
@@ -232,8 +232,8 @@ class Recorder(TorchDispatchMode):
             self._take_workspace(thread)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Returns the number that the storage of `tensor` has on the tape; None if the recorder does not know the
-        storage."""
+        """Returns the number that the storage of `tensor` has in the list of allocations (the tape). Returns None if
+        the recorder does not know the storage."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def note(self, tensor: Tensor, name: str | None = None) -> None:
@@ -244,7 +244,8 @@ class Recorder(TorchDispatchMode):
             self._bind(storage, self._born(storage.nbytes(), name or self._name()))
 
     def rename(self, tensor: Tensor, name: str) -> None:
-        """Gives the storage of `tensor` another name on the tape. A storage from a replay keeps its region's name."""
+        """Gives the storage of `tensor` another name in the list of allocations (the tape). A storage from a replay
+        keeps its region's name."""
         if place := self._births.get(self.number_of(tensor)):
             operations, index = place
             operations[index] = (*operations[index][:2], name)

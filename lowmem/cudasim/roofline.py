@@ -147,9 +147,9 @@ def _share_in_use(
 ) -> float:
     """Returns the part of the card that a product of [rows, terms] and [terms, columns] keeps busy.
 
-    Each multiprocessor computes one tile of the result at a time. Two things are lost: tile parts beyond the edges, and
-    multiprocessors without a tile in the last round. If tiles are fewer than multiprocessors, several share a long sum
-    (split-K).
+    Each multiprocessor computes one tile of the result at a time. Two things are lost: parts of tiles beyond the
+    result's edges, and multiprocessors without a tile in the last round. If tiles are fewer than multiprocessors,
+    several share a long sum (split-K).
     """
     height, width = _tile_side(rows, tile[0]), _tile_side(columns, tile[1])
     tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)

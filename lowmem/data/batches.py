@@ -83,8 +83,8 @@ class Batches:
     With a `seed`, the sequence never ends and is reshuffled every epoch; a batch may span two epochs. With `seed` None
     (evaluation), rows keep their order and the last batch of a pass may be smaller. With `fixed`, every batch is the
     first batch. `document_mask` stops attention at the ends of documents in packed text. `pack` says how examples are
-    padded: in full (PADDED), little, as the longest of rows of like length (SORTED), or not, because examples share
-    rows (PACKED).
+    padded. PADDED: to the full row length. SORTED: to the longest row computed together. PACKED: not, since examples
+    share rows.
     """
 
     remarks: tuple[str, ...] = ()  # for the description of the data

@@ -173,8 +173,8 @@ _FORMATS: dict[tuple[str, ...], type[Format]] = {  # by the columns that each ro
 
 
 def with_first_filled(records: Iterator[Record]) -> tuple[Record | None, Iterable[Record]]:
-    """Returns the first record that has a value other than null, and an iterator over all records. Looks at no more
-    than _MOST_BLANK records. The first result is None if there are no records."""
+    """Returns the first record that has a value other than null, and an iterator over all records. If the first
+    _MOST_BLANK records are empty, returns the last of those. The first result is None if there are no records."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)

@@ -82,7 +82,7 @@ class LongText:
 
     def _around(self, begin: int, cut: int, end: int) -> list[str]:
         """Returns three texts: the overlap of two windows, the overlap without its last character, and the second
-        window. They begin at `begin`; the first window ends at `cut`, the second at `end`."""
+        window. All begin at `begin`; the first window ends at `cut`, the second at `end`."""
         return [self._text[begin:cut], self._text[begin : cut - 1], self._text[begin:end]]
 
     def _begun_earlier(self, cut: int, end: int) -> tuple[int, Tokens | None, tuple[int, int] | None]:
