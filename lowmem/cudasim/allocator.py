@@ -35,8 +35,8 @@ class SimulatedOutOfMemory(LowmemError):
 
 
 class Block:
-    """Represents a range of addresses in one segment. `previous` and `next` are the neighbouring blocks of the
-    segment."""
+    """Represents a range of addresses in one segment, which is memory taken from the driver. `previous` and `next` are
+    the neighbouring blocks of the segment."""
 
     __slots__ = ("address", "size", "arena", "state", "previous", "next")
 
@@ -46,7 +46,8 @@ class Block:
         self.next: Block | None = None
 
     def split(self, size: int, state: int) -> "Block":
-        """Keeps the first `size` bytes, and returns the rest as a new block."""
+        """Shortens this block to its first `size` bytes. Returns the rest as a new block in `state` (FREE or
+        UNMAPPED)."""
         rest = Block(self.address + size, self.size - size, self.arena, state)
         self.size = size
         _link(rest, self.next)
@@ -149,8 +150,8 @@ class _Arena:
         return end - begin
 
     def place_to_grow(self, size: int) -> Block:
-        """Returns the lowest block from which on `size` bytes are unused: an unmapped block, or the free block right
-        before it."""
+        """Returns the block with the lowest address that has `size` unused bytes from its start on. It is an unmapped
+        block, or the free block right before one."""
         for _, block in self.unmapped:
             if block.previous is not None and block.previous.state == FREE:
                 block = block.previous
@@ -183,7 +184,7 @@ class CachingAllocator:
 
     def allocate(self, size_bytes: int, stream: int = 0) -> Block | None:
         """Returns a block of `size_bytes` on `stream`, or None for zero bytes. Raises ValueError for a negative size,
-        and SimulatedOutOfMemory at the cap."""
+        and SimulatedOutOfMemory if the block does not fit under `limit_bytes`."""
         if size_bytes < 0:
             raise ValueError(f"cannot allocate {size_bytes} bytes")
         self._operations += 1

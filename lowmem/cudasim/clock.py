@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """Describes how a region (a sequence of operations) changes both clocks, in seconds. The formulas are in the
-    module's docstring."""
+    """Describes how a region (a sequence of operations) changes the simulated clocks of host and GPU, in seconds. The
+    formulas are in the module's docstring."""
 
     host: float
     gpu: float
@@ -30,7 +30,7 @@ class Span:
         return Span(host, gpu, host + gpu if gpu > 0 else -math.inf)
 
     def then(self, other: "Span") -> "Span":
-        """Combines two regions: returns the effect of this region followed by `other`."""
+        """Returns the effect on both clocks of this region followed by the region `other`."""
         return Span(
             host=max(self.host + other.host, self.lead + other.wait),
             gpu=max(self.gpu + other.gpu, self.wait + other.lead),
@@ -44,8 +44,8 @@ SYNCHRONIZE = Span(0.0, 0.0, -math.inf, wait=0.0)  # the host waits for the GPU,
 
 
 class Clock:
-    """Keeps two clocks in seconds. `host` is the present time; at `gpu` the compute stream will have finished all
-    launched work."""
+    """Keeps two simulated times in seconds. `host` is the present time; `gpu` is the time at which the GPU's compute
+    stream will have finished all work launched so far."""
 
     def __init__(self):
         self.host = 0.0

@@ -72,8 +72,9 @@ def attention_kernel(
     torch_version: tuple[int, int] = (2, 13),
 ) -> str:  # fmt: skip
     """Returns the kernel that scaled_dot_product_attention chooses on CUDA: "flash", else "efficient", else "math".
-    Sources: native/transformers/cuda/sdp_utils.cpp (main), sdp_utils_cpp.h (2.13 and 2.14). From 2.14 on the efficient
-    kernel takes grouped queries, and both kernels take one head of keys for all queries (seen on 2.14)."""
+    From 2.14 on the efficient kernel takes grouped queries, and both kernels take one head of keys for all queries
+    (seen on 2.14). Sources: native/transformers/cuda/sdp_utils.cpp ("main": see the module), sdp_utils_cpp.h (2.13 and
+    2.14)."""
     tensors = (query, key, value)
     if any(t.dim() != 4 or t.dtype != query.dtype or t.shape[0] != query.shape[0] or t.numel() == 0 for t in tensors):
         return "math"
@@ -111,7 +112,7 @@ def attention_kernel(
 
 def _attention(chosen, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """Runs the attention operator that the function `chosen` names. Source: native/transformers/attention.cpp
-    (recent)."""
+    ("recent": see the module)."""
     if not _without_data(query):
         return NotImplemented
     kernel = chosen(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
@@ -142,8 +143,8 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa):
-    """Computes attention from single operators, as attention.cpp (recent) does on CUDA: with a fused dropout, and the
-    mask added in place. Tensors are freed in the order in which the C++ code frees them."""
+    """Computes attention from single operators, as attention.cpp ("recent": see the module) does on CUDA: with a fused
+    dropout, and the mask added in place. Tensors are freed in the order in which the C++ code frees them."""
     dtype = query.dtype
     if dtype in _16_BIT:
         query, key, value = query.float(), key.float(), value.float()
@@ -174,7 +175,7 @@ def _linear(input, weight, bias=None):
 
 def _dropout(input, p=0.5, training=True, inplace=False):
     """Runs dropout as one operator, which saves a mask of bools. In place, PyTorch saves noise of the input's dtype
-    instead, so that case is not replaced. Source: native/Dropout.cpp (recent)."""
+    instead, so that case is not replaced. Source: native/Dropout.cpp ("recent": see the module)."""
     if not (_without_data(input) and training and not inplace and 0 < p < 1 and input.numel()):
         return NotImplemented
     return torch.native_dropout(input, p, True)[0]
@@ -182,7 +183,7 @@ def _dropout(input, p=0.5, training=True, inplace=False):
 
 def _softmax(input, dim, dtype=None):
     """Runs softmax with dtype=fp32 on fp16 inputs, which CUDA converts inside the kernel. bf16 inputs are not replaced.
-    Source: native/SoftMax.cpp (main)."""
+    Source: native/SoftMax.cpp ("main": see the module)."""
     if not (_without_data(input) and input.dtype is torch.float16 and dtype is torch.float32 and dim is not None):
         return NotImplemented
     return _aten._softmax(input, dim, True)
@@ -190,8 +191,8 @@ def _softmax(input, dim, dtype=None):
 
 def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) -> list[Tensor]:
     """Returns those results of an aten operator that are allocated on the device, in order of allocation (seen on
-    2.14.1). Dropout allocates its mask first (cuda/Dropout.cu). The two random numbers of efficient attention are in
-    RAM."""
+    2.14.1). Dropout allocates its mask first (cuda/Dropout.cu). With dropout, the two random numbers of efficient
+    attention are in RAM."""
     if func is _aten.native_dropout.default:
         return results[::-1]
     if func is _aten._scaled_dot_product_efficient_attention.default:
@@ -203,9 +204,9 @@ def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) 
 def workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int]) -> int:
     """Returns the size of the workspace that a thread takes at its first matrix product, and keeps.
 
-    `config` is the value of CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count". Source: cuda/CublasHandlePool.cpp, recent,
-    with 2.13's declarations. Earlier releases are assumed to be like old, in which cuBLASLt (addmm with a bias vector)
-    takes 1 MiB more. In main each product frees its workspace.
+    `config` is the value of CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count". Source: cuda/CublasHandlePool.cpp
+    ("recent": see the module), with 2.13's declarations. Earlier releases are assumed to be like "old", in which
+    cuBLASLt (addmm with a bias vector) takes 1 MiB more. In "main" each product frees its workspace.
     """
     shared_with_blaslt = torch_version >= (2, 13)
     pairs = re.findall(":([0-9]+):([0-9]+)", config or "")

@@ -1,4 +1,4 @@
-"""Describes a device to a `Recorder`: its operators, temporaries, workspaces and speed."""
+"""Describes a device to the simulation: its operators, the memory that they take inside, and its speed."""
 
 import os
 from collections.abc import Callable
@@ -43,7 +43,8 @@ def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, hos
 
 
 def gpu_model(card: Card, *, plain: bool = False, torch_version: tuple[int, int] = TORCH_VERSION) -> DeviceModel:
-    """Returns the DeviceModel of a card. PyTorch is configured as in lowmem/device.py, or as by default if `plain`."""
+    """Returns the DeviceModel of a card, with PyTorch configured as in lowmem/device.py. With `plain`, PyTorch has its
+    default configuration."""
     workspaces = None if plain else os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES)
     gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=not plain)
     return DeviceModel(

@@ -4,7 +4,8 @@ cards.csv has cards whose matrix products somebody measured. geforce.csv has the
 sheets. Rates are dense, with sums in fp32, as PyTorch computes. A `share` is the part of the data sheet's rate that
 PyTorch reaches with square products of 8,192. docs/cuda-memory.md has the sources, and the way to add a card.
 
-This file needs no PyTorch: the stand-in reads it before PyTorch can be imported.
+This file needs no PyTorch, because stand_in/ (a simulated card under PyTorch's CUDA build) reads it before PyTorch can
+be imported.
 """
 
 import csv
@@ -170,7 +171,8 @@ def card_named(name: str) -> Card:
 
 def card_of_name_reported(name: str, memory_bytes: int | None = None) -> Card | None:
     """Returns the card that torch.cuda.get_device_name calls `name`; None if the table lacks it. If several cards share
-    the name, returns the card with the memory nearest to `memory_bytes`, or the first one if that is None."""
+    the name, returns the card with the memory nearest to `memory_bytes`, or the first card if `memory_bytes` is
+    None."""
     name = name.strip().removeprefix("NVIDIA ").lower()
     found = [card for card in CARDS.values() if name in map(str.lower, card.reported_names)]
     return min(found, key=lambda card: abs(card.memory_bytes - (memory_bytes or card.memory_bytes)), default=None)

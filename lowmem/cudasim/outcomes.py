@@ -35,8 +35,8 @@ def tensors_in(result) -> list[Tensor]:
 
 @cache
 def is_view(func) -> bool:
-    """Returns True if an operation only returns views. Such an operation must run, but its outcome is always the
-    same."""
+    """Returns True if an operation only returns views. Such an operation must run to give its results, but all else in
+    its Outcome is always the same."""
     aliases = [returned.alias_info for returned in func._schema.returns]
     only_views = bool(aliases) and not any(alias is None or alias.is_write for alias in aliases)
     return only_views and torch.Tag.inplace_view not in func.tags

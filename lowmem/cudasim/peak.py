@@ -50,8 +50,9 @@ def cuda_peak(
     and optimizer itself.
 
     `limit`, a size like "11GiB", caps the allocator like torch.cuda.set_per_process_memory_fraction. Raises
-    SimulatedOutOfMemory if the function does not complete under the cap. Raises InputError for code that needs numbers
-    or a real GPU: .item(), boolean masks, custom CUDA extensions, functions of torch.cuda.
+    SimulatedOutOfMemory if the function does not complete under the cap. `expandable_segments` is the allocator's
+    setting of that name. Raises InputError for code that needs numbers or a real GPU: .item(), boolean masks, custom
+    CUDA extensions, functions of torch.cuda.
     """
     machine = gpu_model(card_named(card), plain=not torch.are_deterministic_algorithms_enabled())
     recorder = record(lambda _: function(), machine)

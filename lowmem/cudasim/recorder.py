@@ -32,8 +32,8 @@ _aten = torch.ops.aten
 @dataclass
 class Region:
     """Holds a part of a recorder's tape, so that it can be replayed. Inside, `count` storages were allocated, numbered
-    from `base`. `span` is its effect on the clock. In `operations`, storages count from 0; storage n of an earlier
-    region is -1 - n."""
+    from `base`. `span` is the region's effect on the clock. In `operations`, storages count from 0; storage n of an
+    earlier region is written -1 - n."""
 
     base: int
     count: int = 0
@@ -50,8 +50,8 @@ class Region:
 
 class Recorder(TorchDispatchMode):
     """Records the allocations, frees and costs of the code inside `with recorder:`. `name_of(frame)` names a storage
-    allocated in this Python frame; if it returns None, the caller's frame is asked. `outcomes` is a dict that recorders
-    of one `machine` share, or None."""
+    allocated in this Python frame; if it returns None, it is called with the caller's frame. `outcomes` caches what
+    operations do, by the shapes of their arguments; recorders of one `machine` may share it."""
 
     def __init__(
         self, machine: DeviceModel | None = None, name_of: Callable = lambda frame: None, outcomes: dict | None = None
@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def region(self, name: str, earlier: Region | None = None) -> Iterator[Region]:
         """Records the code in the block as a region, which can be replayed. Its storages get the name `name`. Regions
-        may be nested. A region may free storages that were allocated in it or in `earlier`; any other raises
+        may be nested. A region may free storages that were allocated in it or in `earlier`; freeing any other raises
         AssertionError."""
         self.take_workspaces()  # a thread takes its workspace once, and a region can be replayed
         self._settle()
@@ -185,8 +185,9 @@ class Recorder(TorchDispatchMode):
             self.tape.chunks[first] = Chunk(operations, region.base, earlier_base, chunks[0].seconds)
 
     def replay(self, region: Region, earlier_base: int = 0) -> int:
-        """Appends the operations of `region` to the tape once more. Returns the number of the first storage allocated
-        in this replay. `earlier_base` is that number for the earlier region whose storages it frees."""
+        """Appends the operations of `region` once more to the list of allocations (the tape). Returns the number of the
+        first storage that they allocate. If they free storages of an earlier region, `earlier_base` is the number of
+        that region's first storage."""
         self._settle()
         base = self._count
         self._count += region.count
@@ -197,15 +198,15 @@ class Recorder(TorchDispatchMode):
 
     def stand_in(self, size: int, number: int, *, held: bool = False) -> torch.UntypedStorage:
         """Returns a storage of `size` bytes that stands for storage `number` of a replayed region. Its deallocation is
-        recorded, unless it is `held` by a replayed autograd graph: then a later replay frees it."""
+        recorded. With `held`, it is not: a replayed autograd graph holds the storage, and a later replay frees it."""
         storage = torch.UntypedStorage(size, device="meta")
         self._bind(storage, number, held)
         return storage
 
     @contextmanager
     def off_the_tape(self) -> Iterator[None]:
-        """Records regions inside the block, but leaves them off the tape. Storages that are allocated inside must be
-        freed inside."""
+        """Lets code inside the block record regions without adding them to the list of allocations (the tape). Storages
+        that are allocated inside must be freed inside."""
         self._settle()
         kept = self.tape, self.clock, self._threads, self._open, self._operations
         self.tape, self.clock, self._threads, self._open = Tape(), Clock(), {FORWARD, BACKWARD}, []
@@ -231,7 +232,8 @@ class Recorder(TorchDispatchMode):
             self._take_workspace(thread)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Returns the number of the storage of `tensor`; None if the recorder does not know the storage."""
+        """Returns the number that the storage of `tensor` has in the list of allocations (the tape). Returns None if
+        the recorder does not know the storage."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def note(self, tensor: Tensor, name: str | None = None) -> None:
@@ -242,7 +244,8 @@ class Recorder(TorchDispatchMode):
             self._bind(storage, self._born(storage.nbytes(), name or self._name()))
 
     def rename(self, tensor: Tensor, name: str) -> None:
-        """Gives the storage of `tensor` another name on the tape. A storage from a replay keeps its region's name."""
+        """Gives the storage of `tensor` another name in the list of allocations (the tape). A storage from a replay
+        keeps its region's name."""
         if place := self._births.get(self.number_of(tensor)):
             operations, index = place
             operations[index] = (*operations[index][:2], name)

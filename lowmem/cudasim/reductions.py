@@ -105,7 +105,8 @@ def _loops(tensor: Tensor, dims: set[int]) -> tuple[list[_Loop], list[_Loop]]:
 
 
 def _in_order(loops: list[_Loop]) -> list[_Loop]:
-    """Sorts loops by stride, with TensorIterator's insertion sort: a stride of 0 compares with nothing."""
+    """Sorts loops by stride, with TensorIterator's insertion sort, which compares a loop of stride 0 with no other
+    loop."""
     for place in range(1, len(loops)):
         for before in range(place - 1, -1, -1):
             first, second = loops[before], loops[place]
@@ -130,7 +131,8 @@ def _merged(loops: list[_Loop]) -> list[_Loop]:
 
 
 def _block(width: int, height: int, threads: int) -> tuple[int, int]:
-    """Returns the shape of a CUDA block for `width` x `height` entries: threads per row, and number of rows."""
+    """Returns the shape of a CUDA block of at most `threads` threads for `width` x `height` entries: threads per row,
+    and number of rows."""
     most_width, most_height = _power_of_two(min(width, threads)), _power_of_two(min(height, threads))
     block_height = min(most_height, threads // min(most_width, _WARP))
     return min(most_width, threads // block_height), block_height
@@ -142,5 +144,5 @@ def _power_of_two(number: int) -> int:
 
 
 def _quotient(number: int, divisor: int) -> int:
-    """Divides, rounding up."""
+    """Returns `number` / `divisor`, rounded up."""
     return -(-number // divisor)

@@ -90,8 +90,8 @@ class _Traffic(NamedTuple):
 
 @cache
 def _traffic(func: torch._ops.OpOverload) -> _Traffic | None:
-    """Reads from an operator's schema how often its arguments and results pass through memory. Returns None if it moves
-    nothing."""
+    """Reads from an operator's schema how often its arguments and results pass through memory. Returns None if the
+    operator moves no data."""
     schema, name = func._schema, func._overloadpacket.__name__
     written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     aliases = any(r.alias_info is not None for r in schema.returns)
@@ -128,8 +128,8 @@ def _bytes_of(value: Any, seen: set[int]) -> int:
 
 
 def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
-    """Estimates the product of `left` [(B,) M, K] and `right` [(B,) K, N]. If only one of them has a dimension B, the
-    product is grouped: M, K or N is cut into B groups."""
+    """Estimates the time of the product of `left` [(B,) M, K] and `right` [(B,) K, N]. If only one of them has a
+    dimension B, the product is grouped: M, K or N is cut into B groups."""
     batch = left.shape[0] if left.dim() == right.dim() == 3 else 1
     rows, terms, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     flops = 2 * batch * rows * terms * columns
@@ -147,9 +147,9 @@ def _share_in_use(
 ) -> float:
     """Returns the part of the card that a product of [rows, terms] and [terms, columns] keeps busy.
 
-    Each multiprocessor computes one tile of the result at a time. Two things are lost: tile parts beyond the edges, and
-    multiprocessors without a tile in the last round. If tiles are fewer than multiprocessors, several share a long sum
-    (split-K).
+    Each multiprocessor computes one tile of the result at a time. Two things are lost: parts of tiles beyond the
+    result's edges, and multiprocessors without a tile in the last round. If tiles are fewer than multiprocessors,
+    several share a long sum (split-K).
     """
     height, width = _tile_side(rows, tile[0]), _tile_side(columns, tile[1])
     tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)

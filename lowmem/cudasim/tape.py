@@ -20,8 +20,8 @@ Operation = tuple[int, int, str]  # storage, bytes or FREED, name
 
 @dataclass(frozen=True)
 class Chunk:
-    """Refers to consecutive operations of a tape. Storage numbers are relative: n >= 0 is storage `base` + n. A
-    negative number -1 - n is storage `earlier_base` + n, which was allocated before."""
+    """Refers to a list of operations, which several chunks of a tape may share. In the list, storage n >= 0 means
+    number `base` + n. A negative storage -1 - n means number `earlier_base` + n, which was allocated before."""
 
     operations: list[Operation]
     base: int  # the number of storage 0
@@ -64,8 +64,8 @@ class Tape:
 
 
 def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
-    """Summarizes a chunk for `peak_bytes`. Returns the bytes at its end and at its peak, relative to its start. Also
-    returns its storages that stay allocated, with sizes, and the earlier storages that it frees."""
+    """Summarizes a chunk for `peak_bytes`. Returns the bytes at the chunk's end and at its peak, relative to its start.
+    Also returns the chunk's storages that stay allocated, with sizes, and the earlier storages that the chunk frees."""
     own: dict[int, int] = {}
     ended = []
     now = highest = 0
@@ -84,7 +84,8 @@ def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Memory:
-    """Holds how much GPU memory a tape takes: its peaks, their parts by name, and a timeline."""
+    """Holds how much GPU memory a tape (a list of allocations and frees) takes: its peaks, their parts by name, and a
+    timeline."""
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
@@ -93,8 +94,9 @@ class Memory:
 
 
 def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None) -> Memory:
-    """Replays `tape` with a caching allocator, capped at `limit_bytes`. Raises SimulatedOutOfMemory if the replay does
-    not complete. If `expandable_segments` is None, the environment variable of PyTorch decides."""
+    """Replays `tape`, a list of allocations and frees, with a caching allocator capped at `limit_bytes`. Raises
+    SimulatedOutOfMemory if the replay does not complete. If `expandable_segments` is None, the mode is the one in
+    lowmem/device.py or the environment."""
     expands = environment_expands() if expandable_segments is None else expandable_segments
     allocator = CachingAllocator(expandable_segments=expands, limit_bytes=limit_bytes)
     allocate, free = allocator.allocate, allocator.free
@@ -117,7 +119,7 @@ def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments
 
 def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
     """Returns {name: bytes} at the peak of requested bytes, largest first. If `peak_bytes`, the allocator's peak, is
-    given, the rest of it is called "rounding"."""
+    given, its difference to that peak is listed as "rounding"."""
     live: dict[int, tuple[int, str]] = {}
     by_name: dict[str, int] = {}
     at_peak: dict[str, int] = {}

@@ -39,8 +39,8 @@ class Gpu:
 
 
 def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int, ...]:
-    """Returns the sizes of the temporaries of `func`, an aten operator, on CUDA; none for tensors on the CPU. They live
-    at the same time, and are allocated after the results, except for operators in COPIED_FIRST."""
+    """Returns the sizes of the temporaries of `func`, an aten operator, on CUDA; none for tensors on the CPU. The
+    temporaries live at the same time. They are allocated after the results, except for operators in COPIED_FIRST."""
     if func not in TEMPORARIES or (args[0].is_cpu and not isinstance(args[0], FakeTensor)):
         return ()
     return tuple(size for size in TEMPORARIES[func](gpu, result, *args, **kwargs) if size)
@@ -63,8 +63,8 @@ def _copies(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _ungrouped(query, key, value) -> tuple[int, ...]:
-    """Returns the sizes of the gradients of keys and values for each query head. Later each group of heads is added
-    up."""
+    """Returns the sizes of the gradients of keys and values for every query head, which grouped-query attention then
+    adds up for each group. Returns () if every query head has a separate key head."""
     B, H, _, D = query.shape
     entries = B * H * key.shape[2]
     return (entries * D * key.itemsize, entries * value.shape[-1] * key.itemsize) if key.shape[1] != H else ()
@@ -75,8 +75,8 @@ def _flash_width(D: int) -> int:
 
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
-    """Returns the sizes of partial sums: blocks split the keys if there are too few (sequence, head, 64 queries).
-    Source: transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
+    """Returns the sizes of partial sums. If (sequence, head, 64 queries) make too few CUDA blocks for the card, several
+    blocks share the keys. Source: transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
     B, H, T, D = query.shape
     if dropout_p > 0:
         return ()
@@ -87,8 +87,8 @@ def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__)
 
 
 def _splits(blocks: int, slots: int, key_blocks: int) -> int:
-    """Returns the smallest number of splits of the keys that reaches 85% of the best occupancy. `slots` is the number
-    of blocks that the card runs at once."""
+    """Returns into how many parts the keys are split: the smallest number that reaches 85% of the best occupancy.
+    `blocks` is the number of CUDA blocks without splits, and `slots` the number that the card runs at once."""
     if blocks >= 0.8 * slots:
         return 1
     efficiency = {}
@@ -100,8 +100,8 @@ def _splits(blocks: int, slots: int, key_blocks: int) -> int:
 
 
 def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__):
-    """Returns the sizes of copies and of the queries' gradient in fp32; if deterministic, the gradient exists once per
-    split of the keys. Source: transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
+    """Returns the sizes of copies, and of the queries' gradient in fp32. If deterministic, the gradient exists once for
+    each part into which the keys are split. Source: transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
     B, H, T, D = query.shape
     rows = B * H * _round_up(T, 128)
     splits = -(-gpu.multiprocessors // (B * H)) if gpu.deterministic else 1
@@ -221,8 +221,8 @@ def _index(gpu: Gpu, result, tensor, indices, *_, **__):
 
 
 def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
-    """Returns the sizes of sorted indices and their places, which deterministic algorithms need. Larger sorts have
-    second buffers; CUB takes one byte for those that need none. Source: cuda/Indexing.cu,
+    """Returns the sizes of sorted indices and their places, which deterministic algorithms need. Large sorts have
+    second buffers. Small sorts need none, but CUB takes one byte for them. Source: cuda/Indexing.cu,
     index_put_with_sort_kernel."""
     if not gpu.deterministic:
         return ()

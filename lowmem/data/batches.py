@@ -62,9 +62,9 @@ class Rows:
         return names
 
     def of_epoch(self, epoch: int, seed: int, part: int) -> np.ndarray:
-        """Returns the numbers of an epoch's rows, in no particular order. Passes over all rows are joined end to end,
-        and each epoch takes the next `in_epoch` rows. A pass that epochs share is shuffled, seeded with (seed,
-        pass, `part`). `part` is this text's index among all texts."""
+        """Returns the numbers of an epoch's rows, in no particular order. All rows, repeated endlessly, form a
+        sequence, and each epoch takes the next `in_epoch` rows of it. A repetition that epochs share is shuffled,
+        seeded with (seed, repetition, `part`). `part` is this text's index among all texts."""
         found = []
         place, end = epoch * self.in_epoch, (epoch + 1) * self.in_epoch
         while place < end:
@@ -82,8 +82,9 @@ class Batches:
 
     With a `seed`, the sequence never ends and is reshuffled every epoch; a batch may span two epochs. With `seed` None
     (evaluation), rows keep their order and the last batch of a pass may be smaller. With `fixed`, every batch is the
-    first batch. `document_mask` stops attention at the ends of documents in packed text. `pack` (PADDED, SORTED or
-    PACKED) says how the padding of examples is treated.
+    first batch. `document_mask` stops attention at the ends of documents in packed text. `pack` says how examples are
+    padded. PADDED: to the full row length. SORTED: to the longest row computed together. PACKED: not, since examples
+    share rows.
     """
 
     remarks: tuple[str, ...] = ()  # for the description of the data

@@ -34,8 +34,8 @@ _QUESTION, _ANSWER = "a question", "an answer"
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
-    """Replaces the tokenizer's chat template by the one in `file`. It is exported with the model. Raises InputError if
-    the file cannot be read or its template cannot be used."""
+    """Replaces the tokenizer's chat template by the one in `file`, which is then exported with the model. Raises
+    InputError if the file cannot be read or its template cannot be used."""
     try:
         template = read_text(Path(file)).replace("\r\n", "\n").replace("\r", "\n")
     except InputError as error:

@@ -69,7 +69,7 @@ class Conversation:
 
 def read_conversation(record: Record, columns: tuple[str, ...], template: str = "") -> Conversation:
     """Reads the messages in one or two `columns` of a row. Of two columns, only the second is trained on. `template` is
-    the text of the chat template, which may name unusual roles. Raises InputError."""
+    the text of the chat template, which may name unusual roles. Raises InputError for a message that cannot be read."""
     first, *rest = (_messages(record, column, template) for column in columns)
     if (text := system_text(record)) and not (first and first[0]["role"] in ("system", "developer")):
         first = [{"role": "system", "content": text}, *first]
@@ -77,7 +77,8 @@ def read_conversation(record: Record, columns: tuple[str, ...], template: str = 
 
 
 def system_text(record: Record) -> str:
-    """Returns the text of the row's system column, such as `system_prompt`; "" if there is none. Raises InputError."""
+    """Returns the text of the row's system column, such as `system_prompt`; "" if there is none. Raises InputError if
+    it is not text, or if several columns differ."""
     filled = {name: record.columns[name] for name in SYSTEM_COLUMNS if record.columns.get(name)}
     for name, text in filled.items():
         if not isinstance(text, str):
@@ -123,7 +124,7 @@ def _messages(record: Record, column: str, template: str) -> list[Message]:
 
 def _message(value: dict[str, Any], place: str, template: str) -> Message:
     """Converts one message to the keys and roles that chat templates read, without null values. `template` is the chat
-    template, which may name unusual roles. Raises InputError, which begins with `place`."""
+    template, which may name unusual roles. Raises InputError, whose message begins with `place`."""
     message = {key: item for key, item in value.items() if item is not None}
     said, content = _either(message, "role", "from", place), _either(message, "content", "value", place)
     message.pop("content", None)

@@ -164,7 +164,7 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
 
 
 def _with_progress(records: Iterable[Record], name: str, writer: "_Writer") -> Iterator[Record]:
-    """Yields `records`, and shows the `writer`'s progress on a terminal if they take long."""
+    """Yields `records`, and shows the `writer`'s progress on a terminal if reading takes long."""
     hidden = sys.stderr is None or not sys.stderr.isatty()
     with tqdm(
         desc=f"tokenizing {name[-40:]}", file=sys.stderr, unit=" tokens", unit_scale=True,

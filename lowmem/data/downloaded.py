@@ -80,8 +80,9 @@ def _card(folder: Path) -> dict[str, Any] | None:
 
 
 def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None) -> tuple[str, dict[str, Any]]:
-    """Returns name and content of the configuration `asked` for, or of the default one if that is None. Returns ("",
-    {}) if the card lists none. Raises InputError if the choice is unknown or ambiguous."""
+    """Returns name and content of the configuration `asked` for, or of the default one if `asked` is None. The name is
+    "" for the only configuration. Returns ("", {}) if the card lists none. Raises InputError if the choice is unknown
+    or ambiguous."""
     items = (card or {}).get("configs")
     items = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
     configs = {str(item.get("config_name")): item for item in items}
@@ -135,7 +136,7 @@ def _kind(file: Path) -> str:
 
 
 def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
-    """Groups `files` by the splits that their names tell. Three rules are tried; the first one that finds a split
+    """Groups `files` by the split that each file's name shows. Three rules are tried; the first one that finds a split
     decides."""
     for split_in in (
         lambda name: (match := _SHARD.fullmatch(name.as_posix())) and match[1],

@@ -94,8 +94,8 @@ def _in_batches(texts: list[str], encode: Callable[[list[str]], list[Tokens]]) -
 
 
 def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """Returns the Rust tokenizer behind `tokenizer`: used directly, it builds no masks and takes half the time. Returns
-    None if there is none, or if it gives other ids."""
+    """Returns the Rust tokenizer behind `tokenizer`. Used directly, it builds no masks and takes half the time. Returns
+    None if there is none, or if its ids differ from those of `tokenizer`."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     ids = tokenizer([_PROBE], add_special_tokens=False)["input_ids"]  # this also sets the backend's truncation
     same = isinstance(backend, Tokenizer) and backend.encode_batch_fast([_PROBE], add_special_tokens=False)[0].ids

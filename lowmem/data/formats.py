@@ -58,8 +58,8 @@ class Format:
         return "; ".join(filter(None, [self.summary, *self.notes, *unused]))
 
     def segments(self, record: Record) -> Segments:
-        """Returns the text of a row in segments, (text, True if it is trained on). Raises InputError, or UntrainableRow
-        if there is nothing to train on; both name the row's place."""
+        """Returns the text of a row in segments, (text, True if it is trained on). Raises UntrainableRow if there is
+        nothing to train on, and InputError for other mistakes. The error's message names the row's place."""
         for name in (*record.columns, *record.unread):
             if name not in self._needed and name not in self.more:
                 self._unused[name] = None
@@ -173,8 +173,8 @@ _FORMATS: dict[tuple[str, ...], type[Format]] = {  # by the columns that each ro
 
 
 def with_first_filled(records: Iterator[Record]) -> tuple[Record | None, Iterable[Record]]:
-    """Returns the first record that has a value other than null, and an iterator over all records. Looks at no more
-    than _MOST_BLANK records. The first result is None if there are no records."""
+    """Returns the first record that has a value other than null, and an iterator over all records. If the first
+    _MOST_BLANK records are empty, returns the last of those. The first result is None if there are no records."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)

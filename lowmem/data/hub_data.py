@@ -46,8 +46,9 @@ def choose_splits(names: Sequence[str]) -> tuple[str, str | None, str]:
 
 
 def hub_source(path: str, config: str | None, text_field: str, steps: int | None, streamed: bool = False) -> Source:
-    """Opens a data set of the hub, from the cache or over the network. If training has a number of `steps`, a large
-    data set is streamed. `config` is the name of the data set's configuration. Raises InputError."""
+    """Opens a data set of the hub, from the cache or over the network. A large data set is streamed if training has a
+    number of `steps`; `streamed` streams any. `config` is the name of the data set's configuration. Raises
+    InputError."""
     spec = f"{path}:{config}" if config else path
     datasets = _datasets(spec)
     if streamed and steps is None:

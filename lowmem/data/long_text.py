@@ -82,12 +82,13 @@ class LongText:
 
     def _around(self, begin: int, cut: int, end: int) -> list[str]:
         """Returns three texts: the overlap of two windows, the overlap without its last character, and the second
-        window. They begin at `begin`; the first window ends at `cut`, the second at `end`."""
+        window. All begin at `begin`; the first window ends at `cut`, the second at `end`."""
         return [self._text[begin:cut], self._text[begin : cut - 1], self._text[begin:end]]
 
     def _begun_earlier(self, cut: int, end: int) -> tuple[int, Tokens | None, tuple[int, int] | None]:
         """Tries to begin the next window earlier, so that it agrees with the last one. Returns its begin, its tokens
-        and the joint (see _joint). Tokens and joint are None if no begin works."""
+        and the joint (see _joint). Tokens and joint are None if no begin works. The last window ends at `cut`, the next
+        one at `end`."""
         begins = self._begins(cut, most=_SHIFTS)[1:]
         overlaps = self._encode([self._text[begin:cut] for begin in begins])
         agreeing = [

@@ -37,8 +37,8 @@ FOLDER, _CONTENT = "data", "data.json"
 
 
 class Part(NamedTuple):
-    """Holds the documents of one source: those to train on, those held out, and a description of the latter. Later,
-    Rows replace the documents."""
+    """Holds the documents of one source: those to train on, those held out, and a description of the held-out ones.
+    dataset.py replaces the documents by Rows (documents cut into rows)."""
 
     train: Documents | None
     evaluation: Documents | None
@@ -91,7 +91,8 @@ class Preparation:
             raise
 
     def keep(self, parts: list[Part], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Moves the files of `parts` into the run's folder, unless they were found there."""
+        """Moves the files of `parts` into the run's folder, with the tokenizer's chat template, unless `find` found
+        them there."""
         if self._arrays is None:
             return
         partial, folder = self._arrays.path, self._folder

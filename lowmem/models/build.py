@@ -50,7 +50,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 def model_folder(model: str, part: str) -> Path:
-    """Returns the local folder of `model` (a folder or a hub name) that has its `part`: "config" or "weights".
+    """Returns the local folder of `model` (a folder or a hub name) with the files of one `part`: "config" or "weights".
     Downloads the files if the hub's cache lacks them. Raises InputError if that fails."""
     if Path(model).is_dir():
         return Path(model)

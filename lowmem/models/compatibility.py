@@ -65,7 +65,8 @@ def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = F
 @torch.no_grad()
 def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> str | None:
     """Compares the decoder's pieces with the whole model in evaluation mode, on a few tokens. Returns a sentence if
-    they differ, or if the model is not causal; None if they agree. Errors of the model pass unchanged."""
+    they differ, if the model is not causal, or if it ignores a document mask, which `document_mask` asks for. Returns
+    None if all is well. Errors of the model pass unchanged."""
     name, head_weight = decoder.architecture, decoder.head_weight
     input_ids, *others = decoder.example(vocabulary_size)
     whole = decoder.whole(input_ids, *others)
@@ -93,7 +94,8 @@ def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> s
 
 
 def _close(whole: Tensor, pieces: Tensor) -> bool:
-    """Returns True if both logits are equal except for rounding, which depends on the shapes of matrix products."""
+    """Returns True if both tensors of logits are equal except for rounding, which depends on the shapes of matrix
+    products."""
     tolerance = 1e-4 if whole.dtype is torch.float32 else 3e-2
     return whole.shape == pieces.shape and bool((whole - pieces).abs().max() <= tolerance * whole.abs().max())
 

@@ -40,7 +40,7 @@ class Entry:
 
     @property
     def elements(self) -> int:
-        """Returns the number of elements in the file from the tensor's first to its last."""
+        """Returns the number of stored elements from the tensor's first to its last, including gaps."""
         if self.stride is None or 0 in self.shape:
             return math.prod(self.shape)
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))

@@ -1,4 +1,5 @@
-"""Writes a trained model in Hugging Face format, piece by piece: takes a few MiB of RAM, whatever the model's size."""
+"""Writes a trained model in Hugging Face format, piece by piece. This takes a few MiB of RAM, whatever the model's
+size."""
 
 import json
 import math

@@ -118,7 +118,7 @@ def _turns(module: nn.Module, model: PreTrainedModel) -> Iterator[Turn]:
 
 def _written(turns: list[Turn], owners: dict[str, Owner]) -> dict[str, range] | None:
     """Finds, on meta, which steps of the initialization write each parameter. Returns {parameter: range of step
-    numbers}, or None if some are never written. GPT-2 initializes `c_proj` as a layer, and again as part of a block."""
+    numbers}, or None if this is not possible. GPT-2 initializes `c_proj` as a layer, and then as part of a block."""
     parameters = {name: getattr(*owner) for name, owner in owners.items()}
     written: dict[str, range] = {}
     versions = {name: parameter._version for name, parameter in parameters.items()}

@@ -35,8 +35,8 @@ _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|weight_scale(_inv)?|weight_pa
 
 @dataclass
 class _Fit:
-    """Compares a checkpoint's names, renamed in one way, with the model's parameters: which match, and which are left
-    over."""
+    """Holds the result of renaming a checkpoint's names in one way: which match the model's parameters, and which do
+    not."""
 
     prefix: str  # that is left off
     target: dict[str, str] = field(default_factory=dict)  # {name in the files: parameter}

@@ -1,7 +1,7 @@
 """Recognizes the kind of model that a user gave, by file names and config.json.
 
-Users may give something else: an adapter, a file for llama.cpp, another trainer's checkpoint. Each kind gets one
-sentence with advice, before PyTorch is imported.
+Users may give something other than a model: an adapter, a file for llama.cpp, another trainer's checkpoint. Each kind
+gets one sentence with advice, before PyTorch is imported.
 """
 
 import os
@@ -176,8 +176,8 @@ def _newest_checkpoint(model: str, folder: Path) -> InputError | None:
 
 
 def config_fields(path: Path) -> dict:
-    """Returns the content of a config.json. Raises InputError if the file is no model's config, or if such a model is
-    not trained here."""
+    """Returns the content of a config.json. Raises InputError if the file is no model's config, or if lowmem cannot
+    train such a model."""
     try:
         fields = read_json(path)
     except OSError as error:

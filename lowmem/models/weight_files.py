@@ -20,7 +20,8 @@ _NO_WEIGHTS = re.compile(  # files of trainers, and weights under the names of o
 
 def weight_files(folder: Path) -> list[Path]:
     """Returns the files of weights in `folder`: under their usual names, as shards without an index, or the only
-    candidate. Raises InputError for none, for several candidates, and if a shard is missing or a Git LFS pointer."""
+    candidate. Raises InputError if there are none or several candidates, or if a shard is missing or a Git LFS
+    pointer."""
     files = usual_weight_files(folder) or _shards(folder) or _only_one(folder)
     for path in files:
         refuse_pointer(path)
