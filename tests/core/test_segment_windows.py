@@ -225,7 +225,7 @@ def test_the_buffer_is_made_once_and_holds_a_group():
     buffer = step.boundaries._buffer
     width = step._decoder.model.config.n_embd
     elements = 2 * 2 * batches[0].input_ids.shape[1] * width  # micro-batches x segments x a boundary's
-    assert elements <= buffer.numel() <= elements + 4 * 256 and step.boundary_bytes == 4 * buffer.numel()
+    assert elements <= buffer.numel() <= elements + 4 * 256 and step.boundaries.buffer_bytes == 4 * buffer.numel()
     step(batches[1], 1, 1e-3)
     assert step.boundaries._buffer is buffer
 
