@@ -40,7 +40,7 @@ class Accumulation:
         self.clear()
 
     def clear(self) -> None:
-        """Zeroes the blocks' own gradients for shared parameters, joined or not."""
+        """Zeroes the blocks' own gradients for shared parameters."""
         for _, _, gradient in self._shared:
             gradient.zero_()
 

@@ -24,15 +24,15 @@ from lowmem.core.segment_windows import GradientWindow
 
 
 class FinalGradients:
-    """Handles the final gradients of one pass of forward and backward, by their `fate`. If the loss is not finite,
-    APPLIED becomes HELD, so that no unit is updated."""
+    """Handles the gradients of one pass of forward and backward when they are final. `fate` says what happens to them:
+    HELD, SENT, DROPPED or APPLIED. If the loss is not finite, APPLIED becomes HELD, so that no unit is updated."""
 
     def __init__(
         self, fate: Fate, store: Store, norm_of: Callable[[Piece], Tensor], window: GradientWindow, updates: Updates,
         begin_updates: Callable[[], None],
     ):  # fmt: skip
-        """`norm_of`: computes the norm of a piece's gradient, as a tensor of one number. `begin_updates`: called before
-        backward if gradients are APPLIED."""
+        """`norm_of`: computes the norm of the gradient of one piece (a range of elements), as a tensor of one number.
+        `begin_updates`: called before backward if gradients are APPLIED."""
         self.fate, self._begin_updates = fate, begin_updates
         self._store, self._norm_of, self._window, self._updates = store, norm_of, window, updates
         self._lowest = updates.units  # the first unit whose gradients are final
@@ -65,8 +65,8 @@ class FinalGradients:
             self._updates.run(self._updates.units - lowest)
 
     def norm(self) -> float:
-        """Finishes all units and ends the pass. Returns the norm of all gradients, computed in fp64 from the norms of
-        the pieces."""
+        """Handles the gradients of all units that are left, and ends the pass. Returns the norm of all gradients,
+        computed in fp64 from the norms of their pieces."""
         self.finish(0)
         if self.fate is Fate.SENT:
             self._window.release()

@@ -82,8 +82,8 @@ class Layout:
         return [slice(*ends) for ends in pairwise([*starts, len(positions)])]
 
     def fate_in(self, groups: int, needs_all_gradients: bool) -> Fate:
-        """Returns the fate of final gradients in a step of so many `groups`. `needs_all_gradients`: whether updates
-        wait for all gradients, to clip them by their norm, or to check that scaled ones are finite."""
+        """Returns what happens to final gradients in a step with so many `groups`. `needs_all_gradients`: whether
+        updates wait for all gradients, to clip them by their norm, or to check that scaled ones are finite."""
         if self.whole_batch and groups > 1:
             raise ValueError(f"gradients can be {self.fate} only if the whole batch is one group")
         return Fate.APPLIED if groups == 1 and not needs_all_gradients else self.fate
@@ -103,8 +103,8 @@ class Layout:
         return self.kept < 2 * blocks
 
     def segments(self, blocks: int) -> list[Segment]:
-        """Divides a model's `blocks` blocks into segments, in order. A block that keeps more than its input is a
-        segment by itself."""
+        """Divides a model's `blocks` blocks into segments (consecutive blocks that are recomputed together). A block
+        that keeps more than its input is a segment by itself."""
         if self.weights_on_gpu is not None and self.kept > blocks:
             raise ValueError("a block whose weights are streamed cannot keep its graph, which holds them")
         whole = min(max(self.kept - blocks, 0), blocks)

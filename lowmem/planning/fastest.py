@@ -36,8 +36,8 @@ def fastest_layout(ways: Ways, simulations: Simulations, room: Room) -> Found | 
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """Returns the smallest `kept` that fails in the model of the allocator, given that `found` fails. Tries one less
-    first, then bisects."""
+    """Returns the smallest `kept` (how much blocks keep) that fails in the model of the allocator, given that `found`
+    fails. Tries one less first, then bisects."""
     runs, fails = -1, found.kept
     tried = fails - 1
     while fails - runs > 1:
@@ -84,8 +84,8 @@ def _fastest_with_disk(choices: Choices, search: Search, best: Found | None) -> 
 
 
 def _with_states_on_disk(simulations: Simulations, found: Found, room: Room) -> Found | None:
-    """Returns the layout `found` with states of as few units as possible on a disk. Returns None if RAM has no room for
-    the rest."""
+    """Returns the layout `found` with optimizer states of as few units as possible on a disk. Returns None if RAM has
+    no room for the other states."""
 
     def on_disk(units: int) -> Found:
         layout = replace(found.layout, states_on_disk=units)
@@ -97,8 +97,9 @@ def _with_states_on_disk(simulations: Simulations, found: Found, room: Room) -> 
 
 
 def smallest_room(ways: Ways, simulations: Simulations, room: Room) -> Room:
-    """Returns the smallest memory in which a layout fits, when nothing fits into `room`. If only RAM is short, more RAM
-    is the answer. Otherwise more GPU memory is, with as much in RAM as fits there."""
+    """Returns the smallest limits of GPU memory and RAM under which a layout fits. Called if nothing fits into `room`.
+    If only RAM is short, only the RAM limit is raised. Otherwise the GPU limit is raised, and as much is in RAM as fits
+    there."""
     frugal = _frugal(ways, simulations, room)
     for found in sorted(frugal, key=lambda found: found.recording.streamed_bytes):
         # Weights in RAM are no help if RAM is short.
@@ -116,7 +117,8 @@ def smallest_room(ways: Ways, simulations: Simulations, room: Room) -> Room:
 
 
 def frugal_layouts(ways: Ways, simulations: Simulations) -> list[Layout]:
-    """Returns candidate layouts with the least GPU memory, ignoring the RAM limit."""
+    """Returns candidate layouts with the least GPU memory, ignoring the RAM limit. `ways`: lists of Choices
+    (choices.ways)."""
     return [found.layout for found in _frugal(ways, simulations, Room(None, None))]
 
 

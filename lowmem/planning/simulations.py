@@ -45,8 +45,8 @@ class Simulations:
         return 4 * self.largest_parameter if init == "random" else 0
 
     def record(self, layout: Layout, whole_first_step: bool = False) -> Recording:
-        """Returns the recording of a layout. `whole_first_step`: with all groups of the first step, as in training,
-        which takes twice as long to record."""
+        """Returns the simulated step of a layout. `whole_first_step`: with all groups of the first step, as in
+        training, which takes twice as long to simulate."""
         key = layout, whole_first_step
         if key not in self._recordings:
             self._recordings[key] = record_step(
@@ -61,7 +61,7 @@ class Simulations:
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """Returns the bytes of optimizer states, by unit. At least one layout must have been recorded."""
+        """Returns the bytes of optimizer states, by unit. At least one layout must have been simulated."""
         return next(iter(self._recordings.values())).state_bytes
 
     @cached_property
