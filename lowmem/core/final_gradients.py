@@ -48,8 +48,9 @@ class FinalGradients:
                 self.fate = Fate.HELD
 
     def finish(self, lowest: int) -> None:
-        """Must be called when the gradients of the units from number `lowest` on are final. Computes the norms of those
-        that were not final before, then sends, drops or applies them."""
+        """Must be called when the gradients of unit number `lowest` and of all later units are final. Unit 0 are the
+        embeddings, unit i is block i - 1. Computes the norms of those that were not final before, then sends, drops or
+        applies them."""
         final = range(lowest, self._lowest)
         self._lowest = lowest
         parts = [part for part in self._store.parts if part.unit in final and part.gradient is not None]

@@ -24,8 +24,9 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True)
 class Layout:
-    """Holds the numbers that lay out a step. Lists of groups and segments are computed from them when needed.
-    "Streamed" numbers are stored in RAM or on a disk and copied to the GPU when they are used.
+    """Holds the numbers that define how a step is computed. Lists of groups and segments are derived from them when
+    needed. "Streamed" numbers are stored in RAM or on a disk and copied to the GPU when they are used. Units are the
+    embeddings, each block, and the final norm.
 
         micro_batch        sequences
         group              micro-batches that pass a segment together
@@ -67,7 +68,8 @@ class Layout:
 
     @property
     def fixed_homes(self) -> tuple:
-        """Returns the fields that say where numbers are stored and that cannot change during a training run."""
+        """Returns the fields that cannot change during a training run: they say where weights, gradients and some
+        states are stored."""
         return self.weights_on_gpu, self.fate is Fate.SENT, self.states_on_disk
 
     def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
@@ -89,8 +91,9 @@ class Layout:
         return Fate.APPLIED if groups == 1 and not needs_all_gradients else self.fate
 
     def units_on_disk(self, units: int) -> list[int]:
-        """Chooses the units whose optimizer states for matrices are on disk. Spreads them evenly over the units with
-        streamed states, so that a slow disk is busy during the whole pass. `units` is the total number of units."""
+        """Chooses the units (blocks, mostly) whose optimizer states for matrices are on disk. Spreads them evenly over
+        the units with streamed states, so that a slow disk is busy during the whole pass. `units` is the total number
+        of units."""
         streamed = range(self.states_on_gpu, units)
         disk = min(self.states_on_disk, len(streamed))
         return [

@@ -60,7 +60,8 @@ class Operations:
     def segment_forward(
         self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
     ) -> tuple[Tensor, SavedSegment]:
-        """Runs the segment's blocks on `hidden`. Returns the output [B, T, D], and what `segment_backward` needs."""
+        """Runs the blocks of `segment` (consecutive blocks that are recomputed together) on `hidden`. Returns the
+        output [B, T, D], and what `segment_backward` needs."""
         last_is_needed = self.skippable_products.get(self.kind(segment, extras), 0) is None
         return recompute.forward(self.decoder, segment, hidden, extras, dropout, last_is_needed)
 
@@ -78,8 +79,8 @@ class Operations:
     def segment_backward(
         self, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
     ) -> Tensor:
-        """Runs the segment backward: turns the `gradient` for its output into the gradient for its input, both [B, T,
-        D]."""
+        """Computes the gradient for the segment's input from `gradient`, the one for the segment's output; both are [B,
+        T, D]. Adds the gradients of the segment's parameters to their accumulators."""
         kind = self.kind(segment, extras)
         return recompute.backward(
             self.decoder, segment, saved, extras, dropout, gradient, self.skippable_products, kind

@@ -214,7 +214,8 @@ class Store:
         self._part_of = {name: part for part in self.parts for name in part.names()}
 
     def _placements(self, units: int, disk: MakeTensor | None) -> dict[tuple[int, bool], Placement]:
-        """Returns {(unit, True for its matrices or False for its vectors): the Placement of that part}."""
+        """Returns {(unit's number, True for its matrices or False for its vectors): the Placement}. `disk` allocates on
+        the disk."""
 
         def device(entries: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(entries, dtype=dtype, device=self.device)
@@ -260,8 +261,8 @@ class Store:
         return sum(state.nbytes for part in self.parts if part.unit in units for state in part.state.values())
 
     def stream(self, states_on_gpu: int) -> bool:
-        """Moves the states of all units but the first `states_on_gpu` into RAM. Returns True if they are page-locked.
-        No copy and no update may be under way."""
+        """Moves optimizer states into RAM, all but those of the first `states_on_gpu` units. Returns True if they are
+        page-locked. No copy and no update may be under way."""
         for part in self.parts:
             if part.unit >= states_on_gpu and not part.streamed:
                 part.stream(self._host_tensor)

@@ -14,8 +14,7 @@
     group              micro-batches that pass a segment together before the next segment runs
     extras             a block's arguments besides its input: masks, position embeddings
 
-Of all fields of a layout (layout.py), only `micro_batch` changes the bits of the result. docs/step.md says why, and has
-drawings.
+A layout (layout.py) changes the bits of the result only by its `micro_batch`. docs/step.md says why, and has drawings.
 """
 
 import math

@@ -3,8 +3,8 @@
 A lane is a queue of work that is done in order: on a GPU, a CUDA stream. An event says that a lane has done everything
 it was given so far. A copy waits for its lane and for the events it names, and for nothing else.
 
-UPDATES is a lane of its own so that more states can be fetched ahead. On COMPUTE, an update would free its slot (a
-buffer on the device) only after the forward pass ahead of it.
+Updates have a separate lane so that more states can be fetched ahead. On the lane COMPUTE, an update would free its
+slot (a buffer on the device) only after the forward pass ahead of it.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -61,7 +61,7 @@ class Choices:
 
 
 def step_case(settings: Settings, precision: str) -> StepCase:
-    """Returns the training step of these settings, to be simulated, with a layout to be replaced."""
+    """Returns the training step of these settings, to be simulated. Its layout is a placeholder."""
     return StepCase(
         settings.seq, settings.batch, Layout(settings.micro_batch or 1), WORKING_DTYPES[precision],
         OPTIMIZERS[settings.optimizer], settings.clip_norm, settings.masks_documents,

@@ -1,9 +1,9 @@
-"""Computes memory and time of all layouts in a column from a few recordings (simulated steps).
+"""Computes memory and time of all layouts in a column from a few simulated steps (recordings).
 
-A column is a set of layouts that differ only in how much blocks keep for backward and in how many units are on the GPU.
-Both numbers are given as indices into the lists of Choices. Bytes of units add up exactly. Kept bytes and saved seconds
-are expected to grow per block as they do for the smallest micro-batch. The search records the layout that is expected
-to fit.
+A column is a set of layouts that differ only in how much blocks keep for backward and in how many units (the
+embeddings, each block, the final norm) are on the GPU. Both numbers are given as indices into the lists of Choices.
+Bytes of units add up exactly. Kept bytes and saved seconds are expected to grow per block as they do for the smallest
+micro-batch. The search simulates the layout that is expected to fit.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,8 @@ class Column:
     segment: int
 
     def layout(self, kept: int, on_gpu: int) -> Layout:
-        """Returns one layout of the column. `kept` and `on_gpu` are indices into the lists of the choices."""
+        """Returns one layout of the column. `kept` and `on_gpu` are indices into the lists of these names in
+        Choices."""
         chosen = self.choices.kept[kept], self.choices.on_gpu[on_gpu]
         return self.choices.layout(self.micro_batch, self.group, self.segment, *chosen)
 
@@ -63,13 +64,13 @@ class Columns:
         return sum(each < blocks for each in kept)
 
     def streamed_bytes(self, column: Column, on_gpu: int) -> int:
-        """Returns the bytes of RAM for everything that is copied to the GPU when needed. `on_gpu`: index of the number
-        of units on the GPU."""
+        """Returns the bytes of RAM for everything that is copied to the GPU when needed. `on_gpu`: index into the list
+        of numbers of units on the GPU."""
         return self.recording(column).streamed_bytes - self._bytes_on_gpu(column, column.choices.on_gpu[on_gpu])
 
     def may_fit(self, column: Column, kept: int, on_gpu: int, limit_bytes: int | None) -> bool:
-        """Returns False if the layout certainly exceeds the limit. Needs no simulation: counts what must be on the GPU
-        at once, which is the weights, and the inputs of a group's segments or, later, the gradients that are held."""
+        """Returns False if the layout certainly exceeds the limit; needs no simulation. Counts what must be on the GPU
+        at once: the weights, and the inputs of a group's segments or, later, the held gradients."""
         if limit_bytes is None:
             return True
         simulations, layout = self.simulations, column.layout(kept, on_gpu)
@@ -119,8 +120,8 @@ class Columns:
         return max((place for place in range(last + 1) if grown[place] <= room), default=0)
 
     def expected_seconds(self, column: Column, most: int) -> float:
-        """Returns the expected seconds of a step that waits for no copy, for the best `kept` of at most `most` (not an
-        index)."""
+        """Returns the expected seconds of a step that waits for no copy, if blocks keep at most `most` (a value of
+        Layout.kept)."""
         least, blocks = column.choices.kept[0], self.simulations.blocks
         turns = {least, most} | {0, blocks} & set(range(least, most))
         share = min(self._smallest(column, kept)[1] for kept in turns) / self._smallest(column, least)[1]
@@ -134,8 +135,8 @@ class Columns:
         return passes * self.expected_seconds(column, choices.kept[-1])
 
     def _smallest(self, column: Column, kept: int) -> tuple[float, float]:
-        """Returns bytes and computing seconds of the smallest micro-batch with all states in RAM. Recorded for nothing,
-        all products and everything kept, and interpolated between these."""
+        """Returns bytes and computing seconds of a step with the smallest micro-batch and all states in RAM. Simulates
+        three values of `kept` (nothing, all products, everything), and interpolates between these."""
         blocks = self.simulations.blocks
         whole, more = divmod(kept, blocks)
         ends = (whole, whole + 1) if more else (whole,)

@@ -123,9 +123,9 @@ def frugal_layouts(ways: Ways, simulations: Simulations) -> list[Layout]:
 
 
 def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
-    """Returns layouts that keep nothing, with the smallest micro-batch and the smallest group. Each column (layouts
-    that differ in `kept` and units on the GPU) gives three: the fewest units on the GPU that RAM allows, the most that
-    the GPU allows, and all."""
+    """Returns layouts that keep nothing, with the smallest micro-batch and the smallest group. Each column (set of
+    layouts that differ in the units on the GPU) gives three. They have the fewest units there that RAM allows, the most
+    that the GPU allows, and all."""
     found, columns = [], Columns(simulations)
     every = [choices for fates in ways for choices in fates]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
@@ -146,8 +146,8 @@ def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
 
 def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:
     """Returns layouts that training can continue with if memory runs out, the largest first. They store numbers where
-    `found` does, with the same micro-batch and no more units on the GPU. Each allocates at most one of these shares of
-    the bytes of `found`. A share gives no layout if nothing is that small."""
+    `found` does, with the same micro-batch and no more units on the GPU. For each of `shares`, a layout allocates at
+    most that share of the bytes of `found`. If nothing is that small, a share gives no layout."""
     choices = found.column.choices
     units = found.layout.states_on_gpu if found.layout.weights_on_gpu is None else found.layout.weights_on_gpu
     base = replace(choices.base, states_on_disk=found.layout.states_on_disk)

@@ -96,7 +96,7 @@ class Simulations:
         return self._runs[key]
 
     def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if the layout completes in the model of the allocator under this cap, or under a smaller one."""
+        """Returns True if the simulated allocator does not run out of memory under this cap, or under a smaller one."""
         if limit_bytes is None or self.allocated_bytes(layout) > limit_bytes:
             return limit_bytes is None
         if self.run(layout, None).reserved_peak_bytes <= limit_bytes or self.run(layout, limit_bytes) is not None:
@@ -104,7 +104,8 @@ class Simulations:
         return self.smallest_cap_bytes(layout) <= limit_bytes
 
     def smallest_cap_bytes(self, layout: Layout) -> int:
-        """Returns the smallest cap under which the layout completes, to a few thousandths and rounded up to whole MiB.
+        """Returns the smallest cap of GPU memory under which the simulated allocator does not run out. It is exact to a
+        few thousandths and rounded up to whole MiB.
 
         Bisects between the bytes that are allocated and those that are reserved without a cap. Between the two, the
         allocator returns cached memory to the driver. There it may succeed under one cap and fail under a larger one.
