@@ -52,8 +52,8 @@ def without_switches(fields: dict) -> dict:
 
 
 def _prevents_loading(name: str, value: object, fields: dict) -> bool:
-    """Returns True if transformers cannot load a model here whose config has this `value` of the field `name`. `fields`
-    are all fields of the config."""
+    """Returns True if the field `name` with this `value` prevents transformers from loading a model here. `fields`: all
+    fields of the config."""
     if name in ("dtype", "torch_dtype"):
         return not isinstance(value, dict) and value not in _DTYPES  # a dict has one for each part
     if name == "bos_token_id":
@@ -94,7 +94,7 @@ def as_given(fields: dict) -> dict:
 
 
 def remarks(config: PretrainedConfig) -> list[str]:
-    """Returns one sentence about the fields that training sets otherwise, and one about those that are not exported."""
+    """Returns one sentence about fields that training sets otherwise, and one about fields that are not exported."""
     fields = json.loads(config.to_json_string(use_diff=False))
     parts = [fields, *(value for name, value in fields.items() if name.endswith("_config") and isinstance(value, dict))]
     own, left_out = (

@@ -1,7 +1,7 @@
 """Asks whether the Hugging Face hub answers, and finds models in its local cache.
 
-The hub's own client retries for 23 to 45 seconds. So callers look into the cache first. Then they ask the hub once,
-with the time limit below; `is_reachable` does so for clients that have no time limit of their own.
+The hub's own client retries for 23 to 45 seconds. So callers look into the cache first, then ask the hub once with a
+time limit. `is_reachable` does this for clients that have no time limit.
 """
 
 import functools

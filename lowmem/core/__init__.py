@@ -1,8 +1,8 @@
 """Trains: makes optimizer steps of a decoder, and stores its weights, gradients and optimizer states.
 
-A step needs a decoder (decoder.py), its parameters in flat tensors (parameters.py), a batch (batch.py) and a layout
+A step takes a decoder (decoder.py), its parameters in flat tensors (parameters.py), a batch (batch.py) and a layout
 (layout.py). It updates the weights, and returns the loss and the gradients' norm. Read docs/step.md first. Then read
-step.py, which has the order of the operations, and operations.py, which has the operations. window.py copies numbers
-between the device and the RAM or disk that they are stored in. This room knows nothing of files, plans or cards, and
-runs on the CPU too. No line of it has run on a real GPU yet.
+step.py for the order of the operations, and operations.py for the operations. window.py copies numbers from RAM or a
+disk to the device and back. This room knows nothing of files, plans or cards, and runs on the CPU too. No line of it
+has run on a real GPU yet.
 """

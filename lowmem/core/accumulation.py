@@ -1,8 +1,8 @@
 """Adds gradients to fp32 accumulators, micro-batch by micro-batch.
 
 A parameter that several blocks share gets a gradient from each block. If all of these were added to one accumulator as
-they come, the order of the sum would depend on the schedule. So each block adds to an accumulator of its own. When all
-blocks of all micro-batches have run backward, `join` adds these accumulators in the order of the blocks.
+they come, the order of the sum would depend on the schedule. So each block has its own accumulator. When all blocks of
+all micro-batches have run backward, `join` adds these accumulators in the order of the blocks.
 """
 
 from functools import partial
@@ -40,7 +40,7 @@ class Accumulation:
         self.clear()
 
     def clear(self) -> None:
-        """Zeroes the blocks' own gradients for shared parameters, joined or not."""
+        """Zeroes the blocks' own gradients for shared parameters."""
         for _, _, gradient in self._shared:
             gradient.zero_()
 

@@ -44,7 +44,7 @@ class _Stop(Exception):
         self.value = value
 
 
-class _Stand(nn.Module):
+class _Stub(nn.Module):
     """Takes the place of a block and runs `call` instead. Other attributes (`attention_type`, ...) are the block's."""
 
     def __init__(self, block: nn.Module, call: Callable):
@@ -178,7 +178,7 @@ class Decoder:
 
     @contextlib.contextmanager
     def _blocks_replaced(self, call: Callable) -> Iterator[None]:
-        self._owner._modules[self._list_name] = nn.ModuleList([_Stand(block, call) for block in self.blocks])
+        self._owner._modules[self._list_name] = nn.ModuleList([_Stub(block, call) for block in self.blocks])
         try:
             yield
         finally:
@@ -225,7 +225,7 @@ class Decoder:
         return units
 
     def _unit_of_parameters(self) -> dict[int, int]:
-        """Returns {id of a parameter: index of its unit}."""
+        """Returns {id of a parameter: index of its unit}. Units are the embeddings, each block, and the final norm."""
         before, after = self._parameters_called()
         of_blocks = {id(p): 1 + index for index, block in enumerate(self.blocks) for p in block.parameters()}
         if len(of_blocks) != sum(len(list(block.parameters())) for block in self.blocks):
@@ -259,7 +259,7 @@ class Decoder:
             before, after, shapes = set(), {id(p) for p in self._head.parameters()}, []
 
             def note(module: nn.Module, _, before=before, after=after, shapes=shapes) -> None:
-                if not isinstance(module, _Stand):
+                if not isinstance(module, _Stub):
                     (after if shapes else before).update(id(p) for p in module.parameters(recurse=False))
 
             def pass_on(hidden: Tensor, *_, shapes=shapes, **__):

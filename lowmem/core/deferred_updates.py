@@ -1,7 +1,7 @@
 """Makes the updates of one optimizer step, unit by unit (the embeddings, each block, the final norm).
 
-The updates run in order, each before the next forward pass reads the unit's weights. Or they run in reverse order, as
-backward finishes gradients. A pass over all units may thus be interrupted and continued.
+The updates run in order, each before the next forward pass reads the unit's weights. Or they run in reverse order,
+while backward finishes the gradients. A pass over all units may be interrupted and continued.
 
 Optimizer states that are not on the device are copied there ahead of time, in the same order (window.py). If memory
 runs out in an update, that update has changed nothing (optimizers.py), and `run` repeats it. So nothing is updated
@@ -26,11 +26,11 @@ class UpdateInterrupted(LowmemError):
 
 
 class Updates:
-    """Makes the updates of one step after another, each in a pass over all units.
+    """Makes the updates of one step after another, each in a pass over all units (the embeddings, each block, the final
+    norm).
 
     `hyper`: hyperparameters of the newest update; `hyper.update` counts the updates from 1. `units_done`: how many of
-    the `units` this pass has updated; all of them if no update waits. A piece is a range of a unit's elements that one
-    kernel updates (parameters.py).
+    the `units` this pass has updated; all of them if no update waits.
     """
 
     def __init__(self, store: Store, units: int, hyper: Hyperparameters, transfers: Transfers, operations: Operations):
@@ -49,9 +49,9 @@ class Updates:
         return self.units_done < self.units
 
     def begin(self, gradient_scale: float, learning_rate: float, *, downwards: bool) -> None:
-        """Begins a pass of updates by all gradients times `gradient_scale`. The pass goes from the first unit to the
-        last or, if `downwards`, from the last to the first. Gradients of a downward pass may be computed later, before
-        `run`."""
+        """Begins a pass of updates by all gradients times `gradient_scale`. It goes from the first unit (the
+        embeddings) to the last (the final norm) or, if `downwards`, back. In a pass downwards, gradients may be
+        computed later, before `run`."""
         self.hyper = replace(
             self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale
         )
@@ -63,8 +63,8 @@ class Updates:
         self._wait_for_gradients()
 
     def run(self, units: int) -> None:
-        """Makes the updates of the pass until `units` units are done. Kernels that are launched later wait for these
-        updates. If memory runs out, the next call continues."""
+        """Makes the updates of the pass until `units` units (embeddings, blocks, final norm) are done. Kernels that are
+        launched later wait for these updates. If memory runs out, the next call continues."""
         if self._torn:
             raise UpdateInterrupted("an update was ended in the middle of a tensor; load the weights again")
         if self.units_done >= units:
@@ -99,8 +99,8 @@ class Updates:
 
     @torch.no_grad()
     def _go_on(self) -> None:
-        """Updates the next piece, or sets `units_done` at the end of a unit. After the last piece of a part (a unit's
-        matrices or vectors), frees that part's gradient."""
+        """Updates the next piece (a range of a unit's elements), or sets `units_done` at the end of a unit. After the
+        last piece of a part (a unit's matrices or vectors), frees that part's gradient."""
         if self._next == len(self._pieces):
             self.units_done = self.units
             return

@@ -196,7 +196,7 @@ def is_encoder_decoder(config: PretrainedConfig) -> bool:
 
 
 def stock_model(config: PretrainedConfig, **options) -> PreTrainedModel:
-    """Builds the model of `config` as transformers does; T5's attention is replaced by the function above."""
+    """Builds the model of `config` as transformers does; T5 gets the attention of this file, `_attention`."""
     if is_encoder_decoder(config):
         return AutoModelForSeq2SeqLM.from_config(config, attn_implementation=_ATTENTION, **options)
     return AutoModelForCausalLM.from_config(config, **options)

@@ -24,15 +24,15 @@ from lowmem.core.segment_windows import GradientWindow
 
 
 class FinalGradients:
-    """Handles the final gradients of one pass of forward and backward, by their `fate`. If the loss is not finite,
-    APPLIED becomes HELD, so that no unit is updated."""
+    """Handles the gradients of one pass of forward and backward when they are final. `fate` says what happens to them:
+    HELD, SENT, DROPPED or APPLIED. If the loss is not finite, APPLIED becomes HELD, so that no unit is updated."""
 
     def __init__(
         self, fate: Fate, store: Store, norm_of: Callable[[Piece], Tensor], window: GradientWindow, updates: Updates,
         begin_updates: Callable[[], None],
     ):  # fmt: skip
-        """`norm_of`: computes the norm of a piece's gradient, as a tensor of one number. `begin_updates`: called before
-        backward if gradients are APPLIED."""
+        """`norm_of`: computes the norm of the gradient of one piece (a range of elements), as a tensor of one number.
+        `begin_updates`: called before backward if gradients are APPLIED."""
         self.fate, self._begin_updates = fate, begin_updates
         self._store, self._norm_of, self._window, self._updates = store, norm_of, window, updates
         self._lowest = updates.units  # the first unit whose gradients are final
@@ -48,8 +48,9 @@ class FinalGradients:
                 self.fate = Fate.HELD
 
     def finish(self, lowest: int) -> None:
-        """Must be called when the gradients of the units from number `lowest` on are final. Computes the norms of those
-        that were not final before, then sends, drops or applies them."""
+        """Must be called when the gradients of unit number `lowest` and of all later units are final. Unit 0 are the
+        embeddings, unit i is block i - 1. Computes the norms of those that were not final before, then sends, drops or
+        applies them."""
         final = range(lowest, self._lowest)
         self._lowest = lowest
         parts = [part for part in self._store.parts if part.unit in final and part.gradient is not None]
@@ -65,8 +66,8 @@ class FinalGradients:
             self._updates.run(self._updates.units - lowest)
 
     def norm(self) -> float:
-        """Finishes all units and ends the pass. Returns the norm of all gradients, computed in fp64 from the norms of
-        the pieces."""
+        """Handles the gradients of all units that are left, and ends the pass. Returns the norm of all gradients,
+        computed in fp64 from the norms of their pieces."""
         self.finish(0)
         if self.fate is Fate.SENT:
             self._window.release()

@@ -71,8 +71,8 @@ class DiskStates:
         self.folder, self.number, self._end = folder, self._file.fileno(), 0
 
     def tensor(self, entries: int, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor [entries] of zeros on the disk. Raises LowmemError if the disk has too little space, which
-        is reserved now. A disk that fills up later would kill the process with a signal."""
+        """Returns a tensor [entries] of zeros on the disk. Reserves the space now, because a disk that fills up later
+        would kill the process with a signal. Raises LowmemError if the disk has too little space."""
         size_bytes = max(entries * dtype.itemsize, 1)
         room = -(-size_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         try:

@@ -116,8 +116,8 @@ def _norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
 
 
 def _is_router_or_experts(module: nn.Module) -> bool:
-    """Returns True if `module` only multiplies by its own matrices, without inner layers: a mixture's router, or all
-    its experts in one. The decay rates of a state-space scan are a matrix, too, but their module has layers."""
+    """Returns True if `module` multiplies by its own matrices and has no inner layers: a mixture's router, or all its
+    experts in one. The decay rates of a state-space scan are a matrix, too, but their module has layers."""
     layers = (nn.Embedding, nn.modules.conv._ConvNd)
     matrices = any(p.dim() >= 2 for p in module.parameters(recurse=False))
     alone = not any(True for child in module.children() for _ in child.parameters())

@@ -24,8 +24,9 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True)
 class Layout:
-    """Holds the numbers that lay out a step. Lists of groups and segments are computed from them when needed.
-    "Streamed" numbers are stored in RAM or on a disk and copied to the GPU when they are used.
+    """Holds the numbers that define how a step is computed. Lists of groups and segments are derived from them when
+    needed. "Streamed" numbers are stored in RAM or on a disk and copied to the GPU when they are used. Units are the
+    embeddings, each block, and the final norm.
 
         micro_batch        sequences
         group              micro-batches that pass a segment together
@@ -67,7 +68,8 @@ class Layout:
 
     @property
     def fixed_homes(self) -> tuple:
-        """Returns the fields that say where numbers are stored and that cannot change during a training run."""
+        """Returns the fields that cannot change during a training run: they say where weights, gradients and some
+        states are stored."""
         return self.weights_on_gpu, self.fate is Fate.SENT, self.states_on_disk
 
     def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
@@ -82,15 +84,16 @@ class Layout:
         return [slice(*ends) for ends in pairwise([*starts, len(positions)])]
 
     def fate_in(self, groups: int, needs_all_gradients: bool) -> Fate:
-        """Returns the fate of final gradients in a step of so many `groups`. `needs_all_gradients`: whether updates
-        wait for all gradients, to clip them by their norm, or to check that scaled ones are finite."""
+        """Returns what happens to final gradients in a step with so many `groups`. `needs_all_gradients`: whether
+        updates wait for all gradients, to clip them by their norm, or to check that scaled ones are finite."""
         if self.whole_batch and groups > 1:
             raise ValueError(f"gradients can be {self.fate} only if the whole batch is one group")
         return Fate.APPLIED if groups == 1 and not needs_all_gradients else self.fate
 
     def units_on_disk(self, units: int) -> list[int]:
-        """Chooses the units whose optimizer states for matrices are on disk. Spreads them evenly over the units with
-        streamed states, so that a slow disk is busy during the whole pass. `units` is the total number of units."""
+        """Chooses the units (blocks, mostly) whose optimizer states for matrices are on disk. Spreads them evenly over
+        the units with streamed states, so that a slow disk is busy during the whole pass. `units` is the total number
+        of units."""
         streamed = range(self.states_on_gpu, units)
         disk = min(self.states_on_disk, len(streamed))
         return [
@@ -103,8 +106,8 @@ class Layout:
         return self.kept < 2 * blocks
 
     def segments(self, blocks: int) -> list[Segment]:
-        """Divides a model's `blocks` blocks into segments, in order. A block that keeps more than its input is a
-        segment by itself."""
+        """Divides a model's `blocks` blocks into segments (consecutive blocks that are recomputed together). A block
+        that keeps more than its input is a segment by itself."""
         if self.weights_on_gpu is not None and self.kept > blocks:
             raise ValueError("a block whose weights are streamed cannot keep its graph, which holds them")
         whole = min(max(self.kept - blocks, 0), blocks)

@@ -28,7 +28,7 @@ class Operations:
     """
 
     def __init__(self, decoder: Decoder, store: Store, rule: UpdateRule | None = None):
-        """`rule`: the function that updates a piece (UpdateRule); None chooses it by the device and the decoder's
+        """`rule`: the function that updates weights (UpdateRule); None chooses it by the device and the decoder's
         kernels."""
         self.decoder, self.store, self.optimizer = decoder, store, store.optimizer
         eager = optimizers.update_in_slices if store.device.type == "cpu" else optimizers.update
@@ -42,11 +42,13 @@ class Operations:
         self_contained: bool,
     ) -> tuple:  # fmt: skip
         """Returns `run()`, which does forward and backward of one group of micro-batches. `self_contained`: whether
-        nothing is updated, dropped or copied meanwhile. The planner's replacement replays a whole group instead."""
+        nothing is updated, dropped or copied meanwhile. ReplayedOperations (planning/replay.py) does not call `run`
+        each time."""
         return run()
 
     def norm_of_all(self, run: Callable[[], float]) -> float:
-        """Returns `run()`, which computes the norm of all gradients while all of them are on the device."""
+        """Returns `run()`, which computes the norm of all gradients. ReplayedOperations (planning/replay.py) does not
+        call `run` each time."""
         return run()
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
@@ -58,14 +60,15 @@ class Operations:
     def segment_forward(
         self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
     ) -> tuple[Tensor, SavedSegment]:
-        """Runs the segment's blocks on `hidden`. Returns the output [B, T, D], and what `segment_backward` needs."""
+        """Runs the blocks of `segment` (consecutive blocks that are recomputed together) on `hidden`. Returns the
+        output [B, T, D], and what `segment_backward` needs."""
         last_is_needed = self.skippable_products.get(self.kind(segment, extras), 0) is None
         return recompute.forward(self.decoder, segment, hidden, extras, dropout, last_is_needed)
 
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float) -> tuple[Tensor, Tensor]:
         """Computes the loss of one micro-batch, summed over its tokens, and the gradient of `scale` times that loss for
-        `hidden` [B, T, D]. `hidden` is the last block's output; its last positions have `labels`. Adds the head's own
-        gradient to its accumulator."""
+        `hidden` [B, T, D]. `hidden` is the last block's output; its last positions have `labels`. Adds the gradient of
+        the head's weights to their fp32 accumulator."""
         dropout.begin(len(self.decoder.blocks), self.store.device)
         boundary = hidden.requires_grad_()
         final = self.decoder.final(_with_labels(boundary, labels))
@@ -76,8 +79,8 @@ class Operations:
     def segment_backward(
         self, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
     ) -> Tensor:
-        """Runs the segment backward: turns the `gradient` for its output into the gradient for its input, both [B, T,
-        D]."""
+        """Computes the gradient for the segment's input from `gradient`, the one for the segment's output; both are [B,
+        T, D]. Adds the gradients of the segment's parameters to their accumulators."""
         kind = self.kind(segment, extras)
         return recompute.backward(
             self.decoder, segment, saved, extras, dropout, gradient, self.skippable_products, kind
@@ -103,12 +106,12 @@ class Operations:
         return self._cross_entropy(self.decoder.final(_with_labels(hidden, micro_batch.labels)), micro_batch.labels)[0]
 
     def norm(self, piece: Piece) -> Tensor:
-        """Returns the norm of the gradient of one piece (a range of elements that one kernel updates), in fp32."""
+        """Returns the norm of the gradient of one piece (a range of elements that is updated at once), in fp32."""
         return torch.linalg.vector_norm(piece.part.gradient[piece.start : piece.stop])
 
     def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
-        """Updates the weights of one piece (a range of elements that one kernel updates). The optimizer's `state` is on
-        the device. The gradient is on the device too, or it is part of `state` because it waited in RAM."""
+        """Updates the weights of one piece (a range of elements that is updated at once). The optimizer's `state` is on
+        the device. The gradient is on the device too, or it is in `state` because it waited in RAM."""
         place = slice(piece.start, piece.stop)
         working = state.get(WORKING, piece.part.working[place])
         gradient = state[GRADIENT] if piece.part.gradient_left else piece.part.gradient[place]

@@ -30,8 +30,8 @@ WORKING, GRADIENT = "working", "gradient"
 
 @dataclass(frozen=True)
 class Placement:
-    """Says where one part's weights, states and gradients are stored. Each field but `on_disk` is a function that makes
-    zeros there.
+    """Says where the weights, states and gradients of one part (a unit's matrices or vectors) are stored. Each field
+    but `on_disk` is a function that allocates zeros there.
 
     `device` allocates on the GPU. `gradients`: where gradients wait for their updates, None for the GPU. `on_disk`:
     whether the states are on a disk.
@@ -46,7 +46,7 @@ class Placement:
 
 @dataclass
 class Piece:
-    """Holds a range of one part's elements that is updated at once.
+    """Holds a range of elements that is updated at once, of one part (a unit's matrices or vectors).
 
     `state`: tensors that are copied to the device for the update and back; with the weights, as WORKING, if these are
     in RAM. `fetched_only`: the gradient, as GRADIENT, if it waits in RAM. `on_disk`: names of the tensors on a disk.
@@ -170,7 +170,8 @@ class Part:
 
 
 class Store:
-    """Holds all parts of a decoder. The constructor allocates them and makes the decoder's parameters views of them.
+    """Holds all weights, gradients and optimizer states of a decoder, in parts (a unit's matrices or vectors). The
+    constructor allocates them and makes the decoder's parameters views of them.
 
     The first units keep their states on the device. The forward pass needs these states first, and their gradients are
     final last, so copies of them would overlap least with computation. For the same reason the embeddings' gradients
@@ -213,7 +214,8 @@ class Store:
         self._part_of = {name: part for part in self.parts for name in part.names()}
 
     def _placements(self, units: int, disk: MakeTensor | None) -> dict[tuple[int, bool], Placement]:
-        """Returns {(unit, True for its matrices or False for its vectors): the Placement of that part}."""
+        """Returns {(unit's number, True for its matrices or False for its vectors): the Placement}. `disk` allocates on
+        the disk."""
 
         def device(entries: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(entries, dtype=dtype, device=self.device)
@@ -259,8 +261,8 @@ class Store:
         return sum(state.nbytes for part in self.parts if part.unit in units for state in part.state.values())
 
     def stream(self, states_on_gpu: int) -> bool:
-        """Moves the states of all units but the first `states_on_gpu` into RAM. Returns True if they are page-locked.
-        No copy and no update may be under way."""
+        """Moves optimizer states into RAM, all but those of the first `states_on_gpu` units. Returns True if they are
+        page-locked. No copy and no update may be under way."""
         for part in self.parts:
             if part.unit >= states_on_gpu and not part.streamed:
                 part.stream(self._host_tensor)
@@ -268,7 +270,7 @@ class Store:
         return self.page_lock()
 
     def part_of(self, name: str) -> Part:
-        """Returns the part that holds parameter `name`."""
+        """Returns the part (a unit's matrices or vectors) that holds parameter `name`."""
         return self._part_of[name]
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -288,7 +290,7 @@ class Store:
                 drop_pages(tensor)
 
     def names(self) -> list[str]:
-        """Returns the names of all parameters, part by part."""
+        """Returns the names of all parameters, in the order in which they are stored."""
         return [name for part in self.parts for name in part.names()]
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:

@@ -27,8 +27,8 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Splits fp32 weights of any shape into (working half in `dtype`, low half in int16). Returns (master, None) if
-    `dtype` is fp32."""
+    """Splits fp32 weights of any shape into (half in `dtype`, which computes; low half in int16). Returns (master,
+    None) if `dtype` is fp32."""
     if dtype is torch.float32:
         return master, None
     working, low = torch.empty_like(master, dtype=dtype), torch.empty_like(master, dtype=torch.int16)
@@ -53,8 +53,8 @@ def split_into(master: Tensor, working: Tensor, low: Tensor, room: Tensor) -> No
 
 
 def join(working: Tensor, low: Tensor | None = None) -> Tensor:
-    """Returns the fp32 master weights of two halves as a new tensor. Returns `working` itself if that is fp32, with no
-    `low`."""
+    """Returns fp32 weights, joined from their two halves as a new tensor. Returns `working` itself if that is fp32,
+    with no `low`."""
     if low is None:
         return working
     if working.dtype is torch.bfloat16:

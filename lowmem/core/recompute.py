@@ -84,9 +84,9 @@ def backward(
     decoder: Decoder, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout,
     gradient: Tensor, skippable: SkippableProducts, kind: Hashable,
 ) -> Tensor:  # fmt: skip
-    """Turns the gradient for the segment's output into the gradient for its input, both [B, T, D]. Hooks add up the
-    parameters' gradients. Frees all in `saved` but the input. Stores in `skippable[kind]` which product need not be
-    computed again."""
+    """Computes the gradient for the segment's input from `gradient`, the one for the segment's output; both are [B, T,
+    D]. Hooks add up the parameters' gradients. Frees all in `saved` but the input. Notes in `skippable[kind]` which
+    product need not be computed again."""
     boundary, output, products = saved.boundary, saved.output, saved.products
     saved.output = saved.products = None  # even if memory runs out: a second call runs the segment again
     if output is None:

@@ -49,7 +49,7 @@ class WeightWindow:
         decoder.before_blocks(self._parts, self._called)
 
     def fit(self, segments: Sequence[range]) -> None:
-        """Allocates slots that are large enough for the largest of `segments`."""
+        """Allocates buffers on the device (slots) that are large enough for the largest of `segments`."""
         if not self._parts:
             return
         several = [self._parts_of(blocks) for blocks in segments] + [[part] for part in self._parts.values()]
@@ -70,7 +70,7 @@ class WeightWindow:
 
     def bring(self, blocks: range, following: range | None = None) -> None:
         """Makes the weights of `blocks` available on the device, for kernels launched from now on. Starts to copy those
-        of the `following` blocks. All these blocks must have been updated."""
+        of the `following` blocks. No update of all these blocks may be waiting."""
         slot = None
         if self.any_of(blocks):
             slot = self._fetch(blocks, other_than=None if self._bound is None else self._bound[1])
@@ -81,8 +81,8 @@ class WeightWindow:
             self._fetch(following, other_than=slot)
 
     def _fetch(self, blocks: range, other_than: Slot | None) -> Slot:
-        """Returns the slot that holds the weights of `blocks`, or starts to copy them into a slot other than
-        `other_than`."""
+        """Returns the buffer on the device (slot) that holds the weights of `blocks`. If none does, starts to copy them
+        into a slot other than `other_than`."""
         content, slots = self._content_of(blocks), self._window.slots
         for slot in slots:
             if slot.inside == content:
@@ -98,18 +98,19 @@ class WeightWindow:
         return slot
 
     def _content_of(self, blocks: range) -> tuple:
-        """Returns a key that names the content of a slot: the blocks, and the number of updates of each."""
+        """Returns a key for the weights of these blocks: which blocks, and the number of updates of each."""
         return blocks, *(part.updates for part in self._parts_of(blocks))
 
     def _flat(self, blocks: range, slot: Slot) -> Iterable[tuple[Part, Tensor]]:
-        """Returns (part of a unit, its tensor in the slot) for each part of these blocks whose weights are in RAM."""
+        """Returns pairs: a part (a unit's matrices or vectors), and the place in `slot` for its weights. Only for parts
+        of these blocks whose weights are in RAM."""
         parts = self._parts_of(blocks)
         sizes = [part.working.numel() for part in parts]
         return zip(parts, slot.tensors["weights"][: sum(sizes)].split(sizes), strict=True)
 
     def _bind(self, bound: tuple[range, Slot] | None) -> None:
-        """Makes the parameters of these blocks views of this slot. Parameters that were views of a slot before become
-        NaN."""
+        """Makes the parameters of these blocks views of this slot (a buffer on the device). Parameters that were views
+        of a slot before become NaN."""
         if self._bound is not None:
             for parameter, absent, _ in self._views(*self._bound):
                 parameter.data = absent
@@ -119,8 +120,8 @@ class WeightWindow:
                 parameter.data = weights
 
     def _views(self, blocks: range, slot: Slot) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Returns (parameter, placeholder of NaN, weights in the slot) for each parameter. The tensors are made once
-        per slot and blocks."""
+        """Returns (parameter, placeholder of NaN, weights in the slot) for each parameter of these blocks. The tensors
+        are made once and stored."""
         if blocks not in slot.views:
             slot.views[blocks] = [
                 (self._decoder.units[part.unit].parameters[name], part.placeholder(name), part.view(flat, name))
@@ -141,8 +142,8 @@ class WeightWindow:
 
 
 class BoundaryWindow:
-    """Copies boundaries (saved inputs of segments) to RAM and back. One buffer in RAM holds those of a group of
-    micro-batches; it grows if a later step needs more. On the device are at most LEAVING boundaries on their way to
+    """Copies boundaries (saved inputs of segments) to RAM and back. One buffer in RAM holds all boundaries of a group
+    of micro-batches; it grows if a later step needs more. On the device are at most LEAVING boundaries on their way to
     RAM, and one on its way back."""
 
     def __init__(self, transfers: Transfers, store: Store):
@@ -156,8 +157,8 @@ class BoundaryWindow:
         return 0 if self._buffer is None else self._buffer.nbytes
 
     def begin(self, hidden: Sequence[Tensor] = (), segments: Sequence[Segment] = ()) -> None:
-        """Forgets the boundaries of the previous group, and makes sure that the buffer in RAM is large enough for the
-        next. `hidden` are the inputs [B, T, D] of its first segment."""
+        """Forgets the saved inputs of the previous group, and makes the buffer in RAM large enough for the next group.
+        `hidden` are the inputs [B, T, D] of its first segment."""
         self._window.use(*self._coming.values())  # the next owner of this memory must not meet a copy under way
         self._window.release()
         self._coming, self._used = {}, 0
@@ -168,8 +169,8 @@ class BoundaryWindow:
             self._buffer = self._store.host_buffer(needed, hidden[0].dtype)
 
     def leave(self, segment: Segment, saved: SavedSegment) -> None:
-        """Starts to copy the boundary of a segment to RAM, after its forward. Does nothing if autograd's graph holds
-        the boundary anyway."""
+        """Starts to copy the saved input of a segment to RAM, after the segment's forward. Does nothing if autograd's
+        graph holds that tensor anyway."""
         tensor = saved.boundary
         if segment.keep == ALL or not tensor.is_contiguous():
             return
@@ -180,9 +181,9 @@ class BoundaryWindow:
         self._window.send_away(tensor, saved.boundary)
 
     def bring(self, saved: Sequence[list[SavedSegment]], index: int) -> None:
-        """Makes the last boundary of micro-batch `index` available on the device, for its backward. `saved`: per
-        micro-batch, the segments still to run backward. Starts to copy the boundary that is needed next: of the next
-        micro-batch or, after the last one, of the first micro-batch in the segment below."""
+        """Makes the last saved input of micro-batch `index` available on the device, for backward. `saved` has a list
+        per micro-batch: the segments still to run backward. Also starts to copy the input that is needed next. That is
+        the next micro-batch's or, after the last one, the first micro-batch's in the segment below."""
         here = saved[index][-1]
         if here.in_ram:
             self._fetch(here)
@@ -213,7 +214,8 @@ class GradientWindow:
         self._window = Window(transfers, out=Lane.RAM_OUT)
 
     def leave(self, parts: Iterable[Part]) -> None:
-        """Starts to copy the gradients of `parts` to RAM. Frees the device memory of those that were copied before."""
+        """Starts to copy the gradients of `parts` (units' matrices or vectors) to RAM. Frees the device memory of those
+        that were copied before."""
         self.release()
         for part in parts:
             self._window.send_away(part.gradient, part.gradient_home)

@@ -14,8 +14,7 @@
     group              micro-batches that pass a segment together before the next segment runs
     extras             a block's arguments besides its input: masks, position embeddings
 
-Of all fields of a layout (layout.py), only `micro_batch` changes the bits of the result. docs/step.md says why, and has
-drawings.
+A layout (layout.py) changes the bits of the result only by its `micro_batch`. docs/step.md says why, and has drawings.
 """
 
 import math
@@ -52,7 +51,7 @@ Result = TypeVar("Result")
 @dataclass(frozen=True)
 class StepResult:
     """Holds the figures of one step. `loss`: mean over the step's tokens, in nats. `grad_norm`: before clipping.
-    `updated`: whether that norm was finite, so that weights are updated. `positions`: number of positions computed,
+    `updated`: whether that norm was finite; otherwise no update is made. `positions`: number of positions computed,
     with padding."""
 
     loss: float
@@ -80,13 +79,13 @@ class StepAbandoned(Exception):
 
 
 class TrainingStep:
-    """Makes one optimizer step each time it is called with a batch. Also holds the updates that wait for the next
-    forward pass.
+    """Makes one optimizer step each time it is called with a batch. Some updates wait for the next forward pass;
+    `flush` makes them at once.
 
     `abandoned()` is called before every segment and micro-batch. If it returns True, StepAbandoned is raised, unless
     the step has updated some units. `make_room(where, reason)` is called after memory has run out and the failed
-    attempt has been freed. `where` is STEP, HALFWAY, UPDATES or EVALUATION. It makes room, by `change_layout`, or
-    raises.
+    attempt has been freed. `where` is STEP, HALFWAY, UPDATES or EVALUATION. The function makes room, by
+    `change_layout`, or raises.
     """
 
     def __init__(
@@ -194,8 +193,8 @@ class TrainingStep:
 
     def _forward(self, work: _Work) -> tuple[list[Tensor], list[list[Extra]], list[list[SavedSegment]]]:
         """Runs all segments forward. Returns lists with one entry per micro-batch: the last block's output, the blocks'
-        other arguments, and what each segment saves. No loop here or below may leave a tensor in a variable: it would
-        stay in memory until the method returns."""
+        other arguments, and the tensors that each segment saves. No loop here or below may leave a tensor in a
+        variable: it would stay in memory until the method returns."""
         self._updates.run(1)
         embedded = [self.operations.embed(*pair) for pair in zip(work.micro_batches, work.dropouts, strict=True)]
         hidden = [first for first, _ in embedded]
@@ -299,7 +298,8 @@ class TrainingStep:
 
     @property
     def halfway(self) -> bool:
-        """Returns True if the current step has updated some units, so that it cannot be repeated."""
+        """Returns True if the current step has updated some units (blocks, for example), so that it cannot be
+        repeated."""
         return self._updates.downwards
 
     def change_layout(self, layout: Layout) -> bool:

@@ -3,8 +3,8 @@
 A lane is a queue of work that is done in order: on a GPU, a CUDA stream. An event says that a lane has done everything
 it was given so far. A copy waits for its lane and for the events it names, and for nothing else.
 
-UPDATES is a lane of its own so that more states can be fetched ahead. On COMPUTE, an update would free its slot (a
-buffer on the device) only after the forward pass ahead of it.
+Updates have a separate lane so that more states can be fetched ahead. On the lane COMPUTE, an update would free its
+slot (a buffer on the device) only after the forward pass ahead of it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,19 +40,19 @@ class Transfers:
     host_buffer: MakeTensor | None = None
 
     def copy(self, lane: Lane, pairs: Pairs, *after):
-        """Starts to copy each (destination, source) on `lane`, after the events `after`. Returns the event that says
-        that the copies are done."""
+        """Starts to copy each (destination, source) on `lane` (a CUDA stream), after the events `after`. Returns the
+        event that says that the copies are done."""
         for destination, source in pairs:
             destination.copy_(source)
 
     def mark(self, lane: Lane):
-        """Returns an event that says that `lane` has done everything it was given so far."""
+        """Returns an event that says that `lane` (a CUDA stream) has done everything it was given so far."""
 
     def wait(self, lane: Lane, *events) -> None:
-        """Makes later work of `lane` wait for `events`. Ignores events that are None."""
+        """Makes later work of `lane` (a CUDA stream) wait for `events`. Ignores events that are None."""
 
     def updating(self) -> AbstractContextManager:
-        """Sends kernels that are launched inside the block to the lane UPDATES."""
+        """Launches kernels inside the block on the lane (CUDA stream) UPDATES."""
         return nullcontext()
 
     def synchronize(self) -> None:
@@ -74,8 +74,8 @@ class Transfers:
 
 
 class CudaTransfers(Transfers):
-    """Copies on CUDA streams, one for each lane but HOST and COMPUTE. UPDATES has a stream only if updates are
-    `concurrent` with forward and backward. Then updates must not allocate memory."""
+    """Copies on CUDA streams, one for each lane (queue of work) but HOST and COMPUTE. UPDATES has a stream only if
+    updates are `concurrent` with forward and backward. Then updates must not allocate memory."""
 
     def __init__(self, device: torch.device, concurrent: bool, host_buffer: MakeTensor):
         others = {Lane.HOST, Lane.COMPUTE} if concurrent else {Lane.HOST, Lane.COMPUTE, Lane.UPDATES}

@@ -37,7 +37,7 @@ class Slot:
     """Holds a buffer on the device: `tensors`, by name, through which numbers stored elsewhere pass.
 
     `inside`: the newest content. `arrived`, `left`: events that say that it has been copied in, and out. `buffers`:
-    host memory between the slot and a disk. `owed`: (home, buffer) pairs that must still be written to the disk.
+    host memory between the slot and a disk. `owed`: pairs (tensor on a disk, host buffer) that must still be copied.
     """
 
     tensors: State
@@ -62,8 +62,8 @@ class Window:
         self.sent: deque[Slot] = deque()  # tensors of `send_away`; their memory is not free yet
 
     def fit(self, number: int, sizes: dict[str, tuple[int, torch.dtype]], device: torch.device) -> None:
-        """Allocates `number` slots with tensors of these (entries, dtype). Does nothing if the slots have these sizes
-        already."""
+        """Allocates `number` slots (buffers on the device) with tensors of these (entries, dtype). Does nothing if the
+        slots have these sizes already."""
         if self.slots and sizes == self.sizes:
             return
         self.use(*self.slots)  # the next owner of the old slots' memory must not meet a copy that is under way
@@ -75,29 +75,30 @@ class Window:
         self.slots = [self.slot(tensors) for tensors in made]
 
     def slot(self, tensors: State) -> Slot:
-        """Makes a slot of `tensors`, whose memory kernels launched so far may still use."""
+        """Makes a Slot (a buffer on the device) of `tensors`. Kernels launched so far may still use their memory."""
         return Slot(tensors, left=self.transfers.mark(Lane.COMPUTE))
 
     def fetch(self, slot: Slot, pairs: Pairs, *after) -> None:
-        """Starts to copy into `slot`, after its old content has been copied out and after the events `after`."""
+        """Starts to copy into `slot`, a buffer on the device, after its old content has been copied out and after the
+        events `after`."""
         slot.arrived = self.transfers.copy(self.into, pairs, slot.left, *after)
 
     def use(self, *slots: Slot) -> None:
-        """Makes kernels launched from now on wait until the copies into `slots` are done."""
+        """Makes kernels launched from now on wait until the copies into `slots` (buffers on the device) are done."""
         self.transfers.wait(self.user, *(slot.arrived for slot in slots))
 
     def send(self, slot: Slot, pairs: Pairs) -> None:
-        """Starts to copy from `slot` when the kernels launched so far are done."""
+        """Starts to copy from `slot`, a buffer on the device, when the kernels launched so far are done."""
         slot.left = self.transfers.copy(self.out, pairs, self.transfers.mark(self.user))
 
     def send_away(self, tensor: Tensor, home: Tensor) -> None:
-        """Starts to copy `tensor` to `home`. `release` frees the memory of `tensor`."""
+        """Starts to copy `tensor` to `home`, which is in RAM. `release` frees the memory of `tensor`."""
         self.sent.append(Slot({}, inside=tensor))
         self.send(self.sent[-1], [(home, tensor)])
 
     def release(self, keep: int = 0, *lanes: Lane) -> None:
-        """Frees all tensors that were sent away but the `keep` newest. Kernels launched from now on may use their
-        memory. Later work of `lanes` finds these tensors at home."""
+        """Frees all tensors that `send_away` has sent, but the `keep` newest. Kernels launched from now on may use
+        their memory. Later work of `lanes` (CUDA streams) finds the copies complete."""
         while len(self.sent) > keep:
             for lane in (self.user, *lanes):
                 self.transfers.wait(lane, self.sent[0].left)
@@ -105,8 +106,8 @@ class Window:
 
 
 class StateWindow:
-    """Copies optimizer states to the device for their updates, and back. Has AHEAD + 1 slots (buffers on the device),
-    as large as the largest streamed piece (a range of elements that is updated at once).
+    """Copies optimizer states to the device for their updates, and back. Has AHEAD + 1 slots (buffers on the device).
+    Each is as large as the largest piece (a range of elements that is updated at once) that is not on the device.
 
     A pass over the pieces fetches each state ahead of its update and sends it back. So both directions of the bus and
     the kernels work at once. States on a disk pass through host buffers: the host fills them when a piece is fetched,
@@ -121,7 +122,8 @@ class StateWindow:
 
     @property
     def fits(self) -> bool:
-        """Returns True if the slots are allocated. Memory may have run out when they should have been."""
+        """Returns True if the slots (buffers on the device) are allocated. Memory may have run out when `fit` allocated
+        them."""
         return bool(self._window.slots)
 
     @property
@@ -130,7 +132,7 @@ class StateWindow:
         return sum(buffer.nbytes for slot in self._window.slots for buffer in slot.buffers.values())
 
     def fit(self, pieces: Sequence[Piece]) -> None:
-        """Allocates the slots that `pieces` need. No copy may be under way."""
+        """Allocates the slots (buffers on the device) that the states of `pieces` need. No copy may be under way."""
         sizes: dict[str, tuple[int, torch.dtype]] = {}
         for piece in pieces:
             for name, home in piece.homes.items() if piece.streamed else ():
@@ -138,7 +140,8 @@ class StateWindow:
         self._window.fit(AHEAD + 1, sizes, self._device)
 
     def begin(self, pieces: Sequence[Piece]) -> None:
-        """Begins a pass over `pieces`: each is taken, updated and given back, in this order.
+        """Begins a pass over `pieces` (ranges of elements that are updated at once): each is taken, updated and given
+        back, in this order.
 
         Unless no copy is under way, the next pass must have the same pieces in the same order: a fetch waits for its
         slot, not for an earlier copy out of the same state. States that are not given back stay as they are.
@@ -149,8 +152,8 @@ class StateWindow:
         self._read_ahead(READ_AHEAD)
 
     def take(self, piece: Piece) -> State:
-        """Returns the state of `piece` on the device. `piece` must be the next one of the pass. Another call returns
-        the same state. Starts to fetch the states of the following pieces."""
+        """Returns the optimizer state of `piece` on the device. `piece` must be the next one of the pass. Also starts
+        to fetch the states of the following pieces. A second call before `give_back` returns the same state."""
         while self._fetched < min(self._used + AHEAD + 1, len(self._streamed)):
             self._fetch(self._streamed[self._fetched])
             self._fetched += 1
@@ -199,8 +202,8 @@ class StateWindow:
             self._transfers.read_ahead([piece.state[name] for name in piece.on_disk])
 
     def _buffers(self, slot: Slot, piece: Piece) -> State:
-        """Returns host memory for the tensors of `piece` that are on a disk. If the device's memory is RAM, that is the
-        slot itself."""
+        """Returns host memory for the tensors of `piece` that are on a disk. If the device's memory is RAM, returns the
+        tensors of `slot` itself."""
         make = self._transfers.host_buffer
         if make is None:
             return {name: slot.inside[name] for name in piece.on_disk}
@@ -212,15 +215,16 @@ class StateWindow:
         return _views(slot, slot.buffers, {name: piece.state[name] for name in piece.on_disk})
 
     def _settle(self, slot: Slot) -> None:
-        """Writes the host buffers of `slot` to the disk. The copies into these buffers must be done."""
+        """Writes the host buffers of `slot` (a buffer on the device) to the disk. The copies from the device must be
+        done."""
         if slot.owed:
             self._transfers.write(slot.owed)
         slot.owed = []
 
 
 def _views(slot: Slot, tensors: State, places: State) -> State:
-    """Returns the slot's `tensors`, cut to the lengths of `places`. The views are stored, because making them costs the
-    host time."""
+    """Returns the slot's `tensors`, cut to the lengths of the tensors in `places`. The views are stored, because making
+    them costs the host time."""
     key = id(tensors), *((name, place.numel()) for name, place in places.items())
     if key not in slot.views:
         slot.views[key] = {name: tensors[name][: place.numel()] for name, place in places.items()}

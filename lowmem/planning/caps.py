@@ -19,7 +19,7 @@ def room_under(gpu_limit: int, margins: int = 1) -> int:
 
 
 def smallest_cap(room: int, margins: int = 1) -> int:
-    """Returns the smallest cap under which `room_under` gives at least `room` bytes."""
+    """Returns the smallest cap of GPU memory that leaves `room` bytes to a layout, besides the safety margins."""
     by_share = (room - 1) * MARGINS_IN_A_CAP // (MARGINS_IN_A_CAP - margins) + 1
     return max(room + margins * MARGIN_BYTES, by_share)
 

@@ -61,7 +61,7 @@ class Choices:
 
 
 def step_case(settings: Settings, precision: str) -> StepCase:
-    """Returns the training step of these settings, to be simulated, with a layout to be replaced."""
+    """Returns the training step of these settings, to be simulated. Its layout is a placeholder."""
     return StepCase(
         settings.seq, settings.batch, Layout(settings.micro_batch or 1), WORKING_DTYPES[precision],
         OPTIMIZERS[settings.optimizer], settings.clip_norm, settings.masks_documents,
@@ -70,8 +70,9 @@ def step_case(settings: Settings, precision: str) -> StepCase:
 
 
 def ways(settings: Settings, simulations: Simulations) -> list[list[Choices]]:
-    """Returns lists of Choices, to be tried one after the other: everything on the GPU; working weights in RAM; block
-    inputs in RAM; both; then the same with states on a disk. Each list has one entry for each fate of gradients."""
+    """Returns lists of Choices (sets of layouts), to be tried one after the other. First everything is on the GPU; then
+    working weights are in RAM; then block inputs; then both; then the same with states on a disk. Each list has one
+    entry for each thing that can happen to final gradients (their fate)."""
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
     weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
@@ -118,9 +119,9 @@ def everything_on_gpu(settings: Settings, simulations: Simulations) -> Choices:
 
 
 def _fates(settings: Settings, choices: Choices, needs_all: bool) -> Iterator[Choices]:
-    """Yields `choices` once for each fate of gradients that the settings allow: held, held with the whole batch as one
-    group, sent, dropped. If no update waits for the norm, the last two are of no use, because one group updates during
-    backward."""
+    """Yields `choices` once for each thing that the settings allow to happen to final gradients (their fate): held,
+    held with the whole batch as one group, sent to RAM, dropped. If no update waits for the norm (`needs_all`), the
+    last two are of no use, because one group updates during backward."""
     inputs_in_ram = choices.base.boundaries_in_ram
     held = not (needs_all and (inputs_in_ram or settings.gradients == "streamed"))
     if held and not inputs_in_ram:

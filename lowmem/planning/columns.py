@@ -1,9 +1,9 @@
-"""Computes memory and time of all layouts in a column from a few recordings (simulated steps).
+"""Computes memory and time of all layouts in a column from a few simulated steps (recordings).
 
-A column is a set of layouts that differ only in how much blocks keep for backward and in how many units are on the GPU.
-Both numbers are given as indices into the lists of Choices. Bytes of units add up exactly. Kept bytes and saved seconds
-are expected to grow per block as they do for the smallest micro-batch. The search records the layout that is expected
-to fit.
+A column is a set of layouts that differ only in how much blocks keep for backward and in how many units (the
+embeddings, each block, the final norm) are on the GPU. Both numbers are given as indices into the lists of Choices.
+Bytes of units add up exactly. Kept bytes and saved seconds are expected to grow per block as they do for the smallest
+micro-batch. The search simulates the layout that is expected to fit.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,8 @@ from lowmem.planning.simulations import Simulations
 
 @dataclass(frozen=True)
 class Column:
-    """Stands for all layouts with these choices, this micro-batch, group and segment length."""
+    """Stands for all layouts with these choices, this micro-batch, group and segment length. They differ only in how
+    much blocks keep for backward and in how many units are on the GPU."""
 
     choices: Choices
     micro_batch: int
@@ -24,33 +25,36 @@ class Column:
     segment: int
 
     def layout(self, kept: int, on_gpu: int) -> Layout:
-        """Returns one layout of the column. `kept` and `on_gpu` are indices into the lists of the choices."""
+        """Returns one layout of the column. `kept` and `on_gpu` are indices into the lists of these names in
+        Choices."""
         chosen = self.choices.kept[kept], self.choices.on_gpu[on_gpu]
         return self.choices.layout(self.micro_batch, self.group, self.segment, *chosen)
 
 
 class Columns:
-    """Computes memory and time for the columns of one decoder's step, from simulations of some layouts."""
+    """Computes memory and time of columns (sets of layouts, see Column) from simulations of some of their layouts."""
 
     def __init__(self, simulations: Simulations):
         self.simulations = simulations
         self._recorded: dict[tuple[Column, int], int] = {}  # (column, kept): `on_gpu` of its recording
 
     def frugal(self, choices: Choices) -> Column:
-        """Returns the column of these choices that needs the least RAM. Longer segments save fewer inputs."""
+        """Returns the Column (a set of layouts) of these choices that needs the least RAM. Longer segments save fewer
+        inputs."""
         micro_batch = choices.micro_batches[0]
         group = choices.groups_of(self.simulations.base.batch, micro_batch)[0]
         return Column(choices, micro_batch, group, choices.segments[-1 if choices.base.boundaries_in_ram else 0])
 
     def last_kept(self, column: Column) -> int:
-        """Returns the largest index of `kept` that is allowed in this column. Only blocks that keep nothing form
-        segments."""
+        """Returns the largest index of `kept`, the list of how much blocks may keep, that is allowed in this column.
+        Only blocks that keep nothing form segments."""
         kept = column.choices.kept
         return len(kept) - 1 if column.segment == 1 else max(self._places_below(kept, self.simulations.blocks) - 1, 0)
 
     def first_kept(self, column: Column) -> int:
-        """Returns the index of `kept` from which memory grows evenly. If the batch is one group and gradients are held,
-        the first kept blocks are free: they use memory that gradients need later."""
+        """Returns the index of `kept`, the list of how much blocks may keep, from which memory grows evenly. If the
+        batch is one group and gradients are held, the first kept blocks are free: they use memory that gradients need
+        later."""
         if column.group * column.micro_batch < self.simulations.base.batch or not self._held(column):
             return 0
         return min(self._places_below(column.choices.kept, self.simulations.blocks), self.last_kept(column))
@@ -60,13 +64,13 @@ class Columns:
         return sum(each < blocks for each in kept)
 
     def streamed_bytes(self, column: Column, on_gpu: int) -> int:
-        """Returns the bytes of RAM for everything that is copied to the GPU when needed. `on_gpu`: index of the number
-        of units on the GPU."""
+        """Returns the bytes of RAM for everything that is copied to the GPU when needed. `on_gpu`: index into the list
+        of numbers of units on the GPU."""
         return self.recording(column).streamed_bytes - self._bytes_on_gpu(column, column.choices.on_gpu[on_gpu])
 
     def may_fit(self, column: Column, kept: int, on_gpu: int, limit_bytes: int | None) -> bool:
-        """Returns False if the layout certainly exceeds the limit, without a recording. Counts what must be on the GPU
-        at once: the weights, and the inputs of a group's segments or, later, the gradients that are held."""
+        """Returns False if the layout certainly exceeds the limit; needs no simulation. Counts what must be on the GPU
+        at once: the weights, and the inputs of a group's segments or, later, the held gradients."""
         if limit_bytes is None:
             return True
         simulations, layout = self.simulations, column.layout(kept, on_gpu)
@@ -98,8 +102,8 @@ class Columns:
         return column.choices.base.fate_in(groups, base.needs_all_gradients) is Fate.HELD
 
     def allocated_bytes(self, column: Column, kept: int, on_gpu: int) -> int:
-        """Returns the peak of allocated GPU memory. For each `kept`, one number of units is recorded; the peak for
-        other numbers is computed from that."""
+        """Returns the peak of allocated GPU memory. `kept` and `on_gpu` are indices. For each `kept`, one number of
+        units is simulated; the peak for other numbers is computed from that."""
         recorded = self._recorded.setdefault((column, kept), on_gpu if kept else 0)
         size = self.simulations.allocated_bytes(column.layout(kept, recorded))
         for place, sign in ((on_gpu, 1), (recorded, -1)) if on_gpu != recorded else ():
@@ -109,15 +113,15 @@ class Columns:
         return size
 
     def _bytes_on_gpu(self, column: Column, units: int) -> int:
-        """Returns the bytes that `units` units on the GPU take, more than the smallest number of units in the
-        column."""
+        """Returns the bytes that `units` units on the GPU take, minus those of the column's smallest number of
+        units."""
         states = column.choices.base.weights_on_gpu is None
         sizes = self.simulations.state_bytes if states else self.simulations.weight_bytes
         return sum(sizes[column.choices.on_gpu[0] : units])
 
     def expected_kept(self, column: Column, on_gpu: int, known: int, limit_bytes: int | None) -> int:
-        """Returns the largest index of `kept` that is expected to fit under the limit. Extrapolates from the bytes of
-        the index `known`."""
+        """Returns how much blocks can keep under the limit, as an index of the list `kept`. Extrapolates from the
+        simulated bytes at the index `known`."""
         last, kept = self.last_kept(column), column.choices.kept
         if limit_bytes is None or last == 0:
             return last
@@ -127,8 +131,8 @@ class Columns:
         return max((place for place in range(last + 1) if grown[place] <= room), default=0)
 
     def expected_seconds(self, column: Column, most: int) -> float:
-        """Returns the expected seconds of a step that waits for no copy, for the best `kept` of at most `most` (not an
-        index)."""
+        """Returns the expected seconds of a step that waits for no copy, if blocks keep at most `most` (a value of
+        Layout.kept)."""
         least, blocks = column.choices.kept[0], self.simulations.blocks
         turns = {least, most} | {0, blocks} & set(range(least, most))
         share = min(self._smallest(column, kept)[1] for kept in turns) / self._smallest(column, least)[1]
@@ -142,8 +146,8 @@ class Columns:
         return passes * self.expected_seconds(column, choices.kept[-1])
 
     def _smallest(self, column: Column, kept: int) -> tuple[float, float]:
-        """Returns bytes and computing seconds of the smallest micro-batch with all states in RAM. Recorded for nothing,
-        all products and everything kept, and interpolated between these."""
+        """Returns bytes and computing seconds of a step with the smallest micro-batch and all states in RAM. Simulates
+        three values of `kept` (nothing, all products, everything), and interpolates between these."""
         blocks = self.simulations.blocks
         whole, more = divmod(kept, blocks)
         ends = (whole, whole + 1) if more else (whole,)
@@ -153,5 +157,6 @@ class Columns:
         return tuple(each[0] + more / blocks * (each[-1] - each[0]) for each in (sizes, seconds))
 
     def recording(self, column: Column) -> Recording:
-        """Returns the recording of the column's layout with nothing kept and the fewest units on the GPU."""
+        """Returns the simulated step (Recording) of the column's layout with nothing kept and the fewest units on the
+        GPU."""
         return self.simulations.record(column.layout(0, 0))

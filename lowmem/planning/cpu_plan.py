@@ -123,7 +123,7 @@ def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
 
 
 def _with_fewer_on_disk(case: _Case, plan: Plan) -> Plan:
-    """Returns the plan with optimizer states of as few units as possible on the disk, so that the rest fits into
+    """Returns the plan with optimizer states of as few units as possible on the disk; the other states must fit into
     RAM."""
     too_few = 0
     while plan.layout.states_on_disk - too_few > 1:

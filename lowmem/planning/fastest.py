@@ -36,8 +36,8 @@ def fastest_layout(ways: Ways, simulations: Simulations, room: Room) -> Found | 
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """Returns the smallest `kept` that fails in the model of the allocator, given that `found` fails. Tries one less
-    first, then bisects."""
+    """Returns the smallest `kept` (how much blocks keep) that fails in the model of the allocator, given that `found`
+    fails. Tries one less first, then bisects."""
     runs, fails = -1, found.kept
     tried = fails - 1
     while fails - runs > 1:
@@ -84,8 +84,8 @@ def _fastest_with_disk(choices: Choices, search: Search, best: Found | None) -> 
 
 
 def _with_states_on_disk(simulations: Simulations, found: Found, room: Room) -> Found | None:
-    """Returns the layout `found` with states of as few units as possible on a disk. Returns None if RAM has no room for
-    the rest."""
+    """Returns the layout `found` with optimizer states of as few units as possible on a disk. Returns None if RAM has
+    no room for the other states."""
 
     def on_disk(units: int) -> Found:
         layout = replace(found.layout, states_on_disk=units)
@@ -97,8 +97,9 @@ def _with_states_on_disk(simulations: Simulations, found: Found, room: Room) -> 
 
 
 def smallest_room(ways: Ways, simulations: Simulations, room: Room) -> Room:
-    """Returns the smallest memory in which a layout fits, when nothing fits into `room`. If only RAM is short, more RAM
-    is the answer. Otherwise more GPU memory is, with as much in RAM as fits there."""
+    """Returns the smallest limits of GPU memory and RAM under which a layout fits. Called if nothing fits into `room`.
+    If only RAM is short, only the RAM limit is raised. Otherwise the GPU limit is raised, and as much is in RAM as fits
+    there."""
     frugal = _frugal(ways, simulations, room)
     for found in sorted(frugal, key=lambda found: found.recording.streamed_bytes):
         # Weights in RAM are no help if RAM is short.
@@ -116,14 +117,15 @@ def smallest_room(ways: Ways, simulations: Simulations, room: Room) -> Room:
 
 
 def frugal_layouts(ways: Ways, simulations: Simulations) -> list[Layout]:
-    """Returns candidate layouts with the least GPU memory, ignoring the RAM limit."""
+    """Returns candidate layouts with the least GPU memory, ignoring the RAM limit. `ways`: lists of Choices
+    (choices.ways)."""
     return [found.layout for found in _frugal(ways, simulations, Room(None, None))]
 
 
 def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
-    """Returns layouts that keep nothing, with the smallest micro-batch and the smallest group. Each column (layouts
-    that differ in `kept` and units on the GPU) gives three: the fewest units on the GPU that RAM allows, the most that
-    the GPU allows, and all."""
+    """Returns layouts that keep nothing, with the smallest micro-batch and the smallest group. Each column (set of
+    layouts that differ in the units on the GPU) gives three. They have the fewest units there that RAM allows, the most
+    that the GPU allows, and all."""
     found, columns = [], Columns(simulations)
     every = [choices for fates in ways for choices in fates]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
@@ -144,8 +146,8 @@ def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
 
 def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:
     """Returns layouts that training can continue with if memory runs out, the largest first. They store numbers where
-    `found` does, with the same micro-batch and no more units on the GPU. Each allocates at most one of these shares of
-    the bytes of `found`. A share gives no layout if nothing is that small."""
+    `found` does, with the same micro-batch and no more units on the GPU. For each of `shares`, a layout allocates at
+    most that share of the bytes of `found`. If nothing is that small, a share gives no layout."""
     choices = found.column.choices
     units = found.layout.states_on_gpu if found.layout.weights_on_gpu is None else found.layout.weights_on_gpu
     base = replace(choices.base, states_on_disk=found.layout.states_on_disk)

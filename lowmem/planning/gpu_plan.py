@@ -40,7 +40,7 @@ _SMALLER = (0.95, 0.85, 0.7, 0.5)  # Smaller layouts allocate at most these shar
 @dataclass(frozen=True)
 class _Case:
     """Holds what is planned for. `gpu_limit`: bytes of the card that the allocator may take, None for no limit.
-    `process_bytes`: RAM that the process takes besides numbers that are copied to the GPU when needed."""
+    `process_bytes`: RAM of the process, without numbers that are copied to the GPU when needed."""
 
     settings: Settings
     simulations: Simulations
@@ -81,8 +81,8 @@ class _Case:
         )  # fmt: skip
 
     def _memory(self, layout: Layout) -> Memory:
-        """Simulates the layout in the allocator and returns its memory. The cap is that of training, a little wider
-        than the memory that the search fills."""
+        """Simulates the allocator for this layout, and returns its memory figures. The cap is that of training, a
+        little wider than the memory that the search fills."""
         free = self.simulations.run(layout, None)
         if self.gpu_limit is None or free.reserved_peak_bytes <= self.gpu_limit - OVERSHOOT_BYTES:
             return free  # the cap changes nothing

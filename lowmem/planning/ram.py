@@ -47,7 +47,7 @@ def on_a_gpu(
 ) -> Ram:
     """Returns the RAM of training on a GPU, by phase and name. `in_ram`: bytes by name of numbers that are copied to
     the GPU when needed. `drawn_bytes`: the largest tensor that is whole in RAM while random weights are made, 0 for
-    weights from files. Gradients get their memory when the weights are in place, boundaries and buffers in the first
+    weights from files. Gradients get their memory when the weights are in place, saved inputs and buffers in the first
     step."""
     streamed = {name: size for name, size in in_ram.items() if size or name == "streamed_states"}
     held = streamed | {"process": process_bytes}

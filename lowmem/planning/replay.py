@@ -35,8 +35,8 @@ class _ReplayedGraph(int):
 
 @dataclass(frozen=True)
 class _Place:
-    """Describes a tensor without its storage. `storage`: the number of the storage in its region (the recorded stretch
-    of the tape). If that is None, the tensor shares the storage of the argument number `argument`."""
+    """Describes a tensor without its storage. `storage`: the number of the storage in the recording of its call. If
+    that is None, the tensor shares the storage of the call's argument number `argument`."""
 
     storage: int | None
     argument: int | None
@@ -49,8 +49,8 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Known:
-    """Holds a call that was executed: its region (the recorded stretch of the tape), and its results with a _Place for
-    every tensor. Results other than tuples and lists are flattened; then `structure` puts them together."""
+    """Holds a call that was executed: its recorded allocations (`region`), and its results with a _Place for every
+    tensor. Results other than tuples and lists are flattened; then `structure` puts them together."""
 
     region: Region
     results: object
@@ -177,9 +177,9 @@ class ReplayedOperations:
         )  # fmt: skip
 
     def _rehearse(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> None:
-        """Executes a new kind of segment with the tape switched off, so that the tape has replays only. The first
-        backward pass finds out which products can be skipped, so it differs from later ones. And a replayed forward
-        needs a replayed backward."""
+        """Executes a new kind of segment without recording it, so that the tape of allocations has replays only. The
+        first backward pass finds out which products can be skipped, so it differs from later ones. And a replayed
+        forward needs a replayed backward."""
         kind = (*self._kind(segment, extras), hidden.shape)
         if kind in self._rehearsed:
             return
@@ -233,10 +233,10 @@ class ReplayedOperations:
     ):  # fmt: skip
         """Returns the result of `call`, which is executed, or replayed from an earlier execution with the same `key`.
 
-        The new storages are called `name` on the tape, the returned tensor `renamed`. `parts`: `call` makes their
-        accumulators if they have none, so that is part of the key. `arguments`: tensors that `call` may return.
-        `forward`: the forward pass whose graph `call` frees. It is a Region if that was executed, the number of its
-        first storage if it was replayed.
+        The new storages are called `name` on the tape of allocations, the returned tensor `renamed`. `parts`: `call`
+        makes their gradient accumulators if they have none, so that is part of the key. `arguments`: tensors that
+        `call` may return. `forward`: the forward pass whose graph `call` frees. It is a Region if that was executed,
+        the number of its first storage if it was replayed.
         """
         key = (*key, tuple(part.gradient is None for part in parts))
         new = [part for part in parts if part.gradient is None]
@@ -278,8 +278,8 @@ class ReplayedOperations:
         self._known[key] = _Known(region, as_it_was if plain else places, None if plain else structure)
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
-        """Returns the results of a known call, with tensors whose storages are numbered from `base`. `held`: whether
-        the graph holds them."""
+        """Returns the results of a call that was executed before, made of new tensors without data. Their storages are
+        numbered from `base`. `held`: whether the graph holds them."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def tensor(place: _Place) -> Tensor:
@@ -305,7 +305,7 @@ def _filled(results, tensor: Callable[[_Place], Tensor]):
 
 
 def _leaves(results) -> list:
-    """Returns everything in nested tuples and lists, as one list."""
+    """Returns the items of nested tuples and lists as one flat list."""
     return [leaf for one in results for leaf in _leaves(one)] if type(results) in (tuple, list) else [results]
 
 

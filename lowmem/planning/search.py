@@ -54,7 +54,7 @@ class Found:
 
 
 def faster(one: Found | None, other: Found | None) -> Found | None:
-    """Returns the faster of two layouts; the first if they are equal; the other if one is None."""
+    """Returns the faster of two layouts, the first if they are equal. An argument may be None."""
     return min((found for found in (one, other) if found is not None), key=lambda found: found.seconds, default=None)
 
 
@@ -64,9 +64,9 @@ def within(size_bytes: int, limit_bytes: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Search:
-    """Searches layouts that fit into `room`, judged by allocated bytes. `failed`: layouts that fit by this count but
-    fail in the model of the allocator. In the same column, layouts with at least as much kept and on the GPU are taken
-    to fail too."""
+    """Searches for the fastest layout that fits into `room`, judged by allocated bytes. `failed`: layouts that fit by
+    this count but fail in the model of the allocator. In the same column (see Column), layouts with at least as much
+    kept and on the GPU are taken to fail too."""
 
     columns: Columns
     room: Room
@@ -108,8 +108,8 @@ class Search:
         return fastest
 
     def fastest_in(self, column: Column, best: Found | None = None) -> Found | None:
-        """Returns the fastest layout of a column; None if nothing fits. If no layout is expected to beat `best`,
-        returns any that fits."""
+        """Returns the fastest layout of a column (layouts that differ only in how much blocks keep and how many units
+        are on the GPU). None if nothing fits. If no layout is expected to beat `best`, returns any that fits."""
         columns, places = self.columns, self.places(column)
         if not places:
             return None
@@ -128,8 +128,8 @@ class Search:
         return fastest
 
     def _bisected(self, column: Column, fewest: int, most: int, best: Found | None) -> Found:
-        """Returns the fastest layout between two indices of `on_gpu`. With more units on the GPU, time falls until no
-        copy is waited for, then it rises."""
+        """Returns the fastest layout between `fewest` and `most` units on the GPU (indices). With more units there,
+        time falls until no copy is waited for, then it rises."""
         fastest = found = self._with_most_kept(column, fewest)
         while found.on_gpu < most and found.waits:
             if best is not None and found.recording.computing_seconds >= best.seconds:
@@ -144,7 +144,8 @@ class Search:
         return fastest
 
     def places(self, column: Column) -> list[int]:
-        """Returns the indices of `on_gpu` with which the layout fits if blocks keep nothing."""
+        """Returns the indices of `on_gpu` (numbers of units on the GPU) with which the layout fits if blocks keep
+        nothing."""
         return [place for place in self._enough_in_ram(column) if self._fits(column, 0, place)]
 
     def _enough_in_ram(self, column: Column) -> list[int]:
@@ -155,8 +156,8 @@ class Search:
         return [place for place in places if self.columns.streamed_bytes(column, place) <= limit]
 
     def _with_most_kept(self, column: Column, on_gpu: int) -> Found:
-        """Returns the layout in which blocks keep the most. Puts more units on the GPU if they also fit and that is
-        faster."""
+        """Returns the layout in which blocks keep the most for backward. Puts more units on the GPU if they also fit
+        and that is faster. `on_gpu` is an index."""
         kept, more = self._most_kept(column, on_gpu), on_gpu
         while more + 1 < len(column.choices.on_gpu) and self._fits(column, kept, more + 1):
             more += 1
@@ -167,7 +168,7 @@ class Search:
         return Found(layout, self.columns.simulations.record(layout), column, kept, on_gpu)
 
     def _most_kept(self, column: Column, on_gpu: int) -> int:
-        """Returns the largest index of `kept` that fits. Index 0 must fit."""
+        """Returns how much blocks can keep, as the largest index of `kept` that fits. Index 0 must fit."""
         columns, room, fits, tries = self.columns, self.room.gpu, 0, 0
         places = range(columns.last_kept(column) + 1)
         beyond = bisect_left(places, True, key=lambda kept: not columns.may_fit(column, kept, on_gpu, room))

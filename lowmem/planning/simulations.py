@@ -45,8 +45,8 @@ class Simulations:
         return 4 * self.largest_parameter if init == "random" else 0
 
     def record(self, layout: Layout, whole_first_step: bool = False) -> Recording:
-        """Returns the recording of a layout. `whole_first_step`: with all groups of the first step, as in training,
-        which takes twice as long to record."""
+        """Returns the simulated step of a layout. `whole_first_step`: with all groups of the first step, as in
+        training, which takes twice as long to simulate."""
         key = layout, whole_first_step
         if key not in self._recordings:
             self._recordings[key] = record_step(
@@ -61,8 +61,14 @@ class Simulations:
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """Returns the bytes of optimizer states, by unit."""
+        """Returns the bytes of optimizer states, by unit (the embeddings, each block, the final norm)."""
         return self.record(self.base.layout).state_bytes
+
+    @cached_property
+    def input_bytes(self) -> int:
+        """Returns a lower bound for the bytes of a block's saved input, for one sequence."""
+        layout = self.base.layout
+        return most_bytes(self.record(layout).tape, "boundaries") // (self.blocks * layout.micro_batch)
 
     @cached_property
     def input_bytes(self) -> int:
@@ -96,7 +102,7 @@ class Simulations:
         return self._runs[key]
 
     def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if the layout completes in the model of the allocator under this cap, or under a smaller one."""
+        """Returns True if the simulated allocator does not run out of memory under this cap, or under a smaller one."""
         if limit_bytes is None or self.allocated_bytes(layout) > limit_bytes:
             return limit_bytes is None
         if self.run(layout, None).reserved_peak_bytes <= limit_bytes or self.run(layout, limit_bytes) is not None:
@@ -104,7 +110,8 @@ class Simulations:
         return self.smallest_cap_bytes(layout) <= limit_bytes
 
     def smallest_cap_bytes(self, layout: Layout) -> int:
-        """Returns the smallest cap under which the layout completes, to a few thousandths and rounded up to whole MiB.
+        """Returns the smallest cap of GPU memory under which the simulated allocator does not run out. It is exact to a
+        few thousandths and rounded up to whole MiB.
 
         Bisects between the bytes that are allocated and those that are reserved without a cap. Between the two, the
         allocator returns cached memory to the driver. There it may succeed under one cap and fail under a larger one.

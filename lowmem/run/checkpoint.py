@@ -201,7 +201,7 @@ def load_checkpoint(checkpoint: Path, store: Store, check: Check) -> dict:
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
-    """Reads all of it; Damaged if a byte has changed since it was written."""
+    """Reads the whole checkpoint. Raises Damaged if a byte has changed since it was written."""
     manifest = Manifest(checkpoint)
     for name in manifest.entries:
         manifest.verify(name)

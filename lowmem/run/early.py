@@ -22,8 +22,8 @@ from lowmem.settings import Settings, each
 
 
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Checks the settings of a training run and returns them. If `model` is the folder of a training run, its exported
-    model takes the place, and `say` gets a sentence about that. Raises InputError if training cannot work."""
+    """Checks the settings of a training run and returns them. If `model` names the folder of a training run, it is
+    replaced by that run's model, and `say` gets a sentence about it. Raises InputError if training cannot work."""
     out = Path(settings.out)
     if out == Path(settings.model) and not out.exists() and is_hub_name(settings.model):
         raise InputError(f"--out {out} would be a folder that hides the hub's model of that name; choose another --out")
@@ -42,7 +42,8 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Checks the settings that a plan depends on, too: the machine, the card, the model."""
+    """Checks only the settings that a plan depends on: the machine, the card, the model. Returns them like
+    `check_run`."""
     if sys.platform == "win32":
         raise InputError("Windows lacks the limits and signals that a run needs; use WSL 2 there (wsl --install)")
     try:

@@ -36,7 +36,7 @@ class Ending:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Notes an error in the block and goes on, so that other parts of the end still happen. `name` names the block.
+        """Notes an error in the block and goes on, so that the rest of the end still happens. `name` names the block.
         An exceeded cap and a signal are raised."""
         try:
             yield

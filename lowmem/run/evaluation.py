@@ -29,7 +29,8 @@ class Evaluator:
         return bool(self._session.data.evaluations) and (done == steps or done % (every or steps) == 0)
 
     def evaluate(self) -> dict:
-        """Evaluates now. Returns the keys that a row of metrics.jsonl gets; an empty dict if nothing is held out."""
+        """Evaluates now. Returns the held-out losses, with their keys in metrics.jsonl; an empty dict if nothing is
+        held out."""
         session = self._session
         with session.budget.phase("evaluate"):
             return evaluated(session.step, session.data.evaluations, session.settings.eval_batches)

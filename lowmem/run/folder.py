@@ -29,8 +29,8 @@ _NAME = re.compile(r"step-([0-9]{8,})")
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
     """Creates `folder` and keeps other training runs out of it until the end of the block or of the process. If the
-    block writes nothing, removes the folder again. Raises InputError if another training run holds the folder or it
-    cannot be written."""
+    block writes nothing, removes the folders that were created. Raises InputError if another training run holds the
+    folder or it cannot be written."""
     folder = Path(os.path.abspath(folder))
     lock = FileLock(folder / ".lock", timeout=0)
     made = [path for path in (folder, *folder.parents) if not path.exists()]

@@ -30,7 +30,7 @@ def known_identity(settings: Settings, config: PretrainedConfig) -> dict:
 
 
 def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: str) -> dict:
-    """Returns the whole identity of a training run, except the model's config."""
+    """Returns the identity of a training run: settings, plan, number of steps and data, but not the model's config."""
     return marked(settings, RUN) | {
         "steps": steps,
         "device": plan.device,

@@ -140,8 +140,8 @@ class Recovery:
             yield EVALUATION_ROWS, replace(now, evaluation_rows=_smaller_divisor(rows))
 
     def _fewest_states(self, layout: Layout) -> int:
-        """Returns how many units keep their optimizer states on the GPU: as many as in `layout`, or more if RAM has no
-        room."""
+        """Returns how many units (blocks, mostly) keep their optimizer states on the GPU: as many as in `layout`, or
+        more if RAM has no room."""
         now, store = self._step.layout.states_on_gpu, self._step.store
         for units in range(layout.states_on_gpu, now):
             moving = store.state_bytes(range(units, now))

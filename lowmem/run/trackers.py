@@ -128,7 +128,7 @@ def planned(plan: dict) -> dict[str, float]:
     return values
 
 
-def _but_not_of_tensorboard(hook: Callable, problem: threading.ExceptHookArgs) -> None:
+def _ignore_tensorboard(hook: Callable, problem: threading.ExceptHookArgs) -> None:
     """Calls `hook`, an excepthook of threads, unless the problem is in TensorBoard's writing thread: the writer's next
     call raises the same error."""
     if not type(problem.thread).__module__.startswith("tensorboard"):
@@ -147,7 +147,7 @@ class _TensorBoard:
             said = f"--report-to tensorboard needs that package ({first_line(error)}): pip install tensorboard"
             raise InputError(said) from None
         self._open = partial(SummaryWriter, str(folder / "tensorboard"))
-        threading.excepthook = partial(_but_not_of_tensorboard, threading.excepthook)
+        threading.excepthook = partial(_ignore_tensorboard, threading.excepthook)
 
     def start(self, first_step: int, constants: dict) -> None:
         # The evaluation before the first step is kept for a resumed run, and purged for a new one.

@@ -82,8 +82,7 @@ def train(session: Session, stop: StopRequest) -> None:
 
 
 def _begin(session: Session, evaluator: Evaluator, sampler: Sampler) -> None:
-    """Evaluates before the first step if training is new, and writes plan.json, settings.json and the log's first
-    lines."""
+    """Evaluates before the first step if training is new. Writes plan.json and settings.json, and starts the log."""
     progress, log = session.progress, session.log
     held_out = {} if progress.resumed else evaluator.evaluate()
     progress.eval_first = held_out.get("eval_loss", progress.eval_first)

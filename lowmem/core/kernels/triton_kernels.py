@@ -181,7 +181,7 @@ def _split_all(working_at, low_at, master_at, n, KIND: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _read(working_at, low_at, place, there, KIND: tl.constexpr):
-    """Returns fp32 master weights: precision.join of the working halves' bits, as int16, and the low halves."""
+    """Returns fp32 master weights: does the same as precision.join, with the working halves given as int16 bits."""
     working = tl.load(working_at + place, there)
     if KIND == FP32:
         master = working
