@@ -71,12 +71,6 @@ class Simulations:
         return most_bytes(self.record(layout).tape, "boundaries") // (self.blocks * layout.micro_batch)
 
     @cached_property
-    def input_bytes(self) -> int:
-        """Returns a lower bound for the bytes of a block's saved input, for one sequence."""
-        layout = self.base.layout
-        return most_bytes(self.record(layout).tape, "boundaries") // (self.blocks * layout.micro_batch)
-
-    @cached_property
     def ring_bytes(self) -> int:
         """Returns the bytes of the GPU buffers through which states from RAM pass. There are none if all states are on
         the GPU."""
