@@ -72,7 +72,7 @@ def attention_kernel(
     torch_version: tuple[int, int] = (2, 13),
 ) -> str:  # fmt: skip
     """Returns the kernel that scaled_dot_product_attention chooses on CUDA: "flash", else "efficient", else "math".
-    From 2.14 on the efficient kernel takes grouped queries, and both kernels take one head of keys for all queries
+    From 2.14 on the efficient kernel takes grouped queries. Both kernels then take one head of keys for all queries
     (seen on 2.14). Sources: native/transformers/cuda/sdp_utils.cpp ("main": see the module), sdp_utils_cpp.h (2.13 and
     2.14)."""
     tensors = (query, key, value)

@@ -171,8 +171,7 @@ def card_named(name: str) -> Card:
 
 def card_of_name_reported(name: str, memory_bytes: int | None = None) -> Card | None:
     """Returns the card that torch.cuda.get_device_name calls `name`; None if the table lacks it. If several cards share
-    the name, returns the card with the memory nearest to `memory_bytes`, or the first card if `memory_bytes` is
-    None."""
+    the name, returns the one with memory nearest to `memory_bytes`, or the first without `memory_bytes`."""
     name = name.strip().removeprefix("NVIDIA ").lower()
     found = [card for card in CARDS.values() if name in map(str.lower, card.reported_names)]
     return min(found, key=lambda card: abs(card.memory_bytes - (memory_bytes or card.memory_bytes)), default=None)

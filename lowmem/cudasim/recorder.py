@@ -290,9 +290,9 @@ class Recorder(TorchDispatchMode):
     def _settle(self) -> None:
         """Allocates a new storage for the pending sum of two gradients.
 
-        Autograd adds the second gradient into the first one if nothing else holds the first (accumulate in
-        input_buffer.cpp), but never under a dispatch mode. So the sum takes over the first gradient's storage if that
-        gradient is freed next. If anything else happens before, something held the gradient, and the sum is a new
+        Autograd adds the second gradient into the first one, if nothing else holds the first (accumulate in
+        input_buffer.cpp). It never does so under a dispatch mode. So the sum takes over the first gradient's storage if
+        that gradient is freed next. If anything else happens before, something held the gradient, and the sum is a new
         tensor.
         """
         if self._sum is not None:
@@ -320,8 +320,8 @@ class Recorder(TorchDispatchMode):
 
 
 def _called_by_the_engine() -> bool:
-    """Returns True if the current operation was called by autograd's engine or a backward in C++, not by a backward in
-    Python."""
+    """Returns True if autograd's engine, or a backward in C++, called the current operation. A backward in Python gives
+    False."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename == __file__:
         frame = frame.f_back

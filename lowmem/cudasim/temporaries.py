@@ -58,13 +58,14 @@ def _bytes(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _copies(*tensors: Tensor) -> tuple[int, ...]:
-    """Returns the sizes of copies of gradients and outputs [B, H, T, D] that are not contiguous as [B, T, H, D]."""
+    """Returns the sizes of copies of gradients and outputs [B, H, T, D]. Those that are contiguous as [B, T, H, D] are
+    not copied."""
     return _bytes(*(tensor for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()))
 
 
 def _ungrouped(query, key, value) -> tuple[int, ...]:
-    """Returns the sizes of the gradients of keys and values for every query head, which grouped-query attention then
-    adds up for each group. Returns () if every query head has a separate key head."""
+    """Returns the sizes of the gradients of keys and values for every query head. Grouped-query attention then adds
+    them up for each group. Returns () if every query head has a separate key head."""
     B, H, _, D = query.shape
     entries = B * H * key.shape[2]
     return (entries * D * key.itemsize, entries * value.shape[-1] * key.itemsize) if key.shape[1] != H else ()
@@ -117,7 +118,7 @@ def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
 
 
 def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> tuple[int, int, bool]:
-    """Returns the numbers of queries and keys in a tile of the backward kernel, and True if dk and dv stay in
+    """Returns the numbers of queries and keys in the backward kernel's tile. Also returns True if dk and dv stay in
     registers. PyTorch takes the first kernel of transformers/cuda/mem_eff_attention/kernels/cutlassB.h for heads of
     this `width` that fits into shared memory. The bytes that a kernel asks for were read off its launches (Volta's
     assumed)."""

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Record:
-    """Holds one row of a table, or the text of a file (or a piece of it), with the row's place for error messages."""
+    """Holds one row of a table, or the text (or a piece of the text) of a file. `where` names its place in errors."""
 
     where: str  # for error messages, such as "a.jsonl:17"
     columns: dict[str, Any]

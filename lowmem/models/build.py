@@ -1,7 +1,7 @@
 """Finds the folder and config of a model, and builds the model without weights.
 
 GPT-2's shapes are known here, so planning GPT-2 and training it from random weights need no network. Any other model
-comes from a folder, the hub's cache, or the Hugging Face hub, which is asked once, with a time limit.
+comes from a folder, the hub's cache, or the Hugging Face hub. The hub is asked once, with a time limit.
 """
 
 import copy

@@ -65,8 +65,8 @@ def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = F
 @torch.no_grad()
 def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> str | None:
     """Compares the decoder's pieces with the whole model in evaluation mode, on a few tokens. Returns a sentence if
-    they differ, if the model is not causal, or if it ignores a document mask, which `document_mask` asks for. Returns
-    None if all is well. Errors of the model pass unchanged."""
+    they differ, or if the model is not causal. With `document_mask`, it also returns one if the model ignores a
+    document mask. Returns None if all is well. Errors of the model pass unchanged."""
     name, head_weight = decoder.architecture, decoder.head_weight
     input_ids, *others = decoder.example(vocabulary_size)
     whole = decoder.whole(input_ids, *others)

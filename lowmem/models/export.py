@@ -45,8 +45,8 @@ def export_model(
     """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it with the same logits, bit for bit.
 
     An older folder is replaced only when the new one is complete and on the disk. Returns sentences on weights that are
-    not finite, and on other files that could not be written. Raises LowmemError if disk or RAM are too small,
-    BeyondRange if `dtype` cannot hold a weight, and ValueError if `parameters` are not the config's.
+    not finite, and on other files that could not be written. Raises LowmemError if disk or RAM are too small, and
+    BeyondRange if `dtype` cannot hold a weight. Raises ValueError if `parameters` are not the config's.
 
     Args:
         parameters: each name of `build_model(config).named_parameters()` with its tensor, or with flat pieces of it in

@@ -34,9 +34,9 @@ def read_weights(
     A tensor of more than RUN_ELEMENTS elements comes in flat pieces, each with the name. `source` is a folder or a hub
     name. `say` is called with a sentence on each change of names or values.
 
-    Raises InputError before it returns if names or shapes are not the model's, and later at a value that is not finite.
-    RAM holds one piece, 1 MiB, and the piece that the caller still holds. A transposed tensor of a .bin file comes
-    whole.
+    Raises InputError before it returns if names or shapes are not the model's. Raises it later at a value that is not
+    finite. RAM holds one piece, 1 MiB, and the piece that the caller still holds. A transposed tensor of a .bin file
+    comes whole.
     """
     folder = model_folder(source, "weights")
     entries: dict[str, Entry] = {}

@@ -67,8 +67,8 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
 
 def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
     """Matches the names in the files as they are. If that fails, also tries them without wrappers' prefixes
-    (torch.compile and others), and without each prefix that many names have in common. Returns one result per
-    attempt."""
+    (torch.compile and others). Also tries to leave out each prefix that many names have in common. Returns one result
+    per attempt."""
     plain = _fit(model, entries, lambda name: name, "")
     if not plain.problems():
         return [plain]
