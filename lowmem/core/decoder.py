@@ -153,8 +153,8 @@ class Decoder:
         return self.logit_function(self._head(self.final(hidden[:, sources:])))
 
     def whole(self, *inputs: Tensor | None) -> Tensor:
-        """Computes the logits [B, T, V] with the model's own forward, for token ids alone. `inputs` are the arguments
-        of `embed`."""
+        """Computes the logits [B, T, V] with the model's own forward. `inputs` are those of `embed`; only the token ids
+        are used."""
         return self.model(input_ids=inputs[0], use_cache=False).logits
 
     def with_head_output(self, output: Tensor, *inputs: Tensor | None) -> Tensor:

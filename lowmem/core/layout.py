@@ -73,8 +73,9 @@ class Layout:
         return self.weights_on_gpu, self.fate is Fate.SENT, self.states_on_disk
 
     def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
-        """Cuts a step's micro-batches, which have these numbers of `positions`, into groups; returns slices. A group
-        has at most the positions of `group` full micro-batches of `micro_batch` x `seq`."""
+        """Cuts a step's micro-batches into consecutive groups, and returns a slice for each. `positions[i]` is the
+        number of positions of micro-batch i, with padding. A group has at most `self.group` x `self.micro_batch` x
+        `seq` positions, so short micro-batches make larger groups."""
         starts, room = [], 0
         for index, size in enumerate(positions):
             if not starts or size > room:

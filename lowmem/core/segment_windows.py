@@ -1,17 +1,17 @@
 """Keeps weights, boundaries and gradients of segments of blocks in RAM, and copies them to the GPU and back
-(window.py).
+(window.py). A group is a set of micro-batches that pass a segment together before the next segment runs.
 
 Weights: for models whose 16-bit weights do not fit next to the rest. While one segment computes, the next segment's
 weights arrive in another buffer. They come once for forward and once for backward, for all micro-batches of a group. So
 a step of G groups moves 2 G times the weights that are in RAM. Updated weights travel with their optimizer state.
 
 Boundaries, the saved inputs of segments: a group keeps them, for all its segments and micro-batches, until backward.
-That is 19 GiB for GPT-2-XL at 64 x 1,024. With segments of one block a boundary takes longer to compute than to copy,
-so it can wait in RAM.
+That is 19 GiB for GPT-2-XL at 64 x 1,024. Computing a segment takes longer than copying its boundary, which hides the
+copy.
 
 Gradients: with clipping, none can be used before the norm of all is known, and they take 4 bytes per parameter. With
 the whole batch as one group, a segment's gradients are final when it has run backward. They are copied to RAM while the
-segment below runs. The embeddings' stay on the device: they are final last and used first.
+segment below runs. Gradients of the embeddings stay on the device: they are final last and used first.
 """
 
 import math

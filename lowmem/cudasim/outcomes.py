@@ -43,8 +43,9 @@ def is_view(func) -> bool:
 
 
 def signature_of(func, args: tuple, kwargs: dict) -> tuple | None:
-    """Returns the key under which an operation's outcome is remembered. Returns None if an argument has data or is
-    given twice. Also returns None for an argument that is neither a tensor nor a plain value such as a number."""
+    """Returns the key under which an operation's outcome is remembered. Returns None if it cannot be: an argument is a
+    tensor with data (not a meta tensor), or is passed in two places, or is neither a tensor nor a plain value such as a
+    number."""
     signature = [func]
     known = _add_to_signature(signature, (*args, *kwargs, *kwargs.values()), set())
     return tuple(signature) if known else None

@@ -76,8 +76,9 @@ def _flash_width(D: int) -> int:
 
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
-    """Returns the sizes of partial sums. If (sequence, head, 64 queries) make too few CUDA blocks for the card, several
-    blocks share the keys. Source: transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
+    """Returns the bytes of flash attention's partial results. One CUDA block works on 64 queries of one head of one
+    sequence. If these are too few blocks for the card, several blocks share the keys, and their partial results are
+    summed. Source: transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
     B, H, T, D = query.shape
     if dropout_p > 0:
         return ()

@@ -38,9 +38,9 @@ class Layout(NamedTuple):
 
 
 def find_layout(folder: Path, files: list[Path], config: str | None) -> Layout | None:
-    """Finds the training and held-out files of the data set that was downloaded into `folder`. `files` are all files
-    there; `config` is the name of a configuration. Returns None if the folder is no such data set. Raises
-    InputError."""
+    """Finds the training and held-out files of a data set that was downloaded from the hub into `folder`. `files` are
+    all files there; `config` names one of the data set's configurations. Returns None if nothing shows that the folder
+    is such a data set. Raises InputError if the choice of a configuration or a training file is missing."""
     card = _card(folder)
     name, chosen = _configuration(folder, card, config)
     if "data_dir" in chosen:

@@ -25,8 +25,8 @@ class Column:
     segment: int
 
     def layout(self, kept: int, on_gpu: int) -> Layout:
-        """Returns one layout of the column. `kept` and `on_gpu` are indices into the lists of these names in
-        Choices."""
+        """Returns the layout with these two numbers; all other fields are the same for the whole column. `kept` and
+        `on_gpu` are indices into the lists of these names in Choices."""
         chosen = self.choices.kept[kept], self.choices.on_gpu[on_gpu]
         return self.choices.layout(self.micro_batch, self.group, self.segment, *chosen)
 
@@ -52,9 +52,9 @@ class Columns:
         return len(kept) - 1 if column.segment == 1 else max(self._places_below(kept, self.simulations.blocks) - 1, 0)
 
     def first_kept(self, column: Column) -> int:
-        """Returns the index of `kept`, the list of how much blocks may keep, from which memory grows evenly. If the
-        batch is one group and gradients are held, the first kept blocks are free: they use memory that gradients need
-        later."""
+        """Returns the index in `choices.kept` from which each further block that keeps activations adds the same bytes
+        to the peak: usually 0. If the batch is one group and all gradients are held, the first blocks add nothing.
+        Their activations use memory that gradients take later."""
         if column.group * column.micro_batch < self.simulations.base.batch or not self._held(column):
             return 0
         return min(self._places_below(column.choices.kept, self.simulations.blocks), self.last_kept(column))
@@ -139,8 +139,9 @@ class Columns:
         return share * self.recording(column).computing_seconds
 
     def least_seconds(self, choices: Choices, micro_batch: int) -> float:
-        """Returns a lower bound for the seconds of all layouts with these choices and this micro-batch. If forward and
-        backward run twice, 1.5 times the seconds of one pass are counted, because the first pass makes no updates."""
+        """Returns a lower bound for the seconds of a step, for all layouts with these choices and this micro-batch. A
+        step that runs forward and backward twice counts 1.5 times: its first run makes no updates, which are less than
+        half of a step."""
         column = Column(replace(choices, base=Layout(1), on_gpu=(0,)), micro_batch, 1, 1)
         passes = 1.5 if choices.base.fate is Fate.DROPPED else 1
         return passes * self.expected_seconds(column, choices.kept[-1])

@@ -49,8 +49,9 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Known:
-    """Holds a call that was executed: its recorded allocations (`region`), and its results with a _Place for every
-    tensor. Results other than tuples and lists are flattened; then `structure` puts them together."""
+    """Holds an operation that was executed once, so that it can be replayed: its allocations (`region`) and its
+    results. In the results a _Place stands for each tensor. A result that is no tuple or list, such as a model's
+    output, is stored as a flat list, and `structure` restores it."""
 
     region: Region
     results: object

@@ -18,8 +18,8 @@ _PRECISION = 1 / 256  # of a smallest cap
 
 
 class Simulations:
-    """Simulates one decoder's step for one target, in different layouts, and stores the results. `base` is the step
-    with everything but the layout."""
+    """Simulates one decoder's step in different layouts, for one target (a card, or the CPU), and stores the results.
+    `base` describes the step: its batch, dtype and optimizer. Its layout is replaced by each that is asked for."""
 
     def __init__(self, make_decoder: Callable[[], Decoder], base: StepCase, target: Target):
         self.base, self._target = base, target
@@ -40,8 +40,8 @@ class Simulations:
         return replace(self.base, layout=layout)
 
     def largest_drawn_bytes(self, init: str) -> int:
-        """Returns the bytes of the largest tensor that is whole in RAM while the weights are loaded: 0 unless `init` is
-        "random"."""
+        """Returns the bytes of the largest weight tensor if `init` is "random": it is drawn whole in RAM before it is
+        stored. Returns 0 otherwise, because weights are read in small pieces."""
         return 4 * self.largest_parameter if init == "random" else 0
 
     def record(self, layout: Layout, whole_first_step: bool = False) -> Recording:

@@ -41,12 +41,11 @@ def _warn(sentence: str) -> None:
 
 @warnings_end_nothing()
 def plan(settings: Settings) -> Plan:
-    """Returns the plan for the card that `settings.gpu` names, which need not be here. Without a name, plans for the
-    device that is here, a GPU or the CPU. (`python -m lowmem.plan` takes a card from its table instead of the CPU.)
-    Loads no weights.
+    """Returns the plan for the card that `settings.gpu` names; the card need not be in this machine. Without a name,
+    plans for the GPU of this machine, or for its CPU. Loads no weights.
 
-    Raises PlanError, which names the smallest caps that fit, if nothing fits. Raises InputError for a model that cannot
-    be trained in pieces.
+    Raises PlanError if nothing fits; its message names the smallest caps that do. Raises InputError for a model that
+    cannot be trained block by block.
     """
     devices.set_environment()
     settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)
