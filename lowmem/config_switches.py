@@ -35,8 +35,8 @@ SWITCHES = {*_NEEDED, *_FOR_LOADING}
 
 
 def without_switches(fields: dict) -> dict:
-    """Returns the fields of a config.json without those that training must not have. The values taken out are under the
-    keys OWN (exported again) and LEFT_OUT (not exported)."""
+    """Removes fields from a config.json that training must not have, and returns the others. The values taken out are
+    under the keys OWN (exported again) and LEFT_OUT (not exported)."""
     kept, taken = dict(fields), {OWN: {}, LEFT_OUT: {}}
     for name, value in fields.items():
         if name in _NEEDED and value not in _NEEDED[name]:

@@ -31,8 +31,8 @@ class FinalGradients:
         self, fate: Fate, store: Store, norm_of: Callable[[Piece], Tensor], window: GradientWindow, updates: Updates,
         begin_updates: Callable[[], None],
     ):  # fmt: skip
-        """`norm_of`: computes the norm of the gradient of one piece (a range of elements), as a tensor of one number.
-        `begin_updates`: called before backward if gradients are APPLIED."""
+        """Prepares one pass. `norm_of`: computes the norm of the gradient of one piece (a range of elements), as a
+        tensor of one number. `begin_updates`: called before backward if gradients are APPLIED."""
         self.fate, self._begin_updates = fate, begin_updates
         self._store, self._norm_of, self._window, self._updates = store, norm_of, window, updates
         self._lowest = updates.units  # the first unit whose gradients are final

@@ -28,7 +28,7 @@ class Operations:
     """
 
     def __init__(self, decoder: Decoder, store: Store, rule: UpdateRule | None = None):
-        """`rule`: the function that updates weights (UpdateRule); None chooses it by the device and the decoder's
+        """Takes the function `rule` that updates weights (UpdateRule). None chooses it by the device and the decoder's
         kernels."""
         self.decoder, self.store, self.optimizer = decoder, store, store.optimizer
         eager = optimizers.update_in_slices if store.device.type == "cpu" else optimizers.update

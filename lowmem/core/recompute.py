@@ -52,7 +52,7 @@ class Segment:
 
 @dataclass
 class SavedSegment:
-    """Holds the tensors that a segment has saved for its backward."""
+    """Holds the tensors that a segment (blocks that are recomputed together) has saved for its backward."""
 
     boundary: Tensor  # [B, T, D]
     products: list[Kept | None] | None = None

@@ -92,9 +92,9 @@ class TrainingStep:
         self, decoder: Decoder, store: Store, hyper: Hyperparameters, *, clip_norm: float | None, seed: int,
         loss_scale: LossScale, operations: Operations | None = None, transfers: Transfers | None = None,
     ):  # fmt: skip
-        """`clip_norm`: the largest norm of all gradients, None for no limit. `seed`: of the dropout masks.
-        `operations`, `transfers`: replacements, as for a simulation; None: those of `decoder` and of the store's
-        device."""
+        """Prepares the step for the layout of `store`. `clip_norm`: the largest norm of all gradients, None for no
+        limit. `seed`: of the dropout masks. `operations`, `transfers`: replacements, as for a simulation; None: those
+        of `decoder` and of the store's device."""
         self.store, self.loss_scale = store, loss_scale
         self.operations = operations or Operations(decoder, store)
         self.make_room: Callable[[str, str], None] | None = None

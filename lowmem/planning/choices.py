@@ -99,7 +99,7 @@ def _placed(
 
 
 def everything_on_gpu(settings: Settings, simulations: Simulations) -> Choices:
-    """Returns all choices that the settings leave, with weights and gradients on the GPU."""
+    """Returns the Choices (a set of layouts) that the settings allow with weights and gradients on the GPU."""
     units, blocks = simulations.units, simulations.blocks
     micro_batches = [size for size in range(1, settings.batch + 1) if settings.batch % size == 0]
     if settings.micro_batch is not None:

@@ -35,8 +35,8 @@ class _ReplayedGraph(int):
 
 @dataclass(frozen=True)
 class _Place:
-    """Describes a tensor without its storage. `storage`: the number of the storage in the recording of its call. If
-    that is None, the tensor shares the storage of the call's argument number `argument`."""
+    """Describes a tensor without its storage. `storage`: the number of the storage in the recording of the call that
+    made the tensor. If that is None, the tensor shares the storage of the call's argument number `argument`."""
 
     storage: int | None
     argument: int | None

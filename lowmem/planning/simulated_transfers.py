@@ -38,8 +38,8 @@ class SimulatedTransfers(Transfers):
         self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float, *, concurrent: bool = False,
         disk_bytes_per_second: float = math.inf, host_buffer: MakeTensor | None = None,
     ):  # fmt: skip
-        """`concurrent`: whether updates have their own lane (CUDA stream). `host_buffer`: allocates RAM for copies to
-        and from a disk."""
+        """Sets the rates of copies to and from the GPU, and of the disk. `concurrent`: whether updates have their own
+        lane (CUDA stream). `host_buffer`: allocates RAM for copies to and from a disk."""
         self.host_buffer = host_buffer
         self.exposed_seconds = 0.0
         self.busy_seconds = {IN: 0.0, OUT: 0.0}

@@ -74,9 +74,9 @@ def parse_arguments(argv: list[str], defaults: Settings) -> Settings:
 
 
 def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argparse.Namespace]:
-    """Does the same for `lowmem plan`, which needs no weights and requires --model. Also returns its own options
-    `json`, `gpus` and `write` (whether --out was given). With --gpu the cap is the card's memory, unless a cap is
-    given."""
+    """Returns the settings that the command line of `lowmem plan` gives, and its own options `json`, `gpus` and `write`
+    (whether --out was given). Needs no weights and requires --model. With --gpu the cap is the card's memory, unless a
+    cap is given."""
     defaults = Settings(init="random", plan_only=True)
     parser = _build_parser(defaults, program)
     parser.add_argument("--json", action="store_true", help="print only the content of plan.json")

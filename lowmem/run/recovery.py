@@ -52,8 +52,9 @@ class Recovery:
         self, step: TrainingStep, smaller_layouts: Sequence[Layout], say: Callable[[str], None],
         ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
     ):  # fmt: skip
-        """`ram_refuses(moving, moved)` returns the reason why RAM has no room for `moving` more bytes of states, None
-        if it has room. `moved`: bytes of all states moved to RAM that the plan had on the GPU."""
+        """Registers itself as the function that makes room for `step`. `ram_refuses(moving, moved)` returns the reason
+        why RAM has no room for `moving` more bytes of states, None if it has room. `moved`: bytes of all states moved
+        to RAM that the plan had on the GPU."""
         self.number, self.measures = 0, []
         self._step, self._say, self._ram_refuses = step, say, ram_refuses
         self._planned = step.layout

@@ -15,6 +15,8 @@ from lowmem.units import interval_seconds
 
 
 class Saver:
+    """Saves checkpoints of a training run when it is time, and says when that is."""
+
     def __init__(self, session: Session, stop: StopRequest):
         self._session, self._stop = session, stop
         self._saved = session.progress.done if session.progress.resumed else None  # the step of the newest checkpoint
