@@ -48,9 +48,10 @@ class Placement:
 class Piece:
     """Holds a range of elements that is updated at once, of one part (a unit's matrices or vectors).
 
-    `state`: tensors that are copied to the device for the update and back; with the weights, as WORKING, if these are
-    in RAM. `fetched_only`: the gradient, as GRADIENT, if it waits in RAM. `on_disk`: names of the tensors on a disk.
-    `streamed`: whether the state is not on the device.
+    `state`: {name: tensor} that is copied to the device for the update, and back. It has the weights under the key
+    WORKING if these are in RAM. `fetched_only`: {name: tensor} that is copied to the device only: the gradient, under
+    the key GRADIENT, if it waits in RAM. `on_disk`: names of the tensors on a disk. `streamed`: whether the state is
+    not on the device.
     """
 
     part: "Part"

@@ -110,8 +110,8 @@ class StateWindow:
     Each is as large as the largest piece (a range of elements that is updated at once) that is not on the device.
 
     A pass over the pieces fetches each state ahead of its update and sends it back. So both directions of the bus and
-    the kernels work at once. States on a disk pass through host buffers: the host fills them when a piece is fetched,
-    and writes them when their slot is needed again.
+    the kernels work at once. States on a disk pass through host buffers, one for each slot. The host reads a piece from
+    the disk when it is fetched, and writes it to the disk before the slot is used again.
     """
 
     def __init__(self, transfers: Transfers, device: torch.device, pieces: Sequence[Piece]):

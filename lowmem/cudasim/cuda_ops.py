@@ -111,8 +111,8 @@ def attention_kernel(
 
 
 def _attention(chosen, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Runs the attention operator that the function `chosen` names. Source: native/transformers/attention.cpp
-    ("recent": see the module)."""
+    """Runs the attention operator that PyTorch would choose on CUDA. `chosen` is called with the arguments and returns
+    its name: flash, efficient, math. Source: native/transformers/attention.cpp, of a recent version."""
     if not _without_data(query):
         return NotImplemented
     kernel = chosen(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
@@ -174,8 +174,8 @@ def _linear(input, weight, bias=None):
 
 
 def _dropout(input, p=0.5, training=True, inplace=False):
-    """Runs dropout as one operator, which saves a mask of bools. In place, PyTorch saves noise of the input's dtype
-    instead, so that case is not replaced. Source: native/Dropout.cpp ("recent": see the module)."""
+    """Runs dropout as the one operator that PyTorch runs on CUDA, which saves a mask of bools. Dropout in place is left
+    as it is: there PyTorch saves noise of the input's dtype. Source: native/Dropout.cpp, of a recent version."""
     if not (_without_data(input) and training and not inplace and 0 < p < 1 and input.numel()):
         return NotImplemented
     return torch.native_dropout(input, p, True)[0]

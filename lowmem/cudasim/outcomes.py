@@ -74,8 +74,9 @@ def _add_to_signature(signature: list, values: tuple | list, seen: set[int]) -> 
 
 
 def results_of(func, args: tuple, kwargs: dict, result) -> tuple[type | None, list[Shape]] | str:
-    """Computes the field `results` of an Outcome. If results share memory with arguments or each other, only running
-    `func` can make them."""
+    """Returns what is needed to make an operation's results without running it: their type (None for nothing) and
+    shapes. Returns _FIRST if the result is the first argument. Returns _RUN if `func` must be run, because results
+    share memory with arguments or with each other."""
     if torch.Tag.inplace_view in func.tags or is_view(func):
         return _RUN
     if args and result is args[0]:

@@ -126,8 +126,9 @@ def _on_meta(value):
 
 
 def _refuse_number(func: Callable) -> None:
-    """Raises InputError if the user's own code calls `func`, which reads a number. An installed package may call it: it
-    asks, for example, if a mask is trivial, and the recorder answers 1."""
+    """Raises InputError if the user's own code calls `func`, which reads a tensor's value (as .item() does): the
+    simulation has no data. An installed package may call it. transformers asks, for example, whether a mask is all
+    ones, and gets the value 1."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back

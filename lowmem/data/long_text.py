@@ -103,9 +103,10 @@ class LongText:
         return 0, None, None
 
     def _joint(self, overlap: Tokens, shorter: Tokens, window: Tokens) -> tuple[Tokens, tuple[int, int] | None]:
-        """Finds the joint of two windows from the tokens of _around's three texts. The joint is a pair of token
-        indices: where the last window stops, and where the next one takes over. Returns the next window's tokens and
-        the joint, which is None if the windows disagree."""
+        """Finds where the tokens of two overlapping windows of a text can be joined. `overlap` are the tokens of the
+        shared text, `shorter` those of the same without its last character, `window` those of the next window. Returns
+        `window` and the joint: the index at which the last window stops, and the one at which `window` takes over. The
+        joint is None if the two windows have different tokens in their overlap."""
         first = len(overlap) - common_start(overlap[::-1, 0], self._window[::-1, 0])
         after = min(common_start(overlap[:, 0], other[:, 0]) for other in (window, shorter))
         middle = (first + after) // 2

@@ -50,8 +50,8 @@ class Seams:
         return found
 
     def _parts(self, segments: Segments) -> list[Segments]:
-        """Groups an example's segments by the text that is tokenized at once: all together, or source and target of a
-        pair."""
+        """Splits an example's segments into those whose text is tokenized in one call: all of them, or for a pair the
+        source and the target separately."""
         if not self._pairs:
             return [segments]
         source = list(itertools.takewhile(lambda segment: not segment[1], segments))

@@ -56,9 +56,9 @@ class StoredArray:
 
 class ArrayFolder:
     """Writes arrays into a folder, one file after another. `entries` has the size and hash of each finished file.
-    Raises PlanError before the disk is full, with an estimate of the room needed, which follows from the share already
-    written. `source_bytes` is the size of all texts, 0 if unknown. `times_written` says how often each text's tokens
-    are written."""
+    Raises PlanError before the disk is full. The error estimates the room that all will take, from the texts read so
+    far. `source_bytes` is the size of all texts, 0 if unknown. `times_written` is 2 if tokens are copied once more,
+    when held-out texts are split off."""
 
     def __init__(self, path: Path):
         self.path = path

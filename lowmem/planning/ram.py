@@ -65,8 +65,9 @@ def on_a_gpu(
 def most_streamed(
     limit_bytes: int, process_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> int:
-    """Returns the most bytes that may be in RAM to be copied to the GPU, under the cap in all phases of `on_a_gpu`.
-    Negative if training exceeds the cap even without any."""
+    """Returns how many bytes of weights, states and so on may stay in RAM, to be copied to the GPU when needed. With
+    them, every phase of `on_a_gpu` keeps to `limit_bytes`. Negative if training exceeds the limit even without any.
+    `process_bytes`: of the process itself; `drawn_bytes`: of the largest random weight, which is drawn whole."""
     room = limit_bytes - process_bytes - RUNS_BYTES
     low = 1 - _share_of_moments(optimizer, dtype)
     while_loading = room - drawn_bytes

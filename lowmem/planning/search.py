@@ -156,8 +156,8 @@ class Search:
         return [place for place in places if self.columns.streamed_bytes(column, place) <= limit]
 
     def _with_most_kept(self, column: Column, on_gpu: int) -> Found:
-        """Returns the layout in which blocks keep the most for backward. Puts more units on the GPU if they also fit
-        and that is faster. `on_gpu` is an index."""
+        """Returns the layout of `column` in which blocks keep the most activations for backward. Puts more units on the
+        GPU if they fit as well and that is faster. `on_gpu` is the index in `column.choices.on_gpu` to start from."""
         kept, more = self._most_kept(column, on_gpu), on_gpu
         while more + 1 < len(column.choices.on_gpu) and self._fits(column, kept, more + 1):
             more += 1

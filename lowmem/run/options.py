@@ -134,7 +134,8 @@ SYNONYMS = {  # of values, in lower case with underscores, by field
 
 
 def _typed(item: Field) -> tuple[str, Parse]:
-    """Returns the values of a field as --help shows them, and the function that reads them."""
+    """Returns the placeholder or the choices that --help shows for a field's value (`SIZE`, `on|off`), and the function
+    that parses the typed text."""
     kind, _ = kind_of(item.type)
     synonyms = SYNONYMS.get(item.name, {})
     if item.name.endswith("_bytes"):

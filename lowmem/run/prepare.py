@@ -180,8 +180,8 @@ def write_weights(model: LoadedModel, weights: Weights) -> None:
 
 
 def page_locked(model: LoadedModel, say: Say) -> LoadedModel:
-    """Page-locks the optimizer states that are in RAM, and returns `model`. If the system refuses, the returned plan
-    has the longer time of a step."""
+    """Page-locks the optimizer states that are in RAM, and returns the model. If the system refuses, says so and
+    returns the model with a plan whose step takes longer, because copies are slower then."""
     store = model.step.store
     if store.device.type == "cuda":
         devices.release_freed_memory()  # before states take up their room

@@ -173,9 +173,10 @@ class Recovery:
 
 
 def with_micro_batch(layout: Layout, micro_batch: int, needs_all_gradients: bool) -> Layout:
-    """Returns `layout` with smaller micro-batches of `micro_batch` sequences, a divisor of the old size. A group of
-    several micro-batches, or one that updates in backward, keeps its number of sequences. Otherwise a group is one
-    micro-batch again."""
+    """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. A group (micro-batches
+    that pass a segment together) keeps its number of sequences if it had several micro-batches, or if units are updated
+    during backward. Otherwise it is a single micro-batch, a smaller one now. `needs_all_gradients`: whether updates
+    wait for all gradients."""
     several = layout.group > 1 or layout.whole_batch or not needs_all_gradients
     group = layout.group * (layout.micro_batch // micro_batch) if several else 1
     return replace(layout, micro_batch=micro_batch, group=group)

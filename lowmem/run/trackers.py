@@ -55,8 +55,9 @@ class Trackers:
             self._active.append(_Wandb(folder, settings.run_name, mode))
 
     def start(self, first_step: int, constants: dict) -> None:
-        """Starts the trackers. `first_step` steps are done; rows of later steps that a tracker has are computed
-        again."""
+        """Starts the trackers; `first_step` steps are done. If a tracker has rows of later steps, from before an
+        interruption, they are replaced when these steps are made again. `constants`: values that hold for the whole
+        run, such as caps."""
         self._each("could not start", lambda tracker: tracker.start(first_step, constants))
 
     def row(self, values: dict[str, float], step: int) -> None:
