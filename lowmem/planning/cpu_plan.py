@@ -81,11 +81,12 @@ def cpu_plan(
     layouts = once + [layout for each in once for layout in case.twice(each)]
     plan = case.first(layouts, case.fits)
     if settings.states_folder is not None and (plan is None or not case.fits_here(plan)):
-        same = layouts if plan is None else [each for each in layouts if each.micro_batch == plan.layout.micro_batch]
-        layouts = [case.on_disk(layout, simulations.units) for layout in same]
-        plan = case.first(layouts, case.fits_here) or plan or case.first(layouts, case.fits)
-        if plan is not None and settings.states != "disk":
-            plan = _with_fewer_on_disk(case, plan)
+        layouts = [case.on_disk(layout, simulations.units) for layout in layouts]
+        plan = plan or case.first(layouts, case.fits)  # caps choose the micro-batch, and free RAM the rest
+        if plan is not None:
+            same = [layout for layout in layouts if layout.micro_batch == plan.layout.micro_batch]
+            plan = case.first(same, case.fits_here) or plan
+            plan = plan if settings.states == "disk" else _with_fewer_on_disk(case, plan)
     if plan is None:
         least = min(case.plan(layout).ram_bytes for layout in layouts) + PROCESS_VARIES_BYTES
         raise PlanError(refusal(settings, None, None, least))

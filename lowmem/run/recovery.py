@@ -64,6 +64,7 @@ class Recovery:
         last = (smaller or [step.layout])[-1]
         self._smaller = [*smaller, replace(last, kept=0, states_on_gpu=0)]
         self._freed: set[Layout] = set()  # the layouts that were tried again without the cache
+        self._at = (0, "", 0)  # step and place of the last failure, and the measures before it, which have helped
         step.make_room = self
 
     def __call__(self, where: str, reason: str) -> None:
@@ -72,6 +73,8 @@ class Recovery:
         said = f"step {self.number}: out of memory{_WHERE.get(where, '')} ({reason})"
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+        if (self.number, where) != self._at[:2]:
+            self._at = (self.number, where, len(self.measures))
         now = self._step.layout
         just_now = bool(self.measures) and self.measures[-1]["step"] == self.number
         if where != HALFWAY and not just_now and now not in self._freed:
@@ -90,7 +93,7 @@ class Recovery:
             words = f"{said}; it is tried again, and training goes on, {self._in_words(name, now, layout)}"
             self._say(words if locked else f"{words}; page-locked memory was refused for them, so copies are slower")
             return
-        self.measures = [measure for measure in self.measures if measure["step"] < self.number]  # these did not help
+        del self.measures[self._at[2] :]  # these did not help
         mixed = "some weights are new and some old by now, so they are not saved; "
         raise OutOfRoom(
             f"{said}. That is out of GPU memory, {_NOTHING_LEFT[where]}; {mixed if where in (HALFWAY, UPDATES) else ''}"
@@ -112,6 +115,8 @@ class Recovery:
             layout = self._planned
             if last["micro_batch"] < layout.micro_batch:
                 layout = with_micro_batch(layout, last["micro_batch"], self._step.needs_all_gradients)
+        if layout.micro_batch < self._planned.micro_batch:  # a layout with larger ones would not be smaller
+            self._smaller = [replace(layout, kept=0, states_on_gpu=0)]
         if layout != self._planned:
             self._step.change_layout(layout)
             self._say(

@@ -423,7 +423,7 @@ def test_an_update_that_was_ended_in_the_middle_is_not_made_again(monkeypatch):
     training = make_training()
     train_on(training, [0])
     with monkeypatch.context() as patch:
-        at_call(patch, training.step._updates, "_update", interrupt, 3)
+        at_call(patch, training.step.operations, "update", interrupt, 3)
         with pytest.raises(KeyboardInterrupt):
             training.step.flush()
     for again in (training.step.flush, lambda: train_on(training, [1])):
