@@ -297,6 +297,33 @@ def test_a_run_that_goes_on_has_what_is_left_of_them():
     assert resumed.recovery.measures[-1]["layout"] == training.recovery.measures[-1]["layout"]
 
 
+def test_a_run_that_goes_on_with_smaller_micro_batches_gets_no_larger_ones():
+    case = {"kept": 4, "states_on_gpu": 3, "smaller": [{"kept": 3, "states_on_gpu": 2}, {"kept": 1}]}
+    training = make_training(**case)
+    while training.step.layout.micro_batch > 1:
+        training.recovery(STEP, "full")
+    for other in (case, case | {"kept": 5}):  # the same plan, and another one
+        resumed = make_training(**other)
+        resumed.recovery.resume(training.recovery.measures)
+        assert resumed.step.layout.micro_batch == 1
+        with pytest.raises(OutOfRoom):
+            for _ in range(9):
+                resumed.recovery(STEP, "full")
+                assert resumed.step.layout.micro_batch == 1
+        assert resumed.recovery.measures[: len(training.recovery.measures)] == training.recovery.measures
+
+
+def test_measures_that_made_a_step_possible_stay_if_its_evaluation_finds_no_room():
+    training = make_training()
+    while training.step.layout.micro_batch > 1:
+        training.recovery(STEP, "full")
+    helped = list(training.recovery.measures)
+    with pytest.raises(OutOfRoom):
+        for _ in range(9):
+            training.recovery(EVALUATION, "full")
+    assert training.recovery.measures == helped
+
+
 def test_a_group_keeps_its_sequences_where_smaller_micro_batches_would_cut_it():
     for layout, needs_all_gradients, group in (
         (Layout(2, group=4, fate="sent"), True, 8),

@@ -711,6 +711,21 @@ def test_on_the_cpu_too_states_are_on_the_disk_where_ram_has_no_room_or_is_not_f
     assert everything.disk_state_bytes > 0.99 * states
 
 
+def test_if_only_a_disk_meets_the_cap_free_ram_chooses_no_micro_batch_either():
+    def plan(ram_free_bytes=None, **changed) -> Plan:
+        settings = dataclasses.replace(SMALL, recompute="on", states_folder="/fast", **changed)
+        return make_plan(settings, DEEP, "cpu", "fp32", None, ram_free_bytes, process=Process(GIB, 0))
+
+    cap = plan(states="disk").ram_bytes
+    roomy, smallest = plan(ram_limit_bytes=cap), plan(ram_limit_bytes=cap, micro_batch=1)
+    assert roomy.layout.states_on_disk and roomy.layout.micro_batch > 1
+    for free in range(smallest.ram_bytes - GIB, cap - GIB, (cap - smallest.ram_bytes) // 3):
+        try:
+            assert plan(free, ram_limit_bytes=cap).layout.micro_batch == roomy.layout.micro_batch
+        except PlanError as refused:
+            assert "free" in str(refused)
+
+
 def test_where_the_fastest_layout_leaves_no_room_in_ram_another_one_may(monkeypatch):
     """Whose boundaries take less there."""
     on_disk, refused = fastest._with_states_on_disk, []
