@@ -2,7 +2,7 @@
 where weights, optimizer states, gradients and saved inputs are stored: on the GPU, in RAM or on a disk.
 
 Only `micro_batch` decides how the batch is cut, which the bits of the result depend on. Every other field trades memory
-for time and changes no bit.
+for time and changes no bit of training.
 """
 
 from collections.abc import Sequence

@@ -7,7 +7,8 @@ from lowmem.units import MIB, format_size
 
 # Part of a cap stays free: at least MARGIN_BYTES, or 0.5%. Growing segments may map pages beyond the allocator's own
 # cap (limits.py), and the driver's addresses, which no simulation knows, decide which free block serves a request.
-# Twice as much stays free if a step updates in backward: once its updates have begun it cannot be made again.
+# Twice as much stays free if nothing is clipped or scaled: such a step may update in backward, and cannot be made again
+# once it has begun to.
 MARGIN_BYTES = 64 * MIB
 MARGINS_IN_A_CAP = 200
 
@@ -25,8 +26,8 @@ def smallest_cap(room: int, margins: int = 1) -> int:
 
 
 def margins(needs_all_gradients: bool) -> int:
-    """Returns how many safety margins stay free: 2 if units are updated during backward, because such a step cannot be
-    repeated, else 1. `needs_all_gradients`: whether updates wait for the norm of all gradients."""
+    """Returns how many safety margins stay free: 2 if no update waits for the norm, else 1. In the first case a step may
+    update during backward, and cannot be repeated then. `needs_all_gradients`: whether updates wait for the norm."""
     return 1 if needs_all_gradients else 2
 
 

@@ -70,8 +70,8 @@ def step_case(settings: Settings, precision: str) -> StepCase:
 
 
 def ways(settings: Settings, simulations: Simulations) -> list[list[Choices]]:
-    """Returns lists of Choices (sets of layouts), to be tried one after the other. First everything is on the GPU; then
-    working weights are in RAM; then block inputs; then both; then the same with states on a disk. Each list has one
+    """Returns lists of Choices (sets of layouts), to be tried one after the other. First weights and block inputs are on
+    the GPU; then working weights are in RAM; then block inputs; then both; then the same with states on a disk. Each list has one
     entry for each thing that can happen to final gradients (their fate)."""
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
@@ -87,7 +87,7 @@ def ways(settings: Settings, simulations: Simulations) -> list[list[Choices]]:
 def _placed(
     settings: Settings, simulations: Simulations, disk: int, inputs_in_ram: bool, weights_in_ram: bool
 ) -> Choices:
-    choices = replace(everything_on_gpu(settings, simulations), disk=disk)
+    choices = replace(open_choices(settings, simulations), disk=disk)
     base = Layout(1, boundaries_in_ram=inputs_in_ram, weights_on_gpu=1 if weights_in_ram else None)
     kept = choices.kept
     if weights_in_ram:
@@ -98,7 +98,7 @@ def _placed(
     return replace(choices, base=base, kept=kept)
 
 
-def everything_on_gpu(settings: Settings, simulations: Simulations) -> Choices:
+def open_choices(settings: Settings, simulations: Simulations) -> Choices:
     """Returns the Choices (a set of layouts) that the settings allow with weights and gradients on the GPU."""
     units, blocks = simulations.units, simulations.blocks
     micro_batches = [size for size in range(1, settings.batch + 1) if settings.batch % size == 0]

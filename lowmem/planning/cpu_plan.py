@@ -17,7 +17,7 @@ from lowmem.cudasim.tape import most_bytes, named_at_peak
 from lowmem.device import RETURNED_FROM_BYTES
 from lowmem.errors import PlanError
 from lowmem.planning.caps import refusal
-from lowmem.planning.choices import everything_on_gpu, step_case
+from lowmem.planning.choices import open_choices, step_case
 from lowmem.planning.plan import Plan
 from lowmem.planning.ram import CPU_TRAINING_BYTES, PROCESS_VARIES_BYTES, Process, on_the_cpu
 from lowmem.planning.simulated_step import cpu_target
@@ -103,7 +103,7 @@ def cpu_plan(
 def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
     """Returns the layouts to try, the largest micro-batch first. Everything is in RAM, and other choices are as the
     settings ask."""
-    choices = everything_on_gpu(settings, simulations)
+    choices = open_choices(settings, simulations)
     base = Layout(
         1,
         segment_blocks=choices.segments[0],

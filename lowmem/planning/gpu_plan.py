@@ -14,7 +14,7 @@ from lowmem.cudasim.tape import Memory
 from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES
 from lowmem.planning.caps import margins, refusal, room_under, smallest_cap, what
-from lowmem.planning.choices import everything_on_gpu, step_case, ways
+from lowmem.planning.choices import open_choices, step_case, ways
 from lowmem.planning.columns import Columns
 from lowmem.planning.fastest import fastest_layout, smaller_layouts, smallest_room
 from lowmem.planning.plan import Plan
@@ -169,7 +169,7 @@ def _refusal(case: _Case, room: Room, card_limit: int | None, decoder, target: T
         smaller = replace(base, optimizer=OPTIMIZERS["adamw8bit"])
         with_8_bit = Simulations(partial(decoder, fused_kernels=target.fused_kernels), smaller, target)
         case = replace(case, simulations=with_8_bit)
-        every = [[everything_on_gpu(settings, with_8_bit)]]
+        every = [[open_choices(settings, with_8_bit)]]
         if fastest_layout(every, with_8_bit, case.room(settings.ram_limit_bytes)) is not None:
             sentence += " It fits as it is with --optimizer adamw8bit, whose moments are not exact."
     return sentence

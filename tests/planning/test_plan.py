@@ -25,7 +25,7 @@ from lowmem.limits import CONTEXT_BYTES, ram_now_bytes
 from lowmem.models.build import load_config
 from lowmem.planning import cpu_plan, fastest, gpu_plan, planner, simulations
 from lowmem.planning.caps import MARGIN_BYTES, room_under, smallest_cap
-from lowmem.planning.choices import everything_on_gpu
+from lowmem.planning.choices import open_choices
 from lowmem.planning.plan import Plan, kept_in_words
 from lowmem.planning.planner import make_plan
 from lowmem.planning.ram import CUDA_PROCESS_BYTES, Process
@@ -579,7 +579,7 @@ def test_batches_that_are_no_power_of_two_are_cut_into_any_parts_of_one_size():
     assert plan_for(batch=7).layout.micro_batch == 7
     small = SimpleNamespace(units=6, blocks=4)
     micro_batches = {
-        batch: everything_on_gpu(dataclasses.replace(SMALL, batch=batch), small).micro_batches for batch in (64, 63)
+        batch: open_choices(dataclasses.replace(SMALL, batch=batch), small).micro_batches for batch in (64, 63)
     }
     assert micro_batches == {64: (1, 2, 4, 8, 16, 32, 64), 63: (1, 3, 7, 9, 21, 63)}
 
