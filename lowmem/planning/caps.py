@@ -26,8 +26,8 @@ def smallest_cap(room: int, margins: int = 1) -> int:
 
 
 def margins(needs_all_gradients: bool) -> int:
-    """Returns how many safety margins stay free: 2 if no update waits for the norm, else 1. In the first case a step may
-    update during backward, and cannot be repeated then. `needs_all_gradients`: whether updates wait for the norm."""
+    """Returns how many safety margins stay free: 2 if no update waits for the norm, else 1. In the first case a step
+    may update during backward, and cannot be repeated then. `needs_all_gradients`: whether updates wait."""
     return 1 if needs_all_gradients else 2
 
 

@@ -70,9 +70,9 @@ def step_case(settings: Settings, precision: str) -> StepCase:
 
 
 def ways(settings: Settings, simulations: Simulations) -> list[list[Choices]]:
-    """Returns lists of Choices (sets of layouts), to be tried one after the other. First weights and block inputs are on
-    the GPU; then working weights are in RAM; then block inputs; then both; then the same with states on a disk. Each list has one
-    entry for each thing that can happen to final gradients (their fate)."""
+    """Returns lists of Choices (sets of layouts), to be tried one after the other. First weights and block inputs are
+    on the GPU; then weights are in RAM; then block inputs; then both; then the same with states on a disk. A list has
+    one entry for each thing that can happen to final gradients (their fate)."""
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
     weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
