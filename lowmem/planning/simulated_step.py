@@ -165,13 +165,10 @@ def record_step(
     decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *, alike: bool = False,
     whole_first_step: bool = False,
 ) -> Recording:  # fmt: skip
-    """Simulates two steps of `case` on `decoder`, three with states on a disk. The decoder's parameters become meta
-    tensors.
-
-    `known`: a dict that stores executed operations between calls with the same decoder, sequence length, dtype and
-    target, so that they are not executed again; None executes everything. `alike`: execute blocks that are made alike
-    only once. `whole_first_step`: make the first step as long as the second, and its updates too, as in training.
-    """
+    """Simulates two steps of `case` on `decoder`, three with states on a disk. Its parameters become meta tensors.
+    `known`: stores executed operations between calls with the same decoder, sequence length, dtype and target, so that
+    they are not executed again; None executes everything. `alike`: execute blocks that are made alike only once.
+    `whole_first_step`: make the first step as long as the second, and its updates too, as in training."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})
