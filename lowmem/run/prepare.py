@@ -222,7 +222,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
             for remark in rehearsal.remarks:
                 log.say(remark)
             devices.release_freed_memory()  # of tokenizing: training does not hold it
-            plan = plan_here(question, device, aside, log.say)
+            plan = plan_here(_with_saved_micro_batch(question, saved), device, aside, log.say)
             if (lengths := data.train.typical_lengths()) is not None:
                 plan = aside(timed_with, plan, config, lengths)
         steps = settings.total_steps(data.train.steps_per_epoch)
@@ -271,6 +271,14 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path]) ->
     log.say(f"going on from {checkpoint}: {state['step']} of {session.steps} steps are done")
     if longer(state["identity"], identity):
         say_longer(course, state, log.say)
+
+
+def _with_saved_micro_batch(question: Question, saved: tuple[Path, dict] | None) -> Question:
+    """Returns the question for the micro-batch of a checkpoint, unless one was typed: the bits depend on it, and a plan
+    depends on caps and on the RAM that this process holds. `saved`: the checkpoint and its state."""
+    if saved is None or question.settings.micro_batch is not None:
+        return question
+    return replace(question, settings=replace(question.settings, micro_batch=saved[1]["identity"]["micro_batch"]))
 
 
 def _most_saves(settings: Settings, plan: Plan, steps: int) -> int | None:

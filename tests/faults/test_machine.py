@@ -38,6 +38,19 @@ def test_on_a_busier_machine_a_run_still_goes_on(train, tmp_path, monkeypatch):
     assert after["micro_batch"] == 64 and after["recompute"], "free memory may change what is kept, not the result"
 
 
+def test_a_run_goes_on_with_its_micro_batch_if_the_plan_would_be_another_now(train, tmp_path, monkeypatch):
+    options = ["--micro-batch", "auto", "--batch", "64", "--steps", "2", "--ram-limit", "8GiB"]  # plans it each time
+    with monkeypatch.context() as patch:
+        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert train(tmp_path / "out", *options) == 75
+    monkeypatch.setattr(lowmem.planning.cpu_plan, "CPU_MICRO_BATCH_TOKENS", 8 * 32)
+    assert train(tmp_path / "new", *options) == 0
+    assert train(tmp_path / "out", *options) == 0
+    new, resumed = (stored(tmp_path / name / "plan.json")["choice"]["micro_batch"] for name in ("new", "out"))
+    assert (new, resumed) == (8, 64)
+    assert stored(tmp_path / "out/settings.json")["micro_batch"] is None
+
+
 def full(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
