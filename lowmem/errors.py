@@ -32,13 +32,14 @@ class InputError(LowmemError):
 
 
 class PlanError(LowmemError):
-    """Says that no plan fits under the memory caps. The message names the smallest caps that would do."""
+    """Says that no plan fits, or that the disk has no room. If caps are too small, the message names the smallest
+    that would do."""
 
     exit_code = 3
 
 
 class CapExceeded(LowmemError):
-    """Says that measured memory exceeded a cap that the user set."""
+    """Says that measured memory exceeded a cap, or that GPU memory ran out."""
 
     exit_code = 4
 
