@@ -6,7 +6,7 @@ outcome has the bits of the same training on the CPU, which never ran out.
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -38,6 +38,10 @@ ARRANGEMENTS = {
     "gradients in RAM": SENT | {"group": 2, "states_on_gpu": 1, "defer": True},
     "8-bit moments": LAYOUTS["streamed, deferred"] | {"optimizer": "adamw8bit"},
 }
+ENDING = ("in backward", "forward and backward twice")  # a step that has begun to update in backward cannot be made again
+    "in backward",
+    "forward and backward twice",
+)  # their steps cannot be made again once they have begun to update
 
 
 @pytest.fixture(autouse=True)
@@ -89,13 +93,16 @@ def cap(size_bytes: int | None) -> None:
 
 
 @contextmanager
-def training(shape: Shape, device: torch.device, case: dict) -> Iterator[tuple[TrainingStep, Recovery, list[str]]]:
+def training(
+    shape: Shape, device: torch.device, case: dict, smaller: Sequence[dict] = ()
+) -> Iterator[tuple[TrainingStep, Recovery, list[str]]]:
+    """`smaller`: the plan's smaller layouts, as changes of the one of `case`."""
     case = {"clip_norm": 0.1} | PLAIN | case
     step, store = shape.make_step(device=device, precision="bf16" if shape is TINY else "fp32", **case)
     store.page_lock()
     said: list[str] = []
     try:
-        yield step, Recovery(step, [], said.append), said
+        yield step, Recovery(step, [replace(step.layout, **changes) for changes in smaller], said.append), said
     finally:
         step.make_room = None
         del step, store
@@ -116,7 +123,8 @@ def plain(shape: Shape, case: dict) -> Outcome:
 
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_whatever_the_allocator_refuses_costs_no_bit(name):
-    """In the second step, at one operation after the other that allocates."""
+    """In the second step, at one operation after the other that allocates. Once it has updated some units, the run
+    ends."""
     case, batches = ARRANGEMENTS[name], TINY.batches()
     truth = plain(TINY, case)
     with training(TINY, CUDA, case) as (step, _, _):
@@ -130,7 +138,12 @@ def test_whatever_the_allocator_refuses_costs_no_bit(name):
             results = [step(batches[0], 0, 1e-3)]
             recovery.number = 2
             with Taken(number) as taken:
-                results.append(step(batches[1], 1, 1e-3))
+                try:
+                    results.append(step(batches[1], 1, 1e-3))
+                except OutOfRoom as error:
+                    assert name in ENDING and step.halfway and "after its first updates" in str(error)
+                    refused += 1
+                    continue
                 step.flush()
             assert outcome(step, results).differences(truth) == [], number
             refused += taken.refused
@@ -159,7 +172,7 @@ def test_under_a_smaller_cap_than_the_layout_takes_a_run_finds_one_that_fits_and
     most, least = reserved(GENEROUS), reserved(SPARING)
     assert most > least + (4 << 20)  # else no cap would tell them apart
     truth, batches = plain(WIDE, GENEROUS), WIDE.batches()
-    with training(WIDE, CUDA, GENEROUS) as (step, recovery, said):
+    with training(WIDE, CUDA, GENEROUS, [{"kept": 9}, {"kept": 6}, {"kept": 3}]) as (step, recovery, said):
         results = [step(batches[0], 0, 1e-3)]
         torch.cuda.empty_cache()
         cap((most + least) // 2)
@@ -170,7 +183,8 @@ def test_under_a_smaller_cap_than_the_layout_takes_a_run_finds_one_that_fits_and
         finally:
             cap(None)
         found = [measure["measure"] for measure in recovery.measures]
-        assert found[:2] == ["cache", "kept"] and "micro_batch" not in found and len(said) == len(found)
+        assert found[:2] == ["cache", "layout"] and "micro_batch" not in found and len(said) == len(found)
+        assert step.layout.kept in (9, 6, 3), "not all has to be given up"
         assert {measure["step"] for measure in recovery.measures} == {2}, "the layout that was found does for step 3"
         assert outcome(step, results).differences(truth) == []
 
