@@ -38,10 +38,8 @@ ARRANGEMENTS = {
     "gradients in RAM": SENT | {"group": 2, "states_on_gpu": 1, "defer": True},
     "8-bit moments": LAYOUTS["streamed, deferred"] | {"optimizer": "adamw8bit"},
 }
-ENDING = ("in backward", "forward and backward twice")  # a step that has begun to update in backward cannot be made again
-    "in backward",
-    "forward and backward twice",
-)  # their steps cannot be made again once they have begun to update
+# Their steps cannot be made again once they have begun to update in backward.
+ENDING = ("in backward", "forward and backward twice")
 
 
 @pytest.fixture(autouse=True)
