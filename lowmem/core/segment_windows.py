@@ -121,11 +121,11 @@ class WeightWindow:
 
     def _views(self, blocks: range, slot: Slot) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Returns (parameter, placeholder of NaN, weights in the slot) for each parameter of these blocks. The tensors
-        are made once and stored."""
-        if blocks not in slot.views:
-            slot.views[blocks] = [
+        are made once, for all slots, and stored: the first step makes them, and no later one."""
+        for each in () if blocks in slot.views else self._window.slots:
+            each.views[blocks] = [
                 (self._decoder.units[part.unit].parameters[name], part.placeholder(name), part.view(flat, name))
-                for part, flat in self._flat(blocks, slot)
+                for part, flat in self._flat(blocks, each)
                 for name in part.names()
             ]
         return slot.views[blocks]
