@@ -52,10 +52,14 @@ class _Case:
 
     def room(self, ram_limit: int | None) -> Room:
         base = self.simulations.base
-        gpu = None if self.gpu_limit is None else room_under(self.gpu_limit, margins(base.needs_all_gradients))
+        gpu = None if self.gpu_limit is None else room_under(self.gpu_limit, self.margins)
         if ram_limit is not None:
             ram_limit = most_streamed(ram_limit, self.process_bytes, self.drawn_bytes, base.optimizer, base.dtype)
         return Room(gpu, ram_limit)
+
+    @property
+    def margins(self) -> int:
+        return margins(self.simulations.base.needs_all_gradients)
 
     @property
     def drawn_bytes(self) -> int:
@@ -86,8 +90,7 @@ class _Case:
         free = self.simulations.run(layout, None)
         if self.gpu_limit is None or free.reserved_peak_bytes <= self.gpu_limit - OVERSHOOT_BYTES:
             return free  # the cap changes nothing
-        room = room_under(self.gpu_limit, margins(self.simulations.base.needs_all_gradients))
-        caps = self.gpu_limit - OVERSHOOT_BYTES, room
+        caps = self.gpu_limit - OVERSHOOT_BYTES, room_under(self.gpu_limit, self.margins)
         under_caps = (self.simulations.run(layout, cap) for cap in caps)  # holes may make the wider one fail
         found = next(filter(None, under_caps), None)
         return found or self.simulations.run(layout, self.simulations.smallest_cap_bytes(layout))
@@ -158,7 +161,7 @@ def _refusal(case: _Case, room: Room, card_limit: int | None, decoder, target: T
     in_ram = {"streamed_states": smallest.ram}
     ram = sum(largest(on_a_gpu(case.process_bytes, in_ram, case.drawn_bytes, base.optimizer, base.dtype)).values())
     ram += PROCESS_VARIES_BYTES if measured else 0
-    gpu_cap = smallest_cap(smallest.gpu, margins(base.needs_all_gradients))
+    gpu_cap = smallest_cap(smallest.gpu, case.margins)
     if card_limit is not None and gpu_cap > card_limit:
         return (
             f"{case.card.name} has {format_size(card_limit)} usable; {what(settings)} needs "
