@@ -41,8 +41,9 @@ _HOMES |= {"Plan": "planning.plan", "Settings": "settings", "cuda_peak": "cudasi
 def __getattr__(name: str):
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lowmem.run.environment import variables_blamed, warnings_end_nothing
+    from lowmem.run.environment import limit_waiting_of_threads, variables_blamed, warnings_end_nothing
 
+    limit_waiting_of_threads()
     with warnings_end_nothing(), variables_blamed():
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 

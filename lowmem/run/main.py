@@ -11,7 +11,7 @@ from pathlib import Path
 from lowmem.errors import CapExceeded, LowmemError, first_line
 from lowmem.run.cli import parse_arguments
 from lowmem.run.early import check_run, packages_needed
-from lowmem.run.environment import variables_blamed, warnings_end_nothing
+from lowmem.run.environment import limit_waiting_of_threads, variables_blamed, warnings_end_nothing
 from lowmem.run.signals import StopRequest, interrupt_ends_at_once
 from lowmem.run.terminal import escape_what_stdout_lacks, say
 from lowmem.settings import Settings
@@ -27,6 +27,7 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
             with interrupt_ends_at_once(), packages_needed():
                 settings = parse_arguments(sys.argv[1:] if arguments is None else arguments, defaults)
                 settings = check_run(settings, say)
+                limit_waiting_of_threads()
                 with variables_blamed():
                     from lowmem.run.train import run
             with interrupt_ends_at_once() if settings.plan_only else StopRequest() as stop:

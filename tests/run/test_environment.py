@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lowmem.errors import InputError
+from lowmem.run import environment as run_environment
 from lowmem.run.environment import variables_blamed, warnings_end_nothing
 from runs import ROOT, SMALL, content, weights
 
@@ -141,3 +142,33 @@ def test_what_a_variable_does_to_an_import_is_said_before_anything_is_written(tm
     assert run.returncode == code and said in run.stderr.rstrip().rpartition("\n")[2], run
     assert code == 1 or run.stderr.count("\n") <= 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("running", "spins"), [(0, "10000"), (3, "0")])
+def test_threads_that_wait_sleep_at_once_if_other_threads_run(running, spins, monkeypatch):
+    for variable in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(run_environment, "_other_running_threads", lambda: running)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    run_environment.limit_waiting_of_threads()
+    assert os.environ["GOMP_SPINCOUNT"] == spins
+
+
+def test_waiting_threads_are_set_before_pytorch_and_not_over_the_users_choice():
+    program = (
+        "import os, lowmem; lowmem.load; print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    unset = {name: value for name, value in os.environ.items() if name not in names}
+    printed = []
+    for before, variables in (
+        ("", {}),
+        ("", {"GOMP_SPINCOUNT": "7"}),
+        ("", {"OMP_WAIT_POLICY": "active"}),
+        ("import torch; ", {}),
+    ):
+        command = [sys.executable, "-c", before + program]
+        result = subprocess.run(command, env=unset | variables, cwd=ROOT, capture_output=True, text=True, check=True)
+        printed.append(result.stdout.split())
+    assert printed[0] in (["None", "0"], ["None", "10000"])
+    assert printed[1:] == [["None", "7"], ["active", "None"], ["None", "None"]]
