@@ -29,6 +29,7 @@ from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
 from lowmem.run.early import check_folders, with_recognized_model
 from lowmem.run.environment import warnings_end_nothing
+from lowmem.run.naming import with_run_folder
 from lowmem.run.prepare import LoadedModel, ask, build, page_locked, plan_here, write_weights
 from lowmem.run.signals import StopRequest
 from lowmem.run.train import run
@@ -59,7 +60,9 @@ def train(settings: Settings) -> dict:
     Expected errors raise LowmemError. Errors of the system (OSError, OutOfMemoryError) are raised as they are."""
     if settings.plan_only:
         raise InputError("plan_only=True plans and trains nothing: call lowmem.plan(settings).")
-    settings = with_recognized_model(settings, _warn)
+    if settings.preview is not None:
+        raise InputError("preview prints data and trains nothing: it is an option of the command, --preview.")
+    settings = with_run_folder(with_recognized_model(settings, _warn), _warn)
     check_folders(settings)
     main_thread = threading.current_thread() is threading.main_thread()
     with StopRequest() if main_thread else nullcontext(StopRequest()) as stop:
