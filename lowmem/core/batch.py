@@ -51,6 +51,8 @@ class Batch:
         and padding on the left.
         """
         batch = {name: torch.as_tensor(value).cpu() for name, value in batch.items() if value is not None}
+        if "token_type_ids" in batch and not batch["token_type_ids"].any():
+            del batch["token_type_ids"]  # some tokenizers of decoders give zeros
         unknown = batch.keys() - {"input_ids", "attention_mask", "labels"}
         missing = {"input_ids", "labels"} - batch.keys()
         if unknown or missing:

@@ -48,7 +48,7 @@ def test_lists_and_arrays_will_do_and_padding_is_no_label_even_if_it_is_given():
         assert torch.equal(other.labels, made.labels) and torch.equal(other.input_ids, made.input_ids)
     copied = Batch.from_hf(batch | {"labels": batch["input_ids"].clone()})
     assert (copied.labels != -100).sum(1).tolist() == [length - 1 for length in LENGTHS]
-    assert Batch.from_hf(hf_batch(padded=False)).lengths is None
+    assert Batch.from_hf(hf_batch(padded=False) | {"token_type_ids": torch.zeros(4, 9)}).lengths is None
 
 
 def test_a_source_and_a_target_give_the_loss_of_an_encoder_decoder():
