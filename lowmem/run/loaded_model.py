@@ -1,4 +1,4 @@
-"""Defines the model that a training loop trains, with evaluation, save and resume for a loop of one's own.
+"""Defines the model that a training loop trains. Your own loop can evaluate, save and resume it.
 
 model = lowmem.load(settings, resume="runs/mine")  # from its newest checkpoint, if there is one
 for number in range(model.done, 300):

@@ -1,7 +1,7 @@
 """Names the run folder after the model and the data, if --out is not given.
 
-The same command finds its own run again, also with more steps: the folder is the first of runs/NAME, runs/NAME-2, ...
-that holds no run, or one that these settings can go on with.
+Of runs/NAME, runs/NAME-2, ... the first folder is taken that holds no run, or a run that these settings can go on with.
+So the same command resumes its own run, and another command starts a new one.
 """
 
 import glob
