@@ -89,7 +89,7 @@ class _Reader:
         self.sources = [open_source(spec, settings.reading(), folder) for spec in settings.data]
         self.evaluated = [open_source(spec, settings.reading(held_out=True), folder) for spec in settings.eval_data]
         if settings.split is not None and not any(source.splits for source in self.sources):
-            raise InputError(f"--split {settings.split}: no --data has splits; leave it out, or name a file or folder")
+            raise InputError(f"--split {settings.split}: none of --data has splits; leave it out")
         for source in self.evaluated:
             if source.weight != 1:
                 raise InputError(f"--eval-data {source.name}: held-out texts have no weight; each is read once")

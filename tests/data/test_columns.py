@@ -86,7 +86,7 @@ def test_a_split_is_taken_by_its_name(tmp_path):
 
 
 def test_a_split_of_data_without_splits_is_refused(tmp_path):
-    with pytest.raises(InputError, match="--split train: no --data has splits"):
+    with pytest.raises(InputError, match="--split train: none of --data has splits"):
         load(write_rows(tmp_path / "a.jsonl", [{"text": "a long text " * 9}]), split="train")
 
 
